@@ -21,12 +21,13 @@ from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import plural
 from fsdplab.figures import style
 from fsdplab.figures.bars import Part, stacked_bars
+from fsdplab.figures.conclusion import conclusion
 from fsdplab.figures.fastest import fastest_words, step_words
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.table import COLUMNS, SPLIT, cells
 from fsdplab.figures.view import RunView, view, views
 from fsdplab.records import CATEGORIES, RunRecord, Spread, Summary, comparison_json
-from fsdplab.records.summary import Peak, Predicted
+from fsdplab.records.summary import Change, Peak, Predicted, Steady
 from tests.pictures import svg_of
 
 MB = 1_000_000
@@ -472,22 +473,79 @@ def test_a_wide_table_and_its_legend_fit_a_small_window(tmp_path):
         )
         page = browser.new_page(viewport={"width": 1280, "height": 800})
         page.goto(target.as_uri())
-        page.wait_for_selector(".legend")
+        page.wait_for_selector("#answer .main-svg")
+        page.locator(".panel.open summary").first.wait_for()
+        for folded in page.locator(".panel.open summary:visible").all():
+            folded.click()
         assert page.evaluate("document.documentElement.scrollWidth") <= 1280
         for box in page.locator(".panel.open .wide").all():
-            assert box.evaluate("box => box.scrollWidth <= box.clientWidth")
-            inside, edge = (box.evaluate(f"box => box{at}.getBoundingClientRect().right") for at in (_LAST, ""))
-            assert inside <= edge + 0.5 and edge <= 1280
-        plot, *others = page.evaluate(right.format(".panel.open .js-plotly-plot:has(.legend)"))
-        legend = page.evaluate(right.format(".panel.open .legendtext"))
-        assert len(legend) == len(CATEGORIES) * (1 + len(others)) and max(legend) <= plot
+            edge = box.evaluate("box => box.getBoundingClientRect().right")
+            assert edge <= 1280 and box.evaluate("box => getComputedStyle(box).overflowX") in ("auto", "scroll")
+        keys, plots = (page.evaluate(right.format(f"#answer {each}")) for each in (".keys button", ".js-plotly-plot"))
+        assert len(keys) >= len(CATEGORIES) - 1 and max(keys) <= max(plots) <= 1280
         page.set_viewport_size({"width": 1000, "height": 800})
-        page.wait_for_function(f"(plot => plot < {plot - 200})({right.format('.main-svg')}[0])")
+        page.wait_for_function(f"(plots => Math.max(...plots) <= 1000)({right.format('.main-svg')})")
         assert page.evaluate("document.documentElement.scrollWidth") <= 1000
         browser.close()
 
 
-_LAST = ".querySelector('tr').lastElementChild"
+def default_scenario(tmp_path: Path) -> list[RunRecord]:
+    """Six runs as the default comparison leaves them: over the card, with steady times and a change."""
+    clock = {"no_shard": (0.855, 0.63), "zero1": (0.765, 0.76), "full_shard": (0.919, 0.65)}
+    made = []
+    for place, (name, prefetch) in enumerate([("no_shard", 1), ("zero1", 1), ("full_shard", 1), ("full_shard", 0)]):
+        run = record(tmp_path / str(place), name, median=0.9)
+        step, overlap = clock[name] if prefetch else (1.479, 0.0)
+        run.spec |= {"prefetch": prefetch, "link": "150MB/s", "model": "gpt-20m", "batch_size": 2}
+        change = Change("compute and send in bf16, with fp32 masters", 0.51, 30 * MB)
+        run.summary = replace(run.summary, steady=Steady(step, step * (1 - overlap) / 2, overlap), change=change)
+        run.provenance["steady"] = "simulated"
+        made.append(run)
+    return made
+
+
+_OVERLAPS = """() => [...document.querySelectorAll('.js-plotly-plot')].flatMap(plot => {
+  const boxes = [...plot.querySelectorAll('.ytick text, .annotation text, .gtitle, .legendtext')]
+    .map(node => [node.textContent, node.getBoundingClientRect()]).filter(([words, box]) => words && box.width);
+  return boxes.flatMap(([one, a], place) => boxes.slice(place + 1).filter(([, b]) =>
+    Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
+    && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 2
+  ).map(([other]) => `${one} / ${other}`));
+})"""
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs a chromium on the path")
+def test_the_page_answers_on_its_first_screen_and_fits_a_phone(tmp_path):
+    from playwright.sync_api import sync_playwright
+
+    made = default_scenario(tmp_path)
+    target = tmp_path / "page.html"
+    target.write_text(figures.comparison_page(comparison_json(made), made), encoding="utf-8")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
+        )
+        page = browser.new_page(viewport={"width": 1280, "height": 800})
+        page.goto(target.as_uri())
+        page.wait_for_function("document.querySelectorAll('#answer .main-svg').length >= 2")
+        boxes = {name: page.locator(f"#answer {name}").bounding_box() for name in (".sentence", ".pair", ".change")}
+        assert all(box["y"] + box["height"] <= 800 for box in boxes.values()), boxes
+        assert page.locator("#answer .sentence").inner_text() == conclusion(views(made))
+        assert "51 % more tokens/s (simulated)" in page.locator("#answer .change").inner_text()
+        left, right = (each.bounding_box() for each in page.locator("#answer .pair > *").all())
+        assert left["x"] + left["width"] <= right["x"] and abs(left["y"] - right["y"]) < 1, "side by side"
+        assert page.get_by_role("tab").all_inner_texts() == ["Compare", "Timeline", "Memory", "Traffic", "Diagnosis"]
+        assert not page.locator("th", has_text="= par").count()
+        phone = browser.new_page(viewport={"width": 390, "height": 844})
+        phone.goto(target.as_uri())
+        for tab in phone.get_by_role("tab").all():
+            tab.click()
+            phone.wait_for_function(
+                "[...document.querySelectorAll('.plot')].every(each => hidden(each) || each.querySelector('.main-svg'))"
+            )
+            assert phone.evaluate("document.documentElement.scrollWidth") <= 390, tab.inner_text()
+        assert phone.evaluate(_OVERLAPS) == []
+        browser.close()
 
 
 def widest(tmp_path: Path) -> list[RunRecord]:
