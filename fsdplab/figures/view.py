@@ -275,6 +275,8 @@ def provenance(runs: list[RunView]) -> list[tuple[str, str]]:
         names = ", ".join(dict.fromkeys(run.label for run in simulated))
         held = "step time, tokens/s, exposed time, memory, bytes sent"
         words = f"{held}: of {names}, for {ranks_and_device(simulated)}"
+    elif any(run.steady.step_time_s for run in own):
+        words = f"the step on the {STEADY_CARD}, and what of its communication is hidden there"
     return [*pairs, ("emulated", _emulated(runs)), ("simulated", words)]
 
 

@@ -14,7 +14,7 @@ from plotly.graph_objects import Figure
 from fsdplab import figures
 from fsdplab.figures.fastest import core_words
 from fsdplab.figures.report.parts import comparison_table
-from fsdplab.figures.table import COLUMNS, LEGEND, NUMBERS, SHORT, WRAPPED, mood
+from fsdplab.figures.table import COLUMNS, NUMBERS, SHORT, WRAPPED, brief, legend, mood
 from fsdplab.figures.view import RunView, provenance
 from fsdplab.profiling.findings import findings
 from fsdplab.records import RunRecord
@@ -44,10 +44,11 @@ def table(runs: Sequence[RunView]) -> str:
     """The comparison as HTML: one row a run, verdicts in colour, and the provenance below."""
     real = "<br>".join(f"<b>{word}</b>: {escape(what)}" for word, what in provenance(list(runs)))
     type_size = "font-size:calc(.93 * var(--fsdplab-table, 14px))"
-    small = f"<p style='{type_size};opacity:.8;margin:6px 10px'>{escape(LEGEND)}.<br>{real}</p>"
+    columns = tuple(name for name in COLUMNS if name in (*brief(runs), "engine", "tokens/s"))
+    small = f"<p style='{type_size};opacity:.8;margin:6px 10px'>{escape(legend(columns))}.<br>{real}</p>"
     core = core_words(runs)
     first = f"<p style='color:{_COLOURS['bad']};font-weight:600;margin:6px 10px'>{escape(core)}</p>" if core else ""
-    shown = comparison_table(runs, _look, caption="", style=_TABLE)
+    shown = comparison_table(runs, lambda place, text: _look(columns[place], text), columns, style=_TABLE)
     return f"{first}<div style='overflow-x:auto'>{shown}</div>{small}"
 
 
@@ -55,9 +56,8 @@ def table(runs: Sequence[RunView]) -> str:
 _TABLE = "border-collapse:collapse;font-size:var(--fsdplab-table, 14px);font-variant-numeric:tabular-nums"
 
 
-def _look(place: int, text: str | None) -> dict[str, str]:
+def _look(column: str, text: str | None) -> dict[str, str]:
     """A cell's style: amounts stay in one piece, long texts may break, verdicts are coloured."""
-    column = COLUMNS[place]
     style = f"text-align:{'right' if column in NUMBERS else 'left'};padding:5px 6px"
     if text is not None:
         style += "" if column in (*WRAPPED, *SHORT) else ";white-space:nowrap"

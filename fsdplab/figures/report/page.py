@@ -146,7 +146,7 @@ def _compared(comparison: Mapping[str, Any], source: Runs) -> Markup:
         f"What was {ran}": part("pairs", entries=_flat(comparison.get("spec") or {})),
         where: part("pairs", entries=_flat(comparison.get("environment") or {})),
     }
-    whole = part("wide", body=comparison_table(shown, _look, "")) + (part("text", words=drift) if drift else "")
+    whole = part("wide", body=comparison_table(shown, _look)) + (part("text", words=drift) if drift else "")
     return whole + Markup("").join(folded(title, body) for title, body in sections.items())
 
 

@@ -18,7 +18,7 @@ from markupsafe import Markup
 from fsdplab.common.sizes import size
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import ALARM, CAMERA, DARK_TEXT, FONT, TEXT, alt_text, bare, legend_of
-from fsdplab.figures.table import COLUMNS, LEGEND, cells
+from fsdplab.figures.table import COLUMNS, cells
 from fsdplab.figures.view import RunView
 
 What = ParamSpec("What")
@@ -76,9 +76,11 @@ def folded(title: str, body: str) -> Markup:
     return part("folded", title=title, body=body) if body else Markup("")
 
 
-def comparison_table(runs: Sequence[RunView], look: Look, caption: str = f"{LEGEND}.", **attributes: str) -> Markup:
-    """The table of a comparison, one row a run, in the columns that the terminal prints too."""
-    return table(COLUMNS, map(cells, runs), look, caption, **attributes)
+def comparison_table(
+    runs: Sequence[RunView], look: Look, columns: Sequence[str] = COLUMNS, **attributes: str
+) -> Markup:
+    """The table of a comparison, one row a run, in columns that the terminal prints too."""
+    return table(columns, (cells(run, columns=columns) for run in runs), look, **attributes)
 
 
 def drawn(draw: Callable[What, go.Figure], *what: What.args, **how: What.kwargs) -> Markup:
