@@ -23,7 +23,7 @@ from fsdplab.planning.simulation import simulate, simulate_work, work_of
 from fsdplab.planning.simulation.program import Span
 from fsdplab.planning.simulation.work import ROOT
 from fsdplab.records import RunRecord
-from fsdplab.sessions.prediction import predict
+from fsdplab.sessions.prediction import Prediction, predict
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.steady_card import SteadyCardError, plan_of, steady
 
@@ -38,6 +38,7 @@ CAUSES = {
     "unknown": "unknown",
 }
 _REMAINS = ": the first gathers, the gather between forward and backward, and the last reductions"
+_ROOMY = 10**15  # bytes of a card on which all fits
 _NO_STEP = "not simulated without a link"
 _ALIKE = 0.02  # steps that differ by less are equally long, for a guess
 # Settings that change what a run takes: a measurement with other ones is not drawn over its simulation.
@@ -91,22 +92,37 @@ class Outcome:
         return sum(self.memory.values()) if self.memory else None
 
 
-@lru_cache(maxsize=512)
 def outcome(run: Run) -> Outcome:
-    """Memory, step and timeline of a run, by arithmetic.
+    """Memory, step and timeline of a run, by arithmetic; its card does not matter, so that one is dragged at no cost.
 
     >>> outcome(RunSpec(model="gpt-20m", batch_size=2, sequence_length=128, link="150MB/s")).step.words
     '919 ms, 65 % hidden'
     """
+    return _outcome(_on_any_card(run))
+
+
+def _on_any_card(run: Run) -> Run:
+    if isinstance(run, PlanSpec):
+        return replace(run, gpu=replace(run.gpu, memory_bytes=_ROOMY))
+    return replace(run, card=None)
+
+
+@lru_cache(maxsize=512)
+def _outcome(run: Run) -> Outcome:
     if isinstance(run, PlanSpec):
         record = simulate(run)
         return Outcome(record.summary.peak_memory_bytes.split, record.summary.comm.bytes_per_step, *_step_of(record))
-    found = predict(run)
+    found = _predicted(replace(run, link="1GB/s") if run.link else run)  # memory and bytes are those of any link
     try:
         step, blocks = _step_of(steady(run))
     except SteadyCardError:
         return Outcome(found.by_category, found.bytes_per_step, None, None, found.why_not, _NO_STEP)
     return Outcome(found.by_category, found.bytes_per_step, step, blocks, found.why_not)
+
+
+@lru_cache(maxsize=256)
+def _predicted(run: RunSpec) -> Prediction:
+    return predict(run)
 
 
 def _step_of(record: RunRecord) -> tuple[Step, dict[str, list[list[Any]]]]:
@@ -160,7 +176,7 @@ def crossover(run: Run, ends: tuple[float, float]) -> Crossover:
     >>> round(crossover(run, (10e6, 10e9)).bytes_per_s / 1e6, -1)
     220.0
     """
-    return _crossover(_plan_at(run, ends[1]), not isinstance(run, PlanSpec), ends)
+    return _crossover(_plan_at(_on_any_card(run), ends[1]), not isinstance(run, PlanSpec), ends)
 
 
 @lru_cache(maxsize=256)
