@@ -16,6 +16,7 @@ from fsdplab.profiling.exports import export_csv, export_perfetto, export_tensor
 from fsdplab.profiling.traces.import_traces import record_of_traces
 from fsdplab.profiling.traces.origin import MARK, Origin, origin_of
 from fsdplab.records import RunRecord, comparison_json
+from fsdplab.records.summary import Card
 from fsdplab.sessions import RunSpec, run
 from tests.gpu_traces import GpuRank
 
@@ -62,11 +63,11 @@ def test_runs_of_the_lab_keep_their_title_beside_a_trace(foreign):
     assert "not in the traces" in page
 
 
-def test_the_difference_leaves_out_what_did_not_end_whole():
+def test_the_difference_leaves_out_a_failed_run_and_no_run_over_its_card():
     own = RunRecord.load(DATA)
-    ended = replace(own, status="out_of_memory")
-    page = str(tabbed("", [ended, own], []))
-    assert "Not compared, since they did not end whole: full_shard" in page
+    failed, over = replace(own, status="failed"), replace(own, summary=replace(own.summary, card=Card(1, True)))
+    assert "Not compared, since full_shard" in str(tabbed("", [failed, own], []))
+    assert "Not compared" not in str(tabbed("", [over, own], []))
 
 
 @pytest.mark.parametrize(
