@@ -86,7 +86,15 @@ def test_no_rank_waits_between_two_units_from_the_crossover_on(strategy: str) ->
 
 
 def test_the_crossover_does_not_depend_on_the_runs_own_link() -> None:
-    assert crossover(JOB, ENDS) == crossover(replace(JOB, link="4GB/s"), ENDS)
+    answers._crossover.cache_clear()
+    links = ("150MB/s", "4GB/s", "150MB/s,1ms")
+    first, other, slow_to_begin = (crossover(replace(JOB, link=link), ENDS) for link in links)
+    assert first == other and answers._crossover.cache_info().currsize == 2, (
+        "a link's latency counts, its speed does not"
+    )
+    assert slow_to_begin.bytes_per_s > first.bytes_per_s
+    answers._outcome.cache_clear()
+    assert outcome(JOB) is outcome(replace(JOB, card=300_000_000)), "a dragged card costs no simulation"
     longer = crossover(replace(JOB, batch_size=4), ENDS)
     assert longer.bytes_per_s == pytest.approx(crossover(JOB, ENDS).bytes_per_s / 2, rel=0.05), "twice the compute"
 

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.common.sizes import parse_size, seconds, size
-from fsdplab.planning.links import LinkSpec
+from fsdplab.planning.links import LinkSpec, parse_link
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import LINK_EFFICIENCY
 from fsdplab.planning.simulation import simulate, simulate_work, work_of
@@ -211,7 +211,9 @@ def _in_one_pass(before: Span, after: Span) -> bool:
 
 def _plan_at(run: Run, bytes_per_s: float) -> PlanSpec:
     """The run's plan with one bandwidth: runs that differ in theirs alone have the same crossover."""
-    return at_bandwidth(run if isinstance(run, PlanSpec) else plan_of(run), bytes_per_s)
+    if isinstance(run, RunSpec):  # a link's name is part of a plan
+        run = plan_of(replace(run, link=f"1GB/s,{parse_link(run.link or '').latency_s}s"))
+    return at_bandwidth(run, bytes_per_s)
 
 
 def rate(bytes_per_s: float) -> str:
