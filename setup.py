@@ -14,7 +14,7 @@ from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
 WITHIN = Path("fsdplab", "_beside")  # IN_A_WHEEL of fsdplab/common/places.py
-KINDS = {"notebooks": (".ipynb", ".md"), "data": (".csv", ".json", ".gz", ".svg", ".png", ".md")}
+KINDS = {"notebooks": (".ipynb", ".md"), "data": (".csv", ".json", ".gz", ".svg", ".webp", ".md")}
 LEFT_BEHIND = ("my_fsdp", "course-", ".ipynb_checkpoints")  # what somebody who works in the clone leaves there
 
 
