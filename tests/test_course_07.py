@@ -257,8 +257,7 @@ def test_runs_without_a_link_are_not_for_the_steady_card():
         overlapping.steady(replace(JOB, link=None))
 
 
-def test_jobs_are_behind_the_link_unless_they_are_raw():
-    assert overlapping.job().link == overlapping.LINK and overlapping.raw().link is None
+def test_the_banner_names_the_link():
     assert "400 MB/s" in str(overlapping.banner()) and "emulated" in str(overlapping.banner())
 
 

@@ -42,10 +42,8 @@ __all__ = [
     "exposed_over_links",
     "factor",
     "inflation",
-    "job",
     "on_the_card",
     "on_the_link_ns",
-    "raw",
     "raw_words",
     "seen",
     "steady",
@@ -57,29 +55,10 @@ __all__ = [
 ON_THE_RANKS = Path(__file__).with_name("on_ranks.py")
 TIME_LIMIT = 150.0
 LINK = "400MB/s"
-JOB = {
-    "model": "gpt-20m",
-    "batch_size": 2,
-    "sequence_length": 64,
-    "steps": 1,
-    "warmup": 1,
-    "memory": False,
-    "profile": 1,
-}
 MS, MB = 1e6, 1e6  # nanoseconds, bytes
 Row = dict[str, Any]
 Intervals = list[tuple[int, int]]
 InMs = list[tuple[float, float]]
-
-
-def job(**choices: Any) -> RunSpec:
-    """The lesson's run behind its link: full_shard on two ranks, with what `choices` say (prefetch, link, ...)."""
-    return RunSpec(**{**JOB, "link": LINK, **choices})
-
-
-def raw(**choices: Any) -> RunSpec:
-    """The same run with nothing emulated: bytes move as fast as this machine moves them."""
-    return job(link=None, **choices)
 
 
 def banner(link: str = LINK) -> Note:
