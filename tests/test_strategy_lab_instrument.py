@@ -14,7 +14,7 @@ from fsdplab.records import RunRecord, Summary
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.steady_card import steady
 from fsdplab.widgets import answers
-from fsdplab.widgets.answers import Guess, Look, Outcome, Step, answer, crossover, difference, judge, outcome
+from fsdplab.widgets.answers import Guess, Look, Outcome, Step, answer, crossover, difference, judge, marks, outcome
 from fsdplab.widgets.choices import PRESETS, Choices, check
 from fsdplab.widgets.instrument import Instrument, changes_of, look_of
 from fsdplab.widgets.lab_state import LabState
@@ -102,8 +102,8 @@ def test_the_crossover_does_not_depend_on_the_runs_own_link() -> None:
 def test_without_prefetch_no_speed_hides_all_and_a_fast_range_hides_everywhere() -> None:
     assert crossover(replace(JOB, prefetch=0), ENDS).bytes_per_s is None
     assert crossover(JOB, (1e9, 1e10)).bytes_per_s == 1e9
-    marks = answer(Choices(prefetch=0), Look(), FIXED)["marks"]
-    assert [mark["words"] for mark in marks] == ["A hidden from 215 MB/s (38.5 ms remain)", "B waits at every speed"]
+    found = marks(Choices(prefetch=0), Look(), FIXED)
+    assert [mark["words"] for mark in found] == ["A hidden from 215 MB/s (38.5 ms remain)", "B waits at every speed"]
 
 
 # ---- A and B
@@ -162,7 +162,8 @@ def test_a_wrong_guess_is_refused_and_the_answer_stays_hidden(faster: str, memor
 
 def test_a_guess_hides_every_figure_until_it_is_given() -> None:
     hidden = answer(Choices(), Look(guess=Guess(on=True)), FIXED)
-    assert hidden["hidden"] and hidden["errors"] == {} and not {"rows", "timeline", "difference", "marks"} & set(hidden)
+    assert marks(Choices(), Look(guess=Guess(on=True)), FIXED) == [] == marks(Choices(ranks=9), Look(), FIXED)
+    assert hidden["hidden"] and hidden["errors"] == {} and not {"rows", "timeline", "difference"} & set(hidden)
     shown = answer(Choices(), Look(guess=Guess(True, True, "A", "232MB")), FIXED)
     assert (
         shown["judged"].startswith("Right: A has the shorter step (A 855 ms, B 919 ms).")

@@ -305,24 +305,17 @@ def answer(choices: Choices, look: Look, fixed: Mapping[str, Any], records: Sequ
     """What the instrument draws for its controls: plain data, in bytes, seconds and ms; only `errors` where a choice is
     wrong, and no figures while the answer waits for a guess.
     """
-    request = check(choices, fixed)
-    if request.errors:
-        return {"errors": dict(request.errors)}
-    runs: dict[str, Run] = {spec.strategy: spec for spec in request.specs if spec.engine == "lab"}
-    runs |= {plan.strategy: plan for plan in request.plans}
-    if not runs:
-        return {"errors": {"engines": "only runs of the lab's own engine are drawn here; choose it too"}}
-    b = look.b if look.b in runs else [*runs][-1]
-    a = look.a if look.pinned or look.a in runs else [*runs][0]
-    first, note = _pinned(look.pinned, a, choices, fixed) if look.pinned else (runs[a], "")
-    name = f"{a} ({note})" if note else a
+    compared, errors = _compared(choices, look, fixed)
+    if compared is None:
+        return {"errors": errors}
+    runs, a, b, first, name = compared.runs, compared.a, compared.b, compared.first, compared.name
     judged, error = _judged(look.guess, outcome(first), outcome(runs[b]))
     if look.guess.hides or error:
         return {"hidden": True, "errors": {"guess": error} if error else {}, "a": a, "b": b, "asks": _asks(name, b)}
     card = parse_card(choices.card)
     rows = [_row(each, run, card, records) for each, run in runs.items()]
     if look.pinned:
-        pinned = {"name": f"{a} (A)", "pinned": True, "note": note or "as it is now"}
+        pinned = {"name": f"{a} (A)", "pinned": True, "note": compared.note or "as it is now"}
         rows = [_row(a, first, card, records) | pinned, *rows]
     gpu = PRESETS[choices.preset].gpu
     return {
@@ -331,8 +324,50 @@ def answer(choices: Choices, look: Look, fixed: Mapping[str, Any], records: Sequ
         "clock": f"simulated on {gpu.upper()} GPUs" if gpu else "simulated on the steady card",
         "memory_title": _memory_title(rows, card), "step_title": _step_title(rows),
         "difference": difference(outcome(first), outcome(runs[b]), (name, b)),
-        **_over_time({"A": (name, first), "B": (b, runs[b])}, PRESETS[choices.preset].links),
+        "timeline": _timelines({"A": (name, outcome(first)), "B": (b, outcome(runs[b]))}),
     }  # fmt: skip
+
+
+def marks(choices: Choices, look: Look, fixed: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Where the crossovers of A and B stand on the link's slider. They take longer than all else, so they are sent
+    after the answer; none where a choice is wrong or the answer waits for a guess.
+    """
+    compared, _ = _compared(choices, look, fixed)
+    if compared is None or look.guess.hides:
+        return []
+    ends = PRESETS[choices.preset].links
+    return [_mark("A", compared.first, ends), _mark("B", compared.runs[compared.b], ends)]
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """The runs by strategy, which of them are A and B, and A's own run with what it differs in where it is pinned."""
+
+    runs: Mapping[str, Run]
+    a: str
+    b: str
+    first: Run
+    note: str
+
+    @property
+    def name(self) -> str:
+        """What A is called."""
+        return f"{self.a} ({self.note})" if self.note else self.a
+
+
+def _compared(choices: Choices, look: Look, fixed: Mapping[str, Any]) -> tuple[_Compared | None, dict[str, str]]:
+    """What is compared; None with the errors, one a control, where it cannot be."""
+    request = check(choices, fixed)
+    if request.errors:
+        return None, dict(request.errors)
+    runs: dict[str, Run] = {spec.strategy: spec for spec in request.specs if spec.engine == "lab"}
+    runs |= {plan.strategy: plan for plan in request.plans}
+    if not runs:
+        return None, {"engines": "only runs of the lab's own engine are drawn here; choose it too"}
+    b = look.b if look.b in runs else [*runs][-1]
+    a = look.a if look.pinned or look.a in runs else [*runs][0]
+    first, note = _pinned(look.pinned, a, choices, fixed) if look.pinned else (runs[a], "")
+    return _Compared(runs, a, b, first, note), {}
 
 
 def _judged(guess: Guess, a: Outcome, b: Outcome) -> tuple[str, str]:
@@ -343,15 +378,13 @@ def _judged(guess: Guess, a: Outcome, b: Outcome) -> tuple[str, str]:
         return "", str(wrong)
 
 
-def _over_time(sides: Mapping[str, tuple[str, Run]], ends: tuple[float, float]) -> dict[str, Any]:
-    """The timelines of A and B, and their crossovers."""
-    found = {side: (name, outcome(run)) for side, (name, run) in sides.items()}
-    timeline = [
+def _timelines(sides: Mapping[str, tuple[str, Outcome]]) -> list[dict[str, Any]]:
+    """The timelines of A and B, in ms."""
+    return [
         {"side": side, "name": name, "step": each.step.total * 1e3, **each.blocks}
-        for side, (name, each) in found.items()
+        for side, (name, each) in sides.items()
         if each.step and each.blocks
     ]
-    return {"marks": [_mark(side, run, ends) for side, (_, run) in sides.items()], "timeline": timeline}
 
 
 def _asks(a: str, b: str) -> str:

@@ -314,7 +314,6 @@ function render({ model, el }) {
     asks.hidden = !hidden;
     stage.hidden = sentence.hidden = hidden;
     question.textContent = answer.asks ?? "";
-    link.mark(hidden ? [] : answer.marks ?? []);
     if (answer.rows && el.clientWidth) {
       const width = el.clientWidth - 4, scale = model.get("scale") * (width > 1250 ? 1.3 : 1), tips = [];
       const inside = width / scale, top = bars(answer, offers, inside, tips);
@@ -394,16 +393,20 @@ function render({ model, el }) {
     draw();
     if (Math.abs(model.get("width") - el.clientWidth) > 40) { model.set("width", el.clientWidth); model.save_changes(); }
   });
+  const showMarks = () => link.mark(model.get("marks"));
   model.on("change:answer", answered);
+  model.on("change:marks", showMarks);
   model.on("change:progress", showProgress);
   model.on("change:scale", draw);
   resized.observe(el);
   showControls();
   showProgress();
   draw();
+  showMarks();
   return () => {
     resized.disconnect();
     model.off("change:answer", answered);
+    model.off("change:marks", showMarks);
     model.off("change:progress", showProgress);
     model.off("change:scale", draw);
   };

@@ -22,7 +22,7 @@ from fsdplab.figures.style import LANE_COLOURS, STEP_COLOURS
 from fsdplab.planning.links import LinkError, parse_link
 from fsdplab.sessions.spec import CHECKPOINTS, ENGINES, PRECISIONS, STRATEGIES, UNITS
 
-from .answers import Guess, Look, answer
+from .answers import Guess, Look, answer, marks
 from .choices import PRESETS, SHARD_SIZES, TARGETS, TUNNEL, Choices
 from .lab_state import LabState
 
@@ -40,6 +40,7 @@ class Instrument(anywidget.AnyWidget):
     asked = traitlets.Dict().tag(sync=True)
     pressed = traitlets.Dict().tag(sync=True)
     answer = traitlets.Dict().tag(sync=True)
+    marks = traitlets.List().tag(sync=True)
     progress = traitlets.Dict().tag(sync=True)
     width = traitlets.Int(0).tag(sync=True)
     scale = traitlets.Float(1.0).tag(sync=True)
@@ -49,6 +50,7 @@ class Instrument(anywidget.AnyWidget):
         self.look = look or Look(*PRESETS[state.choices.preset].sides)
         self.waits = False  # whether a press waits for the notebook's cells
         self._answered: tuple[object, ...] = ()
+        self._marked: tuple[object, ...] = ()
         super().__init__(offers=_offers())
         self.refresh()
         self.observe(self._was_asked, names="asked")
@@ -67,6 +69,9 @@ class Instrument(anywidget.AnyWidget):
             pinned = self.look.pinned is not None
             self.answer = {**found, "n": number, "asked": asked, "link": _rate_of(state.choices), "pinned": pinned}
         self.progress = self._progress()
+        if wanted != self._marked:  # last, as they take longer than all else
+            self._marked = wanted
+            self.marks = marks(state.choices, self.look, state.fixed)
 
     def _progress(self) -> dict[str, Any]:
         state = self._state
