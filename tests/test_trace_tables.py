@@ -443,7 +443,9 @@ def test_the_tables_of_a_record_are_made_once_for_terminal_and_page(tmp_path, mo
 
 def test_a_record_without_traces_says_so(tmp_path):
     record = replace(RunRecord.load(DATA), path=tmp_path)
-    assert "was not profiled" in str(tabbed("", [record], []))
+    page = str(tabbed("", [record], []))
+    assert "its traces were not kept with it" in page and "was not profiled" not in page
+    assert "the run was not profiled" in str(tabbed("", [replace(record, tables={})], []))
 
 
 def test_the_tables_of_traces_know_the_kernels_that_were_said_to_communicate(tmp_path):

@@ -42,9 +42,8 @@ def traces_of(record: RunRecord) -> dict[int, Path]:
     files = sorted((record.path / "traces").glob("rank*.pt.trace.json*"))
     found = {int(name.group(1)): file for file in files if (name := _RANK.match(file.name))}
     if not found:
-        raise RecordError(
-            f"{record.path} holds no traces: the run was not profiled. Record it again: fsdplab run --profile 3 ..."
-        )
+        why = "its traces were not kept with it" if record.table("breakdown") else "the run was not profiled"
+        raise RecordError(f"{record.path} holds no traces: {why}. Record it again: fsdplab run --profile 3 ...")
     return found
 
 

@@ -61,7 +61,8 @@ def steady_steps(runs: Runs) -> go.Figure:
     """Bars of the step as simulated on the steady card: computing, communication hidden under it, and exposed; a
     diamond with whiskers is the measured step. The measured steps alone where no run has steady times.
 
-    `runs`: records, or a comparison dict. 919 ms with 300 ms exposed and 65 % hidden: 60 + 559 + 300 ms.
+    `runs`: records, or a comparison dict. 919 ms with 300 ms exposed and 65 % hidden: 60 + 559 + 300 ms. Measured steps
+    of ranks that were short of cores are left out: they are the machine's.
     """
     shown = views(runs)
     simulated = [run for run in shown if run.steady.step_time_s]
@@ -71,18 +72,15 @@ def steady_steps(runs: Runs) -> go.Figure:
     parts = [Part(name, colour, [split[place] for split in splits]) for place, (name, colour) in enumerate(_CLOCK)]
     ends = {run.label: _words(run) for run in shown}
     over = [run.label for run in shown if run.over_card]
-    reaches = [_reaches(run) * 1e3 for run in shown]
+    timed = [run for run in shown if run.step_median and not run.summary.short_of_cores]
+    reaches = [_reaches(run) * 1e3 if run in timed else 0.0 for run in shown]
     figure = stacked_bars(ends, parts, "one step (ms)", "%{x:.0f} ms", alarming=over, marked=reaches)
-    timed = [run for run in shown if run.step_median]
     if timed:
         figure.add_trace(_measured(timed))
-    links = f" behind the emulated link ({links})" if (links := emulated_links(simulated)) else ""
-    real = [run for run in timed if not run.simulated]
-    measured = f"; diamonds: {_lower(how_and_where(real))}, with quartiles" if real else ""
     told = [f"{run.label} {seconds(run.steady.step_time_s)}, {_hidden(run)}" for run in simulated]
     told += [f"{run.label} measured {seconds(run.step_median)}" for run in timed]
     alt = f"Bars of the step on the steady card, and diamonds of the measured one: {'; '.join(told)}."
-    where = f"Simulated on the steady card{links}{measured}"
+    where = _steady_conditions(simulated, timed, any(run.summary.short_of_cores for run in shown))
     return titled(figure, _steady_words(simulated), where, alt, 86 + 43 * len(shown))
 
 
@@ -121,8 +119,13 @@ def _hidden(run: RunView) -> str:
     return "sends nothing" if run.steady.overlap is None else f"{100 * run.steady.overlap:.0f} % hidden"
 
 
-def _lower(words: str) -> str:
-    return words[:1].lower() + words[1:]
+def _steady_conditions(simulated: list[RunView], timed: list[RunView], short: bool) -> str:
+    """The subtitle: behind which link, where the diamonds were measured, and whether some are left out."""
+    links = emulated_links(simulated)
+    said = [f"Simulated on the steady card{f' behind the emulated link ({links})' if links else ''}"]
+    said += [f"diamonds: {how_and_where(timed)}, with quartiles"] if timed else []
+    said += ["measured steps of ranks that lacked a core are left out"] if short else []
+    return "; ".join(said).replace("diamonds: Measured", "diamonds: measured")
 
 
 def _steady_words(simulated: list[RunView]) -> str:
