@@ -186,6 +186,14 @@ def test_a_card_far_beyond_the_bars_is_said_not_drawn(tmp_path):
     assert figure.layout.xaxis.range[1] < 100
 
 
+def test_a_long_name_is_broken_into_two_lines_of_about_one_length():
+    from fsdplab.figures.bars import _broken
+
+    assert _broken("full_shard") == "full_shard" and _broken("full_shard, prefetch 0") == "full_shard,<br>prefetch 0"
+    long = _broken("full_shard, gpt-tiny, link 150mbit, prefetch 0, batch 16")
+    assert long == "full_shard, gpt-tiny,<br>link 150mbit, prefetch 0, batch 16"
+
+
 def test_memory_that_cannot_be_told_apart_is_shown_as_such(tmp_path):
     peer = record(tmp_path, "full_shard", engine="torch-fsdp2", card=None)
     known = {"optimizer_state": 20 * MB, "activations": None}

@@ -59,8 +59,12 @@ def stacked_bars(
 
 
 def _broken(row: str) -> str:
-    """A row's name in two lines where it is long: `full_shard,<br>prefetch 0`."""
-    return row.replace(", ", ",<br>", 1) if len(row) > _LONG_NAME else row
+    """A row's name in two lines of about one length where it is long: `full_shard,<br>prefetch 0`."""
+    parts = row.split(", ")
+    if len(row) <= _LONG_NAME or len(parts) == 1:
+        return row
+    lines = [(", ".join(parts[:at]), ", ".join(parts[at:])) for at in range(1, len(parts))]
+    return ",<br>".join(min(lines, key=lambda pair: max(map(len, pair))))
 
 
 def _axis_end(reached: Mapping[str, float], ends: Mapping[str, str], levels: Mapping[str, float]) -> float:

@@ -149,13 +149,18 @@ def _finding(drawn: list[RunView], small: RunView) -> str:
     return f"{small.label} needs least memory, {size(small.peak)}{joined}"
 
 
+def _why_missing(run: RunView) -> str:
+    if run.step_median:
+        return "has no measured peak"
+    return "ran out of memory" if run.over_card else "has no timed step"
+
+
 def _conditions(shown: list[RunView], drawn: list[RunView]) -> str:
     links = emulated_links(shown)
     longest = max((run.exposed_s or 0 for run in drawn), default=0)
     area = f"bubble area: exposed time, at most {seconds(longest)}"
     marks = [area if longest else "exposed time not measured (--profile 2)"]
     marks += ["whiskers: quartiles of the step time"] if whiskers(drawn) else []
-    why = {True: "ran out of memory", False: "has no timed step"}
-    missing = [f"{run.label} {why[run.over_card]}" for run in shown if run not in drawn]
+    missing = [f"{run.label} {_why_missing(run)}" for run in shown if run not in drawn]
     linked = f"; the link is emulated ({links})" if links else ""
     return "; ".join([f"{how_and_where(shown)}{linked}", *marks, *missing])
