@@ -26,7 +26,7 @@ from fsdplab.workloads import ByteText, ModelConfig, block_types, build_model, l
 SMALL = ModelConfig(family="gpt", layers=2, width=32, heads=2, kv_heads=2, ffn=128, vocabulary=256, context=32)
 TIED = replace(SMALL, tie_embeddings=True)
 LARGER = replace(SMALL, layers=4, width=256, heads=4, kv_heads=4, ffn=1024)  # 3.3 million parameters
-JOB: dict[str, Any] = {"model": "gpt-20m", "batch_size": 4, "sequence_length": 128, "steps": 1}
+JOB: dict[str, Any] = {"model": "gpt-20m", "batch_size": 4, "sequence_length": 128, "steps": 1, "time_limit": 300}
 CARD = 150_000_000  # bytes of the emulated card that JOB must fit
 CHOICES = ("precision", "checkpoint", "offload")
 ADAPTER_RANK = 4
