@@ -155,4 +155,4 @@ def test_terminal_and_page_begin_with_the_sentence(capsys, tmp_path: Path) -> No
     assert told[0].startswith("Ranks of full_shard had a core for 31 %") and "fastest" not in told[0]
     assert "Measured: no difference seen between zero1, run 1 and zero1, run 2" in told[1].replace("\n", " ")
     record.summary = replace(record.summary, cpu_share=0.97)
-    assert "had a core" not in comparison_page(comparison_json([record]), [record])
+    assert "Ranks had a core" not in comparison_page(comparison_json([record]), [record])

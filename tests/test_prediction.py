@@ -226,7 +226,10 @@ def test_a_step_is_predicted_only_with_a_calibration_of_as_many_ranks():
 @pytest.mark.quick
 def test_a_calibration_is_kept_for_each_number_of_ranks(tmp_path):
     path = tmp_path / "deep" / "calibration.json"
-    assert "not calibrated; run: fsdplab doctor --calibrate --world-size 2" in find_calibration(2, path).remark
+    assert (
+        "before this machine is measured (10 s, once); run: fsdplab doctor --calibrate --world-size 2"
+        in find_calibration(2, path).remark
+    )
     keep(calibration(2), path)
     keep(calibration(4, date="2026-01-03"), path)
     keep(calibration(2, date="2026-01-04"), path)

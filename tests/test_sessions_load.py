@@ -26,7 +26,8 @@ def row(step: int) -> dict[str, object]:
 def test_a_look_reads_only_the_steps_that_are_new(tmp_path: Path) -> None:
     told: list[int] = []
     rows: list[Any] = []
-    follower = _Follower(Mailbox(tmp_path), STEPS, lambda step, total, loss: told.append(step), rows.append, None)
+    spec = RunSpec(model="gpt-tiny", steps=STEPS, warmup=0, memory=False)
+    follower = _Follower(Mailbox(tmp_path), spec, lambda step, total, loss: told.append(step), rows.append, None)
     path = Mailbox(tmp_path).of(0, "steps")
     follower.look()
     for step in range(STEPS):
