@@ -72,7 +72,7 @@ def test_a_step_that_differs_from_the_simulated_one_has_its_largest_reason() -> 
     assert copies.startswith("The measured step of full_shard is 31 % longer: packing and unpacking take 250 ms")
     late = why_it_differs(run(1.2, exposed_s=0.6, copying_s=0.01, waiting_s=0.25))
     assert "ranks wait for each other for 250 ms" in late
-    assert "computes more slowly" in why_it_differs(run(1.2)) and "computes faster" in why_it_differs(run(0.6))
+    assert "take longer than on" in why_it_differs(run(1.2)) and "take less time than" in why_it_differs(run(0.6))
     assert why_it_differs(replace(run(1.2), summary=replace(run(1.2).summary, cpu_share=0.4))) == ""
     assert clock_words([run(0.93)]).startswith("Simulated: the steady card computes 60 GFLOP/s")
 

@@ -85,12 +85,12 @@ def _reasons(run: RunView) -> dict[str, float]:
     comm, excess = run.summary.comm, known(run.step_median) - known(run.steady.step_time_s)
     copying, waiting = comm.copying_s or 0.0, comm.waiting_s or 0.0
     rest = excess - copying - waiting if comm.exposed_s is not None else excess
-    speed = "more slowly" if rest > 0 else "faster"
+    longer = "longer" if rest > 0 else "less time"
     sign = 1 if excess > 0 else -1
     return {
         f"packing and unpacking take {seconds(copying)}, and the steady card has none": sign * copying,
         f"ranks wait for each other for {seconds(waiting)}": sign * waiting,
-        f"this machine computes {speed} than the steady card": sign * rest,
+        f"computing, and Python between the operators, take {longer} than on the steady card": sign * rest,
     }
 
 
