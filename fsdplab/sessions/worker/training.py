@@ -26,6 +26,7 @@ from fsdplab.profiling import MemoryRecorder, MemoryTimeline, TagLog
 from fsdplab.profiling.core_waits import CoreWaitLog
 from fsdplab.profiling.intervals import EMPTY
 from fsdplab.profiling.memory.snapshot import memory_snapshot
+from fsdplab.profiling.profiler_rules import prepare_profiler
 from fsdplab.sessions.launch.mailbox import RANKS_STORE
 from fsdplab.sessions.launch.turns import OwnTurns
 from fsdplab.sessions.spec import MEMORY_STEP, RunSpec
@@ -66,6 +67,8 @@ class Training:
 
     def __init__(self, spec: RunSpec, context: RankContext, build_setup: Build) -> None:
         self.spec, self.context = spec, context
+        if spec.memory or spec.profile:
+            prepare_profiler(context.device)
         self.turns = OwnTurns(context.mailbox, context.rank, context.heartbeat)
         self.ledger = Ledger(context, self._is_traced)
         self.tags = TagLog() if spec.memory else None
@@ -207,6 +210,7 @@ class Training:
             "total": timeline.peak_total,
             "by_category": timeline.peak,
             "resident_growth": timeline.resident_growth,
+            "workspaces": timeline.workspaces,
         }
 
 

@@ -10,9 +10,9 @@ import time
 import pytest
 import torch.distributed as dist
 
-from fsdplab.profiling import stopping
+from fsdplab.profiling import profiler_rules
 
-pytestmark = pytest.mark.skipif(not stopping._TASKS.exists(), reason="looks at threads in /proc")
+pytestmark = pytest.mark.skipif(not profiler_rules._TASKS.exists(), reason="looks at threads in /proc")
 _PR_SET_NAME = 15
 _LARGE = bytes(1 << 26)  # hashing it takes a while, in which Python's lock is free
 
@@ -26,7 +26,7 @@ def work(name: bytes, named: threading.Event, enough: threading.Event) -> None:
 
 def is_seen(looks_for_s: float) -> bool:
     deadline = time.monotonic() + looks_for_s
-    while not (seen := stopping._at_work()) and time.monotonic() < deadline:
+    while not (seen := profiler_rules._at_work()) and time.monotonic() < deadline:
         time.sleep(0.001)  # in which the thread can take Python's lock
     return seen
 
@@ -39,8 +39,8 @@ def test_a_gloo_thread_at_work_is_waited_for_and_no_other(name, seen, monkeypatc
     try:
         assert named.wait(60)
         assert is_seen(looks_for_s=60 if seen else 0.3) is seen
-        monkeypatch.setattr(stopping, "_AT_MOST_S", 0.2)
-        stopping.await_gloo_threads()  # ends although the thread works on
+        monkeypatch.setattr(profiler_rules, "_AT_MOST_S", 0.2)
+        profiler_rules.await_gloo_threads()  # ends although the thread works on
         assert not enough.is_set() and thread.is_alive()
     finally:
         enough.set()
@@ -49,9 +49,9 @@ def test_a_gloo_thread_at_work_is_waited_for_and_no_other(name, seen, monkeypatc
 
 def threads_of_gloo() -> tuple[int, bool]:
     dist.barrier()
-    stopping.await_gloo_threads()
-    named = [task for task in stopping._TASKS.iterdir() if "(pt_gloo_runloop)" in (task / "stat").read_text()]
-    return len(named), stopping._at_work()
+    profiler_rules.await_gloo_threads()
+    named = [task for task in profiler_rules._TASKS.iterdir() if "(pt_gloo_runloop)" in (task / "stat").read_text()]
+    return len(named), profiler_rules._at_work()
 
 
 def test_gloos_threads_have_this_name_and_rest_between_collectives(ranks) -> None:
