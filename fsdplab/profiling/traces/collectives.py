@@ -116,7 +116,8 @@ def find_collectives(
 ) -> list[Collective]:
     """All collectives in order of issue; the rank's rows of an emulated link's `ledger` replace the transports."""
     if found.on_gpu:
-        return sorted(_linked(sorted(_launched(found), key=_ISSUE), ledger, found), key=_ISSUE)
+        moved = sorted([*_launched(found), *_through_host(found)], key=_ISSUE)
+        return sorted(_linked(moved, ledger, found), key=_ISSUE)
     book = _Book(found)
     if ledger:
         book.shared_memory("copy-in")
@@ -315,7 +316,7 @@ def _outermost(calls: Sequence[Range]) -> list[Range]:
 
 
 def _launched(found: Events) -> Iterable[Collective]:
-    """The kernels and shared-GPU transfers that communicate, with the instant and the ranges of their launches."""
+    """The kernels that communicate, with the instant and the ranges of their launches."""
     by_thread, calls = nests(found.ranges), nests(found.issues)
     for transfer in found.transfers:
         if transfer.carrier in (Kind.GLOO, Kind.SHM):
@@ -331,6 +332,16 @@ def _launched(found: Events) -> Iterable[Collective]:
         collective.own, collective.issued = _issued_by_consumer(around, unit), call >= 0
         _carry(collective, transfer, found)
         yield collective
+
+
+def _through_host(found: Events) -> list[Collective]:
+    """What gloo moved between GPUs through host memory; the ranges around it launch its copies, and copy nothing."""
+    book = _Book(found)
+    book.gloo()
+    moved = [each for each in book.drafts if each.transport]
+    for each in moved:
+        each.pieces = [each.transport] if each.transport else []
+    return moved
 
 
 def _linked(launched: Sequence[Collective], ledger: Sequence[dict[str, Any]], found: Events) -> list[Collective]:

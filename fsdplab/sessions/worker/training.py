@@ -30,7 +30,7 @@ from fsdplab.profiling.profiler_rules import prepare_profiler
 from fsdplab.sessions.launch.mailbox import RANKS_STORE
 from fsdplab.sessions.launch.turns import OwnTurns
 from fsdplab.sessions.spec import MEMORY_STEP, RunSpec
-from fsdplab.sessions.spec.sharing import carrier, device_of_ranks, nccl_variables
+from fsdplab.sessions.spec.sharing import carrier, nccl_variables
 from fsdplab.sessions.worker.core_share import core_time, waited_s
 from fsdplab.sessions.worker.emulated_network import EmulatedNetwork
 from fsdplab.sessions.worker.engines import Batch, TrainingSetup, build
@@ -48,7 +48,7 @@ def main(folder: str, build_setup: Build = build) -> None:
     with open(f"{folder}/spec.json") as file:
         spec = RunSpec(**json.load(file))
     os.environ |= nccl_variables(spec)
-    with rank_process(folder, spec.backend, device_of_ranks(spec)) as context:
+    with rank_process(folder, spec.backend, spec.device_type) as context:
         if context.rank == 0:
             context.write(
                 "environment", capture_environment(spec.device_type) | carrier(spec) | {"start": how_started()}
