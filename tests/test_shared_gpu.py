@@ -10,6 +10,8 @@ from fsdplab.engine.transport.selection import TRANSPORTS, transport_of
 from fsdplab.sessions import RunSpec, SpecError, run
 from fsdplab.sessions.spec import run_spec
 from fsdplab.sessions.spec.sharing import carrier, nccl_variables
+from fsdplab.sessions.worker.rank_process import backend_of_cells
+from fsdplab.teaching.core.cell_runs import device_words
 from tests.test_traces import analysed, event, kernel, launch, mark, parts
 
 OLD, NEW = (2, 29, 7), (2, 30, 7)
@@ -137,3 +139,31 @@ def test_ranks_on_one_gpu_train_as_the_cpu_twin(engine, world_size):
     on_gpu = run(spec(steps=2, device="cuda", engine=engine, world_size=more)).summary.losses
     twin = run(spec(steps=2, device="cpu", engine="twin", world_size=more)).summary.losses
     torch.testing.assert_close(torch.tensor(on_gpu), torch.tensor(twin), rtol=1e-3, atol=0.0)
+
+
+# ---- cells of notebooks
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "said"),
+    [
+        (0, 2, []),
+        (1, 2, ["1 GPU for 2 ranks", "rank % 1", "through host memory"]),
+        (2, 4, ["2 GPUs for 4 ranks", "rank % 2"]),
+        (2, 2, ["torch.cuda.set_device(rank)", "NCCL then carries CUDA tensors"]),
+    ],
+)
+def test_a_cell_says_how_it_reaches_the_gpus(gpus, ranks, said):
+    words = device_words(gpus, ranks)
+    assert bool(words) == bool(said) and all(part in words for part in said)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nccl", "backend"),
+    [(0, True, "gloo"), (1, True, "gloo"), (2, True, "cpu:gloo,cuda:nccl"), (8, True, "cpu:gloo,cuda:nccl"),
+     (2, False, "gloo")],
+)  # fmt: skip
+def test_a_cells_ranks_use_nccl_where_each_has_a_gpu(monkeypatch, gpus, nccl, backend):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl)
+    assert backend_of_cells(2) == backend
