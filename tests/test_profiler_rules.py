@@ -1,15 +1,21 @@
-"""A profile is stopped when gloo's threads have noted what they did."""
+"""What profiles ask for, and that one is stopped when gloo's threads have noted what they did."""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import io
 import threading
 import time
+import tokenize
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity
 
+import fsdplab
 from fsdplab.profiling import profiler_rules
 
 pytestmark = pytest.mark.skipif(not profiler_rules._TASKS.exists(), reason="looks at threads in /proc")
@@ -57,3 +63,22 @@ def threads_of_gloo() -> tuple[int, bool]:
 def test_gloos_threads_have_this_name_and_rest_between_collectives(ranks) -> None:
     for count, at_work in ranks(2, threads_of_gloo):
         assert count > 0 and not at_work
+
+
+def test_every_profile_of_the_package_asks_for_kernels():
+    """A first profile of the host alone would leave all later ones of the process without kernels."""
+    package = Path(fsdplab.__file__).parent
+    naming = [path.name for path in package.rglob("*.py") if "ProfilerActivity." in _code_of(path)]
+    assert naming == ["profiler_rules.py"]
+
+
+def _code_of(path: Path) -> str:
+    """The file without its texts, in which the two activities may be named to a user."""
+    tokens = tokenize.generate_tokens(io.StringIO(path.read_text()).readline)
+    return "".join(each.string for each in tokens if each.type not in (tokenize.STRING, tokenize.COMMENT))
+
+
+@pytest.mark.parametrize(("device", "kernels"), [("cpu", False), ("cuda", True)])
+def test_a_profile_of_a_gpu_records_its_kernels(device, kernels):
+    asked = profiler_rules.activities_on(torch.device(device))
+    assert ProfilerActivity.CPU in asked and (ProfilerActivity.CUDA in asked) == kernels
