@@ -42,9 +42,9 @@ class NVMeOffloadPolicy(OffloadPolicy):
 class HostStorage(ShardStorage):
     """Host memory, page-locked if `pin` and there is an accelerator to copy to.
 
-    Slices and gradients are copied beside what computes, on one stream for each direction. The host waits for them only
-    in `settle` and in the `Pending` of `take`: at the end of a backward, before an optimizer on the host reads gradients
-    and writes to slices.
+    Slices and gradients are copied beside what computes, on one stream for each direction. The host waits for them in
+    `settle` and in the `Pending` of `take` only: at the end of a backward, before an optimizer on the host reads
+    gradients and writes to slices.
     """
 
     away = True
