@@ -659,19 +659,28 @@ class LateStorage(HostStorage):
         return landings, Pending(lambda: [landing.copy_(value) for landing, value in zip(landings, values)])
 
 
+class TwoDtypes(nn.Linear):
+    """A layer with a scale in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.scale = nn.Parameter(torch.randn(6).to(torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(super().forward(x)) * self.scale.float()
+
+
 class Mixed(nn.Module):
-    """Two blocks of parameters of two dtypes; the larger ones are cut along their columns."""
+    """Two blocks of parameters of two dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-        for block in self.blocks:
-            block.scale = nn.Parameter(torch.randn(6).to(torch.bfloat16))
+        self.blocks = nn.ModuleList(TwoDtypes() for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
-            x = torch.tanh(block(x)) * block.scale.float()
+            x = block(x)
         return x
 
 
@@ -686,7 +695,7 @@ def gradients_of(late: bool, hooks: bool) -> list[list[torch.Tensor]]:
         patch.setattr(shard, "storage_of", lambda *_: storage)
         model = Mixed()
         for module in (*model.blocks, model):
-            fully_shard(module, shard_placement_fn=by_columns)
+            fully_shard(module, shard_placement_fn=by_columns, offload_policy=CPUOffloadPolicy(pin_memory=False))
     seen: list[torch.Tensor] = []
     if hooks:
         for parameter in model.parameters():
@@ -739,7 +748,7 @@ def settles_when_writing_may_begin() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard, "storage_of", lambda *_: Noting(pin=False))
-        model = shard_model(Mixed(), "full_shard")
+        model = shard_model(Mixed(), "full_shard", offload_policy=CPUOffloadPolicy(pin_memory=False))
     x = torch.ones(3, 6)
     with torch.no_grad():
         model(x)
