@@ -52,7 +52,7 @@ class _Block:
     """Memory from its allocation to its end; a page is as the allocation left it until somebody touches it."""
 
     allocation: Access
-    stop: float
+    stop: int
     pages: dict[int, _Page] = field(default_factory=dict)
 
 
@@ -67,8 +67,8 @@ class Order:
         self._starts: list[int] = []
         self.syncs._ensure_stream_exists(HOST)
 
-    def allocated(self, start: int, stream: int, stop: float = float("inf")) -> None:
-        """A block that begins at `start` was given out to `stream`; `stop`: where it ends, if that is known."""
+    def allocated(self, start: int, stream: int, stop: int) -> None:
+        """A block of the addresses [start, stop) was given out to `stream`."""
         if start not in self._blocks:
             insort(self._starts, start)
         self._blocks[start] = _Block(self._begin(stream, "its allocation"), stop)
@@ -78,12 +78,23 @@ class Order:
         at = bisect_right(self._starts, address) - 1
         return at >= 0 and address < self._blocks[self._starts[at]].stop
 
+    def reaches(self, start: int, stop: int) -> None:
+        """The block at `start`, if it is known, reaches to `stop` at least."""
+        if start in self._blocks:
+            self._blocks[start].stop = max(self._blocks[start].stop, stop)
+
+    def forget(self, start: int) -> _Block | None:
+        """The block at `start` is gone, and whoever has it next may use it at once."""
+        block = self._blocks.pop(start, None)
+        if block is not None:
+            self._starts.remove(start)
+        return block
+
     def freed(self, start: int) -> None:
         """The block at `start` was given back."""
-        block = self._blocks.pop(start, None)
+        block = self.forget(start)
         if block is None:
             return
-        self._starts.remove(start)
         end = self._begin(block.allocation.stream, "its end")
         for page in block.pages.values():
             self._write(page, end)

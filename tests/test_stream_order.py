@@ -40,7 +40,7 @@ RACES: dict[str, Callable[[Order], None]] = {
     ),
     "memory given out again": lambda made: (
         handed_over(made, MAIN, SIDE), made.access(MAIN, [A], [], "sum"), made.freed(A.data_ptr()),
-        made.allocated(A.data_ptr(), MAIN), made.access(SIDE, [], [A], "gather"),
+        made.allocated(A.data_ptr(), MAIN, A.data_ptr() + A.nbytes), made.access(SIDE, [], [A], "gather"),
     ),
     "the host reads too early": lambda made: (
         handed_over(made, MAIN, SIDE), made.access(SIDE, [], [A], "copy"), made.access(HOST, [A], [], "adam")
