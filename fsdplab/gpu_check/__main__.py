@@ -7,6 +7,7 @@ no torch: it starts at once, and nothing that breaks torch breaks it.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
@@ -32,6 +33,7 @@ PROGRAM = "fsdplab.gpu_check.part"  # the module that runs one part
 PASSED, NOT_PASSED, INTERRUPTED = 0, 1, 130
 _LEAST_S = 3.0  # a part is not started with less than this
 _PATIENCE_S = 6.0  # for a part that is asked to end
+_PR_SET_CHILD_SUBREAPER = 36
 _LOG_TAIL = 300_000  # bytes of one part's output that are kept
 
 
@@ -151,8 +153,13 @@ def run_check(check: Check, parts: Sequence[str], limit_s: float) -> int:
 
 def _stops(check: Check) -> str:
     """Why nothing that rests on the environment can be run; "" where it can."""
-    broken = [row for part in check.parts if part.name == "environment" for row in part.rows if row["error"]]
-    return f"no kernel runs on {broken[0]['device']}" if broken else ""
+    for part in check.parts[:1]:
+        if part.name == "environment" and part.status != "finished":
+            return "the environment is not known"
+        broken = [row["device"] for row in part.rows if row.get("error")]
+        if broken:
+            return f"no kernel runs on {broken[0]}"
+    return ""
 
 
 def run_part(check: Check, name: str, left: float) -> Part:
@@ -161,6 +168,8 @@ def run_part(check: Check, name: str, left: float) -> Part:
     tied = ("fsdplab.sessions.launch.parent_death", str(os.getpid()))  # it ends with this process
     command = run_of(*tied, PROGRAM, name, str(check.folder), f"{limit:.1f}")
     output = check.folder / UNFINISHED / f"{name}.log"
+    _adopt_orphans()
+    others = {os.getpid(), *descendants(os.getpid())}
     with output.open("wb") as log:
         process = subprocess.Popen(
             command, env=with_this_checkout(os.environ) | {"PYTHONUNBUFFERED": "1"}, cwd=output.parent,
@@ -173,7 +182,7 @@ def run_part(check: Check, name: str, left: float) -> Part:
         except KeyboardInterrupt:
             status, reason = "interrupted", ""
         finally:
-            _end(process)
+            _end(process, others)
     _keep_log(check.folder / "log.txt", name, output)
     part = _sheet(output.with_suffix(".json"), name)
     part.status, part.reason, part.seconds, part.limit_s = status, reason, time.monotonic() - began, limit
@@ -191,17 +200,25 @@ def _ended(code: int, output: Path) -> tuple[str, str]:
     return ("refused" if code == REFUSED else "failed"), said
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ask the part to end, and kill it and what it has started after its time; ranks also end with their parents."""
-    started = descendants(process.pid)
-    if process.poll() is None:
-        process.terminate()
-    deadline = time.monotonic() + _PATIENCE_S
-    while time.monotonic() < deadline and (process.poll() is None or not all(map(gone, started))):
+def _adopt_orphans() -> None:
+    """Make this process the parent of what a part leaves behind, so that it is found and ended (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _end(process: subprocess.Popen[bytes], others: Collection[int]) -> None:
+    """Ask the part to end, kill it after its time, and then all that is left of what it has started."""
+    try:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    while left := [pid for pid in descendants(os.getpid()) if pid not in others and not gone(pid)]:
+        for pid in left:
+            send(pid, signal.SIGKILL)
         time.sleep(0.02)
-    for pid in (*started, *([process.pid] if process.poll() is None else [])):
-        send(pid, signal.SIGKILL)
-    process.wait()
 
 
 def _sheet(path: Path, name: str) -> Part:

@@ -32,6 +32,10 @@ class CheckError(ValueError):
     """A folder holds no check, or a damaged one; the message says what to do."""
 
 
+class Refused(ValueError):
+    """Nothing can be checked on this machine; the message is one line that says what to do."""
+
+
 @dataclass
 class Part:
     """One part: how it ended and why, its seconds and their limit, and what it has found."""

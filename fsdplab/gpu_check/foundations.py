@@ -10,7 +10,8 @@ from typing import Any
 from fsdplab.common.machine import output_of
 from fsdplab.common.names import STRATEGIES
 from fsdplab.common.temporary import temporary_folder
-from fsdplab.gpu_check.part import Refused, Work, first_line
+from fsdplab.gpu_check.check import Refused
+from fsdplab.gpu_check.part import Work, first_line
 from fsdplab.gpu_check.probes import ask, has_context
 from fsdplab.sessions import RanksFailed
 from fsdplab.sessions.launch.launcher import run_ranks

@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from fsdplab.gpu_check.check import REFUSED, UNFINISHED, Sheet, open_check
+from fsdplab.gpu_check.check import REFUSED, UNFINISHED, Refused, Sheet, open_check
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RanksFailed, RunSpec, SpecError, run
 from fsdplab.sessions.run_and_record import WORKER
@@ -23,10 +23,6 @@ MODULES = {
     **dict.fromkeys(("traces", "speed"), "measures"),
 }
 _TINY: dict[str, Any] = dict(model="gpt-tiny", batch_size=2, sequence_length=32, steps=2)
-
-
-class Refused(ValueError):
-    """Nothing can be checked here; the message is one line that says what to do."""
 
 
 class Work(Sheet):
