@@ -33,7 +33,7 @@ from fsdplab.engine.transport.shared_gpu.series import Series, watched
 from fsdplab.engine.transport.shared_gpu.transport import SharedGpuTransport
 from fsdplab.engine.transport.shared_memory.slots import machine_of_this_rank
 from fsdplab.figures.view import provenance, views
-from fsdplab.gpu_check.several_ranks import furthest
+from fsdplab.gpu_check.foundations import furthest
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec, SpecError, run
 from fsdplab.workloads import build_model, loss_of
