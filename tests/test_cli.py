@@ -221,7 +221,7 @@ def test_course_and_gpu_check_say_no_in_one_line(capfd):
         (["course", "test", "/no/such/folder"], "/no/such/folder"),
         (["course", "build", "--edition", "pupil"], "pupil"),
         (["gpu-check", "--device", "mars"], "mars"),
-        (["gpu-check", "--device", "cpu", "--parts", "memry"], "did you mean memory"),
+        (["gpu-check", "--device", "cpu", "--parts", "sped"], "did you mean speed"),
         (["gpu-check", "--limit", "0"], "--limit is 0"),
     ):
         with pytest.raises(SystemExit) as stop:
