@@ -100,7 +100,7 @@ def ended(arguments: list[str], capsys) -> tuple[int, str, str]:
         (["run", "--steps", "9" * 20], "steps is 9"),
         pytest.param(
             ["run", "--device", "cuda", "-n", "1"],
-            "no GPU was found",
+            "no GPU can be used",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
         (["run", "--emulate", "1xH100", "--as", "gpt2"], "give at least 2 GPUs"),

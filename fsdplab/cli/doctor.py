@@ -120,7 +120,8 @@ def _transport() -> Capability:
 
 def _gpus(torch: ModuleType) -> list[Capability]:
     """The GPUs, NCCL and CUDA IPC, looked at by processes of their own: this one never has a CUDA context."""
-    from fsdplab.gpu_check.probes import ask, driver_complaint, driver_cuda
+    from fsdplab.gpu_check.probes import ask
+    from fsdplab.sessions.spec.gpus import driver_complaint, driver_cuda
 
     if torch.version.cuda is None:
         lacking = _NO_GPU if driver_cuda() is None else driver_complaint(driver_cuda(), None)
@@ -157,7 +158,7 @@ def _ipc(found: Mapping[str, str]) -> Capability:
 
 def _several(nccl: tuple[int, ...], exclusive: bool) -> Capability:
     """Whether several ranks can share a GPU, and by what."""
-    from fsdplab.sessions.spec.run_spec import MULTI_RANK_NCCL
+    from fsdplab.sessions.spec.gpus import MULTI_RANK_NCCL
 
     if exclusive:
         return Capability(SEVERAL, False, "none", "the compute mode allows one process a GPU")

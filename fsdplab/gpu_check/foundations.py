@@ -12,11 +12,12 @@ from fsdplab.common.names import STRATEGIES
 from fsdplab.common.temporary import temporary_folder
 from fsdplab.gpu_check.check import Refused
 from fsdplab.gpu_check.part import Work, first_line
-from fsdplab.gpu_check.probes import ask, has_context
+from fsdplab.gpu_check.probes import ask
 from fsdplab.sessions import RanksFailed
 from fsdplab.sessions.launch.launcher import run_ranks
 from fsdplab.sessions.launch.mailbox import Mailbox, read_lines
 from fsdplab.sessions.run_and_record import WORKER
+from fsdplab.sessions.spec.gpus import has_context
 from fsdplab.sessions.worker.environment import capture_environment
 
 ON_RANKS = ("-m", "fsdplab.gpu_check.on_ranks")

@@ -8,26 +8,28 @@ the ranks, would keep the rank out. A driver that hangs or crashes ends a child 
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from fsdplab.common.pythons import run_of, with_this_checkout
-from fsdplab.common.sizes import size
+from fsdplab.sessions.spec.gpus import (
+    EXCLUSIVE,
+    compute_mode,
+    driver_complaint,
+    driver_cuda,
+    kernel_complaint,
+    mode_complaint,
+    shm_complaint,
+)
 
 Found = dict[str, Any]
 LIMIT_S = 60.0
 _ANSWER_S = 30.0  # for the second process of `ipc`
-_LEAST_SHM = 512 << 20
-_EXCLUSIVE, _PROHIBITED = 3, 2  # CU_COMPUTEMODE_...
-_COMPUTE_MODE = 20  # CU_DEVICE_ATTRIBUTE_COMPUTE_MODE
-_OLDER_WHEEL = "pip install torch --index-url https://download.pytorch.org/whl/cu126"
-_LEAST_DRIVER = {12: "525", 13: "580"}  # by the major version of CUDA
 
 
 def ask(probe: str, device: str = "cuda", limit_s: float = LIMIT_S) -> Found:
@@ -47,100 +49,6 @@ def ask(probe: str, device: str = "cuda", limit_s: float = LIMIT_S) -> Found:
     if done.returncode == 0 and printed:
         return dict(json.loads(printed[-1]))
     return {"error": printed[-1][:300] if printed else f"the process ended with exit code {done.returncode}"}
-
-
-# ---- the sentences: pure
-
-
-def driver_complaint(driver_cuda: int | None, built_for: str | None) -> str:
-    """Why this torch cannot use the driver, and what to do; "" where it can.
-
-    `driver_cuda` is what cuDriverGetVersion returns (12040 for CUDA 12.4), `built_for` is torch.version.cuda.
-    """
-    if built_for is None:
-        return "this torch is a build for the CPU; install one for CUDA: pip install torch"
-    if driver_cuda is None:
-        return "no NVIDIA driver answers; install one, or start the container with --gpus all"
-    major = int(built_for.partition(".")[0])
-    if driver_cuda // 1000 >= major:
-        return ""
-    handles, least = f"{driver_cuda // 1000}.{driver_cuda % 1000 // 10}", _LEAST_DRIVER.get(major, "a newer version")
-    return (
-        f"the driver handles CUDA up to {handles}, but this torch is built for CUDA {built_for}; update the driver to"
-        f" {least} or newer, or install an older build: {_OLDER_WHEEL}"
-    )
-
-
-def kernel_complaint(name: str, capability: Sequence[int], architectures: Sequence[str]) -> str:
-    """Why no kernel of this torch runs on the GPU, and what to do; "" where they do.
-
-    A kernel for sm_80 runs on 8.0 to 8.9, one for sm_90a on 9.0 only, and code for compute_80 on 8.0 and all above.
-    """
-    mine = (capability[0], capability[1])
-    if any(_runs(architecture, mine) for architecture in architectures):
-        return ""
-    return (
-        f"{name} has the compute capability {mine[0]}.{mine[1]}, and this torch has kernels for"
-        f" {', '.join(architectures) or 'no GPU'} only; install a build that has them: {_OLDER_WHEEL}"
-    )
-
-
-def _runs(architecture: str, mine: tuple[int, int]) -> bool:
-    kind, _, number = architecture.partition("_")
-    major, minor = divmod(int("".join(each for each in number if each.isdigit())), 10)
-    if kind == "compute":
-        return (major, minor) <= mine
-    return (major, minor) == mine if number[-1] == "a" else major == mine[0] and minor <= mine[1]
-
-
-def shm_complaint(nbytes: int) -> str:
-    """What a small /dev/shm breaks, and what to do; "" where it is large enough."""
-    if nbytes >= _LEAST_SHM:
-        return ""
-    return (
-        f"/dev/shm has {size(nbytes)}, too little for NCCL between the GPUs of a machine; start the container with"
-        " --shm-size=8g, or set NCCL_SHM_DISABLE=1"
-    )
-
-
-def mode_complaint(mode: int) -> str:
-    """What the compute mode forbids, and what to do; "" for the default mode."""
-    if mode == _PROHIBITED:
-        return "the compute mode is PROHIBITED, so no process may use the GPU; allow it with nvidia-smi -c 0"
-    if mode == _EXCLUSIVE:
-        return (
-            "the compute mode is EXCLUSIVE_PROCESS: give each rank a GPU of its own, or allow several processes with"
-            " nvidia-smi -c 0"
-        )
-    return ""
-
-
-# ---- the driver, asked without a context
-
-
-def _asked(function: str, *arguments: int) -> int | None:
-    """The number that a function of libcuda returns through its first argument; None where it fails or is missing."""
-    found = ctypes.c_int()
-    try:
-        code = getattr(ctypes.CDLL("libcuda.so.1"), function)(ctypes.byref(found), *arguments)
-    except (OSError, AttributeError):
-        return None
-    return found.value if code == 0 else None
-
-
-def driver_cuda() -> int | None:
-    """The newest CUDA that the driver handles, 12040 for 12.4; None without a driver."""
-    return _asked("cuDriverGetVersion")
-
-
-def has_context(gpu: int) -> bool:
-    """Whether this process has a CUDA context on the GPU. To ask makes none."""
-    flags, active = ctypes.c_uint(), ctypes.c_int()
-    try:
-        state = ctypes.CDLL("libcuda.so.1").cuDevicePrimaryCtxGetState
-    except (OSError, AttributeError):
-        return False
-    return state(gpu, ctypes.byref(flags), ctypes.byref(active)) == 0 and active.value == 1
 
 
 # ---- what runs in the child
@@ -164,9 +72,9 @@ def machine(device: str) -> Found:
         gpu = torch.cuda.get_device_properties(index)
         capability = (gpu.major, gpu.minor)
         found["blocks"] = found["blocks"] or kernel_complaint(gpu.name, capability, torch.cuda.get_arch_list())
-        mode = _asked("cuDeviceGetAttribute", _COMPUTE_MODE, index) or 0
+        mode = compute_mode(index)
         found["advice"].append(mode_complaint(mode))
-        found["gpus"].append(_gpu(f"cuda:{index}", gpu.name, capability) | {"exclusive": mode == _EXCLUSIVE})
+        found["gpus"].append(_gpu(f"cuda:{index}", gpu.name, capability) | {"exclusive": mode == EXCLUSIVE})
     found["advice"] = [*dict.fromkeys(filter(None, found["advice"]))]
     return found | {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
 
