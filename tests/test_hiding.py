@@ -1,4 +1,4 @@
-"""The judge of overlap on a GPU (tests/hiding.py): hand-written spans, right and wrong, and a small model on the CPU."""
+"""The judge of overlap on a GPU (tests/hiding.py): hand-written spans, and a small model on the CPU."""
 
 from __future__ import annotations
 
