@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fsdplab.figures.outlook import OutlookTable, outlook_of
 from fsdplab.sessions.spec import RunSpec, SpecError
 
-from .display import Note, present_live, present_widget, shown
+from .display import Note, Shown, present_live, present_widget, shown
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -54,7 +54,7 @@ def explore(view: Callable[..., Any], start: Mapping[str, Any] | None = None, **
     first values.
     """
     explorer = Explorer(view, axes, dict(start or {}))
-    present_widget(lambda: sliders(explorer, lambda: update(explorer.render())))
+    present_widget(lambda: sliders(explorer, lambda other: update(other)))
     update = present_live(explorer.render())
 
 
@@ -76,11 +76,21 @@ def predicted_runs(
     return moved
 
 
-def sliders(explorer: Explorer, moved: Callable[[], None]) -> ipywidgets.VBox:
-    """One slider an axis; `moved` is called after each move."""
+def sliders(explorer: Explorer, moved: Callable[[object], None]) -> ipywidgets.VBox:
+    """One slider an axis; each move draws the result in the figure below, and gives it to `moved`."""
     import ipywidgets
 
-    return ipywidgets.VBox([_slider(explorer, name, moved) for name in explorer.axes])
+    from .figure_below import FigureBelow
+
+    below = FigureBelow()
+
+    def render() -> None:
+        thing = explorer.render()
+        if isinstance(thing, Shown):
+            below.draw(thing)
+        moved(thing)
+
+    return ipywidgets.VBox([*(_slider(explorer, name, render) for name in explorer.axes), below])
 
 
 def _slider(explorer: Explorer, name: str, moved: Callable[[], None]) -> ipywidgets.SelectionSlider:
