@@ -607,7 +607,7 @@ def test_columns_of_numbers_are_set_flush_right():
 
 def test_what_a_widget_controls_is_an_output_of_its_own():
     bundle = display.WidgetView(
-        exploring.sliders(exploring.Explorer(tour.state_figure, {"ranks": [2]}), lambda other: None)
+        exploring.sliders(exploring.Explorer(tour.state_figure, {"ranks": [2]}), lambda: None)
     )._repr_mimebundle_()
     assert "application/vnd.jupyter.widget-view+json" in bundle and bundle["text/plain"] == ""
 
@@ -628,7 +628,7 @@ def test_sliders_move_the_figure_without_a_browser(capsys):
     explorer = exploring.Explorer(tour.state_figure, {"million_parameters": [1, 100], "ranks": [2, 4]}, {"ranks": 4})
     assert explorer.values == {"million_parameters": 1, "ranks": 4}
     shown = []
-    box = exploring.sliders(explorer, lambda other: shown.append(str(other)))
+    box = exploring.sliders(explorer, lambda: shown.append(str(explorer.render())))
     box.children[0].value = 100
     assert "no_shard 1.60 GB" in shown[0] and explorer.values["million_parameters"] == 100
     for name, value in (("ranks", 3), ("rows", 2)):

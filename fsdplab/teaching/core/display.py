@@ -25,6 +25,8 @@ from .verdicts import with_code
 if TYPE_CHECKING:
     import ipywidgets
 
+    from .figure_below import FigureBelow
+
 
 def notebook_display() -> Callable[..., Any] | None:
     """IPython's `display` in a notebook; None everywhere else, also where IPython is not installed."""
@@ -171,12 +173,19 @@ class WidgetView:
         return bundle if self.instead is None else bundle | {"text/html": self.instead._repr_html_()}
 
 
-def present_widget(make: Callable[[], ipywidgets.Widget], instead: Any = None) -> None:
+def present_widget(make: Callable[[], ipywidgets.Widget], instead: Any = None) -> FigureBelow | None:
     """Make a widget and show it in a notebook, and on its static page `instead`; outside a notebook only that is
-    shown.
+    shown. What is returned redraws the figure that the cell shows next.
     """
     display = notebook_display()
     if display:
-        display(WidgetView(make(), instead))
-    elif instead is not None:
+        import ipywidgets
+
+        from .figure_below import FigureBelow
+
+        below = FigureBelow()
+        display(WidgetView(ipywidgets.VBox([make(), below]), instead))
+        return below
+    if instead is not None:
         print(instead)
+    return None

@@ -54,8 +54,17 @@ def explore(view: Callable[..., Any], start: Mapping[str, Any] | None = None, **
     first values.
     """
     explorer = Explorer(view, axes, dict(start or {}))
-    present_widget(lambda: sliders(explorer, lambda other: update(other)))
+
+    def render() -> None:
+        thing = explorer.render()
+        if below and isinstance(thing, Shown):
+            below.draw(thing.figure)
+        update(thing)
+
+    below = present_widget(lambda: sliders(explorer, render))
     update = present_live(explorer.render())
+    if below:
+        below.on_resize(render)
 
 
 def predicted_runs(
@@ -76,21 +85,11 @@ def predicted_runs(
     return moved
 
 
-def sliders(explorer: Explorer, moved: Callable[[object], None]) -> ipywidgets.VBox:
-    """One slider an axis; each move draws the result in the figure below, and gives it to `moved`."""
+def sliders(explorer: Explorer, moved: Callable[[], None]) -> ipywidgets.VBox:
+    """One slider an axis; `moved` is called after each move."""
     import ipywidgets
 
-    from .figure_below import FigureBelow
-
-    below = FigureBelow()
-
-    def render() -> None:
-        thing = explorer.render()
-        if isinstance(thing, Shown):
-            below.draw(thing)
-        moved(thing)
-
-    return ipywidgets.VBox([*(_slider(explorer, name, render) for name in explorer.axes), below])
+    return ipywidgets.VBox([_slider(explorer, name, moved) for name in explorer.axes])
 
 
 def _slider(explorer: Explorer, name: str, moved: Callable[[], None]) -> ipywidgets.SelectionSlider:

@@ -1,25 +1,44 @@
-"""A widget without a look of its own that redraws the figure below it, in the milliseconds that a slider needs.
+"""A widget without a look of its own, beside controls: it redraws the figure below them in the milliseconds that a
+slider needs, and tells how wide outputs are.
 
 The figure stays an ordinary output, which a saved notebook keeps; only its pixels come by this way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import anywidget
+import traitlets
 
-from .display import Shown
+from fsdplab.figures.plotly_go import go
+from fsdplab.figures.style import page, page_is
 
 
 class FigureBelow(anywidget.AnyWidget):
-    """The figure that the widget's own cell shows; `draw(figure)` replaces what is seen of it."""
+    """The figure that the widget's own cell shows."""
 
     _esm = Path(__file__).with_name("figure_below.js")
+    width = traitlets.Int(0).tag(sync=True)
 
     def __init__(self) -> None:
         super().__init__(layout={"display": "none"})
+        self._page = page()
+        self._resized: Callable[[], None] = lambda: None
+        self.observe(self._was_measured, names="width")
 
-    def draw(self, figure: Shown) -> None:
-        """Draw another figure in its place."""
-        self.send(figure.figure.to_json())
+    def on_resize(self, call: Callable[[], None]) -> None:
+        """Call it when the figure must be drawn for another width."""
+        self._resized = call
+
+    def draw(self, figure: go.Figure) -> None:
+        """Show another figure in its place."""
+        self.send(figure.to_json())
+
+    def _was_measured(self, change: Mapping[str, Any]) -> None:
+        page_is(change["new"])
+        if page() != self._page:
+            self._page = page()
+            self._resized()
