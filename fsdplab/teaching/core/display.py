@@ -43,17 +43,25 @@ def present(thing: object) -> None:
     (notebook_display() or print)(thing)
 
 
-def present_live(thing: object) -> Callable[[object], None]:
+def present_live(thing: object, below: FigureBelow | None = None) -> Callable[[object], None]:
     """Like `present`, and returns a function that replaces the output later.
 
-    The output is an ordinary one that stays in the saved notebook, where a widget is not saved. JupyterLab draws a
-    figure once: another one replaces it in the notebook's file, and on the screen by `FigureBelow`.
+    The output is an ordinary one that stays in the saved notebook, where a widget is not saved. Another figure is on
+    the screen sooner when `below` draws it.
     """
     display = notebook_display()
     if display and os.environ.get("SERVER_SOFTWARE", "").startswith("voila"):
         return _in_a_widget(thing, display)
     handle = display(thing, display_id=True) if display else print(thing)
-    return handle.update if handle else lambda other: None
+    if handle is None:
+        return lambda other: None
+
+    def replace(other: object) -> None:
+        if isinstance(other, Shown) and not (below and below.draw(other.figure)):
+            handle.update(_Between())
+        handle.update(other)
+
+    return replace
 
 
 def _in_a_widget(thing: object, display: Callable[..., Any]) -> Callable[[object], None]:
@@ -70,6 +78,18 @@ def _in_a_widget(thing: object, display: Callable[..., Any]) -> Callable[[object
 
     replace(thing)
     return replace
+
+
+@dataclass(frozen=True)
+class _Between:
+    """What stands in an output for the instant between two figures.
+
+    JupyterLab keeps an output's renderer while its form stays the same, and plotly's renderer ignores a second figure.
+    A form of another kind makes JupyterLab begin anew.
+    """
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        return {"text/html": "<div style='height:450px'></div>", "text/plain": ""}
 
 
 @dataclass(frozen=True, repr=False)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fsdplab.figures.outlook import OutlookTable, outlook_of
 from fsdplab.sessions.spec import RunSpec, SpecError
 
-from .display import Note, Shown, present_live, present_widget, shown
+from .display import Note, present_live, present_widget, shown
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -54,17 +54,10 @@ def explore(view: Callable[..., Any], start: Mapping[str, Any] | None = None, **
     first values.
     """
     explorer = Explorer(view, axes, dict(start or {}))
-
-    def render() -> None:
-        thing = explorer.render()
-        if below and isinstance(thing, Shown):
-            below.draw(thing.figure)
-        update(thing)
-
-    below = present_widget(lambda: sliders(explorer, render))
-    update = present_live(explorer.render())
+    below = present_widget(lambda: sliders(explorer, lambda: update(explorer.render())))
+    update = present_live(explorer.render(), below)
     if below:
-        below.on_resize(render)
+        below.on_resize(lambda: update(explorer.render()))
 
 
 def predicted_runs(

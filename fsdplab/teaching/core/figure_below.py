@@ -24,7 +24,7 @@ class FigureBelow(anywidget.AnyWidget):
     width = traitlets.Int(0).tag(sync=True)
 
     def __init__(self) -> None:
-        super().__init__(layout={"display": "none"})
+        super().__init__(layout={"width": "100%", "height": "0", "margin": "0"})
         self._page = page()
         self._resized: Callable[[], None] = lambda: None
         self.observe(self._was_measured, names="width")
@@ -33,9 +33,15 @@ class FigureBelow(anywidget.AnyWidget):
         """Call it when the figure must be drawn for another width."""
         self._resized = call
 
-    def draw(self, figure: go.Figure) -> None:
-        """Show another figure in its place."""
-        self.send(figure.to_json())
+    def draw(self, figure: go.Figure) -> bool:
+        """Show another figure in its place; False where no page has said that it draws.
+
+        VS Code and Colab draw each update of an output themselves, and anywidget gives up on a page that is busy for
+        2 s.
+        """
+        if self.width:
+            self.send(figure.to_json())
+        return bool(self.width)
 
     def _was_measured(self, change: Mapping[str, Any]) -> None:
         page_is(change["new"])
