@@ -5,15 +5,16 @@ const CHANGES = 8; // pixels from which a width is another one
 export default {
   render({ model, el }) {
     const inOutputs = (selector) => el.closest(".jp-OutputArea")?.querySelector(selector);
+    const tell = (name, value) => { model.set(name, value); model.save_changes(); };
     const draw = (text) => {
+      if (!text) return tell("hears", true);
       const place = inOutputs(".js-plotly-plot"), figure = JSON.parse(text);
       if (place) window.Plotly.react(place, figure.data, figure.layout); // else it is not drawn yet
     };
     const measure = new ResizeObserver(() => {
       const width = inOutputs(".jp-OutputArea-output")?.clientWidth;
       if (!width || Math.abs(width - model.get("width")) < CHANGES) return;
-      model.set("width", width);
-      model.save_changes();
+      tell("width", width);
     });
     model.on("msg:custom", draw);
     measure.observe(el);

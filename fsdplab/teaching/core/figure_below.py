@@ -22,6 +22,7 @@ class FigureBelow(anywidget.AnyWidget):
 
     _esm = Path(__file__).with_name("figure_below.js")
     width = traitlets.Int(0).tag(sync=True)
+    hears = traitlets.Bool(False).tag(sync=True)  # whether the page has answered a message
 
     def __init__(self) -> None:
         super().__init__(layout={"width": "100%", "height": "0", "margin": "0"})
@@ -34,16 +35,17 @@ class FigureBelow(anywidget.AnyWidget):
         self._resized = call
 
     def draw(self, figure: go.Figure) -> bool:
-        """Show another figure in its place; False where no page has said that it draws.
+        """Show another figure in its place; False where the page does not.
 
-        VS Code and Colab draw each update of an output themselves, and anywidget gives up on a page that is busy for
-        2 s.
+        VS Code and Colab draw each update of an output themselves. A page that was busy for 2 s when the widget came
+        gets no messages: anywidget gives up on it.
         """
-        if self.width:
+        if self.hears:
             self.send(figure.to_json())
-        return bool(self.width)
+        return bool(self.hears)
 
     def _was_measured(self, change: Mapping[str, Any]) -> None:
+        self.send("")
         page_is(change["new"])
         if page() != self._page:
             self._page = page()
