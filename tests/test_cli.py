@@ -81,7 +81,7 @@ def ended(arguments: list[str], capsys) -> tuple[int, str, str]:
         (["compare", "--strategies", ","], "nothing to compare"),
         (["compare", "--engines", "pytorch"], "torch-fsdp2"),
         (["compare", "--engines", "lab"], "--engines has 'lab'"),
-        (["compare", "--world-size", "0"], "world_size is 0"),
+        (["compare", "--world-size", "0"], "--world-size is 0; expected a whole number"),
         (["compare", "--model", "gpt-9"], "gpt-9"),
         (["compare", "--text", "/no/such/text"], "/no/such/text"),
         (["compare", "--precision", "fp8"], "fp32, bf16"),
@@ -99,7 +99,7 @@ def ended(arguments: list[str], capsys) -> tuple[int, str, str]:
         (["run", "--ranks-per-node", "0"], "--ranks-per-node is 0"),
         (["run", "--link", ""], "link"),
         (["run", "--batch-size", "1000000000000"], "smaller batch"),
-        (["run", "--steps", "9" * 20], "steps is 9"),
+        (["run", "--steps", "9" * 20], "--steps is 9"),
         pytest.param(
             ["run", "--device", "cuda", "-n", "1"],
             "no GPU was found",
@@ -251,6 +251,13 @@ def test_a_signal_is_handed_on_and_the_exit_code_comes_back(tmp_path, sent, code
     assert process.stdout.readline() == "ready\n"
     process.send_signal(sent)
     assert process.wait(30) == code
+
+
+@pytest.mark.parametrize("command", [["compare", "--strategies"], ["run"], ["bench", "--strategies"]])
+def test_a_strategy_that_is_none_is_refused_before_torch_is_imported(command):
+    called = "import sys; from fsdplab.cli import main\ntry: main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", called, *command, "full_sharrd"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == "False\n" and "did you mean full_shard" in done.stderr
 
 
 def test_quiet_prints_the_table_only_and_verbose_every_step(tmp_path, capsys):
