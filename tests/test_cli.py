@@ -19,12 +19,14 @@ from rich.console import Console
 
 import fsdplab
 from fsdplab import cli
-from fsdplab.cli.outputs import Detail
+from fsdplab.cli.outputs import Detail, show
 from fsdplab.cli.parse import names, parse_card
 from fsdplab.cli.progress import ProgressTable
 from fsdplab.cli.verdict import readiness, verdict_lines
 from fsdplab.common.places import how_to_install
+from fsdplab.figures.view import RunView
 from fsdplab.records import CATEGORIES, RunRecord, Spread, Summary
+from fsdplab.records.summary import Comm, Peak, Steady
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.spec import STRATEGIES
 
@@ -79,7 +81,7 @@ def ended(arguments: list[str], capsys) -> tuple[int, str, str]:
         (["compare", "--strategies", ","], "nothing to compare"),
         (["compare", "--engines", "pytorch"], "torch-fsdp2"),
         (["compare", "--engines", "lab"], "--engines has 'lab'"),
-        (["compare", "--world-size", "0"], "world_size is 0"),
+        (["compare", "--world-size", "0"], "--world-size is 0; expected a whole number"),
         (["compare", "--model", "gpt-9"], "gpt-9"),
         (["compare", "--text", "/no/such/text"], "/no/such/text"),
         (["compare", "--precision", "fp8"], "fp32, bf16"),
@@ -97,7 +99,7 @@ def ended(arguments: list[str], capsys) -> tuple[int, str, str]:
         (["run", "--ranks-per-node", "0"], "--ranks-per-node is 0"),
         (["run", "--link", ""], "link"),
         (["run", "--batch-size", "1000000000000"], "smaller batch"),
-        (["run", "--steps", "9" * 20], "steps is 9"),
+        (["run", "--steps", "9" * 20], "--steps is 9"),
         pytest.param(
             ["run", "--device", "cuda", "-n", "1"],
             "no GPU can be used",
@@ -251,6 +253,13 @@ def test_a_signal_is_handed_on_and_the_exit_code_comes_back(tmp_path, sent, code
     assert process.wait(30) == code
 
 
+@pytest.mark.parametrize("command", [["compare", "--strategies"], ["run"], ["bench", "--strategies"]])
+def test_a_strategy_that_is_none_is_refused_before_torch_is_imported(command):
+    called = "import sys; from fsdplab.cli import main\ntry: main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", called, *command, "full_sharrd"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == "False\n" and "did you mean full_shard" in done.stderr
+
+
 def test_quiet_prints_the_table_only_and_verbose_every_step(tmp_path, capsys):
     out = ["--out", str(tmp_path / "run")]
     code, quiet, _ = ended(["run", "zero1", *TINY, *out, "-q"], capsys)
@@ -262,7 +271,7 @@ def test_quiet_prints_the_table_only_and_verbose_every_step(tmp_path, capsys):
     code, verbose, _ = ended(["report", str(tmp_path / "run"), "-v"], capsys)
     assert code == 0 and "zero1, rank1: hello" in verbose and "measured" in verbose
     code, verbose, _ = ended(["run", "zero1", *TINY, *out, "-v", "--force"], capsys)
-    assert code == 0 and "zero1 (lab): step 1 of " in verbose
+    assert code == 0 and "zero1: warm-up step 1 of 2" in verbose and "zero1: timed step 2 of 2" in verbose
     code, _, err = ended(["run", "zero1", *TINY, "-q", "-v"], capsys)
     assert code == 2 and "--quiet and --verbose" in err
 
@@ -335,7 +344,7 @@ def test_rows_appear_one_by_one_then_the_table_and_what_was_real(comparison):
         "Each run warms up alone and then waits; their timed steps take turns, and a run's row is complete at the end."
     )
     first, second = out.index("no_shard: step "), out.index("full_shard: step ")
-    assert first < second < out.index("FSDP (full_shard) needs ") < out.index("step, simulated")
+    assert first < second < out.index("FSDP (full_shard) needs ") < out.index("simulated  simulated")
     assert all(text in out for text in ("a card of 1.00 GB", "a link of ", "agree", "Simulated: the steady card"))
     assert len(out.splitlines()) <= 30 and "not calibrated" not in out
 
@@ -386,10 +395,16 @@ def test_progress_in_a_terminal_shows_a_run_that_waits_and_completes_its_row(com
     ready = [("ready", waits), ("ready", twin)]
     assert "Their timed steps take turns." in drawn(*ready, ("note", "Their timed steps take turns."))
     assert " waits " in drawn() and "ms" in drawn(), "the steady card's step is known before anything runs"
-    waiting = drawn(*ready, ("step", RunSpec(**record.spec), 3, 10, 5.25))
-    assert " measuring " in waiting and "0 of 2 runs done, 1 being measured" in waiting and "twin" not in waiting
-    whole = drawn(*ready, ("finished", record), ("step", RunSpec(**twin.spec), 3, 10, 5.25))
-    assert " measuring " not in whole and "1 of 2 runs done)" in whole and "the twin, for reference: step 3" in whole
+    waiting = drawn(*ready, ("step", RunSpec(**record.spec), 3, 6, 5.25))
+    assert (
+        "full_shard: timed step 1 of 2" in waiting
+        and " measuring " in waiting
+        and "0 of 2 runs done, 1 being measured" in waiting
+        and "twin" not in waiting
+    )
+    whole = drawn(*ready, ("finished", record), ("step", RunSpec(**twin.spec), 2, 6, 5.25))
+    assert " measuring " not in whole and "1 of 2 runs done)" in whole
+    assert "the twin, for reference: warm-up step 2 of 2" in whole
 
 
 def test_progress_that_is_piped_prints_a_row_when_it_is_complete(comparison):
@@ -413,6 +428,30 @@ def test_progress_that_is_piped_prints_a_row_when_it_is_complete(comparison):
     assert quiet.file.getvalue() == ""
 
 
+def test_a_step_of_one_of_two_runs_of_a_strategy_says_which_one(comparison):
+    record = RunRecord.load(sorted((comparison[1] / "records").iterdir())[1])
+    ahead, none = (replace(RunSpec(**record.spec), prefetch=depth) for depth in (1, 0))
+    console = Console(width=100, file=io.StringIO())
+    with ProgressTable(console, {record.path: ahead, record.path / "none": none}, Detail.VERBOSE) as progress:
+        progress.step(none, 1, 6, 5.25)
+    assert console.file.getvalue() == "full_shard, prefetch 0: warm-up step 1 of 2, loss 5.2500\n"
+
+
+def test_a_terminal_of_80_columns_breaks_no_number_from_its_unit():
+    comm, clock = Comm(bytes_per_step=128_944_128), Steady(1.48, 0.3, 0.65)
+    summary = Summary(Spread.of([1.2, 1.2, 1.5, 1.8]), peak_memory_bytes=Peak(373_000_000), comm=comm, steady=clock)
+    view = RunView("shard_grad_op", "lab", 2, summary, spec={"card": 330_000_000}, matches=True)
+    console = Console(width=80, file=io.StringIO())
+    show(console, [view, replace(view, strategy="full_shard", note="prefetch 0")], None, Detail.QUIET)
+    shown = console.file.getvalue()
+    for whole in ("shard_grad_op ", "129 MB ", " 1.48 s ", " 65 % ", "1.35 s ±14 %", "Losses agree with the unsharded"):
+        assert whole in shown, shown
+    assert max(map(len, shown.splitlines())) <= 80
+    console = Console(width=80, file=io.StringIO())
+    show(console, [view, replace(view, matches=False)], None, Detail.QUIET)
+    assert "Losses agree" not in console.file.getvalue() and "its losses differ" in console.file.getvalue()
+
+
 @pytest.mark.parametrize("quiet", [[], ["-q"]])
 def test_a_drift_is_printed_below_the_table(comparison, tmp_path, quiet, capsys):
     folder = tmp_path / "records"
@@ -429,11 +468,11 @@ def test_progress_in_a_terminal_shows_finished_rows_and_the_step_of_the_next(com
     console = Console(force_terminal=True, width=150, file=io.StringIO())
     with ProgressTable(console, two_runs(record)) as progress:
         progress.finished(record)
-        progress.step(RunSpec(model="gpt-tiny", engine="torch-ddp", strategy="no_shard"), 3, 10, 5.25)
+        progress.step(RunSpec(model="gpt-tiny", engine="torch-ddp", strategy="no_shard", steps=4), 8, 10, 5.25)
     drawn = console.file.getvalue()
     assert (
         "full_shard" in drawn
-        and "no_shard (torch-ddp): step 3 of 10, loss 5.2500" in drawn
+        and "torch-ddp: profiled step 2 of 4, loss 5.2500" in drawn
         and "1 of 2 runs done" in drawn
     )
 

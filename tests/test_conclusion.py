@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from fsdplab.cli.compare import _variant
-from fsdplab.figures.conclusion import change_words, clock_words, conclusion, why_it_differs
+from fsdplab.figures.conclusion import change_words, clock_words, conclusion, why_they_differ
 from fsdplab.figures.view import RunView
 from fsdplab.records import Spread, Summary
 from fsdplab.records.summary import Card, Change, Comm, Peak, Steady
@@ -27,11 +27,16 @@ def seen(strategy: str, megabytes: int, sent: int, clock: Steady = Steady(), ste
     return RunView(strategy, "lab", 2, summary)
 
 
-def test_the_sentence_tells_memory_traffic_overlap_and_step() -> None:
+def test_the_answer_tells_memory_and_traffic_then_the_simulated_time_beside_the_measured_one() -> None:
     runs = [seen("no_shard", 373, 86, BEFORE), seen("zero1", 280, 86, BEFORE), seen("full_shard", 232, 129, WHOLE)]
     assert conclusion(runs) == (
-        "FSDP (full_shard) needs 232 MB a rank instead of 373 MB (38 % less), sends 1.5 times as much and hides 65 % of"
-        " it, and its step is 7 % longer."
+        "FSDP (full_shard) needs 232 MB a rank instead of 373 MB (38 % less), and sends 1.5 times as much. Simulated on"
+        " the steady card, it hides 65 % of that, and its step is 7 % longer."
+    )
+    timed = [seen("no_shard", 373, 86, BEFORE, (0.9,) * 4), seen("full_shard", 232, 129, WHOLE, (1.08,) * 4)]
+    assert conclusion(timed).endswith("its step is 7 % longer; measured here, its step is 20 % longer.")
+    assert conclusion(timed[1:]).endswith(
+        "65 % of that, and its step takes 919 ms; measured here, its step takes 1.08 s."
     )
     over = replace(runs[0], summary=replace(runs[0].summary, card=Card(330_000_000, True)))
     assert "(38 % less, and no_shard is over the card of 330 MB)" in conclusion([over, *runs[1:]])
@@ -62,18 +67,33 @@ def test_what_is_not_known_is_not_said(runs: list[RunView], said: str) -> None:
     assert conclusion(runs) == said and not clock_words(runs)
 
 
-def test_a_step_that_differs_from_the_simulated_one_has_its_largest_reason() -> None:
+def test_without_a_link_nothing_is_said_to_be_hidden() -> None:
+    def alone(overlap: float, **spec: str) -> str:
+        run = seen("full_shard", 199, 129_000_000)
+        return conclusion(
+            [replace(run, spec=spec, summary=replace(run.summary, comm=Comm(129_000_000, overlap=overlap)))]
+        )
+
+    assert "129 MB a step (no link is emulated, so there is nothing to hide; --link 150MB/s emulates one)" in alone(0.0)
+    assert "hides 0 % of it" in alone(0.0, link="150MB/s") and "hides 44 % of it" in alone(0.44)
+
+
+def test_a_step_that_differs_from_the_simulated_one_is_explained_by_parts_that_add_up() -> None:
     def run(step: float, **comm: float) -> RunView:
         view = seen("full_shard", 232, 129, WHOLE, steps=(step,) * 4)
         return replace(view, summary=replace(view.summary, comm=Comm(**comm)))
 
-    assert why_it_differs(run(0.93)) == "The measured steps agree with it within 2 %."
-    copies = why_it_differs(run(1.2, exposed_s=0.6, copying_s=0.25, waiting_s=0.01))
-    assert copies.startswith("The measured step of full_shard is 31 % longer: packing and unpacking take 250 ms")
-    late = why_it_differs(run(1.2, exposed_s=0.6, copying_s=0.01, waiting_s=0.25))
-    assert "ranks wait for each other for 250 ms" in late
-    assert "take longer than on" in why_it_differs(run(1.2)) and "take less time than" in why_it_differs(run(0.6))
-    assert why_it_differs(replace(run(1.2), summary=replace(run(1.2).summary, cpu_share=0.4))) == ""
+    assert why_they_differ([run(0.93)]) == "The measured steps agree with it within 2 %."
+    told = why_they_differ([run(1.2, exposed_s=0.61, on_link_s=0.35, copying_s=0.25, waiting_s=0.01), run(0.93)])
+    assert told == (  # 281 ms = 250 + 50 on the link + 10 of waiting - 29 of computing; a tenth is told
+        "The measured step of full_shard, which differs most, is 281 ms (31 %) longer: +250 ms of packing and unpacking"
+        " (the steady card does none), +50.0 ms of exposed time on the link, -29.0 ms of computing and of Python"
+        " between the operators."
+    )
+    assert why_they_differ([run(1.2)]) == "The measured step of full_shard is 281 ms (31 %) longer.", "no profile"
+    assert "shorter: -" in why_they_differ([run(0.6, exposed_s=0.3, on_link_s=0.3)])
+    busy = replace(run(1.2), summary=replace(run(1.2).summary, cpu_share=0.4))
+    assert why_they_differ([busy, run(0.93)]) == why_they_differ([]) == ""
     assert clock_words([run(0.93)]).startswith("Simulated: the steady card computes 60 GFLOP/s")
 
 

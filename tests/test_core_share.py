@@ -153,6 +153,8 @@ def test_terminal_and_page_begin_with_the_sentence(capsys, tmp_path: Path) -> No
     other = RunRecord(tmp_path / "quiet", spec={**spec, "strategy": "zero1"}, summary=seen("", 0.99, step=0.4).summary)
     told = [ended(["report", str(each.path), str(other.save().path)], capsys)[1] for each in (record, other)]
     assert told[0].startswith("Ranks of full_shard had a core for 31 %") and "fastest" not in told[0]
-    assert "Measured: no difference seen between zero1, run 1 and zero1, run 2" in told[1].replace("\n", " ")
+    assert "Measured: no difference between zero1, run 1 and zero1, run 2 is seen in 4 steps" in told[1].replace(
+        "\n", " "
+    )
     record.summary = replace(record.summary, cpu_share=0.97)
     assert "Ranks had a core" not in comparison_page(comparison_json([record]), [record])

@@ -201,7 +201,7 @@ def test_memory_that_cannot_be_told_apart_is_shown_as_such(tmp_path):
     figure = figures.memory_by_category(peer)
     assert {bar.name: bar.x[0] for bar in figure.data} == {"optimizer state": 20, "no category": 41}
     assert "emulated" not in words(figure)
-    assert cells(view(peer), columns=[SPLIT]) == ("– + – + 20 + – + 41",)
+    assert cells(view(peer), [SPLIT]) == ("– + – + 20 + – + 41",)
 
 
 def test_step_time_names_the_fastest_and_those_that_did_not_train(runs):
@@ -217,13 +217,15 @@ def test_step_time_names_the_fastest_and_those_that_did_not_train(runs):
     ("steps", "words"),
     [
         (([0.40, 0.41, 0.42, 0.43], [0.41, 0.42, 0.43, 0.44]),
-         "no difference seen between run0 and run1 (within 10 %)"),
+         "no difference between run0 and run1 is seen in 4 steps (their medians would have to differ by 10 %)"),
         (([0.4, 0.5], [0.8, 0.9]), "no run is called fastest, as too few steps were timed (4 are needed)"),
         (([0.5], [0.4], [0.4]), "no run is called fastest, as too few steps were timed (4 are needed)"),
         (([0.5] * 4, [0.4] * 4, [0.9] * 4), "run1 is fastest, 400 ms a step; run2 takes 2.25 times that"),
-        (([0.5, 0.1, 0.9, 2.0], [0.4, 0.2, 0.9, 3.0]), "no difference seen between run1 and run0 (within 454 %)"),
+        (([0.5, 0.1, 0.9, 2.0], [0.4, 0.2, 0.9, 3.0]),
+         "no difference between run1 and run0 is seen in 4 steps (their medians would have to differ by 454 %)"),
         (([0.5] * 4, [0.5] * 4, [0.9] * 4),
-         "no difference seen between run0 and run1 (within 2 %); run2 takes 1.80 times that"),
+         "no difference between run0 and run1 is seen in 4 steps (their medians would have to differ by 2 %); run2"
+         " takes 1.80 times that"),
         (([0.4] * 4,), "run0: 400 ms a step"),
     ],
 )  # fmt: skip
@@ -233,13 +235,20 @@ def test_a_winner_is_named_beyond_the_spread_of_the_steps(steps, words):
     assert figures.step_time(runs).layout.title.text.replace("<br>", " ") == f"<b>{words}</b>"
 
 
+def test_a_run_over_the_card_is_said_to_be_left_out_of_the_race():
+    ones = [RunView(f"run{i}", "lab", 2, Summary(Spread.of([each] * 4))) for i, each in enumerate((0.4, 0.5, 0.9))]
+    over = replace(ones[0], status="out_of_memory")
+    assert fastest_words([over, *ones[1:]]) == ("run1 is fastest, 500 ms a step; run0 is over the card and not ranked")
+    assert step_words([over, *ones[1:]]).endswith("run2 takes 1.80 times that; run0 is over the card and not ranked")
+
+
 def test_among_simulated_steps_the_shortest_wins():
     runs = [
         RunView(f"run{i}", "lab", 2, Summary(step_time_s=Spread.of([step])), provenance={"step_time_s": "simulated"})
         for i, step in enumerate((0.5, 0.4, 0.4))
     ]
     assert step_words(runs[:2]) == "run1 is fastest, 400 ms a step; run0 takes 1.25 times that"
-    assert fastest_words(runs) == "no difference seen between run1 and run2 (within 0.1 %)"
+    assert fastest_words(runs) == "run1 and run2 are fastest, 400 ms a step"
 
 
 def test_timeline_finds_the_peak_of_the_rank(runs):
@@ -408,7 +417,7 @@ def test_page_and_lab_show_one_table(runs):
     for found, columns in ((page, list(COLUMNS)), (lab, narrow)):
         assert re.findall(r"<th(?: [^>]*)?>(.*?)</th>", found)[: len(columns)] == columns
         held = re.findall(r"<td(?: [^>]*)?>(.*?)</td>", found)[: len(columns)]
-        assert held == list(cells(view(runs[0]), columns=columns))
+        assert held == list(cells(view(runs[0]), columns))
     assert lab.count("color:var(--fsdplab-bad, #c01f25)") == page.count('class="bad') == 2
 
 

@@ -24,8 +24,11 @@ from fsdplab.figures.plotly_go import go
 from fsdplab.figures.plots.exposed import exposed_heatmap
 from fsdplab.figures.plots.shard_map import STATE_COLOURS, hover_text
 from fsdplab.figures.plots.timeline import lanes_of, phase_lines, phases, rank_timeline
+from fsdplab.figures.view import RunView
 from fsdplab.records import CATEGORIES, LANES, TABLES, RunRecord, Spread, Summary, comparison_json
-from fsdplab.records.summary import Comm, Peak
+from fsdplab.records.summary import Comm, Peak, Steady
+from fsdplab.sessions import RunSpec
+from fsdplab.sessions.steady_card import steady
 
 MB, US, EPOCH = 1_000_000, 1_000, 1_790_000_000_000_000_000
 BLOCKS = [f"blocks.{index}" for index in range(4)]
@@ -486,9 +489,42 @@ def test_compute_inflation_needs_the_same_work(ahead, tmp_path):
     assert "compute ×" not in words(figures.step_bar([ahead, other]))
 
 
+def test_a_run_that_failed_is_named_by_every_figure_that_leaves_it_out(ahead, behind, tmp_path):
+    broken = profiled(tmp_path, strategy="zero1")
+    broken.status, broken.summary, broken.tables = "failed", Summary(), {}
+    for draw in (
+        figures.memory_by_category, figures.pareto, figures.step_bar,
+        figures.ledger_against_formula,
+    ):  # fmt: skip
+        assert "zero1 is missing: it failed" in words(draw([ahead, behind, broken])), draw.__name__
+        assert "is missing" not in words(draw([ahead, behind])), draw.__name__
+    parts = steady(RunSpec(model="gpt-tiny", link="400MB/s", device="cpu"))  # its exposed time has parts
+    assert "zero1 is missing: it failed" in words(figures.exposed_bar([parts, broken]))
+    unprofiled = profiled(tmp_path / "other", strategy="zero1")
+    unprofiled.tables = {**unprofiled.tables, "breakdown": []}
+    assert "zero1 is missing: it has no such profile" in words(figures.step_bar([ahead, unprofiled]))
+    clock = Summary(steady=Steady(0.855, 0.2, 0.6))
+    steps = figures.steady_steps([RunView("a", "lab", 2, clock, "failed"), RunView("b", "lab", 2, clock)])
+    assert words(steps).count("its run failed") == 1
+    assert "<b>855 ms</b> simulated, 60 % hidden" in str(steps.to_dict())
+
+
+def test_cells_that_are_exposed_alike_are_one_finding_and_a_simulation_has_no_profiled_steps():
+    job = RunSpec(model="gpt-20m", batch_size=2, sequence_length=64, link="400MB/s", prefetch=0, device="cpu")
+    figure = figures.exposed_heatmap(steady(job))
+    said = figure.layout.title.text.replace("<br>", " ")
+    assert "36 collectives expose 8.87 ms each, 99 % of the exposed time" in said
+    assert "profiled" not in figure.layout.title.subtitle.text
+    assert figure.data[0].text[0][0] == "1.48 ms<br>nothing to hide behind", "a cell is too narrow for both"
+
+
+def test_a_figures_toolbar_has_the_camera_alone(ahead):
+    removed = figures.step_bar([ahead]).layout.template.layout.modebar.remove
+    assert "sendChartToCloud" in removed and "lasso" in removed and "toImage" not in removed
+
+
 def test_pareto_draws_the_front_and_keeps_labels_apart(ahead, behind, tmp_path):
     from fsdplab.figures.plots.pareto import diameter, front, placed
-    from fsdplab.figures.view import RunView
 
     def seen(name: str, step: float, megabytes: int, exposed: float | None = None) -> RunView:
         summary = Summary(
@@ -515,7 +551,7 @@ def test_pareto_draws_the_front_and_keeps_labels_apart(ahead, behind, tmp_path):
     drowned = profiled(tmp_path, strategy="zero1")
     drowned.status, drowned.summary = "out_of_memory", replace(drowned.summary, step_time_s=Spread())
     figure = figures.pareto([ahead, behind, drowned])
-    assert "zero1 ran out of memory" in words(figure) and "card 110 MB (emulated)" in words(figure)
+    assert "zero1 is missing: it ran out of memory" in words(figure) and "card 110 MB (emulated)" in words(figure)
     assert "full_shard, prefetch 0 needs least memory, 102 MB; full_shard is fastest, 56.7 ms a step" in words(figure)
     assert figures.pareto(comparison_json([ahead])).data[1].x == figures.pareto([ahead]).data[1].x
 
@@ -530,7 +566,7 @@ def test_heat_map_cells_sum_to_the_exposed_time_of_the_worst_rank(ahead):
     ]
     assert sum(value or 0 for row in cells.z for value in row) == pytest.approx(mean_of(ahead, 0, "exposed_ns") / MB)
     assert cells.z[0][1] is None, "the root is not gathered again in backward"
-    assert cells.text[0][0] == "3.96 ms · nothing to hide behind" and "hidden" in cells.text[3]
+    assert cells.text[0][0] == "3.96 ms<br>nothing to hide behind" and "hidden" in cells.text[3]
     assert "reduce_scatter of root in backward exposes 4.32 ms" in words(figure)
 
 

@@ -35,6 +35,7 @@ from fsdplab.planning.step_time import step_time
 from fsdplab.profiling.arrivals import late_rank_of
 from fsdplab.records import CATEGORIES, CAUSES, LANES, RunRecord, comparison_json
 from fsdplab.sessions import RunSpec, run
+from fsdplab.sessions.steady_card import steady
 
 pytestmark = pytest.mark.quick
 DATA = Path(__file__).parent.parent / "data"
@@ -322,6 +323,13 @@ def test_causes_are_those_of_measured_steps():
     late = simulate(plan_spec("llama-3.1-8b", "h100", gpus=8, seq=8192), paces={3: 1.5}).table("exposed")
     assert {row["cause"] for row in late if row["rank"] == 0 and row["phase"] == "forward"} > {"waiting_for_peer"}
     assert not any(row["cause"] == "waiting_for_peer" for row in late if row["rank"] == 3)
+
+
+def test_a_block_that_ends_at_the_instant_of_a_gathers_issue_was_there_to_hide_it():
+    job = RunSpec(model="gpt-20m", batch_size=2, sequence_length=64, link="400MB/s", prefetch=0, device="cpu")
+    rows = [row for row in steady(job).table("exposed") if row["rank"] == 0 and row["phase"] == "forward"]
+    late = [row["unit"] for row in rows if row["cause"] == "late_start"]
+    assert late == [f"blocks.{place}" for place in range(1, 12)], "before root and block 0 nothing was computed"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -669,6 +669,7 @@ def test_what_was_real_collects_the_origins():
     }
     formula = RunRecord("unsaved", provenance={"ledger": "measured", "formula_bytes_per_step": "simulated"})
     assert dict(provenance.origins([formula], {}))["computed"] == "the formula's bytes"
+    assert dict(provenance.origins([], {"steady": "simulated"}))["simulated"] == "step on the steady card"
     with pytest.raises(ValueError, match="'guessed'"):
         provenance.origins([], {"x": "guessed"})
 

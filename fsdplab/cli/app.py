@@ -7,6 +7,7 @@ import what they need when they run, so that `fsdplab --help` is quick.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ import typer
 from fsdplab import __version__
 from fsdplab.cli.errors import USAGE_ERROR, interrupted, one_line, refuse, refuse_for
 from fsdplab.cli.options import OF_A_RUN, SETTINGS, settings_of
-from fsdplab.cli.parse import card_of, link_of, names, whole_numbers
+from fsdplab.cli.parse import card_of, check_strategies, link_of, names, whole_numbers
 from fsdplab.cli.terminal import show_what_can_be_shown, signals_as_exceptions
 from fsdplab.common.names import OVER_ALL_RANKS, STRATEGIES, STRATEGIES_IN_WORDS
 from fsdplab.sessions.spec import ENGINES, ENGINES_IN_WORDS, PEERS
@@ -53,8 +54,11 @@ Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result onl
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print also every step, and what the ranks printed.")]
 
 
-def begin_warm(start: str) -> None:
-    """Start the warm starter before heavy imports, so that both processes import torch at the same time."""
+def begin_warm(start: str, strategies: Sequence[str] = ()) -> None:
+    """Start the warm starter before heavy imports, so that both processes import torch at the same time; a strategy
+    that does not exist is refused before, as these take seconds.
+    """
+    check_strategies(strategies)
     if start in ("auto", "warm"):
         from fsdplab.sessions.launch.launcher import begin_starter
 
@@ -99,7 +103,7 @@ def compare(
     verbose: Verbose = False,
 ) -> None:
     """Train one model on one text under several strategies, and compare time, memory, traffic and losses."""
-    begin_warm(settings["start"])
+    begin_warm(settings["start"], names(strategies))
     from fsdplab.cli.compare import compare_runs
     from fsdplab.cli.outputs import Detail, Outputs
 
@@ -137,7 +141,7 @@ def run(
     verbose: Verbose = False,
 ) -> None:
     """Run one strategy and record it in a folder, for `fsdplab report` and the notebooks."""
-    begin_warm(settings["start"])
+    begin_warm(settings["start"], [strategy])
     from fsdplab.cli.outputs import Detail
     from fsdplab.cli.run import record_on_nodes, record_run, where
 
@@ -247,7 +251,7 @@ def bench(
 
         bench_starts(repetitions, quick, json_file)
         return
-    begin_warm(settings["start"])
+    begin_warm(settings["start"], names(strategies))
     from fsdplab.cli.bench import bench_engines
 
     settings["memory"] = False

@@ -58,6 +58,12 @@ def one_line(error: Any) -> str:
     return f"{error.format_message().rstrip('.')}; see `{path} --help`"
 
 
+def _as_flag(told: str) -> str:
+    """`world_size is 0; ...` as `--world-size is 0; ...`, which is what was given."""
+    field, is_, rest = told.partition(" is ")
+    return f"--{field.replace('_', '-')} is {rest}" if is_ and field.isidentifier() else told
+
+
 @contextmanager
 def refusals() -> Iterator[None]:
     """Around a run: an invalid request becomes one line and exit code 2, a failure its report and exit code 1."""
@@ -68,7 +74,9 @@ def refusals() -> Iterator[None]:
 
     try:
         yield
-    except (RecordError, SpecError, TextError, TraceError) as error:
+    except SpecError as error:
+        refuse(_as_flag(str(error)))
+    except (RecordError, TextError, TraceError) as error:
         refuse(str(error))
     except RanksFailed as error:
         failed(str(error))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group
+from rich.console import Console, Group, JustifyMethod
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -21,10 +21,10 @@ from fsdplab.cli.console import console_beside
 from fsdplab.cli.errors import failed, refuse
 from fsdplab.common.files import try_folder, try_output, write_output
 from fsdplab.common.places import how_to_install
-from fsdplab.common.words import MISSING, plural
+from fsdplab.common.words import plural
 from fsdplab.figures.conclusion import clock_words, conclusion
 from fsdplab.figures.fastest import core_words, step_words
-from fsdplab.figures.table import EVERY_COLUMN, NUMBERS, SPLIT, brief, cells, legend, mood
+from fsdplab.figures.table import EVERY_COLUMN, NUMBERS, SPLIT, WRAPPED, brief, cells, legend, mood
 from fsdplab.figures.view import RunView, provenance, view, views
 from fsdplab.records import RunRecord, drift_sentence
 
@@ -121,24 +121,27 @@ def check_folder(flag: str, path: Path) -> None:
         )
 
 
-def board(shown: Sequence[RunView], unknown: str = MISSING) -> Table:
-    """The comparison in seven columns; `unknown` is shown for a missing verdict on the losses."""
-    columns = brief(shown)
-    return _table(("run", *columns[1:]), [(run.label, *cells(run, unknown, columns)[1:]) for run in shown])
+def board(shown: Sequence[RunView]) -> Table:
+    """The comparison in the six columns that a terminal has room for; a line below says whether the losses agree."""
+    columns = tuple(name for name in brief(shown)[1:] if name != "losses")
+    return _table(("run", *columns), [(run.label, *cells(run, columns)) for run in shown])
 
 
 def whole_board(shown: Sequence[RunView]) -> Group:
     """Every column, as two tables: memory, and all else."""
     memory = ("peak", SPLIT, "predicted")
     others = tuple(name for name in EVERY_COLUMN if name not in (*memory, "strategy", "engine"))
-    return Group(*(_table(("run", *part), [(run.label, *cells(run, columns=part)) for run in shown])
+    return Group(*(_table(("run", *part), [(run.label, *cells(run, part)) for run in shown])
                    for part in (others, memory)))  # fmt: skip
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     table = Table(header_style="bold", pad_edge=False, padding=(0, 1, 0, 0), box=SIMPLE_HEAD)
     for name in columns:
-        table.add_column(name, justify="right" if name in NUMBERS else "left", overflow="fold")
+        # a table that fits 80 characters breaks names there, and no number from its unit
+        whole = len(columns) < 8 and name not in ("run", "peak", *WRAPPED)
+        side: JustifyMethod = "right" if name in NUMBERS else "left"
+        table.add_column(name.replace(", ", "\n"), justify=side, no_wrap=whole, overflow="fold")
     for row in rows:
         table.add_row(*(Text(text, STYLES[mood(text)]) for text in row))
     return table
@@ -154,6 +157,8 @@ def show(console: Console, shown: Sequence[RunView], reference: RunRecord | None
     if answer := conclusion(shown):
         console.print(f"[bold]{escape(answer)}[/]", highlight=False)
     console.print(board(shown))
+    if shown and all(run.matches for run in shown):
+        console.print("Losses agree with the unsharded twin's.", highlight=False)
     if detail is not Detail.QUIET:
         if clock := clock_words(shown):
             console.print(escape(clock), highlight=False)

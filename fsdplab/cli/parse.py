@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from fsdplab.cli.errors import refusals, refuse
+from fsdplab.common.names import STRATEGIES
 from fsdplab.common.sizes import parse_size
+from fsdplab.sessions.spec.run_spec import near_matches
 
 
 def parse_card(text: str) -> int | None:
@@ -48,6 +51,14 @@ def link_of(common: dict[str, Any], engines: list[str], otherwise: str) -> str |
 def names(text: str) -> list[str]:
     """`"a, b"` -> `["a", "b"]`; empty parts are dropped."""
     return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def check_strategies(found: Sequence[str]) -> None:
+    """Refuse an unknown strategy; settings may follow a name, as in `full_shard:prefetch=0`."""
+    for name in (text.partition(":")[0].strip() for text in found):
+        if name not in STRATEGIES:
+            near = near_matches(name, tuple(STRATEGIES))
+            refuse(f"unknown strategy {name!r}{near}; expected one of {', '.join(STRATEGIES)}")
 
 
 def whole_numbers(flag: str, text: str) -> list[int]:

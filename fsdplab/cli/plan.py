@@ -104,7 +104,8 @@ def _headline(found: Plan) -> str:
     groups = f" in {spec.replicas} groups of {spec.shards}" if spec.strategy == "hybrid_shard" else ""
     return (
         f"{spec.model.name}, {spec.model.parameters / 1e9:.3f} B parameters, {spec.strategy}{groups} on {spec.gpus} x"
-        f" {spec.gpu.name}{mesh}: {spec.micro_batch} x {spec.seq} tokens a micro-batch, {spec.grad_accum} a step"
+        f" {spec.gpu.name}{mesh}: {spec.micro_batch} x {spec.seq} tokens a micro-batch, {spec.grad_accum} a step;"
+        f" gathers in {spec.param_dtype}, reductions in {spec.reduce_dtype}"
     )
 
 
@@ -131,7 +132,7 @@ def _print_card(console: Console, found: Plan, missing: str | None) -> None:
     left = card - memory.peak.total
     tight = "" if memory.reserved_bytes <= card else "; tight: fragments of the allocator may take more than is left"
     console.print(
-        f"[bold green]fits[/]: {size(left)} of {size(card)} are left at the peak ({memory.peak.name}){tight}",
+        f"[bold green]fits[/]: {size(left)} of {size(card)} are left at the peak, in the {memory.peak.name}{tight}",
         highlight=False,
     )
 
@@ -162,7 +163,7 @@ def _times(found: Plan, tokens: float | None) -> Iterator[tuple[str, str]]:
     hours = found.hours(tokens) if tokens else None
     if hours:
         yield f"{tokens:,.0f} tokens", f"{least}{hours:,.1f} hours, {hours * found.spec.gpus:,.0f} GPU-hours"
-    yield "products reach", reached_words(found)
+    yield "matrix products reach", reached_words(found)
     yield "provenance", _PREDICTED
 
 

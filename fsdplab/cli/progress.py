@@ -23,7 +23,6 @@ from fsdplab.sessions.steady_card import steady_step
 if TYPE_CHECKING:
     from fsdplab.sessions import RunSpec
 
-PENDING = "…"  # the verdict on the losses, until the twin has run
 WAITING, MEASURING = "waits", "measuring"  # in the place of the step time: of a run to come, and of one in its turns
 
 
@@ -35,6 +34,8 @@ class ProgressTable:
     def __init__(self, console: Console, planned: Mapping[Path, RunSpec], detail: Detail = Detail.NORMAL) -> None:
         self._console, self._detail = console, detail
         self._rows = {folder: _to_come(spec) for folder, spec in planned.items() if spec.engine != "twin"}
+        labels = [row.label for row in self._shown]
+        self._labels = dict(zip([spec for spec in planned.values() if spec.engine != "twin"], labels))
         self._now = Text("starting the first ranks", style="dim")
         live = console.is_terminal and detail is not Detail.QUIET
         self._live = Live(self._draw(), console=console, transient=True, refresh_per_second=4) if live else None
@@ -85,15 +86,17 @@ class ProgressTable:
 
     def step(self, spec: RunSpec, step: int, steps: int, loss: float) -> None:
         """Rank 0 of the current run finished a step."""
-        name = "the twin, for reference" if spec.engine == "twin" else f"{spec.strategy} ({spec.engine})"
+        own = RunView(spec.strategy, spec.engine, spec.world_size).label
+        name = "the twin, for reference" if spec.engine == "twin" else self._labels.get(spec, own)
+        at = _which(spec, step, steps)
         done = f"{self._done} of {plural(len(self._rows), 'run')} done"
         measuring = sum(row.status == MEASURING for row in self._rows.values())
         others = f", {measuring} being measured" if measuring else ""
-        self._now = Text(f"{name}: step {step} of {steps}, loss {loss:.4f}  ({done}{others})", style="dim")
+        self._now = Text(f"{name}: {at}, loss {loss:.4f}  ({done}{others})", style="dim")
         if self._live:
             self._live.update(self._draw())
         if self._detail is Detail.VERBOSE:
-            self._console.print(f"{name}: step {step} of {steps}, loss {loss:.4f}", highlight=False)
+            self._console.print(f"{name}: {at}, loss {loss:.4f}", highlight=False)
 
     def _put(self, record: RunRecord, row: RunView) -> None:
         if record.spec["engine"] != "twin":
@@ -102,7 +105,17 @@ class ProgressTable:
             self._live.update(self._draw())
 
     def _draw(self) -> Group:
-        return Group(board(self._shown, PENDING), self._now)
+        return Group(board(self._shown), self._now)
+
+
+def _which(spec: RunSpec, step: int, steps: int) -> str:
+    """`timed step 3 of 4`: the steps before them warm up, and those after them are profiled."""
+    untimed, timed = spec.untimed, spec.untimed + spec.steps
+    if step <= untimed:
+        return f"warm-up step {step} of {untimed}"
+    if step <= timed:
+        return f"timed step {step - untimed} of {spec.steps}"
+    return f"profiled step {step - timed} of {steps - timed}"
 
 
 def _to_come(spec: RunSpec) -> RunView:

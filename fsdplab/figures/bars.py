@@ -52,7 +52,8 @@ def stacked_bars(
     for row, words in ends.items():
         near = [at for at in levels.values() if 0 <= at - reached[row] < (words_width(words) + 24) / pixels]
         at, font = max(near, default=reached[row]), dict(color=ALARM) if row in alarming else None
-        figure.add_annotation(x=at, y=row, text=words, showarrow=False, xanchor="left", xshift=6, font=font)
+        beside = 14 if marked else 6  # a mark has a width of its own
+        figure.add_annotation(x=at, y=row, text=words, showarrow=False, xanchor="left", xshift=beside, font=font)
     for words, at in levels.items():
         mark_level(figure, at, words)
     return figure
@@ -70,7 +71,7 @@ def _broken(row: str) -> str:
 def _axis_end(reached: Mapping[str, float], ends: Mapping[str, str], levels: Mapping[str, float]) -> float:
     """Where the axis ends, so that the words of every bar and the name of every line fit."""
     width = plot_width(map(_broken, reached))
-    shares = {row: max(0.2, 1 - (words_width(words) + 12) / width) for row, words in ends.items()}
+    shares = {row: max(0.2, 1 - (words_width(words) + 20) / width) for row, words in ends.items()}
     return max([end / shares[row] for row, end in reached.items()] + [1.15 * at for at in levels.values()]) or 1.0
 
 

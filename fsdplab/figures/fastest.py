@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdplab.common.sizes import seconds
+from fsdplab.common.words import plural
 from fsdplab.figures.view import RunView
 from fsdplab.records import Race, core_sentence, known, race
 
@@ -26,18 +27,33 @@ def core_words(runs: Sequence[RunView]) -> str:
 def fastest_words(runs: Sequence[RunView]) -> str:
     """Who is fastest of several runs with a timed step, for a title.
 
-    `zero1 is fastest, 342 ms a step`, `no difference seen between zero1 and zero2 (within 4 %)`, or why none is named.
+    `zero1 is fastest, 342 ms a step`, `no difference between zero1 and zero2 is seen in 4 steps (their medians would
+    have to differ by 11 %)`, or why none is named; then the runs that are left out, as they are over the card.
     """
     if core_words(runs):
         return "no run is called fastest, as ranks were short of cores"
-    runs = those_that_fit(runs)
+    return _fastest(those_that_fit(runs)) + _left_out(runs)
+
+
+def _left_out(runs: Sequence[RunView]) -> str:
+    over = [run for run in runs if run not in those_that_fit(runs)]
+    return f"; {listed(over)} {_is(over)} over the card and not ranked" if over else ""
+
+
+def _is(runs: Sequence[RunView]) -> str:
+    return "is" if len(runs) == 1 else "are"
+
+
+def _fastest(runs: Sequence[RunView]) -> str:
     found = race_of(runs)
-    if found.winner is not None:
-        return f"{runs[found.winner].label} is fastest, {seconds(runs[found.winner].step_median)} a step"
+    leaders = [runs[place] for place in found.leaders]
+    if len(leaders) == 1 or all(run.simulated for run in runs):
+        return f"{listed(leaders)} {_is(leaders)} fastest, {seconds(leaders[0].step_median)} a step"
     if found.within is None:
         return "no run is called fastest, as too few steps were timed (4 are needed)"
-    level, percent = listed([runs[place] for place in found.leaders]), 100 * found.within
-    return f"no difference seen between {level} (within {percent:.{0 if percent >= 1 else 1}f} %)"
+    steps = plural(min(run.summary.step_time_s.count or 0 for run in leaders), "step")
+    needed = f"their medians would have to differ by {100 * found.within:.0f} %"
+    return f"no difference between {listed(leaders)} is seen in {steps} ({needed})"
 
 
 def step_words(runs: Sequence[RunView]) -> str:
@@ -50,12 +66,12 @@ def step_words(runs: Sequence[RunView]) -> str:
     if len(runs) == 1:
         return f"{runs[0].label}: {seconds(runs[0].step_median)} a step"
     steps = [known(run.step_median) for run in runs]
-    told, slow, choice = fastest_words(runs), steps.index(max(steps)), those_that_fit(runs)
+    slow, choice = steps.index(max(steps)), those_that_fit(runs)
     fastest = [choice[place] for place in race_of(choice).leaders]
     if runs[slow] in fastest:
-        return told
+        return fastest_words(runs)
     least = min(known(run.step_median) for run in fastest)
-    return f"{told}; {runs[slow].label} takes {max(steps) / least:.2f} times that"
+    return f"{_fastest(choice)}; {runs[slow].label} takes {max(steps) / least:.2f} times that{_left_out(runs)}"
 
 
 def those_that_fit(runs: Sequence[RunView]) -> list[RunView]:

@@ -55,10 +55,12 @@ FONT = "Inter, 'Segoe UI', 'DejaVu Sans', Arial, sans-serif"
 _LINE, _SUBLINE, _LEGEND_LINE = 26, 20, 21  # pixels that a line of the title, the subtitle and the legend takes
 _LEGEND_SIGN = 45  # pixels of a legend's sign and the gaps around it
 _ABOVE = 24  # pixels of words that stand above the plot, or of a button
-_PIXELS = re.compile(r"(font|marker)\.size$|\.(standoff|entrywidth|height|[xy]shift)$|\.(margin|pad)\.[lrtb]$")
+_PIXELS = re.compile(r"(font|marker)\.size$|\.(standoff|entrywidth|height|[xy]shift|a[xy])$|\.(margin|pad)\.[lrtb]$")
 PAGE = 848  # pixels that an output has in JupyterLab with its files at the side, in a window of 1280
 _page = float(PAGE)  # the notebook's, once a widget has told it
 _ON_PAGE: ContextVar[float | None] = ContextVar("on_page", default=None)
+# plotly's toolbar lies over the title: of its buttons the camera alone stays
+_NO_BUTTONS = ["sendChartToCloud", "zoom", "pan", "select", "lasso", "zoomIn", "zoomOut", "autoScale", "resetScale"]
 CAMERA = dict(displaylogo=False, toImageButtonOptions=dict(format="svg"))  # the camera button saves an SVG
 TEXT = "#1b1e23"
 DARK_TEXT = "#eceff3"
@@ -80,7 +82,7 @@ def template() -> go.layout.Template:
             font=dict(family=FONT, size=15, color=TEXT),
             title=dict(x=0, xref="container", xanchor="left", yref="container", font=dict(size=20), pad=dict(l=16)),
             paper_bgcolor="rgba(0,0,0,0)", plot_bgcolor="rgba(0,0,0,0)", xaxis=_AXIS, yaxis=_AXIS, legend=_LEGEND,
-            bargap=0.32,
+            bargap=0.32, modebar=dict(remove=_NO_BUTTONS, bgcolor="rgba(0,0,0,0)"),
             hoverlabel=dict(font=dict(family=FONT, size=14)),
         )
     )  # fmt: skip

@@ -90,11 +90,11 @@ def _last_loss(run: RunView) -> str:
     return MISSING if not losses or losses[-1] is None else f"{losses[-1]:.4f}"
 
 
-def badge(run: RunView, unknown: str = MISSING) -> str:
-    """Whether a finished run's losses agree with the unsharded reference; a dash for a run that did not finish."""
-    if run.status != "finished":
+def badge(run: RunView) -> str:
+    """Whether a finished run's losses agree with the unsharded reference; a dash where that is not known."""
+    if run.status != "finished" or run.matches is None:
         return MISSING
-    return unknown if run.matches is None else "agree" if run.matches else "DIFFER"
+    return "agree" if run.matches else "DIFFER"
 
 
 def peak_of(run: RunView) -> str:
@@ -130,15 +130,15 @@ COLUMNS = tuple(name for name in EVERY_COLUMN if name != SPLIT)  # of pages, whe
 
 
 def brief(runs: Sequence[RunView]) -> tuple[str, ...]:
-    """The seven columns that a terminal shows: with the steady card's clock where a run has it."""
+    """The seven columns that matter most: with the steady card's clock where a run has it."""
     if any(run.steady.step_time_s for run in runs):
         return ("strategy", "peak", "sent", *STEADY, "step, measured", "losses")
     return ("strategy", "peak", "sent", "step, measured", "exposed", "hidden", "losses")
 
 
-def cells(run: RunView, unknown: str = MISSING, columns: Sequence[str] = COLUMNS) -> tuple[str, ...]:
-    """One run's row, in the order of `columns`; an unknown verdict on its losses reads as `unknown`."""
-    return tuple(badge(run, unknown) if name == "losses" else _CELLS[name](run) for name in columns)
+def cells(run: RunView, columns: Sequence[str] = COLUMNS) -> tuple[str, ...]:
+    """One run's row, in the order of `columns`."""
+    return tuple(_CELLS[name](run) for name in columns)
 
 
 def legend(columns: Sequence[str] = COLUMNS) -> str:

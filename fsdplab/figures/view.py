@@ -243,6 +243,15 @@ def how_and_where(runs: list[RunView]) -> str:
     return " and ".join(words)
 
 
+def missing(runs: Iterable[RunView], drawn: Iterable[RunView], why: str) -> str:
+    """The runs that a figure of these leaves out, for its subtitle: `no_shard is missing: it failed`; `why` is the
+    reason of one that came to its end.
+    """
+    labels, ends = [run.label for run in drawn], {"failed": "failed", "out_of_memory": "ran out of memory"}
+    left_out = [run for run in runs if run.label not in labels]
+    return "; ".join(f"{run.label} is missing: it {ends.get(run.status, why)}" for run in left_out)
+
+
 def provenance(runs: list[RunView]) -> list[tuple[str, str]]:
     """The measured, computed, emulated and simulated quantities of a comparison, as (origin, text) pairs."""
     own = [run for run in runs if not run.traced and not run.simulated]

@@ -15,7 +15,7 @@ from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import MS, duration, percent
 from fsdplab.figures.style import EXPOSED_COLOURS, STEP_COLOURS, titled
-from fsdplab.figures.view import views
+from fsdplab.figures.view import missing, views
 from fsdplab.profiling.step_summary import StepSummary
 from fsdplab.records import PARTS_OF_EXPOSED, RunRecord
 
@@ -37,7 +37,7 @@ def step_bar(records: RunRecord | Iterable[RunRecord]) -> go.Figure:
     shown, splits = _with_breakdown(runs)
     inflation = _inflation(shown, splits)
     ends = {name: _total(split, inflation.get(name)) for name, split in splits.items()}
-    left_out = f"{len(runs) - len(shown)} not profiled" if len(shown) < len(runs) else ""
+    left_out = _missing(runs, shown)
     slower = {name: words for name, run in shown.items() if (words := profile.slower_words(run))}
     said = "; ".join(f"{name}: {words}" if len(shown) > 1 else words for name, words in slower.items())
     where = profile.conditions(shown.values(), "mean of the profiled steps", left_out, said)
@@ -60,7 +60,8 @@ def exposed_bar(records: RunRecord | Iterable[RunRecord]) -> go.Figure:
         )
     ends = {name: f"<b>{duration(split.exposed_ns)}</b> exposed" for name, split in splits.items()}
     figure = _stacked(ends, splits, PART_COLUMN, EXPOSED_COLOURS, "exposed time of one step (ms)")
-    where = profile.conditions(runs, "mean of the profiled steps of the rank exposed longest")
+    how = "mean of the profiled steps of the rank exposed longest"
+    where = profile.conditions([shown[name] for name in splits], how, _missing(runs, splits))
     alt = _alt(splits, PART_COLUMN, "exposed time", "exposed_ns")
     return titled(figure, _on_the_link(shown, splits), where, alt, 78 + 60 * len(splits))
 
@@ -71,6 +72,11 @@ def _with_breakdown(runs: list[RunRecord]) -> tuple[dict[str, RunRecord], dict[s
     if not found:
         profile.rows_of(runs[0], "breakdown")
     return found, {name: split for name, run in found.items() if (split := profile.breakdown_of(run)) is not None}
+
+
+def _missing(runs: list[RunRecord], shown: Mapping[str, object]) -> str:
+    seen = views(runs)
+    return missing(seen, [run for run in seen if run.label in shown], "has no such profile")
 
 
 def _stacked(

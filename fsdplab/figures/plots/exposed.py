@@ -10,6 +10,7 @@ from fsdplab.figures.plotly_go import go
 from fsdplab.figures.plots.breakdown import PART_COLUMN
 from fsdplab.figures.profile_data import MS, duration, label
 from fsdplab.figures.style import titled
+from fsdplab.figures.view import view
 from fsdplab.profiling.step_summary import ExposedCell
 from fsdplab.records import RunRecord
 
@@ -32,27 +33,28 @@ def exposed_heatmap(record: RunRecord) -> go.Figure:
     units, few = profile.foremost_units(record, {key: each.exposed_ns for key, each in cells.items()})
     columns = sorted({key[1:] for key in cells}, key=lambda column: (_ORDER.get(column[0], len(_ORDER)), column[1]))
     grid = [[cells.get((unit, *column)) for column in columns] for unit in units]
+    height = max(14, min(38, 1300 // len(units)))  # pixels of a row; high ones take two lines
     figure = heat_map(
         [f"{phase} {kind}".strip() for phase, kind in columns],
         units,
         [[cell.exposed_ns / MS if cell else None for cell in row] for row in grid],
-        [[_words(cell) for cell in row] for row in grid],
+        [[_words(cell, "<br>" if height > 34 else " · ") for cell in row] for row in grid],
         "%{y}, %{x}<br>exposed %{z:.3f} ms of %{customdata}",
         "exposed<br>(ms a step)",
         customdata=[[cell and _hover(cell) for cell in row] for row in grid],
     )
     figure.update_xaxes(side="top")
     title, alt = _finding(record, cells)
-    mean = f"rank {rank}, the most exposed, mean of {plural(steps, 'profiled step')}"
+    simulated = view(record).simulated
+    mean = f"rank {rank}, the most exposed" + ("" if simulated else f", mean of {plural(steps, 'profiled step')}")
     where = profile.conditions(record, mean, profile.slower_words(record), few)
-    rows = max(_LEAST, max(14, min(38, 1300 // len(units))) * len(units))
-    return titled(figure, title, where, alt, 46 + rows)
+    return titled(figure, title, where, alt, 46 + max(_LEAST, height * len(units)))
 
 
-def _words(cell: ExposedCell | None) -> str:
+def _words(cell: ExposedCell | None, between: str) -> str:
     if cell is None:
         return ""
-    cause = "" if cell.shown_cause in ("hidden", "unknown") else f" · {cell.shown_cause.replace('_', ' ')}"
+    cause = "" if cell.shown_cause in ("hidden", "unknown") else f"{between}{cell.shown_cause.replace('_', ' ')}"
     return f"{three_digits(cell.exposed_ns / MS)} ms{cause}" if cell.exposed_ns else "hidden"
 
 
@@ -73,7 +75,10 @@ def _finding(record: RunRecord, cells: Cells) -> tuple[str, str]:
     first, *_ = ranked = sorted((key for key in cells if cells[key].exposed_ns), key=lambda key: -cells[key].exposed_ns)
     spent = {key: duration(cells[key].exposed_ns) for key in ranked[:5]}
     of = "" if first[0] == NO_UNIT else f" of {first[0]}"
-    share = profile.percent(cells[first].exposed_ns, total)
+    alike = [key for key in ranked if duration(cells[key].exposed_ns) == spent[first]]
+    share = profile.percent(sum(cells[key].exposed_ns for key in alike), total)
     title = f"{label(record)}: {first[2]}{of} in {first[1]} exposes {spent[first]}, {share} of the exposed time"
+    if len(alike) > 1:
+        title = f"{label(record)}: {len(alike)} collectives expose {spent[first]} each, {share} of the exposed time"
     most = "; ".join(f"{' '.join(key)} {words}" for key, words in spent.items())
     return title, f"Heat map of exposed communication, {duration(total)} a step. Most: {most}."

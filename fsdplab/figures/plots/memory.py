@@ -13,7 +13,7 @@ from fsdplab.figures.predicted import verdict
 from fsdplab.figures.profile_data import MS, Row
 from fsdplab.figures.style import ALARM, CATEGORY_COLOURS, card_words, mark_level, titled
 from fsdplab.figures.table import OVER
-from fsdplab.figures.view import CATEGORY_NAMES, UNSPLIT, Runs, RunView, how_and_where, view, views
+from fsdplab.figures.view import CATEGORY_NAMES, UNSPLIT, Runs, RunView, how_and_where, missing, view, views
 from fsdplab.records import CATEGORIES, RunRecord, known
 
 MB = 1e6
@@ -26,7 +26,8 @@ def memory_by_category(runs: Runs) -> go.Figure:
 
     `runs`: records, or a comparison dict. Example: `memory_by_category(compare(specs))`.
     """
-    shown = [run for run in views(runs) if run.peak]
+    every = views(runs)
+    shown = [run for run in every if run.peak]
     if not shown:
         raise ValueError("no run has a memory measurement to draw; run with memory=True")
     over = [run.label for run in shown if run.over_card]
@@ -40,6 +41,7 @@ def memory_by_category(runs: Runs) -> go.Figure:
     where = f"{how_and_where(shown)}, split at the instant of the peak{_emulated(shown)}"
     if far and _emulated(shown):
         where += f" and holds {size(far[0])}, beyond this axis"
+    where = "; ".join(filter(None, [where, missing(every, shown, "has no measured peak")]))
     peaks = "; ".join(f"{run.label} {size(run.peak)}{_mostly(run)}" for run in shown)
     card = next((f" The card holds {size(run.card)}." for run in shown if run.card), "")
     alt = f"Bars of peak memory per rank: {peaks}.{card}"
@@ -88,7 +90,8 @@ def predicted_memory(runs: Runs) -> go.Figure:
 
     `runs`: records, or a comparison dict. ValueError where no run has both.
     """
-    shown = [run for run in views(runs) if run.peak and run.predicted_peak]
+    every = views(runs)
+    shown = [run for run in every if run.peak and run.predicted_peak]
     if not shown:
         raise ValueError(
             "no run has both a measured and a predicted peak; memory is predicted for the lab's engine on CPU ranks"
@@ -102,6 +105,7 @@ def predicted_memory(runs: Runs) -> go.Figure:
     figure = stacked_bars(ends, _parts(splits), "peak memory of the worst rank (MB)")
     figure.update_traces(marker_opacity=[1.0, _PALE] * len(shown)).update_layout(bargap=0.18)
     what = f"{how_and_where(shown)}; predicted by playing the engine's allocations, before the run"
+    what = "; ".join(filter(None, [what, missing(every, shown, "lacks one of the two peaks")]))
     peaks = [f"{run.label} {size(run.peak)}, predicted {size(run.predicted_peak)}" for run in shown]
     alt = f"Bars of measured and predicted peak memory: {'; '.join(peaks)}."
     return titled(figure, verdict(shown), what, alt, 80 + 76 * len(shown))

@@ -14,7 +14,7 @@ from fsdplab.figures.fastest import fastest_words, those_that_fit
 from fsdplab.figures.lines import line, points
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import EDGE, card_words, mark_level, plot_width, strategy_colour, titled, words_width
-from fsdplab.figures.view import Runs, RunView, emulated_links, how_and_where, views
+from fsdplab.figures.view import Runs, RunView, emulated_links, how_and_where, missing, views
 from fsdplab.records import known
 
 MB = 1e6
@@ -53,7 +53,8 @@ def pareto(runs: Runs) -> go.Figure:
     for run, (across, down) in zip(drawn, placed(drawn, ranges, _lines(figure, ranges))):
         text = _words(run).replace(run.label, f"<b>{run.label}</b>", 1) if run in best else _words(run)
         (x, y), font = _spot(run), dict(size=14)
-        figure.add_annotation(text=text, showarrow=False, font=font, x=x, y=y, xshift=across, yshift=down)
+        leader = dict(arrowhead=0, arrowwidth=1, arrowcolor="#808488", standoff=diameter(run, drawn) / 2)
+        figure.add_annotation(text=text, font=font, x=x, y=y, ax=across, ay=-down, **leader)
     told = "; ".join(f"{run.label} {size(run.peak)}, {seconds(run.step_median)}, {_exposed(run)}" for run in drawn)
     worth = ", ".join(run.label for run in best)
     alt = f"Scatter of peak memory against step time: {told}. On the Pareto front: {worth}."
@@ -144,15 +145,9 @@ def _exposed(run: RunView) -> str:
 def _finding(drawn: list[RunView], small: RunView) -> str:
     if len(drawn) == 1:
         return f"{small.label}: {size(small.peak)} and {seconds(small.step_median)} a step"
-    told = fastest_words(drawn)
+    told = fastest_words(those_that_fit(drawn))
     joined = f", and {told.removeprefix(small.label).strip()}" if told.startswith(f"{small.label} is") else f"; {told}"
     return f"{small.label} needs least memory, {size(small.peak)}{joined}"
-
-
-def _why_missing(run: RunView) -> str:
-    if run.step_median:
-        return "has no measured peak"
-    return "ran out of memory" if run.over_card else "has no timed step"
 
 
 def _conditions(shown: list[RunView], drawn: list[RunView]) -> str:
@@ -161,6 +156,6 @@ def _conditions(shown: list[RunView], drawn: list[RunView]) -> str:
     area = f"bubble area: exposed time, at most {seconds(longest)}"
     marks = [area if longest else "exposed time not measured (--profile 2)"]
     marks += ["whiskers: quartiles of the step time"] if whiskers(drawn) else []
-    missing = [f"{run.label} {_why_missing(run)}" for run in shown if run not in drawn]
+    marks.append(missing(shown, drawn, "lacks a measured peak or a timed step"))
     linked = f"; the link is emulated ({links})" if links else ""
-    return "; ".join([f"{how_and_where(shown)}{linked}", *marks, *missing])
+    return "; ".join(filter(None, [f"{how_and_where(shown)}{linked}", *marks]))

@@ -108,11 +108,14 @@ def _measured(timed: list[RunView]) -> go.Scatter:
 
 
 def _words(run: RunView) -> str:
-    """At the bar's end: the step, what is hidden of its communication, and whether it is over the card."""
+    """At the bar's end, where a measured mark may be: the simulated step, and what is hidden of its communication; then
+    whether the run is over the card, or failed.
+    """
     if not run.steady.step_time_s:
         return f"measured {seconds(run.step_median)}" if run.step_median else run.status.replace("_", " ")
-    over = f"<br>{OVER}" if run.over_card else ""
-    return f"<b>{seconds(run.steady.step_time_s)}</b> · {_hidden(run)}{over}"
+    below = OVER if run.over_card else "its run failed" if run.status == "failed" else ""
+    told = f"<b>{seconds(run.steady.step_time_s)}</b> simulated, {_hidden(run)}"
+    return f"{told}<br>{below}" if below else told
 
 
 def _hidden(run: RunView) -> str:

@@ -10,7 +10,7 @@ from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import listed
 from fsdplab.figures.style import COLLECTIVE_COLOURS, STRATEGY_COLOURS, titled
-from fsdplab.figures.view import RunView, how_and_where, ranks_and_device, views
+from fsdplab.figures.view import RunView, how_and_where, missing, ranks_and_device, views
 from fsdplab.records import RunRecord
 
 MB = 1e6
@@ -32,7 +32,7 @@ def ledger_against_formula(records: RunRecord | Iterable[RunRecord], rank: int =
             f"rank {rank} recorded no collective; a run of one rank sends nothing: use world_size=2 or more"
         )
     if len(runs) > 1:
-        return _of_several(found, [run.label for run in views(runs)], rank)
+        return _of_several(found, views(runs), rank)
     ((run, sent),) = found
     formula, total = run.summary.formula_bytes_per_step, sum(sent.values())
     parts = [*_parts([sent, {}]), Part("formula", STRATEGY_COLOURS["no_shard"], [0.0, (formula or 0) / MB])]
@@ -58,7 +58,7 @@ def sent_by(record: RunRecord, rank: int) -> Sent:
     return dict(sent)
 
 
-def _of_several(found: list[tuple[RunView, Sent]], labels: list[str], rank: int) -> go.Figure:
+def _of_several(found: list[tuple[RunView, Sent]], runs: list[RunView], rank: int) -> go.Figure:
     """A bar a run, each with how many times the first one's bytes it is."""
     shown, totals = [run for run, _ in found], [sum(sent.values()) for _, sent in found]
     times = [f"{total / totals[0]:.2g} times" for total in totals]
@@ -69,8 +69,8 @@ def _of_several(found: list[tuple[RunView, Sent]], labels: list[str], rank: int)
     most = max(range(len(shown)), key=totals.__getitem__)
     title = f"{shown[most].label} sends {size(totals[most])} a step, {times[most]} as much as {shown[0].label}"
     title = title if totals[most] > totals[0] else f"No run sends more than {shown[0].label}, {size(totals[0])} a step"
-    missing = [f"{label} recorded no collective" for label in labels if label not in ends]
-    where = "; ".join(filter(None, [_where(shown, rank), _against_formulas(shown, totals), _PASSES, *missing]))
+    left_out = missing(runs, shown, "recorded no collective")
+    where = "; ".join(filter(None, [_where(shown, rank), _against_formulas(shown, totals), _PASSES, left_out]))
     words = "; ".join(f"{run.label} {_words(sent)}" for run, sent in found)
     alt = f"Bars of the bytes that one rank sends in a step: {words}."
     return titled(_bars(ends, _parts([sent for _, sent in found])), title, where, alt, 90 + 46 * len(found))

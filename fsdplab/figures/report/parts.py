@@ -80,7 +80,7 @@ def comparison_table(
     runs: Sequence[RunView], look: Look, columns: Sequence[str] = COLUMNS, **attributes: str
 ) -> Markup:
     """The table of a comparison, one row a run, in columns that the terminal prints too."""
-    return table(columns, (cells(run, columns=columns) for run in runs), look, **attributes)
+    return table(columns, (cells(run, columns) for run in runs), look, **attributes)
 
 
 def drawn(draw: Callable[What, go.Figure], *what: What.args, **how: What.kwargs) -> Markup:

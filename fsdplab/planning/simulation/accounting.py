@@ -109,7 +109,9 @@ def cause_of(passage: Passage, computed: Sequence[Span]) -> str:
         return "link_busy"
     if 2 * passage.waiting_ns >= exposed:
         return "waiting_for_peer"
-    before = sum(nanoseconds(span.end) - nanoseconds(span.start) for span in computed if span.end * 1e9 < passage.issue)
+    before = sum(
+        nanoseconds(span.end) - nanoseconds(span.start) for span in computed if nanoseconds(span.end) <= passage.issue
+    )
     late = passage.collective.on_demand and before > _ENOUGH * exposed
     return "late_start" if late else "nothing_to_hide_behind"
 

@@ -15,6 +15,7 @@ _ORIGINS = ("measured", "computed", "emulated", "simulated")
 _COMPUTED = ("formula_bytes_per_step",)
 _WORDS = {
     "step_time_s": "step time",
+    "steady": "step on the steady card",
     "peak_memory_bytes": "peak memory",
     "ledger": "bytes sent",
     "formula_bytes_per_step": "the formula's bytes",
