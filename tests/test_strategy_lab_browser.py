@@ -140,7 +140,7 @@ def test_every_control_of_the_instrument_is_answered_on_one_screen(jupyter_lab: 
         lab.answered(lambda: link.press("ArrowLeft"))
         for _ in range(9):
             link.press("ArrowLeft")
-        lab.says("Step: zero2 and shard_grad_op are shortest")
+        lab.says("Shortest step: zero2")
         page.wait_for_function(
             "was => document.querySelector('.fl-figure svg').ariaLabel !== was", arg=alt, timeout=SHORT_MS
         )

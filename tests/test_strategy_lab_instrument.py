@@ -195,9 +195,9 @@ def test_the_default_scenario() -> None:
         ("no_shard", 855), ("zero1", 765), ("zero2", 755), ("shard_grad_op", 755), ("full_shard", 919)
     ]  # fmt: skip
     assert shown["memory_title"] == "Memory: no_shard is 43.5 MB over the card" and shown["card"] == 330_000_000
-    assert shown["step_title"] == "Step: zero2 and shard_grad_op are shortest, 755 ms"
+    assert shown["step_title"] == "Shortest step: zero2, shard_grad_op"
     assert shown["clock"] == "simulated on the steady card"
-    assert answer(PRESETS["8 x H100"].choices, Look(), {})["step_title"] == "Step: 3 of 5 are shortest, 541 ms"
+    assert answer(PRESETS["8 x H100"].choices, Look(), {})["step_title"] == "Shortest step: 3 of 5 are equal"
     assert [run["side"] for run in shown["timeline"]] == ["A", "B"] and shown["rows"][0]["over"] == 43466388
 
 

@@ -460,8 +460,7 @@ def _step_title(rows: Sequence[Mapping[str, Any]]) -> str:
         return "Step"
     least = min(row["step_s"] for row in timed)
     best = [row["name"] for row in timed if row["step_s"] <= (1 + _EQUAL) * least]
-    names = " and ".join(best) if len(best) <= 2 else f"{len(best)} of {len(rows)}"
-    return f"Step: {names} {'is' if len(best) == 1 else 'are'} shortest, {seconds(least)}"
+    return f"Shortest step: {', '.join(best) if len(best) <= 2 else f'{len(best)} of {len(rows)} are equal'}"
 
 
 def _mark(side: str, run: Run, ends: tuple[float, float]) -> dict[str, Any]:

@@ -123,7 +123,7 @@ function bars(answer, offers, width, tips) {
   const out = [];
   out.push(`<text class="fl-title" x="${left[0]}" y="14">${escape(answer.memory_title)}</text>`);
   out.push(`<text class="fl-title" x="${left[1]}" y="14">${escape(answer.step_title)}</text>`);
-  const at = answer.card ? x(0, Math.min(answer.card, most[0])) : -1000, right = at > left[0] + room - 30;
+  const at = answer.card ? x(0, Math.min(answer.card, most[0])) : -1000, right = at > left[0] + room - 44;
   const badge = [at - (right ? 76 : 42), at + (right ? 10 : 42)]; // the card's name, which stands on the axis
   for (const [which, say] of [[0, sized], [1, asTime]])
     for (const part of [0, 0.5, 1]) {
