@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from fsdplab.figures import rank_timeline
-from fsdplab.gpu_check.__main__ import run_check
+from fsdplab.gpu_check.__main__ import main
 from fsdplab.gpu_check.check import CheckError
-from fsdplab.gpu_check.runner import chosen
 from fsdplab.teaching.core.on_a_gpu import KEPT, on_a_gpu
 
 
@@ -18,14 +18,13 @@ from fsdplab.teaching.core.on_a_gpu import KEPT, on_a_gpu
 def rehearsal(tmp_path_factory) -> Path:
     """A check of recorded runs, made on the CPU."""
     folder = tmp_path_factory.mktemp("check")
-    assert run_check(chosen(["traces"]), "cpu", folder, 170.0, "", lambda text: None) == 0
+    assert main(["--device", "cpu", "--parts", "traces", "--out", str(folder)]) == 0
     return folder
 
 
 def as_from(device: str, folder: Path, target: Path) -> Path:
     """The same check, saying that it was made on another device."""
-    for path in folder.iterdir():
-        (target / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(folder, target, dirs_exist_ok=True)
     content = json.loads((target / "check.json").read_text())
     content["provenance"] |= {"device": device, "gpu": "NVIDIA H200", "torch": "2.11.0"}
     (target / "check.json").write_text(json.dumps(content))
