@@ -62,8 +62,8 @@ def _missing(item: Question | Choice, against: Any) -> Feedback | None:
     except _UNKNOWN as error:
         runs = against if isinstance(against, (list, tuple)) else [against]
         lost = [run.spec["strategy"] for run in runs if getattr(run, "status", "") == "failed"]
-        why = f"the run of {' and of '.join(lost)} failed: run its cell again, then this one" if lost else f"{error}"
-        return Feedback("This question cannot be judged yet.", "", "", why, untouched=True)
+        why = f"the run of {' and of '.join(lost)} failed. Run its cell again, then this one." if lost else f"{error}"
+        return Feedback(f"This question cannot be judged yet: {why}", "", "", "", untouched=True)
     return None
 
 
@@ -117,12 +117,9 @@ def _grade_number(item: Question, value: Any, against: Any, hints: int) -> Verdi
     if close(given, right, item.tolerance):
         exactly = "" if shown(given, item.unit) == shown(right, item.unit) else f" (exactly: {shown(right, item.unit)})"
         return Verdict(item.id, None, f"{shown(given, item.unit)}{exactly}. {item.explanation}".strip())
-    feedback = Feedback(
-        f"{item.statement} (Right within {item.tolerance:.0%}.)",
-        "",
-        shown(given, item.unit),
-        slip_behind(item, given, against),
-    )
+    cause = slip_behind(item, given, against)
+    got = shown(given, item.unit) + ("" if cause else f": {how_far(given, right)}")
+    feedback = Feedback(f"{item.statement} (Right within {item.tolerance:.0%}.)", "", got, cause)
     return failed(item, feedback, current().workspace, hints)
 
 
@@ -132,13 +129,18 @@ def close(given: float, right: float, tolerance: float) -> bool:
 
 
 def slip_behind(item: Question, given: float, against: Any = None) -> str:
-    """The cause of the known slip whose number is the one given; a rough comparison of size where none is."""
+    """The cause of the known slip whose number is the one given; "" where no such slip is known."""
     right = item.right(against)
     for slip, wrong in _wrong_numbers(item, right, against):
         if close(given, wrong, item.tolerance):
             return slip.cause
+    return ""
+
+
+def how_far(given: float, right: float) -> str:
+    """Of a wrong number: `how_far(1, 31) == "more than ten times too small"`."""
     far = "more than ten times " if not right / 10 <= given <= right * 10 else ""
-    return f"it is {far}too {'large' if given > right else 'small'}"
+    return f"{far}too {'large' if given > right else 'small'}"
 
 
 def _wrong_numbers(item: Question, right: float, against: Any) -> Iterator[tuple[Slip, float]]:

@@ -174,9 +174,11 @@ def calibration_of(workspace: Workspace) -> Calibration:
     """Every scored prediction that the learner made, by name."""
     kept = sorted(workspace.read(FILE).items())
     scored = [(name, row) for name, row in kept if row["by_learner"] and row["measured"] is not None]
-    parts = ("unit", "predicted", "measured")
     return Calibration(
-        tuple(Score(name, *(row[part] for part in parts), row.get("origin", "measured")) for name, row in scored)
+        tuple(
+            Score(name, row["unit"], row["predicted"], row["measured"], row.get("origin", "measured"))
+            for name, row in scored
+        )
     )
 
 
