@@ -22,8 +22,14 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 
 
-def test_the_two_commands_are_the_first_thing_to_type():
-    assert blocks("")[0] == 'pip install -e ".[lab]" && fsdplab compare\npip install -e ".[test]" && pytest -n 2\n'
+def test_the_two_commands_and_the_small_torch_are_the_first_thing_to_type():
+    comment, *lines = blocks("")[0].splitlines()
+    assert comment.startswith("# torch's CPU build") and "with a GPU leave this line out" in comment
+    assert lines == [
+        "pip install uv && uv pip install torch --torch-backend=cpu",
+        'pip install -e ".[lab]" && fsdplab compare',
+        'pip install -e ".[test]" && pytest -n 2',
+    ]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)

@@ -140,12 +140,12 @@ def test_every_control_of_the_instrument_is_answered_on_one_screen(jupyter_lab: 
         lab.answered(lambda: link.press("ArrowLeft"))
         for _ in range(9):
             link.press("ArrowLeft")
-        lab.says("Step: zero2 is shortest")
+        lab.says("Shortest step: zero2")
         page.wait_for_function(
             "was => document.querySelector('.fl-figure svg').ariaLabel !== was", arg=alt, timeout=SHORT_MS
         )
         assert lab.figure != before and link.get_attribute("aria-valuetext") != "400MB/s", "pixels and words follow"
-        lab.says("A hidden from 443 MB/s")
+        lab.says("A from 443 MB/s")
         tokens = page.get_by_label("Tokens a rank and step", exact=True)
         lab.answered(lambda: tokens.press("ArrowRight"))
         assert tokens.get_attribute("aria-valuetext") == "256"

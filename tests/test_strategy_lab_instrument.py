@@ -103,7 +103,10 @@ def test_without_prefetch_no_speed_hides_all_and_a_fast_range_hides_everywhere()
     assert crossover(replace(JOB, prefetch=0), ENDS).bytes_per_s is None
     assert crossover(JOB, (1e9, 1e10)).bytes_per_s == 1e9
     found = marks(Choices(prefetch=0), Look(), FIXED)
-    assert [mark["words"] for mark in found] == ["A hidden from 215 MB/s (38.5 ms remain)", "B waits at every speed"]
+    assert [mark["words"] for mark in found] == [
+        "A from 215 MB/s: only the ends exposed, 38.5 ms",
+        "B waits at every speed",
+    ]
 
 
 # ---- A and B
@@ -117,11 +120,13 @@ def test_the_difference_has_the_numbers_of_both() -> None:
     said = difference(an_outcome(), an_outcome(150, 1.1, 0.35, 150), ("no_shard", "full_shard"))
     assert said == (
         "B, full_shard, needs 150 MB a rank, 50.0 MB (25 %) less than A, no_shard. Its step takes 1.10 s,"
-        " 100 ms (10 %) longer. It sends 1.50 times as much, and 350 ms are exposed (A: 250 ms)."
+        " 100 ms (10 %) longer. It sends 1.5 times as much, and 350 ms are exposed (A: 250 ms)."
     )
     same = difference(an_outcome(), an_outcome(), ("a", "b"))
     assert "as much as A, a." in same and "as long." in same and "sends as much" in same
     assert difference(Outcome(None, None, None), an_outcome(), ("a", "b")) == ""
+    halved = difference(an_outcome(), an_outcome(sent=97), ("a", "b"), "bf16")
+    assert "0.97 times as much (gathers in bf16, reductions in fp32)" in halved
 
 
 @pytest.mark.parametrize(
@@ -137,6 +142,15 @@ def test_a_guess_stands_beside_the_answer(faster: str, memory: str, words: str) 
     assert judge(Guess(True, True, faster, memory), an_outcome(), an_outcome(step=1.1)) == words
 
 
+def test_a_number_alone_is_a_guess_in_the_unit_behind_the_field() -> None:
+    for preset, memory, said in (("laptop", "180", "180 MB"), ("8 x H100", "40", "40.0 GB"), ("laptop", "2e2", None)):
+        assert answer(PRESETS[preset].choices, Look(guess=Guess(on=True)), {})["unit"] == (
+            "GB" if "H" in preset else "MB"
+        )
+        shown = answer(PRESETS[preset].choices, Look(guess=Guess(True, True, "A", memory)), {})
+        assert f"You said {said} for B" in shown.get("judged", "") if said else shown["errors"]["guess"]
+
+
 def test_steps_that_are_nearly_equal_are_equal() -> None:
     said = judge(Guess(True, True, "equal", "200MB"), an_outcome(), an_outcome(step=1.01))
     assert said.startswith("Right: the steps are equally long")
@@ -147,9 +161,9 @@ def test_steps_that_are_nearly_equal_are_equal() -> None:
     [
         ("", "200MB", "the guess of the step is ''; expected A, B or equal"),
         ("C", "200MB", "expected A, B or equal"),
-        ("A", "much", "the guess of the memory is 'much'; expected a size such as 250MB"),
-        ("A", "", "expected a size"),
-        ("A", "-3", "expected a size"),
+        ("A", "much", "the guess of the memory is 'much'; expected a number of MB, or a size with its unit"),
+        ("A", "", "expected a number of MB"),
+        ("A", "-3", "expected a number of MB"),
     ],
 )
 def test_a_wrong_guess_is_refused_and_the_answer_stays_hidden(faster: str, memory: str, words: str) -> None:
@@ -181,7 +195,9 @@ def test_the_default_scenario() -> None:
         ("no_shard", 855), ("zero1", 765), ("zero2", 755), ("shard_grad_op", 755), ("full_shard", 919)
     ]  # fmt: skip
     assert shown["memory_title"] == "Memory: no_shard is 43.5 MB over the card" and shown["card"] == 330_000_000
-    assert shown["step_title"] == "Step: zero2 is shortest, 755 ms" and shown["clock"] == "simulated on the steady card"
+    assert shown["step_title"] == "Shortest step: zero2, shard_grad_op"
+    assert shown["clock"] == "simulated on the steady card"
+    assert answer(PRESETS["8 x H100"].choices, Look(), {})["step_title"] == "Shortest step: 3 of 5 are equal"
     assert [run["side"] for run in shown["timeline"]] == ["A", "B"] and shown["rows"][0]["over"] == 43466388
 
 

@@ -14,6 +14,7 @@ import pytest
 from fsdplab.figures import style
 from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.records import RunRecord
+from fsdplab.records.summary import Summary
 from fsdplab.sessions import RunSpec
 from fsdplab.widgets import kept_runs
 from fsdplab.widgets.choices import Choices, check
@@ -35,6 +36,14 @@ def write_batch(folder: Path, batch: str, *strategies: str) -> None:
         spec = RunSpec(strategy=strategy, model="gpt-tiny", **FIXED).as_dict()
         RunRecord(folder / batch / f"{number}-{strategy}-lab", spec=spec, environment={}).save()
     (folder / batch / f"{len(strategies)}-zero1-lab" / "ranks").mkdir(parents=True)
+
+
+def test_times_without_cores_are_marked_as_such_beside_the_bars() -> None:
+    state = LabState(FIXED, **TINY)
+    (spec,) = state.begin()
+    state.recorded(RunRecord("unsaved", spec=spec.as_dict(), status="finished", summary=Summary(cpu_share=0.4)))
+    state.ended()
+    assert "done: 1 record of 1 run kept. Ranks had a core for 40 % of their step: these times are" in state.message
 
 
 # ---- runs that come back

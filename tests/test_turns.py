@@ -227,7 +227,7 @@ def test_a_run_over_its_card_takes_its_turns(with_failures: dict[str, RunRecord]
 
 @linux
 @pytest.mark.parametrize("start", STARTS)
-def test_a_run_killed_while_it_waits_leaves_the_others_going_on(tmp_path: Path, start: str) -> None:
+def test_a_run_killed_while_it_waits_leaves_the_others_going_on(tmp_path: Path, start: str, capsys: Any) -> None:
     folder, killed = tmp_path / "runs", []
     specs = [lab(strategy, start=start) for strategy in ("zero1", "zero2", "full_shard")]
     waits = Mailbox(folder / "0-zero1-lab" / "ranks")
@@ -240,6 +240,7 @@ def test_a_run_killed_while_it_waits_leaves_the_others_going_on(tmp_path: Path, 
 
     records = compare(specs, directory=folder, on_progress=kill_one_that_waits)
     assert killed == [(WAITING, 2)]
+    assert "zero1 failed: Rank 1 died in step 2" in capsys.readouterr().err
     assert [record.status for record in records] == ["failed", "finished", "finished"]
     failure = records[0].failure or {}
     assert (failure["kind"], failure["rank"], failure["phase"]) == ("died", 1, WAITING)

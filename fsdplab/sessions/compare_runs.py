@@ -11,6 +11,7 @@ A failed run is a result too: it is recorded, and the others go on.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
@@ -64,8 +65,9 @@ def compare(
     """Run several specs of the same model and data; their records, in the order of the specs.
 
     Records are written below `directory`, one folder each: `0-no_shard-lab`, `1-full_shard-lab`, ...
-    `on_record(record)` is called as each run ends, failed ones included; `on_ready(record)` when a run has warmed up
-    and waits for its turns, with a record that is not saved and has memory and bytes but no step time.
+    `on_record(record)` is called as each run ends, failed ones included; without it, the reason of a failure is
+    printed. `on_ready(record)` is called when a run has warmed up and waits for its turns, with a record that is not
+    saved and has memory and bytes but no step time.
     `on_progress(spec, step, total, loss)` and `on_step(row)` follow rank 0 of the run that works. `on_note(sentence)`
     says whether the runs take turns, and if not, why. `on_look()` is called about twenty times a second; an exception
     in it ends the comparison. `program` is what each rank executes. Specs of different work raise SpecError before
@@ -159,6 +161,8 @@ class _Comparison:
         self._records[number] = record
         if self._callbacks.on_record is not None:
             self._callbacks.on_record(record)
+        elif record.failure:  # nobody else says that a record of the list is empty, and why
+            print(f"{record.spec['strategy']} failed: {record.failure['message']}", file=sys.stderr)
 
     def _start(self, number: int, in_turns: bool = False) -> StartedRun:
         spec, tell = self._specs[number], self._callbacks.on_progress

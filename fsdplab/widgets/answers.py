@@ -37,10 +37,11 @@ CAUSES = {
     "nothing_to_hide_behind": "too little to compute meanwhile",
     "unknown": "unknown",
 }
-_REMAINS = ": the first gathers, the gather between forward and backward, and the last reductions"
+_REMAINS = " of the passes: the first gathers, the gather between forward and backward, and the last reductions"
 _ROOMY = 10**15  # bytes of a card on which all fits
 _NO_STEP = "not simulated without a link"
 _ALIKE = 0.02  # steps that differ by less are equally long, for a guess
+_EQUAL = 1e-3  # simulated steps that differ by less are equal
 # Settings that change what a run takes: a measurement with other ones is not drawn over its simulation.
 _SETTINGS = (
     "strategy", "model", "world_size", "precision", "units", "checkpoint", "prefetch", "shard_size", "link", "emulate",
@@ -249,14 +250,21 @@ class Look:
     guess: Guess = Guess()
 
 
-def judge(guess: Guess, a: Outcome, b: Outcome) -> str:
+def guessed_bytes(memory: str, unit: str) -> int:
+    """A typed guess in bytes; a number alone is in `unit`: `guessed_bytes("180", "MB") == 180_000_000`."""
+    return parse_size(memory + unit if memory.strip()[-1:].isdigit() else memory)
+
+
+def judge(guess: Guess, a: Outcome, b: Outcome, unit: str = "MB") -> str:
     """The guess beside the answer, in one line; ValueError says what a guess must be."""
     if guess.faster not in ("A", "B", "equal"):
         raise ValueError(f"the guess of the step is {guess.faster!r}; expected A, B or equal")
     try:
-        memory = parse_size(guess.memory)
+        memory = guessed_bytes(guess.memory, unit)
     except ValueError:
-        raise ValueError(f"the guess of the memory is {guess.memory!r}; expected a size such as 250MB") from None
+        raise ValueError(
+            f"the guess of the memory is {guess.memory!r}; expected a number of {unit}, or a size with its unit"
+        ) from None
     parts = []
     if a.step and b.step:
         least, most = sorted((a.step.total, b.step.total))
@@ -271,7 +279,7 @@ def judge(guess: Guess, a: Outcome, b: Outcome) -> str:
     return " ".join(parts)
 
 
-def difference(a: Outcome, b: Outcome, names: tuple[str, str]) -> str:
+def difference(a: Outcome, b: Outcome, names: tuple[str, str], precision: str = "fp32") -> str:
     """What B takes beside A, in one sentence each on memory, step and messages."""
     parts = []
     if a.peak and b.peak:
@@ -281,7 +289,8 @@ def difference(a: Outcome, b: Outcome, names: tuple[str, str]) -> str:
         longer = _beside(a.step.total, b.step.total, seconds, "shorter", "longer")
         parts.append(f"Its step takes {seconds(b.step.total)}, {longer}.")
     if a.sent and b.sent:
-        often = "as much" if a.sent == b.sent else f"{b.sent / a.sent:.2f} times as much"
+        often = "as much" if a.sent == b.sent else f"{b.sent / a.sent:.2g} times as much"
+        often += " (gathers in bf16, reductions in fp32)" if precision == "bf16" and a.sent != b.sent else ""
         exposed = (
             f", and {seconds(b.step.exposed)} are exposed (A: {seconds(a.step.exposed)})" if a.step and b.step else ""
         )
@@ -309,21 +318,23 @@ def answer(choices: Choices, look: Look, fixed: Mapping[str, Any], records: Sequ
     if compared is None:
         return {"errors": errors}
     runs, a, b, first, name = compared.runs, compared.a, compared.b, compared.first, compared.name
-    judged, error = _judged(look.guess, outcome(first), outcome(runs[b]))
+    gpu = PRESETS[choices.preset].gpu
+    unit = "GB" if gpu else "MB"  # of a guess
+    judged, error = _judged(look.guess, outcome(first), outcome(runs[b]), unit)
     if look.guess.hides or error:
-        return {"hidden": True, "errors": {"guess": error} if error else {}, "a": a, "b": b, "asks": _asks(name, b)}
+        errors = {"guess": error} if error else {}
+        return {"hidden": True, "errors": errors, "a": a, "b": b, "asks": _asks(name, b), "unit": unit}
     card = parse_card(choices.card)
     rows = [_row(each, run, card, records) for each, run in runs.items()]
     if look.pinned:
         pinned = {"name": f"{a} (A)", "pinned": True, "note": compared.note or "as it is now"}
         rows = [_row(a, first, card, records) | pinned, *rows]
-    gpu = PRESETS[choices.preset].gpu
     return {
         "errors": {}, "a": a, "b": b, "rows": rows, "card": card, "judged": judged,
-        "guessed": parse_size(look.guess.memory) if judged else None,
+        "guessed": guessed_bytes(look.guess.memory, unit) if judged else None,
         "clock": f"simulated on {gpu.upper()} GPUs" if gpu else "simulated on the steady card",
         "memory_title": _memory_title(rows, card), "step_title": _step_title(rows),
-        "difference": difference(outcome(first), outcome(runs[b]), (name, b)),
+        "difference": difference(outcome(first), outcome(runs[b]), (name, b), choices.precision),
         "timeline": _timelines({"A": (name, outcome(first)), "B": (b, outcome(runs[b]))}),
     }  # fmt: skip
 
@@ -370,10 +381,10 @@ def _compared(choices: Choices, look: Look, fixed: Mapping[str, Any]) -> tuple[_
     return _Compared(runs, a, b, first, note), {}
 
 
-def _judged(guess: Guess, a: Outcome, b: Outcome) -> tuple[str, str]:
+def _judged(guess: Guess, a: Outcome, b: Outcome, unit: str) -> tuple[str, str]:
     """The guess beside the answer, where one was given, or why it is none."""
     try:
-        return (judge(guess, a, b) if guess.on and guess.given else ""), ""
+        return (judge(guess, a, b, unit) if guess.on and guess.given else ""), ""
     except ValueError as wrong:
         return "", str(wrong)
 
@@ -447,8 +458,9 @@ def _step_title(rows: Sequence[Mapping[str, Any]]) -> str:
     timed = [row for row in rows if row["step_s"]]
     if not timed:
         return "Step"
-    best = min(timed, key=lambda row: row["step_s"])
-    return f"Step: {best['name']} is shortest, {seconds(best['step_s'])}"
+    least = min(row["step_s"] for row in timed)
+    best = [row["name"] for row in timed if row["step_s"] <= (1 + _EQUAL) * least]
+    return f"Shortest step: {', '.join(best) if len(best) <= 2 else f'{len(best)} of {len(rows)} are equal'}"
 
 
 def _mark(side: str, run: Run, ends: tuple[float, float]) -> dict[str, Any]:
@@ -460,5 +472,5 @@ def _mark(side: str, run: Run, ends: tuple[float, float]) -> dict[str, Any]:
         return {"side": side, "at": None, "words": f"{side} waits at every speed"}
     if found.bytes_per_s == ends[0]:
         return {"side": side, "at": ends[0], "words": f"{side} hidden at every speed"}
-    words = f"{side} hidden from {rate(found.bytes_per_s)} ({seconds(found.remains_s)} remain)"
+    words = f"{side} from {rate(found.bytes_per_s)}: only the ends exposed, {seconds(found.remains_s)}"
     return {"side": side, "at": found.bytes_per_s, "words": words, "more": _REMAINS}

@@ -123,10 +123,13 @@ function bars(answer, offers, width, tips) {
   const out = [];
   out.push(`<text class="fl-title" x="${left[0]}" y="14">${escape(answer.memory_title)}</text>`);
   out.push(`<text class="fl-title" x="${left[1]}" y="14">${escape(answer.step_title)}</text>`);
+  const at = answer.card ? x(0, Math.min(answer.card, most[0])) : -1000, right = at > left[0] + room - 44;
+  const badge = [at - (right ? 76 : 42), at + (right ? 10 : 42)]; // the card's name, which stands on the axis
   for (const [which, say] of [[0, sized], [1, asTime]])
     for (const part of [0, 0.5, 1]) {
-      const at = x(which, most[which] * part);
-      out.push(`<path class="fl-grid" d="M${at},${TITLE - 2}V${bottom}"/><text class="fl-small" text-anchor="${part < 1 ? "middle" : "end"}" x="${at}" y="${bottom + 13}">${part ? say(most[which] * part) : 0}</text>`);
+      const tick = x(which, most[which] * part), covered = tick + (part < 1 ? 24 : 0) > badge[0] && tick - (part < 1 ? 24 : 48) < badge[1];
+      out.push(`<path class="fl-grid" d="M${tick},${TITLE - 2}V${bottom}"/>`);
+      if (!covered) out.push(`<text class="fl-small" text-anchor="${part < 1 ? "middle" : "end"}" x="${tick}" y="${bottom + 13}">${part ? say(most[which] * part) : 0}</text>`);
     }
   for (const [which, origin] of [[0, "predicted"], [1, `on ${answer.clock.replace("simulated on ", "")}`]])
     out.push(`<text class="fl-small" x="${left[which] + room + 12}" y="${bottom + 13}">${escape(origin)}</text>`);
@@ -152,15 +155,15 @@ function bars(answer, offers, width, tips) {
     }
     for (const [which, key, first] of [[0, "peak", row.peak ? sized(row.peak) : row.why_no_memory], [1, "step_s", row.step_words || row.why_no_step]]) {
       const real = row.measured?.[key], over = !which && row.over, end = left[which] + room + 12;
-      const seen = real ? `measured ${(which ? asTime : sized)(real)}` : "", below = over ? `${sized(over)} over the card` : seen;
+      const seen = real ? `measured ${(which ? asTime : sized)(real)}` : "", beyond = over ? `${sized(over)} over` : "", below = seen || (over ? `${beyond} the card` : "");
       if (real) out.push(`<rect class="fl-measured" ${tip(`${row.name}: ${seen}`)} x="${left[which]}" y="${y - 2}" width="${x(which, real) - left[which]}" height="${high + 4}"/>`);
-      const beside = over && seen ? `<tspan class="fl-small" dx="4">${seen}</tspan>` : "";
+      const beside = over && seen ? `<tspan class="fl-small" dx="4">${beyond}</tspan>` : "";
       out.push(`<text class="fl-label${over ? " fl-alarm" : ""}" x="${end}" y="${below ? middle - 5 : middle}">${escape(first)}${beside}</text>`);
-      if (below) out.push(`<text class="fl-small${over ? " fl-alarm" : ""}" x="${end}" y="${middle + 7}">${escape(below)}</text>`);
+      if (below) out.push(`<text class="fl-small${over && !seen ? " fl-alarm" : ""}" x="${end}" y="${middle + 7}">${escape(below)}</text>`);
     }
     if (answer.guessed && sides.B) out.push(`<path class="fl-guess" ${tip(`your guess: ${sized(answer.guessed)}`)} d="M${x(0, Math.min(answer.guessed, most[0]))},${y - 4}v${high + 8}"/>`);
   });
-  const card = answer.card ? { at: x(0, Math.min(answer.card, most[0])), beyond: answer.card > most[0], top: TITLE - 4, bottom, per: most[0] / room, left: left[0], right: left[0] + room } : null;
+  const card = answer.card ? { at, right, beyond: answer.card > most[0], top: TITLE - 4, bottom, per: most[0] / room, left: left[0] } : null;
   return { svg: out.join(""), height: bottom + AXIS, card, middle: left[1] };
 }
 
@@ -271,10 +274,10 @@ function render({ model, el }) {
   const figure = element("div", { class: "fl-figure" }), tooltip = element("div", { class: "fl-tip", role: "tooltip", hidden: true });
   const handle = element("div", { class: "fl-card", role: "slider", tabindex: 0, "aria-label": "Card", "aria-valuemin": 0 });
   const stage = element("div", { class: "fl-stage" }, figure, handle, tooltip);
-  const memory = element("input", { type: "text", placeholder: "250MB", "aria-label": "Guess of B's memory", onchange: () => { asked.guess.memory = memory.value; } });
-  const question = element("p", {}), faster = element("div", { class: "fl-group", role: "group", "aria-label": "Guess of the shorter step" });
+  const memory = element("input", { type: "text", "aria-label": "Guess of B's memory", onchange: () => { asked.guess.memory = memory.value; } });
+  const question = element("p", {}), unit = element("span", {}), faster = element("div", { class: "fl-group", role: "group", "aria-label": "Guess of the shorter step" });
   const reveal = element("button", { type: "button", class: "fl-go", onclick: () => guess({ memory: memory.value, given: true }) }, "Show the answer");
-  const asks = element("div", { class: "fl-asks", hidden: true }, question, element("div", { class: "fl-line" }, element("span", {}, "Shorter step:"), faster, element("label", {}, "B needs ", memory), reveal));
+  const asks = element("div", { class: "fl-asks", hidden: true }, question, element("div", { class: "fl-line" }, element("span", {}, "Shorter step:"), faster, element("label", {}, "B needs ", memory, unit), reveal));
   const sentence = element("p", { class: "fl-sentence" });
   const measure = element("button", { type: "button", class: "fl-go", onclick: () => send("measure") }, "Measure");
   const cancel = element("button", { type: "button", onclick: () => send("cancel") }, "Cancel");
@@ -314,6 +317,7 @@ function render({ model, el }) {
     asks.hidden = !hidden;
     stage.hidden = sentence.hidden = hidden;
     question.textContent = answer.asks ?? "";
+    unit.textContent = ` ${answer.unit ?? ""}`;
     if (answer.rows && el.clientWidth) {
       const width = el.clientWidth - 4, scale = model.get("scale") * (width > 1250 ? 1.3 : 1), tips = [];
       const inside = width / scale, top = bars(answer, offers, inside, tips);
@@ -336,7 +340,7 @@ function render({ model, el }) {
     handle.setAttribute("aria-valuenow", answer.card);
     handle.setAttribute("aria-valuetext", sized(answer.card));
     handle.dataset.words = `card ${sized(answer.card)}${card.beyond ? " ▸" : ""}`;
-    handle.classList.toggle("fl-right", card.at > card.right - 30);
+    handle.classList.toggle("fl-right", card.right);
     handle.title = `card ${sized(answer.card)}: drag it`;
   }
   function moveCard(bytes) {

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdplab.common.words import plural
+from fsdplab.figures.fastest import core_words
 from fsdplab.figures.view import RunView, view, with_verdicts
 from fsdplab.records import RunRecord, comparison_json, drift_sentence
 from fsdplab.sessions.spec import RunSpec
@@ -170,8 +171,9 @@ class LabState:
             return f"cancelled by you: {kept}; press Measure to start again"
         if self.status == "failed":
             return f"failed: {self.last_error}; {kept}, and the lab can be used on"
-        drift = drift_sentence(self.batches[-1].comparison)
-        return f"done: {kept}. {drift}" if drift else f"done: {kept}"
+        latest = self.batches[-1]
+        warnings = " ".join(filter(None, [core_words(latest.views), drift_sentence(latest.comparison)]))
+        return f"done: {kept}. {warnings}" if warnings else f"done: {kept}"
 
     def _ready(self) -> str:
         if self.last_error:

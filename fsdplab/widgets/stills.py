@@ -62,7 +62,8 @@ class Still:
     @property
     def _headline(self) -> str:
         measured = f"; batch {self.batch.title}" if self.batch else ""
-        return f"The strategy lab as it is saved: {self.answer.get('memory_title', 'no answer yet')}{measured}"
+        title = self.answer.get("memory_title", "no answer yet")
+        return f"The lab's numbers as a table, for the saved notebook: {title}{measured}"
 
     @property
     def _said(self) -> str:

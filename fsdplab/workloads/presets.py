@@ -100,4 +100,6 @@ def preset(name: str) -> ModelConfig:
         return PRESETS[name]
     found = near(name, PRESETS, 3) if isinstance(name, str) else []
     advice = f"did you mean {' or '.join(found)}?" if found else f"expected one of {', '.join(PRESETS)}"
+    if isinstance(name, str) and name.endswith(".py"):
+        advice = "start a program of your own with torchrun, and fsdplab report reads its traces (see the README)"
     raise ConfigError(f"unknown model {name!r}: {advice}")

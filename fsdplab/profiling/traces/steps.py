@@ -58,8 +58,8 @@ class NoStep:
         found = []
         if not self.step_ranges:
             found.append(
-                "the trace has no ProfilerStep ranges, so all of it counts as one step: call prof.step() behind each"
-                " step of the training"
+                "the trace has no ProfilerStep ranges, so all of it counts as one step: give the profiler a schedule"
+                " (torch.profiler.schedule), and call prof.step() behind each step of the training"
             )
         if not self.by_launch:
             found.append(

@@ -30,6 +30,9 @@ _SCALE_SLIPS = (
 )
 
 
+_UNKNOWN = (ValueError, LookupError, StopIteration)  # what a question raises about a run that lacks its figure
+
+
 def answer(question: str, value: Any, against: Any = None, hints: int = 0) -> None:
     """Judge an answer: a number in the question's unit, a text with a unit (`"36 MB"`), or a letter.
 
@@ -41,11 +44,27 @@ def answer(question: str, value: Any, against: Any = None, hints: int = 0) -> No
 def grade_answer(question: str, value: Any, against: Any = None, hints: int = 0) -> Verdict:
     """The verdict of one answer; `answer` shows it."""
     item = gradable(question)
+    missing = None if against is None else _missing(item, against)
+    if missing:
+        return Verdict(question, missing)
     if value is ...:
         return Verdict(question, Feedback(f"Not answered yet: {_how(item)}.", "", "", "", untouched=True))
     if isinstance(item, Choice):
         return _grade_choice(item, value)
     return _grade_number(item, value, against, hints)
+
+
+def _missing(item: Question | Choice, against: Any) -> Feedback | None:
+    """Why a question cannot be judged: a run that it is about failed, or did not measure what is asked."""
+    try:
+        if isinstance(item, Question):
+            item.right(against)
+    except _UNKNOWN as error:
+        runs = against if isinstance(against, (list, tuple)) else [against]
+        lost = [run.spec["strategy"] for run in runs if getattr(run, "status", "") == "failed"]
+        why = f"the run of {' and of '.join(lost)} failed. Run its cell again, then this one." if lost else f"{error}"
+        return Feedback(f"This question cannot be judged yet: {why}", "", "", "", untouched=True)
+    return None
 
 
 def gradable(question: str) -> Question | Choice:
@@ -60,7 +79,7 @@ def is_right(item: Question | Choice, value: Any, against: Any = None) -> bool:
         return _letter(value) == item.right
     try:
         return close(quantity(value, item.unit), item.right(against), item.tolerance)
-    except QuantityError:
+    except _UNKNOWN:
         return False
 
 
@@ -86,7 +105,7 @@ def _grade_choice(item: Choice, value: Any) -> Verdict:
         )
     if letter == item.right:
         return Verdict(item.id, None, item.because[letter])
-    return Verdict(item.id, Feedback("That is not it.", "another answer", item.options[letter], item.because[letter]))
+    return Verdict(item.id, Feedback("That is not it.", "", item.options[letter], item.because[letter]))
 
 
 def _grade_number(item: Question, value: Any, against: Any, hints: int) -> Verdict:
@@ -98,12 +117,9 @@ def _grade_number(item: Question, value: Any, against: Any, hints: int) -> Verdi
     if close(given, right, item.tolerance):
         exactly = "" if shown(given, item.unit) == shown(right, item.unit) else f" (exactly: {shown(right, item.unit)})"
         return Verdict(item.id, None, f"{shown(given, item.unit)}{exactly}. {item.explanation}".strip())
-    feedback = Feedback(
-        item.statement,
-        f"another number (right within {item.tolerance:.0%})",
-        shown(given, item.unit),
-        slip_behind(item, given, against),
-    )
+    cause = slip_behind(item, given, against)
+    got = shown(given, item.unit) + ("" if cause else f": {how_far(given, right)}")
+    feedback = Feedback(f"{item.statement} (Right within {item.tolerance:.0%}.)", "", got, cause)
     return failed(item, feedback, current().workspace, hints)
 
 
@@ -113,13 +129,18 @@ def close(given: float, right: float, tolerance: float) -> bool:
 
 
 def slip_behind(item: Question, given: float, against: Any = None) -> str:
-    """The cause of the known slip whose number is the one given; a rough comparison of size where none is."""
+    """The cause of the known slip whose number is the one given; "" where no such slip is known."""
     right = item.right(against)
     for slip, wrong in _wrong_numbers(item, right, against):
         if close(given, wrong, item.tolerance):
             return slip.cause
+    return ""
+
+
+def how_far(given: float, right: float) -> str:
+    """Of a wrong number: `how_far(1, 31) == "more than ten times too small"`."""
     far = "more than ten times " if not right / 10 <= given <= right * 10 else ""
-    return f"it is {far}too {'large' if given > right else 'small'}, and no slip known to the course leads to it"
+    return f"{far}too {'large' if given > right else 'small'}"
 
 
 def _wrong_numbers(item: Question, right: float, against: Any) -> Iterator[tuple[Slip, float]]:

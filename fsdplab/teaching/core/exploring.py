@@ -91,7 +91,7 @@ def _slider(explorer: Explorer, name: str, moved: Callable[[], None]) -> ipywidg
     slider = ipywidgets.SelectionSlider(
         options=[(f"{value:,}" if isinstance(value, int) else str(value), value) for value in explorer.axes[name]],
         value=explorer.values[name], description=name.replace("_", " "),
-        style={"description_width": "10em"}, layout={"width": "30em"},
+        style={"description_width": "12em"}, layout={"width": "32em"},
     )  # fmt: skip
 
     def take(change: Any) -> None:

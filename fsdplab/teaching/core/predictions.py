@@ -41,6 +41,7 @@ class Prediction:
     workspace: Workspace = field(repr=False)
     value: float | None = field(init=False, default=None)
     measured: float | None = field(init=False, default=None)
+    origin: str = field(init=False, default="measured")  # of `measured`: it may be computed or simulated
     locked: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
@@ -48,6 +49,7 @@ class Prediction:
         stored = self.workspace.read(FILE).get(self.name, {})
         if stored.get("unit") == self.unit and stored.get("by_learner"):
             self.value, self.measured = stored["predicted"], stored["measured"]
+            self.origin = stored.get("origin", "measured")
             self.locked = self.measured is not None
 
     def set(self, value: float | str) -> None:
@@ -73,12 +75,12 @@ class Prediction:
         """The run starts: the number stays as it is."""
         self.locked = True
 
-    def score(self, measured: float | str) -> Score:
-        """Compare with the measurement and keep the result."""
+    def score(self, measured: float | str, origin: str = "measured") -> Score:
+        """Compare with the measurement, or with what was computed or simulated, and keep the result."""
         self.lock()
-        self.measured = quantity(measured, self.unit)
+        self.measured, self.origin = quantity(measured, self.unit), origin
         self._store()
-        return Score(self.name, self.unit, self.value, self.measured)
+        return Score(self.name, self.unit, self.value, self.measured, origin)
 
     def _store(self) -> None:
         kept = self.workspace.read(FILE)
@@ -86,6 +88,7 @@ class Prediction:
             "unit": self.unit,
             "predicted": self.value,
             "measured": self.measured,
+            "origin": self.origin,
             "by_learner": self.value is not None,
         }
         self.workspace.write(FILE, kept)
@@ -93,12 +96,16 @@ class Prediction:
 
 @dataclass(frozen=True, repr=False)
 class Score:
-    """A prediction beside its measurement: `Score("peak", "MB", 300, 240).ratio == 1.25`; `predicted` may be None."""
+    """A prediction beside its measurement: `Score("peak", "MB", 300, 240).ratio == 1.25`; `predicted` may be None.
+
+    `origin` says how the other number came about: "measured", "computed" or "simulated".
+    """
 
     name: str
     unit: str
     predicted: float | None
     measured: float
+    origin: str = "measured"
 
     @property
     def ratio(self) -> float:
@@ -109,21 +116,20 @@ class Score:
             return 1.0
         return self.predicted / self.measured if self.measured else math.inf
 
-    def __str__(self) -> str:
-        return self.told("measured")
+    @property
+    def reached(self) -> str:
+        """`measured 240 MB`."""
+        return f"{self.origin} {shown(self.measured, self.unit)}"
 
-    def told(self, origin: str) -> str:
-        """The words under a prediction; `origin` says how the other number came about: "measured", "computed" or
-        "simulated".
-        """
-        reached = f"{origin} {shown(self.measured, self.unit)}"
+    def __str__(self) -> str:
         if self.predicted is None:
             return (
-                f"No prediction, {reached}.\nNext time write a number into the field before you run the cell: a wrong"
-                " guess teaches more than none."
+                f"No prediction, {self.reached}.\nNext time write a number into the field before you run the cell: a"
+                " wrong guess teaches more than none."
             )
-        against = compared(self.ratio).replace("measurement", "measurement" if origin == "measured" else "right number")
-        return f"You predicted {shown(self.predicted, self.unit)}, {reached}: {against}."
+        other = "measurement" if self.origin == "measured" else "right number"
+        against = compared(self.ratio).replace("measurement", other)
+        return f"You predicted {shown(self.predicted, self.unit)}, {self.reached}: {against}."
 
     __repr__ = __str__
 
@@ -168,7 +174,12 @@ def calibration_of(workspace: Workspace) -> Calibration:
     """Every scored prediction that the learner made, by name."""
     kept = sorted(workspace.read(FILE).items())
     scored = [(name, row) for name, row in kept if row["by_learner"] and row["measured"] is not None]
-    return Calibration(tuple(Score(name, row["unit"], row["predicted"], row["measured"]) for name, row in scored))
+    return Calibration(
+        tuple(
+            Score(name, row["unit"], row["predicted"], row["measured"], row.get("origin", "measured"))
+            for name, row in scored
+        )
+    )
 
 
 # ---- on the page
@@ -195,9 +206,9 @@ class Predicted:
 
         `origin="computed"` where the number was not measured but follows from a formula.
         """
-        score = self.prediction.score(measured)
+        score = self.prediction.score(measured, origin)
         self._refresh()
-        print(score.told(origin))
+        print(score)
 
 
 def predict(name: str, unit: str, measured: float | str | None = None) -> Predicted:
@@ -310,7 +321,9 @@ def standing(prediction: Prediction) -> Note:
         state = "none was made" if prediction.locked else "write your own number, then run the next cell"
         return Note((f"Prediction {prediction.name}: {state}",))
     state = "locked" if prediction.locked else "your own number; now run the next cell"
-    scored = "" if prediction.measured is None else f", measured {shown(prediction.measured, prediction.unit)}"
+    scored = (
+        "" if prediction.measured is None else f", {prediction.origin} {shown(prediction.measured, prediction.unit)}"
+    )
     return Note((f"Prediction {prediction.name}: {shown(value, prediction.unit)} ({state}{scored})",))
 
 
@@ -321,12 +334,10 @@ def calibration() -> None:
 
 def calibration_table(found: Calibration) -> Table | Note:
     """The calibration as a table whose caption is the summary; a note where there is nothing to show yet."""
-    rows = [
-        [s.name, shown(s.predicted or 0.0, s.unit), shown(s.measured, s.unit), f"{s.ratio:.2f}"] for s in found.scores
-    ]
+    rows = [[s.name, shown(s.predicted or 0.0, s.unit), s.reached, f"{s.ratio:.2f}"] for s in found.scores]
     if not rows:
         return Note(("No prediction of your own yet: write a number into a field, then run the next cell.",))
     caption = (
-        f"{found.within_two} of {len(rows)} within a factor of two; on average {found.bias:.2f} times the measurement."
+        f"{found.within_two} of {len(rows)} within a factor of two; on average {found.bias:.2f} times the right number."
     )
-    return table(["prediction", "predicted", "measured", "ratio"], rows, caption)
+    return table(["prediction", "predicted", "right number", "ratio"], rows, caption)

@@ -53,10 +53,8 @@ def _words(curves: Curves, link: int, tokens: int) -> tuple[str, str, str]:
     here = {name: next(each[1:] for each in points if each[0] == link) for name, points in curves.items()}
     parts = {name: seconds(shown / 1e3) if shown else "0 ms" for name, (shown, _) in here.items()}
     moved = seconds(next(iter(here.values()))[1] / 1e3)
-    title = f"{link:,} MB/s, {tokens} tokens: of {moved} of messages " + " or ".join(
-        f"{part} ({name})" for name, part in list(parts.items())[:2]
-    )
-    title += " are exposed"
-    least = f"no schedule can hide {list(parts.values())[-1]}"
+    exposed = ", ".join(f"{part} ({name})" for name, part in list(parts.items())[:2])
+    title = f"{link:,} MB/s, {tokens} tokens: messages take {moved}; exposed are {exposed}"
+    least = f"at least {list(parts.values())[-1]} under any schedule"
     where = f"{least}; a step on the steady card, simulated with the engine's own schedule"
     return title, where, f"Lines of exposed time over the link. {title}; {least}."

@@ -124,12 +124,14 @@ def worst_place(record: RunRecord) -> Note:
     for cell in cells:
         by_cause[cell.shown_cause] += cell.exposed_ns
     place, cause = max(cells, key=lambda cell: cell.exposed_ns), max(by_cause, key=by_cause.__getitem__)
+    alike = sum(cell.exposed_ns > 0.99 * place.exposed_ns for cell in cells)
+    longest = "the longest is" if alike == 1 else f"{alike} of {len(cells)} are as long as the longest, such as"
     share = percent(by_cause[cause], sum(by_cause.values()))
     where = f"{place.kind} of {place.unit or 'the root'} in {place.phase}"
     return Note(
         (
             (
-                f"Seen here: the longest is the {where}, {duration(place.exposed_ns)} a step. Most frequent"
+                f"Seen here: {longest} the {where}, {duration(place.exposed_ns)} a step. Most frequent"
                 f" cause: {cause.replace('_', ' ')}, {share} of the exposed time."
             ),
         )

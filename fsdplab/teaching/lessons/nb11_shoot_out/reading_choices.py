@@ -61,7 +61,8 @@ def told(runs: int) -> Callable[[RunRecord], None]:
     def tell(record: RunRecord) -> None:
         done.append(record.spec["strategy"])
         over = ", over the card" if view(record).over_card else ""
-        print(f"{record.spec['strategy']}: {record.status}{over} ({len(done)} of {runs})")
+        why = f": {record.failure['message']}" if record.failure else ""
+        print(f"{record.spec['strategy']}: {record.status}{over} ({len(done)} of {runs}){why}")
 
     return tell
 
