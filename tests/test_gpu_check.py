@@ -355,7 +355,7 @@ def test_a_ledger_and_a_trace_that_differ_are_found(tmp_path):
         "ledger": [
             {**where, "start_ns": 0, "end_ns": 20},
             {**where, "start_ns": 10, "end_ns": 40},
-            {"rank": 0, "step": 1},
+            {"rank": 0, "step": 1, "start_ns": 0, "end_ns": 9},
         ],
     }
     found = communication(RunRecord(tmp_path, spec={}, tables=tables))
