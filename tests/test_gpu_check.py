@@ -348,19 +348,20 @@ def test_losses_that_differ_or_lack_are_far_apart():
 
 
 def test_a_ledger_and_a_trace_that_differ_are_found(tmp_path):
-    assert Communication(0.010, 0.009, 8).wrong == ""
-    assert "78.7 ms by the ledger, 3.6 ms by the trace" in Communication(0.0787, 0.0036, 8).wrong
+    assert Communication(0.010, 0.009, 8, linked=True).wrong == Communication(0.010, 0.002, 8, linked=False).wrong == ""
+    assert "78.7 ms by the ledger, 3.6 ms by the trace" in Communication(0.0787, 0.0036, 8, linked=True).wrong
+    assert Communication(0.010, 0.020, 8, linked=False).wrong and Communication(0.010, 0.0, 8, linked=False).wrong
     where = {"rank": 0, "step": 6}
     tables = {
         "breakdown": [{**where, "exposed_ns": 30, "overlapped_ns": 10}],
         "ledger": [
             {**where, "start_ns": 0, "end_ns": 20},
             {**where, "start_ns": 10, "end_ns": 40},
-            {"rank": 0, "step": 1},
+            {"rank": 0, "step": 1, "start_ns": 0, "end_ns": 9},
         ],
     }
     found = communication(RunRecord(tmp_path, spec={}, tables=tables))
-    assert (found.ledger, found.trace, found.collectives) == (40e-9, 40e-9, 2)
+    assert tuple(found) == (40e-9, 40e-9, 2, False)
 
 
 @pytest.mark.parametrize("gigabytes,alone,together", [

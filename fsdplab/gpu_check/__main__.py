@@ -167,7 +167,7 @@ def run_part(check: Check, name: str, left: float) -> Part:
     """Run one part within its limit, at most the seconds that are left, and end all that it started; how it went."""
     limit, began = min(PARTS[name], left), time.monotonic()
     tied = ("fsdplab.sessions.launch.parent_death", str(os.getpid()))  # it ends with this process
-    command = run_of(*tied, PROGRAM, name, str(check.folder), f"{limit:.1f}")
+    command = run_of(*tied, PROGRAM, name, str(check.folder), f"{began + limit:.1f}")
     output = check.folder / UNFINISHED / f"{name}.log"
     _adopt_orphans()
     others = {os.getpid(), *descendants(os.getpid())}

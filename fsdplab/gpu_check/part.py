@@ -1,6 +1,6 @@
 """One part of the check, in a process of its own that never has a CUDA context: ranks and probes have them.
 
-python -m fsdplab.gpu_check.part NAME FOLDER SECONDS      FOLDER holds the check.json of the parts before
+python -m fsdplab.gpu_check.part NAME FOLDER DEADLINE      FOLDER holds the check.json of the parts before
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class Work(Sheet):
     where there is one.
     """
 
-    def __init__(self, name: str, folder: Path, seconds: float) -> None:
+    def __init__(self, name: str, folder: Path, deadline: float) -> None:
         check = open_check(folder)
         self.gpus = next((part.rows for part in check.parts if part.name == "environment"), [])
         super().__init__(name, folder / UNFINISHED, all(gpu["sum"] == 8.0 for gpu in self.gpus))
         self.device, self.commit = check.provenance["device"], check.provenance["commit"]
         one = 1 if any(gpu["exclusive"] for gpu in self.gpus) else 2
         self.ranks = len(self.gpus) if len(self.gpus) > 1 else one
-        self._deadline = time.monotonic() + seconds
-        faulthandler.dump_traceback_later(max(1.0, seconds - 2.0))  # says where it hangs
+        self._deadline = deadline  # of the monotonic clock
+        faulthandler.dump_traceback_later(max(0.1, self.left() - 2.0))  # says where it hangs
 
     def left(self) -> float:
         """Seconds that remain of the part's limit."""
@@ -70,9 +70,9 @@ def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
-def main(name: str, folder: str, seconds: str) -> int:
+def main(name: str, folder: str, deadline: str) -> int:
     """Do the work of one part: 0 done, 2 nothing can be checked here."""
-    work = Work(name, Path(folder), float(seconds))
+    work = Work(name, Path(folder), float(deadline))
     work._save()
     try:
         getattr(import_module(f"fsdplab.gpu_check.{MODULES[name]}"), name)(work)
