@@ -20,7 +20,6 @@ _WORDS = {
     "ledger": "bytes sent",
     "formula_bytes_per_step": "the formula's bytes",
     "exposed_s": "exposed time",
-    "steady": "step on the steady card",
 }
 
 
