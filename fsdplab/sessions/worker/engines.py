@@ -3,8 +3,7 @@
 All engines train the same model from the same weights with the same optimizer. AdamW is the fused one everywhere: it
 makes no temporaries (a looped one holds three times its largest parameter, a foreach one a copy of all), works on
 DTensors, and on the CPU takes a third of the time. All differences between engines are in this file; each is used as
-its documentation says, with its defaults. gpu_check compares the same engines on one rank: it takes `held` and
-`one_step` from here, and reads no loss inside a step.
+its documentation says, with its defaults. gpu_check takes `Held` and `one_step` from here.
 
 bf16 means computing in bfloat16 with float32 masters and float32 reduction. DDP and the twin have no masters of their
 own: DDP runs under autocast, its usual form; the twin casts its parameters inside the forward, which is what sharding
