@@ -739,7 +739,7 @@ def settles_when_writing_may_begin() -> None:
     log: list[str] = []
 
     class Noting(HostStorage):
-        def send(self, write: Callable[[torch.Tensor], object], target: torch.Tensor) -> Pending | None:
+        def send(self, write: Callable[[torch.Tensor], object], target: torch.Tensor) -> Pending:
             log.append("send")
             return super().send(write, target)
 
