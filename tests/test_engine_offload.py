@@ -23,11 +23,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
-from fsdplab.engine import STRATEGIES, checkpoint, fully_shard, shard, shard_model
+from fsdplab.engine import STRATEGIES, checkpoint, compat, fully_shard, shard, shard_model
 from fsdplab.engine.core.param import ShardedParam
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.features import mapped
@@ -647,6 +648,18 @@ def test_files_take_the_place_of_memory(ranks, drive: Path) -> None:
     assert nvme["peak"] < plain["peak"] - 40 * MB
 
 
+def one_group_of_each() -> list[str]:
+    """Where a number of the host's travels: over this gloo group, and over one that serves CUDA devices alone."""
+    only_cuda, kind = dist.ProcessGroup(dist.HashStore(), 0, 2), dist.ProcessGroup.BackendType.CUSTOM
+    only_cuda._register_backend(torch.device("cuda"), kind, FakeProcessGroup._create_internal(0, 2))
+    host = torch.device("cpu")
+    return [compat.device_for(group, host).type for group in (dist.group.WORLD, only_cuda)]
+
+
+def test_a_norm_travels_on_a_device_of_its_group(ranks) -> None:
+    assert ranks(1, one_group_of_each) == [["cpu", "cuda"]]
+
+
 # ---- gradients that arrive late
 
 
@@ -739,7 +752,7 @@ def settles_when_writing_may_begin() -> None:
     log: list[str] = []
 
     class Noting(HostStorage):
-        def send(self, write: Callable[[torch.Tensor], object], target: torch.Tensor) -> Pending | None:
+        def send(self, write: Callable[[torch.Tensor], object], target: torch.Tensor) -> Pending:
             log.append("send")
             return super().send(write, target)
 

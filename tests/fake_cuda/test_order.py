@@ -46,14 +46,10 @@ def allowed(case: Case) -> set[str]:
     """Where the host may wait for the device in a step of `case`."""
     may: set[str] = set()
     if case.offload != "none":
-        last = f"backward {case.batches - 1}"
-        may |= {f"{last}: offload.py settle", f"{last}: offload.py finish"}
-        if case.clip:
-            may.add("clipping: clipping.py _combine")
-        for batch in range(case.batches) if case.strategy not in ("no_shard", "zero1") else ():
+        for batch in range(case.batches):  # every backward reduces
             may |= {f"backward {batch}: offload.py settle", f"backward {batch}: offload.py finish"}
-        if case.evaluate:
-            may.add("evaluating: offload.py settle")
+        may |= {"clipping: clipping.py _combine"} if case.clip else set()
+        may |= {"evaluating: offload.py settle"} if case.evaluate else set()
     if case.optimizer:
         may |= {"optimizer: offloaded_optimizer.py put_away", "optimizer: offloaded_optimizer.py finish"}
     return may

@@ -166,10 +166,6 @@ class ShardedParam:
         """Whether `give_gradient` adds to a gradient that is there, or calls hooks."""
         return self.at_rest.grad is not None or bool(getattr(self.at_rest, "_post_accumulate_grad_hooks", None))
 
-    def gradient_at_rest(self, rows: torch.Tensor) -> torch.Tensor:
-        """`rows` of the reduced gradient in the dtype and the order of dimensions that the parameter has at rest."""
-        return self.natural(rows.to(self.dtype)).contiguous()
-
     def give_gradient(self, local: torch.Tensor) -> None:
         """Add `local`, this rank's part of the reduced gradient, to what the optimizer will read."""
         if self.at_rest.grad is not None:

@@ -124,22 +124,22 @@ class Reduction:
         """
         dtypes = {param.dtype for param in self._params}
         output = self._output.to(*dtypes) if len(dtypes) == 1 else self._output
-        taking = [param for param, has_gradient in zip(self._params, given) if has_gradient]
-        slots = [slot for slot, has_gradient in zip(self._layout.slots, given) if has_gradient]
-        ready = (param.gradient_at_rest(self._rows(output, param, slot)) for param, slot in zip(taking, slots))
-        locals_, self.arriving = self._config.storage.take(ready)
-        if any(param.reads_gradient_at_once for param in taking):
+        taken = [(param, slot) for param, slot, has in zip(self._params, self._layout.slots, given) if has]
+        ready = (self._gradient_of(param, slot, output) for param, slot in taken)
+        at_rest, self.arriving = self._config.storage.take(ready)
+        if any(param.reads_gradient_at_once for param, _ in taken):
             self.arriving.wait()
-        for param, local in zip(taking, locals_):
-            param.give_gradient(local)
+        for (param, _), gradient in zip(taken, at_rest):
+            param.give_gradient(gradient)
 
-    def _rows(self, output: torch.Tensor, param: ShardedParam, slot: Slot) -> torch.Tensor:
-        """The rows of `param` in `output`; where its gradient is kept whole they take their place in it."""
+    def _gradient_of(self, param: ShardedParam, slot: Slot, output: torch.Tensor) -> torch.Tensor:
+        """The rows of `param` in `output`, as it has them at rest; a gradient that is kept whole takes them in."""
         start, stop = slot.span(self._config.rank)
         shape = (stop - start, *param.shape[1:])
         rows = output.as_strided(shape, contiguous_strides(shape), slot.offset // slot.itemsize)
         whole, param.whole_gradient = param.whole_gradient, None
-        return rows if whole is None else whole[start:stop].copy_(rows)
+        rows = rows if whole is None else whole[start:stop].copy_(rows)
+        return param.natural(rows.to(param.dtype)).contiguous()
 
 
 def _in_two_parts(work: Pending) -> list[Stage]:

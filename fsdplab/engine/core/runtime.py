@@ -109,7 +109,8 @@ class Runtime:
             self.passes += 1
             if not will_backward:
                 self._drop_everything("forward")
-                self._settle_storage()
+                for each in self.units.values():
+                    each.await_copies()
             self._settle()
             self._forward_root = None
 
@@ -221,9 +222,8 @@ class Runtime:
             self._finish_reductions()
             self._drop_everything("backward")
             self._settle()
-            self._settle_storage()
             for unit in self.units.values():
-                unit.await_gradients()
+                unit.await_copies()
                 if unit.sync:
                     unit.forget_whole_gradients()
         self._accumulating = not self.is_last_backward or not all(unit.sync for unit in self.units.values())
@@ -233,11 +233,6 @@ class Runtime:
         """Peers have read what this rank published: the optimizer, or whoever comes next, may write to the slices."""
         for transport in {unit.config.shard for unit in self.units.values() if unit.config.shard is not None}:
             transport.settle()
-
-    def _settle_storage(self) -> None:
-        """The same for what copies slices from the host: between forward and backward nobody writes to them."""
-        for storage in {unit.config.storage for unit in self.units.values()}:
-            storage.settle()
 
     def _drop_everything(self, phase: str) -> None:
         for unit in self.units.values():

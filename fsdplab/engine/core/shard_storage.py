@@ -27,12 +27,11 @@ class ShardStorage:
     def done_reading(self, flat: torch.Tensor) -> None:
         """The gather has read `flat`."""
 
-    def send(self, write: Callable[[torch.Tensor], object], target: torch.Tensor) -> Pending | None:
+    def send(self, write: Callable[[torch.Tensor], object], target: torch.Tensor) -> Pending:
         """Have `write` fill `target`, on the device that computes, from slices at rest; what to wait for before reading
-        `target`, or None where the current stream's order is enough.
+        `target`, which has an event unless that is done in the order of the current stream.
         """
-        write(target)
-        return None
+        return Pending(lambda: None, write(target))
 
     def settle(self) -> None:
         """Return once `send` has read the slices at rest: the host may write to them."""

@@ -38,24 +38,21 @@ class Stamp:
 class Outgoing:
     """This rank's slice, `nbytes` in the dtype that travels.
 
-    `write` puts it into memory (bytes) of the transport's choice, and returns what to wait for before that is read, or
-    None. `resident` is the slice at rest (bytes), where that
+    `write` puts it into memory (bytes) of the transport's choice, and returns what to wait for before that is read.
+    `resident` is the slice at rest (bytes), where that
     is what travels, and rests where the transport can read it.
     """
 
     nbytes: int
     dtype: torch.dtype
-    write: Callable[[torch.Tensor], Pending | None]
+    write: Callable[[torch.Tensor], Pending]
     resident: torch.Tensor | None = None
 
     @classmethod
     def of(cls, slice_: torch.Tensor) -> Outgoing:
         """A slice that lies ready in a tensor."""
         resident = slice_.view(torch.uint8)
-
-        def write(target: torch.Tensor) -> None:
-            target.copy_(resident)
-
+        write = lambda target: Pending(lambda: None, target.copy_(resident))  # noqa: E731
         return cls(slice_.nbytes, slice_.dtype, write, resident)
 
     def made(self, device: torch.device) -> torch.Tensor:
@@ -63,8 +60,7 @@ class Outgoing:
         if self.resident is not None:
             return self.resident.view(self.dtype)
         slice_ = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
-        if (written := self.write(slice_)) is not None:
-            written.wait()
+        self.write(slice_).wait()
         return slice_.view(self.dtype)
 
 

@@ -200,15 +200,17 @@ class Unit:
             return self.partial_reshard.gather(self._whole, stamp)
         if self.config.shard is not None:
             return self.config.shard.all_gather(self._outgoing(), self._whole, stamp)
-        written = None if self.plan.aliased else self._write(self._whole.tensor)
-        return written and Pending(written.wait, self._whole.tensor, on_drop=written.wait)
+        if self.plan.aliased:
+            return None
+        written = self._write(self._whole.tensor)
+        return Pending(written.wait, self._whole.tensor, on_drop=written.wait)
 
     def _outgoing(self) -> Outgoing:
         """This rank's slice in the dtype that travels: the slices at rest themselves, or made from them."""
         ready = self.plan.travels_as_it_rests and self.config.storage.device == self.config.device
         return Outgoing(self.plan.layout.slice_bytes, self.plan.wire_dtype, self._write, self._flat if ready else None)
 
-    def _write(self, target: torch.Tensor) -> Pending | None:
+    def _write(self, target: torch.Tensor) -> Pending:
         """Begin to write this rank's slice, in the dtypes that travel, into `target` (bytes)."""
         return self.config.storage.send(self._fill, target)
 
@@ -217,17 +219,12 @@ class Unit:
         if plan.aliased:
             cut_out(self.config.rank, self._whole, target)
         elif plan.plain:
-            self._cast(self._near(self._make_flat()), target)
+            flat = self._make_flat()
+            if plan.rest_dtypes != plan.compute_dtypes:  # a copy from the host that casts would do it there
+                flat = flat.to(self.config.device, non_blocking=True)
+            self._cast(flat, target)
         for parted in plan.parted:
             parted.write_parts(plan.layout, target)
-
-    def _near(self, flat: torch.Tensor) -> torch.Tensor:
-        """`flat`, on the device that computes where it is cast: a copy from the host that casts would do it there."""
-        if flat.device == self.config.device or self.plan.rest_dtypes == self.plan.compute_dtypes:
-            return flat
-        copy = flat.to(self.config.device, non_blocking=True)
-        events.tag("communication_buffers", copy, self.name)
-        return copy
 
     def _cast(self, at_rest: torch.Tensor, target: torch.Tensor) -> None:
         plan = self.plan
@@ -307,7 +304,7 @@ class Unit:
         self.reshard("forward")
         if self.config.shard is not None:
             self.config.shard.settle()
-        self.config.storage.settle()
+        self.await_copies()
 
     def transports(self) -> list[Transport]:
         """What it gathers and reduces with, in an order that all ranks share."""
@@ -370,13 +367,14 @@ class Unit:
             self._reducing = None
         return self._reducing is None
 
-    def await_gradients(self) -> None:
-        """Wait until the gradients that were handed out may be read."""
+    def await_copies(self) -> None:
+        """Wait until the gradients that were handed out may be read, and the slices at rest written to."""
+        self.config.storage.settle()
         self._arriving.wait()
 
     def abandon_gradients(self) -> None:
         """Forget what a backward that raised has left behind."""
-        self.await_gradients()
+        self.await_copies()
         if self._reducing is not None:
             self._reducing.abandon()
         self._reducing = self._partial_output = None

@@ -68,7 +68,7 @@ class HostStorage(ShardStorage):
         """Whether `tensor` is where `make` would put it."""
         return tensor.device.type == "cpu"
 
-    def send(self, write: Callable[[torch.Tensor], object], target: torch.Tensor) -> Pending | None:
+    def send(self, write: Callable[[torch.Tensor], object], target: torch.Tensor) -> Pending:
         if target.device.type != "cuda":
             return super().send(write, target)
         stream = _arriving(target.device)

@@ -245,7 +245,8 @@ class _Lift:
                 rest.copy_(value, non_blocking=True)
             self._leaving.append((self._stream.record_event(), values))
         while len(self._leaving) > self._ahead:
-            self._leaving.popleft()[0].synchronize()
+            self._leaving[0][0].synchronize()  # while its values are kept: their copies may not have ended
+            self._leaving.popleft()
 
     def finish(self) -> None:
         """Return once everything has left: the host may read it."""

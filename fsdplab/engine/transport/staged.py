@@ -45,7 +45,7 @@ class StagedTransport(StreamedTransport):
         layout, numel = whole.layout, outgoing.nbytes // outgoing.dtype.itemsize
         staging = self._staging(self.ranks * numel, outgoing.dtype, "gather")
         events.tag("communication_buffers", staging, stamp.unit)
-        written: Pending | None = None
+        written = None
         if outgoing.resident is not None and not self._gathers_in_place:
             send = outgoing.resident.view(outgoing.dtype)
         else:

@@ -18,12 +18,13 @@ import torch.distributed as dist
 from fsdplab.engine import compat, events
 from fsdplab.engine.core.gathered import Gathered
 from fsdplab.engine.core.layout import Layout
-from fsdplab.engine.core.packing import halves, pack, pack_range, pack_rank, scaled_copy, unpack_from
+from fsdplab.engine.core.packing import pack, unpack_from
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.shard_storage import ShardStorage
 from fsdplab.engine.core.transport import Gradients, Outgoing, Stamp, Transport
 from fsdplab.engine.transport.gloo import announce
 from fsdplab.engine.transport.shared_memory.operations import Ending, Operation, Operations, Staging, Step
+from fsdplab.engine.transport.shared_memory.packing import halves, pack_range, pack_rank, scaled_copy
 
 _BUFFERS = 2  # of each kind: the next operation may begin while peers still read the last
 
