@@ -122,7 +122,7 @@ def check_folder(flag: str, path: Path) -> None:
 
 
 def board(shown: Sequence[RunView]) -> Table:
-    """The comparison in the six columns that a terminal has room for; a line below says whether the losses agree."""
+    """The comparison in six columns, which fit a terminal; a line below says whether the losses agree."""
     columns = tuple(name for name in brief(shown)[1:] if name != "losses")
     return _table(("run", *columns), [(run.label, *cells(run, columns)) for run in shown])
 
