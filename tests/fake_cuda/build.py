@@ -79,7 +79,7 @@ def build(python: Path) -> Path:
 
 def _build_in(folder: Path, wheels: Wheels) -> None:
     folder.mkdir(parents=True)
-    flags = ["-std=c++17", "-O1", "-g", "-fPIC", "-w", *_records(wheels)]
+    flags = ["-std=c++17", "-O1", "-fPIC", "-w", *_records(wheels)]
     flags += [f"-I{path}" for path in wheels.includes]
     sources = [path for path in sorted(SOURCES.glob("*.cpp")) if path.name != "nvml.cpp"]
     with ThreadPoolExecutor(2) as pool:
