@@ -81,13 +81,18 @@ static bool take_alone(int gpu) {
   return bind(fd, (sockaddr*)&name, (socklen_t)(offsetof(sockaddr_un, sun_path) + 1 + n)) == 0;
 }
 
+static std::mutex contexts;
+static std::map<int, cudaError_t>& made = *new std::map<int, cudaError_t>;
+
+bool has_context(int device) {
+  std::lock_guard<std::mutex> hold(contexts);
+  auto found = made.find(device);
+  return found != made.end() && !found->second;
+}
 cudaError_t need_context() {
-  static std::mutex mutex;
-  static std::map<int, cudaError_t>& made = *new std::map<int, cudaError_t>;
   if (gpus() == 0) return cudaErrorNoDevice;
-  std::lock_guard<std::mutex> hold(mutex);
-  auto found = made.find(t_device);
-  if (found != made.end() && !found->second) return cudaSuccess;
+  if (has_context(t_device)) return cudaSuccess;
+  std::lock_guard<std::mutex> hold(contexts);
   cudaError_t answer = cudaSuccess;
   if (word("COMPUTE_MODE") == "exclusive" && !take_alone(physical(t_device))) answer = cudaErrorDevicesUnavailable;
   else if (!take_bytes(t_device, setting("CONTEXT_MB", 400) << 20)) answer = cudaErrorMemoryAllocation;

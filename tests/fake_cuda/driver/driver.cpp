@@ -25,8 +25,8 @@ CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute what, CUdevice devi
   return (CUresult)cudaDeviceGetAttribute(value, (cudaDeviceAttr)what, device);  // the numbers are the same
 }
 CUresult cuCtxGetCurrent(CUcontext* context) { return *context = (CUcontext)1, CUDA_SUCCESS; }
-CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned* flags, int* active) {
-  return *flags = 0, *active = 1, CUDA_SUCCESS;
+CUresult cuDevicePrimaryCtxGetState(CUdevice device, unsigned* flags, int* active) {
+  return *flags = 0, *active = has_context(device), CUDA_SUCCESS;
 }
 CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
   t_device = device;

@@ -51,6 +51,7 @@ extern thread_local int t_device;
 cudaError_t touch(const char* call);
 // A context on the current GPU: it takes memory, and where the compute mode is exclusive only one process gets it.
 cudaError_t need_context();
+bool has_context(int device);
 cudaError_t fail(cudaError_t error);  // remembers the error for cudaGetLastError
 
 #define TOUCH(call) if (cudaError_t bad = fake::touch(call)) return fake::fail(bad)
