@@ -26,9 +26,8 @@ def trained(on_gpus: Callable[..., Done], tmp_path: Path) -> Trained:
     """The losses of runs, in one process under the stand-in: `trained(machine, {"spec": ...}, ...)`."""
 
     def train(machine: Machine, *cases: dict[str, Any]) -> list[Answer]:
-        said, answers = tmp_path / "cases.json", tmp_path / "losses.json"
-        said.write_text(json.dumps(cases))
-        command = ("python", "-m", "tests.fake_cuda.train", str(said), str(answers))
+        answers = tmp_path / "losses.json"
+        command = ("python", "-m", "tests.fake_cuda.train", json.dumps(cases), str(answers))
         done = on_gpus(machine, *command, limit_s=550)
         assert done.returncode == 0, done.output
         return list(json.loads(answers.read_text()))

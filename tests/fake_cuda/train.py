@@ -1,6 +1,6 @@
-"""Trains runs with numbers, in one process under the stand-in: `python -m tests.fake_cuda.train CASES.json LOSSES.json`.
+"""Trains runs with numbers, in one process under the stand-in: `python -m tests.fake_cuda.train CASES LOSSES.json`.
 
-CASES.json is a list of `{"spec": {...}, "left_out": "nothing"}`. LOSSES.json becomes the list of their losses by step, or
+CASES is a JSON list of `{"spec": {...}, "left_out": "nothing"}`. LOSSES.json becomes the list of their losses by step, or
 of the line that says why a run failed.
 """
 
@@ -30,7 +30,7 @@ def losses(spec: RunSpec, left_out: str) -> list[float] | str:
 
 def main(cases: str, answers: str) -> None:
     """Train all cases."""
-    said = json.loads(Path(cases).read_text())
+    said = json.loads(cases)
     found = [losses(RunSpec(**case["spec"]), case.get("left_out", "nothing")) for case in said]
     Path(answers).write_text(json.dumps(found))
 
