@@ -23,7 +23,9 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--capability", type=int, default=90, help="75: T4, 80: A100, 90: H100")
     parser.add_argument("--memory-gb", type=float, default=80.0)
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="see README.md, e.g. IPC=refused")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="NAME=VALUE", help="see README.md, e.g. IPC=refused"
+    )
     parser.add_argument("--limit", type=float, default=600.0, help="seconds, then the command is killed")
     parser.add_argument("command", nargs="+")
     said = parser.parse_args()

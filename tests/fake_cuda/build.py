@@ -135,7 +135,7 @@ def _defined(objects: list[Path]) -> set[str]:
 
 
 def _stubs(names: set[str]) -> str:
-    lines = ['#include <cstdio>', '#include <cstdlib>', 'extern "C" {']
+    lines = ["#include <cstdio>", "#include <cstdlib>", 'extern "C" {']
     lines.append("int nvrtcVersion(int* major, int* minor) { return *major = 13, *minor = 0, 0; }")
     for name in sorted(names):
         handle = "void** made" if name in _MAKE_A_HANDLE else ""

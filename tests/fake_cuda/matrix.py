@@ -162,7 +162,9 @@ def _command_on(what: str, machine: Machine) -> Case:
         command = (*fsdplab, "compare", *_TINY, "-n", ranks, "--device", "cuda", "--keep", "{}/kept")
         return Case(what, machine, command, has_kernels)
     if what == "%%ranks":
-        return Case(what, machine, ("python", "-c", _CELL.format(ranks=ranks)), mentions(f"rank {int(ranks) - 1} reduced"))
+        return Case(
+            what, machine, ("python", "-c", _CELL.format(ranks=ranks)), mentions(f"rank {int(ranks) - 1} reduced")
+        )
     return Case(what, machine, (*fsdplab, "gpu-check", "--device", "cuda", "--out", "{}/check"), ended_well, 600)
 
 
@@ -245,7 +247,9 @@ class Table:
         head = ["what", "machine", "torch", "went", "seen"]
         lines = [" | ".join(cells) for cells in (head, ["---"] * len(head), *(row.cells() for row in self.rows))]
         versions = "\n".join(f"- {name}: {text}" for name, text in self.versions.items())
-        return _TEXT.format(good=good, all=len(self.rows), versions=versions, table="\n".join(f"| {x} |" for x in lines))
+        return _TEXT.format(
+            good=good, all=len(self.rows), versions=versions, table="\n".join(f"| {x} |" for x in lines)
+        )
 
 
 _TEXT = """# What ran on GPUs that were not there
