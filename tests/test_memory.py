@@ -544,7 +544,7 @@ def test_on_cuda_the_total_is_the_allocators():
     with MemoryRecorder(model=model, optimizer=optimizer, engine="lab", device=device) as recorder:
         run()
     timeline = recorder.timeline
-    assert (
-        timeline.baseline_total == before and timeline.peak_total == timeline.allocated_peak <= timeline.reserved_peak
-    )
+    kept = timeline.workspaces  # cuBLAS has some by now, on every card
+    assert kept and timeline.baseline_total == before - kept
+    assert timeline.peak_total == timeline.allocated_peak - kept and timeline.allocated_peak <= timeline.reserved_peak
     assert most(timeline, "whole_gradients") == DEPTH * WEIGHT and timeline.peak["parameter_slices"] == DEPTH * WEIGHT

@@ -329,3 +329,48 @@ def test_on_the_cpu_only_the_loader_is_known(tmp_path):
     )
     (step,) = analysed(tmp_path, rank).steps
     assert idle(step) == {"data_loading_ns": 100, "rest_ns": 100}
+
+
+# ---- an emulated link
+
+
+def linked_row(unit, start_us, end_us, kind="all_gather", rank=0):
+    return {
+        "rank": rank, "step": 5, "unit": unit, "phase": "forward", "kind": kind, "logical_bytes": 4096,
+        "start_ns": start_us * 1000, "end_ns": end_us * 1000, "emulated": True,
+    }  # fmt: skip
+
+
+def behind_a_link():
+    """Gathers of 10 us each, for which the stream waited 290 us for the link before it started the kernel."""
+    return (
+        GpuRank()
+        .step(5, 0, 1000)
+        .range("FSDP::all_gather (a)", 5, 12)
+        .range("FSDP::all_gather (b)", 15, 22)
+        .nccl("all_gather", 10, 290, 300)
+        .nccl("all_gather", 20, 590, 600)
+        .kernel(30, 400, 700)
+        .kernel(40, 700, 990)
+    )
+
+
+def test_a_gpu_waits_for_an_emulated_link_as_long_as_the_ledger_says(tmp_path):
+    """Without the ledger the link's 600 us would be the 20 us of the kernels, and the rest idle."""
+    ledger = [linked_row("a", 0, 300), linked_row("b", 300, 600), linked_row("a", 0, 300, rank=1)]
+    (bare,), (step,) = (analysed(tmp_path, behind_a_link(), ledger=rows).steps for rows in ([], ledger))
+    assert parts(bare)[1:3] == [10, 10]
+    assert parts(step) == [390, 200, 400, 10]
+    assert [(row["unit"], row["start_ns"], row["end_ns"]) for row in step.collectives] == [
+        ("a", 0, 300_000),
+        ("b", 300_000, 600_000),
+    ]
+
+
+def test_rows_of_a_link_outside_the_trace_and_without_a_kernel(tmp_path):
+    """A row of an earlier step is left out; one without a kernel is still a transfer of its own."""
+    ledger = [linked_row("a", -900, -600), linked_row("c", 100, 200, "reduce_scatter")]
+    (step,) = analysed(tmp_path, behind_a_link(), ledger=ledger).steps
+    assert [(row["unit"], row["kind"]) for row in step.collectives if row["end_ns"] - row["start_ns"] == 100_000] == [
+        ("c", "reduce_scatter")
+    ]

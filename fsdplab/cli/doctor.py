@@ -140,36 +140,13 @@ def _nccl(torch: ModuleType) -> Capability:
 
 
 def _several(torch: ModuleType) -> Capability:
-    """The ways to run several ranks on one GPU: the driver's part of `shared_gpu` is tried, NCCL's version looked
-    up.
-    """
+    """The way to run several ranks on one GPU."""
     if not torch.cuda.is_available():  # before the imports, which take as long as everything else here
-        return Capability(SEVERAL, False, "none", "needs a GPU; transport shared_gpu rehearses it on CPU ranks")
-    from fsdplab.engine.transport.shared_memory.slots import machine_of_this_rank
+        return Capability(SEVERAL, False, "none", "needs a GPU")
     from fsdplab.sessions.spec.run_spec import MULTI_RANK_NCCL, nccl_version
 
-    ways = ["NCCL (transport nccl)"] if nccl_version() >= MULTI_RANK_NCCL else []
-    lacking = "ranks cannot share memory here" if machine_of_this_rank() is None else _lacking(torch)
-    if lacking and not ways:
-        return Capability(SEVERAL, False, "neither shared_gpu nor NCCL", f"{lacking}; NCCL does it from 2.30 on")
-    ways = [*([] if lacking else ["shared_gpu (taken by itself)"]), *ways]
-    return Capability(
-        SEVERAL,
-        True,
-        ", ".join(ways),
-        "emulated: ranks take turns on the GPU" + (f"; no shared_gpu: {lacking}" if lacking else ""),
-    )
-
-
-def _lacking(torch: ModuleType) -> str:
-    """What the driver lacks for `shared_gpu`; "" if nothing."""
-    from fsdplab.engine.transport.shared_gpu.cuda import probe
-
-    try:
-        probe(torch.device("cuda", torch.cuda.current_device()))
-    except (RuntimeError, OSError, AttributeError) as error:  # a call failed, there is no libcuda, or it is too old
-        return " ".join(str(error).split())[:160]
-    return ""
+    way = "NCCL" if nccl_version() >= MULTI_RANK_NCCL else "gloo through host memory"
+    return Capability(SEVERAL, True, way, "with --device cuda; emulated: ranks take turns on the GPU")
 
 
 def _browser() -> Capability:

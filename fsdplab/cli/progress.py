@@ -120,4 +120,5 @@ def headline(spec: RunSpec, card: int | None) -> str:
         f"{spec.model}, {plural(spec.world_size, 'rank')} on {spec.device_type}, batch {spec.batch_size} x"
         f" {spec.sequence_length} a rank, {spec.precision}"
     )
-    return f"[bold]{work}, {plural(spec.steps, 'timed step')}[/], {emulated}"
+    why = f" ({spec.why_this_device})" if spec.why_this_device else ""
+    return f"[bold]{work}, {plural(spec.steps, 'timed step')}[/], {emulated}{why}"

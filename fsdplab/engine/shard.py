@@ -98,7 +98,7 @@ def shard_model(
     a ModuleList, or "root" for none of its own; whatever is left forms the root unit. On a 2-D mesh (replicas x shards)
     slices are cut within a row of it (`hybrid_shard` needs one). `checkpoint` ("none", "full", "selective") says which
     activations of the units below the root are computed again in the backward. `prefetch` units are gathered ahead.
-    `transport` is "auto", "gloo", "shm", "nccl" or "shared_gpu". Raises `ValueError` for an unknown strategy or
+    `transport` is "auto", "gloo", "shm", or "nccl". Raises `ValueError` for an unknown strategy or
     checkpoint, units that match nothing, or a negative prefetch. Build the optimizer afterwards.
     """
     row = strategy_named(strategy)

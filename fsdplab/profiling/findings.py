@@ -418,6 +418,8 @@ def _peak(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     name = max(split, key=split.__getitem__)
     values = {"total": size(total), "bytes": size(split[name]), "part": _percent(split[name] / total)}
     values |= {"category": CATEGORY_ROWS[name].words, "smaller": _smaller(facts.spec, name)}
+    kept = facts.record.summary.workspace_bytes
+    values["besides"] = f" cuBLAS keeps {size(kept)} of scratch memory besides, which is not counted." if kept else ""
     return Fact(kind, 0.0, "memory", values=values)
 
 
@@ -500,7 +502,7 @@ _SHORT_OF_CORES = Rule(
 )  # fmt: skip
 _PEAK = Rule(
     "peak", _peak, "Peak memory is {total}, of which {bytes} ({part}) is {category}",
-    "It is the worst rank's, split at the instant of the peak.", "To lower it: {smaller}.",
+    "It is the worst rank's, split at the instant of the peak.{besides}", "To lower it: {smaller}.",
 )  # fmt: skip
 _SMALLER = Rule(
     "smaller_causes", lambda kind, facts, left: None, "Smaller causes take {seconds} of each step together ({share})",

@@ -145,7 +145,8 @@ class Summary:
     `in_turns`: whether its timed steps took turns with those of the other runs of a comparison; `again_s`: the median
     step of the same run, timed again at the comparison's end.
     `cpu_share` is the part of the timed steps in which the ranks had a core when they wanted one
-    (sessions/worker/core_share.py). `memory_start_ns`: when each rank's measured step began.
+    (sessions/worker/core_share.py). `memory_start_ns`: when each rank's measured step began. `workspace_bytes`: what
+    cuBLAS kept on a GPU besides, which no strategy changes; `peak_memory_bytes` and `card` leave it out.
     """
 
     step_time_s: Spread = Spread()
@@ -157,6 +158,7 @@ class Summary:
     memory_start_ns: Mapping[int, int] = field(default_factory=dict)
     peak_by_rank: tuple[Size | None, ...] = ()
     resident_growth_by_rank: tuple[int | None, ...] = ()
+    workspace_bytes: Size | None = None
     comm: Comm = Comm()
     formula_bytes_per_step: Size | None = None
     predicted: Predicted = Predicted()

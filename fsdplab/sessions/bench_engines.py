@@ -10,6 +10,7 @@ communication, and the lower bound for a perfect sharded engine: forward + backw
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -30,7 +31,7 @@ from fsdplab.sessions.launch.launcher import run_ranks
 from fsdplab.sessions.launch.live_output import Tail
 from fsdplab.sessions.launch.mailbox import Mailbox, read_lines
 from fsdplab.sessions.spec import RunSpec, SpecError
-from fsdplab.sessions.spec.sharing import device_of_ranks
+from fsdplab.sessions.spec.sharing import nccl_variables
 from fsdplab.sessions.worker.emulated_network import EmulatedNetwork
 from fsdplab.sessions.worker.engines import Batch, TrainingSetup, adamw, build
 from fsdplab.sessions.worker.rank_process import RankContext, rank_process
@@ -191,8 +192,9 @@ def main(folder: str) -> None:
     request = json.loads(Path(folder, "bench.json").read_text())
     specs = [RunSpec(**each) for each in request["specs"]]
     wanted = {spec.backend for spec in specs}
+    os.environ |= nccl_variables(specs[0])
     # the lab's engine works on either
-    with rank_process(folder, "shm" if "shm" in wanted else specs[0].backend, device_of_ranks(specs[0])) as context:
+    with rank_process(folder, "shm" if "shm" in wanted else specs[0].backend, specs[0].device_type) as context:
         context.heartbeat.enter("build")
         text = ByteText.from_path(specs[0].text) if specs[0].text else ByteText.from_standard_library()
         alone = Alone(specs[0], context)

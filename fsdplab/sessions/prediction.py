@@ -88,7 +88,7 @@ def _not_modelled(spec: RunSpec) -> str:
     """Why the memory of a run is not predicted; empty where it is."""
     if spec.engine != "lab":
         return f"the buffers of {spec.engine} are its own and not modelled"
-    if spec.device_type != "cpu" or spec.transport == "shared_gpu":
+    if spec.device_type != "cpu":
         return "between GPUs use fsdplab plan: here CPU ranks are modelled"
     if spec.transport == "gloo" and spec.world_size > 1:
         return "gloo copies what it sends in threads of its own, and that is not modelled; shared memory is"

@@ -27,7 +27,7 @@ Row = Mapping[str, Any]
 def summarise(
     spec: RunSpec, steps: Sequence[Row], ledger: Sequence[Row], memory: Mapping[int, Mapping[str, Any]]
 ) -> Summary:
-    """The summary of a record. `memory[rank]` holds `total`, `by_category` and `resident_growth` in bytes.
+    """The summary of a record. `memory[rank]` holds bytes: `total`, `by_category`, `resident_growth`, `workspaces`.
 
     What was not measured is None: times of a run that ended before its timed steps, bytes sent by an engine without a
     ledger.
@@ -41,6 +41,7 @@ def summarise(
         peak_memory_bytes=Peak(worst["total"], worst["by_category"]) if worst else Peak(),
         memory_start_ns={rank: memory[rank]["start_ns"] for rank in sorted(memory)},
         peak_by_rank=tuple(memory[rank]["total"] for rank in sorted(memory)),
+        workspace_bytes=max((memory[rank].get("workspaces") or 0 for rank in memory), default=0) or None,
         resident_growth_by_rank=tuple(memory[rank]["resident_growth"] for rank in sorted(memory)),
         comm=sent_per_step(spec, ledger),
         formula_bytes_per_step=formula_bytes(spec),

@@ -2,7 +2,7 @@
 
 A unit hands over its layout, its slice and the buffers to fill; the transport decides about staging, issues the
 collective and returns a `Pending`. `transport/staged.py` does so through flat buffers (NCCL, and gloo),
-`transport/shared_memory/` through memory that ranks share, `transport/shared_gpu/` on one GPU.
+`transport/shared_memory/` through memory that ranks share.
 """
 
 from __future__ import annotations

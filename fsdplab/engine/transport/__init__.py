@@ -1,4 +1,4 @@
 """How slices and gradients travel, behind the one interface of core/transport.py; begin in selection.py.
 
-staged.py (NCCL), gloo.py, shared_memory/ and shared_gpu/ are its forms; streams.py says who waits for a collective.
+staged.py (NCCL), gloo.py and shared_memory/ are its forms; streams.py says who waits for a collective.
 """

@@ -1,7 +1,7 @@
 """Which transport a group gets: over gloo on CPU shared memory where all ranks are on one machine, else gloo itself.
 
-Over any other backend (NCCL, those written in Python, torch's test backends) the staged one, which asks for nothing but
-the collectives. A gloo group on CUDA is that of several ranks on one GPU: `shared_gpu` carries what gloo does not.
+Over any other backend (NCCL, those written in Python, torch's test backends) and on GPUs the staged one, which asks for
+nothing but the collectives. A gloo group carries tensors of a GPU through host memory.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch.distributed as dist
 from fsdplab.engine import compat
 from fsdplab.engine.core.transport import Transport
 from fsdplab.engine.transport.gloo import GlooTransport
-from fsdplab.engine.transport.shared_gpu.transport import made_for
 from fsdplab.engine.transport.shared_memory.peers import SharingRefused
 from fsdplab.engine.transport.shared_memory.process_group import SharedMemoryGroup, machines_of
 from fsdplab.engine.transport.shared_memory.transport import SharedTransport
 from fsdplab.engine.transport.staged import StagedTransport
 
-TRANSPORTS = ("auto", "gloo", "shm", "nccl", "shared_gpu")
+TRANSPORTS = ("auto", "gloo", "shm", "nccl")
+_MOVES = {"cpu": ("gloo", "shm"), "cuda": ("gloo", "nccl")}  # by the device of the tensors
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def transport_of(group: dist.ProcessGroup, device: torch.device, wanted: str = "
     """
     if wanted not in TRANSPORTS:
         raise ValueError(f"unknown transport {wanted!r}; expected one of {', '.join(TRANSPORTS)}")
-    if (wanted == "nccl") != (device.type == "cuda") and wanted not in ("auto", "shared_gpu"):
+    if wanted != "auto" and wanted not in _MOVES.get(device.type, ()):
         raise ValueError(f"transport {wanted!r} does not move tensors on {device.type}; leave it at 'auto'")
     forget_destroyed()
     key = (id(group), wanted)  # the group is held, so its id is not used again while it is known
@@ -67,8 +67,6 @@ def forget_destroyed() -> None:
 
 def _make(group: dist.ProcessGroup, device: torch.device, wanted: str) -> Transport:
     backend = compat.backend_of(group, device)
-    if wanted == "shared_gpu" or device.type == "cuda" and wanted == "auto" and backend == "gloo":
-        return made_for(group, device)
     if device.type == "cuda" or wanted == "auto" and backend != "gloo":
         return StagedTransport(group, device)
     if backend != "gloo":

@@ -11,7 +11,7 @@ size; a few are freed on threads that the profiler does not see. The rules are f
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -77,6 +77,19 @@ def blocks_of(events: Iterable[AllocatorEvent]) -> Blocks:
     born, died = np.array(lives, dtype=np.int64).reshape(-1, 2).T
     times = np.array([LONG_AGO, *(time_ns for time_ns, _ in moments), NEVER])
     return Blocks(heap.allocations, pointer, nbytes, born, died, times, totals, heap.unknown_frees, heap.unseen_frees)
+
+
+def without_kept(events: Iterable[AllocatorEvent], addresses: Container[int]) -> list[AllocatorEvent]:
+    """The events but for the last allocation at each of the addresses, whose memory is still in use.
+
+    >>> without_kept([AllocatorEvent(5, 900, 40), AllocatorEvent(7, 900, -40), AllocatorEvent(9, 900, 50)], {900})
+    [AllocatorEvent(time_ns=5, pointer=900, nbytes=40, ...), AllocatorEvent(time_ns=7, pointer=900, nbytes=-40, ...)]
+    """
+    events = list(events)
+    last = {
+        event.pointer: index for index, event in enumerate(events) if event.nbytes > 0 and event.pointer in addresses
+    }
+    return [event for index, event in enumerate(events) if last.get(event.pointer) != index]
 
 
 def united(storages: Iterable[AllocatorEvent]) -> list[AllocatorEvent]:

@@ -80,6 +80,20 @@ def alive_now(device: torch.device) -> dict[int, int]:
     return {at: storage.nbytes() for at, storage in living_storages(device).items()}
 
 
+def take_workspaces(device: torch.device) -> dict[int, int]:
+    """Address and size of the scratch memory that cuBLAS kept on this device, which is given back by this; {} on a CPU.
+
+    Two threads that multiply on an H100 keep 33.6 MB each. cuBLAS takes it anew with its next product.
+    """
+    if device.type != "cuda":
+        return {}
+    torch.cuda.synchronize(device)
+    before = alive_now(device)
+    torch._C._cuda_clearCublasWorkspaces()
+    after = alive_now(device)
+    return {at: size for at, size in before.items() if at not in after}
+
+
 class WatchedStorages:
     """The storages alive now, with the categories of the addresses in `named` and without what holds a tensor in
     `ignore`; on the CPU they are watched until `stop`.

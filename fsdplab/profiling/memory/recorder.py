@@ -26,16 +26,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from fsdplab.engine.events import Event, Tag, subscribe
-from fsdplab.profiling.memory.blocks import AllocatorEvent
+from fsdplab.profiling.memory.blocks import AllocatorEvent, without_kept
 from fsdplab.profiling.memory.events_of_trace import read_trace
-from fsdplab.profiling.memory.live_storages import Owners, WatchedStorages, address, alive_now
+from fsdplab.profiling.memory.live_storages import Owners, WatchedStorages, address, alive_now, take_workspaces
 from fsdplab.profiling.memory.resident_set import ResidentGrowth
 from fsdplab.profiling.memory.timeline import MemoryTimeline, build_timeline
+from fsdplab.profiling.profiler_rules import activities_on, await_gloo_threads
 from fsdplab.profiling.saving import save_trace
-from fsdplab.profiling.stopping import await_gloo_threads
 
 
 class TagLog(AbstractContextManager["TagLog"]):
@@ -122,13 +122,13 @@ class MemoryRecorder:
         gc.collect()  # garbage in cycles is no memory of the step, and would be freed at any instant
         # an address that is the optimizer's by now was another buffer's when it was tagged
         state = self._owners.state_addresses()
+        take_workspaces(self.device)  # so that those of the step are among its allocations
         self._old_tags = [tag for tag in (self.tags.tags if self.tags else ()) if tag.pointer not in state]
         resting = [*self.model.parameters(), *self._owners.state()] if self.offloaded else []
         self._storages = WatchedStorages(self.device, self._owners.categories(), [*self.ignore, *resting])
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
             torch.cuda.reset_peak_memory_stats(self.device)
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, record_shapes=True)
+        self._profile = profile(activities=activities_on(self.device), profile_memory=True, record_shapes=True)
         self._profile.start()
         self._until_end = self._watch()
         self._growth = ResidentGrowth()
@@ -192,6 +192,7 @@ class MemoryRecorder:
         }
 
     def _build(self, tags: list[Tag], measured: dict[str, int | None]) -> MemoryTimeline:
+        workspaces = take_workspaces(self.device)
         trace = read_trace(
             self._profile,
             self.device,
@@ -200,12 +201,13 @@ class MemoryRecorder:
             gathers_into_parameters=self.engine.startswith("deepspeed"),
         )
         timeline = build_timeline(
-            [*self._storages.events(), *trace.events, *self._departures],
+            [*self._storages.events(), *without_kept(trace.events, workspaces), *self._departures],
             # tags of the engine and the optimizer outrank inferred ones
             tags=[*trace.gradients, *self._gradients, *tags],
             hints=trace.hints,
             start_ns=self._start_ns,
             work_end_ns=trace.work_end_ns,
+            workspaces=sum(workspaces.values()) or None,
             **measured,
         )
         timeline.check()

@@ -38,7 +38,8 @@ class MemoryTimeline:
     `points` are rows `{"time_ns": since the beginning, <category>: bytes, ...}`, at most 500 and always with the peak
     among them; `totals` are their sums, counted apart. `resident_growth` is how far the process's resident memory rose
     above its value at the beginning (bytes; None where the system does not tell). `allocated_peak` and `reserved_peak`
-    are the CUDA allocator's own figures.
+    are the CUDA allocator's own figures. `workspaces` are the bytes that cuBLAS kept besides, which
+    `allocated_peak` counts and `totals` do not: they are the library's, whatever is trained.
     """
 
     points: list[dict[str, int]]
@@ -55,6 +56,7 @@ class MemoryTimeline:
     resident_growth: int | None = None
     allocated_peak: int | None = None
     reserved_peak: int | None = None
+    workspaces: int | None = None
 
     @property
     def growth(self) -> int:

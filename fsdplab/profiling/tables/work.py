@@ -25,7 +25,7 @@ from fsdplab.profiling.traces.segments import Segments
 OPERATOR, KERNEL, COMMUNICATION, COPY = "operator", "kernel", "communication", "copy"
 KINDS = (OPERATOR, KERNEL, COMMUNICATION, COPY)
 _KIND_OF = {
-    Kind.OPERATOR: OPERATOR, Kind.KERNEL: KERNEL, Kind.COMM: COMMUNICATION, Kind.CARRIED: COMMUNICATION,
+    Kind.OPERATOR: OPERATOR, Kind.KERNEL: KERNEL, Kind.COMM: COMMUNICATION,
     Kind.COPY: COPY,
 }  # fmt: skip
 

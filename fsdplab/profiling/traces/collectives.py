@@ -116,7 +116,8 @@ def find_collectives(
 ) -> list[Collective]:
     """All collectives in order of issue; the rank's rows of an emulated link's `ledger` replace the transports."""
     if found.on_gpu:
-        return sorted(_launched(found), key=_ISSUE)
+        moved = sorted([*_launched(found), *_through_host(found)], key=_ISSUE)
+        return sorted(_linked(moved, ledger, found), key=_ISSUE)
     book = _Book(found)
     if ledger:
         book.shared_memory("copy-in")
@@ -228,10 +229,8 @@ class _Book:
         the transfer it waited for.
         """
         base, unshards = self.found.base_ns, [each for each in life if each["state"] == "unsharding"]
-        for row in sorted(ledger, key=lambda each: each["start_ns"]):
+        for row in _rows_within(self.found, ledger):
             start, end, kind, unit = row["start_ns"] - base, row["end_ns"] - base, row["kind"], row["unit"]
-            if end < self.found.first or start > self.found.last:
-                continue
             # torch's engines give the link no unit: the order of issue decides
             fitting = self._awaiting.oldest(end, "of kind", kind, *([unit] if unit else []))
             draft = fitting or self._open(kind, unit, _issue_of(row, unshards) - base)
@@ -317,7 +316,7 @@ def _outermost(calls: Sequence[Range]) -> list[Range]:
 
 
 def _launched(found: Events) -> Iterable[Collective]:
-    """The kernels and shared-GPU transfers that communicate, with the instant and the ranges of their launches."""
+    """The kernels that communicate, with the instant and the ranges of their launches."""
     by_thread, calls = nests(found.ranges), nests(found.issues)
     for transfer in found.transfers:
         if transfer.carrier in (Kind.GLOO, Kind.SHM):
@@ -333,6 +332,51 @@ def _launched(found: Events) -> Iterable[Collective]:
         collective.own, collective.issued = _issued_by_consumer(around, unit), call >= 0
         _carry(collective, transfer, found)
         yield collective
+
+
+def _through_host(found: Events) -> list[Collective]:
+    """What gloo moved between GPUs through host memory; the ranges around it launch its copies, and copy nothing."""
+    book = _Book(found)
+    book.gloo()
+    moved = [each for each in book.drafts if each.transport]
+    for each in moved:
+        each.pieces = [each.transport] if each.transport else []
+    return moved
+
+
+def _linked(launched: Sequence[Collective], ledger: Sequence[dict[str, Any]], found: Events) -> list[Collective]:
+    """The collectives of a GPU with the link's transfers in place of their kernels, each of its kind and unit in order.
+
+    A stream waits for the link before the kernel starts, so the kernel is the last piece of what the link takes.
+    """
+    waiting: dict[tuple[str, str], deque[Collective]] = defaultdict(deque)
+    for each in launched:
+        waiting[each.kind, each.unit].append(each)
+    apart = []
+    for row in _rows_within(found, ledger):
+        start, end, kind, unit = (
+            row["start_ns"] - found.base_ns,
+            row["end_ns"] - found.base_ns,
+            row["kind"],
+            row["unit"],
+        )
+        queue = waiting[kind, unit]
+        if queue and queue[0].issue <= end:
+            draft = queue.popleft()
+        else:
+            apart.append(draft := Collective(kind, unit, start))
+        kernel_end = draft.end if draft.pieces else end
+        draft.pieces, draft.transport, draft.issue = [], None, min(draft.issue, start)
+        draft.add(Piece(start, max(end, kernel_end)))
+        draft.phase, draft.emulated, draft.nbytes = row["phase"], True, row["logical_bytes"]
+    return [*launched, *apart]
+
+
+def _rows_within(found: Events, ledger: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The ledger's rows that the trace saw a part of, by their start."""
+    first, last = found.base_ns + found.first, found.base_ns + found.last
+    rows = (row for row in ledger if row["end_ns"] >= first and row["start_ns"] <= last)
+    return sorted(rows, key=lambda row: row["start_ns"])
 
 
 def _carry(collective: Collective, transfer: Transfer, found: Events, role: str = "") -> None:

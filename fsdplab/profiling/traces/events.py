@@ -4,7 +4,7 @@ On the CPU, computing is every operator (`aten::mm`, custom ones too) on a threa
 enqueues or waits, and autograd's own ranges hold Python hooks and waiting, so neither computes. On a GPU, computing is
 every kernel that moves no bytes between ranks (`comm_kernels`); copies and memsets by the copy engines are neither
 computing nor communication. Communication is `gloo:*` on gloo's threads, `shm:*` and the engine's marked ranges on the
-thread that runs them, communication kernels, and the work that ranks which share a GPU launch inside `shared_gpu:*`.
+thread that runs them, and communication kernels.
 
 Names and threads are numbers in the table, and each name is judged once, so that a trace of a gigabyte fits in memory.
 Times are the trace's own nanoseconds; `base_ns` is added when rows of a record are made.
@@ -47,7 +47,6 @@ _OF_BEFORE = {  # categories as PyTorch wrote them until 2021 -> as it does now
 _OF_HOST, _OF_RUNTIME = ("cpu_op", "user_annotation"), ("cuda_runtime", "cuda_driver")
 _READ = {*_OF_HOST, *_OF_RUNTIME, "kernel", "gpu_memcpy", "gpu_memset", *_OF_BEFORE}
 _SYNCHRONOUS_COPIES = ("cudaMemcpy", "hipMemcpy", "hipMemcpyWithStream")  # the host waits for these
-_BYTES = re.compile(r"\((\d+) bytes\)$")
 _MOST_CORRELATION = 2**62
 _ON_CUDA = 1  # the profiler's number of the kind of device
 _UNKNOWN = -(2**62)  # the launch of work that the trace does not show
@@ -64,11 +63,9 @@ class Kind(IntEnum):
     STEP = 5
     GLOO = 6
     SHM = 7
-    SHARED_GPU = 8  # the range around what ranks that share a GPU launch for a collective
     KERNEL = 9  # computes on a device
     COMM = 10  # a kernel that communicates
     COPY = 11
-    CARRIED = 12  # work of a device that was launched inside a SHARED_GPU range
     LAUNCH = 13
     BLOCKED = 14
     BLOCKING_LAUNCH = 15
@@ -161,7 +158,7 @@ class Events:
     @cached_property
     def on_gpu(self) -> bool:
         """Whether a device worked: then the host's operators only launch."""
-        return bool(np.isin(self.kind, (Kind.KERNEL, Kind.COMM, Kind.CARRIED)).any())
+        return bool(np.isin(self.kind, (Kind.KERNEL, Kind.COMM)).any())
 
     @property
     def distributed(self) -> dict[str, Any]:
@@ -180,7 +177,7 @@ class Events:
         calls = self.rows(Kind.LAUNCH, Kind.BLOCKING_LAUNCH)
         calls = calls[self.correlation[calls] >= 0]
         found = np.full(len(self.kind), -1)
-        device = self.rows(Kind.KERNEL, Kind.COMM, Kind.COPY, Kind.CARRIED)
+        device = self.rows(Kind.KERNEL, Kind.COMM, Kind.COPY)
         if len(calls):
             calls = calls[np.argsort(self.correlation[calls], kind="stable")]
             numbers = self.correlation[calls]
@@ -236,7 +233,7 @@ class Events:
     def transfers(self) -> list[Transfer]:
         """Everything that moves bytes between ranks, in order of time."""
         found = [self._transfer(row) for row in self.rows(Kind.GLOO, Kind.SHM, Kind.COMM).tolist()]
-        return sorted([*found, *_carried(self)], key=lambda one: (one.start, -one.end))
+        return sorted(found, key=lambda one: (one.start, -one.end))
 
     def _transfer(self, row: int) -> Transfer:
         name, details, carrier = self.names[int(self.name[row])], self.details[row], Kind(int(self.kind[row]))
@@ -249,44 +246,6 @@ class Events:
 def known(launches: np.ndarray) -> np.ndarray:
     """Which of the times that `launch_starts` or `launch_ends` gave the trace shows."""
     return launches != _UNKNOWN
-
-
-# ---- ranks that share a GPU
-
-
-def _take_carried(found: Events) -> None:
-    """Makes the work launched inside `shared_gpu:` ranges CARRIED: NCCL moves bytes with kernels of its own, ranks that
-    share a GPU with ordinary copies and sums.
-    """
-    if len(found.rows(Kind.SHARED_GPU)):
-        works = found.rows(Kind.KERNEL, Kind.COPY)
-        found.kind[works[_calls_around(found, works) >= 0]] = Kind.CARRIED
-
-
-def _carried(found: Events) -> list[Transfer]:
-    """One transfer for each such range: from its first to its last work, and the waits for peers in between."""
-    works, moved = found.rows(Kind.CARRIED), []
-    calls = _calls_around(found, works) if len(works) else works
-    for call in dict.fromkeys(calls.tolist()):
-        mine, name = works[calls == call], found.names[int(found.name[call])]
-        span, match = (int(found.start[mine].min()), int(found.end[mine].max())), _BYTES.search(name)
-        details = {"bytes": int(match.group(1))} if match else {}
-        first = int(mine[np.argmin(found.launch_starts(mine))])
-        moved.append(Transfer(kind_of(name), *span, Kind.SHARED_GPU, int(found.thread[call]), first, details))
-    return moved
-
-
-def _calls_around(found: Events, works: np.ndarray) -> np.ndarray:
-    """For each work the `shared_gpu:` range in which it was launched; -1 for none."""
-    ranges, launches, around = found.rows(Kind.SHARED_GPU), found.launched_by[works], np.full(len(works), -1)
-    for thread in np.unique(found.thread[ranges]).tolist():
-        own = ranges[found.thread[ranges] == thread]
-        own = own[np.argsort(found.start[own], kind="stable")]
-        at = np.searchsorted(found.start[own], found.start[launches], side="right") - 1
-        held = (launches >= 0) & (found.thread[launches] == thread) & (at >= 0)
-        held &= found.start[launches] < found.end[own[at]]
-        around[held] = own[at[held]]
-    return around
 
 
 # ---- reading
@@ -316,7 +275,6 @@ def read_events(path: str | Path, comm_patterns: Sequence[str] = (), shapes: boo
             " training step."
         )
     found = reader.events(trace)
-    _take_carried(found)
     processes = {str(found.threads[thread][0]) for thread in found.thread[found.rows(Kind.STEP)].tolist()}
     if len(processes) > 1:
         raise TraceError(
@@ -461,7 +419,7 @@ def correlation_of(event: dict[str, Any]) -> int:
 
 
 _STARTS = (
-    ("gloo:", Kind.GLOO), ("shm:", Kind.SHM), ("shared_gpu:", Kind.SHARED_GPU), ("FSDP::", Kind.RANGE),
+    ("gloo:", Kind.GLOO), ("shm:", Kind.SHM), ("FSDP::", Kind.RANGE),
     ("Optimizer.", Kind.RANGE), ("autograd::engine::evaluate_function", Kind.AUTOGRAD),
     ("enumerate(DataLoader)", Kind.LOADING),
 )  # fmt: skip

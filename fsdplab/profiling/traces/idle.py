@@ -54,7 +54,7 @@ def idle_causes(found: Events, device: Intervals) -> tuple[Intervals, np.ndarray
 
 def _by_launch(found: Events, gaps: Intervals) -> tuple[Intervals, Intervals]:
     """(what of the gaps is the host's, gaps whose next work was queued before they began)."""
-    works = found.rows(Kind.KERNEL, Kind.COMM, Kind.COPY, Kind.CARRIED)
+    works = found.rows(Kind.KERNEL, Kind.COMM, Kind.COPY)
     starts, launched = found.start[works], found.launch_ends(works)
     order = np.lexsort((launched, starts))  # of equal starts the first launched
     starts, launched = np.append(starts[order], found.last), np.append(launched[order], found.last)

@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdplab.common.names import OVER_ALL_RANKS, STRATEGIES, STRATEGIES_IN_WORDS, STRATEGY_ROWS
 from fsdplab.common.places import how_to_install
-from fsdplab.common.words import did_you_mean, squeezed
+from fsdplab.common.words import did_you_mean, plural, squeezed
 
 # The strategies of each engine, the best known first.
 ENGINES: dict[str, tuple[str, ...]] = {
@@ -39,8 +39,7 @@ DEVICES = ("auto", "cpu", "cuda")
 # the FSDP units: each block (as auto), each linear layer, the whole model
 UNITS = ("auto", "block", "linear", "model")
 OPTIMIZERS = ("adamw", "adamw-foreach")  # fused, and the one that makes temporaries
-TRANSPORTS = ("auto", "shm", "gloo", "nccl", "shared_gpu")
-ON_SHARED_GPU = ("lab", "torch-fsdp2")  # torch's takes collectives of the user's own
+TRANSPORTS = ("auto", "shm", "gloo", "nccl")
 # besides lab; for them "auto" is the device's usual backend
 ON_SHARED_MEMORY = ("torch-ddp", "torch-fsdp1", "torch-fsdp2")
 
@@ -98,7 +97,7 @@ class RunSpec:
     prefetch: int = option(1, "Units that the lab's engine gathers ahead; 0: none.")
     learning_rate: float = option(3e-4, "AdamW's learning rate.")
     optimizer: str = option("adamw", "adamw (fused) or adamw-foreach.")
-    transport: str = option("auto", "How bytes move: auto, shm, gloo, nccl, or shared_gpu (several ranks on one GPU).")
+    transport: str = option("auto", "How bytes move: auto, shm, gloo or nccl.")
     checkpoint: str = option("none", "Activations that the lab recomputes: none, selective or full.")
     offload: str = option("none", "Where the lab keeps slices and optimizer state: none (the device) or cpu.")
     compile: str = option("none", "none, or blocks (torch.compile makes one graph of each block's forward).")
@@ -173,27 +172,28 @@ class RunSpec:
     @property
     def device_type(self) -> str:
         """`cuda` or `cpu`: where the ranks run once `auto` is decided (cuda needs one GPU a rank, unless
-        FSDPLAB_SHARE_A_GPU lets them share).
+        FSDPLAB_SHARE_A_GPU=1 lets them share).
         """
         if self.device != "auto":
             return self.device
-        may_share = (
-            self.transport == "auto" and self.engine in ON_SHARED_GPU and os.environ.get("FSDPLAB_SHARE_A_GPU") == "1"
-        )
         # also for the twin, which is compared with ranks
-        enough = 1 if self.transport == "shared_gpu" or may_share else self.world_size
+        enough = 1 if os.environ.get("FSDPLAB_SHARE_A_GPU") == "1" else self.world_size
         return "cuda" if _gpus() >= enough else "cpu"
 
     @property
+    def why_this_device(self) -> str:
+        """Why ranks share GPUs, or do not run on those that there are; "" where each rank has what a user expects."""
+        found = _gpus()
+        if self.shares_a_gpu:
+            return f"{plural(found, 'GPU')} for {plural(self.processes, 'rank')}, which take turns"
+        if self.device == "auto" and self.device_type == "cpu" and found:
+            return f"this machine has {plural(found, 'GPU')}; --device cuda lets ranks share"
+        return ""
+
+    @property
     def shares_a_gpu(self) -> bool:
-        """Whether ranks share a GPU, or rehearse it on the CPU; such a run's times are emulated."""
-        if self.engine == "twin" or self.world_size == 1:
-            return False
-        if self.transport == "shared_gpu":
-            return True
-        # more CUDA ranks than GPUs: shared_gpu is chosen if the engine supports it
-        able = self.transport == "nccl" or self.transport == "auto" and self.engine in ON_SHARED_GPU
-        return able and self.device_type == "cuda" and 0 < _gpus() < self.processes
+        """Whether there are more CUDA ranks than GPUs; such a run's times are emulated."""
+        return self.device_type == "cuda" and 0 < _gpus() < self.processes
 
     @property
     def backend(self) -> str:
@@ -201,12 +201,11 @@ class RunSpec:
         shared memory.
 
         The lab's engine chooses its transport on top of gloo. Torch's engines use shared memory behind an emulated link
-        too.
+        too. Ranks that share a GPU use NCCL where it can do that, else gloo through host memory.
         """
-        if self.transport == "shared_gpu" or self.transport == "auto" and self.shares_a_gpu:
-            return "gloo"
         if self.device_type == "cuda":
-            return "nccl"
+            by_host = self.transport == "auto" and self.shares_a_gpu and nccl_version() < MULTI_RANK_NCCL
+            return "gloo" if by_host or self.transport == "gloo" else "nccl"
         return "shm" if (self.transport == "shm" or self.linked) and self.engine in ON_SHARED_MEMORY else "gloo"
 
     def as_dict(self) -> dict[str, Any]:
@@ -285,7 +284,7 @@ def _check_pairs(spec: RunSpec) -> None:
         )
     if (
         spec.engine != "lab"
-        and spec.transport not in ("auto", "shared_gpu")
+        and spec.transport != "auto"
         and not (spec.transport == "shm" and spec.engine in ON_SHARED_MEMORY)
     ):
         able = f"{' or '.join(ON_SHARED_MEMORY)} for shm, or engine='lab'"
@@ -293,12 +292,7 @@ def _check_pairs(spec: RunSpec) -> None:
             f"transport is {spec.transport}, but engine {spec.engine} brings its own; leave transport='auto', or give"
             f" {able}"
         )
-    if (
-        spec.transport == "nccl"
-        and spec.device_type == "cpu"
-        or spec.transport in ("shm", "gloo")
-        and spec.device_type == "cuda"
-    ):
+    if spec.transport == "nccl" and spec.device_type == "cpu" or spec.transport == "shm" and spec.device_type == "cuda":
         raise SpecError(
             f"transport {spec.transport} does not move tensors on {spec.device_type}; leave transport='auto'"
         )
@@ -396,36 +390,11 @@ def _check_shard_group(spec: RunSpec) -> None:
 
 def _check_sharing(spec: RunSpec) -> None:
     """SpecError for a request of shared GPUs that is not supported."""
-    if spec.transport == "shared_gpu":
-        _check_shared_gpu(spec)
-    elif spec.transport == "nccl" and spec.shares_a_gpu and (found := nccl_version()) < MULTI_RANK_NCCL:
+    if spec.transport == "nccl" and spec.shares_a_gpu and (found := nccl_version()) < MULTI_RANK_NCCL:
         raise SpecError(
             f"transport is nccl with {spec.processes} ranks on {_gpus()} GPU, which NCCL does from"
-            f" 2.30 on, but torch brings {'.'.join(map(str, found))}; give transport='shared_gpu'"
-        )
-
-
-def _check_shared_gpu(spec: RunSpec) -> None:
-    if spec.engine not in (*ON_SHARED_GPU, "twin"):
-        able = " or ".join(repr(engine) for engine in ON_SHARED_GPU)
-        raise SpecError(
-            f"transport is shared_gpu, but engine {spec.engine} brings its own; leave transport='auto', or give"
-            f" engine={able}"
-        )
-    if spec.profile and spec.device_type == "cpu" and spec.engine != "twin":
-        raise SpecError(
-            "on the CPU shared_gpu is a rehearsal, whose traces show nothing of a GPU; give transport='shm', or"
-            " profile=0"
-        )
-    if spec.engine == "torch-fsdp2" and spec.linked:
-        raise SpecError(
-            "on shared_gpu only the lab's engine meets an emulated link, got torch-fsdp2; leave link and emulate out,"
-            " or give engine='lab'"
-        )
-    if spec.engine == "torch-fsdp2" and spec.strategy == "hybrid_shard":
-        raise SpecError(
-            "torch-fsdp2 reduces over replicas with the process group, which shared_gpu is not; give"
-            " strategy='full_shard', or engine='lab'"
+            f" 2.30 on, but torch brings {'.'.join(map(str, found))}; leave transport='auto', which then"
+            " goes through host memory"
         )
 
 
@@ -436,11 +405,8 @@ def _check_machine(spec: RunSpec) -> None:
         _check_compiler(spec)
     if spec.device_type == "cuda":
         found = _gpus()
-        if found < spec.processes and not (found and spec.shares_a_gpu):  # these share one
-            ways = f"world_size={found}, an engine whose ranks can share one (lab or torch-fsdp2), or " if found else ""
-            raise SpecError(
-                f"device is cuda with {spec.processes} ranks, but {found} GPUs were found; give {ways}device='cpu'"
-            )
+        if not found:
+            raise SpecError(f"device is cuda with {spec.processes} ranks, but no GPU was found; give device='cpu'")
         return
     needed, there = least_bytes(spec), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > there:

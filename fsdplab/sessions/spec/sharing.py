@@ -1,7 +1,7 @@
-"""Several ranks on one GPU: the possible ways, and their settings.
+"""Several ranks on one GPU: who carries the bytes, and the settings that it needs.
 
-There are two. The transport `shared_gpu` moves bytes inside the GPU; NCCL from 2.30 on can run several ranks a GPU if
-told so by its environment. In both the processes take turns, so such runs are labelled emulated.
+NCCL from 2.30 on (torch 2.14) runs several ranks a GPU if its environment says so; before, gloo carries a GPU's tensors
+through host memory. The processes take turns on the GPU, so such runs are labelled emulated.
 """
 
 from __future__ import annotations
@@ -9,20 +9,12 @@ from __future__ import annotations
 from fsdplab.sessions.spec.run_spec import RunSpec, nccl_version
 
 
-def device_of_ranks(spec: RunSpec) -> str:
-    """Where ranks compute: `cpu`, `cuda` (each takes a GPU in turn), or `cuda:0` for all of them."""
-    return (
-        "cuda:0" if spec.device_type == "cuda" and spec.shares_a_gpu and spec.transport != "nccl" else spec.device_type
-    )
-
-
 def carrier(spec: RunSpec) -> dict[str, str]:
     """The backend in a record's environment where ranks share a GPU."""
     if not spec.shares_a_gpu:
         return {}
-    if spec.transport == "nccl":
-        return {"backend": f"nccl {'.'.join(map(str, nccl_version()))}, several ranks on one GPU"}
-    return {"backend": "shared_gpu" if spec.device_type == "cuda" else "shared_gpu, rehearsed on the CPU"}
+    by = f"nccl {'.'.join(map(str, nccl_version()))}" if spec.backend == "nccl" else "gloo through host memory"
+    return {"backend": f"{by}, several ranks on one GPU"}
 
 
 def nccl_variables(spec: RunSpec) -> dict[str, str]:
@@ -31,7 +23,7 @@ def nccl_variables(spec: RunSpec) -> dict[str, str]:
     Each rank gets its part of the eight blocks that one would take: all ranks' kernels must fit on the GPU at once, or
     they wait for each other for ever.
     """
-    if spec.transport != "nccl" or not spec.shares_a_gpu:
+    if spec.backend != "nccl" or not spec.shares_a_gpu:
         return {}
     return {
         "NCCL_MULTI_RANK_GPU_ENABLE": "1",

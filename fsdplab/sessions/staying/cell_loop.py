@@ -11,6 +11,7 @@ how it ended, wait again.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import traceback
@@ -19,14 +20,14 @@ from typing import Any
 
 from fsdplab.sessions.launch.stacks import of_exception
 from fsdplab.sessions.staying.cell_code import IDLE, cell_namespace, given_names, run_source, source_of, title
-from fsdplab.sessions.worker.rank_process import RankContext, rank_process
+from fsdplab.sessions.worker.rank_process import RankContext, backend_of_cells, rank_process
 
 _MOST_NAMES = 8
 
 
 def main(folder: str) -> None:
     """Run cells on this rank until the caller closes the FIFO."""
-    with rank_process(folder) as context:
+    with rank_process(folder, backend_of_cells(int(os.environ["WORLD_SIZE"])), "cpu") as context:
         cells = _Cells(context)
         context.heartbeat.enter(IDLE)
         with context.mailbox.of(context.rank, "in").open() as requests:

@@ -198,8 +198,6 @@ def _fsdp1(spec: RunSpec, device: torch.device, model: nn.Module) -> Held:
 def _fsdp2(spec: RunSpec, device: torch.device, model: nn.Module) -> Held:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    from fsdplab.engine.transport.shared_gpu.peers import put_on_shared_gpu
-
     policy = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         if spec.precision == "bf16"
@@ -214,10 +212,7 @@ def _fsdp2(spec: RunSpec, device: torch.device, model: nn.Module) -> Held:
     units = units_of(spec, model)
     for module in [module for module in model.modules() if units != "root" and isinstance(module, tuple(units))]:
         shard(module)
-    sharded = shard(model)
-    if spec.shares_a_gpu:
-        put_on_shared_gpu(sharded, dist.group.WORLD, device)
-    return Held(sharded)
+    return Held(shard(model))
 
 
 def _twin(spec: RunSpec, context: RankContext, model: nn.Module) -> TrainingSetup:

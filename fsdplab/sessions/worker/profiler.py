@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerAction, ProfilerActivity, profile
+from torch.profiler import ProfilerAction, profile
 
 from fsdplab.engine import events
 from fsdplab.profiling import AccountingError, StepAnalysis, TraceAnalysis, TraceError, analyse_trace
 from fsdplab.profiling.intervals import EMPTY, Intervals, pairs
+from fsdplab.profiling.profiler_rules import activities_on, await_gloo_threads
 from fsdplab.profiling.saving import save_trace
-from fsdplab.profiling.stopping import await_gloo_threads
 from fsdplab.profiling.traces.origin import MARK
 from fsdplab.profiling.traces.steps import NoStep
 from fsdplab.sessions.launch.mailbox import Mailbox
@@ -39,9 +39,11 @@ class StepProfiler:
     """Profiles the steps after `begin`: `warmup` whose events it throws away, and `steps` whose trace `save` writes."""
 
     def __init__(self, steps: int, warmup: int, device: torch.device) -> None:
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
         self._profile = profile(
-            activities=activities, schedule=_actions(warmup, warmup + steps), record_shapes=True, profile_memory=True
+            activities=activities_on(device),
+            schedule=_actions(warmup, warmup + steps),
+            record_shapes=True,
+            profile_memory=True,
         )
         self.seconds: list[float] = []
         self._warmup = warmup

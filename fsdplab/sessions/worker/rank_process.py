@@ -102,6 +102,15 @@ def rank_process(
     end_process(0)
 
 
+def backend_of_cells(world_size: int) -> str:
+    """The backend of ranks that run somebody's own code: gloo, and NCCL for tensors of GPUs where each rank has one.
+
+    Where ranks share a GPU, gloo carries its tensors too. No CUDA context is made.
+    """
+    one_each = 0 < world_size <= torch.cuda.device_count() and dist.is_nccl_available()
+    return "cpu:gloo,cuda:nccl" if one_each else "gloo"
+
+
 def _known(backend: str) -> str:
     """The backend's name, which torch knows by now."""
     if backend != "shm":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 import torch
 
-from fsdplab.sessions.worker.rank_process import RankContext, rank_process
+from fsdplab.sessions.worker.rank_process import RankContext, backend_of_cells, rank_process
 
 VALUES = "None, bool, int, float, str, plain tensors, and lists, tuples and dicts of them"
 _PLAIN = (type(None), bool, int, float, str, torch.Tensor, torch.nn.Parameter)
@@ -25,7 +26,8 @@ _PLAIN = (type(None), bool, int, float, str, torch.Tensor, torch.nn.Parameter)
 
 def main(folder: str, source: str, function_name: str) -> None:
     """Call the function on this rank."""
-    with rank_process(folder, keep_issued=True) as context:
+    backend = backend_of_cells(int(os.environ["WORLD_SIZE"]))
+    with rank_process(folder, backend, "cpu", keep_issued=True) as context:
         payload = torch.load(context.mailbox.folder / "payload", weights_only=True)
         function = getattr(_module(Path(source)), function_name)
         context.heartbeat.enter(function_name)

@@ -26,10 +26,11 @@ from fsdplab.profiling import MemoryRecorder, MemoryTimeline, TagLog
 from fsdplab.profiling.core_waits import CoreWaitLog
 from fsdplab.profiling.intervals import EMPTY
 from fsdplab.profiling.memory.snapshot import memory_snapshot
+from fsdplab.profiling.profiler_rules import prepare_profiler
 from fsdplab.sessions.launch.mailbox import RANKS_STORE
 from fsdplab.sessions.launch.turns import OwnTurns
 from fsdplab.sessions.spec import MEMORY_STEP, RunSpec
-from fsdplab.sessions.spec.sharing import carrier, device_of_ranks, nccl_variables
+from fsdplab.sessions.spec.sharing import carrier, nccl_variables
 from fsdplab.sessions.worker.core_share import core_time, waited_s
 from fsdplab.sessions.worker.emulated_network import EmulatedNetwork
 from fsdplab.sessions.worker.engines import Batch, TrainingSetup, build
@@ -47,7 +48,7 @@ def main(folder: str, build_setup: Build = build) -> None:
     with open(f"{folder}/spec.json") as file:
         spec = RunSpec(**json.load(file))
     os.environ |= nccl_variables(spec)
-    with rank_process(folder, spec.backend, device_of_ranks(spec)) as context:
+    with rank_process(folder, spec.backend, spec.device_type) as context:
         if context.rank == 0:
             context.write(
                 "environment", capture_environment(spec.device_type) | carrier(spec) | {"start": how_started()}
@@ -66,6 +67,8 @@ class Training:
 
     def __init__(self, spec: RunSpec, context: RankContext, build_setup: Build) -> None:
         self.spec, self.context = spec, context
+        if spec.memory or spec.profile:
+            prepare_profiler(context.device)
         self.turns = OwnTurns(context.mailbox, context.rank, context.heartbeat)
         self.ledger = Ledger(context, self._is_traced)
         self.tags = TagLog() if spec.memory else None
@@ -207,6 +210,7 @@ class Training:
             "total": timeline.peak_total,
             "by_category": timeline.peak,
             "resident_growth": timeline.resident_growth,
+            "workspaces": timeline.workspaces,
         }
 
 

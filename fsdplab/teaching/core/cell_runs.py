@@ -11,7 +11,10 @@ import re
 import traceback
 import warnings
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
+
+import torch
 
 from fsdplab.common.words import plural
 from fsdplab.sessions import Failure, RanksFailed, call_on_ranks
@@ -74,6 +77,7 @@ def run_ranks(line: str, cell: str) -> None:
     """`%%ranks`: run the cell on ranks, and print what they print, labelled, while they run."""
     wanted = cell_line(line)
     _check_syntax(cell)
+    _say_devices(wanted.fresh or (_staying[0].world_size if _staying else 2))
     if wanted.fresh is None and (wanted.chosen is not None or _staying):
         _run_on_staying(cell, wanted)
         return
@@ -82,6 +86,28 @@ def run_ranks(line: str, cell: str) -> None:
     for rank, text in enumerate(printed):
         if not text:
             print_labelled(rank, "(printed nothing)")
+
+
+@cache
+def _say_devices(ranks: int) -> None:
+    """Print, once for each number of ranks, how cells reach the GPUs of this machine; nothing where it has none."""
+    if words := device_words(torch.cuda.device_count(), ranks):
+        print(words)
+
+
+def device_words(gpus: int, ranks: int) -> str:
+    """How `ranks` ranks of a cell use `gpus` GPUs; "" without one."""
+    if not gpus:
+        return ""
+    if gpus < ranks:
+        return (
+            f"The ranks begin on the CPU. {plural(gpus, 'GPU')} for {plural(ranks, 'rank')}: they can share, with"
+            f" torch.cuda.set_device(rank % {gpus}); gloo then carries CUDA tensors through host memory."
+        )
+    return (
+        "The ranks begin on the CPU. For a GPU each, write torch.cuda.set_device(rank); NCCL then carries CUDA tensors,"
+        " gloo those of the CPU."
+    )
 
 
 def manage_ranks(line: str) -> None:

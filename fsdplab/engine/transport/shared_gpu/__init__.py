@@ -1,1 +1,0 @@
-"""Several ranks on one GPU; begin in transport.py."""
