@@ -27,11 +27,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
 aten = torch.ops.aten
-_SCALAR_READ = "aten::_local_scalar_dense"
 # They make or name memory and compute nothing; resizing changes a tensor's description, which is not the memory's.
 _COMPUTE_NOTHING = (
-    "aten::empty", "aten::new_empty", "aten::resize_", "aten::_resize", "aten::set_", "aten::record_stream", "aten::is_pinned",
-    "aten::_pin_memory", "aten::_copy_from", _SCALAR_READ,
+    "aten::empty", "aten::new_empty", "aten::resize_", "aten::_resize", "aten::set_", "aten::record_stream",
+    "aten::is_pinned", "aten::_pin_memory", "aten::_local_scalar_dense",
 )  # fmt: skip
 
 
@@ -224,29 +223,27 @@ def _gradients(grad: Any, query: Any, key: Any, value: Any, causal: bool, bias: 
     return torch.autograd.grad(out, leaves, grad)
 
 
-def _efficient(query, key, value, bias, compute_lse, dropout_p=0.0, is_causal=False, *, scale=None):  # type: ignore
+def _efficient(query, key, value, bias, compute_lse, dropout_p=0.0, is_causal=False, *, scale=None):
     return (_attention(query, key, value, is_causal, bias, scale),)
 
 
-def _efficient_backward(grad, q, k, v, bias, out, lse, seed, offset, dropout_p, mask, is_causal=False, *, scale=None):  # type: ignore
+def _efficient_backward(grad, q, k, v, bias, out, lse, seed, offset, dropout_p, mask, is_causal=False, *, scale=None):
     return _gradients(grad, q, k, v, is_causal, bias, scale)
 
 
-def _flash(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):  # type: ignore
+def _flash(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):
     return (_attention(query, key, value, is_causal, None, scale),)
 
 
-def _flash_backward(grad, q, k, v, out, lse, cq, ck, mq, mk, dropout_p, is_causal, seed, offset, *, scale=None):  # type: ignore
+def _flash_backward(grad, q, k, v, out, lse, cq, ck, mq, mk, dropout_p, is_causal, seed, offset, *, scale=None):
     return _gradients(grad, q, k, v, is_causal, None, scale)
 
 
-def _cudnn(query, key, value, bias, compute_lse, dropout_p=0.0, is_causal=False, debug=False, *, scale=None):  # type: ignore
+def _cudnn(query, key, value, bias, compute_lse, dropout_p=0.0, is_causal=False, debug=False, *, scale=None):
     return (_attention(query, key, value, is_causal, bias, scale),)
 
 
-def _cudnn_backward(  # type: ignore
-    grad, q, k, v, out, lse, seed, offset, bias, cq, ck, mq, mk, dropout_p, is_causal, *, scale=None
-):
+def _cudnn_backward(grad, q, k, v, out, lse, seed, offset, bias, cq, ck, mq, mk, dropout_p, is_causal, *, scale=None):
     return _gradients(grad, q, k, v, is_causal, bias, scale)
 
 

@@ -18,8 +18,6 @@ TWIN = {**TINY, "engine": "twin", "device": "cpu"}
 # Seeded delays before kernels and copies, and slow collectives: what is not ordered comes out of order.
 DELAYS = {"SEED": 1, "KERNEL_DELAY_US": 300, "COPY_DELAY_US": 2000, "NCCL_US": 3000}
 
-pytestmark = pytest.mark.timeout(600)
-
 
 @pytest.fixture
 def trained(on_gpus: Callable[..., Done], tmp_path: Path) -> Trained:

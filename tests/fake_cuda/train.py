@@ -1,7 +1,7 @@
 """Trains runs with numbers, in one process under the stand-in: `python -m tests.fake_cuda.train CASES LOSSES.json`.
 
-CASES is a JSON list of `{"spec": {...}, "left_out": "nothing"}`. LOSSES.json becomes the list of their losses by step, or
-of the line that says why a run failed.
+CASES is a JSON list of `{"spec": {...}, "left_out": "nothing"}`. LOSSES.json becomes the list of their losses by step,
+or of the line that says why a run failed.
 """
 
 from __future__ import annotations
