@@ -15,7 +15,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -25,10 +25,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import Shard
 
-from fsdplab.engine import STRATEGIES, checkpoint, shard_model
+from fsdplab.engine import STRATEGIES, checkpoint, fully_shard, shard, shard_model
+from fsdplab.engine.core.param import ShardedParam
+from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.features import mapped
-from fsdplab.engine.features.offload import FileStorage, HostStorage, NVMeOffloadPolicy, storage_of
+from fsdplab.engine.features.offload import FileStorage, HostStorage, NVMeOffloadPolicy, end_to_end, storage_of
 from fsdplab.engine.features.offloaded_optimizer import offload_optimizer
 from tests.test_engine_state import Small, differing, local_of, train, whole
 
@@ -316,7 +319,7 @@ def test_pinning_without_an_accelerator_is_a_warning() -> None:
         storage = storage_of(CPUOffloadPolicy(), torch.device("cpu"))
     assert not storage.make(8, "u").is_pinned()
     gradient = torch.ones(3)
-    assert storage.begin_take(gradient)[0] is gradient, "no copy where nothing has to move"
+    assert storage.take([gradient])[0][0] is gradient, "no copy where nothing has to move"
 
 
 # ---- an optimizer whose state rests in files
@@ -644,6 +647,122 @@ def test_files_take_the_place_of_memory(ranks, drive: Path) -> None:
     assert nvme["peak"] < plain["peak"] - 40 * MB
 
 
+# ---- gradients that arrive late
+
+
+class LateStorage(HostStorage):
+    """Host memory in which gradients arrive when somebody waits for them, and no earlier."""
+
+    def take(self, gradients: Iterable[torch.Tensor]) -> tuple[Iterable[torch.Tensor], Pending]:
+        values = list(gradients)
+        landings = end_to_end(values, lambda nbytes: torch.full((nbytes,), 255, dtype=torch.uint8))  # NaNs
+        return landings, Pending(lambda: [landing.copy_(value) for landing, value in zip(landings, values)])
+
+
+class TwoDtypes(nn.Linear):
+    """A layer with a scale in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.scale = nn.Parameter(torch.randn(6).to(torch.bfloat16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(super().forward(x)) * self.scale.float()
+
+
+class Mixed(nn.Module):
+    """Two blocks of parameters of two dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(TwoDtypes() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def by_columns(parameter: nn.Parameter) -> Shard:
+    return Shard(parameter.ndim - 1)
+
+
+def gradients_of(late: bool, hooks: bool) -> list[list[torch.Tensor]]:
+    """Gradients after one, and after two accumulated backwards; with `hooks` as they are when a hook sees them."""
+    storage = LateStorage(pin=False) if late else HostStorage(pin=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard, "storage_of", lambda *_: storage)
+        model = Mixed()
+        for module in (*model.blocks, model):
+            fully_shard(module, shard_placement_fn=by_columns, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    seen: list[torch.Tensor] = []
+    if hooks:
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda each: seen.append(each.grad.to_local().clone()))
+    found = []
+    for number in range(2):
+        model(torch.full((3, 6), 0.1 + dist.get_rank() + number)).square().sum().backward()
+        found.append([*seen] if hooks else [parameter.grad.to_local().clone() for parameter in model.parameters()])
+    return found
+
+
+def late_equals_early() -> None:
+    for hooks in (False, True):
+        for late, early in zip(gradients_of(True, hooks), gradients_of(False, hooks), strict=True):
+            assert len(late) == len(early) and all(each.isfinite().all() and each.any() for each in early)
+            stale = [number for number, pair in enumerate(zip(late, early)) if not torch.equal(*pair)]
+            assert stale == [], f"hooks {hooks}: {len(stale)} of {len(early)} were read before they had arrived"
+
+
+def test_no_gradient_is_read_before_it_has_arrived(ranks) -> None:
+    ranks(2, late_equals_early)
+
+
+def read_too_early() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ShardedParam, "reads_gradient_at_once", False)
+        late_equals_early()
+
+
+def test_a_gradient_that_is_read_too_early_is_noticed(ranks) -> None:
+    """Without the wait, the second backward adds to gradients that are not there yet."""
+    with pytest.raises(AssertionError, match="were read before they had arrived"):
+        ranks(2, read_too_early)
+
+
+def test_slices_are_settled_before_the_optimizer_writes_to_them(ranks) -> None:
+    ranks(2, settles_when_writing_may_begin)
+
+
+def settles_when_writing_may_begin() -> None:
+    log: list[str] = []
+
+    class Noting(HostStorage):
+        def send(self, write: Callable[[torch.Tensor], object], target: torch.Tensor) -> Pending | None:
+            log.append("send")
+            return super().send(write, target)
+
+        def settle(self) -> None:
+            log.append("settle")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard, "storage_of", lambda *_: Noting(pin=False))
+        model = shard_model(Mixed(), "full_shard", offload_policy=CPUOffloadPolicy(pin_memory=False))
+    x = torch.ones(3, 6)
+    with torch.no_grad():
+        model(x)
+    assert log.count("send") == 2 and log[-1] == "settle", "after a forward that no backward follows"
+    log.clear()
+    loss = model(x).sum()
+    assert log == ["send", "send"], "the host goes on to the backward"
+    loss.backward()
+    assert log.count("send") == 4 and log[-1] == "settle"
+    log.clear()
+    model.state_dict()
+    assert "settle" in log
+
+
 # ---- on a GPU
 
 
@@ -666,9 +785,10 @@ def test_state_of_gpu_parameters_rests_in_host_memory(drive: Path) -> None:
 
 
 @needs_gpu
-def test_gradients_land_in_pinned_memory() -> None:
-    gradient = torch.randn(1000, device="cuda")
-    landing, copying = HostStorage(pin=True).begin_take(gradient)
-    assert landing.is_pinned()
+@pytest.mark.parametrize("pin", [True, False])
+def test_gradients_land_in_host_memory(pin: bool) -> None:
+    gradients = [torch.randn(1000, device="cuda"), torch.randn(3, 5, device="cuda", dtype=torch.bfloat16)]
+    landings, copying = HostStorage(pin).take(gradients)
     copying.wait()
-    assert torch.equal(landing, gradient.cpu())
+    for landing, gradient in zip(landings, gradients, strict=True):
+        assert landing.is_pinned() is pin and torch.equal(landing, gradient.cpu())

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdplab.engine import events, shard_model
-from fsdplab.engine.features.recompute import CHECKPOINTS, recompute_of
+from fsdplab.engine.features.recompute import _ATTENTIONS, CHECKPOINTS, recompute_of
 
 BLOCKS, PRODUCTS = 3, 4
 
@@ -101,3 +101,49 @@ def test_an_unknown_choice_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown checkpoint 'some'; expected one of none, full, selective"):
         recompute_of("some")
     assert recompute_of("none") is None
+
+
+# ---- which operators are attention
+
+
+def fused_attentions() -> set[str]:
+    """The operators of this torch that `scaled_dot_product_attention` may end in, each with an output to keep."""
+    found = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("aten::_scaled_dot_product_")}
+    apart = torch._C._dispatch_has_kernel_for_dispatch_key  # a composite one is seen as the operators it is made of
+    return {name for name in found if not name.endswith("_backward") and not apart(name, "CompositeImplicitAutograd")}
+
+
+def test_every_fused_attention_of_this_torch_is_kept() -> None:
+    found = fused_attentions()
+    assert "aten::_scaled_dot_product_cudnn_attention" in found and len(found) >= 6
+    assert found - _ATTENTIONS == set(), "selective recomputation would compute these again"
+
+
+def test_a_new_fused_attention_would_be_noticed() -> None:
+    library = torch.library.Library("aten", "FRAGMENT")
+    library.define("_scaled_dot_product_lab_attention(Tensor query) -> Tensor")
+    try:
+        assert fused_attentions() - _ATTENTIONS == {"aten::_scaled_dot_product_lab_attention"}
+    finally:
+        library._destroy()
+
+
+class Attentions(TorchDispatchMode):
+    """Counts calls of the fused attention of CPUs."""
+
+    count = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        self.count += func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("choice", "times"), [("selective", 1), ("full", 2)])
+def test_attention_is_computed_again_by_full_alone(choice: str, times: int) -> None:
+    attend = lambda module, x: torch.nn.functional.scaled_dot_product_attention(x, x, x)  # noqa: E731
+    x = torch.randn(1, 2, 8, 16, requires_grad=True)
+    with Attentions() as attentions:
+        recompute_of(choice)(attend, None, x).sum().backward()
+    assert attentions.count == times

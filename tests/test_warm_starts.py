@@ -264,9 +264,15 @@ def test_what_a_process_reads_when_it_starts_gets_a_new_starter(starter: int, mo
 ENDS = "import sys; sys.exit('no torch in here')"
 BROKEN = {
     "ends": (ENDS, "ended with exit code 1: no torch in here"),
-    "CUDA": (
-        f"import torch; torch.cuda.is_initialized = lambda: True\n{OF_LITTLE}",
-        "CUDA was initialised while the warm starter imported",
+    "CUDA": (  # as torch is in a child of a process in which `torch.cuda.is_available()` was called
+        f"import torch; torch.version.cuda, torch.cuda._is_in_bad_fork = '13.0', lambda: True\n{OF_LITTLE}",
+        "CUDA was touched while the warm starter imported .*torch.cuda.is_available.* is enough",
+    ),
+    "driver": (
+        f"import torch; torch.version.cuda = '13.0'; import fsdplab.sessions.launch.starter as starter, ctypes\n"
+        f"class Used: cuInit = staticmethod(lambda flags: 3)\n"
+        f"starter.ctypes = type('ctypes', (), dict(CDLL=staticmethod(lambda *_, **__: Used)))\n{OF_LITTLE}",
+        "CUDA was touched while the warm starter imported",
     ),
     "thread": (
         f"import threading, time; threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()\n{OF_LITTLE}",

@@ -98,6 +98,12 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
         return group.name()
 
 
+def device_for(group: dist.ProcessGroup, wanted: torch.device) -> torch.device:
+    """`wanted` where `group` has a backend for it, else a device that it has one for: NCCL's have none for the host."""
+    kinds = [each.type for each in group._device_types]
+    return wanted if wanted.type in kinds or not kinds else torch.device(kinds[0])
+
+
 def seconds_before_giving_up(group: dist.ProcessGroup) -> float:
     """The time-out that `group` was made with."""
     return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()

@@ -121,9 +121,9 @@ def now_on(device: torch.device) -> Callable[[], int]:
     if device.type != "cuda":
         now = time.time_ns()
         return lambda: now
-    event, (zero, zero_ns) = torch.cuda.Event(enable_timing=True), device_clock(device)
+    event = torch.cuda.Event(enable_timing=True)
     event.record()
-    return lambda: zero_ns + int(zero.elapsed_time(event) * 1e6)
+    return device_clock(device).when(event)
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,8 @@ class ShardedParam:
             place.copy_(local)
         held = compat.own_storage(place)
         if isinstance(self.at_rest, DTensor):
+            if self.at_rest.device != held.device:  # a DTensor has a device too, which must be that of its gradient
+                self.at_rest.data = compat.dtensor_of(held, self.at_rest._spec)
             self.at_rest._local_tensor = held
         else:
             self.at_rest.data = held
@@ -164,9 +166,12 @@ class ShardedParam:
         """Whether `give_gradient` adds to a gradient that is there, or calls hooks."""
         return self.at_rest.grad is not None or bool(getattr(self.at_rest, "_post_accumulate_grad_hooks", None))
 
-    def give_gradient(self, rows: torch.Tensor) -> None:
-        """Add `rows`, this rank's part of the reduced gradient, to what the optimizer will read."""
-        local = self.natural(rows.to(self.dtype)).contiguous()
+    def gradient_at_rest(self, rows: torch.Tensor) -> torch.Tensor:
+        """`rows` of the reduced gradient in the dtype and the order of dimensions that the parameter has at rest."""
+        return self.natural(rows.to(self.dtype)).contiguous()
+
+    def give_gradient(self, local: torch.Tensor) -> None:
+        """Add `local`, this rank's part of the reduced gradient, to what the optimizer will read."""
         if self.at_rest.grad is not None:
             held = self.at_rest.grad
             (held._local_tensor if isinstance(held, DTensor) else held).add_(local)

@@ -15,6 +15,7 @@ import torch
 from torch._prims_common import make_contiguous_strides_for as contiguous_strides
 
 from fsdplab.engine import events
+from fsdplab.engine.core.layout import Slot
 from fsdplab.engine.core.packing import half, is_missing, pack
 from fsdplab.engine.core.param import ShardedParam
 from fsdplab.engine.core.pending import Pending
@@ -118,24 +119,27 @@ class Reduction:
         return [not missing or not is_missing(part) for missing, part in zip(self._missing, parts)]
 
     def _hand_out(self, given: Sequence[bool]) -> None:
-        """Give every parameter its rows; where they go to host memory they may still be on their way (`arriving`),
-        unless somebody reads them at once.
+        """Give every parameter its rows. Those that go to host memory may still be on their way (`arriving`), unless
+        somebody reads them at once, so whatever computes with them comes before they leave.
         """
         dtypes = {param.dtype for param in self._params}
-        cast = self._output.to(*dtypes) if len(dtypes) == 1 else self._output
-        output, self.arriving = self._config.storage.begin_take(cast)
-        if any(param.whole_gradient is not None or param.reads_gradient_at_once for param in self._params):
+        output = self._output.to(*dtypes) if len(dtypes) == 1 else self._output
+        taking = [param for param, has_gradient in zip(self._params, given) if has_gradient]
+        slots = [slot for slot, has_gradient in zip(self._layout.slots, given) if has_gradient]
+        ready = (param.gradient_at_rest(self._rows(output, param, slot)) for param, slot in zip(taking, slots))
+        locals_, self.arriving = self._config.storage.take(ready)
+        if any(param.reads_gradient_at_once for param in taking):
             self.arriving.wait()
-        for param, slot, has_gradient in zip(self._params, self._layout.slots, given):
-            if not has_gradient:
-                continue
-            start, stop = slot.span(self._config.rank)
-            shape = (stop - start, *param.shape[1:])
-            rows = output.as_strided(shape, contiguous_strides(shape), slot.offset // slot.itemsize)
-            if param.whole_gradient is not None:  # kept whole: the averaged rows take their place in it
-                rows = param.whole_gradient[start:stop].copy_(rows)
-            param.whole_gradient = None
-            param.give_gradient(rows)
+        for param, local in zip(taking, locals_):
+            param.give_gradient(local)
+
+    def _rows(self, output: torch.Tensor, param: ShardedParam, slot: Slot) -> torch.Tensor:
+        """The rows of `param` in `output`; where its gradient is kept whole they take their place in it."""
+        start, stop = slot.span(self._config.rank)
+        shape = (stop - start, *param.shape[1:])
+        rows = output.as_strided(shape, contiguous_strides(shape), slot.offset // slot.itemsize)
+        whole, param.whole_gradient = param.whole_gradient, None
+        return rows if whole is None else whole[start:stop].copy_(rows)
 
 
 def _in_two_parts(work: Pending) -> list[Stage]:

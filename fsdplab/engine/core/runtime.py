@@ -109,6 +109,7 @@ class Runtime:
             self.passes += 1
             if not will_backward:
                 self._drop_everything("forward")
+                self._settle_storage()
             self._settle()
             self._forward_root = None
 
@@ -220,6 +221,7 @@ class Runtime:
             self._finish_reductions()
             self._drop_everything("backward")
             self._settle()
+            self._settle_storage()
             for unit in self.units.values():
                 unit.await_gradients()
                 if unit.sync:
@@ -231,6 +233,11 @@ class Runtime:
         """Peers have read what this rank published: the optimizer, or whoever comes next, may write to the slices."""
         for transport in {unit.config.shard for unit in self.units.values() if unit.config.shard is not None}:
             transport.settle()
+
+    def _settle_storage(self) -> None:
+        """The same for what copies slices from the host: between forward and backward nobody writes to them."""
+        for storage in {unit.config.storage for unit in self.units.values()}:
+            storage.settle()
 
     def _drop_everything(self, phase: str) -> None:
         for unit in self.units.values():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 
 from fsdplab.engine.core.pending import Pending
@@ -25,12 +27,18 @@ class ShardStorage:
     def done_reading(self, flat: torch.Tensor) -> None:
         """The gather has read `flat`."""
 
-    def bring(self, flat: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """`flat` on the device that computes: itself if it lives there."""
-        return flat if flat.device == device else flat.to(device, non_blocking=True)
-
-    def begin_take(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Pending]:
-        """Begin to move a reduced gradient slice to where its parameter lives: where it will be, and what to wait for
-        before reading it there.
+    def send(self, write: Callable[[torch.Tensor], object], target: torch.Tensor) -> Pending | None:
+        """Have `write` fill `target`, on the device that computes, from slices at rest; what to wait for before reading
+        `target`, or None where the current stream's order is enough.
         """
-        return gradient if gradient.device == self.device else gradient.to(self.device), Pending(lambda: None)
+        write(target)
+        return None
+
+    def settle(self) -> None:
+        """Return once `send` has read the slices at rest: the host may write to them."""
+
+    def take(self, gradients: Iterable[torch.Tensor]) -> tuple[Iterable[torch.Tensor], Pending]:
+        """Begin to move reduced gradients to where their parameters rest: where each will be, and what to wait for
+        before reading them there.
+        """
+        return gradients, Pending(lambda: None)

@@ -38,27 +38,33 @@ class Stamp:
 class Outgoing:
     """This rank's slice, `nbytes` in the dtype that travels.
 
-    `write` puts it into memory (bytes) of the transport's choice. `resident` is the slice at rest (bytes), where that
+    `write` puts it into memory (bytes) of the transport's choice, and returns what to wait for before that is read, or
+    None. `resident` is the slice at rest (bytes), where that
     is what travels, and rests where the transport can read it.
     """
 
     nbytes: int
     dtype: torch.dtype
-    write: Callable[[torch.Tensor], object]
+    write: Callable[[torch.Tensor], Pending | None]
     resident: torch.Tensor | None = None
 
     @classmethod
     def of(cls, slice_: torch.Tensor) -> Outgoing:
         """A slice that lies ready in a tensor."""
         resident = slice_.view(torch.uint8)
-        return cls(slice_.nbytes, slice_.dtype, lambda target: target.copy_(resident), resident)
+
+        def write(target: torch.Tensor) -> None:
+            target.copy_(resident)
+
+        return cls(slice_.nbytes, slice_.dtype, write, resident)
 
     def made(self, device: torch.device) -> torch.Tensor:
         """The slice as a tensor of its dtype: the resident one, or one made for this."""
         if self.resident is not None:
             return self.resident.view(self.dtype)
         slice_ = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
-        self.write(slice_)
+        if (written := self.write(slice_)) is not None:
+            written.wait()
         return slice_.view(self.dtype)
 
 

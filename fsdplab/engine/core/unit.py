@@ -200,24 +200,34 @@ class Unit:
             return self.partial_reshard.gather(self._whole, stamp)
         if self.config.shard is not None:
             return self.config.shard.all_gather(self._outgoing(), self._whole, stamp)
-        if not self.plan.aliased:
-            self._fill(self._whole.tensor)
-        return None
+        written = None if self.plan.aliased else self._write(self._whole.tensor)
+        return written and Pending(written.wait, self._whole.tensor, on_drop=written.wait)
 
     def _outgoing(self) -> Outgoing:
         """This rank's slice in the dtype that travels: the slices at rest themselves, or made from them."""
         ready = self.plan.travels_as_it_rests and self.config.storage.device == self.config.device
-        return Outgoing(self.plan.layout.slice_bytes, self.plan.wire_dtype, self._fill, self._flat if ready else None)
+        return Outgoing(self.plan.layout.slice_bytes, self.plan.wire_dtype, self._write, self._flat if ready else None)
+
+    def _write(self, target: torch.Tensor) -> Pending | None:
+        """Begin to write this rank's slice, in the dtypes that travel, into `target` (bytes)."""
+        return self.config.storage.send(self._fill, target)
 
     def _fill(self, target: torch.Tensor) -> None:
-        """Write this rank's slice, in the dtypes that travel, into `target` (bytes)."""
         plan = self.plan
         if plan.aliased:
             cut_out(self.config.rank, self._whole, target)
         elif plan.plain:
-            self._cast(self.config.storage.bring(self._make_flat(), self.config.device), target)
+            self._cast(self._near(self._make_flat()), target)
         for parted in plan.parted:
             parted.write_parts(plan.layout, target)
+
+    def _near(self, flat: torch.Tensor) -> torch.Tensor:
+        """`flat`, on the device that computes where it is cast: a copy from the host that casts would do it there."""
+        if flat.device == self.config.device or self.plan.rest_dtypes == self.plan.compute_dtypes:
+            return flat
+        copy = flat.to(self.config.device, non_blocking=True)
+        events.tag("communication_buffers", copy, self.name)
+        return copy
 
     def _cast(self, at_rest: torch.Tensor, target: torch.Tensor) -> None:
         plan = self.plan
@@ -297,6 +307,7 @@ class Unit:
         self.reshard("forward")
         if self.config.shard is not None:
             self.config.shard.settle()
+        self.config.storage.settle()
 
     def transports(self) -> list[Transport]:
         """What it gathers and reduces with, in an order that all ranks share."""

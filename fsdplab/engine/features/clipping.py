@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from fsdplab.engine import compat
+
 
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor],
@@ -85,7 +87,10 @@ def _power_sum(tensors: list[torch.Tensor], p: float, device: torch.device) -> t
 
 def _combine(part: torch.Tensor, group: dist.ProcessGroup, p: float) -> None:
     if group.size() > 1:
-        dist.all_reduce(part, op=dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group=group)
+        carried = part.to(compat.device_for(group, part.device))  # offloaded gradients are on the host, NCCL is not
+        dist.all_reduce(carried, op=dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group=group)
+        if carried is not part:
+            part.copy_(carried)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -19,6 +22,8 @@ from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.policy import Strategy
 from fsdplab.engine.core.shard_storage import ShardStorage
 from fsdplab.engine.features import mapped
+
+_ALIGNMENT = 64  # bytes: where a tensor may begin in a piece of memory
 
 
 @dataclass  # not frozen, as PyTorch's policies are not
@@ -35,14 +40,20 @@ class NVMeOffloadPolicy(OffloadPolicy):
 
 
 class HostStorage(ShardStorage):
-    """Host memory, page-locked if `pin` and there is an accelerator to copy to."""
+    """Host memory, page-locked if `pin` and there is an accelerator to copy to.
+
+    Slices and gradients are copied beside what computes, on one stream for each direction. The host waits for them in
+    `settle` and in the `Pending` of `take` only: at the end of a backward, before an optimizer on the host reads
+    gradients and writes to slices.
+    """
 
     away = True
     keep_cached = False
 
     def __init__(self, pin: bool) -> None:
         super().__init__(torch.device("cpu"))
-        self.pin = pin and torch.accelerator.is_available()
+        self.pin = self.pin_gradients = pin and torch.accelerator.is_available()
+        self._sent: torch.cuda.Event | None = None  # the last copy of a slice to a device
         if pin and not self.pin:
             warnings.warn(
                 "pin_memory=True without an accelerator: nothing to copy to, so slices rest in ordinary memory; "
@@ -57,14 +68,28 @@ class HostStorage(ShardStorage):
         """Whether `tensor` is where `make` would put it."""
         return tensor.device.type == "cpu"
 
-    def begin_take(self, gradient: torch.Tensor) -> tuple[torch.Tensor, Pending]:
-        if gradient.device.type == "cpu":
-            return gradient, Pending(lambda: None)
-        landing = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=torch.accelerator.is_available())
-        landing.copy_(gradient, non_blocking=True)
-        arrived = torch.Event(gradient.device)
-        arrived.record()
-        return landing, Pending(arrived.synchronize, gradient)
+    def send(self, write: Callable[[torch.Tensor], object], target: torch.Tensor) -> Pending | None:
+        if target.device.type != "cuda":
+            return super().send(write, target)
+        stream = _arriving(target.device)
+        stream.wait_stream(torch.cuda.current_stream(target.device))
+        with torch.cuda.stream(stream):
+            write(target)
+            self._sent = sent = stream.record_event()
+        return Pending(lambda: torch.cuda.current_stream(target.device).wait_event(sent), event=sent)
+
+    def settle(self) -> None:
+        if self._sent is not None:
+            self._sent.synchronize()
+            self._sent = None
+
+    def take(self, gradients: Iterable[torch.Tensor]) -> tuple[Iterable[torch.Tensor], Pending]:
+        values = list(gradients)
+        if not values or values[0].device.type != "cuda":
+            return super().take(values)
+        memory = partial(torch.empty, dtype=torch.uint8, pin_memory=self.pin_gradients)
+        landings = end_to_end(values, memory)
+        return landings, _leaving(values[0].device).copy(values, landings)
 
 
 class FileStorage(HostStorage):
@@ -75,6 +100,7 @@ class FileStorage(HostStorage):
 
     def __init__(self, folder: str | os.PathLike[str], keep_cached: bool = False) -> None:
         super().__init__(pin=False)
+        self.pin_gradients = torch.accelerator.is_available()
         self.folder, self.keep_cached = Path(folder), keep_cached
         mapped.zeros(self.folder, 1, "a trial")
         if mapped.is_in_memory(self.folder):
@@ -97,6 +123,58 @@ class FileStorage(HostStorage):
 
     def done_reading(self, flat: torch.Tensor) -> None:
         mapped.let_go(flat, self.keep_cached)
+
+
+class _Leaving:
+    """Copies gradients from `device` to host memory on a stream of its own.
+
+    The memory of what leaves is used again once the stream that computes has waited for the copy. It does so when the
+    next gradients leave, so a backward holds those of two units.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._last = Pending(lambda: None)
+
+    def copy(self, values: Sequence[torch.Tensor], landings: Sequence[torch.Tensor]) -> Pending:
+        """Begin to copy `values` into `landings`; the host waits for what is returned before it reads them."""
+        self._last.wait()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            torch._foreach_copy_(landings, values, non_blocking=True)
+            arrived = self._stream.record_event()
+        last = self._last = Pending(lambda: torch.cuda.current_stream(self._device).wait_event(arrived), *values)
+
+        def finish() -> None:
+            arrived.synchronize()
+            last.wait()
+
+        return Pending(finish)
+
+
+@cache
+def _leaving(device: torch.device) -> _Leaving:
+    """One a device, whatever storages the units have."""
+    return _Leaving(device)
+
+
+@cache
+def _arriving(device: torch.device) -> torch.cuda.Stream:
+    """The stream on which slices are copied to `device`."""
+    return torch.cuda.Stream(device)
+
+
+def end_to_end(values: Sequence[torch.Tensor], make: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors of the dtypes, shapes and order of `values`, in one piece of memory; `make` returns so many bytes."""
+    sizes = [-(-value.nbytes // _ALIGNMENT) * _ALIGNMENT for value in values]
+    piece = make(sum(sizes))
+    return [_view(piece, start, value) for start, value in zip(accumulate(sizes, initial=0), values)]
+
+
+def _view(piece: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
+    """The bytes of `piece` from `start` on, as a dense tensor with the dtype, shape and order of `like`."""
+    strides = torch.empty_like(like, device="meta").stride()
+    return piece[start : start + like.nbytes].view(like.dtype).as_strided(like.shape, strides)
 
 
 class _Order:

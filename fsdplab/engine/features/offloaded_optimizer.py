@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -25,9 +24,8 @@ from torch.optim import Optimizer
 
 from fsdplab.engine import compat
 from fsdplab.engine.features import mapped
-from fsdplab.engine.features.offload import HostStorage, away_from
+from fsdplab.engine.features.offload import HostStorage, away_from, end_to_end
 
-_ALIGNMENT = 64  # bytes: where a tensor may begin in a part's memory
 _classes: dict[type, type] = {}
 
 
@@ -212,9 +210,8 @@ class OffloadedOptimizer(Optimizer):
         """Where each of `items` rests: where it came from, or new memory, one piece for all that are new."""
         known = [self._offloading.resting.pop((item.param, item.key), None) for item in items]
         new = [_local(item.value) for item, rest in zip(items, known) if rest is None]
-        sizes = [-(-value.nbytes // _ALIGNMENT) * _ALIGNMENT for value in new]
-        piece = self._offloading.storage.make(sum(sizes), "optimizer state") if new else None
-        made = iter([_view(piece, start, value) for start, value in zip(accumulate(sizes, initial=0), new)])
+        memory = lambda nbytes: self._offloading.storage.make(nbytes, "optimizer state")  # noqa: E731
+        made = iter(end_to_end(new, memory) if new else [])
         return [next(made) if rest is None else rest for rest in known]
 
     def _lift_to(self, device: torch.device) -> _Lift:
@@ -266,9 +263,3 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 def _like(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
     return compat.dtensor_of(local, value._spec) if isinstance(value, DTensor) else local
-
-
-def _view(piece: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
-    """The bytes of `piece` from `start` on, as a dense tensor with the dtype, shape and order of `like`."""
-    strides = torch.empty_like(like, device="meta").stride()
-    return piece[start : start + like.nbytes].view(like.dtype).as_strided(like.shape, strides)

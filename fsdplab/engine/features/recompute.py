@@ -20,9 +20,20 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 CHECKPOINTS = ("none", "full", "selective")
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default}
 _ATTENTIONS = {
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    # `scaled_dot_product_attention`, one for each backend; its `math` is matrix products
+    "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_flash_attention.quantized",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention",
+    "aten::_scaled_dot_product_cudnn_attention",  # what torch prefers on H100
+    "aten::_scaled_dot_product_fused_attention_overrideable",  # other accelerators
+    "aten::_scaled_dot_product_attention_math_for_mps",
+    # sequences of different lengths: nested tensors, and `torch.nn.attention.varlen`
+    "aten::_flash_attention_forward",
+    "aten::_efficient_attention_forward",
+    "aten::_cudnn_attention_forward",
+    "torch_attn::_varlen_attn",
+    "flex_attention",
 }
 
 
@@ -40,7 +51,7 @@ def _every_other_product() -> Any:
     seen = {False: 0, True: 0}  # in the forward, in the recomputation: both must take the same decisions
 
     def decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in _ATTENTIONS:
+        if op.name() in _ATTENTIONS:
             return CheckpointPolicy.MUST_SAVE
         if op not in _PRODUCTS:
             return CheckpointPolicy.PREFER_RECOMPUTE

@@ -45,18 +45,19 @@ class StagedTransport(StreamedTransport):
         layout, numel = whole.layout, outgoing.nbytes // outgoing.dtype.itemsize
         staging = self._staging(self.ranks * numel, outgoing.dtype, "gather")
         events.tag("communication_buffers", staging, stamp.unit)
+        written: Pending | None = None
         if outgoing.resident is not None and not self._gathers_in_place:
             send = outgoing.resident.view(outgoing.dtype)
         else:
             send = staging[self.rank * numel : (self.rank + 1) * numel]
-            outgoing.write(send.view(torch.uint8))
+            written = outgoing.write(send.view(torch.uint8))
 
         def issue(asynchronous: bool) -> Any:
             with events.span("all_gather", stamp.unit):
                 return self._gather(staging, send, asynchronous)
 
         note = self.note(stamp, "all_gather", layout.total_bytes, layout.padding_bytes, outgoing.dtype)
-        travelling = self._gather_stream.run(issue, lambda: None, note, staging, send)
+        travelling = self._gather_stream.run(issue, lambda: None, note, staging, send, after=written)
 
         def finish() -> None:
             travelling.wait()

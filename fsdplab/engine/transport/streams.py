@@ -89,7 +89,7 @@ class CudaStream:
     own rule is enough and memory is deterministic: no `record_stream`.
     """
 
-    def __init__(self, stream: torch.cuda.Stream, clock: tuple[torch.cuda.Event, int]) -> None:
+    def __init__(self, stream: torch.cuda.Stream, clock: DeviceClock) -> None:
         self._stream = stream
         self._clock = clock
 
@@ -114,14 +114,10 @@ class CudaStream:
             complete()
             end.record()
         if timed:
-            events.defer(lambda: note(*self._times_ns(start, end), None))
+            begun, ended = self._clock.when(start), self._clock.when(end)
+            events.defer(lambda: note(begun(), ended(), None))
         finish = lambda: torch.cuda.current_stream(self._stream.device).wait_event(end)  # noqa: E731
         return Pending(finish, *buffers, on_drop=finish, event=end)
-
-    def _times_ns(self, start: torch.cuda.Event, end: torch.cuda.Event) -> tuple[int, int]:
-        zero, zero_ns = self._clock
-        begun = zero_ns + int(zero.elapsed_time(start) * 1e6)
-        return begun, begun + int(start.elapsed_time(end) * 1e6)  # exact also hours after `zero`
 
 
 @cache
@@ -131,13 +127,46 @@ def comm_stream(device: torch.device, role: str) -> CudaStream:
         return CudaStream(torch.cuda.Stream(device, priority=-1), device_clock(device))
 
 
-@cache
-def device_clock(device: torch.device) -> tuple[torch.cuda.Event, int]:
-    """An event of the past and when it happened (`time.time_ns()`): the one zero from which all streams of a device
-    count.
+class DeviceClock:
+    """When events of one device happened, as `time.time_ns()`.
+
+    CUDA gives the time between two events in milliseconds of float32, so times that count from an event an hour ago
+    come in steps of 0.25 ms, and the clocks of device and host drift apart. Times count back from an event that is
+    recorded once the device is idle instead: 2 s before it they come in steps of 0.12 us, and all are off by the same
+    few microseconds, half of what the host takes to see that event.
     """
-    with torch.cuda.device(device):
-        zero = torch.cuda.Event(enable_timing=True)
-        zero.record()
-        zero.synchronize()
-        return zero, time.time_ns()
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._asked, self._covered = 0, 0  # how many events were asked for; how many of them the last zero is after
+        self._zero: torch.cuda.Event | None = None
+        self._zero_ns = 0
+
+    def when(self, event: torch.cuda.Event) -> Callable[[], int]:
+        """What tells, once the device is idle, when `event`, which is recorded already, happened."""
+        self._asked += 1
+        number = self._asked
+
+        def happened() -> int:
+            if self._zero is None or number > self._covered:
+                self._set_zero()
+            return self._zero_ns - _nanoseconds(event, self._zero)
+
+        return happened
+
+    def _set_zero(self) -> None:
+        with torch.cuda.device(self._device):
+            self._zero, before = torch.cuda.Event(enable_timing=True), time.time_ns()
+            self._zero.record()
+            self._zero.synchronize()
+            self._zero_ns, self._covered = (before + time.time_ns()) // 2, self._asked
+
+
+def _nanoseconds(start: torch.cuda.Event, end: torch.cuda.Event) -> int:
+    return int(start.elapsed_time(end) * 1e6)
+
+
+@cache
+def device_clock(device: torch.device) -> DeviceClock:
+    """The one clock of all streams of a device."""
+    return DeviceClock(device)

@@ -15,6 +15,7 @@ torch.distributed.elastic forks from the process that it runs in, with threads a
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
@@ -50,6 +51,8 @@ _OTHERS_FOLLOW_S = 0.2  # after one rank ended badly, the others may still write
 _TERM_S = 2.0  # then they are asked to end, and this much later killed
 _CALLER_ENDS_S = 1.0
 _WHOLE_MESSAGE = b"\n"
+_DRIVER = "libcuda.so.1"
+_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED: what the driver answers in a child of a process that has used it
 
 
 @dataclass
@@ -100,15 +103,46 @@ def _why_not() -> str | None:
     """Why this process must not be forked; None if it may be."""
     import torch
 
-    if torch.cuda.is_initialized():
-        return "CUDA was initialised while the warm starter imported, and a process with CUDA cannot be forked"
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         return (
             f"the warm starter has {threads} threads after importing (look at sitecustomize.py and at what it loads),"
             " and only one survives a fork"
         )
+    if torch.version.cuda is not None and not _child_has_cuda():
+        return (
+            "CUDA was touched while the warm starter imported (look at sitecustomize.py and at what it loads;"
+            " torch.cuda.is_available() is enough), and no forked process can use it then"
+        )
     return None
+
+
+def _child_has_cuda() -> bool:
+    """Whether a process that is forked from this one can use CUDA, if there is any.
+
+    Neither torch nor the driver says so before the fork, so a child is asked. It does not start the driver: one that
+    nobody has loaded is as good as new.
+    """
+    pid = os.fork()
+    if pid == 0:
+        spoilt = True
+        try:
+            spoilt = _is_spoilt()
+        finally:
+            os._exit(int(spoilt))
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def _is_spoilt() -> bool:
+    import torch
+
+    if torch.cuda._is_in_bad_fork():
+        return True
+    try:
+        driver = ctypes.CDLL(_DRIVER, mode=os.RTLD_NOLOAD)
+    except OSError:  # nobody has loaded it
+        return False
+    return driver.cuInit(0) == _NOT_INITIALIZED
 
 
 class _Starter:
