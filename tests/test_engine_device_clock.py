@@ -88,3 +88,34 @@ def test_float32_milliseconds_from_an_hour_ago_would_be_noticed(monkeypatch: pyt
     device = with_device(monkeypatch)
     start, one, two = recorded(device, 0), recorded(device, HOUR_NS), recorded(device, 10_000)
     assert start.elapsed_time(one) == start.elapsed_time(two), "10 us apart, and no difference to see"
+
+
+# ---- how long a stream waits
+
+
+class Recorder:
+    """A stream and its events on a clock that a test moves."""
+
+    def __init__(self):
+        self.now, self.done = 0.0, 0.0
+
+    def wait_event(self, event):
+        self.now = max(self.now, self.done)  # ms
+
+    def event(self, enable_timing=False):
+        recorder, made = self, type("Event", (), {})()
+        made.record = lambda stream: setattr(made, "at", recorder.now)
+        made.elapsed_time = lambda other: other.at - made.at
+        return made
+
+
+@pytest.mark.parametrize(("begins", "done", "waits"), [(2.0, 5.0, 3_000_000), (6.0, 5.0, 0)])
+def test_a_stream_tells_how_long_it_waited(monkeypatch, begins, done, waits):
+    stream = Recorder()
+    stream.now, stream.done = begins, done
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "Event", stream.event)
+    wait = streams._StreamWait(torch.device("cuda", 0), stream.event(), timed=True)
+    assert wait.nanoseconds() == 0  # nobody has waited yet
+    wait()
+    assert wait.nanoseconds() == waits

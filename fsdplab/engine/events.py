@@ -31,8 +31,9 @@ class Collective:
     """One row of the ledger: a collective that one rank took part in.
 
     `logical_bytes` is the whole payload P, padding included; `wire_bytes` is what this rank sends: P(n-1)/n for
-    all_gather and reduce_scatter, 2P(n-1)/n for all_reduce. Times are `time.time_ns()`. `waited_ns` is how long the
-    host was blocked for it, None where it never is (CUDA). Behind an emulated link all three are the link's.
+    all_gather and reduce_scatter, 2P(n-1)/n for all_reduce. Times are `time.time_ns()`. `waited_ns` is how long
+    whoever needs the result stood still for it: the host, or on CUDA the computing stream; None where that is not
+    known. Behind an emulated link all three are the link's.
     `issue_ns` is when this rank issued it.
     """
 

@@ -113,11 +113,33 @@ class CudaStream:
             issue(False)
             complete()
             end.record()
+        wait = _StreamWait(self._stream.device, end, timed)
         if timed:
             begun, ended = self._clock.when(start), self._clock.when(end)
-            events.defer(lambda: note(begun(), ended(), None))
-        finish = lambda: torch.cuda.current_stream(self._stream.device).wait_event(end)  # noqa: E731
-        return Pending(finish, *buffers, on_drop=finish, event=end)
+            events.defer(lambda: note(begun(), ended(), wait.nanoseconds()))
+        return Pending(wait, *buffers, on_drop=wait, event=end)
+
+
+class _StreamWait:
+    """Has the current stream wait for `end` once it is called, and tells how long it waited where that is timed."""
+
+    def __init__(self, device: torch.device, end: torch.cuda.Event, timed: bool) -> None:
+        self._device, self._end, self._timed = device, end, timed
+        self._around: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+
+    def __call__(self) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        if not self._timed:
+            stream.wait_event(self._end)
+            return
+        self._around = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        self._around[0].record(stream)
+        stream.wait_event(self._end)
+        self._around[1].record(stream)
+
+    def nanoseconds(self) -> int:
+        """How long the stream stood still, once the device is idle; 0 where nobody has waited yet."""
+        return _nanoseconds(*self._around) if self._around else 0
 
 
 @cache
