@@ -213,7 +213,10 @@ class _HostCalls:
 
 
 def _attention(query: Any, key: Any, value: Any, causal: bool, bias: Any = None, scale: float | None = None) -> Any:
-    return aten._scaled_dot_product_attention_math(query, key, value, bias, 0.0, causal, scale=scale)[0]
+    shared = query.shape[-3] != key.shape[-3]  # several heads of queries to one of keys
+    return aten._scaled_dot_product_attention_math(
+        query, key, value, bias, 0.0, causal, scale=scale, enable_gqa=shared
+    )[0]
 
 
 def _gradients(grad: Any, query: Any, key: Any, value: Any, causal: bool, bias: Any, scale: Any) -> Any:
