@@ -12,7 +12,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,24 +73,28 @@ def build(python: Path) -> Path:
     key = hashlib.sha256(b"".join(path.read_bytes() for path in [Path(__file__), *sorted(SOURCES.iterdir())]))
     key.update((wheels.torch / "version.py").read_bytes())
     folder = wheels.torch.parents[3] / "fake_cuda" / key.hexdigest()[:12]
-    if not (folder / "libcuda.so.1").exists():
-        shutil.rmtree(folder.parent, ignore_errors=True)
-        _build_in(folder, wheels)
+    if not folder.exists():
+        folder.parent.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
+            _build_in(Path(unfinished), wheels)
+            with suppress(OSError):  # another process was faster
+                Path(unfinished, "libraries").rename(folder)
     return folder
 
 
-def _build_in(folder: Path, wheels: Wheels) -> None:
-    folder.mkdir(parents=True)
+def _build_in(scratch: Path, wheels: Wheels) -> None:
+    """Leave the libraries in `scratch/libraries`."""
     flags = ["-std=c++17", "-O1", "-fPIC", "-w", *_records(wheels)]
     flags += [f"-I{path}" for path in wheels.includes]
     sources = [path for path in sorted(SOURCES.glob("*.cpp")) if path.name != "nvml.cpp"]
     with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(lambda source: _compile(source, folder, flags), sources))
-    stubs = folder / "stubs.cpp"
+        objects = list(pool.map(lambda source: _compile(source, scratch, flags), sources))
+    stubs = scratch / "stubs.cpp"
     stubs.write_text(_stubs(_imported(wheels) - _defined(objects)))
-    objects.append(_compile(stubs, folder, flags))
-    _shared("libnvidia-ml.so.1", folder, [_compile(SOURCES / "nvml.cpp", folder, flags)])
-    _shared("libcuda.so.1", folder, objects)
+    objects.append(_compile(stubs, scratch, flags))
+    (scratch / "libraries").mkdir()
+    _shared("libnvidia-ml.so.1", scratch / "libraries", [_compile(SOURCES / "nvml.cpp", scratch, flags)])
+    _shared("libcuda.so.1", scratch / "libraries", objects)
 
 
 def _includes(nvidia: Path) -> tuple[Path, ...]:
@@ -117,9 +123,8 @@ def _compile(source: Path, folder: Path, flags: list[str]) -> Path:
 
 
 def _shared(name: str, folder: Path, objects: list[Path]) -> None:
-    unfinished = folder / f"{name}.new"
-    _output("g++", "-shared", "-o", str(unfinished), f"-Wl,-soname,{name}", *map(str, objects), "-ldl", "-lpthread")
-    unfinished.rename(folder / name)
+    target = str(folder / name)
+    _output("g++", "-shared", "-o", target, f"-Wl,-soname,{name}", *map(str, objects), "-ldl", "-lpthread")
 
 
 def _imported(wheels: Wheels) -> set[str]:
