@@ -1,5 +1,6 @@
-"""A part of the GPU check that goes wrong on demand: `python -m tests.faulty_part ... --behave hangs`. The tests start
-it for real.
+"""A part of the GPU check that goes wrong in the way that its name says. The tests start it for real.
+
+It loads no torch, so that it starts at once.
 """
 
 from __future__ import annotations
@@ -11,9 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-
-from fsdplab.gpu_check.part import Sheet, part_parser, run_part
+from fsdplab.gpu_check.check import UNFINISHED, Sheet
 from fsdplab.records import RunRecord, Summary
 
 SLEEPER = "import time; time.sleep(601.25)"  # told from other sleepers by its seconds
@@ -24,51 +23,48 @@ def child() -> int:
     return subprocess.Popen([sys.executable, "-c", SLEEPER], start_new_session=True).pid
 
 
-def keeps_a_record(sheet: Sheet, folder: Path) -> None:
-    RunRecord(
-        folder / "run-a",
-        spec={"strategy": "full_shard", "engine": "lab", "world_size": 1},
-        summary=Summary(losses=(2.5,)),
-    ).save()
-    sheet.record("run-a")
+def keeps_a_record(sheet: Sheet) -> None:
+    folder = sheet.folder / "keeps_a_record" / "run-a"
+    spec = {"strategy": "full_shard", "engine": "lab", "world_size": 1}
+    sheet.keep(RunRecord(folder, spec=spec, summary=Summary(losses=(2.5,))).save().path)
 
 
-def hangs(sheet: Sheet, folder: Path) -> None:
-    told = folder / "pids.new"
-    told.write_text(f"{os.getpid()} {child()}")
-    told.rename(folder / "pids")
+def hangs(sheet: Sheet) -> None:
+    sheet.note(f"{os.getpid()} {child()}")
     time.sleep(600)
 
 
-def fails(sheet: Sheet, folder: Path) -> None:
+def hangs_and_hears_nothing(sheet: Sheet) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    hangs(sheet)
+
+
+def fails(sheet: Sheet) -> None:
     child()
-    raise RuntimeError("the third row cannot be")
+    raise RuntimeError(f"the third row is wrong in {Path(__file__)}")
 
 
-def dies(sheet: Sheet, folder: Path) -> None:
+def dies(sheet: Sheet) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def writes_garbage(sheet: Sheet, folder: Path) -> None:
-    sheet.path.write_text('{"part": "writes_gar')
+def refuses(sheet: Sheet) -> None:
+    sys.exit("nothing can be checked here; try elsewhere")
 
 
-def does_not_hold(sheet: Sheet, folder: Path) -> None:
-    sheet.check("peak within 3 %", False, "7 %", "at most 3 %")
+def does_not_hold(sheet: Sheet) -> None:
+    sheet.check("peak within 3 %", "it is 7 % too large")
+    sheet.check_value("losses", "losses are wrong")
+    sheet.values = False
+    sheet.check_value("gradients", "values are wrong: 0.0, expected 3.0")
 
 
-def is_good(sheet: Sheet, folder: Path) -> None:
+def is_good(sheet: Sheet) -> None:
     sheet.note("all in order")
 
 
 if __name__ == "__main__":
-    name = sys.argv[sys.argv.index("--behave") + 1]
-    parser = part_parser(name)
-    parser.add_argument("--behave")
-
-    def work(sheet: Sheet, device: torch.device) -> None:
-        sheet.row(step=1, milliseconds=2.5)
-        print(f"{name} says hello from {sheet.folder}")
-        globals()[name](sheet, sheet.folder)
-
-    sys.exit(run_part(name, work, parser.parse_args()))
+    sheet = Sheet(sys.argv[1], Path(sys.argv[2]) / UNFINISHED)
+    sheet.row(step=1, milliseconds=2.5)
+    print(f"{sheet.name} says hello")
+    globals()[sheet.name](sheet)

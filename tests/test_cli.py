@@ -100,7 +100,7 @@ def ended(arguments: list[str], capsys) -> tuple[int, str, str]:
         (["run", "--steps", "9" * 20], "steps is 9"),
         pytest.param(
             ["run", "--device", "cuda", "-n", "1"],
-            "no GPU was found",
+            "no GPU can be used",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
         (["run", "--emulate", "1xH100", "--as", "gpt2"], "give at least 2 GPUs"),
@@ -221,7 +221,7 @@ def test_course_and_gpu_check_say_no_in_one_line(capfd):
         (["course", "test", "/no/such/folder"], "/no/such/folder"),
         (["course", "build", "--edition", "pupil"], "pupil"),
         (["gpu-check", "--device", "mars"], "mars"),
-        (["gpu-check", "--device", "cpu", "--parts", "memry"], "did you mean memory"),
+        (["gpu-check", "--device", "cpu", "--parts", "sped"], "did you mean speed"),
         (["gpu-check", "--limit", "0"], "--limit is 0"),
     ):
         with pytest.raises(SystemExit) as stop:

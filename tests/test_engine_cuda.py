@@ -21,9 +21,9 @@ from fsdplab.engine import MixedPrecisionPolicy, compat, events, shard_model
 from fsdplab.engine.emulation.link import Link, behind
 from fsdplab.engine.shard import units_of
 from fsdplab.engine.transport.staged import StagedTransport
-from fsdplab.gpu_check.contestants import host_syncs
-from fsdplab.gpu_check.overlap import LEAST_SHARE, SIZES, link_for, measure
 from fsdplab.profiling.memory.snapshot import memory_snapshot
+from fsdplab.workloads import build_model, loss_of, parameter_count, preset
+from tests.hiding import LEAST_SHARE, SIZES, host_syncs, link_for, made_to_gather, measure
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -209,3 +209,21 @@ def test_a_model_deleted_with_a_gather_in_flight_frees_its_memory_safely(group) 
     del model, handle
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() <= before
+
+
+def test_states_take_the_bytes_of_the_arithmetic(group) -> None:
+    """Of P parameters in bf16 over fp32 masters: 4 P for slices, 8 P for two moments, 4 P for gradients."""
+    device, parameters = torch.device("cuda", 0), parameter_count(preset("llama-20m"))
+    before = torch.cuda.memory_allocated()
+    model = made_to_gather(shard_model(build_model("llama-20m", device=device), "full_shard", mp_policy=BF16), device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.zeros(1, 16, dtype=torch.int64, device=device)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss_of(model, tokens, tokens).backward()
+        optimizer.step()
+    with_gradients = torch.cuda.memory_allocated() - before
+    optimizer.zero_grad()
+    at_rest = torch.cuda.memory_allocated() - before
+    assert at_rest == pytest.approx(12 * parameters, rel=0.03)
+    assert with_gradients - at_rest == pytest.approx(4 * parameters, rel=0.03)

@@ -1,5 +1,5 @@
-"""`fsdplab gpu-check`: parts that fail, hang, die or write nonsense are reported and stop nothing; what was measured is
-kept; nothing outlives it.
+"""`fsdplab gpu-check`: parts that fail, hang, die or refuse are reported and stop nothing; what was found is kept;
+nothing outlives it. The parts themselves run dry, on the CPU.
 """
 
 from __future__ import annotations
@@ -11,171 +11,120 @@ import subprocess
 import sys
 import tarfile
 import time
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from fsdplab.gpu_check.__main__ import main, run_check
-from fsdplab.gpu_check.check import (
-    Check,
-    CheckError,
-    as_markdown,
-    as_text,
-    figure,
-    open_check,
-    pack,
-    rows_table,
-    unpack,
-)
-from fsdplab.gpu_check.environment import driver_of, source_digest
-from fsdplab.gpu_check.part import Sheet, part_main
-from fsdplab.gpu_check.runner import (
-    LIMIT_S,
-    PARTS,
-    BadSheet,
-    Outcome,
-    PartPlan,
-    _all,
-    _environment,
-    chosen,
-    read_sheet,
-    running,
-)
-from fsdplab.gpu_check.tests import CUDA_BROKE, run_files
+from fsdplab.common.processes import _all, gone
+from fsdplab.gpu_check import __main__ as command
+from fsdplab.gpu_check import probes
+from fsdplab.gpu_check.__main__ import PARTS, chosen, main, run_check
+from fsdplab.gpu_check.check import FORMAT, Check, CheckError, Part, Sheet, open_check, shown, table
+from fsdplab.gpu_check.foundations import furthest, source_digest
+from fsdplab.gpu_check.measures import SIZES, Communication, Size, alone_bytes, communication_s, fitting, together_bytes
+from fsdplab.gpu_check.on_ranks import _case, _wrong
 from fsdplab.records import RunRecord
-from fsdplab.sessions.launch import warm
 
 ROOT = Path(__file__).resolve().parents[1]
+FAULTY = "tests.faulty_part"
 
 
-def behaving(name: str, seconds: float = 60.0) -> PartPlan:
-    return PartPlan(name, seconds, seconds, "tests.faulty_part", ("--behave", name))
+def begun(folder: Path) -> Check:
+    return Check(folder, {"device": "cpu", "commit": "", "command": "the command"})
 
 
-def gone(pid: int) -> bool:
-    return not running(pid)
-
-
-def wait_until(holds, seconds: float = 120.0) -> None:
+def wait_until(holds: Callable[[], object], seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline, "it did not come about in time"
         time.sleep(0.05)
 
 
+def sleepers() -> list[int]:
+    found = []
+    for pid in _all():
+        try:
+            found += [pid] if b"time.sleep(601.25)" in Path(f"/proc/{pid}/cmdline").read_bytes() else []
+        except (FileNotFoundError, ProcessLookupError):
+            pass  # it has ended since it was listed
+    return [pid for pid in found if not gone(pid)]
+
+
 # ---- the whole, with parts that go wrong
 
 
-@dataclass(frozen=True)
-class Checked:
-    """A check that was made: its folder, its exit status, what it told, and the starter at each time that it told."""
-
-    folder: Path
-    status: int
-    told: list[str]
-    starters: list[int | None]
-
-
 @pytest.fixture(scope="module")
-def checked(tmp_path_factory) -> Checked:
-    """A check of parts that go wrong in every way, between two good ones."""
-    folder, told, starters = tmp_path_factory.mktemp("check"), [], []
-
-    def tell(text: str) -> None:
-        told.append(text)
-        starters.append(warm.starter_pid())
-
-    plans = [behaving(name) for name in ("keeps_a_record", "fails", "dies", "writes_garbage", "does_not_hold")]
-    plans += [behaving("hangs", 8.0), PartPlan("absent", 60, 60, "tests.no_such_part"), behaving("is_good")]
-    return Checked(folder, run_check(plans, "cpu", folder, 300.0, "the command", tell), told, starters)
-
-
-@pytest.mark.skipif(warm.why_not() is not None, reason=f"no warm starts here: {warm.why_not()}")
-def test_one_starter_serves_all_parts_however_they_end(checked):
-    assert len(set(checked.starters)) == 1 and checked.starters[0] is not None
+def checked(tmp_path_factory) -> tuple[Check, int]:
+    """A check of parts that go wrong in every way, between two good ones, and its exit status."""
+    names = ["keeps_a_record", "fails", "dies", "refuses", "does_not_hold", "hangs", "is_good"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(command, "PROGRAM", FAULTY)
+        patch.setattr(command, "PARTS", {name: 8.0 if name == "hangs" else 60.0 for name in names})
+        folder = tmp_path_factory.mktemp("check")
+        status = run_check(begun(folder), names, 300.0)
+    return open_check(folder), status
 
 
 def test_every_part_is_reported_with_its_reason_and_the_last_one_still_runs(checked):
-    status, told = checked.status, checked.told
-    check = open_check(checked.folder)
+    check, status = checked
     assert status == 1 and not check.passed
-    assert {each.name: each.status for each in check.outcomes} == {
-        "keeps_a_record": "finished", "fails": "failed", "dies": "killed", "writes_garbage": "garbage",
-        "does_not_hold": "finished",
-        "hangs": "timed out", "absent": "failed", "is_good": "finished",
-    }  # fmt: skip
-    reasons = {each.name: each.reason for each in check.outcomes}
-    assert reasons["fails"] == "RuntimeError: the third row cannot be" and reasons["dies"] == "by SIGKILL"
-    assert (
-        "is no JSON" in reasons["writes_garbage"]
-        and reasons["hangs"] == "ended at its limit of 8 s"
-        and "no_such_part" in reasons["absent"]
-    )
-    assert len(told) == 9 and told[1].startswith("fails: failed RuntimeError")
+    assert {each.name: (each.status, each.reason) for each in check.parts} == {
+        "keeps_a_record": ("finished", ""),
+        "fails": ("failed", "RuntimeError: the third row is wrong in (checkout)/tests/faulty_part.py"),
+        "dies": ("killed", "by SIGKILL"),
+        "refuses": ("failed", "nothing can be checked here; try elsewhere"),
+        "does_not_hold": ("finished", ""),
+        "hangs": ("out of time", "ended at its limit of 8 s"),
+        "is_good": ("finished", ""),
+    }
 
 
-def test_finished_rows_outlive_a_part_that_ended_badly(checked):
-    check = open_check(checked.folder)
+def test_rows_outlive_a_part_that_ended_badly(checked):
     for name in ("fails", "dies", "hangs"):
-        assert check.rows(name) == [{"step": 1, "milliseconds": 2.5}]
-    assert check.rows("writes_garbage") == []
+        assert checked[0].part(name).rows == [{"step": 1, "milliseconds": 2.5}]
     with pytest.raises(LookupError, match="keeps_a_record"):
-        check.outcome("nobody")
+        checked[0].part("nobody")
 
 
-def test_the_table_names_what_failed(checked):
-    text, markdown = (checked.folder / "table.txt").read_text(), (checked.folder / "table.md").read_text()
+def test_what_needs_values_is_not_judged_where_kernels_compute_nothing(checked):
+    states = [(check["name"], check["state"]) for check in checked[0].part("does_not_hold").checks]
+    assert states == [("peak within 3 %", "failed"), ("losses", "failed"), ("gradients", "not judged")]
+    text = str(checked[0])
     for words in (
-        "the third row cannot be",
+        "it is 7 % too large",
+        "not judged",
+        "values are wrong: 0.0",
         "ended at its limit of 8 s",
-        "peak within 3 %",
-        "at most 3 %",
-        "0 of 1",
-        "note: all in order",
+        "note: all",
     ):
-        assert words in text and words in markdown
-    assert str(open_check(checked.folder)) == text
+        assert words in text
 
 
-def test_the_folder_is_small_flat_and_tells_no_paths(checked):
-    files = [path for path in checked.folder.rglob("*") if path.is_file()]
-    assert sorted(path.name for path in files) == ["check.json", "log.txt", "records.tar.gz", "table.md", "table.txt"]
-    assert all(path.parent == checked.folder and path.stat().st_size < 16e6 for path in files)
-    log = (checked.folder / "log.txt").read_text()
-    assert "fails says hello from (scratch)/fails" in log and "Traceback" in log and str(ROOT) not in log
+def test_the_folder_is_small_and_tells_no_paths(checked):
+    folder = checked[0].folder
+    assert sorted(path.name for path in folder.rglob("*")) == ["check.json", "log.txt", "records.tar.gz"]
+    log = (folder / "log.txt").read_text()
+    assert "fails says hello" in log and "Traceback" in log and str(ROOT) not in log
 
 
-def test_a_hung_part_says_where_it_stood(checked):
-    assert "in hangs" in (checked.folder / "log.txt").read_text().partition("==== hangs")[2].partition("====")[0]
-
-
-def test_records_are_packed_and_opened_again(checked, tmp_path):
-    (place,) = open_check(checked.folder).unpack_records(tmp_path)
+def test_records_are_opened_again(checked, tmp_path):
+    (place,) = checked[0].unpack_records(tmp_path)
     assert place == tmp_path / "keeps_a_record" / "run-a" and RunRecord.load(place).summary.losses == (2.5,)
 
 
 def test_nothing_of_the_parts_is_left(checked):
-    assert [pid for pid in _all() if b"time.sleep(601.25)" in command_of(pid) and running(pid)] == []
+    assert sleepers() == []
 
 
-def command_of(pid: int) -> bytes:
-    """The command of a process; empty for one that has ended since it was listed."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return b""
-
-
-# ---- the limit of everything, Ctrl-C, kill
-
-
-def test_what_the_whole_limit_does_not_hold_is_named_as_not_run(tmp_path):
-    assert run_check([behaving("hangs"), behaving("is_good")], "cpu", tmp_path, 8.0, "", lambda text: None) == 1
-    outcomes = open_check(tmp_path).outcomes
-    assert [each.status for each in outcomes] == ["timed out", "not run"] and "no time was left" in outcomes[1].reason
+def test_what_the_whole_limit_does_not_hold_is_named_as_not_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "PROGRAM", FAULTY)
+    monkeypatch.setattr(command, "PARTS", {"hangs_and_hears_nothing": 60.0, "is_good": 60.0})
+    assert run_check(begun(tmp_path), ["hangs_and_hears_nothing", "is_good"], 7.0) == 1
+    parts = open_check(tmp_path).parts
+    assert [each.status for each in parts] == ["out of time", "not run"] and "no time was left" in parts[1].reason
+    assert sleepers() == []
 
 
 def started_and_hanging(folder: Path) -> tuple[subprocess.Popen[bytes], int, int]:
@@ -183,34 +132,34 @@ def started_and_hanging(folder: Path) -> tuple[subprocess.Popen[bytes], int, int
     the part started.
     """
     code = f"""
-import signal, sys
+import sys
 from pathlib import Path
-from fsdplab.gpu_check import __main__ as gpu_check
-from fsdplab.gpu_check.runner import PartPlan
+from fsdplab.gpu_check import __main__ as command
+from fsdplab.gpu_check.check import Check
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs behind it deaf to Ctrl-C
-with gpu_check._ended_in_order():
-    sys.exit(gpu_check.run_check({[behaving("is_good"), behaving("hangs")]!r}, "cpu", Path({str(folder)!r}), 200.0, ""))
+command.PROGRAM, command.PARTS = {FAULTY!r}, {{"is_good": 60.0, "hangs": 200.0}}
+with command._signals_that_interrupt():
+    check = Check(Path({str(folder / "out")!r}), {begun(folder).provenance!r})
+    sys.exit(command.run_check(check, command.PARTS, 200.0))
 """
-    scratch = folder / "scratch"
-    scratch.mkdir()
+    (folder / "out").mkdir()
     with (folder / "said").open("w") as said:
-        runner = subprocess.Popen(
-            [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "TMPDIR": str(scratch)}, stdout=said, stderr=said
-        )
-    wait_until(lambda: list(scratch.glob("*/hangs/pids")))
-    part, child = map(int, next(scratch.glob("*/hangs/pids")).read_text().split())
+        runner = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=said, stderr=said)
+    sheet = folder / "out" / ".unfinished" / "hangs.json"
+    wait_until(lambda: sheet.exists() and json.loads(sheet.read_text())["notes"])
+    part, child = map(int, json.loads(sheet.read_text())["notes"][0].split())
     return runner, part, child
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_stopping_the_check_leaves_no_process_and_keeps_what_was_done(tmp_path, how):
+def test_stopping_the_check_leaves_no_process_and_keeps_what_was_there(tmp_path, how):
     runner, part, child = started_and_hanging(tmp_path)
     runner.send_signal(how)
     assert runner.wait(30) == 130 and gone(part) and gone(child)
-    assert "interrupted" in (tmp_path / "said").read_text() and list((tmp_path / "scratch").iterdir()) == []
-    check = open_check(tmp_path)
-    assert [each.name for each in check.outcomes] == ["is_good"] and "interrupted" in check.notes[0]
+    assert "interrupted" in (tmp_path / "said").read_text()
+    check = open_check(tmp_path / "out")
+    assert [(each.name, each.status) for each in check.parts] == [("is_good", "finished"), ("hangs", "interrupted")]
+    assert check.part("hangs").rows and "interrupted" in check.notes[0]
 
 
 def test_a_part_ends_when_the_check_is_killed(tmp_path):
@@ -219,125 +168,18 @@ def test_a_part_ends_when_the_check_is_killed(tmp_path):
     runner.wait(30)
     wait_until(lambda: gone(part))
     os.kill(child, signal.SIGKILL)  # ranks are tied to their parents, this sleeper is not
-    assert [each.name for each in open_check(tmp_path).outcomes] == ["is_good"]
+    assert [each.name for each in open_check(tmp_path / "out").parts] == ["is_good"]
 
 
 def test_a_full_disk_is_one_line(tmp_path):
     # no file above 1 kB
-    command = (
-        f"ulimit -f 1; exec {sys.executable} -m fsdplab.gpu_check --device cpu --parts memory --out {tmp_path / 'out'}"
-    )
-    ended = subprocess.run(
-        ["bash", "-c", command],
-        cwd=ROOT,
-        env={**os.environ, "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    (said,) = ended.stderr.splitlines()
-    assert ended.returncode == 1 and "the result could not be written (" in said and "File too large" in said
-    assert [path.name for path in tmp_path.iterdir()] == ["out"], "the scratch folder is gone"
+    text = f"ulimit -f 1; exec {sys.executable} -m fsdplab.gpu_check --device cpu --parts nccl --out {tmp_path / 'out'}"
+    done = subprocess.run(["bash", "-c", text], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    (said,) = done.stderr.splitlines()
+    assert done.returncode == 1 and "the result could not be written (" in said and "File too large" in said
 
 
-# ---- one part
-
-
-def written(folder: Path, name: str = "memory") -> dict:
-    return read_sheet(folder / f"{name}.json", name)
-
-
-def test_a_sheet_is_saved_with_every_call_and_read_back(tmp_path):
-    sheet = Sheet("memory", "cpu", tmp_path, 40.0)
-    assert written(tmp_path)["rows"] == [] and 0 < sheet.left() <= 40
-    sheet.row(model="gpt-tiny", bytes=np.int64(3), loss=torch.tensor(2.0), mfu=None, ratio=float("nan"), fits=True)
-    assert written(tmp_path)["rows"] == [
-        {"model": "gpt-tiny", "bytes": 3, "loss": 2.0, "mfu": None, "ratio": "nan", "fits": True}
-    ]
-    sheet.check("peak", np.bool_(True), 1, 2)
-    sheet.note("seen")
-    with sheet.trying("a row"):
-        raise ValueError("no such row\nmore")
-    found = written(tmp_path)
-    assert [check["passed"] for check in found["checks"]] == [True, False] and found["checks"][1][
-        "got"
-    ] == "ValueError: no such row"
-    assert found["notes"] == ["seen"] and not list(tmp_path.glob("*.new"))
-
-
-def test_a_sheet_refuses_what_is_not_flat_and_records_that_are_not_there(tmp_path):
-    sheet = Sheet("memory", "cpu", tmp_path, 40.0)
-    with pytest.raises(TypeError, match="'times' is a list: a row is flat"):
-        sheet.row(times=[1, 2])
-    with pytest.raises(FileNotFoundError, match="expected a folder with run.json"):
-        sheet.record("run-b")
-    assert written(tmp_path)["rows"] == written(tmp_path)["records"] == []
-
-
-def test_the_exit_codes_of_a_part(tmp_path, capsys):
-    flags = ["--device", "cpu", "--out", str(tmp_path), "--seconds", "5"]
-
-    def broken(sheet, device):
-        sheet.row(a=1)
-        raise RuntimeError("boom")
-
-    assert part_main("memory", lambda sheet, device: sheet.row(device=str(device), limit=sheet.left() > 4), flags) == 0
-    assert written(tmp_path)["rows"] == [{"device": "cpu", "limit": True}]
-    assert part_main("memory", broken, flags) == 1 and written(tmp_path)["rows"] == [{"a": 1}]
-    assert "RuntimeError: boom" in capsys.readouterr().err
-    with pytest.raises(SystemExit) as stop:
-        part_main("memory", broken, ["--device", "tpu", "--out", str(tmp_path)])
-    assert stop.value.code == 2
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_without_a_gpu_the_check_refuses_in_one_line_and_leaves_nothing(tmp_path, capsys):
-    assert main(["--out", str(tmp_path / "new"), "--parts", "memory"]) == 2
-    said = capsys.readouterr()
-    assert (
-        said.err.count("\n") == 1
-        and "finds no CUDA device" in said.err
-        and "--device cpu" in said.err
-        and not (tmp_path / "new").exists()
-    )
-
-
-@pytest.mark.parametrize(
-    "text,complaint",
-    [
-        (None, "wrote no memory.json"),
-        ("", "is no JSON"),
-        ("[]", "is not a sheet of the part 'memory'"),
-        ('{"part": "memory"}', "has no list of rows"),
-        (
-            '{"part": "memory", "rows": [{"a": [1]}], "checks": [], "notes": [], "records": []}',
-            "rows that are not flat",
-        ),
-        (
-            '{"part": "memory", "rows": [], "checks": [{"name": "a"}], "notes": [], "records": []}',
-            "without name, passed",
-        ),
-        ('{"part": "memory", "rows": [], "checks": [], "notes": [3], "records": []}', "no text"),
-    ],
-)
-def test_a_sheet_that_is_not_one_is_refused(tmp_path, text, complaint):
-    if text is not None:
-        (tmp_path / "memory.json").write_text(text)
-    with pytest.raises(BadSheet, match=complaint):
-        written(tmp_path)
-
-
-# ---- plans, command line
-
-
-def test_the_limits_fit_into_eight_minutes():
-    assert sum(part.cuda_s for part in PARTS) <= LIMIT_S == 480
-    assert [part.name for part in chosen(["traces", "tests"])] == ["tests", "traces"] and chosen([]) == PARTS
-    assert (
-        PARTS[-1].seconds("cuda", 100.0) == 100.0
-        and PARTS[0].seconds("cuda", 20.0) == 20.0
-        and PARTS[0].seconds("cuda", 400.0) == PARTS[0].cuda_s
-    )
+# ---- the command line
 
 
 @pytest.mark.parametrize(
@@ -349,37 +191,101 @@ def test_the_limits_fit_into_eight_minutes():
         (["--device", "tpu"], "see `fsdplab gpu-check --help`"),
         (["--open", "FOLDER"], "holds no check.json"),
         (["--out", "FOLDER"], "not empty"),
-        (["--wheels", "nowhere"], "--wheels is nowhere, which is no folder"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_line(tmp_path, flags, words):
+def test_a_wrong_request_is_answered_in_one_line(tmp_path, capsys, flags, words):
     (tmp_path / "file").write_text("x")
-    command = [
-        sys.executable,
-        "-m",
-        "fsdplab.gpu_check",
-        *(str(tmp_path) if flag == "FOLDER" else flag for flag in flags),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
+    try:
+        code = main([str(tmp_path) if flag == "FOLDER" else flag for flag in flags])
+    except SystemExit as left:
+        code = left.code
+    said = capsys.readouterr().err
+    assert code == 2 and words in said and said.count("\n") == 1
 
 
-def test_the_command_line_has_the_command(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "fsdplab", "gpu-check", "--open", str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 2 and "holds no check.json" in done.stderr
+def test_parts_run_in_the_order_in_which_they_rest_on_each_other():
+    assert list(PARTS) == ["environment", "mechanisms", "nccl", "correctness", "traces", "speed"] == chosen("")
+    assert chosen("speed, nccl") == ["environment", "nccl", "speed"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_without_a_gpu_the_check_refuses_in_one_line_and_leaves_nothing(tmp_path, capsys):
+    assert main(["--out", str(tmp_path / "new")]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "pip install torch" in said and "--device cpu" in said
+    assert not (tmp_path / "new").exists()
 
 
 def test_the_runner_needs_no_torch():
     code = "import fsdplab.gpu_check.__main__, sys; print({'torch', 'numpy', 'typer'} & set(sys.modules))"
-    assert (
-        subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
-        == "set()\n"
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "set()\n"
+
+
+# ---- sheets and folders
+
+
+def test_a_sheet_is_saved_with_every_call(tmp_path):
+    sheet = Sheet("nccl", tmp_path)
+    sheet.row(bytes=3, loss=2.0, mfu=None)
+    sheet.check("peak", "")
+    found = json.loads((tmp_path / "nccl.json").read_text())
+    assert found["rows"] == [{"bytes": 3, "loss": 2.0, "mfu": None}]
+    assert found["checks"] == [{"name": "peak", "state": "held", "got": ""}]
+
+
+def test_a_check_passes_only_if_all_ran_and_all_held(tmp_path):
+    good, late = Part("a", "finished"), Part("a", "out of time")
+    bad = Part("a", "finished", checks=[{"name": "b", "state": "failed", "got": "1"}])
+    passes = [Check(tmp_path, {}, parts).passed for parts in ([good], [], [good, late], [bad])]
+    assert passes == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    "text,words",
+    [
+        (None, "holds no check.json"),
+        ("{", "is damaged"),
+        ('{"format": "other"}', "has the format 'other'"),
+        (json.dumps({"format": FORMAT}), "is damaged"),
+        (json.dumps({"format": FORMAT, "parts": [{"nam": "a"}], "provenance": {}, "notes": []}), "is damaged"),
+        (json.dumps({"format": FORMAT, "parts": [{"name": "a", "rows": 3}], "provenance": {}, "notes": []}), "damaged"),
+    ],
+)
+def test_a_folder_without_a_check_is_refused(tmp_path, text, words):
+    if text is not None:
+        (tmp_path / "check.json").write_text(text)
+    with pytest.raises(CheckError, match=words):
+        open_check(tmp_path)
+
+
+def test_an_archive_that_points_outside_is_refused(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with tarfile.open(tmp_path / "records.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / "file", "../outside")
+    with pytest.raises(CheckError, match="is damaged"):
+        Check(tmp_path, {}).unpack_records(tmp_path / "target")
+    assert not (tmp_path / "outside").exists()
+
+
+def test_a_record_that_does_not_fit_goes_without_its_traces_and_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("fsdplab.gpu_check.check._MOST_BYTES", 1000)
+    record = tmp_path / "work" / "traces" / "large"
+    (record / "traces").mkdir(parents=True)
+    (record / "run.json").write_text("{}")
+    (record / "traces" / "rank0.json.gz").write_bytes(bytes(2000))
+    check = Check(tmp_path, {}, [Part("traces", records=["traces/large"])])
+    check.pack(tmp_path / "work")
+    (back,) = check.unpack_records(tmp_path / "back")
+    assert [path.name for path in back.iterdir()] == ["run.json"] and "traces/large is kept without" in check.notes[0]
+
+
+def test_figures_read_well():
+    assert [shown(each) for each in (None, 0.123456, 1234567, 2.5e9, 12.0, "a")] == [
+        "-", "0.1235", "1,234,567", "2,500,000,000", "12", "a",
+    ]  # fmt: skip
+    assert table([{"a": 1, "empty": None}, {"b": 2.0}]) == "a  b\n1  -\n-  2"
+    assert table([{f"figure_{number}": number for number in range(30)}]).splitlines()[29] == "figure_29  29"
 
 
 def test_the_digest_tells_sources_apart(tmp_path):
@@ -389,232 +295,134 @@ def test_the_digest_tells_sources_apart(tmp_path):
     assert source_digest(tmp_path) != first and len(first) == 16
 
 
-def test_the_driver_is_known_without_its_tool(tmp_path):
-    file = tmp_path / "version"
-    assert driver_of(file) is None
-    file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03  Release Build\n")
-    assert driver_of(file) == "580.159.03"
-
-
-# ---- the folder
+# ---- the sentences on a machine
 
 
 @pytest.mark.parametrize(
-    "text,words",
+    "driver,torch_cuda,words",
     [
-        (None, "holds no check.json"),
-        ("{", "is damaged"),
-        ('{"format": "other"}', "has the format 'other'"),
-        ('{"format": "fsdplab gpu check 1"}', "is damaged"),
-        ('{"format": "fsdplab gpu check 1", "parts": [{"name": "a"}], "provenance": {}, "notes": []}', "is damaged"),
+        (12040, "13.0", "CUDA up to 12.4, but this torch is built for CUDA 13.0; update the driver to 580"),
+        (11080, "12.8", "update the driver to 525"),
+        (None, "13.0", "no NVIDIA driver answers; install one"),
+        (13000, None, "pip install torch"),
+        (12040, "12.8", ""),
+        (13010, "12.8", ""),
     ],
 )
-def test_a_folder_that_is_no_check_is_refused(tmp_path, text, words):
-    if text is not None:
-        (tmp_path / "check.json").write_text(text)
-    with pytest.raises(CheckError, match=words):
-        open_check(tmp_path)
+def test_a_driver_that_is_too_old_is_a_sentence(driver, torch_cuda, words):
+    said = probes.driver_complaint(driver, torch_cuda)
+    assert words in said if words else said == ""
 
 
-def recorded(folder: Path, table_bytes: int, trace_bytes: int) -> Path:
-    (folder / "traces").mkdir(parents=True)
-    (folder / "run.json").write_text("{}")
-    (folder / "steps.csv.gz").write_bytes(os.urandom(table_bytes))
-    (folder / "traces" / "rank0.pt.trace.json.gz").write_bytes(os.urandom(trace_bytes))
-    return folder
+CUDA_13 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")
 
 
-def test_records_that_are_too_large_go_without_traces_or_are_named(tmp_path):
-    sizes = {"small": (10, 10), "heavy_trace": (10, 60_000), "huge": (60_000, 10), "second": (10, 20_000)}
-    records = [(f"traces/{name}", recorded(tmp_path / "in" / name, *size)) for name, size in sizes.items()]
-    out = tmp_path / "out"
-    out.mkdir()
-    complaints = pack(records, out, most_bytes=40_000)
-    assert [words in each for words, each in zip(("heavy_trace", "huge"), complaints, strict=True)] == [True, True]
-    assert "without its traces" in complaints[0] and "is left out" in complaints[1]
-    found = unpack(out, tmp_path / "back")
-    assert [path.name for path in found] == ["heavy_trace", "second", "small"]
-    assert (tmp_path / "back/traces/second/traces/rank0.pt.trace.json.gz").stat().st_size == 20_000
-    assert not (tmp_path / "back/traces/heavy_trace/traces").exists() and all(
-        path.stat().st_size < 45_000 for path in out.iterdir()
+@pytest.mark.parametrize(
+    "capability,architectures,runs",
+    [
+        ((6, 0), CUDA_13, False), ((7, 0), CUDA_13, False), ((7, 5), CUDA_13, True), ((8, 9), CUDA_13, True),
+        ((9, 0), ("sm_90a",), True), ((10, 3), ("sm_100a",), False), ((12, 1), ("sm_90", "compute_90"), True),
+        ((9, 0), (), False),
+    ],
+)  # fmt: skip
+def test_a_gpu_without_kernels_is_a_sentence(capability, architectures, runs):
+    said = probes.kernel_complaint("Tesla V100", capability, architectures)
+    assert said == "" if runs else "Tesla V100 has the compute capability" in said and "install a build" in said
+
+
+def test_little_shared_memory_and_an_exclusive_gpu_are_sentences():
+    assert "--shm-size=8g" in probes.shm_complaint(64 << 20) and probes.shm_complaint(8 << 30) == ""
+    said = [probes.mode_complaint(mode) for mode in (0, 2, 3)]
+    assert said[0] == "" and all("nvidia-smi -c 0" in each for each in said[1:])
+
+
+def test_a_probe_that_hangs_or_fails_is_an_error_within_its_limit():
+    assert "no answer within 0 s" in probes.ask("machine", "cpu", limit_s=0.01)["error"]
+    assert "start of device string: mars" in probes.ask("profiles", "mars")["error"]
+    assert "KeyError: 'nobody'" in probes.ask("nobody", "cpu")["error"]
+
+
+def test_memory_is_opened_by_a_second_process():
+    assert probes.ask("ipc", "cpu") == {"refused": ""}
+
+
+def test_a_process_that_only_asks_has_no_context():
+    assert not probes.has_context(0)
+
+
+# ---- what the parts judge by
+
+
+def test_collectives_expect_what_they_must():
+    _, source, _, expected = _case("all_gather", 1, 2, 4)
+    assert source.tolist() == [2, 2] and expected.tolist() == [1, 1, 2, 2]
+    assert (
+        _case("reduce_scatter", 0, 2, 4)[3].tolist() == [3, 3] and _case("all_reduce", 0, 3, 3)[3].tolist() == [6] * 3
+    )
+    assert _wrong(expected, expected) == "" and "element 2 of 4 is 0.0, expected 2.0" in _wrong(
+        torch.tensor([1.0, 1, 0, 2]), expected
     )
 
 
-def test_an_archive_that_points_outside_is_refused(tmp_path):
-    (tmp_path / "file").write_text("x")
-    with tarfile.open(tmp_path / "records.tar.gz", "w:gz") as archive:
-        archive.add(tmp_path / "file", "../outside")
-    with pytest.raises(ValueError, match="outside"):
-        unpack(tmp_path, tmp_path / "target")
-    assert not (tmp_path / "outside").exists()
+def test_losses_that_differ_or_lack_are_far_apart():
+    assert furthest([2.0, 1.0], [2.0, 1.25]) == pytest.approx(0.2)
+    assert furthest([1.0], [1.0, 1.0]) == furthest([None], [1.0]) == float("inf")
 
 
-def test_figures_read_well():
-    shown = [figure(value) for value in (None, True, 0.123456, 1234567, 2.5e9, 12.0, "a")]
-    assert shown == ["-", "yes", "0.1235", "1,234,567", "2,500,000,000", "12", "a"]
-    header, rows = rows_table([{"a": 1, "empty": None}, {"b": 2.0}])
-    assert header == ["a", "b"] and rows == [["1", "-"], ["-", "2"]]
-    wide = [{f"figure_{number}": number for number in range(30)}] * 2
-    header, rows = rows_table(wide)
-    assert header == ["figure", "1", "2"] and len(rows) == 30
-
-
-def test_a_check_passes_only_if_all_ran_and_all_held():
-    good = {
-        "rows": [],
-        "checks": [{"name": "a", "passed": True, "got": "", "expected": ""}],
-        "notes": [],
-        "records": [],
+def test_a_ledger_and_a_trace_that_differ_are_found(tmp_path):
+    assert Communication(0.010, 0.009, 8).wrong == ""
+    assert "78.7 ms by the ledger, 3.6 ms by the trace" in Communication(0.0787, 0.0036, 8).wrong
+    where = {"rank": 0, "step": 6}
+    tables = {
+        "breakdown": [{**where, "exposed_ns": 30, "overlapped_ns": 10}],
+        "ledger": [
+            {**where, "start_ns": 0, "end_ns": 20},
+            {**where, "start_ns": 10, "end_ns": 40},
+            {"rank": 0, "step": 1},
+        ],
     }
-    bad = {**good, "checks": [{"name": "a|b", "passed": False, "got": "1\n2", "expected": ""}]}
-    assert Check({}, [Outcome("a", "finished", "", 1.0, 2.0, good)]).passed and not Check({}, []).passed
-    assert (
-        not Check({}, [Outcome("a", "timed out", "", 1.0, 2.0, good)]).passed
-        and not Check({}, [Outcome("a", "finished", "", 1.0, 2.0, bad)]).passed
-    )
-    assert "a\\|b | 1 2" in as_markdown({}, [Outcome("a", "finished", "", 1.0, 2.0, bad)]) and "commit: 1" in as_text(
-        {"commit": 1}, []
-    )
+    found = communication_s(RunRecord(tmp_path, spec={}, tables=tables))
+    assert (found.ledger, found.trace, found.collectives) == (40e-9, 40e-9, 2)
 
 
-# ---- the part that runs tests
-
-SOME_TESTS = """
-import os
-import pytest
-
-@pytest.fixture
-def three():
-    yield 3
-    assert not os.environ.get("LEFT")
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("n,square", [(2, 4), pytest.param(3, 10, id="wrong")])
-def test_squares(n, square, three):
-    assert n * n == square
-
-def test_plain():
-    assert False, "only GPU tests are wanted"
-
-@pytest.mark.gpu
-@pytest.mark.skipif(True, reason="needs two of them")
-def test_skipped():
-    assert False
-
-@pytest.mark.gpu
-def test_breaks_cuda():
-    raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-@pytest.mark.gpu
-def test_crashes():
-    os._exit(9)
-
-@pytest.mark.gpu
-def test_after(three, tmp_path, monkeypatch):
-    monkeypatch.setenv("LEFT", "1")
-    monkeypatch.undo()
-    with pytest.raises(ValueError, match="a b"):
-        raise ValueError("a b c")
-    assert tmp_path.is_dir() and three == 3
-"""
-
-
-def test_tests_are_rows_and_go_on_behind_one_that_breaks_its_process(tmp_path):
-    (tmp_path / "pieces").mkdir()
-    file = tmp_path / "pieces" / "test_some.py"
-    file.write_text(SOME_TESTS)
-    sheet = Sheet("tests", "cpu", tmp_path, 150.0)
-    codes = [run_files(sheet, [file], tmp_path / "events.jsonl") for _ in range(3)]
-    assert codes == [CUDA_BROKE, 9, 0]
-    outcomes = {row["test"]: (row["outcome"], row["reason"]) for row in sheet.rows}
-    assert outcomes["test_squares[2-4]"] == ("passed", None) and outcomes["test_after"] == ("passed", None)
-    assert outcomes["test_squares[wrong]"][0] == "failed" and outcomes["test_skipped"] == (
-        "skipped",
-        "needs two of them",
-    )
-    assert (
-        outcomes["test_crashes"] == ("failed", "ended its process (code 9)")
-        and "illegal memory" in outcomes["test_breaks_cuda"][1]
-    )
-    assert len(outcomes) == 6 and len(sheet.checks) == 3
+@pytest.mark.parametrize("gigabytes,alone,together", [
+    (15, "llama-0.3b", "gpt-20m"), (24, "llama-0.3b", "gpt2"),
+    (80, "llama-1b", "llama-1b"), (140, "llama-3b", "llama-1b"),
+])  # fmt: skip
+def test_sizes_follow_from_the_free_memory(gigabytes, alone, together):
+    free = gigabytes * 1e9
+    chosen_alone = fitting(free, lambda size: alone_bytes(size, 1))
+    chosen_together = fitting(free, lambda size: together_bytes(size, 1))
+    assert (chosen_alone.model, chosen_together.model) == (alone, together)
+    assert alone_bytes(chosen_alone, 1) < free and together_bytes(chosen_together, 1) < free
+    assert fitting(0.0, lambda size: alone_bytes(size, 8)) == SIZES[-1] == Size("gpt-tiny", 2, 32)
 
 
 # ---- the whole, dry
 
-
 # A module that is None in sys.modules cannot be imported, by ranks neither.
-OUTER = (
-    "plotly", "IPython", "ipywidgets", "anywidget", "ipykernel", "nbclient", "nbformat", "pandas", "typer", "rich",
-    "pytest",
-    "_pytest",
-)  # fmt: skip
-WITH_PACKAGES = ("tests", "course")
-
-
-def dry_run(out: Path, *flags: str, **environment: str) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """A dry run into `out`, as it ended."""
-    command = [sys.executable, "-m", "fsdplab.gpu_check", "--device", "cpu", "--out", str(out), *flags]
-    return out, subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True, timeout=500
-    )
-
-
-@pytest.fixture(scope="module")
-def dry(tmp_path_factory) -> tuple[Path, subprocess.CompletedProcess[str]]:
-    """The dry run of everything where only torch and numpy are installed."""
-    folder = tmp_path_factory.mktemp("dry")
-    (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules |= dict.fromkeys({OUTER})\n")
-    return dry_run(folder / "out", PYTHONPATH=str(folder))
+OUTER = ("plotly", "IPython", "ipywidgets", "anywidget", "nbformat", "pandas", "typer", "rich", "pytest", "_pytest")
 
 
 @pytest.mark.timeout(510)
-def test_the_parts_that_need_packages_run_where_these_are(tmp_path):
-    (tmp_path / "wheels").mkdir()
-    (tmp_path / "wheels" / "cuda.py").write_text("")  # a package that the record names
-    out, done = dry_run(tmp_path / "out", "--parts", ",".join(WITH_PACKAGES), "--wheels", str(tmp_path / "wheels"))
+def test_a_dry_run_passes_where_only_torch_and_numpy_are_installed(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(f"import sys\nsys.modules |= dict.fromkeys({OUTER})\n")
+    out = tmp_path / "out"
+    flags = ["--device", "cpu", "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdplab.gpu_check", *flags], cwd=ROOT, capture_output=True, text=True, timeout=500,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
     check = open_check(out)
-    assert done.returncode == 0 and check.passed, done.stdout
-    assert all(check.rows(part) for part in WITH_PACKAGES)
-    assert check.provenance["command"].endswith("--parts tests,course --wheels wheels")
-    assert "cuda=yes" in check.rows("environment")[0]["packages"] and str(tmp_path) not in (out / "log.txt").read_text()
-
-
-def test_a_part_finds_what_a_relative_path_names(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", ".:wheels")
-    assert _environment(tmp_path, "mark")["PYTHONPATH"] == f"{ROOT}:{tmp_path}:{tmp_path / 'wheels'}"
-
-
-@pytest.mark.timeout(510)
-def test_without_packages_two_parts_say_what_to_install_and_the_others_pass(dry, tmp_path):
-    out, done = dry
-    check = open_check(out)
-    able = [part.name for part in PARTS if part.name not in WITH_PACKAGES]
-    assert {each.name: each.status for each in check.outcomes} == {
-        **dict.fromkeys(["environment", *able], "finished"), **dict.fromkeys(WITH_PACKAGES, "refused"),
-    }, done.stdout  # fmt: skip
-    for part, needed in (
-        ("tests", "pytest"),
-        ("course", "nbclient, nbformat, ipykernel, ipywidgets, anywidget, plotly"),
-    ):
-        assert f"the part {part} needs {needed}, not found here" in check.outcome(part).reason
-        assert "`pip install --target wheels" in (reason := check.outcome(part).reason) and "--wheels wheels" in reason
-    assert done.returncode == 1 and not any(check.outcome(part).failed_checks for part in able), done.stdout
-    assert all(check.rows(part) for part in able) and check.provenance["source_sha256"]
-    files = [path for path in out.rglob("*") if path.is_file()]
-    assert len(files) < 8 and all(path.parent == out and path.stat().st_size < 16e6 for path in files)
-    assert any(RunRecord.load(place).table("breakdown") for place in check.unpack_records(tmp_path))
-    assert json.loads((out / "check.json").read_text())["passed"] is False
-
-
-@pytest.mark.timeout(510)
-@pytest.mark.parametrize("part,measures,least_checks", [
-    ("one_rank", {"lab", "lab-gathering", "torch-fsdp2", "torch-ddp", "alone"}, 2),
-    ("overlap", {"none", "slow", "slower than compute"}, 2),
-    ("memory", {"arithmetic", "categories", "runs"}, 5),
-])  # fmt: skip
-def test_a_part_of_the_dry_run_measures_all_that_it_names(dry, part: str, measures: set[str], least_checks: int):
-    outcome = open_check(dry[0]).outcome(part)
-    named = {row.get("engine") or row.get("link") or row.get("measure") for row in outcome.sheet["rows"]}
-    assert named == measures and len(outcome.sheet["checks"]) >= least_checks and outcome.sheet["notes"]
-    assert outcome.failed_checks == []
+    assert done.returncode == 0 and check.passed, done.stdout + done.stderr
+    assert all(check.part(name).rows and check.part(name).checks for name in PARTS)
+    assert {row["case"] for row in check.part("correctness").rows} >= {
+        "full_shard",
+        "hybrid_shard",
+        "offload",
+        "Shard(1)",
+    }
+    assert {row["engine"] for row in check.part("speed").rows} >= {"lab", "torch-fsdp2", "torch-ddp", "alone"}
+    records = [RunRecord.load(place) for place in check.unpack_records(tmp_path)]
+    assert len(records) == 4 and all(record.table("breakdown") for record in records)
+    assert check.provenance["source_sha256"] and check.provenance["torch"] == torch.__version__

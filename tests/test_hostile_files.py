@@ -457,8 +457,8 @@ def test_a_trace_may_begin_with_a_byte_order_mark(tmp_path: Path, packed: bool, 
 
 
 def test_a_gpu_check_of_others_steers_nothing_and_has_an_end(tmp_path: Path, capsys: Any) -> None:
-    part = {"name": ODD, "status": "failed", "seconds": 1.0, "limit_s": 9.0, "reason": ODD, "sheet": None}
-    content = {"format": "fsdplab gpu check 1", "provenance": {"gpu": ODD}, "parts": [part], "notes": [ODD]}
+    part = {"name": ODD, "status": "failed", "seconds": 1.0, "limit_s": 9.0, "reason": ODD, "rows": [{ODD: ODD}]}
+    content = {"format": "fsdplab gpu check 2", "provenance": {"gpu": ODD}, "parts": [part], "notes": [ODD]}
     (tmp_path / "check.json").write_text(json.dumps(content))
     assert gpu_check(["--open", str(tmp_path)]) == 0
     said = capsys.readouterr().out

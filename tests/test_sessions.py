@@ -114,7 +114,7 @@ def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
 def test_more_ranks_than_gpus_are_refused() -> None:
     assert RunSpec(device="auto").device_type == "cpu"
-    with pytest.raises(SpecError, match="no GPU was found.*device='cpu'"):
+    with pytest.raises(SpecError, match="no GPU can be used.*device='cpu'"):
         RunSpec(device="cuda")
 
 

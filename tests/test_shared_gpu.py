@@ -9,6 +9,7 @@ from fsdplab.cli.progress import headline
 from fsdplab.engine.transport.selection import TRANSPORTS, transport_of
 from fsdplab.sessions import RunSpec, SpecError, run
 from fsdplab.sessions.spec import run_spec
+from fsdplab.sessions.spec.gpus import EXCLUSIVE
 from fsdplab.sessions.spec.sharing import carrier, nccl_variables
 from fsdplab.sessions.worker.rank_process import backend_of_cells
 from fsdplab.teaching.core.cell_runs import device_words
@@ -22,7 +23,8 @@ def gpus(monkeypatch):
     """`gpus(1, NEW)`: this machine has one GPU, and torch that version of NCCL."""
 
     def there_are(count, nccl=OLD):
-        monkeypatch.setattr(run_spec, "_gpus", lambda: count)
+        monkeypatch.setattr(run_spec, "usable_gpus", lambda: count)
+        monkeypatch.setattr(run_spec, "why_no_gpu", lambda: "there is none")
         for module in (run_spec, __import__("fsdplab.sessions.spec.sharing", fromlist=[""])):
             monkeypatch.setattr(module, "nccl_version", lambda: nccl)
 
@@ -98,7 +100,7 @@ def test_ranks_with_a_gpu_each_need_no_settings(gpus):
 @pytest.mark.parametrize(
     ("count", "wanted", "complaint"),
     [
-        (0, {"device": "cuda"}, "device is cuda with 2 ranks, but no GPU was found; give device='cpu'"),
+        (0, {"device": "cuda"}, "no GPU can be used: there is none; or give device='cpu'"),
         (1, {"device": "cuda", "transport": "nccl"}, "2 ranks on 1 GPU, .* brings 2.29.7; leave transport='auto'"),
         (1, {"device": "cuda", "transport": "shm"}, "transport shm does not move tensors on cuda"),
         (1, {"transport": "nccl"}, "transport nccl does not move tensors on cpu"),
@@ -139,6 +141,14 @@ def test_ranks_on_one_gpu_train_as_the_cpu_twin(engine, world_size):
     on_gpu = run(spec(steps=2, device="cuda", engine=engine, world_size=more)).summary.losses
     twin = run(spec(steps=2, device="cpu", engine="twin", world_size=more)).summary.losses
     torch.testing.assert_close(torch.tensor(on_gpu), torch.tensor(twin), rtol=1e-3, atol=0.0)
+
+
+def test_a_gpu_in_exclusive_mode_is_not_shared(gpus, monkeypatch):
+    gpus(1)
+    monkeypatch.setattr(run_spec, "compute_mode", lambda gpu: EXCLUSIVE)
+    with pytest.raises(SpecError, match="2 ranks on 1 GPU, but the compute mode is EXCLUSIVE_PROCESS: .* nvidia-smi"):
+        spec(device="cuda")
+    assert spec(device="cuda", world_size=1).device_type == "cuda"
 
 
 # ---- cells of notebooks

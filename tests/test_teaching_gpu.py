@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from fsdplab.figures import rank_timeline
-from fsdplab.gpu_check.__main__ import run_check
+from fsdplab.gpu_check.__main__ import main
 from fsdplab.gpu_check.check import CheckError
-from fsdplab.gpu_check.runner import chosen
 from fsdplab.teaching.core.on_a_gpu import KEPT, on_a_gpu
 
 
@@ -18,7 +17,7 @@ from fsdplab.teaching.core.on_a_gpu import KEPT, on_a_gpu
 def rehearsal(tmp_path_factory) -> Path:
     """A check of recorded runs, made on the CPU."""
     folder = tmp_path_factory.mktemp("check")
-    assert run_check(chosen(["traces"]), "cpu", folder, 170.0, "", lambda text: None) == 0
+    assert main(["--device", "cpu", "--parts", "traces", "--out", str(folder)]) == 0
     return folder
 
 

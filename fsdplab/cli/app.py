@@ -484,7 +484,7 @@ def course_site(
 @app.command(
     "gpu-check",
     epilog=examples(
-        "fsdplab gpu-check", "fsdplab gpu-check --device cpu --parts tests,memory", "fsdplab gpu-check --open DIR"
+        "fsdplab gpu-check", "fsdplab gpu-check --device cpu --parts nccl,correctness", "fsdplab gpu-check --open DIR"
     ),
 )
 def gpu_check(
@@ -494,24 +494,15 @@ def gpu_check(
     ] = None,
     parts: Annotated[str, typer.Option(help="Comma-separated parts.", show_default="all")] = "",
     limit: Annotated[float | None, typer.Option(help="Seconds for everything.", show_default="480")] = None,
-    notebooks: Annotated[str, typer.Option(help="Of the part course: numbers such as 01,02.", show_default="all")] = "",
-    wheels: Annotated[
-        Path | None, typer.Option(help="Folder of installed packages, for the parts tests and course.")
-    ] = None,
     commit: Annotated[str, typer.Option(help="The commit of this code, where git cannot be asked.")] = "",
     open_folder: Annotated[
         Path | None, typer.Option("--open", help="Print the table of an earlier check, and do nothing else.")
     ] = None,
 ) -> None:
-    """Run and record everything that needs a GPU: tests, benchmarks, traces, memory, the course; or a dry run on the
-    CPU.
-    """
+    """Check a GPU machine from the driver to the speed of training, and keep the result; or a dry run on the CPU."""
     from fsdplab.cli.processes import run_module
 
-    given = {
-        "--out": out, "--parts": parts, "--limit": limit, "--notebooks": notebooks, "--wheels": wheels,
-        "--commit": commit, "--open": open_folder,
-    }  # fmt: skip
+    given = {"--out": out, "--parts": parts, "--limit": limit, "--commit": commit, "--open": open_folder}
     flags = [word for name, value in given.items() for word in flag(name, value)]
     raise typer.Exit(run_module("fsdplab.gpu_check", ["--device", device, *flags]))
 

@@ -33,6 +33,8 @@ NEEDED_FOR = {
     "tensorboard": "to look at exported traces",
 }
 SEVERAL = "ranks on one GPU"
+IPC = "CUDA IPC"
+_NO_GPU = "use a machine with an NVIDIA GPU and a CUDA build of torch; recorded GPU runs open here"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 WORD = {True: "[green]yes[/]", False: "[yellow]no[/]"}
 
@@ -75,15 +77,7 @@ def _torch() -> list[Capability]:
         refuse(f"torch cannot be imported: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-    return [
-        Capability("torch", True, torch.__version__, build),
-        _gloo(),
-        _starts(),
-        _transport(),
-        _gpus(torch),
-        _nccl(torch),
-        _several(torch),
-    ]
+    return [Capability("torch", True, torch.__version__, build), _gloo(), _starts(), _transport(), *_gpus(torch)]
 
 
 def _gloo() -> Capability:
@@ -124,29 +118,52 @@ def _transport() -> Capability:
     return Capability("CPU transport", True, "shared memory", "between ranks of this machine; gloo between machines")
 
 
-def _gpus(torch: ModuleType) -> Capability:
-    if not torch.cuda.is_available():
-        return Capability("GPUs", False, "none", "CPU ranks run everything; GPU figures come from recorded runs")
-    kinds = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    limit = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")
-    warning = "CUDA_DEVICE_MAX_CONNECTIONS=1 silently removes overlap: unset it" if limit == "1" else ""
-    return Capability("GPUs", True, f"{len(kinds)}: {', '.join(sorted(set(kinds)))}", warning)
+def _gpus(torch: ModuleType) -> list[Capability]:
+    """The GPUs, NCCL and CUDA IPC, looked at by processes of their own: this one never has a CUDA context."""
+    from fsdplab.gpu_check.probes import ask
+    from fsdplab.sessions.spec.gpus import driver_complaint, driver_cuda
+
+    if torch.version.cuda is None:
+        lacking = _NO_GPU if driver_cuda() is None else driver_complaint(driver_cuda(), None)
+        return _without_gpus("none", lacking)
+    found = ask("machine")
+    broken = next((gpu["error"] for gpu in found.get("gpus", []) if gpu["error"]), "")
+    if blocked := found.get("error") or found["blocks"] or broken:
+        return _without_gpus("not usable", blocked)
+    names = sorted({gpu["name"] for gpu in found["gpus"]})
+    advice = list(found["advice"])
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        advice.append("CUDA_DEVICE_MAX_CONNECTIONS=1 silently removes overlap: unset it")
+    exclusive = any(gpu["exclusive"] for gpu in found["gpus"])
+    return [
+        Capability("GPUs", True, f"{len(found['gpus'])}: {', '.join(names)}", "; ".join(advice)),
+        Capability("NCCL", True, found["nccl"], "one rank a GPU"),
+        _ipc(ask("ipc")),
+        _several(tuple(map(int, found["nccl"].split("."))), exclusive),
+    ]
 
 
-def _nccl(torch: ModuleType) -> Capability:
-    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
-        return Capability("NCCL", False, "none", "needs a GPU and a CUDA build of torch")
-    return Capability("NCCL", True, ".".join(map(str, torch.cuda.nccl.version())), "one rank a GPU")
+def _without_gpus(value: str, lacking: str) -> list[Capability]:
+    needs = "needs a GPU and a CUDA build of torch"
+    others = [Capability(name, False, "none", needs) for name in ("NCCL", IPC, SEVERAL)]
+    return [Capability("GPUs", False, value, lacking), *others]
 
 
-def _several(torch: ModuleType) -> Capability:
-    """The way to run several ranks on one GPU."""
-    if not torch.cuda.is_available():  # before the imports, which take as long as everything else here
-        return Capability(SEVERAL, False, "none", "needs a GPU")
-    from fsdplab.sessions.spec.run_spec import MULTI_RANK_NCCL, nccl_version
+def _ipc(found: Mapping[str, str]) -> Capability:
+    """Whether a second process can open the memory of a GPU."""
+    refused = found.get("error") or found["refused"]
+    note = f"{refused}; NCCL goes through host memory instead" if refused else "a second process reads a GPU's memory"
+    return Capability(IPC, not refused, "refused" if refused else "works", note)
 
-    way = "NCCL" if nccl_version() >= MULTI_RANK_NCCL else "gloo through host memory"
-    return Capability(SEVERAL, True, way, "with --device cuda; emulated: ranks take turns on the GPU")
+
+def _several(nccl: tuple[int, ...], exclusive: bool) -> Capability:
+    """Whether several ranks can share a GPU, and by what."""
+    from fsdplab.sessions.spec.gpus import MULTI_RANK_NCCL
+
+    if exclusive:
+        return Capability(SEVERAL, False, "none", "the compute mode allows one process a GPU")
+    value = "by NCCL" if nccl >= MULTI_RANK_NCCL else "by gloo, through host memory"
+    return Capability(SEVERAL, True, value, "with --device cuda; emulated: ranks take turns on the GPU")
 
 
 def _browser() -> Capability:
@@ -175,8 +192,8 @@ def reality(found: list[Capability]) -> Mapping[str, str]:
     return {
         "real": f"ranks ({ranks}), training, losses, bytes sent, step times, memory of every rank",
         "emulated": (
-            "the card (--card): on CPU a run ends when its counted bytes exceed it"
-            + ("; on GPUs the allocator enforces it; step times of several ranks on one GPU" if gpus else "")
+            "the card (--card): a run whose counted bytes exceed it goes on, and is marked as over the card"
+            + ("; step times of several ranks on one GPU" if gpus else "")
         ),
         "simulated": "nothing" if gpus else "nothing; what other machines measured is shown from their records",
     }

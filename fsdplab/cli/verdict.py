@@ -41,11 +41,7 @@ _USES = (
     _Use("pages and figures (--html, --figure)", ("plotly",), _install("lab")),
     _Use("the course (lab, course)", ("jupyterlab", "ipywidgets", "plotly", "pandas"), _install("lab")),
     _Use("DeepSpeed beside our engine (--engines deepspeed-3)", ("deepspeed",), _install("peers")),
-    _Use(
-        "training on GPUs (gpu-check, --device cuda)",
-        ("GPUs",),
-        lambda notes: "use a machine with an NVIDIA GPU and a CUDA build of torch; recorded GPU runs open here",
-    ),
+    _Use("training on GPUs (gpu-check, --device cuda)", ("GPUs",), lambda notes: notes["GPUs"]),
 )
 
 

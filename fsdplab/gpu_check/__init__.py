@@ -1,4 +1,4 @@
-"""All that needs a GPU, in one command: parts that run each in its own process, and the record they leave.
+"""Checks a GPU machine in one command, from the driver up to the speed of training, and keeps the results in a folder.
 
 It runs with torch and numpy alone: `python -m fsdplab.gpu_check` from a checkout is enough.
 """

@@ -1,43 +1,40 @@
-"""`python -m fsdplab.gpu_check`: every part in turn, each in its own process, within one limit, into one folder.
+"""`python -m fsdplab.gpu_check`: every part in turn, each in a process of its own, within one limit, into one folder.
 
-The folder is complete after every part, so that whatever ends the check, what was measured is there.
+The folder is complete after every part, so that whatever ends the check, what was found is there. This process loads
+no torch: it starts at once, and nothing that breaks torch breaks it.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import NoReturn
 
-from fsdplab.common.words import harmless
+from fsdplab.common.processes import descendants, gone, name_of, send
+from fsdplab.common.pythons import run_of, with_this_checkout
+from fsdplab.common.words import did_you_mean, harmless
+from fsdplab.gpu_check.check import REFUSED, UNFINISHED, Check, Part, open_check
 
-from .check import Check, open_check
-from .runner import (
-    CLOSING_S,
-    ENVIRONMENT,
-    LEAST_S,
-    LIMIT_S,
-    PARTS,
-    REFUSED,
-    Outcome,
-    PartPlan,
-    chosen,
-    not_run,
-    run_part,
-)
-
+LIMIT_S = 480.0  # what a borrowed machine grants
+# the parts in their order, and the seconds that each may take at most; speed takes what the others leave
+PARTS = {"environment": 90.0, "mechanisms": 120.0, "nccl": 90.0, "correctness": 150.0, "traces": 120.0, "speed": 1e9}
+PROGRAM = "fsdplab.gpu_check.part"  # the module that runs one part
 PASSED, NOT_PASSED, INTERRUPTED = 0, 1, 130
-Tell = Callable[[str], None]
+_LEAST_S = 3.0  # a part is not started with less than this
+_PATIENCE_S = 6.0  # for a part that is asked to end
+_PR_SET_CHILD_SUBREAPER = 36
+_LOG_TAIL = 300_000  # bytes of one part's output that are kept
 
 
 class _Parser(argparse.ArgumentParser):
@@ -49,33 +46,15 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The flags of the command."""
-    found = _Parser(
-        prog="fsdplab gpu-check",
-        description="Run and record all that needs a GPU: tests, benchmarks, traces, memory, the course.",
-    )
-    found.add_argument(
-        "--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run of the same code in tiny sizes"
-    )
-    found.add_argument("--out", type=Path, help="folder for the result, new or empty; default: gpu-check-DEVICE")
-    found.add_argument("--parts", default="", help=f"comma-separated; default: {','.join(part.name for part in PARTS)}")
-    found.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for everything; default: %(default)g")
-    found.add_argument(
-        "--notebooks", default="", help="of the part course: numbers such as 01,02; default: all from 01 to 13"
-    )
-    found.add_argument(
-        "--wheels",
-        type=Path,
-        metavar="DIR",
-        help="folder of installed packages (`pip install --target DIR ...`) for the parts tests and course",
-    )
-    found.add_argument("--commit", default="", help="the commit of this code, where git cannot be asked")
-    found.add_argument(
-        "--open",
-        type=Path,
-        metavar="FOLDER",
-        help="print the table of a check that was made before, and do nothing else",
-    )
-    return found
+    flags = _Parser(prog="fsdplab gpu-check", description="Check a GPU machine, from the driver to the speed.")
+    cpu = "cpu: a dry run of the same code in tiny sizes"
+    flags.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=cpu)
+    flags.add_argument("--out", type=Path, help="folder for the result, new or empty; default: gpu-check-DEVICE")
+    flags.add_argument("--parts", default="", help=f"comma-separated; default: {','.join(PARTS)}")
+    flags.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for everything; default: %(default)g")
+    flags.add_argument("--commit", default="", help="the commit of this code, where git cannot be asked")
+    flags.add_argument("--open", type=Path, metavar="FOLDER", help="print the table of an earlier check, nothing else")
+    return flags
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,145 +64,182 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if asked.open:
             print(harmless(str(open_check(asked.open))))
             return PASSED
-        plans = planned(asked)
-        if asked.wheels:
-            put_on_path(asked.wheels)
+        parts = chosen(asked.parts)
+        if not asked.limit > 0:
+            raise ValueError(f"--limit is {asked.limit:g}; expected seconds above 0")
         out = fresh_folder(asked.out or Path(f"gpu-check-{asked.device}"))
     except (ValueError, OSError) as error:
-        print(f"fsdplab gpu-check: {harmless(str(error))}", file=sys.stderr)
-        return REFUSED
+        return _refuse(error)
+    limit = "" if asked.limit == LIMIT_S else f" --limit {asked.limit:g}"
+    command = (
+        f"python -m fsdplab.gpu_check --device {asked.device}" + (asked.parts and f" --parts {asked.parts}") + limit
+    )
+    began = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    check = Check(out, {"device": asked.device, "commit": asked.commit, "command": command, "began_utc": began})
     try:
-        with _ended_in_order():
-            return run_check(plans, asked.device, out, asked.limit, _said(asked))
+        with _signals_that_interrupt():
+            return run_check(check, parts, asked.limit)
     except OSError as error:
         said = f"the result could not be written ({error}); free some space, or give --out another place"
         print(f"fsdplab gpu-check: {said}", file=sys.stderr)
         return NOT_PASSED
 
 
-def _said(asked: argparse.Namespace) -> str:
-    """The command again, without the folder: a record tells nobody's paths."""
-    flags = {
-        "parts": asked.parts,
-        "limit": "" if asked.limit == LIMIT_S else f"{asked.limit:g}",
-        "notebooks": asked.notebooks,
-        "wheels": asked.wheels and asked.wheels.name,
-    }
-    given = [f"--{name} {value}" for name, value in flags.items() if value]
-    return " ".join(["python -m fsdplab.gpu_check --device", asked.device, *given])
+def _refuse(why: object) -> int:
+    print(f"fsdplab gpu-check: {harmless(str(why))}", file=sys.stderr)
+    return REFUSED
 
 
-def planned(asked: argparse.Namespace) -> tuple[PartPlan, ...]:
-    """The environment, then the parts asked for, each with its own flags."""
-    if not asked.limit > 0:
-        raise ValueError(f"--limit is {asked.limit:g}; expected seconds above 0")
-    own = {"course": ("--notebooks", asked.notebooks), "environment": ("--commit", asked.commit)}
-    parts = [ENVIRONMENT, *chosen([name.strip() for name in asked.parts.split(",") if name.strip()])]
-    return tuple(replace(part, arguments=own[part.name]) if own.get(part.name, ("", ""))[1] else part for part in parts)
-
-
-def put_on_path(wheels: Path) -> None:
-    """Every process after this one finds the packages of the folder; ValueError where it does not exist."""
-    if not wheels.is_dir():
-        raise ValueError(
-            f"--wheels is {wheels}, which is no folder; on a machine with network make it with `pip install --target"
-            " wheels pytest`, and copy it here"
-        )
-    path = filter(None, [str(wheels.resolve()), os.environ.get("PYTHONPATH")])
-    os.environ["PYTHONPATH"] = os.pathsep.join(path)
+def chosen(text: str) -> list[str]:
+    """The parts asked for, in the check's order, after the environment; all where none is named."""
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in PARTS:
+            raise ValueError(f"--parts has {name!r}{did_you_mean(name, PARTS)}; expected some of {', '.join(PARTS)}")
+    return [name for name in PARTS if not names or name == "environment" or name in names]
 
 
 def fresh_folder(folder: Path) -> Path:
     """The folder, made if need be; ValueError where something is in it already."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(
-            f"--out is {folder}, which is not empty; give a new or an empty folder, so that no earlier result is"
-            " mixed in"
+            f"--out is {folder}, which is not empty; give a new folder, so that no earlier result is mixed in"
         )
     folder.mkdir(parents=True, exist_ok=True)
     return folder.resolve()
 
 
 @contextmanager
-def _ended_in_order() -> Iterator[None]:
-    """SIGTERM ends the check as Ctrl-C does."""
-
-    def interrupt(*_: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+def _signals_that_interrupt() -> Iterator[None]:
+    """SIGTERM ends the check as Ctrl-C does, also where a shell has started it deaf to Ctrl-C."""
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def run_check(
-    plans: Sequence[PartPlan], device: str, out: Path, limit_s: float, command: str, tell: Tell = print
-) -> int:
-    """Run the parts in order into `out`, and `tell` how each went; the exit status of the command.
-
-    A part that cannot be started any more within `limit_s` seconds is named as not run. Ctrl-C ends the part that runs
-    and keeps what was there.
-    """
+def run_check(check: Check, parts: Sequence[str], limit_s: float) -> int:
+    """Run the parts in order, print how each went, and save after each; the exit status of the command."""
     deadline = time.monotonic() + limit_s
-    check = Check(
-        {"device": device, "command": command, "began_utc": datetime.now(timezone.utc).isoformat(timespec="seconds")}
-    )
-    check.save(out)
-    scratch = Path(tempfile.mkdtemp(prefix="fsdplab-check-"))
+    unfinished = check.folder / UNFINISHED
+    unfinished.mkdir()
+    check.save()
     try:
-        refused = _run_parts(plans, device, check, scratch, deadline - min(CLOSING_S, limit_s / 10), tell)
-        check.save_records(scratch)
-    except KeyboardInterrupt:
-        check.notes.append("interrupted: the parts after this were not run")
-        check.save_records(scratch)
-        tell("fsdplab gpu-check: interrupted")
-        return INTERRUPTED
+        for name in parts:
+            reason = _stops(check) or (
+                "" if deadline - time.monotonic() > _LEAST_S else "no time was left of the limit"
+            )
+            part = Part(name, reason=reason) if reason else run_part(check, name, deadline - time.monotonic())
+            check.parts.append(part)
+            check.provenance |= part.facts
+            if part.status == "refused" and name == "environment":
+                shutil.rmtree(check.folder)  # nothing was checked, so nothing stands in the way of the next try
+                return _refuse(part.reason)
+            check.pack(unfinished)
+            how = f"{part.status} ({part.seconds:.1f} s, {len(part.failed())} checks failed)"
+            print(f"{name}: {how} {part.reason}".rstrip())
+            if part.status == "interrupted":
+                check.notes.append("interrupted: the parts after this were not run")
+                check.save()
+                print("fsdplab gpu-check: interrupted")
+                return INTERRUPTED
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    if refused:
-        _empty(out)
-        print(f"fsdplab gpu-check: {refused.removeprefix('error: ')}", file=sys.stderr)
-        return REFUSED
-    tell(f"\n{check}\nwritten to {out}")
+        shutil.rmtree(unfinished, ignore_errors=True)
+    print(f"\n{check}\nwritten to {check.folder}")
     return PASSED if check.passed else NOT_PASSED
 
 
-def _empty(folder: Path) -> None:
-    """Nothing was checked, so nothing is left that would stand in the way of the next try."""
-    for path in folder.iterdir():
-        path.unlink()
-    folder.rmdir()
-
-
-def _run_parts(plans: Sequence[PartPlan], device: str, check: Check, scratch: Path, deadline: float, tell: Tell) -> str:
-    """Runs every part; the reason where the first one says that nothing can be run here."""
-    for plan in plans:
-        outcome = _one(plan, device, scratch, deadline - time.monotonic())
-        check.outcomes.append(outcome)
-        _take_provenance(check, outcome)
-        check.save(check.place)
-        check.save_log(scratch)
-        tell(
-            f"{plan.name}: {' '.join(filter(None, [outcome.status, outcome.reason]))} ({outcome.seconds:.1f} s,"
-            f" {len(outcome.failed_checks)} checks failed)"
-        )
-        if plan.name == ENVIRONMENT.name and outcome.status == "refused":
-            return outcome.reason
+def _stops(check: Check) -> str:
+    """Why nothing that rests on the environment can be run; "" where it can."""
+    for part in check.parts[:1]:
+        if part.name == "environment" and part.status != "finished":
+            return "the environment is not known"
+        broken = [row["device"] for row in part.rows if row.get("error")]
+        if broken:
+            return f"no kernel runs on {broken[0]}"
     return ""
 
 
-def _one(plan: PartPlan, device: str, scratch: Path, left: float) -> Outcome:
-    if left < LEAST_S:
-        return not_run(plan, "no time was left of the whole limit")
-    return run_part(plan, device, scratch, plan.seconds(device, left))
+def run_part(check: Check, name: str, left: float) -> Part:
+    """Run one part within its limit, at most the seconds that are left, and end all that it started; how it went."""
+    limit, began = min(PARTS[name], left), time.monotonic()
+    tied = ("fsdplab.sessions.launch.parent_death", str(os.getpid()))  # it ends with this process
+    command = run_of(*tied, PROGRAM, name, str(check.folder), f"{limit:.1f}")
+    output = check.folder / UNFINISHED / f"{name}.log"
+    _adopt_orphans()
+    others = {os.getpid(), *descendants(os.getpid())}
+    with output.open("wb") as log:
+        process = subprocess.Popen(
+            command, env=with_this_checkout(os.environ) | {"PYTHONUNBUFFERED": "1"}, cwd=output.parent,
+            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            status, reason = _ended(process.wait(limit), output)
+        except subprocess.TimeoutExpired:
+            status, reason = "out of time", f"ended at its limit of {limit:.0f} s"
+        except KeyboardInterrupt:
+            status, reason = "interrupted", ""
+        finally:
+            _end(process, others)
+    _keep_log(check.folder / "log.txt", name, output)
+    part = _sheet(output.with_suffix(".json"), name)
+    part.status, part.reason, part.seconds, part.limit_s = status, reason, time.monotonic() - began, limit
+    return part
 
 
-def _take_provenance(check: Check, outcome: Outcome) -> None:
-    """What the environment's sheet says about the machine belongs to the whole check."""
-    if outcome.name == ENVIRONMENT.name and outcome.sheet and outcome.sheet["rows"]:
-        check.provenance = {**outcome.sheet["rows"][0], **check.provenance}
+def _ended(code: int, output: Path) -> tuple[str, str]:
+    """Status and reason of a part by its exit code and its last line: of a traceback, the error itself."""
+    if code == 0:
+        return "finished", ""
+    if code < 0:
+        return "killed", f"by {name_of(-code)}"
+    lines = without_paths(output.read_text(errors="replace")).strip().splitlines()
+    said = lines[-1][:400] if lines else f"exit code {code}, nothing printed"
+    return ("refused" if code == REFUSED else "failed"), said
+
+
+def _adopt_orphans() -> None:
+    """Make this process the parent of what a part leaves behind, so that it is found and ended (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def _end(process: subprocess.Popen[bytes], others: Collection[int]) -> None:
+    """Ask the part to end, kill it after its time, and then all that is left of what it has started."""
+    try:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(_PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    while left := [pid for pid in descendants(os.getpid()) if pid not in others and not gone(pid)]:
+        for pid in left:
+            send(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _sheet(path: Path, name: str) -> Part:
+    """What the part has written; an empty one where it wrote nothing."""
+    try:
+        return Part(**json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return Part(name)
+
+
+def _keep_log(log: Path, name: str, output: Path) -> None:
+    kept = output.read_bytes()[-_LOG_TAIL:].decode(errors="replace")
+    with log.open("a", encoding="utf-8") as file:
+        file.write(f"==== {name}\n{without_paths(kept)}\n")
+
+
+def without_paths(text: str) -> str:
+    """The text without the folders of this machine: a result is made to be handed on."""
+    for place, word in ((str(Path(__file__).resolve().parents[2]), "(checkout)"), (sys.prefix, "(python)")):
+        text = text.replace(place, word)
+    return text
 
 
 if __name__ == "__main__":

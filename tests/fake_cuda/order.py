@@ -20,7 +20,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,9 @@ from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdplab.engine import MixedPrecisionPolicy, NVMeOffloadPolicy, clip_grad_norm_, fully_shard, shard_model
+from fsdplab.engine.emulation.link import Link, behind
 from fsdplab.engine.features.offloaded_optimizer import offload_optimizer
+from fsdplab.engine.shard import units_of
 from tests.stream_order import HOST, Order, tensors_of, touched
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -156,7 +158,7 @@ class Block(nn.Sequential):
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.last = nn.Linear(32, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -167,7 +169,13 @@ class Net(nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained; `by_columns` cuts along the last dimension and has parameters of two dtypes."""
+    """What is trained; by default one batch a step, all in memory.
+
+    `by_columns` cuts along the last dimension and has parameters of two dtypes, `optimizer` offloads the optimizer's
+    state, `hook` has gradients changed on a stream of its own, `own_stream` trains on a stream of the user's, `link` is
+    an emulated one, `partly` keeps slices over half of the ranks from forward to backward, and after `evaluate`, a
+    forward alone at the end of a step, the host writes to parameters.
+    """
 
     strategy: str = "full_shard"
     prefetch: int = 1
@@ -179,6 +187,11 @@ class Case:
     clip: bool = False
     by_columns: bool = False
     optimizer: bool = False
+    hook: bool = False
+    own_stream: bool = False
+    link: bool = False
+    partly: bool = False
+    evaluate: bool = False
 
     @property
     def name(self) -> str:
@@ -199,21 +212,70 @@ def policy_of(case: Case, folder: str) -> OffloadPolicy:
 
 def sharded(case: Case, policy: OffloadPolicy) -> nn.Module:
     model, ranks = Net().cuda(), dist.get_world_size()
-    low = BF16 if case.low else MixedPrecisionPolicy()
-    if case.by_columns:
-        for block in model.blocks:
-            block.scale = nn.Parameter(block.scale.detach().to(torch.bfloat16))
-            fully_shard(block, shard_placement_fn=lambda each: Shard(each.ndim - 1), offload_policy=policy)
-        return fully_shard(model, shard_placement_fn=lambda each: Shard(each.ndim - 1), offload_policy=policy)
+    if case.by_columns or case.partly:
+        place = by_columns if case.by_columns else None
+        for module in (*model.blocks, model):
+            if case.by_columns and module is not model:
+                module.scale = nn.Parameter(module.scale.detach().to(torch.bfloat16))
+            after = ranks // 2 if case.partly else None
+            fully_shard(module, shard_placement_fn=place, offload_policy=policy, reshard_after_forward=after)
+        return model
     shape = (2, ranks // 2) if case.strategy == "hybrid_shard" else (ranks,)
-    mesh = init_device_mesh("cuda", shape, mesh_dim_names=("r", "s")[-len(shape) :])
     model = shard_model(
-        model, case.strategy, mesh=mesh, prefetch=case.prefetch, checkpoint=case.checkpoint, mp_policy=low,
+        model, case.strategy, mesh=init_device_mesh("cuda", shape, mesh_dim_names=("r", "s")[-len(shape) :]),
+        prefetch=case.prefetch, checkpoint=case.checkpoint, mp_policy=BF16 if case.low else MixedPrecisionPolicy(),
         offload_policy=policy,
     )  # fmt: skip
     if case.separate:
         model.set_separate_reduce_scatter_group()
+    if case.hook:
+        stream = torch.cuda.Stream()
+        for module in (*model.blocks, model):
+            module.set_all_reduce_hook(lambda reduced: reduced.mul_(2.0), stream=stream)
+    for unit in units_of(model) if case.link else ():
+        unit.config = replace(unit.config, shard=behind(unit.config.shard, Link(1e9, 1e-6), ranks))
     return model
+
+
+def by_columns(parameter: nn.Parameter) -> Shard:
+    return Shard(parameter.ndim - 1)
+
+
+@contextmanager
+def on_a_stream(case: Case) -> Iterator[None]:
+    """The stream that the user trains on."""
+    before, own = torch.cuda.current_stream(), torch.cuda.Stream()
+    if not case.own_stream:
+        yield
+        return
+    own.wait_stream(before)
+    with torch.cuda.stream(own):
+        yield
+    before.wait_stream(own)
+
+
+def one_step(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer, watch: Watch) -> None:
+    for batch in range(case.batches):
+        last = batch == case.batches - 1
+        model.set_is_last_backward(last)
+        if case.strategy in ("no_shard", "zero1"):
+            model.set_requires_gradient_sync(last)
+        watch.phase = f"forward {batch}"
+        loss = model(torch.empty(4, 32, device="cuda")).float().square().mean()
+        watch.phase = f"backward {batch}"
+        loss.backward()
+    watch.phase = "clipping"
+    if case.clip:
+        clip_grad_norm_(model.parameters(), 1.0)
+    watch.phase = "optimizer"
+    optimizer.step()
+    optimizer.zero_grad()
+    if case.evaluate:
+        watch.phase = "evaluating"
+        with torch.no_grad():
+            model(torch.empty(4, 32, device="cuda"))
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
 
 
 def run(case: Case, folder: str, steps: int = 2, left_out: int | None = None) -> dict[str, Any]:
@@ -226,27 +288,13 @@ def run(case: Case, folder: str, steps: int = 2, left_out: int | None = None) ->
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         if case.optimizer:
             optimizer = offload_optimizer(optimizer, CPUOffloadPolicy(), part_bytes=8192)
-        for step in range(steps):
-            first_wait = len(waits)
-            watch.host_waits.clear()
-            for batch in range(case.batches):
-                last = batch == case.batches - 1
-                model.set_is_last_backward(last)
-                if case.strategy in ("no_shard", "zero1"):
-                    model.set_requires_gradient_sync(last)
-                x = torch.empty(4, 32, device="cuda")
-                watch.phase = f"forward {batch}"
-                loss = model(x).float().square().mean()
-                watch.phase = f"backward {batch}"
-                loss.backward()
-            watch.phase = "clipping"
-            if case.clip:
-                clip_grad_norm_(model.parameters(), 1.0)
-            watch.phase = "optimizer"
-            optimizer.step()
-            optimizer.zero_grad()
+        with on_a_stream(case):
+            for _ in range(steps):
+                first_wait = len(waits)
+                watch.host_waits.clear()
+                one_step(case, model, optimizer, watch)
         found = {"host_waits": list(watch.host_waits), "waits": waits[first_wait:], "first_wait": first_wait}
-        del model, optimizer, loss, x
+        del model, optimizer
     torch.cuda.synchronize()
     gc.enable()
     gc.collect()
@@ -281,13 +329,23 @@ CASES = [
     *cases_of(offload=("none", "pinned", "nvme"), checkpoint=("full", "selective"), clip=(True,)),
     *cases_of(offload=("none", "pinned", "pageable", "nvme"), by_columns=(True,), batches=(1, 2)),
     *cases_of(optimizer=(True,), low=BOTH),
+    *cases_of(offload=("none", "pinned"), evaluate=(True,), low=BOTH),
+    *cases_of(strategy=("no_shard", "full_shard"), hook=(True,), own_stream=BOTH),
+    *cases_of(own_stream=(True,), offload=("none", "pinned"), low=BOTH),
+    *cases_of(strategy=SHARDED, link=(True,)),
 ]  # fmt: skip
-HYBRID = cases_of(
-    strategy=("hybrid_shard",), prefetch=(0, 1, 2), batches=(1, 2), low=BOTH, offload=("none", "pinned"), separate=BOTH
-)  # fmt: skip
+HYBRID = [
+    *cases_of(
+        strategy=("hybrid_shard",), prefetch=(0, 1, 2), batches=(1, 2), low=BOTH, offload=("none", "pinned"),
+        separate=BOTH,
+    ),
+    *cases_of(strategy=("hybrid_shard",), hook=(True,), own_stream=BOTH),
+    *cases_of(partly=(True,), batches=(1, 2), offload=("none", "pinned")),
+]  # fmt: skip
 MUTATED = [
-    Case(low=True), Case("zero1", batches=2), Case("no_shard"), Case(offload="pinned"),
-    Case(offload="pinned", low=True), Case(offload="pinned", by_columns=True), Case(optimizer=True),
+    Case(low=True), Case("zero1", batches=2), Case("no_shard"), Case("no_shard", hook=True), Case(offload="pinned"),
+    Case(offload="pinned", low=True), Case(offload="pinned", by_columns=True), Case(offload="pinned", evaluate=True),
+    Case(optimizer=True),
 ]  # fmt: skip
 
 
@@ -309,6 +367,7 @@ def run_on_ranks(ranks: int, call: Callable[[int, str], object]) -> int:
                 finally:
                     if status:
                         traceback.print_exc()
+                    sys.stdout.flush()
                     os._exit(status)
             children.append(pid)
         return sum(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) != 0 for pid in children)

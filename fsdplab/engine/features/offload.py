@@ -134,20 +134,23 @@ class _Leaving:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.cuda.Stream(device)
-        self._last = Pending(lambda: None)
+        self._last: tuple[torch.cuda.Event, Sequence[torch.Tensor]] | None = None
 
     def copy(self, values: Sequence[torch.Tensor], landings: Sequence[torch.Tensor]) -> Pending:
         """Begin to copy `values` into `landings`; the host waits for what is returned before it reads them."""
-        self._last.wait()
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        current = torch.cuda.current_stream(self._device)
+        if self._last is not None:
+            current.wait_event(self._last[0])
+        self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
             torch._foreach_copy_(landings, values, non_blocking=True)
             arrived = self._stream.record_event()
-        last = self._last = Pending(lambda: torch.cuda.current_stream(self._device).wait_event(arrived), *values)
+        self._last = last = arrived, values
 
         def finish() -> None:
             arrived.synchronize()
-            last.wait()
+            if self._last is last:
+                self._last = None
 
         return Pending(finish)
 

@@ -17,6 +17,8 @@ from fsdplab.common.names import OVER_ALL_RANKS, STRATEGIES, STRATEGIES_IN_WORDS
 from fsdplab.common.places import how_to_install
 from fsdplab.common.words import did_you_mean, plural, squeezed
 
+from .gpus import MULTI_RANK_NCCL, compute_mode, mode_complaint, nccl_version, usable_gpus, why_no_gpu
+
 # The strategies of each engine, the best known first.
 ENGINES: dict[str, tuple[str, ...]] = {
     "lab": (*reversed(OVER_ALL_RANKS), *(name for name in STRATEGIES if name not in OVER_ALL_RANKS)),
@@ -46,7 +48,6 @@ ON_SHARED_MEMORY = ("torch-ddp", "torch-fsdp1", "torch-fsdp2")
 # Step whose memory is measured: the first has made the optimizer's state and recorded the order of the units, so the
 # second is typical.
 MEMORY_STEP = 1
-MULTI_RANK_NCCL = (2, 30)  # the first version that takes several ranks on one GPU
 # beyond these a run is a mistake, or would overflow a seed or an index
 _MOST = {
     "steps": 10_000_000, "warmup": 10_000_000, "profile": 1_000, "world_size": 100_000, "seed": 2**63 - 1,
@@ -178,12 +179,12 @@ class RunSpec:
             return self.device
         # also for the twin, which is compared with ranks
         enough = 1 if os.environ.get("FSDPLAB_SHARE_A_GPU") == "1" else self.world_size
-        return "cuda" if _gpus() >= enough else "cpu"
+        return "cuda" if usable_gpus() >= enough else "cpu"
 
     @property
     def why_this_device(self) -> str:
         """Why ranks share GPUs, or do not run on those that there are; "" where each rank has what a user expects."""
-        found = _gpus()
+        found = usable_gpus()
         if self.shares_a_gpu:
             return f"{plural(found, 'GPU')} for {plural(self.processes, 'rank')}, which take turns"
         if self.device == "auto" and self.device_type == "cpu" and found:
@@ -193,7 +194,7 @@ class RunSpec:
     @property
     def shares_a_gpu(self) -> bool:
         """Whether there are more CUDA ranks than GPUs; such a run's times are emulated."""
-        return self.device_type == "cuda" and 0 < _gpus() < self.processes
+        return self.device_type == "cuda" and 0 < usable_gpus() < self.processes
 
     @property
     def backend(self) -> str:
@@ -392,7 +393,7 @@ def _check_sharing(spec: RunSpec) -> None:
     """SpecError for a request of shared GPUs that is not supported."""
     if spec.transport == "nccl" and spec.shares_a_gpu and (found := nccl_version()) < MULTI_RANK_NCCL:
         raise SpecError(
-            f"transport is nccl with {spec.processes} ranks on {_gpus()} GPU, which NCCL does from"
+            f"transport is nccl with {spec.processes} ranks on {usable_gpus()} GPU, which NCCL does from"
             f" 2.30 on, but torch brings {'.'.join(map(str, found))}; leave transport='auto', which then"
             " goes through host memory"
         )
@@ -404,9 +405,11 @@ def _check_machine(spec: RunSpec) -> None:
     if spec.compile != "none":
         _check_compiler(spec)
     if spec.device_type == "cuda":
-        found = _gpus()
+        found = usable_gpus()
         if not found:
-            raise SpecError(f"device is cuda with {spec.processes} ranks, but no GPU was found; give device='cpu'")
+            raise SpecError(f"device is cuda, but no GPU can be used: {why_no_gpu()}; or give device='cpu'")
+        if spec.shares_a_gpu and (mode := mode_complaint(compute_mode(0))):
+            raise SpecError(f"device is cuda with {spec.processes} ranks on {plural(found, 'GPU')}, but {mode}")
         return
     needed, there = least_bytes(spec), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if needed > there:
@@ -440,23 +443,6 @@ def least_bytes(spec: RunSpec) -> int:
     model, logits = 4 * parameter_count(shape), 4 * spec.batch_size * spec.sequence_length * shape.vocabulary
     copies = spec.processes if spec.strategy == "no_shard" else 1
     return spec.processes * (_BYTES_OF_A_PROCESS + model + logits) + 3 * model * copies
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def nccl_version() -> tuple[int, ...]:
-    """The version of NCCL that torch runs with; (0,) without one."""
-    import torch
-
-    return (
-        tuple(torch.cuda.nccl.version())
-        if torch.cuda.is_available() and torch.distributed.is_nccl_available()
-        else (0,)
-    )
 
 
 def check_whole(name: str, got: object, least: int, remark: str = "") -> None:

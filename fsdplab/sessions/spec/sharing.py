@@ -6,7 +6,8 @@ through host memory. The processes take turns on the GPU, so such runs are label
 
 from __future__ import annotations
 
-from fsdplab.sessions.spec.run_spec import RunSpec, nccl_version
+from fsdplab.sessions.spec.gpus import nccl_version
+from fsdplab.sessions.spec.run_spec import RunSpec
 
 
 def carrier(spec: RunSpec) -> dict[str, str]:

@@ -27,6 +27,7 @@ from fsdplab.sessions.launch.mailbox import AGENT_PID, RANKS_STORE, HeartbeatWri
 from fsdplab.sessions.launch.parent_death import end_with_parent
 from fsdplab.sessions.launch.program import end_process
 from fsdplab.sessions.launch.stacks import of_exception
+from fsdplab.sessions.spec.gpus import kernel_complaint
 from fsdplab.sessions.worker.collective_hooks import watch_collectives
 
 # The caller reports a hang long before the process group would give up.
@@ -171,11 +172,25 @@ def _leave_note_and_end(context: RankContext, error: BaseException) -> None:
     text, heartbeat = of_exception(error), asdict(context.heartbeat.last())
     kind = "diverged" if isinstance(error, Diverged) else "raised"
     where = {name: heartbeat[name] for name in ("step", "phase", "collective", "completed")}
-    note = {"kind": kind, "error": _headline(error), "traceback": text, "time": time.time(), **where}
+    note = {
+        "kind": kind,
+        "error": _headline(error) + _why_no_kernel(error),
+        "traceback": text,
+        "time": time.time(),
+        **where,
+    }
     with suppress(OSError):  # on a full disk nobody can be told; the caller, which writes there too, says why
         context.write("failure", note)
         sys.stderr.write(text)
     end_process(1)
+
+
+def _why_no_kernel(error: BaseException) -> str:
+    """What to do where this torch was built without kernels for the GPU; "" for other errors."""
+    if "no kernel image is available" not in str(error):
+        return ""
+    why = kernel_complaint(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), torch.cuda.get_arch_list())
+    return f": {why}" if why else ""
 
 
 def _headline(error: BaseException) -> str:

@@ -1,13 +1,12 @@
-"""Overlap on CUDA, proven: behind an emulated link the lab's full_shard hides at least 90 % of what can be hidden.
+"""A group of one rank that gathers and reduces all the same, and a judge of what a step of it hides.
 
-One process gathers and reduces over a group of one that takes as long as eight ranks behind a link. How fast the link
-must be follows from a first measurement without it, so that the picture is the same on every device: a gather takes
-half of a unit's forward in one row, one and a half times as long in the other. When each unit computed is read from
-CUDA events on the compute stream, when it communicated from the engine's ledger.
+At world size 1 no engine communicates. To see streams, buffers and overlap on a single GPU, the lab's units get a
+transport over the group of one rank: NCCL then copies where it would send, and all else is as with many ranks. Behind a
+link it takes as long as eight ranks would. When each unit computed is read from CUDA events on the compute stream, when
+it communicated from the engine's ledger.
 
-What could be hidden, and what was, is judged from these intervals alone. Units 0, 1, ... run in this order forward and
-in reverse backward. Full sharding with one unit of prefetch lets communication travel behind exactly one piece of
-computing, its slot:
+Units 0, 1, ... run in this order forward and in reverse backward. Full sharding with one unit of prefetch lets
+communication run behind exactly one piece of computing, its slot:
 
     forward of i     the all-gather of i + 1
     backward of i    the all-gather of i - 1 and the reduce-scatter of i + 1
@@ -20,25 +19,30 @@ computed, at most what can be hidden, slot by slot.
 from __future__ import annotations
 
 import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdplab.engine import MixedPrecisionPolicy, events, shard_model
-from fsdplab.engine.emulation.link import Link
+from fsdplab.engine.core.transport import Transport
+from fsdplab.engine.emulation.link import Link, behind
+from fsdplab.engine.shard import units_of
+from fsdplab.engine.transport.gloo import GlooTransport
+from fsdplab.engine.transport.staged import StagedTransport
 from fsdplab.engine.transport.streams import device_clock
 from fsdplab.profiling.intervals import Intervals, intersect, length, union
-
-from .contestants import group_of_one, made_to_gather, synchronise
-from .part import Sheet, part_main
 
 RANKS = 8  # that the group of one imitates
 LEAST_SHARE = 0.9
 _UNDER = 0.5  # of what fits, to count as lying under
+_SYNCHRONISED = "synchronizing CUDA operation"  # torch's words, from 1.10 on
 _BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
@@ -183,9 +187,9 @@ def judge(units: Sequence[str], spans: Sequence[Span]) -> Hiding:
     busy = union([(span.start_ns, span.end_ns) for span in spans if span.what == "compute"])
     slots, elsewhere = [], []
     for index, unit in enumerate(units):
-        for phase, behind in (("forward", _behind_forward(units, index)), ("backward", _behind_backward(units, index))):
+        for phase, hides in (("forward", _behind_forward(units, index)), ("backward", _behind_backward(units, index))):
             computing = _of(spans, unit, "compute", phase)
-            travelling = {(other, what): _of(spans, other, what, phase) for other, what in behind}
+            travelling = {(other, what): _of(spans, other, what, phase) for other, what in hides}
             slots.append(_slot(unit, phase, computing, union(*travelling.values()), busy))
             elsewhere += [
                 f"{what} of {other} not under {phase} of {unit}"
@@ -273,58 +277,60 @@ def link_for(size: Size, forward_ns: float, times: float) -> Link:
     return Link(size.unit_bytes * (RANKS - 1) / RANKS / (times * forward_ns * 1e-9))
 
 
-def work(sheet: Sheet, device: torch.device) -> None:
-    """The whole part: without a link, then behind two."""
-    size = SIZES[device.type]
-    sheet.note(
-        f"A group of one rank takes as long as {RANKS} ranks behind an emulated link. Compute:"
-        f" {'CUDA events' if device.type == 'cuda' else 'host clock'}."
-    )
-    with group_of_one(device):
-        free = measure(device, size, None)
-        sheet.row(**_row("none", None, free, free))
-        for word, times in (("slow", 0.5), ("slower than compute", 1.5)):
-            link = link_for(size, free.median_ns("compute", "forward"), times)
-            linked = measure(device, size, link)
-            sheet.row(**_row(word, link, linked, free))
-            _check(sheet, word, linked.judged(), on_gpu=device.type == "cuda")
+@contextmanager
+def group_of_one(device: torch.device) -> Iterator[dist.ProcessGroup]:
+    """A process group of this process alone, NCCL on CUDA and gloo on CPU, for the time of the block."""
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
 
 
-def _row(word: str, link: Link | None, measured: Measured, free: Measured) -> dict[str, object]:
-    judged = measured.judged()
-    shares = [each.share for each in judged if each.share is not None]
-    computing = [
-        sum(measured.median_ns("compute", phase) for phase in ("forward", "backward")) for measured in (measured, free)
-    ]
-    return {
-        "link": word, "link_bytes_per_s": link and link.bytes_per_s, "as_ranks": RANKS,
-        "step_s": statistics.median(measured.seconds),
-        "forward_ms": measured.median_ns("compute", "forward") / 1e6,
-        "backward_ms": measured.median_ns("compute", "backward") / 1e6,
-        "gather_forward_ms": measured.median_ns("all_gather", "forward") / 1e6,
-        "gather_backward_ms": measured.median_ns("all_gather", "backward") / 1e6,
-        "reduce_ms": measured.median_ns("reduce_scatter", "backward") / 1e6,
-        "hideable_ms": statistics.median(each.hideable_ns for each in judged) / 1e6,
-        "hidden_ms": statistics.median(each.hidden_ns for each in judged) / 1e6,
-        "hidden_share": statistics.median(shares) if shares else None,
-        "compute_inflation": computing[0] / computing[1],
-    }  # fmt: skip
+def made_to_gather(
+    model: nn.Module, device: torch.device, link: Link | None = None, ranks: int | None = None
+) -> nn.Module:
+    """Have the units of `model`, sharded over the group of one, gather and reduce; with `link` as slowly as `ranks`
+    ranks behind it.
+
+    Call it before the first forward.
+    """
+    transport: Transport = (StagedTransport if device.type == "cuda" else GlooTransport)(dist.group.WORLD, device)
+    if link is not None:
+        transport = behind(transport, link, ranks)
+    for unit in units_of(model):
+        unit.config = replace(unit.config, shard=transport)
+    return model
 
 
-def _check(sheet: Sheet, word: str, judged: Sequence[Hiding], on_gpu: bool) -> None:
-    shares = [each.share or 0.0 for each in judged]
-    if not on_gpu:  # two busy cores say nothing about streams: only that the arithmetic has something to judge
-        some, got = all(each.hideable_ns > 0 for each in judged), f"{max(shares):.2f} hidden"
-        sheet.check(f"link {word}: something could be hidden", some, got, "more than 0 hideable")
-        return
-    share = statistics.median(shares)
-    name = f"link {word}: hidden of what can be hidden"
-    sheet.check(name, share >= LEAST_SHARE, f"{share:.3f}", f"at least {LEAST_SHARE}")
-    if word == "slow":
-        elsewhere = sorted({place for each in judged for place in each.elsewhere})
-        name = "gather of i+1 under forward of i, reduction of i under backward of i-1"
-        sheet.check(name, not elsewhere, "; ".join(elsewhere[:3]) or "all there", "all there")
+def synchronise(device: torch.device) -> None:
+    """Wait for all work of the device; nothing on CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
-if __name__ == "__main__":
-    sys.exit(part_main("overlap", work))
+def host_syncs(call: Callable[[], Any], device: torch.device) -> list[str] | None:
+    """Where the host waited for the device while `call` ran, one `file:line` each; None on CPU, which has no streams.
+
+    Counted by torch's own sync debug mode: copies to the host, `.item()`, `nonzero`; what a library does past torch is
+    not seen.
+    """
+    if device.type != "cuda":
+        return None
+    synchronise(device)
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    synchronise(device)
+    return synchronisations([(str(each.message), each.filename, each.lineno) for each in heard])
+
+
+def synchronisations(heard: Sequence[tuple[str, str, int]]) -> list[str]:
+    """Of warnings (message, file, line) those that tell of a synchronisation, as `file:line` below the last two
+    folders.
+    """
+    return [f"{'/'.join(file.split('/')[-2:])}:{line}" for message, file, line in heard if _SYNCHRONISED in message]

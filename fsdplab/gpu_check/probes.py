@@ -1,0 +1,162 @@
+"""Short child processes that look at the GPUs, so that the process that asks never has a CUDA context.
+
+A GPU in compute mode EXCLUSIVE_PROCESS takes one process: a context in `fsdplab doctor`, or in the process that starts
+the ranks, would keep the rank out. A driver that hangs or crashes ends a child only.
+
+    python -m fsdplab.gpu_check.probes NAME DEVICE      prints one line of JSON
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from fsdplab.common.pythons import run_of, with_this_checkout
+from fsdplab.sessions.spec.gpus import (
+    EXCLUSIVE,
+    compute_mode,
+    driver_complaint,
+    driver_cuda,
+    kernel_complaint,
+    mode_complaint,
+    shm_complaint,
+)
+
+Found = dict[str, Any]
+LIMIT_S = 60.0
+_ANSWER_S = 30.0  # for the second process of `ipc`
+
+
+def ask(probe: str, device: str = "cuda", limit_s: float = LIMIT_S) -> Found:
+    """What the probe found in a process of its own, as a dict; `error` says in one line why it found nothing.
+
+    `ask("ipc")` is `{"refused": ""}` where a second process can open the memory of a GPU.
+    """
+    command = run_of("fsdplab.gpu_check.probes", probe, device)
+    try:
+        done = subprocess.run(
+            command, env=with_this_checkout(os.environ), stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            timeout=limit_s, errors="replace",
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return {"error": f"no answer within {limit_s:.0f} s: the driver hangs; look at its log with dmesg"}
+    printed = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    if done.returncode == 0 and printed:
+        return dict(json.loads(printed[-1]))
+    return {"error": printed[-1][:300] if printed else f"the process ended with exit code {done.returncode}"}
+
+
+# ---- what runs in the child
+
+
+def machine(device: str) -> Found:
+    """Versions, every GPU with its memory and what one kernel computes there, and the sentences that apply."""
+    import torch
+
+    wrong = driver_complaint(driver_cuda(), torch.version.cuda) if device == "cuda" else ""
+    found: Found = {"blocks": wrong, "advice": [], "gpus": [], "cuda": torch.version.cuda, "nccl": None}
+    if device == "cpu":
+        return found | {"gpus": [_gpu(device, "cpu", (0, 0))]}
+    shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    found["advice"] = [shm_complaint(shm.f_frsize * shm.f_blocks)] if shm else []
+    if not wrong and not torch.cuda.is_available():
+        found["blocks"] = f"torch {torch.__version__} finds no GPU; look at nvidia-smi and at CUDA_VISIBLE_DEVICES"
+    if found["blocks"]:
+        return found
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        capability = (gpu.major, gpu.minor)
+        found["blocks"] = found["blocks"] or kernel_complaint(gpu.name, capability, torch.cuda.get_arch_list())
+        mode = compute_mode(index)
+        found["advice"].append(mode_complaint(mode))
+        found["gpus"].append(_gpu(f"cuda:{index}", gpu.name, capability) | {"exclusive": mode == EXCLUSIVE})
+    found["advice"] = [*dict.fromkeys(filter(None, found["advice"]))]
+    return found | {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+
+
+def _gpu(device: str, name: str, capability: tuple[int, int]) -> Found:
+    """One device: what eight ones sum to there (8.0), or the error of the kernel; bytes in all and free."""
+    import torch
+
+    shown: Found = {
+        "device": device,
+        "name": name,
+        "capability": f"{capability[0]}.{capability[1]}",
+        "exclusive": False,
+    }
+    try:
+        free, total = torch.cuda.mem_get_info(device) if device != "cpu" else (0, 0)
+        ones = float(torch.ones(8, device=device).sum())
+    except RuntimeError as error:  # no kernel for this GPU, a GPU that another process holds, no memory
+        return shown | {"bytes": 0, "free": 0, "sum": None, "error": str(error).splitlines()[0][:300]}
+    return shown | {"bytes": total, "free": free, "sum": ones, "error": ""}
+
+
+def profiles(device: str) -> Found:
+    """Kernels that a CUDA profile sees after a profile of the CPU, where that was the first of the process."""
+    return {"kernels": [_profiled(device, activity) for activity in ("cpu", device)][-1]}
+
+
+def profiles_cuda_first(device: str) -> Found:
+    """The same where the first profile of the process had CUDA in it."""
+    return {"kernels": [_profiled(device, activity) for activity in (device, "cpu", device)][-1]}
+
+
+def _profiled(device: str, activity: str) -> int:
+    """Profile one sum on the device; the events of the device that the profile has."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if activity == "cuda" else [])]
+    with profile(activities=kinds) as seen:
+        torch.ones(8, device=device).sum()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    return sum(event.device_type.name == device.upper() for event in seen.events())
+
+
+def ipc(device: str) -> Found:
+    """Why a second process cannot open the memory of this one's GPU; "" where it opens it and reads what is there."""
+    from multiprocessing.reduction import ForkingPickler
+
+    import torch
+    import torch.multiprocessing as processes
+
+    written = torch.arange(64, dtype=torch.uint8).to(device)  # by a copy: no kernel is needed
+    context = processes.get_context("spawn")
+    mine, other = context.Pipe()
+    reader = context.Process(target=_read_by_ipc, args=(bytes(ForkingPickler.dumps(written)), other), daemon=True)
+    reader.start()
+    other.close()
+    try:
+        got = mine.recv() if mine.poll(_ANSWER_S) else f"the second process gave no answer within {_ANSWER_S:.0f} s"
+    except EOFError:
+        reader.join(_ANSWER_S)
+        got = f"the second process ended with exit code {reader.exitcode} before it had read anything"
+    finally:
+        reader.kill()
+    if isinstance(got, str):
+        return {"refused": got}
+    return {
+        "refused": "" if got == [*range(64)] else f"the second process reads {got[:4]}..., expected [0, 1, 2, 3]..."
+    }
+
+
+def _read_by_ipc(told: bytes, answer: Any) -> None:
+    try:
+        answer.send(pickle.loads(told).cpu().tolist())
+    except (RuntimeError, OSError) as error:
+        answer.send(str(error).splitlines()[0][:200])
+
+
+PROBES: dict[str, Callable[[str], Found]] = {
+    each.__name__: each for each in (machine, profiles, profiles_cuda_first, ipc)
+}
+
+if __name__ == "__main__":
+    print(json.dumps(PROBES[sys.argv[1]](sys.argv[2])))
