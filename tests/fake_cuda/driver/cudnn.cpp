@@ -21,6 +21,7 @@ cudnnStatus_t cudnnBackendGetAttribute(
     int64_t* count, void* values) {
   if (count) *count = room <= 1 ? 1 : 0;
   if (values && room == 1 && type == CUDNN_TYPE_INT64) *(int64_t*)values = 0;
+  if (values && room == 1 && type == CUDNN_TYPE_INT32) *(int32_t*)values = 0;
   return CUDNN_STATUS_SUCCESS;
 }
 cudnnStatus_t cudnnBackendExecute(cudnnHandle_t handle, cudnnBackendDescriptor_t, cudnnBackendDescriptor_t) {
