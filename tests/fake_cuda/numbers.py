@@ -250,7 +250,26 @@ def _cudnn_backward(grad, q, k, v, out, lse, seed, offset, bias, cq, ck, mq, mk,
     return _gradients(grad, q, k, v, is_causal, bias, scale)
 
 
+# ---- norms: the GPU keeps their statistics in float32, and has an operator for the gradients of RMSNorm
+
+
+def _layer_norm_backward(grad, x, shape, mean, rstd, weight, bias, mask):
+    wide = [None if t is None else t.float() for t in (grad, x, mean, rstd, weight, bias)]
+    return aten.native_layer_norm_backward(*wide[:2], shape, *wide[2:], mask)
+
+
+def _rms_norm_backward(grad, x, shape, rstd, weight, mask):
+    normed, gradient = x.float() * rstd.float(), grad.float()
+    of_weight = (gradient * normed).flatten(0, -len(shape) - 1).sum(0)
+    if weight is not None:
+        gradient = gradient * weight.float()
+    shared = (gradient * normed).mean(tuple(range(-len(shape), 0)), keepdim=True)  # through rstd, a function of x too
+    return rstd.float() * (gradient - normed * shared), of_weight
+
+
 _ON_CPU: dict[str, Callable[..., Any]] = {
+    "aten::native_layer_norm_backward": _layer_norm_backward,
+    "aten::_fused_rms_norm_backward": _rms_norm_backward,
     "aten::_scaled_dot_product_efficient_attention": _efficient,
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "aten::_scaled_dot_product_flash_attention": _flash,
