@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.fake_cuda.all_pairs import all_pairs
@@ -131,6 +131,20 @@ def mentions(*words: str) -> Judge:
     return judge
 
 
+def parts_end(done: Done, folder: Path) -> Judged:
+    """Every part of gpu-check came to its end, and what failed are values, which no kernel has computed."""
+    found = sorted(folder.rglob("check.json"))
+    if not found:
+        return Judged(False, message_of(done))
+    parts = json.loads(found[0].read_text())["parts"]
+    unfinished = [f"{part['name']}: {part['status']}" for part in parts if part["status"] != "finished"]
+    failed = [check for part in parts for check in part["checks"] if check["got"]]
+    others = [f"{check['name']}: {check['got']}" for check in failed if "wrong" not in check["got"]]
+    if unfinished or others:
+        return Judged(False, "; ".join((unfinished + others)[:3]).replace("|", "/")[:240])
+    return Judged(True, f"{len(parts)} parts finished; {len(failed)} checks of values are not judged")
+
+
 def losses_equal(done: Done, folder: Path) -> Judged:
     """The first case of `train.py` is the twin on the CPU; all others have its losses to 1e-6."""
     ended = ended_well(done, folder)
@@ -167,7 +181,8 @@ def _command_on(what: str, machine: Machine) -> Case:
         return Case(
             what, machine, ("python", "-c", _CELL.format(ranks=ranks)), mentions(f"rank {int(ranks) - 1} reduced")
         )
-    return Case(what, machine, (*fsdplab, "gpu-check", "--device", "cuda", "--out", "{}/check"), ended_well, 600)
+    command = (*fsdplab, "gpu-check", "--device", "cuda", "--out", "{}/check")
+    return Case(what, replace(machine, settings={"LARGEST_COPY_MB": 16}), command, parts_end, 600)
 
 
 _CELL = """
@@ -237,6 +252,7 @@ class Table:
 
     path: Path
     versions: dict[str, str]
+    only: str = ""
     rows: list[Row] = field(default_factory=list)
 
     def add(self, row: Row) -> None:
@@ -262,7 +278,7 @@ Written by `.ci/cuda`. {good} of {all} went as they should. Nothing here ran on 
 
 Commands on machines (`run`, `compare`, `%%ranks`, `gpu-check`) are thinned: every pair of command, number of GPUs,
 capability, memory and torch occurs, not every combination. One GPU is shared by two ranks; else each rank has its own.
-
+{only}
 Not judged: times; numbers, except where a line says so (kernels compute nothing); Triton and `torch.compile`; other
 versions of torch than those above.
 
@@ -296,7 +312,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="a regular expression that the names of cases match")
     said = parser.parse_args()
     known = {version: (python, text) for python in said.pythons for version, text in [versions_of(python)]}
-    table = Table(said.table, {f"torch {version}": text for version, (_, text) in known.items()})
+    table = Table(said.table, {f"torch {version}": text for version, (_, text) in known.items()}, said.only)
     cases = list(commands_on_machines(list(known)))
     cases += [(next(iter(known)), case) for case in what_goes_wrong()]
     for version, case in cases:

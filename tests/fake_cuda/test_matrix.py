@@ -14,7 +14,19 @@ import pytest
 from tests.fake_cuda.all_pairs import all_pairs
 from tests.fake_cuda.build import CannotBuild, Wheels
 from tests.fake_cuda.machine import TOO_LONG, Done, Machine
-from tests.fake_cuda.matrix import COMMANDS, GPUS, Case, Judged, Row, Table, ended_well, has_kernels, losses_equal, says
+from tests.fake_cuda.matrix import (
+    COMMANDS,
+    GPUS,
+    Case,
+    Judged,
+    Row,
+    Table,
+    ended_well,
+    has_kernels,
+    losses_equal,
+    parts_end,
+    says,
+)
 
 
 def test_every_pair_of_values_occurs_in_few_combinations() -> None:
@@ -59,6 +71,23 @@ def test_each_rank_must_have_kernels_in_its_trace(categories: tuple[str, ...], o
 def test_losses_must_be_the_twins(losses: object, ok: bool, tmp_path: Path) -> None:
     (tmp_path / "losses.json").write_text(json.dumps([[5.0, 4.0], losses]))
     assert losses_equal(Done(0), tmp_path).ok is ok
+
+
+@pytest.mark.parametrize(
+    ("status", "got", "ok"),
+    [
+        ("finished", "", True),
+        ("finished", "losses are wrong", True),
+        ("finished", "no group", False),
+        ("failed", "", False),
+    ],
+)
+def test_parts_of_a_gpu_check_must_end_and_only_values_may_be_wrong(
+    status: str, got: str, ok: bool, tmp_path: Path
+) -> None:
+    part = {"name": "nccl", "status": status, "checks": [{"name": "sums", "got": got}]}
+    (tmp_path / "check.json").write_text(json.dumps({"parts": [part]}))
+    assert parts_end(Done(1), tmp_path).ok is ok
 
 
 def test_a_table_counts_what_went_wrong(tmp_path: Path) -> None:

@@ -66,3 +66,12 @@ def test_four_ranks_of_hybrid_shard_have_the_losses_of_the_twin(trained: Trained
     hybrid = {**TINY, **four, "strategy": "hybrid_shard", "shard_size": 2}
     twin, losses = trained(Machine(gpus=4), {"spec": {**TWIN, **four}}, {"spec": hybrid})
     assert losses == pytest.approx(twin, rel=1e-6)
+
+
+def test_bf16_and_llama_have_the_losses_of_the_twin_to_their_accuracy(trained: Trained) -> None:
+    """Attention is cuDNN's here in bf16, and a GPU's operator for RMSNorm runs."""
+    llama, bf16 = {"model": "llama-tiny"}, {"precision": "bf16"}
+    specs = [{**TWIN, **llama}, {**TINY, **llama}, {**TWIN, **bf16}, {**TINY, **bf16, "checkpoint": "selective"}]
+    twin, losses, twin_in_bf16, losses_in_bf16 = trained(Machine(gpus=2), *({"spec": spec} for spec in specs))
+    assert losses == pytest.approx(twin, rel=1e-6)
+    assert losses_in_bf16 == pytest.approx(twin_in_bf16, rel=1e-4)

@@ -87,6 +87,7 @@ void launch(const std::string& name, Stream* stream, std::function<void()> work 
 void copy(Stream* stream, void* to, const void* from, size_t bytes, CUpti_ActivityMemcpyKind kind);
 void fill(Stream* stream, void* to, int byte, size_t bytes);
 void sleep_us(long us);
+bool too_large(size_t bytes);  // more than LARGEST_COPY_MB: memory stays as it is
 
 // ---- records for the profiler (records.cpp)
 bool recorded(CUpti_ActivityKind kind);

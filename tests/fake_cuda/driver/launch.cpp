@@ -16,7 +16,7 @@ void sleep_us(long us) {
 static void delay(Stream* stream, long most_us) {
   if (most_us > 0) sleep_us((long)(stream->random() % (u64)(most_us + 1)));
 }
-static bool too_large(size_t bytes) {
+bool too_large(size_t bytes) {
   static long most = setting("LARGEST_COPY_MB", 1 << 20) << 20;
   return (long)bytes > most;
 }

@@ -120,8 +120,9 @@ static void run_collective(const Operation& o) {
   // Collectives of one communicator run in the order in which they were issued, also from several streams.
   if (!c.wait_until([&] { return c.finished == o.turn - 1; })) return;
   bool gives = (o.kind != broadcast) || c.rank == o.peer;
+  bool real = !too_large(elements_given(o) * width(o.type));
   Signature what{o.kind, o.type, (int)o.op, o.count};
-  if (c.put_in(o.turn, o.from, gives ? elements_given(o) * width(o.type) : 0, what)) give_result(o);
+  if (c.put_in(o.turn, o.from, gives && real ? elements_given(o) * width(o.type) : 0, what) && real) give_result(o);
   c.finished = o.turn;
   c.announce();
 }
