@@ -265,9 +265,9 @@ class Table:
         head = ["what", "machine", "torch", "went", "seen"]
         lines = [" | ".join(cells) for cells in (head, ["---"] * len(head), *(row.cells() for row in self.rows))]
         versions = "\n".join(f"- {name}: {text}" for name, text in self.versions.items())
-        return _TEXT.format(
-            good=good, all=len(self.rows), versions=versions, table="\n".join(f"| {x} |" for x in lines)
-        )
+        only = f"\nOnly the cases whose names match `{self.only}` were asked for.\n" if self.only else ""
+        table = "\n".join(f"| {line} |" for line in lines)
+        return _TEXT.format(good=good, all=len(self.rows), versions=versions, only=only, table=table)
 
 
 _TEXT = """# What ran on GPUs that were not there
