@@ -26,7 +26,7 @@ def child() -> int:
 def keeps_a_record(sheet: Sheet) -> None:
     folder = sheet.folder / "keeps_a_record" / "run-a"
     spec = {"strategy": "full_shard", "engine": "lab", "world_size": 1}
-    sheet.keep(RunRecord(folder, spec=spec, summary=Summary(losses=(2.5,))).save().path)
+    sheet.keep(RunRecord(folder, spec=spec, summary=Summary(losses=(2.5,))).save().path, "run-a")
 
 
 def hangs(sheet: Sheet) -> None:

@@ -200,7 +200,7 @@ METAPHORS = re.compile(
 )
 LITERAL = {  # (path, word): the word is meant literally, or belongs to a fixed name
     ("cli/bench.py", "floor"), ("sessions/bench_engines.py", "floor"),
-    ("figures/report", "room"), ("figures/style.py", "room"), ("gpu_check", "room"),
+    ("figures/report", "room"), ("figures/style.py", "room"), ("gpu_check", "floor"),
     ("engine/features/mapped.py", "room"), ("engine/features/offload.py", "room"), ("figures/table.py", "room"),
     ("teaching/lessons/nb11_shoot_out/exercises.py", "room"),
 }  # fmt: skip

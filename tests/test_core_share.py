@@ -121,7 +121,7 @@ def seen(name: str, share: float | None, step: float = 0.5) -> RunView:
 
 
 def test_a_run_that_is_short_of_cores_says_so_first_and_names_no_winner(capsys, tmp_path: Path) -> None:
-    said = "Ranks had a core for 31 % of their step: these times are the machine's, not the strategy's."
+    said = "Ranks had a core for 31 % of their step: the measured times are the machine's, not the strategy's."
     assert core_sentence(0.31) == said
     busy = [seen("zero1", 0.31), seen("full_shard", 0.5, step=0.9)]
     assert core_words(busy) == said and step_words(busy) == said[:-1]

@@ -551,7 +551,9 @@ def test_on_a_busy_machine_there_is_one_finding_on_time(tmp_path: Path) -> None:
     record = by_hand(tmp_path, exposed=[("a", "forward", "all_gather", 70, 60, "late_start")])
     record = timed(record, 0.080, cpu_share=0.31, peak_memory_bytes=peak)
     first, memory = findings(record)
-    assert first.title == ("Ranks had a core for 31 % of their step: these times are the machine's, not the strategy's")
+    assert first.title == (
+        "Ranks had a core for 31 % of their step: the measured times are the machine's, not the strategy's"
+    )
     assert (first.kind, first.of, first.seconds, memory.kind) == ("short_of_cores", "machine", 0.0, "peak")
     quiet = timed(record, 0.080, cpu_share=0.93, peak_memory_bytes=peak)
     assert "short_of_cores" not in kinds(quiet) and "no_prefetch" in kinds(quiet)

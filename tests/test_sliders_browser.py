@@ -28,6 +28,14 @@ runs = compare([RunSpec(strategy=name, model="gpt-20m", world_size=2, batch_size
                         steps=1, warmup=2, device="cpu") for name in shoot_out.STRATEGIES[:2]])""",
 }
 
+# No word of a figure is outside of it.
+WHOLE = """() => [...document.querySelectorAll(".js-plotly-plot")].every(plot => {
+  const edge = plot.getBoundingClientRect(), texts = [...plot.querySelectorAll("text")];
+  const boxes = texts.filter(each => each.textContent.trim()).map(each => each.getBoundingClientRect());
+  return boxes.length && boxes.every(box => !box.width || (box.left >= edge.left - 1 && box.right <= edge.right + 1));
+})"""
+LINES = "() => document.querySelector('.gtitle').querySelectorAll('tspan.line').length"
+
 
 def course() -> list[tuple[str, str]]:
     """(name of the notebook, source that shows its sliders), one a cell."""
@@ -64,6 +72,26 @@ def test_every_slider_of_the_course_changes_the_picture_on_the_screen(tmp_path: 
         page.screenshot(path=str(tmp_path / "sliders.png"))
     assert not dead, f"the picture stayed as it was: {dead}"
     assert moved >= FEWEST_SLIDERS
+
+
+@needs_chromium
+@pytest.mark.timeout(600)
+def test_a_figure_is_whole_at_every_width_of_its_output(tmp_path: Path) -> None:
+    """A window of 900 px with JupyterLab's files beside the notebook leaves 468 px to an output."""
+    source = next(source for name, source in course() if name == "00_setup_and_tour")
+    later = "from fsdplab.teaching import show, tour\nshow(tour.state_figure(125, 8))"
+    with run_in_lab(tmp_path, [source, later], width=900) as page:
+        first, second = page.locator(".jp-Notebook .jp-CodeCell").all()
+        first.locator(".noUi-handle").first.wait_for(timeout=180_000)
+        page.wait_for_function(f"({LINES})() === 3", timeout=60_000)
+        second.locator(".jp-InputArea-editor").click()  # again: the width is known now
+        page.keyboard.press("Control+Enter")
+        page.wait_for_function(WHOLE, timeout=60_000)
+        assert changes(page, first, 0)
+        first.screenshot(path=str(tmp_path / "narrow.png"))
+        page.set_viewport_size({"width": 1280, "height": 900})
+        page.wait_for_function(f"({LINES})() < 3 && ({WHOLE})()", timeout=60_000)
+        first.screenshot(path=str(tmp_path / "wide.png"))
 
 
 def label(cell: Any, slider: int) -> str:

@@ -16,7 +16,7 @@ from IPython.core.error import UsageError
 from IPython.core.interactiveshell import InteractiveShell
 
 from fsdplab import RunSpec, teaching
-from fsdplab.figures import memory_by_category
+from fsdplab.figures import memory_by_category, style
 from fsdplab.records import RunRecord, Summary
 from fsdplab.records.summary import Peak
 from fsdplab.teaching import collectives, tour
@@ -35,6 +35,7 @@ from fsdplab.teaching.core import (
 from fsdplab.teaching.core.cell_runs import ranks_wanted
 from fsdplab.teaching.core.course_state import CheckFailed, current, open_course
 from fsdplab.teaching.core.exercise import Case, Choice, Exercise, Question, Trial, edited
+from fsdplab.teaching.core.figure_below import FigureBelow
 from fsdplab.teaching.core.on_ranks import with_plain_numbers
 from fsdplab.teaching.core.predictions import Prediction, PredictionLocked, calibration_of
 from fsdplab.teaching.core.quantities import QuantityError, plain, quantity
@@ -622,6 +623,26 @@ def test_a_figure_leaves_html_with_its_alternative_text(capsys):
     assert "full_shard" in capsys.readouterr().out
     with pytest.raises(ValueError, match="alternative text"):
         teaching.show(go.Figure())
+
+
+def test_a_page_draws_a_figure_once_it_has_answered_and_for_the_width_that_it_told(monkeypatch):
+    below, sent, drawn_anew = FigureBelow(), [], []
+    monkeypatch.setattr(below, "send", sent.append)
+    below.on_resize(lambda: drawn_anew.append(style.page()))
+    figure = tour.state_figure(22, 2)
+    assert not below.draw(figure) and sent == [], "the output is replaced, as nobody listens"
+    try:
+        below.width = 468
+        below.width = 480
+        assert sent == ["", ""] and drawn_anew == [468.0, 480.0]
+        narrow = tour.state_figure(22, 2)
+        assert narrow.layout.title.text.count("<br>") > figure.layout.title.text.count("<br>")
+        below.hears = True
+        assert below.draw(narrow) and "22 million" in sent[-1]
+        below.width = 2000
+        assert style.page() == style.PAGE
+    finally:
+        style.page_is(style.PAGE)
 
 
 def test_sliders_move_the_figure_without_a_browser(capsys):

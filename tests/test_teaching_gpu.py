@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,7 @@ def rehearsal(tmp_path_factory) -> Path:
 
 def as_from(device: str, folder: Path, target: Path) -> Path:
     """The same check, saying that it was made on another device."""
-    for path in folder.iterdir():
-        (target / path.name).write_bytes(path.read_bytes())
+    shutil.copytree(folder, target, dirs_exist_ok=True)
     content = json.loads((target / "check.json").read_text())
     content["provenance"] |= {"device": device, "gpu": "NVIDIA H200", "torch": "2.11.0"}
     (target / "check.json").write_text(json.dumps(content))

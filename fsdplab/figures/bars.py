@@ -70,7 +70,7 @@ def _broken(row: str) -> str:
 def _axis_end(reached: Mapping[str, float], ends: Mapping[str, str], levels: Mapping[str, float]) -> float:
     """Where the axis ends, so that the words of every bar and the name of every line fit."""
     width = plot_width(map(_broken, reached))
-    shares = {row: max(0.35, 1 - (words_width(words) + 12) / width) for row, words in ends.items()}
+    shares = {row: max(0.2, 1 - (words_width(words) + 12) / width) for row, words in ends.items()}
     return max([end / shares[row] for row, end in reached.items()] + [1.15 * at for at in levels.values()]) or 1.0
 
 

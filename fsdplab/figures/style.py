@@ -52,12 +52,13 @@ ALARM = "#e5383b"  # the card line, what exceeds it, exposed time
 GRID = "rgba(128,132,136,0.28)"
 EDGE = "rgba(20,22,26,0.65)"  # thin edge of a bar segment
 FONT = "Inter, 'Segoe UI', 'DejaVu Sans', Arial, sans-serif"
-_LINE, _SUBLINE, _LEGEND_LINE = 25, 20, 21  # pixels that a line of the title, the subtitle and the legend takes
+_LINE, _SUBLINE, _LEGEND_LINE = 26, 20, 21  # pixels that a line of the title, the subtitle and the legend takes
 _LEGEND_SIGN = 45  # pixels of a legend's sign and the gaps around it
 _ABOVE = 24  # pixels of words that stand above the plot, or of a button
 _PIXELS = re.compile(r"(font|marker)\.size$|\.(standoff|entrywidth|height|[xy]shift)$|\.(margin|pad)\.[lrtb]$")
 PAGE = 848  # pixels that an output has in JupyterLab with its files at the side, in a window of 1280
-_PAGE = ContextVar("page", default=float(PAGE))
+_page = float(PAGE)  # the notebook's, once a widget has told it
+_ON_PAGE: ContextVar[float | None] = ContextVar("on_page", default=None)
 CAMERA = dict(displaylogo=False, toImageButtonOptions=dict(format="svg"))  # the camera button saves an SVG
 TEXT = "#1b1e23"
 DARK_TEXT = "#eceff3"
@@ -88,11 +89,22 @@ def template() -> go.layout.Template:
 @contextmanager
 def on_page(pixels: float) -> Iterator[None]:
     """Draw figures for a page of this width instead of a notebook's: titles break, and words have room, accordingly."""
-    before = _PAGE.set(pixels)
+    before = _ON_PAGE.set(pixels)
     try:
         yield
     finally:
-        _PAGE.reset(before)
+        _ON_PAGE.reset(before)
+
+
+def page_is(pixels: float) -> None:
+    """Draw later figures for a notebook's page of this width, at most `PAGE`."""
+    global _page
+    _page = min(float(PAGE), pixels)
+
+
+def page() -> float:
+    """Pixels of the width for which figures are drawn."""
+    return _ON_PAGE.get() or _page
 
 
 def words_width(words: str, size: int = 15) -> float:
@@ -102,7 +114,7 @@ def words_width(words: str, size: int = 15) -> float:
 
 def plot_width(labels: Iterable[str] = ()) -> float:
     """Pixels of a plot's width on the page beside the labels of its rows."""
-    return max(100.0, _PAGE.get() - 54 - max(map(words_width, labels), default=60))
+    return max(100.0, page() - 54 - max(map(words_width, labels), default=60))
 
 
 def titled(figure: go.Figure, title: str, subtitle: str, alt: str, height: int = 260) -> go.Figure:
@@ -111,7 +123,8 @@ def titled(figure: go.Figure, title: str, subtitle: str, alt: str, height: int =
     `height` is the plot's, with its axis below it. The figure is as much taller as title, subtitle, legend and words
     above the plot need.
     """
-    titles, subtitles = wrapped(title, int(_PAGE.get() / 12.6)), wrapped(subtitle, int(_PAGE.get() / 8.4))
+    room = page() - 24
+    titles, subtitles = wrapped(title, int(room / 12.6)), wrapped(subtitle, int(room / 8.4))
     legend = 82 + _LINE * titles.count("<br>") + _SUBLINE * subtitles.count("<br>")
     top = legend + 18 + _LEGEND_LINE * _legend_rows(figure) + (_ABOVE if _words_above(figure) else 0)
     # plotly hangs a title by its last lines: without it, the first would leave the picture

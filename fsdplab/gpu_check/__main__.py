@@ -24,7 +24,7 @@ from typing import NoReturn
 from fsdplab.common.processes import descendants, gone, name_of, send
 from fsdplab.common.pythons import run_of, with_this_checkout
 from fsdplab.common.words import did_you_mean, harmless
-from fsdplab.gpu_check.check import REFUSED, UNFINISHED, Check, Part, open_check
+from fsdplab.gpu_check.check import RECORDS, REFUSED, UNFINISHED, Check, Part, open_check
 
 LIMIT_S = 480.0  # what a borrowed machine grants
 # the parts in their order, and the seconds that each may take at most; speed takes what the others leave
@@ -124,7 +124,8 @@ def run_check(check: Check, parts: Sequence[str], limit_s: float) -> int:
     """Run the parts in order, print how each went, and save after each; the exit status of the command."""
     deadline = time.monotonic() + limit_s
     unfinished = check.folder / UNFINISHED
-    unfinished.mkdir()
+    for folder in (unfinished, check.folder / RECORDS):
+        folder.mkdir()
     check.save()
     try:
         for name in parts:
@@ -137,7 +138,7 @@ def run_check(check: Check, parts: Sequence[str], limit_s: float) -> int:
             if part.status == "refused" and name == "environment":
                 shutil.rmtree(check.folder)  # nothing was checked, so nothing stands in the way of the next try
                 return _refuse(part.reason)
-            check.pack(unfinished)
+            check.save()
             how = f"{part.status} ({part.seconds:.1f} s, {len(part.failed())} checks failed)"
             print(f"{name}: {how} {part.reason}".rstrip())
             if part.status == "interrupted":

@@ -1,8 +1,8 @@
 """A check on disk: one small folder that `gpu-check --open FOLDER` prints and that data/ can keep.
 
-check.json       what it ran on, and for every part its outcome, checks, figures and notes
-log.txt          what the parts printed
-records.tar.gz   the run records that the parts left
+check.json   what it ran on, and for every part its outcome, checks, figures and notes
+log.txt      what the parts printed
+records/     the run records that are kept, one folder each
 
 A part writes its own file after every line, so that whatever ends it, what it found is kept.
 """
@@ -10,7 +10,7 @@ A part writes its own file after every line, so that whatever ends it, what it f
 from __future__ import annotations
 
 import json
-import tarfile
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,13 +19,12 @@ from typing import Any
 from fsdplab.common.files import read_file, write_whole
 
 FORMAT = "fsdplab gpu check 2"
-UNFINISHED = ".unfinished"  # where sheets and records lie until they are in check.json and records.tar.gz
+UNFINISHED = ".unfinished"  # in the folder: what parts write while they run
+RECORDS = "records"
 REFUSED = 2  # exit code of a part, and of the command: nothing can be checked here
 HELD, FAILED, NOT_JUDGED = "held", "failed", "not judged"
 Row = dict[str, Any]
 _LARGEST_FILE = 10**8  # bytes of a check.json
-_MOST_BYTES = 15_000_000  # of an archive: a borrowed machine lets out no larger file
-_MOST_COLUMNS = 14  # a part with more figures shows a figure a line
 
 
 class CheckError(ValueError):
@@ -93,10 +92,13 @@ class Sheet(Part):
         self.notes.append(text)
         self._save()
 
-    def keep(self, record: Path) -> None:
-        """Keep a run record, which lies below `folder`."""
-        self.records.append(record.relative_to(self.folder).as_posix())
+    def keep(self, record: Path, name: str) -> Path:
+        """Keep a run record under this name; its new folder."""
+        place = self.folder.parent / RECORDS / name
+        shutil.move(record, place)
+        self.records.append(name)
         self._save()
+        return place
 
     def _save(self) -> None:
         write_whole(self.folder / f"{self.name}.json", json.dumps(asdict(self)))
@@ -132,33 +134,9 @@ class Check:
         content = {"format": FORMAT, "provenance": self.provenance, "parts": [asdict(each) for each in self.parts]}
         write_whole(self.folder / "check.json", json.dumps(content | {"notes": self.notes}, indent=1) + "\n")
 
-    def pack(self, scratch: Path) -> None:
-        """Write the records that the parts kept below `scratch` into records.tar.gz, and save. One that does not fit
-        goes without its traces, and is named.
-        """
-        room = _MOST_BYTES
-        with tarfile.open(self.folder / "records.tar.gz", "w:gz") as archive:
-            for name in [record for each in self.parts for record in each.records]:
-                files = [path for path in sorted((scratch / name).rglob("*")) if path.is_file()]
-                if sum(path.stat().st_size for path in files) > room:
-                    files = [path for path in files if path.parent.name != "traces"]
-                    self.notes.append(f"the record {name} is kept without its traces: the archive was full")
-                for path in files:
-                    room -= path.stat().st_size
-                    archive.add(path, path.relative_to(scratch), filter=_anonymous)
-        self.save()
-
-    def unpack_records(self, target: Path) -> list[Path]:
-        """Write the run records below `target`, and return their folders for `RunRecord.load`."""
-        path = self.folder / "records.tar.gz"
-        if not path.exists():
-            return []
-        try:
-            with tarfile.open(path) as archive:
-                archive.extractall(target, filter="data")
-        except (tarfile.TarError, EOFError, OSError) as error:
-            raise CheckError(f"{path} is damaged ({error}); copy the folder again") from error
-        return sorted(each.parent for each in target.rglob("run.json"))
+    def records(self) -> list[Path]:
+        """The folders of the run records, for `RunRecord.load`."""
+        return [self.folder / RECORDS / name for part in self.parts for name in part.records]
 
     def __str__(self) -> str:
         made = "\n".join(f"{name}: {value}" for name, value in self.provenance.items() if value is not None)
@@ -167,12 +145,6 @@ class Check:
         sections += [table(wrong)] if wrong else []
         sections += [f"{each.name}\n" + "\n".join(_body(each)) for each in self.parts if each.rows or each.notes]
         return "\n\n".join([*sections, *(f"note: {note}" for note in self.notes)]) + "\n"
-
-
-def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Without the users of the machine: a record is made to be handed on."""
-    entry.uid, entry.gid, entry.uname, entry.gname = 0, 0, "", ""
-    return entry
 
 
 def open_check(folder: Path | str) -> Check:
@@ -217,14 +189,12 @@ def shown(value: Any) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as text, without columns that no row fills; where the columns are many, each is a line."""
+    """The rows as text, without columns that no row fills."""
     columns = [
         name
         for name in dict.fromkeys(name for row in rows for name in row)
         if any(row.get(name) not in (None, "") for row in rows)
     ]
     lines = [columns, *([shown(row.get(name)) for name in columns] for row in rows)]
-    if len(columns) > _MOST_COLUMNS:
-        lines = [list(line) for line in zip(*lines)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdplab.gpu_check.part import Work, first_line
 from fsdplab.planning.hardware import find_gpu, gpu_of
@@ -53,8 +53,8 @@ def traces(work: Work) -> None:
 def _judge_trace(work: Work, name: str, record: RunRecord | None) -> None:
     if record is None:
         return
-    work.keep(record.path)
-    summary, found = record.summary, communication_s(record)
+    record = RunRecord.load(work.keep(record.path, record.path.name))
+    summary, found = record.summary, communication(record)
     device = analyse_trace(
         traces_of(record)[0], ledger=[row for row in record.table("ledger") if row["rank"] == 0]
     ).device
@@ -77,9 +77,8 @@ def _judge_trace(work: Work, name: str, record: RunRecord | None) -> None:
     work.check(f"{name}: bytes have a category", "" if other <= _OTHER else f"{other:.1%} of the peak has none")
 
 
-@dataclass(frozen=True)
-class Communication:
-    """Seconds of communication in a profiled step, by the ledger and by the trace; the mean over ranks and steps."""
+class Communication(NamedTuple):
+    """Seconds of communication in a profiled step, by the ledger and by the trace, and its number of collectives."""
 
     ledger: float
     trace: float
@@ -90,20 +89,23 @@ class Communication:
         """Where the two differ by more than launching explains; "" where they agree."""
         if abs(self.ledger - self.trace) <= LEDGER_TOLERANCE * self.ledger + LAUNCH_S * self.collectives:
             return ""
-        return (
-            f"a step communicates for {1e3 * self.ledger:.3g} ms by the ledger, {1e3 * self.trace:.3g} ms by the trace"
-        )
+        said = f"{1e3 * self.ledger:.3g} ms by the ledger, {1e3 * self.trace:.3g} ms by the trace"
+        return f"a step communicates for {said}"
 
 
-def communication_s(record: RunRecord) -> Communication:
-    """What both say of the profiled steps."""
-    breakdown, ledger = record.table("breakdown"), record.table("ledger")
-    steps = {(row["rank"], row["step"]) for row in breakdown}
-    rows = {step: [row for row in ledger if (row["rank"], row["step"]) == step] for step in steps}
-    spans = [length(union([(row["start_ns"], row["end_ns"]) for row in found])) for found in rows.values()]
-    seen = [row["exposed_ns"] + row["overlapped_ns"] for row in breakdown]
-    count = len(steps) or 1
-    return Communication(sum(spans) / count / 1e9, sum(seen) / count / 1e9, sum(map(len, rows.values())) / count)
+def communication(record: RunRecord) -> Communication:
+    """What both say of the profiled steps; the mean over ranks and steps."""
+    breakdown = record.table("breakdown")
+    rows = {(row["rank"], row["step"]): list[tuple[int, int]]() for row in breakdown}
+    for row in record.table("ledger"):
+        rows.get((row["rank"], row["step"]), []).append((row["start_ns"], row["end_ns"]))
+    ledger, trace = sum(length(union(spans)) for spans in rows.values()), sum(map(communicating_ns, breakdown))
+    return Communication(*(each / len(rows) for each in (ledger / 1e9, trace / 1e9, sum(map(len, rows.values())))))
+
+
+def communicating_ns(row: dict[str, Any]) -> int:
+    """Communication of one rank and step by the trace."""
+    return int(row["exposed_ns"] + row["overlapped_ns"])
 
 
 # ---- 6. speed
@@ -131,8 +133,7 @@ SIZES = (
 )  # fmt: skip
 ENGINES = (("lab", "full_shard"), ("torch-fsdp2", "full_shard"), ("torch-ddp", "no_shard"))
 _RUN_S = 120.0  # of one run: the part has a limit of its own
-_ENOUGH_S = {"cuda": 45.0, "cpu": 10.0}  # a further run is not begun with less
-_ROOM = 0.85  # of the free bytes: the rest is for fragments and libraries
+_USABLE = 0.85  # of the free bytes: the rest is for fragments and libraries
 
 
 def alone_bytes(size: Size, ranks: int) -> float:
@@ -149,7 +150,7 @@ def together_bytes(size: Size, ranks: int) -> float:
 
 def fitting(free: float, needed: Callable[[Size], float]) -> Size:
     """The largest size whose bytes fit into the free ones; the last one where none does."""
-    return next((size for size in SIZES if needed(size) <= _ROOM * free), SIZES[-1])
+    return next((size for size in SIZES if needed(size) <= _USABLE * free), SIZES[-1])
 
 
 def speed(work: Work) -> None:
@@ -168,25 +169,21 @@ def _settings(size: Size, ranks: int) -> dict[str, Any]:
 
 
 def one_by_one(work: Work, size: Size, ranks: int) -> None:
-    """A row for each engine, and for the lab's other settings while time is left: step, tokens/s, MFU, peak memory."""
-    same = _settings(size, ranks)
-    specs = [work.spec(**same, engine=engine, strategy=strategy) for engine, strategy in ENGINES]
+    """A row for each engine and setting as its run ends, the most telling first: step, tokens/s, MFU, peak memory."""
+    wanted: list[dict[str, Any]] = [dict(engine=engine, strategy=strategy) for engine, strategy in ENGINES]
+    wanted.append(dict(checkpoint="full"))
+    if missing := missing_compiler(work.device):
+        work.note(f"compiled blocks are left out: torch.compile needs {missing}, which this machine lacks")
+    else:
+        wanted.append(dict(compile="blocks"))
+    wanted += [dict(strategy=name) for name in ("shard_grad_op", "zero2", "no_shard")] if ranks > 1 else []
+    specs = [work.spec(**_settings(size, ranks) | settings) for settings in wanted]
     records = compare(specs, directory=work.folder / "compare", on_record=partial(_row, work, size))
     losses = [record.summary.losses for record in records[:2]]
     if all(losses):
         ours, theirs = (known(each[-1]) for each in losses)
         wrong = "" if abs(ours - theirs) <= _LOSSES * abs(theirs) else f"losses are wrong: {ours:.4f} and {theirs:.4f}"
         work.check_value("lab and torch-fsdp2 come to the same loss", wrong)
-    others: list[dict[str, Any]] = [dict(checkpoint="full"), dict(compile="blocks")]
-    others += [dict(strategy=name) for name in ("shard_grad_op", "zero2", "no_shard")] if ranks > 1 else []
-    for settings in others:
-        name = "lab " + ", ".join(f"{setting} {value}" for setting, value in settings.items())
-        if "compile" in settings and (missing := missing_compiler(work.device)):
-            work.note(f"left out: {name}: torch.compile needs {missing}, which this machine lacks")
-        elif work.left() < _ENOUGH_S[work.device]:
-            work.note(f"left out: {name}: {work.left():.0f} s of the limit were left")
-        elif record := work.record(name, **same, **settings):
-            _row(work, size, record)
 
 
 def _row(work: Work, size: Size, record: RunRecord) -> None:

@@ -203,9 +203,8 @@ def core_sentence(share: float, whose: str = "") -> str:
     """What must be said before all else of a run that is short of cores.
 
     >>> core_sentence(0.31)
-    "Ranks had a core for 31 % of their step: these times are the machine's, not the strategy's."
+    "Ranks had a core for 31 % of their step: the measured times are the machine's, not the strategy's."
     """
     ranks = f"Ranks of {whose}" if whose else "Ranks"
-    return (
-        f"{ranks} had a core for {100 * share:.0f} % of their step: these times are the machine's, not the strategy's."
-    )
+    had = f"{ranks} had a core for {100 * share:.0f} % of their step"
+    return f"{had}: the measured times are the machine's, not the strategy's."

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.engine.core.layout import SLICES_ALIGNED, WHOLE_ALIGNED, Layout
@@ -194,4 +195,10 @@ class UnitBuffers:
 
 
 def _layout(parameters: Sequence[Parameter], ranks: int, itemsize: int, alignment: int) -> Layout:
-    return Layout.of([(each.name, each.shape, itemsize) for each in parameters], ranks, alignment)
+    return _layout_of(tuple((each.name, each.shape, itemsize) for each in parameters), ranks, alignment)
+
+
+@lru_cache(maxsize=512)
+def _layout_of(entries: tuple[tuple[str, tuple[int, ...], int], ...], ranks: int, alignment: int) -> Layout:
+    """Kept, since a lab asks again with every number of tokens, on which it does not depend."""
+    return Layout.of(entries, ranks, alignment)

@@ -25,6 +25,8 @@ from .verdicts import with_code
 if TYPE_CHECKING:
     import ipywidgets
 
+    from .figure_below import FigureBelow
+
 
 def notebook_display() -> Callable[..., Any] | None:
     """IPython's `display` in a notebook; None everywhere else, also where IPython is not installed."""
@@ -41,10 +43,11 @@ def present(thing: object) -> None:
     (notebook_display() or print)(thing)
 
 
-def present_live(thing: object) -> Callable[[object], None]:
+def present_live(thing: object, below: FigureBelow | None = None) -> Callable[[object], None]:
     """Like `present`, and returns a function that replaces the output later.
 
-    The output is an ordinary one that stays in the saved notebook, where a widget is not saved.
+    The output is an ordinary one that stays in the saved notebook, where a widget is not saved. Another figure is on
+    the screen sooner when `below` draws it.
     """
     display = notebook_display()
     if display and os.environ.get("SERVER_SOFTWARE", "").startswith("voila"):
@@ -54,7 +57,7 @@ def present_live(thing: object) -> Callable[[object], None]:
         return lambda other: None
 
     def replace(other: object) -> None:
-        if isinstance(other, Shown):
+        if isinstance(other, Shown) and not (below and below.draw(other.figure)):
             handle.update(_Between())
         handle.update(other)
 
@@ -190,12 +193,19 @@ class WidgetView:
         return bundle if self.instead is None else bundle | {"text/html": self.instead._repr_html_()}
 
 
-def present_widget(make: Callable[[], ipywidgets.Widget], instead: Any = None) -> None:
+def present_widget(make: Callable[[], ipywidgets.Widget], instead: Any = None) -> FigureBelow | None:
     """Make a widget and show it in a notebook, and on its static page `instead`; outside a notebook only that is
-    shown.
+    shown. What is returned redraws the figure that the cell shows next.
     """
     display = notebook_display()
     if display:
-        display(WidgetView(make(), instead))
-    elif instead is not None:
+        import ipywidgets
+
+        from .figure_below import FigureBelow
+
+        below = FigureBelow()
+        display(WidgetView(ipywidgets.VBox([make(), below]), instead))
+        return below
+    if instead is not None:
         print(instead)
+    return None

@@ -54,8 +54,10 @@ def explore(view: Callable[..., Any], start: Mapping[str, Any] | None = None, **
     first values.
     """
     explorer = Explorer(view, axes, dict(start or {}))
-    present_widget(lambda: sliders(explorer, lambda: update(explorer.render())))
-    update = present_live(explorer.render())
+    below = present_widget(lambda: sliders(explorer, lambda: update(explorer.render())))
+    update = present_live(explorer.render(), below)
+    if below:
+        below.on_resize(lambda: update(explorer.render()))
 
 
 def predicted_runs(

@@ -5,7 +5,6 @@ Without a result, the cell says how to make one.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,17 +38,19 @@ def on_a_gpu(draw: Callable[[RunRecord], go.Figure], strategy: str = "full_shard
             )
         )
         return
-    with tempfile.TemporaryDirectory(prefix="fsdplab-gpu-") as scratch:
-        runs = [RunRecord.load(place) for place in check.unpack_records(Path(scratch))]
-        chosen = max(
-            (run for run in runs if run.spec["strategy"] == strategy),
-            key=lambda run: run.spec["world_size"],
-            default=None,
-        )
-        if chosen is None:
-            present(_none(f"the check that is kept has no {strategy} run"))
-            return
-        show(draw(chosen))
+    chosen = max(
+        (
+            run
+            for run in map(RunRecord.load, check.records())
+            if run.spec["strategy"] == strategy and not run.spec["link"]
+        ),
+        key=lambda run: run.spec["world_size"],
+        default=None,
+    )
+    if chosen is None:
+        present(_none(f"the check that is kept has no {strategy} run"))
+        return
+    show(draw(chosen))
     present(Note((_where(check.provenance, chosen),)))
 
 

@@ -11,6 +11,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -237,13 +238,19 @@ def curves_of(job: RunSpec, tokens: int, links: tuple[int, ...]) -> Curves:
     """(MB/s, exposed ms, ms of all communication) points by the schedule's name, and of what no schedule can hide."""
     found: Curves = {name: [] for name in (*MOST_AHEAD, "no schedule can hide")}
     for link in sorted(set(links)):
-        here = replace(job, link=f"{link}MB/s", sequence_length=tokens // job.batch_size)
-        timed = {name: steady(replace(here, prefetch=depth)) for name, depth in MOST_AHEAD.items()}
-        computed, moved = _lengths_ms(next(iter(timed.values())))
-        for name, record in timed.items():
-            found[name].append((link, 1e3 * known(record.summary.comm.exposed_s), moved))
-        found["no schedule can hide"].append((link, least_exposed_ms(computed, moved), moved))
+        exposed_ms, moved = _at(replace(job, link=f"{link}MB/s", sequence_length=tokens // job.batch_size))
+        for name, milliseconds in exposed_ms.items():
+            found[name].append((link, milliseconds, moved))
     return found
+
+
+@lru_cache(maxsize=256)  # a slider's other positions stay
+def _at(job: RunSpec) -> tuple[dict[str, float], float]:
+    """Exposed ms by the schedule's name and of what no schedule can hide, and ms of all communication, at one link."""
+    timed = {name: steady(replace(job, prefetch=depth)) for name, depth in MOST_AHEAD.items()}
+    computed, moved = _lengths_ms(next(iter(timed.values())))
+    found = {name: 1e3 * known(record.summary.comm.exposed_s) for name, record in timed.items()}
+    return found | {"no schedule can hide": least_exposed_ms(computed, moved)}, moved
 
 
 def _lengths_ms(record: RunRecord) -> tuple[float, float]:
