@@ -126,7 +126,11 @@ def mentions(*words: str) -> Judge:
         ended = ended_well(done, folder)
         lines = "\n".join(line for line in done.output.splitlines() if not _HEADLINE.search(line.strip()))
         found = all(re.search(word, lines, re.I) for word in words)
-        return ended if not ended.ok else Judged(found, f"says {', '.join(words)}" if found else message_of(done))
+        return (
+            ended
+            if not ended.ok
+            else Judged(found, f"{'says' if found else 'does not say'} {', '.join(words)}".replace("|", " or "))
+        )
 
     return judge
 
@@ -205,9 +209,11 @@ def what_goes_wrong() -> Iterable[Case]:
     fsdplab = ("python", "-m", "fsdplab")
     train = (*fsdplab, "run", "full_shard", *_TINY, "--device", "cuda", "--out", "{}/record")
     two = Machine(gpus=2)
-    yield Case("doctor", two, (*fsdplab, "doctor"), mentions("2 GPUs|2 x|GPU"))
-    yield Case("doctor, IPC refused", _with(IPC="refused"), (*fsdplab, "doctor"), mentions("IPC"))
-    yield Case("doctor, old driver", _with(DRIVER=11040), (*fsdplab, "doctor"), mentions("driver"))
+    yield Case("doctor", two, (*fsdplab, "doctor"), mentions("GPUs +yes +2: NVIDIA"))
+    yield Case(
+        "doctor, IPC refused", _with(IPC="refused"), (*fsdplab, "doctor"), mentions("CUDA IPC +no", "not supported")
+    )
+    yield Case("doctor, old driver", _with(DRIVER=11040), (*fsdplab, "doctor"), mentions("GPUs +no", "driver"))
     yield Case("doctor, no kernels", Machine(2, 60, 16), (*fsdplab, "doctor"), mentions("capability|kernel"))
     yield Case("run, IPC refused", _with(IPC="refused"), train, has_kernels)
     yield Case("run, old driver", _with(DRIVER=11040), train, says("driver"))
