@@ -43,7 +43,9 @@ def test_times_without_cores_are_marked_as_such_beside_the_bars() -> None:
     (spec,) = state.begin()
     state.recorded(RunRecord("unsaved", spec=spec.as_dict(), status="finished", summary=Summary(cpu_share=0.4)))
     state.ended()
-    assert "done: 1 record of 1 run kept. Ranks had a core for 40 % of their step: these times are" in state.message
+    assert (
+        "done: 1 record of 1 run kept. Ranks had a core for 40 % of their step: the measured times are" in state.message
+    )
 
 
 # ---- runs that come back

@@ -128,9 +128,13 @@ def ipc(device: str) -> Found:
     import torch.multiprocessing as processes
 
     written = torch.arange(64, dtype=torch.uint8).to(device)  # by a copy: no kernel is needed
+    try:
+        told = bytes(ForkingPickler.dumps(written))
+    except RuntimeError as error:  # the driver gives no handle
+        return {"refused": str(error).splitlines()[0][:200]}
     context = processes.get_context("spawn")
     mine, other = context.Pipe()
-    reader = context.Process(target=_read_by_ipc, args=(bytes(ForkingPickler.dumps(written)), other), daemon=True)
+    reader = context.Process(target=_read_by_ipc, args=(told, other), daemon=True)
     reader.start()
     other.close()
     try:

@@ -7,7 +7,7 @@ export default {
     const inOutputs = (selector) => el.closest(".jp-OutputArea")?.querySelector(selector);
     const tell = (name, value) => { model.set(name, value); model.save_changes(); };
     const draw = (text) => {
-      if (!text) return tell("hears", true);
+      if (!text) return tell("answers", true);
       const place = inOutputs(".js-plotly-plot"), figure = JSON.parse(text);
       if (place) window.Plotly.react(place, figure.data, figure.layout); // else it is not drawn yet
     };

@@ -22,7 +22,7 @@ class FigureBelow(anywidget.AnyWidget):
 
     _esm = Path(__file__).with_name("figure_below.js")
     width = traitlets.Int(0).tag(sync=True)
-    hears = traitlets.Bool(False).tag(sync=True)  # whether the page has answered a message
+    answers = traitlets.Bool(False).tag(sync=True)  # whether the page has answered a message
 
     def __init__(self) -> None:
         super().__init__(layout={"width": "100%", "height": "0", "margin": "0"})
@@ -40,9 +40,9 @@ class FigureBelow(anywidget.AnyWidget):
         VS Code and Colab draw each update of an output themselves. A page that was busy for 2 s when the widget came
         gets no messages: anywidget gives up on it.
         """
-        if self.hears:
+        if self.answers:
             self.send(figure.to_json())
-        return bool(self.hears)
+        return bool(self.answers)
 
     def _was_measured(self, change: Mapping[str, Any]) -> None:
         self.send("")
