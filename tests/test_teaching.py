@@ -664,7 +664,7 @@ def test_a_page_draws_a_figure_once_it_has_answered_and_for_the_width_that_it_to
         assert sent == ["", ""] and drawn_anew == [468.0, 480.0]
         narrow = tour.state_figure(22, 2)
         assert narrow.layout.title.text.count("<br>") > figure.layout.title.text.count("<br>")
-        below.hears = True
+        below.answers = True
         assert below.draw(narrow) and "22 million" in sent[-1]
         below.width = 2000
         assert style.page() == style.PAGE
