@@ -361,7 +361,7 @@ def test_a_figure_is_as_tall_as_its_title_legend_and_words_need():
     assert style.titled(marked, "title", "Measured", "alt").layout.margin.t == few.layout.margin.t + style._ABOVE
     with style.on_page(style.PAGE / 2):
         narrow = style.titled(go.Figure(bars[:2]), "many words " * 6, "Measured", "alt")
-    assert narrow.layout.title.text.count("<br>") == 1
+    assert narrow.layout.title.text.count("<br>") == 2
 
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&"

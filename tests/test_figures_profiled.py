@@ -737,7 +737,10 @@ def test_long_titles_take_further_lines():
         style.titled(go.Figure(go.Bar(x=[1], y=["a"])), text, "Measured", "alt", height=300)
         for text in ("many words " * 9, "few")
     )
-    assert long.layout.height == short.layout.height + 25 and long.layout.margin.t == short.layout.margin.t + 25
+    assert (
+        long.layout.height == short.layout.height + style._LINE
+        and long.layout.margin.t == short.layout.margin.t + style._LINE
+    )
 
 
 def test_namesakes_are_told_apart(ahead, behind, tmp_path):

@@ -63,13 +63,13 @@ class Kind(IntEnum):
     STEP = 5
     GLOO = 6
     SHM = 7
-    KERNEL = 9  # computes on a device
-    COMM = 10  # a kernel that communicates
-    COPY = 11
-    LAUNCH = 13
-    BLOCKED = 14
-    BLOCKING_LAUNCH = 15
-    IGNORED = 16
+    KERNEL = 8  # computes on a device
+    COMM = 9  # a kernel that communicates
+    COPY = 10
+    LAUNCH = 11
+    BLOCKED = 12
+    BLOCKING_LAUNCH = 13
+    IGNORED = 14
 
 
 class Range(NamedTuple):  # not a dataclass: a trace has a hundred thousand, and these are made in a third of the time
