@@ -15,7 +15,7 @@ MULTI_RANK_NCCL = (2, 30)  # the first version that takes several ranks on one G
 EXCLUSIVE, _PROHIBITED = 3, 2  # CU_COMPUTEMODE_...
 _COMPUTE_MODE = 20  # CU_DEVICE_ATTRIBUTE_COMPUTE_MODE
 _LEAST_SHM = 512 << 20
-_OLDER_WHEEL = "pip install torch --index-url https://download.pytorch.org/whl/cu126"
+_OLDER_WHEEL = "uv pip install torch --torch-backend=cu126"
 _LEAST_DRIVER = {12: "525", 13: "580"}  # by the major version of CUDA
 
 
