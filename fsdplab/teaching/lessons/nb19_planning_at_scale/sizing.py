@@ -93,6 +93,8 @@ def bill_factor(gpu: str = "h100", few: int = 64, many: int = 512) -> float:
 
 def bill(gpu: str, gpus: int, billions_of_tokens: int) -> go.Figure:
     """Days and bill over the number of GPUs, with one number chosen."""
+    for each in PRICES:  # the other GPU's plans as well: its first move then answers as fast as the rest
+        ladder(each)
     found = best(gpu, gpus)
     chosen = "nothing fits" if found is None else f"{found.spec.strategy}, checkpointing {found.spec.checkpointing}"
     return bill_figure(ladder(gpu, billions_of_tokens * 1e9), gpus, gpu.upper(), billions_of_tokens, chosen)
