@@ -229,7 +229,8 @@ def sharded(case: Case, policy: OffloadPolicy) -> nn.Module:
     if case.separate:
         model.set_separate_reduce_scatter_group()
     if case.hook:
-        stream = torch.cuda.Stream()
+        # hybrid_shard all-reduces by itself, and runs the hook on the stream where it does
+        stream = None if case.strategy == "hybrid_shard" else torch.cuda.Stream()
         for module in (*model.blocks, model):
             module.set_all_reduce_hook(lambda reduced: reduced.mul_(2.0), stream=stream)
     for unit in units_of(model) if case.link else ():
@@ -302,11 +303,17 @@ def run(case: Case, folder: str, steps: int = 2, left_out: int | None = None) ->
 
 
 def mutations(case: Case, folder: str) -> dict[str, Any]:
-    """Every wait of the second step, left out in turn: what it is, and the first conflict."""
-    whole = run(case, folder)
-    numbered = list(enumerate(whole["waits"], whole["first_wait"]))
-    found = [[what, *run(case, folder, left_out=number)["conflicts"][:1]] for number, what in numbered]
-    return {"conflicts": whole["conflicts"], "left_out": found}
+    """Every wait of the second step, left out in turn: what it is, and the first conflict. Of an optimizer that is
+    offloaded also those of the first step, in which its state is made.
+    """
+    conflicts: list[str] = []
+    found = []
+    for steps in (1, 2) if case.optimizer else (2,):
+        whole = run(case, folder, steps)
+        conflicts += whole["conflicts"]
+        numbered = enumerate(whole["waits"], whole["first_wait"])
+        found += [[what, *run(case, folder, steps, number)["conflicts"][:1]] for number, what in numbered]
+    return {"conflicts": conflicts, "left_out": found}
 
 
 SHARDED = ("zero1", "zero2", "shard_grad_op", "full_shard")

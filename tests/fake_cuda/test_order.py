@@ -66,10 +66,12 @@ def test_a_wait_that_is_left_out_is_noticed(found, case: Case) -> None:
     assert unnoticed - noticed <= ({SETTLE} if not case.evaluate else set()), "the last of a kind covers nothing"
 
 
-SETTLE, ARRIVED, REDUCED = (
+SETTLE, ARRIVED, REDUCED, HOOKED, BOUNDED = (
     "offload.py settle synchronize",
     "offload.py finish synchronize",
-    "streams.py <lambda> wait_event",
+    "streams.py __call__ wait_event",
+    "custom_collectives.py hooked wait_stream",
+    "offloaded_optimizer.py put_away synchronize",
 )
 
 
@@ -77,7 +79,11 @@ def covered(case: Case) -> set[str]:
     """Waits that a later one of the same kind covers, because what they wait for is in order on one stream and nobody
     looks before: gradients that arrive in host memory, and gradients that are reduced in place, are first read by the
     optimizer. When the last gradient has arrived, all slices have been sent that its backward needed (`SETTLE`); a
-    forward alone has no gradients.
+    forward alone has no gradients. State that has come from host memory lies in memory of the stream that takes it
+    back, so only the wait for state that an optimizer has just made (`BOUNDED`) is one for its order.
     """
     may = {ARRIVED, SETTLE} if case.offload != "none" else set()
-    return may | ({REDUCED} if case.strategy == "no_shard" and not case.hook else set())
+    may |= {BOUNDED} if case.optimizer else set()
+    if case.strategy == "no_shard":
+        may |= {HOOKED} if case.hook else {REDUCED}
+    return may

@@ -145,11 +145,11 @@ class _Leaving:
         with torch.cuda.stream(self._stream):
             torch._foreach_copy_(landings, values, non_blocking=True)
             arrived = self._stream.record_event()
-        self._last = last = arrived, values
+        self._last = arrived, values
 
-        def finish() -> None:
+        def finish() -> None:  # keeps no values: what has left would stay until the end of the backward
             arrived.synchronize()
-            if self._last is last:
+            if self._last is not None and self._last[0] is arrived:
                 self._last = None
 
         return Pending(finish)
