@@ -3,8 +3,9 @@
 A mapped file is an ordinary CPU tensor whose pages come and go. Letting go takes three steps, because each alone frees
 nothing: the pages leave this process (its resident memory falls at once), what was changed is written to the disk, and
 the kernel's own copy is dropped. Bringing in asks for a megabyte at a time: the kernel answers one large request with
-its first few megabytes only. Both run on background threads. The files have no name, so none is left behind, also after
-kill -9.
+its first few megabytes only. The kernel reads and writes in the background, so no thread of this process does: a write
+is begun at once, and its end is waited for when a few more have begun. The files have no name, so none is left behind,
+also after kill -9.
 """
 
 from __future__ import annotations
@@ -13,22 +14,22 @@ import ctypes
 import errno
 import mmap
 import os
-import queue
 import sys
 import tempfile
-import threading
 import weakref
 from bisect import bisect_right, insort
-from collections.abc import Callable
-from functools import partial
+from collections import deque
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 _ASK_AT_ONCE = 1 << 20  # bytes of one request to read ahead
-_WRITES_WAITING = 4  # more than this many spans waiting to be written hold up the writer of new ones
-_WRITE_AND_WAIT = 1 | 2 | 4  # SYNC_FILE_RANGE_WAIT_BEFORE, _WRITE, _WAIT_AFTER: data only, no flush of the drive
+_WRITES_UNDER_WAY = 4  # spans: the oldest is waited for when another begins
+# SYNC_FILE_RANGE_WAIT_BEFORE, _WRITE, _WAIT_AFTER: data only, no flush of the drive
+_WRITE, _WRITE_AND_WAIT = 2, 1 | 2 | 4
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
 
 
 class MappedFile(mmap.mmap):
@@ -55,22 +56,53 @@ class MappedFile(mmap.mmap):
         return self
 
     def bring_in(self, start: int, stop: int) -> None:
-        """Begin to read the pages around bytes [start, stop) into memory; returns at once."""
+        """Begin to read the pages around bytes [start, stop) into memory."""
         self._wanted.add(start)
-        _reader.put(partial(_read_ahead, weakref.ref(self), start, stop))
+        for at in range(start, stop, _ASK_AT_ONCE):
+            os.posix_fadvise(self.descriptor, at, min(_ASK_AT_ONCE, stop - at), os.POSIX_FADV_WILLNEED)
 
     def let_go(self, start: int, stop: int, keep_cached: bool) -> None:
-        """Take the pages around bytes [start, stop) out of memory; the disk is written in the background.
+        """Take the pages around bytes [start, stop) out of memory, and begin to write what was changed.
 
-        With `keep_cached` the kernel writes them and drops its copy when it wants to.
+        With `keep_cached` the kernel writes them and drops its copy when it wants to. Raises the `OSError` of a write
+        that has failed, this one's or an earlier one's.
         """
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         self.madvise(mmap.MADV_DONTNEED, first, stop - first)  # of a shared mapping: nothing is lost
         self._wanted.discard(start)
-        if not keep_cached:
-            _writer.put(partial(_write_back, weakref.ref(self), start, stop))
+        if keep_cached:
+            return
+        self._sync(start, stop, _WRITE)
+        _leaving.append(_Leaving(weakref.ref(self), start, stop))
+        while len(_leaving) > _WRITES_UNDER_WAY:
+            _leaving.popleft().finish()
+
+    def drop(self, start: int, stop: int) -> None:
+        """Wait until bytes [start, stop) are written, and drop the kernel's copy unless they were brought in again."""
+        self._sync(start, stop, _WRITE_AND_WAIT)
+        if start not in self._wanted:
+            os.posix_fadvise(self.descriptor, *_pages(start, stop), os.POSIX_FADV_DONTNEED)
+
+    def _sync(self, start: int, stop: int, how: int) -> None:
+        if _libc.sync_file_range(self.descriptor, *_pages(start, stop), how) != 0:
+            number = ctypes.get_errno()
+            what = f"{self.label} could not be written to {self.folder} ({os.strerror(number)})"
+            raise OSError(number, f"{what}; what it held is lost: look for a failing disk and resume from a checkpoint")
 
 
+class _Leaving(NamedTuple):
+    """Bytes of a file whose write has begun."""
+
+    file: weakref.ref[MappedFile]
+    start: int
+    stop: int
+
+    def finish(self) -> None:
+        if (file := self.file()) is not None:  # else its bytes are gone with it
+            file.drop(self.start, self.stop)
+
+
+_leaving: deque[_Leaving] = deque()  # the oldest first
 _files: weakref.WeakValueDictionary[int, MappedFile] = weakref.WeakValueDictionary()  # by address
 _starts: list[int] = []  # the addresses, sorted; some of files that are gone
 
@@ -123,9 +155,9 @@ def let_go(tensor: torch.Tensor, keep_cached: bool = False) -> None:
 
 
 def wait() -> None:
-    """Return once everything that was asked for so far is read, written and dropped."""
-    for thread in (_reader, _writer):
-        thread.wait()
+    """Return once everything that was let go so far is written and dropped."""
+    while _leaving:
+        _leaving.popleft().finish()
 
 
 def is_in_memory(folder: Path) -> bool:
@@ -139,6 +171,12 @@ def is_in_memory(folder: Path) -> bool:
         if where.split()[2] == number:
             return what.split()[0] in ("tmpfs", "ramfs")
     return False
+
+
+def _pages(start: int, stop: int) -> tuple[int, int]:
+    """First byte and number of bytes of the pages around [start, stop): the kernel drops whole pages only."""
+    first = start // mmap.PAGESIZE * mmap.PAGESIZE
+    return first, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE - first
 
 
 def _span(file: MappedFile, tensor: torch.Tensor) -> tuple[int, int]:
@@ -192,70 +230,3 @@ def _open(folder: Path) -> int:
     descriptor, name = tempfile.mkstemp(prefix="fsdplab-", dir=folder)
     os.unlink(name)
     return descriptor
-
-
-# ---- what the background threads do
-
-
-class _Thread:
-    """A daemon thread that runs jobs in order; the error of one is raised to whoever comes next."""
-
-    def __init__(self, name: str, waiting: int) -> None:
-        self._name = name
-        self._jobs: queue.Queue[Callable[[], object]] = queue.Queue(waiting)
-        self._thread: threading.Thread | None = None
-        self._error: OSError | None = None
-
-    def put(self, job: Callable[[], object]) -> None:
-        """Queue `job`; waits where too many are queued."""
-        if self._error is not None:
-            error, self._error = self._error, None
-            raise error
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
-        self._jobs.put(job)
-
-    def wait(self) -> None:
-        """Return once all jobs queued so far are done."""
-        done = threading.Event()
-        self.put(done.set)
-        done.wait()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                self._jobs.get()()
-            except OSError as error:
-                self._error = error
-
-
-_reader, _writer = _Thread("fsdplab reads ahead", 0), _Thread("fsdplab writes back", _WRITES_WAITING)
-
-
-def _read_ahead(reference: weakref.ref[MappedFile], start: int, stop: int) -> None:
-    file = reference()
-    if file is None:
-        return
-    for at in range(start, stop, _ASK_AT_ONCE):
-        os.posix_fadvise(file.descriptor, at, min(_ASK_AT_ONCE, stop - at), os.POSIX_FADV_WILLNEED)
-
-
-def _write_back(reference: weakref.ref[MappedFile], start: int, stop: int) -> None:
-    file = reference()
-    if file is None:
-        return
-    first = start // mmap.PAGESIZE * mmap.PAGESIZE
-    nbytes = -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE - first  # the kernel drops whole pages only
-    call = [
-        ctypes.c_int(file.descriptor),
-        ctypes.c_int64(first),
-        ctypes.c_int64(nbytes),
-        ctypes.c_uint(_WRITE_AND_WAIT),
-    ]
-    if _libc.sync_file_range(*call) != 0:
-        number = ctypes.get_errno()
-        what = f"{file.label} could not be written to {file.folder} ({os.strerror(number)})"
-        raise OSError(number, f"{what}; what it held is lost: look for a failing disk and resume from a checkpoint")
-    if start not in file._wanted:
-        os.posix_fadvise(file.descriptor, first, nbytes, os.POSIX_FADV_DONTNEED)
