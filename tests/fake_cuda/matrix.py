@@ -28,7 +28,8 @@ GPUS, CAPABILITIES, MEMORIES_GB = (1, 2, 4), (75, 80, 90), (15, 24, 80)
 LIMIT_S = 420
 _TINY = ("--model", "gpt-tiny", "--steps", "2")
 _SLOW = {"COPY_US": 3000, "COPY_DELAY_US": 3000, "KERNEL_DELAY_US": 300, "SEED": 1}
-_ALONE = {"PYTHONWARNINGS": "ignore"}  # what torch warns of is no message of fsdplab's
+# what torch warns of is no message of fsdplab's; without a compiler, gpu-check leaves torch.compile out
+_ALONE = {"PYTHONWARNINGS": "ignore", "PATH": ""}
 
 
 @dataclass(frozen=True)
