@@ -141,17 +141,18 @@ SIZES = (
 )  # fmt: skip
 ENGINES = (("lab", "full_shard"), ("torch-fsdp2", "full_shard"), ("torch-ddp", "no_shard"))
 _RUN_S = 120.0  # of one run: the part has a limit of its own
+_FLASH_FROM = 8.0  # compute capability: older GPUs keep the scores of bf16 attention
 _USABLE = 0.85  # of the free bytes: the rest is for fragments and libraries
 
 
-def alone_bytes(size: Size, ranks: int) -> float:
+def alone_bytes(size: Size, ranks: int, flash: bool = True) -> float:
     """The most that one of the engines holds on a GPU: DDP, with buckets and 16-bit copies beside its whole state."""
-    return memory_of(size.planned("no_shard", ranks)).peak.total + 6 * parameter_count(preset(size.model))
+    return memory_of(size.planned("no_shard", ranks, flash=flash)).peak.total + 6 * parameter_count(preset(size.model))
 
 
-def together_bytes(size: Size, ranks: int) -> float:
+def together_bytes(size: Size, ranks: int, flash: bool = True) -> float:
     """What the engines of a bench hold on a GPU together: their states, and what one of them needs in a step."""
-    whole, cut = (memory_of(size.planned(strategy, ranks)) for strategy in ("no_shard", "full_shard"))
+    whole, cut = (memory_of(size.planned(strategy, ranks, flash=flash)) for strategy in ("no_shard", "full_shard"))
     buckets = 4 * parameter_count(preset(size.model))
     return 1.5 * whole.resting.total + 2 * cut.resting.total + buckets + whole.peak.total - whole.resting.total
 
@@ -165,8 +166,9 @@ def speed(work: Work) -> None:
     """Engines that take turns step by step, then engines and settings each alone on the GPUs."""
     ranks = max(1, len(work.gpus)) if work.device == "cuda" else work.ranks
     free = min(gpu["free"] for gpu in work.gpus)
-    in_turns(work, fitting(free, partial(together_bytes, ranks=ranks)), ranks)
-    one_by_one(work, fitting(free, partial(alone_bytes, ranks=ranks)), ranks)
+    flash = all(float(gpu["capability"]) >= _FLASH_FROM for gpu in work.gpus)
+    in_turns(work, fitting(free, partial(together_bytes, ranks=ranks, flash=flash)), ranks)
+    one_by_one(work, fitting(free, partial(alone_bytes, ranks=ranks, flash=flash)), ranks)
 
 
 def _settings(size: Size, ranks: int) -> dict[str, Any]:

@@ -92,6 +92,21 @@ def test_an_exclusive_gpu_takes_one_process(script: Script) -> None:
     assert "busy or unavailable" not in script(Machine(), second).output
 
 
+def test_memory_of_a_process_that_has_ended_is_free_before_it_is_collected(script: Script) -> None:
+    done = script(
+        Machine(memory_gb=15),
+        """
+        import os, subprocess, sys
+        import torch
+        taken = "import torch; torch.empty(10 << 30, dtype=torch.uint8, device='cuda'); print('taken')"
+        child = subprocess.Popen([sys.executable, "-c", taken])
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        print("free", torch.cuda.mem_get_info()[0] >> 30)
+        """,
+    )
+    assert "taken" in done.output and "free 14" in done.output, done.output
+
+
 @pytest.mark.parametrize("settings", [{}, {"IPC": "refused"}], ids=["allowed", "refused"])
 def test_another_process_opens_memory_unless_ipc_is_refused(script: Script, settings: dict[str, str]) -> None:
     done = script(

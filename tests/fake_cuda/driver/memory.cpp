@@ -29,7 +29,19 @@ static Taken* shares() {
   static Taken* all = map_shares();
   return all;
 }
-static bool lives(int process) { return process && (kill(process, 0) == 0 || errno != ESRCH); }
+// A process that has ended has given its memory back, also while nobody has collected it (a zombie).
+static bool lives(int process) {
+  char path[32], line[512];
+  if (!process) return false;
+  snprintf(path, sizeof path, "/proc/%d/stat", process);
+  FILE* file = fopen(path, "r");
+  if (!file) return false;
+  size_t read = fread(line, 1, sizeof line - 1, file);
+  fclose(file);
+  line[read] = 0;
+  const char* name_end = strrchr(line, ')');
+  return name_end && name_end[1] == ' ' && name_end[2] != 'Z' && name_end[2] != 'X';
+}
 static Taken* own_share() {
   static Taken* own = nullptr;
   for (int i = 0; !own && i < most_processes; i++) {
