@@ -299,7 +299,7 @@ def made_to_gather(
     if link is not None:
         transport = behind(transport, link, ranks)
     for unit in units_of(model):
-        unit.config = replace(unit.config, shard=transport)
+        unit.memory.config = replace(unit.memory.config, shard=transport)
     return model
 
 

@@ -229,7 +229,7 @@ class Life:
 
     def _interrupted(self, x: torch.Tensor) -> None:
         runtime = bound(self.model)
-        unfinished = lambda: runtime._forward_root is not None or runtime._callback_queued
+        unfinished = lambda: runtime.forward_of is not None or runtime.in_backward
         interrupt, most = self.own.choice(((Interrupt, 200), (interrupted_wait, 30)))
         at = self.own.choice((10**9, self.own.randrange(1, most)))
         try:

@@ -121,7 +121,7 @@ def what_models_leave(count: int, ending: str) -> tuple[list[int], list[int], in
     used, taken = [], []
     for turn in range(count):
         model = shard_model(Units(5), "full_shard")
-        arena = units_of(model)[1].config.shard._slots.arena
+        arena = units_of(model)[1].memory.config.shard._slots.arena
         if ending == "untrained":
             del model
             continue
@@ -163,7 +163,7 @@ def limited_files(nbytes: int) -> Iterator[None]:
 def storages() -> list[str]:
     model, _ = model_and_input()
     shard_model(model, "full_shard", units=[Late])
-    return [type(unit.config.storage).__name__ for unit in units_of(model)]
+    return [type(unit.memory.config.storage).__name__ for unit in units_of(model)]
 
 
 def test_slices_rest_in_shared_memory_among_ranks_of_one_machine_only(ranks) -> None:

@@ -101,9 +101,9 @@ def at_rest(strategy: str) -> int:
     """Bytes of the buffers that the parameters at rest lie in."""
     held = 0
     for unit in units_of(shard_model(build_model("gpt-tiny"), strategy)):
-        buffer = unit._whole.tensor if unit.plan.aliased else unit._flat
+        buffer = unit.memory.whole.tensor if unit.memory.plan.aliased else unit.memory.shards
         begin, end = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
-        assert all(begin <= param.local.data_ptr() < end for param in unit.params if param.local.numel())
+        assert all(begin <= param.local.data_ptr() < end for param in unit.memory.params if param.local.numel())
         held += buffer.nbytes
     return held
 
@@ -122,7 +122,9 @@ def ledger_of(strategy: str, policy: MixedPrecisionPolicy, micro_batches: int) -
     """The ledger of the third step, and the formula's answer, in the same form."""
     model, row = shard_model(Odd(), strategy, mp_policy=policy), STRATEGIES[strategy]
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    shapes = [UnitShapes(u.name, tuple((s.name, s.shape) for s in u.plan.rest_layout.slots)) for u in units_of(model)]
+    shapes = [
+        UnitShapes(u.name, tuple((s.name, s.shape) for s in u.memory.plan.rest_layout.slots)) for u in units_of(model)
+    ]
     for _ in range(3):
         seen: list[events.Collective] = []
         stop = events.subscribe(lambda e: seen.append(e) if isinstance(e, events.Collective) else None)

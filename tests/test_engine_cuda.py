@@ -59,7 +59,7 @@ def gathering(group: dist.ProcessGroup, strategy: str = "full_shard") -> nn.Modu
     model = shard_model(Net().cuda(), strategy, mp_policy=BF16)
     transport = StagedTransport(group, torch.device("cuda", 0))
     for unit in units_of(model):
-        unit.config = replace(unit.config, shard=transport)
+        unit.memory.config = replace(unit.memory.config, shard=transport)
     return model
 
 
@@ -106,7 +106,7 @@ def test_reductions_on_a_communicator_of_their_own_give_the_same_bits(group) -> 
     expected = train(gathering(group))
     model = gathering(group)
     model.set_separate_reduce_scatter_group()
-    (transport,) = {unit.config.shard for unit in units_of(model)}
+    (transport,) = {unit.memory.config.shard for unit in units_of(model)}
     assert transport._reduce_group is not transport.group
     for one, two in zip(train(model), expected, strict=True):
         assert torch.equal(one, two)
@@ -147,7 +147,7 @@ def test_a_link_delays_a_collective_by_the_formula_and_no_multiprocessor_waits(g
     model = shard_model(Net().cuda(), "full_shard", mp_policy=BF16)
     transport = behind(StagedTransport(group, device), link, ranks=4)
     for unit in units_of(model):
-        unit.config = replace(unit.config, shard=transport)
+        unit.memory.config = replace(unit.memory.config, shard=transport)
     rows: list[events.Collective] = []
     unsubscribe = events.subscribe(lambda event: rows.append(event) if isinstance(event, events.Collective) else None)
     train(model, steps=2)
@@ -164,7 +164,7 @@ def test_a_link_changes_no_bit_and_never_makes_the_host_wait(group) -> None:
     expected = train(gathering(group))
     model = gathering(group)
     for unit in units_of(model):
-        unit.config = replace(unit.config, shard=behind(unit.config.shard, Link(5e9), ranks=4))
+        unit.memory.config = replace(unit.memory.config, shard=behind(unit.memory.config.shard, Link(5e9), ranks=4))
     x = torch.randn(64, 512, device="cuda")
     for one, two in zip(train(model), expected, strict=True):
         assert torch.equal(one, two)

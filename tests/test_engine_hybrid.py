@@ -66,7 +66,9 @@ def ledger() -> tuple[dict, dict]:
     stop = events.subscribe(lambda e: seen.append(e) if isinstance(e, events.Collective) else None)
     loss_of(model, *tokens_of(1, 0)).backward()
     stop()
-    shapes = [UnitShapes(u.name, tuple((s.name, s.shape) for s in u.plan.rest_layout.slots)) for u in units_of(model)]
+    shapes = [
+        UnitShapes(u.name, tuple((s.name, s.shape) for s in u.memory.plan.rest_layout.slots)) for u in units_of(model)
+    ]
     expected = {(t.unit, t.kind, t.wire_bytes): t.count for t in step_traffic(shapes, "hybrid_shard", 4, replicas=2)}
     return dict(Counter((e.unit, e.kind, e.wire_bytes) for e in seen)), expected
 
@@ -142,10 +144,10 @@ def on_ordered_streams() -> list[tuple[str, bool]]:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         model = shard_model(build_model("gpt-tiny", seed=1), "hybrid_shard", mesh=mesh, transport="gloo")
         for unit in units_of(model) if ordered else ():
-            shard, replicate = copy.copy(unit.config.shard), copy.copy(unit.config.replicate)
+            shard, replicate = copy.copy(unit.memory.config.shard), copy.copy(unit.memory.config.replicate)
             shard._reduce_stream = OrderedStream("reduce", issued)
             replicate._all_reduce_stream = OrderedStream("all_reduce", issued)
-            unit.config = replace(unit.config, shard=shard, replicate=replicate)
+            unit.memory.config = replace(unit.memory.config, shard=shard, replicate=replicate)
         loss_of(model, *tokens_of(0, dist.get_rank())).backward()
         found.append([parameter.grad.to_local() for parameter in model.parameters()])
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))

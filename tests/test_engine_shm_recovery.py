@@ -170,7 +170,7 @@ def interrupted_in_a_sum(again: str) -> list[str]:
     expected, said = stepped(model), []
     model.zero_grad()
     if dist.get_rank() == 0:
-        transport = units_of(model)[1].config.shard
+        transport = units_of(model)[1].memory.config.shard
         transport._sum = lambda *_: raise_(KeyboardInterrupt())
     for _ in range(2):
         try:
@@ -348,7 +348,7 @@ def refused_midway() -> list[str]:
     wide = nn.Linear(3000, 3000)
     model, said = shard_model(nn.Sequential(wide), "full_shard", units="root", transport="shm"), []
     if dist.get_rank() == 1:
-        held = units_of(model)[0].config.shard._slots.arena.allocate(40 << 20)
+        held = units_of(model)[0].memory.config.shard._slots.arena.allocate(40 << 20)
         assert not held.any()
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, -1))
     for _ in range(2):
@@ -392,7 +392,7 @@ def in_threads(count: int) -> None:
 def rank_of(rank: int, store: dist.Store, chain: nn.Module, answers: list[Any]) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=len(answers), store=store)
     model = shard_model(chain, "full_shard")
-    assert isinstance(units_of(model)[1].config.shard, SharedTransport)
+    assert isinstance(units_of(model)[1].memory.config.shard, SharedTransport)
     losses = []
     for step in range(3):
         loss = model(drawn(step, rank)).square().mean()
@@ -401,7 +401,9 @@ def rank_of(rank: int, store: dist.Store, chain: nn.Module, answers: list[Any]) 
             parameter._local_tensor.data.sub_(parameter.grad._local_tensor)
         model.zero_grad()
         losses.append(loss.item())
-    assert transport_of(dist.group.WORLD, CPU) is units_of(model)[1].config.shard, "another rank's world is not ours"
+    assert transport_of(dist.group.WORLD, CPU) is units_of(model)[1].memory.config.shard, (
+        "another rank's world is not ours"
+    )
     answers[rank] = losses
 
 

@@ -96,7 +96,7 @@ def trained(linked: bool) -> tuple[list[float], list[dict], float]:
             transport, lambda kind, logical: LINK.collective(kind, logical, ranks), hold=sleep_like_the_driver
         )
     for unit in units_of(model):
-        unit.config = replace(unit.config, shard=transport)
+        unit.memory.config = replace(unit.memory.config, shard=transport)
     rows: list[events.Collective] = []
     unsubscribe = events.subscribe(lambda event: rows.append(event) if isinstance(event, events.Collective) else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -145,7 +145,7 @@ def imitated(count: int) -> list[dict]:
     model = shard_model(Net(), "full_shard")
     transport = behind(GlooTransport(dist.group.WORLD, torch.device("cpu")), Link(1e9), count)
     for unit in units_of(model):
-        unit.config = replace(unit.config, shard=transport)
+        unit.memory.config = replace(unit.memory.config, shard=transport)
     rows: list[dict] = []
     unsubscribe = events.subscribe(
         lambda event: rows.append(vars(event)) if isinstance(event, events.Collective) else None

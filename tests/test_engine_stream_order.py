@@ -160,7 +160,7 @@ def sharded(made: Device, case: Case) -> nn.Module:
     )
     over = {"no_shard": ("replicate",), "hybrid_shard": ("shard", "replicate")}.get(case.strategy, ("shard",))
     for unit in units_of(model):
-        unit.config = replace(unit.config, **dict.fromkeys(over, transport))
+        unit.memory.config = replace(unit.memory.config, **dict.fromkeys(over, transport))
     for module in model.blocks if case.hook else ():
         module.set_all_reduce_hook(lambda reduced: reduced.mul_(2.0))
     return model

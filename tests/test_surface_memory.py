@@ -56,7 +56,11 @@ def settled(count: Callable[[], T]) -> T:
 def bytes_gathered(model: nn.Module) -> int:
     """What the gathered forms of all units but the root hold right now."""
     gathered = [
-        p.gathered for unit in units_of(model) if unit.name != "root" for p in unit.params if p.gathered is not None
+        p.gathered
+        for unit in units_of(model)
+        if unit.name != "root"
+        for p in unit.memory.params
+        if p.gathered is not None
     ]
     return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in gathered}.values())
 
@@ -75,7 +79,7 @@ def most_gathered(make: Callable[[], nn.Module]) -> tuple[int, float, float]:
             most = max(most, bytes_gathered(model))
 
     train(model, 1)
-    one_block = next(unit for unit in units_of(model) if unit.name == "blocks.0").plan.layout.whole_bytes
+    one_block = next(unit for unit in units_of(model) if unit.name == "blocks.0").memory.plan.layout.whole_bytes
     stop = events.subscribe(watch)
     for _ in range(4):
         train(model, 1)
@@ -178,8 +182,8 @@ def remembered(model: nn.Module) -> list[Any]:
     """Weak references to the model, its units, its parameters and everything they stand on."""
     kept: list[Any] = [weakref.ref(model), *(weakref.ref(module) for module in model.modules())]
     for unit in units_of(model):
-        kept += [weakref.ref(unit), *(weakref.ref(param) for param in unit.params)]
-        tensors = [t for p in unit.params for t in (p.gathered, p.at_rest, p.at_rest.grad) if t is not None]
+        kept += [weakref.ref(unit), *(weakref.ref(param) for param in unit.memory.params)]
+        tensors = [t for p in unit.memory.params for t in (p.gathered, p.at_rest, p.at_rest.grad) if t is not None]
         kept += [StorageWeakRef(storage_of(tensor)) for tensor in tensors]
     return kept
 

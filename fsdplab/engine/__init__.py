@@ -1,9 +1,10 @@
 """The sharding engine: `fully_shard`, and `shard_model` for every row of the strategy table.
 
-Begin with core/unit.py, which tells one unit's life in time order. `core/` is that life and imports nothing else of the
-engine but events.py (what it tells listeners) and compat.py (what depends on torch's version); `transport/` moves bytes
-between ranks, `emulation/` slows it down to a network that is not there, `features/` and `torch_api/` have one file for
-each thing that a user may ask for besides. module.py and shard.py put them together; checkpoint.py stands beside them.
+Begin with core/unit.py and core/step.py: what one unit does, and when. `core/` imports nothing else of the engine but
+events.py (what it tells listeners), compat.py (what depends on torch's version) and nested.py (tensors in containers).
+`transport/` moves bytes between ranks, `emulation/` slows it down to a network that is not there, `features/` and
+`torch_api/` have one file for each thing that a user may ask for besides. module.py and shard.py put them together;
+checkpoint.py stands beside them.
 """
 
 from __future__ import annotations

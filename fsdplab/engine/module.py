@@ -14,8 +14,15 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
-from fsdplab.engine.core.hooks import UnitHooks, after_forward, before_forward, bind_root, hooks_of, units_under
-from fsdplab.engine.core.runtime import Runtime
+from fsdplab.engine.core.hooks import (
+    Runtime,
+    UnitHooks,
+    after_forward,
+    before_forward,
+    bind_root,
+    hooks_of,
+    units_under,
+)
 from fsdplab.engine.core.unit import UNSHARDED, Unit
 from fsdplab.engine.features.misuse_checks import left_empty, meta_buffers, warn_before_forward
 from fsdplab.engine.torch_api import custom_collectives, torch_interop
@@ -85,7 +92,7 @@ class FSDPModule(TorchFSDPModule):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """False announces that another backward comes before the optimizer steps."""
         hooks = self._unit_hooks
-        (hooks.runtime or hooks).is_last_backward = is_last_backward
+        (hooks.runtime.root if hooks.runtime else hooks.unit).is_last_backward = is_last_backward
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether units drop their parameters after a forward; False keeps them through evaluation too."""
@@ -95,7 +102,7 @@ class FSDPModule(TorchFSDPModule):
                 " a number of ranks is an argument of fully_shard"
             )
         for unit in units_under(self, recurse):
-            unit.reshard_after_forward, unit.partial_reshard = reshard_after_forward, None
+            unit.reshard_after_forward, unit.memory.fewer_ranks = reshard_after_forward, None
             unit.keep_unsharded = not reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
@@ -132,7 +139,7 @@ class FSDPModule(TorchFSDPModule):
     ) -> None:
         """Call `hook` with the reduced slice of this unit before the optimizer's gradients are made from it."""
         unit = self._only_unit("set_all_reduce_hook")
-        if stream is not None and unit.config.shard and unit.config.replicate:
+        if stream is not None and unit.memory.config.shard and unit.memory.config.replicate:
             raise ValueError(
                 "stream cannot be set when using native HSDP: the engine itself all-reduces over replicas there"
             )
@@ -190,8 +197,8 @@ class FSDPModule(TorchFSDPModule):
         collective over the shards.
         """
         for unit in units_under(self, recurse):
-            if unit.config.shard is not None:
-                unit.config.shard.separate_reductions(enable)
+            if unit.memory.config.shard is not None:
+                unit.memory.config.shard.separate_reductions(enable)
 
     # ---- when a step's backwards are over (PyTorch's pipelining asks for this from torch 2.15 on)
 
@@ -211,10 +218,8 @@ class FSDPModule(TorchFSDPModule):
         With `async_op` a handle to wait on. Nothing happens before the first forward.
         """
         runtime = self._unit_hooks.runtime or bind_root(self)
-        if runtime.passes:
-            for unit in reversed(runtime.units.values()):
-                runtime.after_backward(unit)
-            runtime.end_backward()
+        if runtime.has_run:
+            runtime.finalize_backward()
         return GradientReductionHandle() if async_op else None
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
@@ -314,7 +319,7 @@ def _guarded(forward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(forward)
     def guarded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         hooks = self.__dict__["_unit_hooks"]
-        if any(unit.params and unit.state is not UNSHARDED for unit in units_under(self, recurse=False)):
+        if any(unit.memory.params and unit.state is not UNSHARDED for unit in units_under(self, recurse=False)):
             return self(*args, **kwargs)  # `model.forward(x)`: nobody has gathered the parameters
         if hooks.recompute is not None and torch.is_grad_enabled():
             return hooks.recompute(forward, self, *args, **kwargs)

@@ -14,10 +14,11 @@ from torch.nn.parameter import is_lazy
 
 from fsdplab.engine.compat import DataParallelMeshDims
 from fsdplab.engine.core.hooks import UnitHooks, bind_root, hooks_of
+from fsdplab.engine.core.memory import UnitMemory
 from fsdplab.engine.core.param import ShardedParam, Sites
 from fsdplab.engine.core.placement import Axes, axes_of, axes_of_info, local_part
 from fsdplab.engine.core.policy import STRATEGIES, MixedPrecisionPolicy, OffloadPolicy, Strategy, strategy_named
-from fsdplab.engine.core.unit import Unit
+from fsdplab.engine.core.unit import ReduceOptions, Unit
 from fsdplab.engine.core.unit_config import UnitConfig
 from fsdplab.engine.features.misuse_checks import warn_of_low_masters
 from fsdplab.engine.features.offload import storage_of
@@ -67,11 +68,11 @@ def fully_shard(
     modules = [module] if isinstance(module, nn.Module) else list(module)
     over = lambda other: _config(row, other, mp_policy, offload_policy, transport)  # noqa: E731
     for unit in _make_units(modules, config, after, shard_placement_fn, ignored_params or (), over):
-        unit.reshard_after_forward = after = _after_forward(reshard_after_forward, unit.config.axes)
+        unit.reshard_after_forward = after = _after_forward(reshard_after_forward, unit.memory.config.axes)
         if after not in (True, False, None):
-            near = smaller_mesh(unit.config.axes.mesh, after)
+            near = smaller_mesh(unit.memory.config.axes.mesh, after)
             over_few = transport_of(near.get_group(1), config.device, transport)
-            unit.partial_reshard = SlicesOverFewerRanks(unit.params, near, over_few)
+            unit.memory.fewer_ranks = SlicesOverFewerRanks(unit.memory.params, near, over_few)
     return module
 
 
@@ -110,8 +111,7 @@ def shard_model(
     for module in [*reversed(_select(model, units)), model]:
         _make_units([module], config, row.reshard_after_forward, None, ignored_params or ())
         module._unit_hooks.recompute = None if module is model else recompute
-    model._unit_hooks.prefetch = prefetch
-    bind_root(model)
+    bind_root(model, prefetch)
     return model
 
 
@@ -174,9 +174,10 @@ def _make_units(
         del held[config.axes]
     _move_buffers(modules, config.device)
     title = "+".join(type(module).__name__ for module in modules)
-    units = [Unit(title, params, configs[axes], reshard) for axes, params in held.items()]
-    for unit in units:
-        unit.shard()
+    memories = [UnitMemory(title, params, configs[axes]) for axes, params in held.items()]
+    for memory in memories:
+        memory.shard()
+    units = [Unit(memory, reshard, ReduceOptions(memory.config.divide)) for memory in memories]
     for original in owned:
         original._owned_by_unit = True
     beside = [UnitHooks(modules, unit) for unit in units[1:]]

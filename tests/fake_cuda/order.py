@@ -234,7 +234,7 @@ def sharded(case: Case, policy: OffloadPolicy) -> nn.Module:
         for module in (*model.blocks, model):
             module.set_all_reduce_hook(lambda reduced: reduced.mul_(2.0), stream=stream)
     for unit in units_of(model) if case.link else ():
-        unit.config = replace(unit.config, shard=behind(unit.config.shard, Link(1e9, 1e-6), ranks))
+        unit.memory.config = replace(unit.memory.config, shard=behind(unit.memory.config.shard, Link(1e9, 1e-6), ranks))
     return model
 
 

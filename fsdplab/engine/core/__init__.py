@@ -1,5 +1,7 @@
-"""One parameter's life, flat; begin with unit.py.
+"""Units, the order of a step, and the tensors that they act on; begin with unit.py and step.py.
 
-A file imports only files above it in this list: policy, layout, pending, packing, shard_storage, transport, placement,
-param, unit_config, reduction, unit, schedule, runtime, hooks.
+A file imports only files above it in this list. Those of the first line need no torch: plans are made with them too.
+
+    layout, pending, schedule, unit, step
+    policy, gathered, packing, shard_storage, transport, placement, param, unit_config, unit_plan, memory, hooks
 """

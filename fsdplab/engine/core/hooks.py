@@ -13,11 +13,84 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import Variable
 
-from fsdplab.engine import compat
-from fsdplab.engine.core.runtime import Runtime
-from fsdplab.engine.core.unit import Unit
+from fsdplab.engine import compat, events
+from fsdplab.engine.core.step import StepOrder
+from fsdplab.engine.core.unit import DONE, RUNNING, Unit
 from fsdplab.engine.nested import cast_floats, map_tensors, tensors_in
+
+
+class Runtime(StepOrder):
+    """The step order of one root as autograd drives it: when a backward ends, recomputation, steps that raised."""
+
+    def __init__(self, units: dict[str, Unit], prefetch: int) -> None:
+        super().__init__(units, prefetch, events.span)
+        self.post_optimizer_event: torch.Event | None = None
+        self.raised: Unit | None = None  # whose forward an exception has left last
+
+    @compat.outside_transforms
+    def before_forward(self, unit: Unit) -> None:
+        if compat.inside_backward():  # activation checkpointing computes a larger region a second time
+            self.unshard_again(unit)
+        else:
+            super().before_forward(unit)
+
+    def _begin_forward(self, unit: Unit) -> None:
+        self.raised = None
+        if self.post_optimizer_event is not None:
+            self.post_optimizer_event.wait()
+            self.post_optimizer_event = None
+        super()._begin_forward(unit)
+
+    @compat.outside_transforms
+    def after_forward(self, unit: Unit, will_backward: bool) -> None:
+        if not compat.inside_backward():
+            super().after_forward(unit, will_backward)
+
+    def recomputes(self, unit: Unit) -> bool:
+        """Whether a forward of `unit` now is activation checkpointing's second one, inside its backward."""
+        return unit.backward is RUNNING and compat.inside_backward()
+
+    @compat.outside_transforms
+    def unshard_again(self, unit: Unit) -> None:
+        """A forward is computed again inside the backward of `unit`; an earlier backward may have resharded it."""
+        unit.start_unshard("backward")
+        unit.finish_unshard("backward")
+
+    @compat.outside_transforms
+    def before_backward(self, unit: Unit) -> None:
+        self._queue_end()
+        super().before_backward(unit)
+
+    @compat.outside_transforms
+    @torch.no_grad()  # a backward with create_graph=True records what its hooks do
+    def after_backward(self, unit: Unit) -> None:
+        if compat.inside_backward():
+            self._queue_end()
+        super().after_backward(unit)
+
+    def _queue_end(self) -> None:
+        if self.begin_backward():
+            Variable._execution_engine.queue_callback(self.end_backward)
+
+    @torch.no_grad()
+    def end_backward(self) -> None:
+        super().end_backward()
+
+    @property
+    def left_unfinished(self) -> bool:
+        """Whether a step has ended in an exception, and neither `reset` nor another forward came since."""
+        return self.raised is self.forward_of is not None or self.in_backward and not compat.inside_backward()
+
+    def reset(self) -> None:
+        unfinished = self.forward_of is not None or self.in_backward
+        self.raised = None
+        super().reset()
+        for transport in dict.fromkeys(each for unit in self.units.values() for each in unit.memory.transports()):
+            transport.leave_step(unfinished)
+        for unit in self.units.values():
+            unit.reshard_by_hand()
 
 
 class UnitHooks:
@@ -29,15 +102,10 @@ class UnitHooks:
 
     def __init__(self, modules: Sequence[nn.Module], unit: Unit, beside: Sequence[UnitHooks] = ()) -> None:
         self.unit, self.beside = unit, beside
-        self.policy = unit.config.policy
+        self.policy = unit.memory.config.policy
         self.runtime: Runtime | None = None
-        self.prefetch = 1
-        self.is_last_backward = True
         self.recompute: Callable[..., Any] | None = None  # runs a forward so that the backward computes it again
         self._all = frozenset(id(module) for module in modules)
-        self._to_run: set[int] = set()
-        self._pass = 0  # the root forward in which `_to_run` was filled
-        self._hidden = False  # whether a module of it ran whose backward nothing will announce
         for module in modules:
             module.__dict__["_unit_hooks"] = self
             module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
@@ -54,43 +122,46 @@ class UnitHooks:
     @compat.not_compiled
     def before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Gather, cast the inputs, and plant the end of this unit's backward on them."""
-        runtime = self.runtime or bind_root(module)
+        runtime, unit = self.runtime or bind_root(module), self.unit
         if self.policy.cast_forward_inputs and self.policy.param_dtype:
             args, kwargs = cast_floats((args, kwargs), self.policy.param_dtype)
-        if runtime.recomputes(self.unit):
-            runtime.gather_again(self.unit)
+        if runtime.recomputes(unit):
+            runtime.unshard_again(unit)
             return args, kwargs
-        first = len(self._all) == 1 or id(module) not in self._to_run or self._pass != runtime.passes
+        first = len(self._all) == 1 or id(module) not in unit.to_run
         if first:
-            runtime.before_forward(self.unit)
-            self._to_run, self._pass, self._hidden = set(self._all), runtime.passes, False
-        if self.unit is runtime.root and (device := self.unit.config.device).type != "cpu":
+            runtime.before_forward(unit)
+            unit.to_run, unit.hidden = set(self._all), False
+        if unit is runtime.root and (device := unit.memory.config.device).type != "cpu":
             args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(device))
         return self._plant(args, kwargs) if first and torch.is_grad_enabled() else (args, kwargs)
 
     @compat.not_compiled
     def after_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Drop the unit once all its modules ran, and ask to be called before its backward."""
-        if not self._bound.recomputes(self.unit):
+        unit = self.unit
+        if not self._bound.recomputes(unit):
             wanting = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
             for tensor in wanting:
                 self._ask(tensor)
             if torch.is_grad_enabled() and compat.is_transformed():
                 output = map_tensors(output, self._ask_through)
             elif torch.is_grad_enabled() and not wanting:
-                self._hidden = self._hidden or self._trains(args)
-            self._to_run.discard(id(module))
-            if not self._to_run:
-                self._bound.after_forward(self.unit, will_backward=torch.is_grad_enabled(), hidden=self._hidden)
+                unit.hidden = unit.hidden or self._trains(args)
+            unit.to_run.discard(id(module))
+            if not unit.to_run:
+                self._bound.after_forward(unit, will_backward=torch.is_grad_enabled())
         return cast_floats(output, self.policy.output_dtype) if self.policy.output_dtype else output
 
     def _trains(self, args: tuple) -> bool:
         """Whether the unit's weights may be read in a backward."""
-        return any(each.requires_grad for each in (*tensors_in(args), *(param.at_rest for param in self.unit.params)))
+        return any(
+            each.requires_grad for each in (*tensors_in(args), *(param.at_rest for param in self.unit.memory.params))
+        )
 
     def _after_exception(self, module: nn.Module, *_: Any) -> None:
         """Note that the forward raised: otherwise `after_forward` has been called before this."""
-        if self.runtime is not None and id(module) in self._to_run and not compat.inside_backward():
+        if self.runtime is not None and id(module) in self.unit.to_run and not compat.inside_backward():
             self.runtime.raised = self.unit
 
     def _ask(self, output: torch.Tensor) -> None:
@@ -107,7 +178,8 @@ class UnitHooks:
 
     @compat.not_compiled
     def _before_backward_of_base(self, gradients: tuple[torch.Tensor, ...]) -> None:
-        self._bound.before_backward_of_base(self.unit)
+        if not self._bound.in_backward or self.unit.backward is not DONE:  # it may come after the view's backward
+            self._bound.before_backward(self.unit)
 
     @compat.not_compiled
     def _before_backward(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -203,7 +275,7 @@ def after_forward(module: nn.Module, args: tuple, output: Any) -> Any:
     return output
 
 
-def bind_root(root: nn.Module) -> Runtime:
+def bind_root(root: nn.Module, prefetch: int = 1) -> Runtime:
     """Make `root`, the first unit to run, the root of all units below it, and name them by their place."""
     found: dict[UnitHooks, list[str]] = {}
     for name, module in root.named_modules():
@@ -216,14 +288,13 @@ def bind_root(root: nn.Module) -> Runtime:
                 f" the root module first: unit {names[0]!r} already ran under another root; run the outermost sharded"
                 " module first, so that it becomes the root of all units"
             )
-        hooks.unit.places = names
-        hooks.unit.name = "+".join(names) or ("(root)" if ["root"] in found.values() else "root")
+        hooks.unit.memory.places = names
+        hooks.unit.memory.name = "+".join(names) or ("(root)" if ["root"] in found.values() else "root")
     for hooks in found:
         for number, other in enumerate(hooks.beside, 2):
-            other.unit.name = f"{hooks.unit.name} (mesh {number})"
+            other.unit.memory.name = f"{hooks.unit.name} (mesh {number})"
     top: UnitHooks = root._unit_hooks
-    runtime = Runtime({hooks.unit.name: hooks.unit for hooks in found}, top.prefetch)
-    runtime.is_last_backward = top.is_last_backward
+    runtime = Runtime({hooks.unit.name: hooks.unit for hooks in found}, prefetch)
     for hooks in found:
         hooks.runtime = runtime
         if hooks.unit.reshard_after_forward is None:

@@ -82,6 +82,14 @@ class ShardedParam:
         for module, attribute in self._places():
             module._parameters[attribute] = parameter
 
+    def show_gathered(self) -> None:
+        """Make every site show the gathered form."""
+        gathered = self.gathered
+        assert gathered is not None, f"{self.name} was not gathered"
+        if gathered.requires_grad != self.at_rest.requires_grad:  # `torch.func` lets nobody set it
+            gathered.requires_grad_(self.at_rest.requires_grad)
+        self.show(gathered)
+
     def find(self) -> None:
         """Take over the parameter that the sites show now: `to_empty`, `to` and assigned state dicts replace it."""
         for module, attribute in self._places():

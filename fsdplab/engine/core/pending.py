@@ -8,15 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 Step = Callable[[], object]  # what it returns is not used
 
 
 class Pending:
     """Holds `buffers` until `wait` has run `finish` to its end, which it does once; a wait that was interrupted runs it
     again. `on_drop` is run instead where the work is abandoned, or nobody ever waits. `event`: what another stream can
-    wait for, where the work runs on one. A transport that began anew sets `lost` on the work that it had under way.
+    wait for (a `torch.Event`), where the work runs on one. A transport that began anew sets `lost` on the work that it
+    had under way.
 
     >>> done = []
     >>> work = Pending(lambda: done.append("waited"), "buffer")
@@ -32,7 +31,7 @@ class Pending:
         *buffers: object,
         early: Step | None = None,
         on_drop: Step | None = None,
-        event: torch.Event | None = None,
+        event: object = None,
     ) -> None:
         self.event = event
         self._early = early
@@ -47,6 +46,10 @@ class Pending:
             self._finish()
             self._finish = None
         self._buffers = ()
+
+    def parts(self) -> tuple[Pending, Pending]:
+        """What peers wait for, where the work has such a part, and the rest of it."""
+        return Pending(self.advance, self, on_drop=self.abandon), self
 
     def advance(self) -> None:
         """Do what peers wait for, where the work has such a part; the rest is left to `wait`."""

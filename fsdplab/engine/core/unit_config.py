@@ -1,4 +1,4 @@
-"""What a unit is told: once, over whom and how it is sharded; from step to step, how to reduce."""
+"""A unit's configuration: how and over which groups it is sharded."""
 
 from __future__ import annotations
 
@@ -37,18 +37,3 @@ class UnitConfig:
     def divide(self) -> float:
         """Gradients are averaged over all data-parallel ranks."""
         return float(self.ranks * (self.replicate.ranks if self.replicate else 1))
-
-
-@dataclass(frozen=True)
-class ReduceOptions:
-    """How the next reductions run.
-
-    Without `all_reduce`, gradients are summed over the shards and kept; the next reduction that has it adds them.
-    `hook` sees the reduced slice before the optimizer does. With `unused`, a parameter that has no gradient gets zeros,
-    also where no rank has one.
-    """
-
-    divide: float
-    all_reduce: bool = True
-    hook: Callable[[torch.Tensor], None] | None = None
-    unused: bool = False

@@ -297,16 +297,16 @@ def emulate(model: nn.Module, *, shard: Link | None = None, replicate: Link | No
         return made[id(transport)]
 
     for unit in units_under(model, True):
-        if unit.config.device.type not in ("cpu", "cuda"):
+        if unit.memory.config.device.type not in ("cpu", "cuda"):
             raise ValueError(
-                f"an emulated link works between CPU or CUDA ranks, got {unit.config.device}; run on one of these, or"
-                " without a link"
+                f"an emulated link works between CPU or CUDA ranks, got {unit.memory.config.device}; run on one of"
+                " these, or without a link"
             )
-        alone = unit.config.shard is None
-        unit.config = replace(
-            unit.config,
-            shard=moved(unit.config.shard, shard),
-            replicate=moved(unit.config.replicate, shard if alone else replicate),
+        alone = unit.memory.config.shard is None
+        unit.memory.config = replace(
+            unit.memory.config,
+            shard=moved(unit.memory.config.shard, shard),
+            replicate=moved(unit.memory.config.replicate, shard if alone else replicate),
         )
 
 

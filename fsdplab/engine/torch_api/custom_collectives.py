@@ -117,32 +117,32 @@ class ReduceScatterIn:
 
 def use(unit: Unit, gather: Any = None, scatter: Any = None) -> None:
     """Have `unit` gather with `gather` and reduce with `scatter`; None leaves what it has."""
-    now = unit.config.shard
+    now = unit.memory.config.shard
     if now is None:
         return
     if not isinstance(now, CustomTransport):
-        now = CustomTransport(now, unit.config.device)
-    made = CustomTransport(now.below, unit.config.device, gather or now.gather, scatter or now.scatter)
-    unit.config = replace(unit.config, shard=made)
+        now = CustomTransport(now, unit.memory.config.device)
+    made = CustomTransport(now.below, unit.memory.config.device, gather or now.gather, scatter or now.scatter)
+    unit.memory.config = replace(unit.memory.config, shard=made)
 
 
 def allocate_from_group(unit: Unit, enable: bool) -> None:
     """Stage this unit's collectives in memory of its process group, or no longer; nothing changes where it allocates
     none.
     """
-    now, device = unit.config.shard, unit.config.device
+    now, device = unit.memory.config.shard, unit.memory.config.device
     if now is None:
         return
     _check_not_custom(now, "set_allocate_memory_from_process_group_for_comm")
     if enable and now.group._get_backend(device).supports_tensor_alloc(device):
         _stage_in(unit, GroupMemory(now.group, device))
     elif not enable and isinstance(now, CustomTransport):
-        unit.config = replace(unit.config, shard=now.below)
+        unit.memory.config = replace(unit.memory.config, shard=now.below)
 
 
 def allocate_symmetric(unit: Unit, backend: str) -> None:
     """Stage this unit's collectives in symmetric memory."""
-    now, device = unit.config.shard, unit.config.device
+    now, device = unit.memory.config.shard, unit.memory.config.device
     if device.type != "cuda":
         raise RuntimeError(f"symmetric memory needs CUDA devices and NCCL, got {device}")
     if now is not None:

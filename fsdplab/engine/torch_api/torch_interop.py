@@ -13,8 +13,7 @@ from typing import Any
 from torch import nn
 
 from fsdplab.engine import compat
-from fsdplab.engine.core.hooks import UnitHooks, after_forward, before_forward, bind_root
-from fsdplab.engine.core.runtime import Runtime
+from fsdplab.engine.core.hooks import Runtime, UnitHooks, after_forward, before_forward, bind_root
 from fsdplab.engine.core.unit import UNSHARDED, Unit
 
 _states: weakref.WeakKeyDictionary[Unit, weakref.ref[State]] = weakref.WeakKeyDictionary()
@@ -48,7 +47,7 @@ class State:
 
     @property
     def _fsdp_param_groups(self) -> list[Group]:
-        return [Group(hooks.unit, hooks) for hooks in (self._hooks, *self._hooks.beside) if hooks.unit.params]
+        return [Group(hooks.unit, hooks) for hooks in (self._hooks, *self._hooks.beside) if hooks.unit.memory.params]
 
     @property
     def _fsdp_param_group(self) -> Group | None:
@@ -83,7 +82,7 @@ class Context:
     """What all units of a root share."""
 
     def __init__(self, hooks: UnitHooks) -> None:
-        self._settings = hooks.runtime or hooks
+        self._root = hooks.runtime.root if hooks.runtime else hooks.unit
         units = hooks.runtime.units.values() if hooks.runtime is not None else ()
         found = (reference() for unit in units if (reference := _states.get(unit)) is not None)
         self.all_states = [state for state in found if state is not None]
@@ -91,11 +90,11 @@ class Context:
     @property
     def is_last_backward(self) -> bool:
         """Whether the optimizer steps after the next backward."""
-        return self._settings.is_last_backward
+        return self._root.is_last_backward
 
     @is_last_backward.setter
     def is_last_backward(self, value: bool) -> None:
-        self._settings.is_last_backward = value
+        self._root.is_last_backward = value
 
 
 class Group:
@@ -103,8 +102,8 @@ class Group:
 
     def __init__(self, unit: Unit, hooks: UnitHooks) -> None:
         self._unit, self._hooks = unit, hooks
-        self.fsdp_params = unit.params
-        self._module_fqn = ", ".join(unit.places) if hooks.runtime is not None else None
+        self.fsdp_params = unit.memory.params
+        self._module_fqn = ", ".join(unit.memory.places) if hooks.runtime is not None else None
 
     @property
     def is_unsharded(self) -> bool:

@@ -1,6 +1,6 @@
-"""One rank's step as a program: what `engine/core/runtime.py` does with its units, in simulated time.
+"""One rank's step as a program: what `engine/core/step.py` does with its units, in simulated time.
 
-The order of gathers is the engine's own `Schedule`. The rest follows the runtime line by line: a unit is gathered and
+The order of gathers is the engine's own `Schedule`. The rest follows that file line by line: a unit is gathered and
 waited for, then the next ones are started; a reduction starts behind its unit's backward, once fewer than `in_flight`
 others are under way; over replicas its slice is all-reduced when its turn to be waited for comes.
 """

@@ -1,0 +1,372 @@
+"""A unit's tensors: shards at rest, unsharded parameters, gradients and their reductions.
+
+Two buffers hold the parameters: the shards of this rank, end to end, and the whole, which takes memory only while the
+unit is unsharded. Where a strategy never frees the whole, the shards at rest are views of it (`plan.aliased`), unless
+they have another dtype. Under `no_shard` a shard is everything: nothing is gathered, and gradients are all-reduced.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from typing import Protocol
+
+import torch
+from torch._prims_common import make_contiguous_strides_for as contiguous_strides
+
+from fsdplab.engine import events
+from fsdplab.engine.core.gathered import Gathered
+from fsdplab.engine.core.layout import Layout, Slot
+from fsdplab.engine.core.packing import chunks, cut_out, half, is_missing, pack
+from fsdplab.engine.core.param import ShardedParam
+from fsdplab.engine.core.pending import Pending
+from fsdplab.engine.core.transport import Outgoing, Stamp, Transport
+from fsdplab.engine.core.unit import ReduceOptions
+from fsdplab.engine.core.unit_config import UnitConfig
+from fsdplab.engine.core.unit_plan import UnitPlan, layout_of
+
+
+class FewerRanks(Protocol):
+    """Shards over fewer ranks, which a unit may keep from its forward to its backward."""
+
+    kept: bool
+    transport: Transport
+
+    def keep(self, whole: Gathered) -> None:
+        """Copy this rank's rows out of the unsharded parameters and show them."""
+
+    def gather(self, whole: Gathered, stamp: Stamp) -> Pending:
+        """Fill `whole`, laid out for all ranks, from what `keep` kept."""
+
+    def forget(self) -> None:
+        """Let the shards go."""
+
+
+class UnitMemory:
+    """The tensors of one unit."""
+
+    def __init__(self, name: str, params: list[ShardedParam], config: UnitConfig) -> None:
+        self.name, self.params, self.config = name, params, config
+        self.places: Sequence[str] = ()  # what the root calls the modules; empty until there is a root
+        self.fewer_ranks: FewerRanks | None = None  # where it goes after its forward instead of to its shards
+        self._versions: list[int] = []  # of the shards, when they were unsharded
+        self._partial_sum: torch.Tensor | None = None  # gradients summed over the shards, not yet over the replicas
+        self._arriving = Pending(lambda: None)  # gradients on their way to host memory
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Plan for the dtypes that the parameters have; no buffer exists yet."""
+        self.plan = UnitPlan.of(self.params, self.config)
+        self._settled = False  # whether the shards lie in their buffer
+        self.shards: torch.Tensor | None = None  # end to end (bytes)
+        self._chunks: list[torch.Tensor] | None = None  # its parts, one per parameter
+        holds = "parameter_slices" if self.plan.keeps_whole else "gathered_parameters"
+        self.whole = Gathered(self.plan.layout, self.config.device, self.name, holds)
+        self._in_whole = False  # whether the unsharded forms of the parameters lie in it
+
+    @property
+    def keeps_whole(self) -> bool:
+        return self.plan.keeps_whole
+
+    @property
+    def keeps_gradients(self) -> bool:
+        return not self.config.strategy.shard_gradients and self.config.shard is not None
+
+    @property
+    def hides_all_reduce(self) -> bool:
+        return bool(self.config.shard and self.config.replicate) and self.config.device.type == "cpu"
+
+    def transports(self) -> list[Transport]:
+        """What it gathers and reduces with, in an order that all ranks share."""
+        near = None if self.fewer_ranks is None else self.fewer_ranks.transport
+        return [each for each in (self.config.shard, self.config.replicate, near) if each is not None]
+
+    def moved(self, before: str, after: str, phase: str) -> None:
+        if events.listening():
+            events.emit(events.Transition(self.name, before, after, phase, time.time_ns()))
+
+    # ---- at rest
+
+    def shard(self) -> None:
+        """Keep this rank's rows of every parameter and let the rest go."""
+        rows = layout_of(self.params, [param.dtype for param in self.params], self.config.ranks)
+        for param, slot in zip(self.params, rows.slots):
+            param.cut(*slot.span(self.config.rank))
+        self.find_replaced()
+
+    def changed(self) -> bool:
+        return self._versions != [param.version for param in self.params]
+
+    def find_replaced(self) -> bool:
+        for param in self.params:
+            param.find()
+        self.params[:] = map(self.config.own_form, self.params)
+        if self.plan.is_outdated(self.params):
+            self._lay_out()
+        if self._settled and all(param.settled() for param in self.plan.plain):
+            return False
+        self._settled = not any(param.local.is_meta for param in self.params)
+        if self._settled and self.params:
+            buffer = self.whole.tensor if self.plan.aliased else self._make_shards()
+            for param, slot in zip(self.plan.plain, self.plan.rest_layout.slots):
+                param.settle(self._rows_in(buffer, param, slot))
+            if not self.plan.aliased:
+                self.config.storage.done_reading(buffer)
+        return True
+
+    def _rows_in(self, buffer: torch.Tensor, param: ShardedParam, slot: Slot) -> torch.Tensor:
+        """Where the rows of `param` that this rank keeps belong."""
+        start, stop = slot.span(self.config.rank)
+        offset = slot.whole_offset + start * slot.row_bytes if self.plan.aliased else slot.offset
+        rows = buffer[offset : offset + (stop - start) * slot.row_bytes]
+        return rows.view(param.dtype).view(stop - start, *param.shape[1:])
+
+    def _make_shards(self) -> torch.Tensor:
+        if self.shards is None:
+            self.shards = self.config.storage.make(self.plan.rest_layout.slice_bytes, self.name)
+            events.tag("parameter_slices", self.shards, self.name)
+        return self.shards
+
+    # ---- unshard
+
+    def prepare(self) -> None:
+        if not self._settled:
+            prefix = f"{self.places[0]}." if len(self.places) == 1 and self.places[0] else ""
+            names = [prefix + param.name for param in self.params if param.local.is_meta]
+            raise RuntimeError(
+                "FSDP parameters should be materialized from meta device before training, but the following were still"
+                f" on meta device: {names}, so unit {self.name!r} cannot gather; call model.to_empty(device=...) and"
+                " initialise the weights before the first forward"
+            )
+        self.plan = self.plan.with_parts(self.config)
+        self.whole.lay_out(self.plan.layout)
+        self.whole.announce(self.name)
+
+    def gather(self, phase: str) -> Pending | None:
+        stamp = Stamp(self.name, phase)
+        if self.shards is not None:
+            self.config.storage.will_read(self.shards)
+        if self.fewer_ranks is not None and self.fewer_ranks.kept:
+            return self.fewer_ranks.gather(self.whole, stamp)
+        if self.config.shard is not None:
+            return self.config.shard.all_gather(self._outgoing(), self.whole, stamp)
+        if self.plan.aliased:
+            return None
+        written = self._write(self.whole.tensor)
+        return Pending(written.wait, self.whole.tensor, on_drop=written.wait)
+
+    def _outgoing(self) -> Outgoing:
+        """This rank's shards in the dtype that travels: those at rest themselves, or made from them."""
+        ready = self.plan.travels_as_it_rests and self.config.storage.device == self.config.device
+        return Outgoing(self.plan.layout.slice_bytes, self.plan.wire_dtype, self._write, self.shards if ready else None)
+
+    def _write(self, target: torch.Tensor) -> Pending:
+        """Begin to write this rank's shards, in the dtypes that travel, into `target` (bytes)."""
+        return self.config.storage.send(self._fill, target)
+
+    def _fill(self, target: torch.Tensor) -> None:
+        plan = self.plan
+        if plan.aliased:
+            cut_out(self.config.rank, self.whole, target)
+        elif plan.plain:
+            shards = self._make_shards()
+            if plan.rest_dtypes != plan.compute_dtypes:  # a copy from the host that casts would do it there
+                shards = shards.to(self.config.device, non_blocking=True)
+            self._cast(shards, target)
+        for parted in plan.parted:
+            parted.write_parts(plan.layout, target)
+
+    def _cast(self, shards: torch.Tensor, target: torch.Tensor) -> None:
+        plan = self.plan
+        if plan.casts_at_once:
+            source = shards.view(plan.rest_dtypes[0])
+            target.view(plan.compute_dtypes[0]).copy_(source, non_blocking=True)
+            return
+        if self._chunks is None or shards is not self.shards:
+            self._chunks = chunks(shards, plan.rest_layout, plan.rest_dtypes)
+        torch._foreach_copy_(chunks(target, plan.layout, plan.compute_dtypes), self._chunks, non_blocking=True)
+        if shards is not self.shards:
+            self._chunks = None
+
+    def arrived(self) -> None:
+        self._lay_in_whole()
+        if self.fewer_ranks is None or not self.fewer_ranks.kept:
+            for param in self.plan.plain:
+                param.join()
+
+    def abandoned(self) -> None:
+        if self.shards is not None:
+            self.config.storage.done_reading(self.shards)
+
+    def show_unsharded(self) -> None:
+        if self.shards is not None:
+            self.config.storage.done_reading(self.shards)
+        for parted in self.plan.parted:
+            parted.assemble(self.plan.layout, self.whole.tensor)
+        self._lay_in_whole()
+        for param in self.params:
+            param.show_gathered()
+        self._versions = [param.version for param in self.params]
+
+    def _lay_in_whole(self) -> None:
+        """Put the unsharded forms of the parameters over the whole buffer, once it exists."""
+        if not self._in_whole:
+            storage, layout = self.whole.tensor.untyped_storage(), self.plan.layout
+            for param, slot, dtype in zip(self.plan.plain, layout.slots, self.plan.compute_dtypes):
+                param.back(storage, slot.whole_offset, dtype)
+            self._in_whole = True
+
+    # ---- reshard
+
+    def show_shards(self, until_backward: bool) -> None:
+        for param in self.params:
+            param.show(param.at_rest)
+        if self.fewer_ranks is not None:
+            self.fewer_ranks.keep(self.whole) if until_backward else self.fewer_ranks.forget()
+
+    def show_own_shards(self) -> None:
+        if self.fewer_ranks is not None and self.fewer_ranks.kept:
+            self.show_shards(until_backward=False)
+
+    def free(self) -> None:
+        for parted in self.plan.parted:
+            parted.release()
+        if not self.plan.keeps_whole:
+            self.whole.free()
+
+    def await_peers(self) -> None:
+        if self.config.shard is not None:
+            self.config.shard.settle()
+
+    def await_copies(self) -> None:
+        self.config.storage.settle()
+        self._arriving.wait()
+
+    # ---- gradients
+
+    def has_new_gradients(self) -> bool:
+        return any(getattr(param.gathered, "grad", None) is not None for param in self.params)
+
+    def collect_gradients(self, keep: bool) -> None:
+        """Gradients that are only packed are cast then, those that are kept or added to are cast here."""
+        accumulate_in = self.config.policy.reduce_dtype if keep else None
+        for param in self.params:
+            param.take_gradient(accumulate_in)
+            if param.whole_gradient is not None:
+                events.tag("whole_gradients", param.whole_gradient, self.name)
+
+    def _trainable(self) -> list[ShardedParam]:
+        return [param for param in self.params if param.at_rest.requires_grad]
+
+    def has_gradients(self, or_zeros: bool) -> bool:
+        return any(or_zeros or param.whole_gradient is not None for param in self._trainable())
+
+    def reduce(self, options: ReduceOptions) -> Iterator[Pending]:
+        params = self._trainable()
+        missing = [param.whole_gradient is None for param in params]
+        dtype = self.config.policy.reduce_dtype or reduce(torch.promote_types, {each.gradient_dtype for each in params})
+        layout = layout_of(params, [dtype] * len(params), self.config.ranks)
+        output = torch.empty(layout.slice_bytes // dtype.itemsize, dtype=dtype, device=self.config.device)
+        events.tag("gradient_slices" if self.config.shard else "whole_gradients", output, self.name)
+        yield from self._sum(layout, [param.whole_gradient for param in params], output, options)
+        if self.config.replicate and not options.all_reduce:
+            self._partial_sum = output
+        else:
+            self._hand_out(params, missing, layout, output, options)
+
+    def _sum(
+        self, layout: Layout, gradients: Sequence[torch.Tensor | None], output: torch.Tensor, options: ReduceOptions
+    ) -> Iterator[Pending]:
+        """Reduce-scatter over the shards, all-reduce over the replicas, or both: each then hides behind the backward
+        of one further unit. So do the two halves of an all-reduce between CPU ranks.
+        """
+        shard, replicate = self.config.shard, self.config.replicate if options.all_reduce else None
+        stamp, padding = Stamp(self.name, "backward"), self._padding(layout)
+        first, second = self._divisions(options.divide, output.dtype)
+        earlier, self._partial_sum = self._partial_sum, None
+        over_replicas = None
+        if shard is None and replicate and earlier is None:
+            summed, over_replicas = replicate.all_reduce_packed(layout, gradients, output, stamp, second).parts()
+        elif shard is None:
+            pack(layout, gradients, output)
+            summed = Pending(lambda: None)
+        else:
+            summed = shard.reduce_scatter(layout, gradients, output, stamp, first)
+            if replicate and earlier is None and summed.event is not None:  # one stream waits for the other
+                over_replicas = replicate.all_reduce(output, stamp, second, padding, summed)
+        del gradients  # what is packed is freed
+        yield summed
+        if earlier is not None:
+            output.add_(earlier)
+        if replicate:
+            yield over_replicas or replicate.all_reduce(output, stamp, second, padding)
+        elif shard is None and self.config.replicate is None and options.divide != 1.0:
+            output.div_(options.divide)
+
+    def _divisions(self, divide: float, dtype: torch.dtype) -> tuple[float, float]:
+        """By how much to divide the sums over shards and over replicas: replicas sum before anything is divided, but
+        what could overflow is halfway small by then.
+        """
+        if self.config.replicate is None:
+            return divide, 1.0
+        first = half(divide) if dtype is torch.float16 and self.config.shard else 1.0
+        return first, divide / first
+
+    def _padding(self, layout: Layout) -> int:
+        """Bytes of what is all-reduced that hold no gradient."""
+        if self.config.shard is None:
+            return layout.padding_bytes
+        spans = [(slot, *slot.span(self.config.rank)) for slot in layout.slots]
+        return layout.slice_bytes - sum((stop - start) * slot.row_bytes for slot, start, stop in spans)
+
+    def _hand_out(
+        self,
+        params: Sequence[ShardedParam],
+        missing: Sequence[bool],
+        layout: Layout,
+        output: torch.Tensor,
+        options: ReduceOptions,
+    ) -> None:
+        """Give every parameter its rows; one that no rank has used gets none, unless `options.unused`.
+
+        A parameter that this rank has no gradient of may have one on another; FSDP2 takes this rank's word for all of
+        them. Rows that go to host memory may still be on their way (`await_copies`), unless somebody reads them at
+        once, so whatever computes with them comes before they leave.
+        """
+        size = output.element_size()
+        taken = [
+            (param, slot)
+            for param, slot, lacks in zip(params, layout.slots, missing)
+            if not lacks or options.unused or not is_missing(output[slot.offset // size :][: slot.chunk_bytes // size])
+        ]
+        if options.hook is not None:
+            options.hook(output)
+        dtypes = {param.dtype for param in params}
+        cast = output.to(*dtypes) if len(dtypes) == 1 else output
+        ready = (self._gradient_of(param, slot, cast) for param, slot in taken)
+        at_rest, self._arriving = self.config.storage.take(ready)
+        if any(param.reads_gradient_at_once for param, _ in taken):
+            self._arriving.wait()
+        for (param, _), gradient in zip(taken, at_rest):
+            param.give_gradient(gradient)
+
+    def _gradient_of(self, param: ShardedParam, slot: Slot, output: torch.Tensor) -> torch.Tensor:
+        """The rows of `param` in `output`, as it has them at rest; a gradient that is kept whole takes them in."""
+        start, stop = slot.span(self.config.rank)
+        shape = (stop - start, *param.shape[1:])
+        rows = output.as_strided(shape, contiguous_strides(shape), slot.offset // slot.itemsize)
+        whole, param.whole_gradient = param.whole_gradient, None
+        rows = rows if whole is None else whole[start:stop].copy_(rows)
+        return param.natural(rows.to(param.dtype)).contiguous()
+
+    def forget_gradients(self) -> None:
+        for param in self.params:
+            param.whole_gradient = None
+
+    def abandon_gradients(self) -> None:
+        self._partial_sum = None
+        self.forget_gradients()
+        for param in self.params:
+            if param.gathered is not None:
+                param.gathered.grad = None

@@ -1,0 +1,200 @@
+"""The order of a step: what is unsharded, resharded and reduced as forwards and backwards begin and end. No torch.
+
+In training autograd calls these methods (hooks.py), in a plan a list of units does (planning/program).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from fsdplab.engine.core.schedule import Schedule
+from fsdplab.engine.core.unit import DONE, RUNNING, TO_COME, Unit
+
+Span = Callable[..., AbstractContextManager]  # (label, unit) -> a named range of the profiler
+
+
+class StepOrder:
+    """Leads the `units` of one root (name -> unit, in the order of the module tree) through forwards and backwards,
+    with `prefetch` of them unsharded ahead.
+    """
+
+    def __init__(self, units: dict[str, Unit], prefetch: int, span: Span = lambda *_: nullcontext()) -> None:
+        self.units, self.root, self._span = units, next(iter(units.values())), span
+        self.schedule = Schedule(prefetch)
+        self.has_run = False  # whether a root forward has begun
+        self.forward_of: Unit | None = None  # the outermost unit whose forward runs
+        self.in_backward = False
+        self._entered: list[Unit] = []  # units whose forward has begun and not ended
+        self._reducing: tuple[list[Unit], ...] = ([], [])  # by the collective under way, first or second; oldest first
+        self._accumulating = False
+        self._find_most_in_flight()
+
+    # ---- forward
+
+    def before_forward(self, unit: Unit) -> None:
+        """Have `unit` unsharded, and the next ones on their way."""
+        if self.forward_of in (None, unit) or unit is self.root:
+            self._begin_forward(unit)
+        self._entered.append(unit)
+        with self._span("pre_forward", unit.name):
+            unit.start_unshard("forward")
+            unit.finish_unshard("forward")
+            for each in self._ahead(unit, "forward", self.schedule.before_forward(unit.name)):
+                each.start_unshard("forward")
+
+    def _ahead(self, unit: Unit, phase: str, scheduled: Sequence[str]) -> Sequence[Unit]:
+        """What to unshard behind `unit`: what the user listed for it, else what the schedule says."""
+        listed = [each for reference in unit.ahead.get(phase, ()) if (each := reference()) is not None]
+        return listed or [self.units[name] for name in scheduled]
+
+    def _begin_forward(self, unit: Unit) -> None:
+        if self.in_backward:
+            self.abandon_backward()
+        self.has_run, self.forward_of, self._entered = True, unit, []
+        self.schedule.begin()
+        with self._span("root_pre_forward"):
+            for each in self.units.values():
+                each.begin_forward(self._accumulating)
+
+    def after_forward(self, unit: Unit, will_backward: bool) -> None:
+        """Reshard `unit` where its strategy says so; after the root, every unit that no backward will come for."""
+        self._end_forward(unit, will_backward)
+        if self.forward_of is not unit:
+            return
+        while self._entered:  # units of which some modules were left out
+            self._end_forward(self._entered[-1], will_backward)
+        for each in self.units.values():
+            each.to_run = set()
+            if not will_backward:
+                if not each.keep_unsharded:
+                    each.reshard("forward")
+                each.memory.await_copies()
+        self._await_peers()
+        self.forward_of = None
+
+    def _end_forward(self, unit: Unit, will_backward: bool) -> None:
+        if unit in self._entered:
+            self._entered.remove(unit)
+        self.schedule.after_forward(unit.name)
+        with self._span("post_forward", unit.name):
+            # a hidden one stays: nothing will announce its backward
+            if unit.reshard_after_forward and not unit.hidden or not (will_backward or unit.keep_unsharded):
+                unit.reshard("forward", until_backward=will_backward)
+
+    # ---- backward
+
+    def begin_backward(self) -> bool:
+        """Whether this is the first call in a backward: then `end_backward` must be called when that is over."""
+        if self.in_backward:
+            return False
+        self.in_backward = True
+        self._find_most_in_flight()
+        for unit in self.units.values():
+            unit.backward = TO_COME
+        return True
+
+    def _find_most_in_flight(self) -> None:
+        """How many reductions may be under way: the largest number that any unit was given, as in FSDP2."""
+        self._most = max(unit.in_flight for unit in self.units.values())
+
+    def before_backward(self, unit: Unit) -> None:
+        """Have `unit` unsharded again, and the next ones on their way; one that ran twice in a forward has two
+        backwards.
+        """
+        if unit.backward is RUNNING:
+            return
+        unit.backward = RUNNING
+        with self._span("pre_backward", unit.name):
+            self._unshard_for_backward(unit)
+            unit.finish_unshard("backward")
+            for each in self._ahead(unit, "backward", self.schedule.before_backward(unit.name)):
+                with self._span("backward_prefetch", f"{each.name} for {unit.name}"):
+                    self._unshard_for_backward(each)
+
+    def _unshard_for_backward(self, unit: Unit) -> None:
+        if unit.unshard_in_backward:
+            unit.start_unshard("backward")
+
+    def after_backward(self, unit: Unit) -> None:
+        """Collect the gradients of `unit`, reshard it, and begin to reduce."""
+        if unit.backward is TO_COME:
+            unit.check_unannounced()
+        unit.backward = DONE
+        with self._span("post_backward", unit.name):
+            if any(unit in queue for queue in self._reducing):
+                self._finish_reductions()  # it has run twice, and reduces for the second time
+            unit.collect_gradients()
+            if unit.reshard_after_backward:
+                unit.reshard("backward")
+            if unit.sync:
+                self._make_room(self._most_beside(unit))
+                unit.start_reduce()
+                self._reducing[0].append(unit)
+
+    def _most_beside(self, unit: Unit) -> int:
+        """No more than half of the units where the host issues second collectives: the other half of the backward is
+        for those to hide behind.
+        """
+        return min(self._most, max(1, len(self.units) // 2)) if unit.memory.hides_all_reduce else self._most
+
+    def _make_room(self, most: int, number: int = 0) -> None:
+        """Wait for the oldest reductions until fewer than `most` have their collective of this `number` under way; one
+        that goes on with a second has the backward of another `most` units to hide that behind.
+        """
+        queue = self._reducing[number]
+        while len(queue) >= most:
+            oldest = queue.pop(0)
+            if not oldest.finish_reduce():
+                self._make_room(most, number + 1)
+                self._reducing[number + 1].append(oldest)
+
+    def _finish_reductions(self) -> None:
+        for number in range(len(self._reducing)):
+            self._make_room(1, number)
+
+    def end_backward(self) -> None:
+        """Complete units that were unused or whose inputs need no gradient, then wait for every reduction."""
+        with self._span("root_post_backward_callback"):
+            for unit in reversed(self.units.values()):
+                if unit.backward is not DONE:
+                    self.after_backward(unit)
+            self._finish_reductions()
+            for unit in self.units.values():
+                if unit.reshard_after_backward:
+                    unit.reshard("backward")
+            self._await_peers()
+            for unit in self.units.values():
+                unit.end_backward()
+        self._accumulating = not self.root.is_last_backward or not all(unit.sync for unit in self.units.values())
+        self.in_backward = False
+
+    def finalize_backward(self) -> None:
+        """As a backward that reaches no unit: reduce what was accumulated, and reshard."""
+        self.in_backward = False
+        self.begin_backward()
+        self.end_backward()
+
+    def _await_peers(self) -> None:
+        """Peers have read what this rank published: the optimizer, or whoever comes next, may write to the shards."""
+        for unit in self.units.values():
+            unit.memory.await_peers()
+
+    # ---- steps that raised
+
+    def abandon_backward(self) -> None:
+        """The last backward raised: its gradients are lost, those handed out before it are kept."""
+        self.in_backward = False
+        for queue in self._reducing:
+            queue.clear()
+        for unit in self.units.values():
+            unit.backward = DONE
+            unit.abandon_gradients()
+
+    def reset(self) -> None:
+        """Forget a forward or a backward that raised: nothing under way or unsharded, no gradients accumulated."""
+        self.abandon_backward()
+        self.forward_of, self._accumulating = None, False
+        for unit in self.units.values():
+            unit.to_run = set()
+            unit.abandon_unshard()
