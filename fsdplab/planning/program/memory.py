@@ -1,0 +1,121 @@
+"""The memory of a unit in a plan: the engine's `Unit` asks it what it asks tensors for in training.
+
+What follows from the strategy is answered here; subclasses count bytes and write down collectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from fsdplab.common.names import STRATEGY_ROWS
+from fsdplab.engine.core.pending import Pending
+from fsdplab.engine.core.step import StepOrder
+from fsdplab.engine.core.unit import ReduceOptions, Unit
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """A strategy over `shards` ranks with so many `replicas`. `casts`: the dtype that computes is not that at rest;
+    `offloads`: shards at rest leave the memory that computes; `streams`: CUDA, where one stream waits for the other and
+    the host for none.
+    """
+
+    strategy: str
+    shards: int
+    replicas: int
+    casts: bool = False
+    offloads: bool = False
+    streams: bool = False
+
+    @property
+    def cuts(self) -> tuple[str, ...]:
+        """The states that are cut."""
+        return STRATEGY_ROWS[self.strategy].cuts
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether units but the root are resharded after their forward."""
+        return self.strategy in ("full_shard", "hybrid_shard")
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether gradients stay unsharded until the last backward of a step."""
+        return "gradients" not in self.cuts
+
+    @property
+    def aliased(self) -> bool:
+        """Whether shards at rest are views of the unsharded parameters."""
+        needs_no_gather = "parameters" not in self.cuts or self.shards == 1 and not self.offloads
+        return needs_no_gather and not self.casts
+
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether the unsharded parameters are never freed."""
+        return self.aliased or "parameters" not in self.cuts and self.shards > 1
+
+
+class PlannedMemory:
+    """A unit's memory (`engine/core/unit.py`) of which nothing is counted yet."""
+
+    def __init__(self, name: str, sharing: Sharing) -> None:
+        self.name, self.sharing = name, sharing
+        self.params = (name,)
+        self.keeps_whole = sharing.keeps_whole
+        self.keeps_gradients = sharing.reduces_once and sharing.shards > 1
+        self.hides_all_reduce = sharing.shards > 1 and sharing.replicas > 1 and not sharing.streams
+        self.written = True  # whether the optimizer has stepped since the unit was unsharded
+
+    def changed(self) -> bool:
+        return self.written
+
+    def show_unsharded(self) -> None:
+        self.written = False
+
+    # what a subclass counts
+
+    def gather(self, phase: str) -> Pending | None:
+        raise NotImplementedError
+
+    def arrived(self) -> None: ...
+    def free(self) -> None: ...
+    def collect_gradients(self, keep: bool) -> None: ...
+
+    def has_gradients(self, or_zeros: bool) -> bool:
+        raise NotImplementedError
+
+    def reduce(self, options: ReduceOptions) -> Iterator[Pending]:
+        raise NotImplementedError
+
+    def forget_gradients(self) -> None: ...
+    def moved(self, before: str, after: str, phase: str) -> None: ...
+
+    # what changes nothing in a plan
+
+    def find_replaced(self) -> bool:
+        return False
+
+    def has_new_gradients(self) -> bool:
+        return False
+
+    def prepare(self) -> None: ...
+    def abandoned(self) -> None: ...
+    def show_shards(self, until_backward: bool) -> None: ...
+    def show_own_shards(self) -> None: ...
+    def await_peers(self) -> None: ...
+    def await_copies(self) -> None: ...
+    def abandon_gradients(self) -> None: ...
+
+
+def units_over(memories: Mapping[str, PlannedMemory], sharing: Sharing) -> dict[str, Unit]:
+    """The engine's units over planned memories; the first is the root, which keeps its parameters after its forward."""
+    root = next(iter(memories))
+    reshards = sharing.reshards_after_forward
+    return {name: Unit(memory, reshards and name != root) for name, memory in memories.items()}
+
+
+def begin_micro_batch(order: StepOrder, sharing: Sharing, last: bool) -> None:
+    """Set what a training loop sets before a micro-batch."""
+    order.root.is_last_backward = last
+    for unit in order.units.values():
+        unit.sync = last or not sharing.reduces_once

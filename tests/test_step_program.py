@@ -1,0 +1,149 @@
+"""The planned program of a step is what the engine does: every issue, wait and move of real runs, in their order."""
+
+from __future__ import annotations
+
+import doctest
+import time
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdplab.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, events, shard_model
+from fsdplab.planning.program import Change, Issue, Move, Operation, Sharing, UnitSizes, Wait, record, record_step
+
+WIDTH, BLOCKS = 16, 5
+OVER_ALL = ("no_shard", "zero1", "zero2", "shard_grad_op", "full_shard")
+Program = list[tuple[str, ...]]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x @ self.head.weight.T @ self.head.weight  # the inputs of the first block need a gradient
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+def happened(strategy: str, shards: int, choice: dict[str, Any], transport: str) -> list[Program]:
+    """What happens in each micro-batch of the third step, in its order."""
+    torch.manual_seed(0)
+    ranks, batches = dist.get_world_size(), choice["micro_batches"]
+    mesh = init_device_mesh("cpu", (ranks // shards, shards)) if strategy == "hybrid_shard" else None
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if choice["casts"] else MixedPrecisionPolicy()
+    offload = CPUOffloadPolicy(pin_memory=False) if choice["offloads"] else OffloadPolicy()
+    model = shard_model(
+        Net(), strategy, mesh=mesh, prefetch=choice["prefetch"], transport=transport, mp_policy=policy,
+        offload_policy=offload, checkpoint=choice["checkpoint"],
+    )  # fmt: skip
+    model.set_reduce_scatter_max_input_buffers(choice["in_flight"])
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = []
+    for _ in range(3):
+        for number in range(batches):
+            last = number == batches - 1
+            model.set_is_last_backward(last)
+            if strategy in ("no_shard", "zero1"):
+                model.set_requires_gradient_sync(last)
+            seen: list[tuple[int, tuple[str, ...]]] = []
+            stop = events.subscribe(lambda event: seen.extend(noted(event)))
+            model(torch.ones(2, WIDTH)).float().sum().backward()
+            stop()
+            found.append([what for _, what in sorted(seen, key=lambda pair: pair[0])])
+        optimizer.step()
+        optimizer.zero_grad()
+    return found[-batches:]
+
+
+def noted(event: events.Event) -> Program:
+    """A collective was issued, and was waited for just now."""
+    if isinstance(event, events.Collective):
+        label = (event.unit, event.phase, event.kind)
+        return [(event.issue_ns, ("issue", *label)), (time.time_ns(), ("wait", *label))]
+    if isinstance(event, events.Transition):
+        return [(event.time_ns, ("move", event.unit, event.before, event.after, event.phase))]
+    return []
+
+
+def planned(strategy: str, shards: int, ranks: int, choice: dict[str, Any]) -> list[Program]:
+    """The same of the program."""
+    cut = shards if strategy != "no_shard" else 1
+    sharing = Sharing(strategy, cut, ranks // cut, choice["casts"], choice["offloads"])
+    names = ["root", *(f"blocks.{number}" for number in range(BLOCKS))]
+    counts = {key: choice[key] for key in ("prefetch", "micro_batches", "in_flight")}
+    segments = record_step({name: UnitSizes(8, 8, 4) for name in names}, sharing, **counts)
+    return [in_words(operations) for operations in segments]
+
+
+def in_words(operations: list[Operation]) -> Program:
+    labels = {each.number: (each.unit, each.phase, each.kind) for each in operations if isinstance(each, Issue)}
+    found: Program = []
+    for each in operations:
+        if isinstance(each, Issue):
+            found.append(("issue", *labels[each.number]))
+        elif isinstance(each, Wait):
+            found.append(("wait", *labels[each.number]))
+        elif isinstance(each, Move):
+            found.append(("move", *each))
+    return found
+
+
+def choices_of(strategy: str) -> list[dict[str, Any]]:
+    """Prefetch x micro-batches x reductions in flight; for some, what else a run may choose."""
+    plain = {"casts": False, "offloads": False, "checkpoint": "none"}
+    found = [
+        {"prefetch": prefetch, "micro_batches": batches, "in_flight": in_flight, **plain}
+        for prefetch, batches, in_flight in product((0, 1, 2), (1, 3), (1, 2))
+    ]
+    others = [{"casts": True}, {"checkpoint": "full"}]
+    others += [{"offloads": True}] if strategy in ("shard_grad_op", "full_shard", "hybrid_shard") else []
+    return found + [{"prefetch": 1, "micro_batches": 2, "in_flight": 1, **plain, **other} for other in others]
+
+
+def all_of(strategy: str, shards: int, transport: str) -> list[list[Program]]:
+    return [happened(strategy, shards, choice, transport) for choice in choices_of(strategy)]
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize(
+    "strategy,shards,world_size",
+    [*((strategy, 2, 2) for strategy in OVER_ALL), ("hybrid_shard", 2, 4), ("full_shard", 4, 4), ("no_shard", 4, 4)],
+)
+def test_a_run_does_what_the_program_says(ranks, strategy: str, shards: int, world_size: int, transport: str) -> None:
+    for runs in ranks(world_size, all_of, strategy, shards, transport):
+        for choice, real in zip(choices_of(strategy), runs, strict=True):
+            assert real == planned(strategy, shards, world_size, choice), choice
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("strategy", [*OVER_ALL, "hybrid_shard"])
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_backward_leaves_nothing_under_way(strategy: str, streams: bool) -> None:
+    """Every collective is waited for once, and what a step takes it gives back, but for what the optimizer reads."""
+    sizes = {name: UnitSizes(80, 40, 20) for name in ("root", "a", "b")}
+    sharing = Sharing(
+        strategy, 1 if strategy == "no_shard" else 2, 2 if strategy in ("no_shard", "hybrid_shard") else 1
+    )
+    for operations in record_step(sizes, sharing, micro_batches=3):
+        issued = sorted(each.number for each in operations if isinstance(each, Issue))
+        assert issued == sorted(each.number for each in operations if isinstance(each, Wait))
+    bytes_left = {"gathered_parameters": 0, "whole_gradients": 0}
+    for each in (each for segment in record_step(sizes, sharing, micro_batches=3) for each in segment):
+        if isinstance(each, Change) and each.category in bytes_left:
+            bytes_left[each.category] += each.nbytes
+    assert set(bytes_left.values()) == {0}
+
+
+@pytest.mark.quick
+def test_docstring_examples() -> None:
+    tried = doctest.testmod(record)
+    assert tried.attempted > 0 and tried.failed == 0
