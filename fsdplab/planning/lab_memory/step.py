@@ -1,4 +1,4 @@
-"""One step of the lab's engine in bytes: the order of `engine/core/runtime.py`, with its own `Schedule`.
+"""One step of the lab's engine in bytes: the engine's own order (`engine/core/step.py`), over a tape of operators.
 
 Two steps are played. The first makes what lives on (the buffers of the transports, the order of the units), as the
 first warm-up step of a run does; the second is the one whose memory a run measures.
@@ -9,13 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from fsdplab.engine.core.schedule import Schedule
+from fsdplab.engine.core.step import StepOrder
 from fsdplab.planning.models import ModelShape, Parameter
+from fsdplab.planning.program import Sharing, begin_micro_batch, units_over
 
 from .held import Book, Bytes, Held
 from .tape import WHAT, Edge, Tape, Value
 from .transformer import block, embedded, loss
-from .unit_buffers import MASTER, Sharing, Transports, UnitBuffers
+from .unit_buffers import MASTER, Transports, UnitBuffers
 
 ROOT = "root"
 _RANDOM_STATE = 5056  # bytes: checkpointing keeps the generator's state for each region
@@ -76,11 +77,14 @@ class _Play:
 
     def __init__(self, run: LabRun) -> None:
         self.run, self.book = run, Book()
-        self.sharing = Sharing(run.strategy, run.shards, run.replicas, run.itemsize, run.offloads)
+        casts = run.itemsize != MASTER
+        self.sharing = Sharing(run.strategy, run.shards, run.replicas, casts, run.offloads)
         transports = Transports(self.book)
-        named = unit_parameters(run)
-        self.units = {name: UnitBuffers(own, self.sharing, self.book, transports) for name, own in named.items()}
-        self.schedule = Schedule(run.prefetch)
+        self.units = {
+            name: UnitBuffers(name, own, self.sharing, run.itemsize, self.book, transports)
+            for name, own in unit_parameters(run).items()
+        }
+        self.order = StepOrder(units_over(self.units, self.sharing), run.prefetch)
         for unit in self.units.values():
             unit.place_at_rest()
 
@@ -115,25 +119,21 @@ class _Play:
     def _step(self) -> None:
         count = min(self.run.micro_batches, _ENOUGH)
         for number in range(count):
-            self._micro_batch(number == 0, number == count - 1)
+            self._micro_batch(last=number == count - 1)
         if self.run.foreach:
             self.book.hold(MASTER * sum(unit.own_elements for unit in self.units.values()), "other")
         for unit in self.units.values():
-            unit.zero_grad()
+            unit.step()
 
-    def _micro_batch(self, first: bool, last: bool) -> None:
-        self.syncs = last or not self.sharing.keeps_gradients
-        self.refreshes = first  # units that are kept whole are gathered once a step
-        self.reducing: list[UnitBuffers] = []
-        self.replicating: list[UnitBuffers] = []
-        self.finished: set[str] = set()
-        self.schedule.begin()
+    def _micro_batch(self, last: bool) -> None:
+        begin_micro_batch(self.order, self.sharing, last)
         tape = Tape(self.book, self.run.batch * self.run.sequence, self.run.itemsize, self._gradient)
         if self.run.units == "linear":
             tape.on_product = partial(self._around_product, tape)
         self._forward_and_loss(tape)
+        self.order.begin_backward()
         tape.backward()
-        self._end_backward()
+        self.order.end_backward()
 
     def _forward_and_loss(self, tape: Tape) -> None:
         loss(tape, self._forward(tape))
@@ -199,48 +199,19 @@ class _Play:
             tape.then(partial(self._before_backward, unit))
             self._leave(unit)
 
-    # ---- the runtime
+    # ---- what autograd calls in training
 
     def _enter(self, name: str) -> None:
-        for each in (name, *self.schedule.before_forward(name)):
-            self.units[each].start_unshard(self.refreshes)
+        self.order.before_forward(self.order.units[name])
 
     def _leave(self, name: str) -> None:
-        self.schedule.after_forward(name)
-        if self.run.strategy in ("full_shard", "hybrid_shard") and name != ROOT:
-            self.units[name].reshard()
+        self.order.after_forward(self.order.units[name], will_backward=True)
 
     def _before_backward(self, name: str) -> None:
-        for each in (name, *self.schedule.before_backward(name)):
-            self.units[each].start_unshard(refreshes=False)
+        self.order.before_backward(self.order.units[name])
 
     def _after_backward(self, name: str) -> None:
-        unit = self.units[name]
-        self.finished.add(name)
-        unit.collect(at_once=self.syncs and not (self.sharing.keeps_gradients and self.sharing.shards > 1))
-        unit.reshard()
-        if self.syncs:
-            self._make_room()
-            unit.start_reduce()
-            self.reducing.append(unit)
-
-    def _make_room(self) -> None:
-        while self.reducing:
-            oldest = self.reducing.pop(0)
-            if not oldest.finish_reduce():
-                while self.replicating:
-                    self.replicating.pop(0).finish_reduce()
-                self.replicating.append(oldest)
-
-    def _end_backward(self) -> None:
-        for name in reversed(self.units):
-            if name not in self.finished:
-                self._after_backward(name)
-        self._make_room()
-        while self.replicating:
-            self.replicating.pop(0).finish_reduce()
-        for unit in self.units.values():
-            unit.reshard()
+        self.order.after_backward(self.order.units[name])
 
     def _gradient(self, name: str, nbytes: int) -> None:
         self.units[unit_of(self.run, name)].gradient(name, nbytes)
