@@ -4,17 +4,17 @@ Compute of a block: its matrix products at a fraction of the GPU's peak, plus th
 move at the memory's rate (Williams et al. 2009, Roofline). A backward is twice the forward; attention's is 2.5 times,
 because flash attention computes its scores again (Dao 2023, section 4.1).
 
-Overlap: collectives of the shard axis run one after the other, in the order in which the engine issues them: gathers
-`prefetch` units ahead, a reduction behind each block's backward. A block computes when its parameters are there. One
-reduction is under way at a time: before the next, the engine waits for it, and only then all-reduces its slice across
-replicas. Tensor and context parallelism's collectives stand in the way of the next product, so no compute hides them;
-those of the shard axis, on a link of their own, go on meanwhile.
+Overlap: operations come in the order of the engine's own program of a step (`planning/program/record.py`). Collectives
+of the shard axis run one after the other, and so do those across replicas. Tensor and context parallelism's collectives
+stand in the way of the next product, so no compute hides them; the others, on links of their own, go on meanwhile.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
+
+from fsdplab.planning.program.duration import BLOCK, ROOT, program_of_blocks, seconds_of
+from fsdplab.planning.program.memory import Sharing
 
 from .efficiency import efficiency_of
 from .hardware import Gpu
@@ -45,8 +45,7 @@ def step_time(spec: PlanSpec, efficiency: float | None = None) -> StepTime:
     """The step's seconds; `efficiency` replaces the fitted one. Raises PlanError for a GPU of unknown FLOP/s."""
     compute = Compute(spec, efficiency)
     rows = plan_traffic(spec)
-    lanes = _Lanes(compute, _Collectives.of(spec, rows), spec, _Inline.of(spec, rows))
-    through_s, micro_s = lanes.step()
+    through_s, micro_s = _micro_batches(spec, compute, rows)
     alone_s = sum(row.count * seconds_each(spec, row) for row in rows)
     compute_s = micro_s + compute.optimizer_s
     step_s = through_s + compute.optimizer_s
@@ -169,137 +168,31 @@ def _optimizer_bytes(spec: PlanSpec) -> float:
     return 3 * once if spec.optimizer == "adamw-foreach" else once
 
 
-@dataclass(frozen=True)
-class _Collectives:
-    """Seconds of each collective of a block and of the root on the shard and replicate axes, and how often a block is
-    gathered in a micro-batch.
+def _micro_batches(spec: PlanSpec, compute: Compute, rows: list[AxisTraffic]) -> tuple[float, float]:
+    """Seconds of all micro-batches, and those of their compute; micro-batches in the middle are alike."""
+    own = [row for row in rows if row.axis in ("shard", "replicate")]
+    seconds = _seconds(spec, compute, rows)
+    shards, replicates = any(row.kind != "all_reduce" for row in own), any(row.kind == "all_reduce" for row in own)
+    sharing = Sharing.of(spec.strategy, 1 + shards, 1 + replicates)
+    reduced = {row.unit for row in own if row.kind != "all_gather"}
+    count, layers = spec.grad_accum, spec.model.layers
+    program = program_of_blocks(sharing, layers, (ROOT in reduced, BLOCK in reduced), spec.prefetch, min(count, 3))
+    each = [seconds_of(operations, seconds) for operations in program]
+    alone = compute.head_forward_s + compute.head_backward_s + layers * (compute.forward_s + compute.backward_s)
+    return sum(each) + (count - len(each)) * each[len(each) // 2], count * alone
+
+
+def _seconds(spec: PlanSpec, compute: Compute, rows: list[AxisTraffic]) -> dict[tuple[str, str], float]:
+    """Seconds of each operation of the root and of a block. A forward or a backward has with it the collectives that
+    stand between its products; what a unit sends in two parts (a frozen base, its adapters) travels as one.
     """
-
-    gather: float = 0.0
-    root_gather: float = 0.0
-    reduce: float = 0.0
-    root_reduce: float = 0.0
-    across: float = 0.0
-    root_across: float = 0.0
-
-    @classmethod
-    def of(cls, spec: PlanSpec, rows: list[AxisTraffic]) -> _Collectives:
-        def seconds(unit: str, axis: str, *kinds: str) -> float:
-            return sum(
-                seconds_each(spec, row) for row in rows if (row.unit, row.axis) == (unit, axis) and row.kind in kinds
-            )
-
-        reduces = ("reduce_scatter", "all_reduce")
-        return cls(
-            seconds("block", "shard", "all_gather"), seconds("root", "shard", "all_gather"),
-            seconds("block", "shard", *reduces), seconds("root", "shard", *reduces),
-            seconds("block", "replicate", "all_reduce"), seconds("root", "replicate", "all_reduce"),
-        )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Inline:
-    """Seconds of the collectives between the products of a block and of the root, in one forward and one backward."""
-
-    forward: float
-    backward: float
-    head_forward: float
-    head_backward: float
-
-    @classmethod
-    def of(cls, spec: PlanSpec, rows: list[AxisTraffic]) -> _Inline:
-        def seconds(unit: str, phase: int) -> float:
-            return sum(inline_counts(spec, row)[phase] * seconds_each(spec, row) for row in rows if row.unit == unit)
-
-        return cls(seconds("block", 0), seconds("block", 1), seconds("root", 0), seconds("root", 1))
-
-
-class _Lanes:
-    """The clocks of one rank: compute with what stands between its products, collectives of the shard axis, and those
-    across replicas.
-    """
-
-    def __init__(self, compute: Compute, collectives: _Collectives, spec: PlanSpec, inline: _Inline) -> None:
-        self.compute, self.each, self.spec = compute, collectives, spec
-        self.forward_s, self.backward_s = compute.forward_s + inline.forward, compute.backward_s + inline.backward
-        self.head_forward_s = compute.head_forward_s + inline.head_forward
-        self.head_backward_s = compute.head_backward_s + inline.head_backward
-        self._begin()
-
-    def _begin(self) -> None:
-        self.computed = self.sent = self.crossed = 0.0
-        self.reducing: tuple[float, float] | None = None  # when it ends, and its all-reduce across replicas
-
-    def step(self) -> tuple[float, float]:
-        """Seconds of all micro-batches, and those of their compute; micro-batches in the middle are alike."""
-        spec, count = self.spec, self.spec.grad_accum
-        once = spec.strategy in ("no_shard", "zero1")
-        gathers_once = spec.strategy in ("zero1", "zero2")
-        compute, layers = self.compute, spec.model.layers
-        alone = layers * (compute.forward_s + compute.backward_s) + compute.head_forward_s + compute.head_backward_s
-        first = self._micro_batch(True, count == 1 or not once)
-        if count == 1:
-            return first, alone
-        last = self._micro_batch(not gathers_once, True)
-        middle = self._micro_batch(not gathers_once, not once) if count > 2 else 0.0
-        return first + last + (count - 2) * middle, count * alone
-
-    def _micro_batch(self, gathers: bool, reduces: bool) -> float:
-        self._begin()
-        self._forward(gathers)
-        self.computed += self.head_forward_s
-        self._backward(self.spec.strategy in ("full_shard", "hybrid_shard"), reduces)
-        return max(self.computed, self.sent, self.crossed)
-
-    def _forward(self, gathers: bool) -> None:
-        layers, depth = self.spec.model.layers, self.spec.prefetch
-        started = [0.0] * layers
-        if gathers:
-            self._send(0.0, self.each.root_gather)
-            self.computed = self.sent
-        for block in range(layers):
-            if gathers:  # issued when the block `depth` before it began; without prefetch when that one has ended
-                issued = started[block - depth] if depth and block >= depth else self.computed if not depth else 0.0
-                self.computed = max(self.computed, self._send(issued, self.each.gather))
-            started[block] = self.computed
-            self.computed += self.forward_s
-
-    def _backward(self, gathers: bool, reduces: bool) -> None:
-        layers, depth = self.spec.model.layers, self.spec.prefetch
-        ahead = min(depth, layers) if gathers else 0
-        arrived = deque(self._send(self.computed, self.each.gather) for _ in range(ahead))
-        self.computed += self.head_backward_s
-        for block in reversed(range(layers)):
-            if gathers and not depth:
-                arrived.append(self._send(self.computed, self.each.gather))
-            self.computed = max(self.computed, arrived.popleft() if gathers else 0.0)
-            if ahead and block >= depth:
-                arrived.append(self._send(self.computed, self.each.gather))
-            self.computed += self.backward_s
-            if reduces:
-                self._reduce(self.each.reduce, self.each.across)
-        if reduces:
-            self._reduce(self.each.root_reduce, self.each.root_across)
-        self._await_reduction()
-
-    def _send(self, issued: float, seconds: float) -> float:
-        self.sent = max(self.sent, issued) + seconds
-        return self.sent
-
-    def _reduce(self, seconds: float, across: float) -> None:
-        """Behind a unit's backward, when the reduction before has ended: the engine keeps one under way."""
-        self._await_reduction()
-        if seconds:
-            self.reducing = self._send(self.computed, seconds), across
-        else:  # groups of one rank
-            self.crossed = max(self.crossed, self.computed) + across
-
-    def _await_reduction(self) -> None:
-        """Only then its slice is all-reduced across replicas, once the all-reduce before that has ended."""
-        if self.reducing is None:
-            return
-        ended, across = self.reducing
-        self.reducing, self.computed = None, max(self.computed, ended)
-        if across:
-            before, self.crossed = self.crossed, max(self.crossed, self.computed) + across
-            self.computed = max(self.computed, before)
+    found = {
+        (ROOT, "forward"): compute.head_forward_s, (ROOT, "backward"): compute.head_backward_s,
+        (BLOCK, "forward"): compute.forward_s, (BLOCK, "backward"): compute.backward_s,
+    }  # fmt: skip
+    for row in rows:
+        once, inline = seconds_each(spec, row), inline_counts(spec, row)
+        parts = zip(("forward", "backward"), inline) if row.axis not in ("shard", "replicate") else [(row.kind, 1)]
+        for what, number in parts:
+            found[row.unit, what] = found.get((row.unit, what), 0.0) + number * once
+    return found

@@ -16,6 +16,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from fsdplab.engine import compat, events
+from fsdplab.engine.core.schedule import Schedule
 from fsdplab.engine.core.step import StepOrder
 from fsdplab.engine.core.unit import DONE, RUNNING, Unit
 from fsdplab.engine.nested import cast_floats, map_tensors, tensors_in
@@ -25,7 +26,7 @@ class Runtime(StepOrder):
     """The step order of one root as autograd drives it: when a backward ends, recomputation, steps that raised."""
 
     def __init__(self, units: dict[str, Unit], prefetch: int) -> None:
-        super().__init__(units, prefetch, events.span)
+        super().__init__(units, Schedule(prefetch), events.span)
         self.post_optimizer_event: torch.Event | None = None
         self.raised: Unit | None = None  # whose forward an exception has left last
 

@@ -15,13 +15,10 @@ Span = Callable[..., AbstractContextManager]  # (label, unit) -> a named range o
 
 
 class StepOrder:
-    """Leads the `units` of one root (name -> unit, in the order of the module tree) through forwards and backwards,
-    with `prefetch` of them unsharded ahead.
-    """
+    """Leads the `units` of one root (name -> unit, in the order of the module tree) through forwards and backwards."""
 
-    def __init__(self, units: dict[str, Unit], prefetch: int, span: Span = lambda *_: nullcontext()) -> None:
-        self.units, self.root, self._span = units, next(iter(units.values())), span
-        self.schedule = Schedule(prefetch)
+    def __init__(self, units: dict[str, Unit], schedule: Schedule, span: Span = lambda *_: nullcontext()) -> None:
+        self.units, self.root, self.schedule, self._span = units, next(iter(units.values())), schedule, span
         self.has_run = False  # whether a root forward has begun
         self.forward_of: Unit | None = None  # the outermost unit whose forward runs
         self.in_backward = False

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
+from fsdplab.engine.core.schedule import Schedule
 from fsdplab.engine.core.step import StepOrder
 from fsdplab.planning.models import ModelShape, Parameter
 from fsdplab.planning.program import Sharing, begin_micro_batch, units_over
@@ -78,13 +79,13 @@ class _Play:
     def __init__(self, run: LabRun) -> None:
         self.run, self.book = run, Book()
         casts = run.itemsize != MASTER
-        self.sharing = Sharing(run.strategy, run.shards, run.replicas, casts, run.offloads)
+        self.sharing = Sharing.of(run.strategy, run.shards, run.replicas, casts=casts, offloads=run.offloads)
         transports = Transports(self.book)
         self.units = {
-            name: UnitBuffers(name, own, self.sharing, run.itemsize, self.book, transports)
+            name: UnitBuffers(name, own, self.sharing, run.shards, run.replicas, run.itemsize, self.book, transports)
             for name, own in unit_parameters(run).items()
         }
-        self.order = StepOrder(units_over(self.units, self.sharing), run.prefetch)
+        self.order = StepOrder(units_over(self.units, self.sharing), Schedule(run.prefetch))
         for unit in self.units.values():
             unit.place_at_rest()
 

@@ -55,17 +55,19 @@ class UnitBuffers(PlannedMemory):
         name: str,
         parameters: Sequence[Parameter],
         sharing: Sharing,
+        shards: int,
+        replicas: int,
         itemsize: int,
         book: Book,
         transports: Transports,
     ) -> None:
         super().__init__(name, sharing)
+        self._shards, self._replicas = shards, replicas
         self._itemsize, self._book, self._transports = itemsize, book, transports
         self._names = [each.name for each in parameters]
-        ranks = sharing.shards
-        self._rest = _layout(parameters, ranks, MASTER, SLICES_ALIGNED)
-        self._layout = _layout(parameters, ranks, itemsize, WHOLE_ALIGNED if ranks == 1 else 0)
-        self._wire = _layout(parameters, ranks, REDUCED, 0)
+        self._rest = _layout(parameters, shards, MASTER, SLICES_ALIGNED)
+        self._layout = _layout(parameters, shards, itemsize, WHOLE_ALIGNED if shards == 1 else 0)
+        self._wire = _layout(parameters, shards, REDUCED, 0)
         alike = self._layout.slots == self._rest.slots and self._layout.slice_bytes == self._rest.slice_bytes
         self._reads_in_place = alike and not sharing.casts and not sharing.aliased
         self._gathered: Held | None = None
@@ -100,7 +102,7 @@ class UnitBuffers(PlannedMemory):
         """The place to read from is taken at once; what is kept whole is there already. A slice that peers cannot read
         in place travels through a buffer.
         """
-        if self.sharing.shards > 1 and not self._reads_in_place:
+        if self.sharing.shards and not self._reads_in_place:
             self._transports.gathers.take(self._layout.slice_bytes)
         if self._gathered is None:
             self._gathered = self._book.hold(self._layout.whole_bytes, "gathered_parameters")
@@ -135,23 +137,22 @@ class UnitBuffers(PlannedMemory):
 
     def reduce(self, options: ReduceOptions) -> Iterator[Pending]:
         """Take a slice for the sum, and pack the gradients for the peers."""
-        shards, replicas = self.sharing.shards, self.sharing.replicas
-        output = self._book.hold(self._wire.slice_bytes, "gradient_slices" if shards > 1 else "whole_gradients")
-        if shards > 1:
-            self._transports.reductions.take((shards - 1) * self._wire.slice_bytes)
-        elif replicas > 1:
+        shards, replicates = self.sharing.shards, self.sharing.replicates
+        output = self._book.hold(self._wire.slice_bytes, "gradient_slices" if shards else "whole_gradients")
+        if shards:
+            self._transports.reductions.take((self._shards - 1) * self._wire.slice_bytes)
+        elif replicates:
             self._exchange()
         yield Pending(lambda: None)  # of an all-reduce alone: this rank's sum, then those of the others
-        if replicas > 1:
-            if shards > 1:
+        if replicates:
+            if shards:
                 self._exchange()
             yield Pending(lambda: None)
         self._hand_out(output)
 
     def _exchange(self) -> None:
-        ranks = self.sharing.replicas
-        part = -(-(self._wire.slice_bytes // REDUCED) // ranks) * REDUCED
-        self._transports.exchanges.take(ranks * part)
+        part = -(-(self._wire.slice_bytes // REDUCED) // self._replicas) * REDUCED
+        self._transports.exchanges.take(self._replicas * part)
 
     def _hand_out(self, output: Held) -> None:
         """Rows for the optimizer: written into gradients that are kept whole, added to earlier rows, or the output."""

@@ -16,27 +16,24 @@ from fsdplab.engine.core.unit import ReduceOptions, Unit
 
 @dataclass(frozen=True)
 class Sharing:
-    """A strategy over `shards` ranks with so many `replicas`. `casts`: the dtype that computes is not that at rest;
-    `offloads`: shards at rest leave the memory that computes; `streams`: CUDA, where one stream waits for the other and
-    the host for none.
+    """What a strategy cuts, and whether it reshards all units but the root after their forward; whether more than one
+    rank shards, and more than one replicates. `casts`: the dtype that computes is not that at rest; `offloads`: shards
+    at rest leave the memory that computes; `streams`: CUDA, where one stream waits for the other and the host for none.
     """
 
-    strategy: str
-    shards: int
-    replicas: int
+    cuts: tuple[str, ...]
+    reshards_after_forward: bool
+    shards: bool
+    replicates: bool
     casts: bool = False
     offloads: bool = False
     streams: bool = False
 
-    @property
-    def cuts(self) -> tuple[str, ...]:
-        """The states that are cut."""
-        return STRATEGY_ROWS[self.strategy].cuts
-
-    @property
-    def reshards_after_forward(self) -> bool:
-        """Whether units but the root are resharded after their forward."""
-        return self.strategy in ("full_shard", "hybrid_shard")
+    @classmethod
+    def of(cls, strategy: str, shards: int, replicas: int, **choices: bool) -> Sharing:
+        """A strategy by its name, over `shards` ranks with so many `replicas`."""
+        reshards = strategy in ("full_shard", "hybrid_shard")
+        return cls(STRATEGY_ROWS[strategy].cuts, reshards, shards > 1, replicas > 1, **choices)
 
     @property
     def reduces_once(self) -> bool:
@@ -46,24 +43,25 @@ class Sharing:
     @property
     def aliased(self) -> bool:
         """Whether shards at rest are views of the unsharded parameters."""
-        needs_no_gather = "parameters" not in self.cuts or self.shards == 1 and not self.offloads
+        needs_no_gather = "parameters" not in self.cuts or not self.shards and not self.offloads
         return needs_no_gather and not self.casts
 
     @property
     def keeps_whole(self) -> bool:
         """Whether the unsharded parameters are never freed."""
-        return self.aliased or "parameters" not in self.cuts and self.shards > 1
+        return self.aliased or "parameters" not in self.cuts and self.shards
 
 
 class PlannedMemory:
     """A unit's memory (`engine/core/unit.py`) of which nothing is counted yet."""
 
+    params: tuple[str, ...] = ("all",)
+
     def __init__(self, name: str, sharing: Sharing) -> None:
         self.name, self.sharing = name, sharing
-        self.params = (name,)
         self.keeps_whole = sharing.keeps_whole
-        self.keeps_gradients = sharing.reduces_once and sharing.shards > 1
-        self.hides_all_reduce = sharing.shards > 1 and sharing.replicas > 1 and not sharing.streams
+        self.keeps_gradients = sharing.reduces_once and sharing.shards
+        self.hides_all_reduce = sharing.shards and sharing.replicates and not sharing.streams
         self.written = True  # whether the optimizer has stepped since the unit was unsharded
 
     def changed(self) -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fsdplab.engine.core.pending import Pending
+from fsdplab.engine.core.schedule import Schedule
 from fsdplab.engine.core.step import StepOrder
 from fsdplab.engine.core.unit import ReduceOptions
 
@@ -33,7 +34,7 @@ class Wait(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """The forward or the backward of a unit's own operators."""
+    """A unit's own operators, forward or backward; "begin" is what the root computes before its blocks."""
 
     unit: str
     phase: str
@@ -61,7 +62,9 @@ Operation = Issue | Wait | Compute | Change | Move
 
 @dataclass(frozen=True)
 class UnitSizes:
-    """Bytes of one unit on one rank: its parameters and gradients unsharded, and the reduced shard of its gradients."""
+    """Bytes of one unit on one rank: its parameters and gradients unsharded, and the reduced shard of its gradients. No
+    bytes mean that it has no parameters, or none that are trained.
+    """
 
     whole: int
     gradients: int
@@ -74,6 +77,7 @@ class RecordedMemory(PlannedMemory):
     def __init__(self, name: str, sharing: Sharing, sizes: UnitSizes, log: list[Operation]) -> None:
         super().__init__(name, sharing)
         self._sizes, self._log = sizes, log
+        self.params = ("all",) if sizes.whole else ()
         self._gradients = self._reduced = False
 
     def _count(self, category: str, nbytes: int) -> None:
@@ -87,7 +91,7 @@ class RecordedMemory(PlannedMemory):
         return number, Pending(lambda: self._log.append(Wait(number)), event=event)
 
     def gather(self, phase: str) -> Pending | None:
-        if self.sharing.shards > 1:
+        if self.sharing.shards:
             return self._issue("all_gather", phase)[1]
         return None if self.sharing.aliased else Pending(lambda: None)  # a cast, or a copy from the host
 
@@ -98,22 +102,23 @@ class RecordedMemory(PlannedMemory):
         self._count("gathered_parameters", 0 if self.keeps_whole else -self._sizes.whole)
 
     def collect_gradients(self, keep: bool) -> None:
-        self._count("whole_gradients", 0 if self._gradients else self._sizes.gradients)
-        self._gradients = True
+        if self._sizes.gradients and not self._gradients:
+            self._count("whole_gradients", self._sizes.gradients)
+            self._gradients = True
 
     def has_gradients(self, or_zeros: bool) -> bool:
         return self._gradients
 
     def reduce(self, options: ReduceOptions) -> Iterator[Pending]:
-        shards, replicas = self.sharing.shards, self.sharing.replicas
-        if shards > 1:
+        sharing = self.sharing
+        if sharing.shards:
             number, scattered = self._issue("reduce_scatter", "backward")
-            behind = replicas > 1 and scattered.event is not None
+            behind = sharing.replicates and sharing.streams
             summed = self._issue("all_reduce", "backward", number)[1] if behind else None
             yield scattered
-            if replicas > 1:
+            if sharing.replicates:
                 yield summed or self._issue("all_reduce", "backward")[1]
-        elif replicas > 1:
+        elif sharing.replicates:
             yield from self._issue("all_reduce", "backward")[1].parts()
         else:
             yield Pending(lambda: None)
@@ -124,49 +129,43 @@ class RecordedMemory(PlannedMemory):
         self._count("whole_gradients", -self._sizes.gradients if self._gradients else 0)
         self._gradients = False
 
-    def step(self) -> None:
-        """The optimizer writes to the shards, and its gradients are set to None."""
-        self.written = True
-        self._count("gradient_slices", -self._sizes.reduced if self._reduced else 0)
-        self._reduced = False
-
     def moved(self, before: str, after: str, phase: str) -> None:
         self._log.append(Move(self.name, before, after, phase))
 
 
 def record_step(
-    units: Mapping[str, UnitSizes], sharing: Sharing, *, prefetch: int = 1, micro_batches: int = 1, in_flight: int = 1
+    units: Mapping[str, UnitSizes], sharing: Sharing, schedule: Schedule, *, micro_batches: int = 1, in_flight: int = 1
 ) -> list[list[Operation]]:
     """The operations of each micro-batch of a step that is not the run's first; the first of `units` is the root.
 
-    A backward ends with every collective waited for.
+    A micro-batch ends with every collective waited for.
 
     >>> sizes = {name: UnitSizes(whole=8, gradients=8, reduced=4) for name in ("root", "block")}
-    >>> (operations,) = record_step(sizes, Sharing("shard_grad_op", 2, 1))
+    >>> (operations,) = record_step(sizes, Sharing.of("shard_grad_op", 2, 1), Schedule(1))
     >>> [operation.unit for operation in operations if isinstance(operation, Issue) and operation.kind == "all_gather"]
     ['root', 'block']
     """
     log: list[Operation] = []
     memories = {name: RecordedMemory(name, sharing, sizes, log) for name, sizes in units.items()}
-    order = StepOrder(units_over(memories, sharing), prefetch)
+    order = StepOrder(units_over(memories, sharing), schedule)
     for unit in order.units.values():
         unit.in_flight = in_flight
+    schedule.begin()
+    for name in units:  # an earlier step has taught it the order
+        schedule.before_forward(name)
     segments = []
-    for step in range(2):
-        for number in range(micro_batches):
-            log.clear()
-            begin_micro_batch(order, sharing, last=number == micro_batches - 1)
-            _micro_batch(order, log)
-            if step:
-                segments.append(list(log))
-        for memory in memories.values():
-            memory.step()
+    for number in range(micro_batches):
+        log.clear()
+        begin_micro_batch(order, sharing, last=number == micro_batches - 1)
+        _micro_batch(order, log)
+        segments.append(list(log))
     return segments
 
 
 def _micro_batch(order: StepOrder, log: list[Operation]) -> None:
     root, *blocks = order.units.values()
     order.before_forward(root)
+    log.append(Compute(root.name, "begin"))
     for unit in blocks:
         order.before_forward(unit)
         log.append(Compute(unit.name, "forward"))

@@ -1,20 +1,19 @@
-"""One rank's step as a program: what `engine/core/step.py` does with its units, in simulated time.
+"""One rank's step in simulated time: the operations that the engine's own order gives (`planning/program/record.py`).
 
-The order of gathers is the engine's own `Schedule`. The rest follows that file line by line: a unit is gathered and
-waited for, then the next ones are started; a reduction starts behind its unit's backward, once fewer than `in_flight`
-others are under way; over replicas its slice is all-reduced when its turn to be waited for comes.
+An all-reduce over replicas is issued when its reduce-scatter is complete: the host's rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fsdplab.engine.core.schedule import Schedule
+from fsdplab.planning.program import Compute, Issue, Move, Operation, Sharing, UnitSizes, Wait, record_step
 
 from .classes import RankClass
 from .network import Clock, Collective, Network
-from .work import ROOT, StepWork, Transfer, UnitWork
+from .work import StepWork, Transfer, UnitWork
 
 Pauses = Iterator["float | Collective"]  # seconds to compute, or a collective to wait for
 
@@ -42,27 +41,36 @@ class RankLog:
     end: float = 0.0
 
 
+def program_of(work: StepWork, schedule: Schedule) -> list[list[Operation]]:
+    """The operations of each micro-batch of a step of `work`."""
+    shards = any(unit.gather or unit.scatters for unit in work.units)
+    replicates = any(unit.all_reduce for unit in work.units)
+    cuts = ("gradients",) * (not work.reduces_once) + ("parameters",) * work.drops_after_backward
+    sharing = Sharing(cuts, work.drops_after_forward, shards, replicates)
+    trained = {unit.name: bool(unit.reduce or unit.across) for unit in work.units}
+    sizes = {
+        unit.name: UnitSizes(bool(unit.gather or trained[unit.name]), trained[unit.name], trained[unit.name])
+        for unit in work.units
+    }
+    return record_step(sizes, sharing, schedule, micro_batches=work.micro_batches, in_flight=work.in_flight)
+
+
 class Rank:
-    """Walks through a step of `work`, and notes what happens in its log."""
+    """Walks through the `program` of a step of `work`, and notes what happens in its log."""
 
     def __init__(
-        self, index: int, rank: RankClass, work: StepWork, clock: Clock, network: Network, schedule: Schedule
+        self,
+        index: int,
+        rank: RankClass,
+        work: StepWork,
+        program: Sequence[Sequence[Operation]],
+        clock: Clock,
+        network: Network,
     ) -> None:
         self.log = RankLog(rank)
         self._index, self._work, self._clock, self._network = index, work, clock, network
         self._units = {unit.name: unit for unit in work.units}
-        self._schedule = schedule
-        self._gathered: dict[str, Collective | None] = {}
-        self._reducing: list[tuple[UnitWork, Collective]] = []
-        self._replicating: list[Collective] = []
-        self._learn()
-        self._pauses = self._step()
-
-    def _learn(self) -> None:
-        """The step is not the run's first: the schedule knows the forward's order."""
-        self._schedule.begin()
-        for unit in self._work.units:
-            self._schedule.before_forward(unit.name)
+        self._pauses = self._step(program)
 
     def go_on(self) -> None:
         """Run until the next pause, and set when to come back."""
@@ -75,97 +83,47 @@ class Rank:
                 return
         self.log.end = self._clock.now
 
-    # ---- the step
-
-    def _step(self) -> Pauses:
-        last = self._work.micro_batches - 1
-        for number in range(self._work.micro_batches):
-            yield from self._forward()
-            yield from self._backward(reduces=number == last or not self._work.reduces_once)
+    def _step(self, program: Sequence[Sequence[Operation]]) -> Pauses:
+        for operations in program:
+            yield from self._micro_batch(operations)
         yield from self._compute("", "optimizer", self._work.optimizer_s)
 
-    def _forward(self) -> Pauses:
-        root = self._work.root
-        self._schedule.begin()
-        yield from self._before_forward(root)
-        for unit in self._work.blocks:
-            yield from self._before_forward(unit)
-            yield from self._run(unit, "forward", unit.forward_s, unit.inline_forward)
-            self._schedule.after_forward(unit.name)
-            if self._work.drops_after_forward:
-                self._reshard(unit, "forward")
-        yield from self._run(root, "forward", root.forward_s, root.inline_forward)
-        self._schedule.after_forward(root.name)
+    def _micro_batch(self, operations: Sequence[Operation]) -> Pauses:
+        issued: dict[int, Collective] = {}
+        last = -1  # the collective that was issued last, if nothing was computed since
+        for each in operations:
+            if isinstance(each, Issue):
+                last = each.number
+                self._begin(each, issued)
+            elif isinstance(each, Wait):
+                issued[each.number].on_demand |= (
+                    each.number == last and issued[each.number].transfer.kind == "all_gather"
+                )
+                yield from self._wait(issued[each.number])
+            elif isinstance(each, Compute):
+                last = -1
+                if each.phase != "begin":
+                    yield from self._run(self._units[each.unit], each.phase)
+            elif isinstance(each, Move):
+                self.log.life.append((each.unit, each.after, each.phase, self._clock.now))
 
-    def _before_forward(self, unit: UnitWork) -> Pauses:
-        yield from self._unshard(unit, "forward")
-        for name in self._schedule.before_forward(unit.name):
-            self._start_unshard(self._units[name], "forward")
+    def _begin(self, each: Issue, issued: dict[int, Collective]) -> None:
+        """Issue it now, or when that has ended after which it begins."""
 
-    def _backward(self, reduces: bool) -> Pauses:
-        for unit in (self._work.root, *reversed(self._work.blocks)):
-            yield from self._unshard(unit, "backward")
-            for name in self._schedule.before_backward(unit.name):
-                self._start_unshard(self._units[name], "backward")
-            yield from self._run(unit, "backward", unit.backward_s, unit.inline_backward)
-            if unit.name != ROOT:
-                yield from self._after_backward(unit, reduces)
-        yield from self._after_backward(self._work.root, reduces)
-        yield from self._finish_reductions()
+        def begin() -> None:
+            unit = self._units[each.unit]
+            issued[each.number] = self._issue(unit, each.phase, unit.transfer(each.kind))
 
-    def _after_backward(self, unit: UnitWork, reduces: bool) -> Pauses:
-        if self._work.drops_after_backward:
-            self._reshard(unit, "backward")
-        if reduces and unit.reduce:
-            yield from self._make_room(self._work.in_flight)
-            self._reducing.append((unit, self._issue(unit, "backward", unit.reduce)))
-        elif reduces and unit.across:  # groups of one rank: nothing to scatter
-            self._replicating.append(self._issue(unit, "backward", unit.across))
+        before = None if each.after is None else issued[each.after]
+        if before is None or before.ended is not None:
+            begin()
+        else:
+            before.when_ended(begin)
 
-    def _make_room(self, most: int) -> Pauses:
-        while len(self._reducing) >= most:
-            unit, oldest = self._reducing.pop(0)
-            yield from self._wait(oldest)
-            if unit.across:
-                issued = self._issue(unit, "backward", unit.across)
-                while len(self._replicating) >= most:
-                    yield from self._wait(self._replicating.pop(0))
-                self._replicating.append(issued)
-
-    def _finish_reductions(self) -> Pauses:
-        yield from self._make_room(1)
-        while self._replicating:
-            yield from self._wait(self._replicating.pop(0))
-
-    # ---- a unit
-
-    def _start_unshard(self, unit: UnitWork, phase: str) -> bool:
-        """Whether a gather was needed, and was issued."""
-        if unit.name in self._gathered or unit.gather is None:
-            return False
-        self._gathered[unit.name] = self._issue(unit, phase, unit.gather)
-        self._note(unit, "unsharding", phase)
-        return True
-
-    def _unshard(self, unit: UnitWork, phase: str) -> Pauses:
-        on_demand = self._start_unshard(unit, phase)
-        pending = self._gathered.get(unit.name)
-        if pending is not None:
-            pending.on_demand |= on_demand
-            yield from self._wait(pending)
-            self._gathered[unit.name] = None
-            self._note(unit, "unsharded", phase)
-
-    def _reshard(self, unit: UnitWork, phase: str) -> None:
-        if unit.name in self._gathered:
-            del self._gathered[unit.name]
-            self._note(unit, "sharded", phase)
-
-    def _note(self, unit: UnitWork, state: str, phase: str) -> None:
-        self.log.life.append((unit.name, state, phase, self._clock.now))
-
-    def _run(self, unit: UnitWork, phase: str, seconds: float, inline: tuple[Transfer, ...]) -> Pauses:
+    def _run(self, unit: UnitWork, phase: str) -> Pauses:
         """Compute in equal parts, each behind one of the collectives that stand in its way."""
+        forward = phase == "forward"
+        seconds, inline = (unit.forward_s, unit.inline_forward) if forward else (unit.backward_s, unit.inline_backward)
         for transfer in inline:
             yield from self._wait(self._issue(unit, phase, transfer))
             yield from self._compute(unit.name, phase, seconds / len(inline))

@@ -22,7 +22,7 @@ from fsdplab.records.summary import Comm, Peak, Profile, SimulatedRanks
 from .classes import rank_classes
 from .memory_rows import memory_rows
 from .network import Clock, Network
-from .program import Rank, RankLog
+from .program import Rank, RankLog, program_of
 from .tables import STEP, Row, tables_of
 from .trees import with_trees
 from .work import StepWork, work_of
@@ -57,7 +57,8 @@ def simulate_work(
     clock = Clock()
     network = Network(clock, communicators)
     classes = rank_classes(work.shards, work.replicas, paces or {})
-    ranks = [Rank(index, each, work, clock, network, schedule(work.prefetch)) for index, each in enumerate(classes)]
+    program = program_of(work, schedule(work.prefetch))
+    ranks = [Rank(index, each, work, program, clock, network) for index, each in enumerate(classes)]
     for rank in ranks:
         clock.at(0.0, rank.go_on)
     clock.run()

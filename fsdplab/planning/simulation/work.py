@@ -48,6 +48,23 @@ class UnitWork:
     inline_forward: tuple[Transfer, ...] = ()
     inline_backward: tuple[Transfer, ...] = ()
 
+    @property
+    def scatters(self) -> bool:
+        """Whether gradients are reduce-scattered over the shards."""
+        return self.reduce is not None and self.reduce.kind == "reduce_scatter"
+
+    @property
+    def all_reduce(self) -> Transfer | None:
+        """Of a shard over the replicas, or of all gradients over the ranks."""
+        return self.reduce if self.reduce and not self.scatters else self.across
+
+    def transfer(self, kind: str) -> Transfer:
+        """The collective of a `kind`; raises `ValueError` if the unit has none."""
+        found = {"all_gather": self.gather, "all_reduce": self.all_reduce}.get(kind, self.reduce)
+        if found is None:
+            raise ValueError(f"unit {self.name!r} has no {kind}")
+        return found
+
 
 @dataclass(frozen=True)
 class StepWork:
