@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import time
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -14,8 +15,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdplab.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, events, shard_model
+from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.schedule import Schedule
+from fsdplab.engine.core.transport import Stamp
+from fsdplab.engine.shard import units_of
 from fsdplab.planning.program import Change, Issue, Move, Operation, Sharing, UnitSizes, Wait, record, record_step
+from tests.test_engine_stream_order import Case, device, sharded
 
 WIDTH, BLOCKS = 16, 5
 OVER_ALL = ("no_shard", "zero1", "zero2", "shard_grad_op", "full_shard")
@@ -127,6 +132,66 @@ def test_a_run_does_what_the_program_says(ranks, strategy: str, shards: int, wor
     for runs in ranks(world_size, all_of, strategy, shards, transport):
         for choice, real in zip(choices_of(strategy, transport), runs, strict=True):
             assert real == planned(strategy, shards, world_size, choice), choice
+
+
+# ---- on streams
+
+
+def on_fake_streams(strategy: str, prefetch: int, batches: int, checkpoint: str, in_flight: int) -> list[Program]:
+    """What happens in each micro-batch of the second step where collectives run on CUDA's streams, which are fakes."""
+    case, log, found = Case(strategy, prefetch, batches, checkpoint, low=True), [], []
+    with device() as made:
+        model = sharded(made, case)
+        model.set_reduce_scatter_max_input_buffers(in_flight)
+        for transport in {each for unit in units_of(model) for each in unit.memory.transports()}:
+            for kind in ("all_gather", "reduce_scatter", "all_reduce"):
+                setattr(transport, kind, noting(kind, getattr(transport, kind), log))
+        stop = events.subscribe(lambda event: log.extend(what for _, what in noted(event)))
+        for number in (0, *range(batches)):
+            last = number == batches - 1
+            model.set_is_last_backward(last)
+            if strategy == "no_shard":
+                model.set_requires_gradient_sync(last)
+            log.clear()
+            model(torch.ones(4, 32, requires_grad=True)).square().mean().backward()
+            found.append(list(log))
+        stop()
+        events._deferred.clear()  # times of fakes
+    return found[-batches:]
+
+
+def noting(kind: str, collective: Any, log: Program) -> Any:
+    """A transport's method that notes when a collective is issued and when it is waited for."""
+
+    def noted_one(*args: Any, **kwargs: Any) -> Pending:
+        stamp = next(each for each in args if isinstance(each, Stamp))
+        label = (stamp.unit, stamp.phase, kind)
+        log.append(("issue", *label))
+        pending = collective(*args, **kwargs)
+        wait = lambda: [pending.wait(), log.append(("wait", *label))]
+        return Pending(wait, pending, on_drop=pending.abandon, event=pending.event)
+
+    return noted_one
+
+
+STREAMED = list(product((0, 1, 2), (1, 3), ("none", "full"), (1, 2)))
+
+
+def all_on_fake_streams(strategy: str) -> list[list[Program]]:
+    return [on_fake_streams(strategy, *choice) for choice in STREAMED]
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "shard_grad_op", "full_shard", "hybrid_shard"])
+def test_streams_do_what_the_program_says(ranks, strategy: str) -> None:
+    sizes = dict.fromkeys(("root", "blocks.0", "blocks.1", "blocks.2"), UnitSizes(8, 8, 4))
+    sizes["root"] = UnitSizes(0, 0, 0)
+    sharing = Sharing.of(strategy, 1 if strategy == "no_shard" else 2, 2, casts=True, streams=True)
+    if strategy not in ("no_shard", "hybrid_shard"):
+        sharing = replace(sharing, replicates=False)
+    (runs,) = ranks(1, all_on_fake_streams, strategy)
+    for (prefetch, batches, checkpoint, in_flight), real in zip(STREAMED, runs, strict=True):
+        segments = record_step(sizes, sharing, Schedule(prefetch), micro_batches=batches, in_flight=in_flight)
+        assert real == [in_words(operations) for operations in segments], (prefetch, batches, checkpoint, in_flight)
 
 
 @pytest.mark.quick
