@@ -22,7 +22,7 @@ from fsdplab.engine.core.packing import chunks, cut_out, half, is_missing, pack
 from fsdplab.engine.core.param import ShardedParam
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.transport import Outgoing, Stamp, Transport
-from fsdplab.engine.core.unit import ReduceOptions
+from fsdplab.engine.core.unit import Memory, ReduceOptions
 from fsdplab.engine.core.unit_config import UnitConfig
 from fsdplab.engine.core.unit_plan import UnitPlan, layout_of
 
@@ -43,11 +43,12 @@ class FewerRanks(Protocol):
         """Let the shards go."""
 
 
-class UnitMemory:
+class UnitMemory(Memory):
     """The tensors of one unit."""
 
     def __init__(self, name: str, params: list[ShardedParam], config: UnitConfig) -> None:
-        self.name, self.params, self.config = name, params, config
+        self.name, self.config = name, config
+        self.params: list[ShardedParam] = params
         self.places: Sequence[str] = ()  # what the root calls the modules; empty until there is a root
         self.fewer_ranks: FewerRanks | None = None  # where it goes after its forward instead of to its shards
         self._versions: list[int] = []  # of the shards, when they were unsharded

@@ -10,9 +10,10 @@ A unit decides and its `memory` acts: on tensors in training (memory.py), on byt
 from __future__ import annotations
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from fsdplab.engine.core.pending import Pending
 
@@ -39,44 +40,54 @@ class ReduceOptions:
     unused: bool = False
 
 
-class Memory(Protocol):
+class Memory(ABC):
     """What a unit acts on: its shards at rest, its unsharded parameters, its gradients."""
 
     name: str
+    params: Sequence[object]  # a unit without any is never unsharded
 
     @property
-    def params(self) -> Sequence[object]: ...  # a unit without any is never unsharded
-    @property
+    @abstractmethod
     def keeps_whole(self) -> bool: ...  # whether the unsharded parameters are never freed
     @property
+    @abstractmethod
     def keeps_gradients(self) -> bool: ...  # whether a reduction writes its result into the unsharded gradients
     @property
+    @abstractmethod
     def hides_all_reduce(self) -> bool: ...  # whether the host issues a second collective once the first is complete
 
-    # parameters
+    @abstractmethod
     def changed(self) -> bool: ...  # whether somebody wrote to the shards since they were unsharded
-    def find_replaced(self) -> bool: ...  # take over shards that were replaced from outside; whether there were any
+    @abstractmethod
+    def gather(self, phase: str) -> Pending | None: ...  # begin to unshard; None: there is nothing to wait for
+    @abstractmethod
+    def free(self) -> None: ...  # the unsharded parameters, unless they are kept
+    @abstractmethod
+    def collect_gradients(self, keep: bool) -> None: ...  # that autograd has left, adding to earlier ones
+    @abstractmethod
+    def has_gradients(self, or_zeros: bool) -> bool: ...  # to reduce; `or_zeros`: a missing one counts as zeros
+    @abstractmethod
+    def reduce(self, options: ReduceOptions) -> Iterator[Pending]: ...  # collectives, each issued when it is taken
+    @abstractmethod
+    def forget_gradients(self) -> None: ...  # free them; a reduction under way keeps what it still reads
+
+    # what only tensors need
+
+    def find_replaced(self) -> bool:  # take over shards that were replaced from outside; whether there were any
+        return False
+
+    def has_new_gradients(self) -> bool:  # whether autograd has left any that were not collected
+        return False
+
     def prepare(self) -> None: ...  # lay out the unsharded parameters; raises where the shards have no values yet
-    def gather(self, phase: str) -> Pending | None: ...  # begin to fill them; None: there is nothing to wait for
     def arrived(self) -> None: ...  # the gather is complete
     def abandoned(self) -> None: ...  # the gather was given up
     def show_unsharded(self) -> None: ...  # to the modules
     def show_shards(self, until_backward: bool) -> None: ...  # those over fewer ranks `until_backward`, if any
     def show_own_shards(self) -> None: ...  # instead of those over fewer ranks
-    def free(self) -> None: ...  # the unsharded parameters, unless they are kept
     def await_peers(self) -> None: ...  # until other ranks have read the shards
     def await_copies(self) -> None: ...  # until gradients that were handed out may be read, and shards written to
-
-    # gradients
-    def has_new_gradients(self) -> bool: ...  # whether autograd has left any
-    def collect_gradients(self, keep: bool) -> None: ...  # take those, adding to earlier ones; `keep`: not only to pack
-    def has_gradients(self, or_zeros: bool) -> bool: ...  # to reduce; `or_zeros`: a missing one counts as zeros
-    def reduce(
-        self, options: ReduceOptions
-    ) -> Iterator[Pending]: ...  # each collective; wait for it, then take the next
-    def forget_gradients(self) -> None: ...  # free them; a reduction under way keeps what it still reads
     def abandon_gradients(self) -> None: ...  # all that were not handed out
-
     def moved(self, before: str, after: str, phase: str) -> None: ...  # the state of the parameters has changed
 
 

@@ -1,17 +1,13 @@
-"""The memory of a unit in a plan: the engine's `Unit` asks it what it asks tensors for in training.
-
-What follows from the strategy is answered here; subclasses count bytes and write down collectives.
-"""
+"""The memory of a unit in a plan: the engine's `Unit` asks it what it asks tensors for in training."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fsdplab.common.names import STRATEGY_ROWS
-from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.step import StepOrder
-from fsdplab.engine.core.unit import ReduceOptions, Unit
+from fsdplab.engine.core.unit import Memory, Unit
 
 
 @dataclass(frozen=True)
@@ -52,13 +48,14 @@ class Sharing:
         return self.aliased or "parameters" not in self.cuts and self.shards
 
 
-class PlannedMemory:
-    """A unit's memory (`engine/core/unit.py`) of which nothing is counted yet."""
+class PlannedMemory(Memory):
+    """The memory of a unit in a plan; what follows from the strategy is answered here, subclasses count."""
 
-    params: tuple[str, ...] = ("all",)
+    keeps_whole = keeps_gradients = hides_all_reduce = False
 
     def __init__(self, name: str, sharing: Sharing) -> None:
         self.name, self.sharing = name, sharing
+        self.params = ("all",)
         self.keeps_whole = sharing.keeps_whole
         self.keeps_gradients = sharing.reduces_once and sharing.shards
         self.hides_all_reduce = sharing.shards and sharing.replicates and not sharing.streams
@@ -69,40 +66,6 @@ class PlannedMemory:
 
     def show_unsharded(self) -> None:
         self.written = False
-
-    # what a subclass counts
-
-    def gather(self, phase: str) -> Pending | None:
-        raise NotImplementedError
-
-    def arrived(self) -> None: ...
-    def free(self) -> None: ...
-    def collect_gradients(self, keep: bool) -> None: ...
-
-    def has_gradients(self, or_zeros: bool) -> bool:
-        raise NotImplementedError
-
-    def reduce(self, options: ReduceOptions) -> Iterator[Pending]:
-        raise NotImplementedError
-
-    def forget_gradients(self) -> None: ...
-    def moved(self, before: str, after: str, phase: str) -> None: ...
-
-    # what changes nothing in a plan
-
-    def find_replaced(self) -> bool:
-        return False
-
-    def has_new_gradients(self) -> bool:
-        return False
-
-    def prepare(self) -> None: ...
-    def abandoned(self) -> None: ...
-    def show_shards(self, until_backward: bool) -> None: ...
-    def show_own_shards(self) -> None: ...
-    def await_peers(self) -> None: ...
-    def await_copies(self) -> None: ...
-    def abandon_gradients(self) -> None: ...
 
 
 def units_over(memories: Mapping[str, PlannedMemory], sharing: Sharing) -> dict[str, Unit]:

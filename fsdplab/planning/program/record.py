@@ -77,7 +77,7 @@ class RecordedMemory(PlannedMemory):
     def __init__(self, name: str, sharing: Sharing, sizes: UnitSizes, log: list[Operation]) -> None:
         super().__init__(name, sharing)
         self._sizes, self._log = sizes, log
-        self.params = ("all",) if sizes.whole else ()
+        self.params = self.params if sizes.whole else ()
         self._gradients = self._reduced = False
 
     def _count(self, category: str, nbytes: int) -> None:
