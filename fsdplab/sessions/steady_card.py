@@ -2,7 +2,7 @@
 
 How long this machine computes depends on its cores and on who else uses them, so what is first said of a strategy's
 time, and all that a lesson judges, does not rest on it. The steady card computes at a fixed rate behind the run's own
-link. Its steps come from the planner's simulation, which takes the order of gathers from the engine's own schedule.
+link. Its steps come from the planner's simulation, in the engine's own order for ranks on a CPU.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ def steady(spec: RunSpec, gigaflops: float = GIGAFLOPS, schedule: Callable[[int]
     if (why := why_not_steady(spec)) or spec.link is None:
         raise SteadyCardError(why)
     link = parse_link(spec.link)
-    found = simulate(plan_of(spec, gigaflops), communicators=spec.link_queues, efficiency=1.0, schedule=schedule)
+    found = simulate(
+        plan_of(spec, gigaflops), communicators=spec.link_queues, efficiency=1.0, schedule=schedule, streams=False
+    )
     split = {name: part for name, part in found.summary.peak_memory_bytes.split.items() if name != "other"}
     summary = replace(
         found.summary,

@@ -197,7 +197,8 @@ def _crossover(plan: PlanSpec, steadily: bool, ends: tuple[float, float]) -> Cro
 def _waits(plan: PlanSpec, bytes_per_s: float, efficiency: float | None) -> tuple[float, float]:
     """Seconds that the first rank waits between two units of a pass, and at the ends of the passes."""
     reached = bytes_per_s / LINK_EFFICIENCY if efficiency else bytes_per_s  # of the steady card's link all is reached
-    log = simulate_work(work_of(at_bandwidth(plan, reached), efficiency)).logs[0]
+    work = replace(work_of(at_bandwidth(plan, reached), efficiency), streams=efficiency is None)  # else on a CPU
+    log = simulate_work(work).logs[0]
     spans = sorted(log.computed, key=lambda span: span.start)
     gaps = [(max(0.0, after.start - before.end), _in_one_pass(before, after)) for before, after in pairwise(spans)]
     between = sum(gap for gap, same in gaps if same)

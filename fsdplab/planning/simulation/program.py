@@ -1,6 +1,6 @@
 """One rank's step in simulated time: the operations that the engine's own order gives (`planning/program/record.py`).
 
-An all-reduce over replicas is issued when its reduce-scatter is complete: the host's rule.
+On the streams of a GPU an all-reduce over replicas is issued behind its reduce-scatter; the host issues it later.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def program_of(work: StepWork, schedule: Schedule) -> list[list[Operation]]:
     shards = any(unit.gather or unit.scatters for unit in work.units)
     replicates = any(unit.all_reduce for unit in work.units)
     cuts = ("gradients",) * (not work.reduces_once) + ("parameters",) * work.drops_after_backward
-    sharing = Sharing(cuts, work.drops_after_forward, shards, replicates)
+    sharing = Sharing(cuts, work.drops_after_forward, shards, replicates, streams=work.streams)
     trained = {unit.name: bool(unit.reduce or unit.across) for unit in work.units}
     sizes = {
         unit.name: UnitSizes(bool(unit.gather or trained[unit.name]), trained[unit.name], trained[unit.name])

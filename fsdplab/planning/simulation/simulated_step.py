@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +68,16 @@ def simulate_work(
 def simulate(
     spec: PlanSpec, *, communicators: int = 1, in_flight: int = 1, paces: Mapping[int, float] | None = None,
     trees: bool = False, efficiency: float | None = None, folder: str | Path | None = None,
-    schedule: Callable[[int], Schedule] = Schedule,
+    schedule: Callable[[int], Schedule] = Schedule, streams: bool = True,
 ) -> RunRecord:  # fmt: skip
     """A record of one simulated step of `spec`, not saved: `.save()` writes it to `folder`.
 
     `communicators`: 2 lets reductions and gathers share the link at once; `in_flight`: reductions under way, as
     `set_reduce_scatter_max_input_buffers` sets; `paces`: GPU -> by how much its compute takes longer (1.5). The ranks
     of a tensor- or context-parallel group go at the pace of their slowest. `trees`: all-reduces take trees where these
-    are faster than rings. `schedule`: another rule than the engine's of what to gather ahead. Raises PlanError.
+    are faster than rings. `schedule`: another rule than the engine's of what to gather ahead. `streams`: False for
+    ranks on a CPU, whose host issues an all-reduce over replicas only when its reduce-scatter is complete. Raises
+    PlanError.
 
     >>> from fsdplab.planning.planner import plan_spec
     >>> found = simulate(plan_spec("llama-3.1-8b", "h100", gpus=8))
@@ -83,7 +85,7 @@ def simulate(
     ('simulated', {0: 8})
     """
     _check(spec, communicators, in_flight, paces or {})
-    work = work_of(spec, efficiency, in_flight)
+    work = replace(work_of(spec, efficiency, in_flight), streams=streams)
     work = with_trees(work) if trees else work
     group_paces = _group_paces(spec, paces or {})
     found = simulate_work(work, communicators=communicators, paces=group_paces, schedule=schedule)

@@ -79,6 +79,7 @@ class StepWork:
     drops_after_backward: bool = True
     reduces_once: bool = False  # in the last micro-batch only
     in_flight: int = 1  # reductions that may be under way when the next begins: the engine's default
+    streams: bool = True  # of a GPU, on which a collective is issued behind another; else the host issues it later
     shards: int = 1
     replicas: int = 1
 
