@@ -26,8 +26,9 @@ LONGEST = (
     "11_strategy_shoot_out", "test_course_site", "test_sessions_call", "test_engine_numbers", "test_course_05_06",
     "test_course_03_04", "test_lab_browser", "09_memory_timelines", "test_prediction", "test_compose_experts",
     "test_course_09", "test_course_13", "test_course_07", "test_installed", "test_course_16",
-    "test_engine_shm_recovery", "test_engine_offload", "test_surface_memory", "test_compose_pipeline",
-    "test_teaching_course", "test_architecture", "test_cli", "test_plan_oracle", "test_surface_arguments",
+    "test_engine_shm_recovery", "test_step_program", "test_engine_offload", "test_surface_memory",
+    "test_compose_pipeline", "test_teaching_course", "test_architecture", "test_cli", "test_plan_oracle",
+    "test_surface_arguments",
     "12_hybrid_and_slow_links", "test_surface_training", "test_cli_ends", "04_zero_1_and_2_by_hand",
     "test_figures_profiled", "test_cli_fuzz", "test_surface_unused", "test_engine_checkpoint_files",
 )  # fmt: skip

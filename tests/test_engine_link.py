@@ -180,7 +180,8 @@ def test_a_link_is_of_one_model_and_can_be_taken_away(ranks) -> None:
 
 
 def test_links_are_for_cpu_and_cuda_ranks() -> None:
-    unit = SimpleNamespace(config=SimpleNamespace(device=torch.device("xpu"), shard=None))
+    config = SimpleNamespace(device=torch.device("xpu"), shard=None)
+    unit = SimpleNamespace(memory=SimpleNamespace(config=config))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fsdplab.engine.emulation.link.units_under", lambda model, recurse: [unit])
         with pytest.raises(ValueError, match="between CPU or CUDA ranks, got xpu"):

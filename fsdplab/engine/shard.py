@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,15 +63,15 @@ def fully_shard(
             "Please init the 2D mesh for HSDP with mesh_dim_names specified: expected names for replicas and shards,"
             f" got {axes.mesh}"
         )
-    after = _after_forward(reshard_after_forward, axes)
-    row = STRATEGIES["no_shard" if not axes.shards else "shard_grad_op" if after is False else "full_shard"]
+    after = partial(_after_forward, reshard_after_forward)
+    keeps = after(axes) is False
+    row = STRATEGIES["no_shard" if not axes.shards else "shard_grad_op" if keeps else "full_shard"]
     config = _config(row, axes, mp_policy, offload_policy, transport)
     modules = [module] if isinstance(module, nn.Module) else list(module)
     over = lambda other: _config(row, other, mp_policy, offload_policy, transport)  # noqa: E731
     for unit in _make_units(modules, config, after, shard_placement_fn, ignored_params or (), over):
-        unit.reshard_after_forward = after = _after_forward(reshard_after_forward, unit.memory.config.axes)
-        if after not in (True, False, None):
-            near = smaller_mesh(unit.memory.config.axes.mesh, after)
+        if (ranks := unit.reshard_after_forward) not in (True, False, None):
+            near = smaller_mesh(unit.memory.config.axes.mesh, ranks)
             over_few = transport_of(near.get_group(1), config.device, transport)
             unit.memory.fewer_ranks = SlicesOverFewerRanks(unit.memory.params, near, over_few)
     return module
@@ -109,7 +110,7 @@ def shard_model(
     axes = axes_of(mesh or _default_mesh(), None)
     config = _config(row, axes, mp_policy, offload_policy, transport)
     for module in [*reversed(_select(model, units)), model]:
-        _make_units([module], config, row.reshard_after_forward, None, ignored_params or ())
+        _make_units([module], config, lambda _: row.reshard_after_forward, None, ignored_params or ())
         module._unit_hooks.recompute = None if module is model else recompute
     bind_root(model, prefetch)
     return model
@@ -152,12 +153,14 @@ def _select(model: nn.Module, units: Units) -> list[nn.Module]:
 def _make_units(
     modules: Sequence[nn.Module],
     config: UnitConfig,
-    reshard: bool | int | None,
+    after: Callable[[Axes], bool | int | None],
     place: PlacementFn | None,
     ignored: Collection[nn.Parameter],
     over: Callable[[Axes], UnitConfig] | None = None,
 ) -> list[Unit]:
-    """One unit of `modules`; one more for each further mesh that `place` names, configured by `over`."""
+    """One unit of `modules`; one more for each further mesh that `place` names, configured by `over`. `after` says what
+    units do after their forward.
+    """
     for module in modules:
         _check(module)
     owned = _owned(modules, {id(parameter) for parameter in ignored})
@@ -177,7 +180,7 @@ def _make_units(
     memories = [UnitMemory(title, params, configs[axes]) for axes, params in held.items()]
     for memory in memories:
         memory.shard()
-    units = [Unit(memory, reshard, ReduceOptions(memory.config.divide)) for memory in memories]
+    units = [Unit(memory, after(memory.config.axes), ReduceOptions(memory.config.divide)) for memory in memories]
     for original in owned:
         original._owned_by_unit = True
     beside = [UnitHooks(modules, unit) for unit in units[1:]]
