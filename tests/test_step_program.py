@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdplab.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, events, shard_model
+from fsdplab.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, events, fully_shard, shard_model
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.schedule import Schedule
 from fsdplab.engine.core.transport import Stamp
@@ -23,6 +24,7 @@ from fsdplab.planning.program import Change, Issue, Move, Operation, Sharing, Un
 from tests.test_engine_stream_order import Case, device, sharded
 
 WIDTH, BLOCKS = 16, 5
+EACH_BLOCK = tuple(f"blocks.{number}" for number in range(BLOCKS))
 OVER_ALL = ("no_shard", "zero1", "zero2", "shard_grad_op", "full_shard")
 Program = list[tuple[str, ...]]
 
@@ -42,8 +44,7 @@ class Net(nn.Module):
 
 def happened(strategy: str, shards: int, choice: dict[str, Any], transport: str) -> list[Program]:
     """What happens in each micro-batch of the third step, in its order."""
-    torch.manual_seed(0)
-    ranks, batches = dist.get_world_size(), choice["micro_batches"]
+    ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks // shards, shards)) if strategy == "hybrid_shard" else None
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if choice["casts"] else MixedPrecisionPolicy()
     offload = CPUOffloadPolicy(pin_memory=False) if choice["offloads"] else OffloadPolicy()
@@ -52,13 +53,16 @@ def happened(strategy: str, shards: int, choice: dict[str, Any], transport: str)
         offload_policy=offload, checkpoint=choice["checkpoint"],
     )  # fmt: skip
     model.set_reduce_scatter_max_input_buffers(choice["in_flight"])
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    found = []
+    return third_step(model, choice["micro_batches"], syncs_once=strategy in ("no_shard", "zero1"))
+
+
+def third_step(model: nn.Module, batches: int, syncs_once: bool = False) -> list[Program]:
+    optimizer, found = torch.optim.SGD(model.parameters(), 0.1), []
     for _ in range(3):
         for number in range(batches):
             last = number == batches - 1
             model.set_is_last_backward(last)
-            if strategy in ("no_shard", "zero1"):
+            if syncs_once:
                 model.set_requires_gradient_sync(last)
             seen: list[tuple[int, tuple[str, ...]]] = []
             stop = events.subscribe(lambda event: seen.extend(noted(event)))
@@ -80,13 +84,14 @@ def noted(event: events.Event) -> Program:
     return []
 
 
-def planned(strategy: str, shards: int, ranks: int, choice: dict[str, Any]) -> list[Program]:
+def planned(
+    strategy: str, shards: int, ranks: int, choice: dict[str, Any], blocks: Sequence[str] = EACH_BLOCK
+) -> list[Program]:
     """The same of the program."""
     cut = shards if strategy != "no_shard" else 1
     sharing = Sharing.of(strategy, cut, ranks // cut, casts=choice["casts"], offloads=choice["offloads"])
-    names = ["root", *(f"blocks.{number}" for number in range(BLOCKS))]
     sizes, counts = UnitSizes(8, 8, 4), {key: choice[key] for key in ("micro_batches", "in_flight")}
-    segments = record_step(dict.fromkeys(names, sizes), sharing, Schedule(choice["prefetch"]), **counts)
+    segments = record_step(dict.fromkeys(("root", *blocks), sizes), sharing, Schedule(choice["prefetch"]), **counts)
     return [in_words(operations) for operations in segments]
 
 
@@ -132,6 +137,27 @@ def test_a_run_does_what_the_program_says(ranks, strategy: str, shards: int, wor
     for runs in ranks(world_size, all_of, strategy, shards, transport):
         for choice, real in zip(choices_of(strategy, transport), runs, strict=True):
             assert real == planned(strategy, shards, world_size, choice), choice
+
+
+def in_other_units(transport: str) -> list[list[Program]]:
+    """Two blocks together in a unit, and units that are resharded to half of the ranks after their forward."""
+    together, partly = Net(), Net()
+    fully_shard([together.blocks[0], together.blocks[1]], transport=transport)
+    for block in together.blocks[2:]:
+        fully_shard(block, transport=transport)
+    for block in partly.blocks:
+        fully_shard(block, transport=transport, reshard_after_forward=dist.get_world_size() // 2)
+    return [third_step(fully_shard(model, transport=transport), batches=2) for model in (together, partly)]
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_other_units_do_what_the_program_says(ranks, transport: str) -> None:
+    choice = {"prefetch": 1, "micro_batches": 2, "in_flight": 1, "casts": False, "offloads": False}
+    partly = planned("full_shard", 4, 4, choice)
+    blocks = ("blocks.0+blocks.1", *(f"blocks.{number}" for number in range(2, BLOCKS)))
+    together = planned("full_shard", 4, 4, choice, blocks)
+    for runs in ranks(4, in_other_units, transport):
+        assert runs == [together, partly]
 
 
 # ---- on streams

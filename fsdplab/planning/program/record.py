@@ -87,8 +87,7 @@ class RecordedMemory(PlannedMemory):
     def _issue(self, kind: str, phase: str, after: int | None = None) -> tuple[int, Pending]:
         number = len(self._log)
         self._log.append(Issue(number, self.name, phase, kind, after))
-        event = number if self.sharing.streams else None
-        return number, Pending(lambda: self._log.append(Wait(number)), event=event)
+        return number, Pending(lambda: self._log.append(Wait(number)))
 
     def gather(self, phase: str) -> Pending | None:
         if self.sharing.shards:
