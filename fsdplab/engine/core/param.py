@@ -78,9 +78,12 @@ class ShardedParam:
         return self.at_rest._version + inner
 
     def show(self, parameter: nn.Parameter) -> None:
-        """Make every site show `parameter`."""
+        """Make every site show `parameter`; a class with its own `__setattr__` is asked, since it may keep more of it."""
         for module, attribute in self._places():
-            module._parameters[attribute] = parameter
+            if getattr(module.__setattr__, "__func__", None) is nn.Module.__setattr__:
+                module._parameters[attribute] = parameter  # none of the checks of `nn.Module`
+            else:
+                setattr(module, attribute, parameter)
 
     def show_gathered(self) -> None:
         """Make every site show the gathered form."""
