@@ -1,5 +1,5 @@
-"""Module classes that do more than hold parameters: their own `__setattr__`, slots, properties, parametrizations, weight
-norm, and parameters that are tied or made late. Every program also trains an unsharded twin.
+"""Module classes that do more than hold parameters: their own `__setattr__`, slots, properties, parametrizations,
+weight norm, and parameters that are tied or made late. Every program also trains an unsharded twin.
 """
 
 from __future__ import annotations
@@ -7,10 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
+import fsdplab.engine as lab_engine
 from tests.surface import close, data, gradients, loss_of, mesh_of, on_both, twin_gradients, wholes
 
 
@@ -308,3 +310,15 @@ def test_classes(ranks):
         ranks, 2, own_setattr, recurrent, slots_and_properties, parametrized, parametrized_and_cached, spectral, tied,
         made_late, made_after_sharding, made_in_forward,
     )  # fmt: skip
+
+
+def parametrized_too_late(_):
+    """PyTorch's engine fails in the first forward, of a parameter mixed up with a slice; ours says what to do."""
+    model = lab_engine.fully_shard(nn.Linear(8, 8), mesh=mesh_of())
+    parametrize.register_parametrization(model, "weight", Symmetric())
+    with pytest.raises(RuntimeError, match="has no parameter 'weight' any more.*first, then shard"):
+        model(data())
+
+
+def test_parametrized_after_sharding(ranks):
+    ranks(2, parametrized_too_late, None)

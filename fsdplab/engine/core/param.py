@@ -78,7 +78,7 @@ class ShardedParam:
         return self.at_rest._version + inner
 
     def show(self, parameter: nn.Parameter) -> None:
-        """Make every site show `parameter`; a class with its own `__setattr__` is asked, since it may keep more of it."""
+        """Make every site show `parameter`, through `__setattr__` where the class has its own: it may keep it twice."""
         for module, attribute in self._places():
             if getattr(module.__setattr__, "__func__", None) is nn.Module.__setattr__:
                 module._parameters[attribute] = parameter  # none of the checks of `nn.Module`
@@ -96,6 +96,11 @@ class ShardedParam:
     def find(self) -> None:
         """Take over the parameter that the sites show now: `to_empty`, `to` and assigned state dicts replace it."""
         for module, attribute in self._places():
+            if attribute not in module._parameters:
+                raise RuntimeError(
+                    f"{type(module).__name__} has no parameter {attribute!r} any more, which was sharded;"
+                    " parametrize it (or remove its weight norm, or its parametrization) first, then shard"
+                )
             self.at_rest = module._parameters[attribute]
             self.dtype, self.spec = self.at_rest.dtype, getattr(self.at_rest, "_spec", None)
             return
