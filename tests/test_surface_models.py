@@ -1,12 +1,10 @@
-"""What a model throws at an engine, beyond the zoo: dtypes side by side, few rows, meta buffers, compiled blocks."""
+"""What a model throws at an engine, beyond the zoo: dtypes side by side, few rows, meta buffers."""
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_engine
@@ -23,7 +21,6 @@ from tests.surface import (
     gradients,
     loss_of,
     mesh_of,
-    no_warnings,
     on_both,
     sharded,
     shown,
@@ -251,49 +248,3 @@ def test_garbage_in_buffers_after_to_empty_is_mentioned(ranks) -> None:
     said = ranks(2, rotary_from_meta)
     assert all(any("angles" in text for text in rank) for rank in said), said
     ranks(2, rotary_as_it_is)
-
-
-# ---- torch.compile
-
-
-def compiled(fsdp: Any, backend: str, wrap: bool) -> Any:
-    """Blocks compiled before they are sharded, in place or wrapped; three steps beside the eager twin."""
-    torch._dynamo.reset()
-    model, twin = Net(hidden=(8, 8, 8)), Net(hidden=(8, 8, 8))
-    for index, block in enumerate(model.blocks):
-        if wrap:
-            model.blocks[index] = torch.compile(block, backend=backend)
-        else:
-            block.compile(backend=backend)
-    sharded(fsdp, model)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin)]
-    for step in range(3):
-        with no_warnings(), Collectives() as seen:
-            loss_of(model, step).backward()
-        expected = twin_gradients(twin, step)
-        got = {name.replace("_orig_mod.", ""): value for name, value in gradients(model).items()}
-        close(got, expected, rtol=1e-4, atol=1e-5)
-        for optimizer in optimizers:
-            optimizer.step(), optimizer.zero_grad()
-    return seen.kinds
-
-
-def wrapped(fsdp: Any) -> Any:
-    return compiled(fsdp, "aot_eager", wrap=True)
-
-
-def in_place(fsdp: Any) -> Any:
-    return compiled(fsdp, "aot_eager", wrap=False)
-
-
-def to_machine_code(fsdp: Any) -> Any:
-    return compiled(fsdp, "inductor", wrap=True)
-
-
-def test_compiled_blocks(ranks) -> None:
-    on_both(ranks, 2, wrapped, in_place)
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler for CPU")
-def test_blocks_compiled_by_inductor(ranks) -> None:
-    on_both(ranks, 2, to_machine_code)

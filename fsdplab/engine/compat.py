@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import FakeProcessGroup
+from torch.autograd import Variable
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
@@ -80,6 +81,18 @@ def inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Have autograd call `function` once the backward that runs now is complete; a `RuntimeError` in a compiled one,
+    which would never call it.
+    """
+    if torch._dynamo.compiled_autograd.in_compiled_autograd_region:
+        raise RuntimeError(
+            "compiled autograd does not run the callback that ends a sharded backward, so gradients would be lost;"
+            " compile the forward only: call backward outside of compiled_autograd"
+        )
+    Variable._execution_engine.queue_callback(function)
+
+
 def is_group_alive(group: dist.ProcessGroup) -> bool:
     """Whether `group` has not been destroyed."""
     return group in dist.distributed_c10d._world.pg_map
@@ -122,15 +135,20 @@ def strided_shard(dim: int, others: int) -> Shard:
 
 
 def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which `torch.compile` runs as it is instead of tracing it."""
+    """`function`, which `torch.compile` runs as it is, with all that it calls, instead of tracing it."""
+    return torch._disable_dynamo(function)
 
-    @wraps(function)
-    def outside(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return torch.compiler.disable(function)(*args, **kwargs)
-        return function(*args, **kwargs)
 
-    return outside
+def frame_not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which `torch.compile` runs as it is; what it calls is compiled, as from `nn.Module.__call__`. It must
+    not carry the attributes of a compiled function (`wraps(..., updated=())`): they name what to compile instead of it.
+    """
+    return torch._dynamo.decorators.skip(function)
+
+
+def mark_for_compiler(module: nn.Module) -> None:
+    """Have `torch.compile` take the parameters of `module` as inputs of a graph whose memory may move, as FSDP2 has."""
+    module.__dict__.update(_is_fsdp_managed_module=True, _fsdp_use_orig_params=True)
 
 
 def is_transformed() -> bool:

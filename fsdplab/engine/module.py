@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.fsdp import UnshardHandle as TorchUnshardHandle
 
+from fsdplab.engine import compat
 from fsdplab.engine.core.hooks import (
     Runtime,
     UnitHooks,
@@ -288,7 +289,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         )
     original = getattr(module, method_name)
 
-    @wraps(original)
+    @compat.frame_not_compiled
+    @wraps(original, updated=())
     def hooked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = before_forward(self, args, kwargs)
         return after_forward(self, args, original(*args, **kwargs))
@@ -316,16 +318,19 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _guarded(forward: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(forward)
+    @compat.frame_not_compiled
+    @wraps(forward, updated=())
     def guarded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        hooks = self.__dict__["_unit_hooks"]
-        if any(unit.memory.params and unit.state is not UNSHARDED for unit in units_under(self, recurse=False)):
-            return self(*args, **kwargs)  # `model.forward(x)`: nobody has gathered the parameters
-        if hooks.recompute is not None and torch.is_grad_enabled():
-            return hooks.recompute(forward, self, *args, **kwargs)
-        return forward(self, *args, **kwargs)
+        if _is_gathered(self):
+            return forward(self, *args, **kwargs)
+        return self(*args, **kwargs)  # `model.forward(x)`: nobody has gathered the parameters
 
     return guarded
+
+
+@compat.not_compiled
+def _is_gathered(module: nn.Module) -> bool:
+    return all(unit.state is UNSHARDED for unit in units_under(module, recurse=False) if unit.memory.params)
 
 
 def bound(module: nn.Module) -> Runtime:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parameter import is_lazy
 
+from fsdplab.engine import compat
 from fsdplab.engine.compat import DataParallelMeshDims
 from fsdplab.engine.core.hooks import UnitHooks, bind_root, hooks_of
 from fsdplab.engine.core.memory import UnitMemory
@@ -24,7 +25,7 @@ from fsdplab.engine.core.unit_config import UnitConfig
 from fsdplab.engine.features.misuse_checks import warn_of_low_masters
 from fsdplab.engine.features.offload import storage_of
 from fsdplab.engine.features.partial_reshard import SlicesOverFewerRanks, ranks_after_forward, smaller_mesh
-from fsdplab.engine.features.recompute import recompute_of
+from fsdplab.engine.features.recompute import recompute_of, recomputing
 from fsdplab.engine.features.tensor_subclasses import SubclassParam, gathers_itself, own_form
 from fsdplab.engine.module import FSDPModule, below, bound, sharded_class
 from fsdplab.engine.torch_api import torch_interop
@@ -110,8 +111,9 @@ def shard_model(
     axes = axes_of(mesh or _default_mesh(), None)
     config = _config(row, axes, mp_policy, offload_policy, transport)
     for module in [*reversed(_select(model, units)), model]:
+        if recompute is not None and module is not model:
+            module.__class__ = recomputing(module.__class__, recompute)
         _make_units([module], config, lambda _: row.reshard_after_forward, None, ignored_params or ())
-        module._unit_hooks.recompute = None if module is model else recompute
     bind_root(model, prefetch)
     return model
 
@@ -186,6 +188,8 @@ def _make_units(
     beside = [UnitHooks(modules, unit) for unit in units[1:]]
     torch_interop.State(modules, UnitHooks(modules, units[0], beside))
     for module in modules:
+        for _, each in below(module):
+            compat.mark_for_compiler(each)
         module.__class__ = sharded_class(type(module))
     return units
 

@@ -8,12 +8,11 @@ never counted down: those of unused parameters never arrive.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 
 from fsdplab.engine import compat, events
 from fsdplab.engine.core.schedule import Schedule
@@ -72,8 +71,9 @@ class Runtime(StepOrder):
         super().after_backward(unit)
 
     def _queue_end(self) -> None:
-        if self.begin_backward():
-            Variable._execution_engine.queue_callback(self.end_backward)
+        if not self.in_backward:
+            compat.call_after_backward(self.end_backward)
+            self.begin_backward()
 
     @torch.no_grad()
     def end_backward(self) -> None:
@@ -105,7 +105,6 @@ class UnitHooks:
         self.unit, self.beside = unit, beside
         self.policy = unit.memory.config.policy
         self.runtime: Runtime | None = None
-        self.recompute: Callable[..., Any] | None = None  # runs a forward so that the backward computes it again
         self._all = frozenset(id(module) for module in modules)
         for module in modules:
             module.__dict__["_unit_hooks"] = self
@@ -262,6 +261,7 @@ def all_hooks_of(module: nn.Module) -> list[UnitHooks]:
     return [] if hooks is None else [hooks, *hooks.beside]
 
 
+@compat.not_compiled
 def before_forward(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """What the hooks of `module` do before its forward."""
     for hooks in all_hooks_of(module):
@@ -269,6 +269,7 @@ def before_forward(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple,
     return args, kwargs
 
 
+@compat.not_compiled
 def after_forward(module: nn.Module, args: tuple, output: Any) -> Any:
     """What the hooks of `module` do after its forward; the first to begin ends last."""
     for hooks in reversed(all_hooks_of(module)):

@@ -11,10 +11,11 @@ The second forward runs inside the unit's backward, where its parameters are gat
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 CHECKPOINTS = ("none", "full", "selective")
@@ -37,6 +38,7 @@ _ATTENTIONS = {
 }
 
 
+@cache
 def recompute_of(choice: str) -> Callable[..., Any] | None:
     """What runs a forward for `choice`: (forward, module, *args, **kwargs) -> output; None for "none"."""
     if choice not in CHECKPOINTS:
@@ -45,6 +47,19 @@ def recompute_of(choice: str) -> Callable[..., Any] | None:
         return None
     options = {} if choice == "full" else {"context_fn": _every_other_product}
     return partial(checkpoint, use_reentrant=False, **options)
+
+
+@cache
+def recomputing(kind: type[nn.Module], recompute: Callable[..., Any]) -> type[nn.Module]:
+    """A subclass of `kind`, under its name, whose forward is run by `recompute` where gradients are wanted."""
+
+    @wraps(kind.forward, updated=())
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            return recompute(kind.forward, self, *args, **kwargs)
+        return kind.forward(self, *args, **kwargs)
+
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
 def _every_other_product() -> Any:
