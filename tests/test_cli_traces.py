@@ -122,6 +122,20 @@ def test_requests_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler for CPU")
+def test_engines_of_a_bench_take_turns_with_compiled_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "bench.json"
+    small = ["--model", "gpt-tiny", "--strategies", "full_shard", "--sequence-length", "32", "--rounds", "2"]
+    code, out, err = ended(["bench", "--compile", *small, "--json", str(file)], capsys)
+    assert code == 0, err
+    bench = json.loads(file.read_text())
+    assert bench["spec"]["compile"] == "blocks" and "compiled blocks" in out
+    _, *rows = bench["rows"]
+    assert {row["engine"] for row in rows} == {"lab", "torch-ddp", "torch-fsdp2"}
+    assert all(row["over_torch-fsdp2"] > 0 for row in rows)
+    assert [row["loss"] for row in rows] == pytest.approx([rows[0]["loss"]] * len(rows), rel=1e-5)
+
+
 def test_a_bench_behind_a_link_has_a_row_for_each_prefetch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bench.json"
     arguments = [

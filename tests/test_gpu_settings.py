@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fsdplab.planning.hardware import gpu_of
 from fsdplab.profiling import export_snapshots
 from fsdplab.profiling.memory.snapshot import memory_snapshot, write_snapshot
 from fsdplab.records import RecordError, RunRecord
 from fsdplab.sessions import RunSpec, SpecError
-from fsdplab.workloads import ConfigError, build_model, loss_of, parameter_count, preset
+from fsdplab.sessions.bench_engines import ALONE, Alone
+from fsdplab.sessions.launch.mailbox import HeartbeatWriter, Mailbox
+from fsdplab.sessions.worker.engines import build
+from fsdplab.sessions.worker.rank_process import RankContext
+from fsdplab.workloads import ConfigError, build_model, compiled, loss_of, parameter_count, preset
 from fsdplab.workloads.compiled import compile_blocks
 
 CPU = torch.device("cpu")
@@ -85,6 +91,34 @@ def test_compiled_blocks_compute_the_same_in_one_graph_and_keep_their_names() ->
         assert name == same_name
         assert torch.allclose(one.grad, two.grad, rtol=1e-3, atol=1e-6), name
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, "two blocks, one graph"
+
+
+def trained_under(engine: str, strategy: str, folder: Path) -> tuple[list[float], list[float], int, int]:
+    """The losses of two steps of a bench's turn, eager and with compiled blocks, and that one's breaks and graphs."""
+    compile_with = torch.compile
+    torch.compile = lambda function, **options: compile_with(function, **options | {"backend": "aot_eager"})
+    compiled.missing_compiler = lambda device: None
+    mailbox, rank = Mailbox(folder), dist.get_rank()
+    context = RankContext(rank, 2, CPU, mailbox, HeartbeatWriter(mailbox.of(rank, "heartbeat"), rank))
+    tokens = torch.arange(32).view(2, 16)
+    losses = []
+    for compile in ("none", "blocks"):
+        torch._dynamo.utils.counters.clear()
+        of = dict(engine=engine, strategy=strategy) if engine != ALONE else {}
+        spec = RunSpec(model="gpt-tiny", device="cpu", compile=compile, **of)
+        setup = Alone(spec, context) if engine == ALONE else build(spec, context)
+        losses.append([setup.train_step([[(tokens, tokens)]]) for _ in range(2)])
+    counters = torch._dynamo.utils.counters
+    return *losses, sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("engine,strategy", [
+    ("lab", "full_shard"), ("lab", "zero1"), ("torch-fsdp2", "full_shard"), ("torch-ddp", "no_shard"), (ALONE, ALONE),
+])  # fmt: skip
+def test_blocks_are_one_graph_under_every_engine_of_a_bench(ranks, tmp_path, engine: str, strategy: str) -> None:
+    for eager, quick, breaks, graphs in ranks(2, trained_under, engine, strategy, tmp_path):
+        assert quick == pytest.approx(eager, rel=1e-5)
+        assert (breaks, graphs) == (0, 1)
 
 
 def test_a_model_without_blocks_is_not_compiled() -> None:

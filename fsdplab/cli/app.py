@@ -215,7 +215,10 @@ def report(
 
 @app.command(
     epilog=examples(
-        "fsdplab bench", "fsdplab bench --link 400MB/s --prefetch 0,1", "fsdplab bench --starts --repetitions 3"
+        "fsdplab bench",
+        "fsdplab bench --link 400MB/s --prefetch 0,1",
+        "fsdplab bench --compile",
+        "fsdplab bench --starts --repetitions 3",
     )
 )
 @settings_of(
@@ -233,6 +236,9 @@ def bench(
         str, typer.Option(help="Of the other engines: auto (gloo or nccl), or shm for torch's own.")
     ] = "auto",
     prefetch: Annotated[str, typer.Option(help="Units gathered ahead; several numbers give a row each: 0,1.")] = "1",
+    compile: Annotated[
+        bool, typer.Option("--compile", help="torch.compile makes one graph of each block, under every engine.")
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write medians and ratios to this file.")] = None,
     starts: Annotated[
         bool,
@@ -254,7 +260,7 @@ def bench(
     begin_warm(settings["start"], names(strategies))
     from fsdplab.cli.bench import bench_engines
 
-    settings["memory"] = False
+    settings |= {"memory": False, "compile": "blocks" if compile else "none"}
     bench_engines(names(strategies), names(engines), settings, rounds, json_file, peer_transport, names(prefetch))
 
 

@@ -56,8 +56,9 @@ def bench_engines(
                 on_round=lambda done, total: progress.update(task, completed=done, total=total),
             )
     console.print(_table(result))
+    compiled = "compiled blocks, " if result.spec.compile == "blocks" else ""
     console.print(
-        f"measured: median of {rounds} rounds, engines in turn, {result.spec.optimizer} optimizer; alone: no"
+        f"measured: median of {rounds} rounds, engines in turn, {compiled}{result.spec.optimizer} optimizer; alone: no"
         f" communication at all; floor: forward + backward + optimizer / {result.spec.world_size} ="
         f" {result.floor * 1e3:.0f} ms",
         highlight=False,

@@ -36,6 +36,7 @@ from fsdplab.sessions.worker.emulated_network import EmulatedNetwork
 from fsdplab.sessions.worker.engines import Batch, TrainingSetup, adamw, build
 from fsdplab.sessions.worker.rank_process import RankContext, rank_process
 from fsdplab.workloads import ByteText, build_model, loss_of
+from fsdplab.workloads.compiled import compile_blocks
 
 ALONE = "alone"
 WARMUP_ROUNDS = 2
@@ -163,7 +164,8 @@ class Alone:
     """The same training without any communication: every rank on its own."""
 
     def __init__(self, spec: RunSpec, context: RankContext) -> None:
-        self.model = _autocast(spec, build_model(spec.model, device=context.device, seed=spec.seed))
+        model = build_model(spec.model, device=context.device, seed=spec.seed)
+        self.model = _autocast(spec, compile_blocks(model) if spec.compile == "blocks" else model)
         self.optimizer = adamw(spec, self.model)
         self.parts: dict[str, list[float]] = {"compute": [], "optimizer": []}
 
