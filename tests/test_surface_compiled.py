@@ -24,6 +24,7 @@ from fsdplab.engine.features.recompute import CHECKPOINTS
 from tests.surface import (
     Block,
     Net,
+    Program,
     close,
     data,
     gradients,
@@ -162,8 +163,6 @@ def trained(
     return {"losses": losses, "breaks": sum(counters["graph_break"].values()), **counted}
 
 
-BEFORE_AND_AFTER = tuple((way, first) for way in (blocks, wrapped_blocks, whole, wrapped) for first in (True, False))
-
 TWO = ((blocks, False), (wrapped, False))
 THREE = ((blocks, True), *TWO)
 
@@ -181,8 +180,16 @@ def answers_of(fsdp: Any, ways: Any = THREE, **options: Any) -> Any:
     return answers
 
 
-def plain(fsdp: Any) -> Any:
-    answers = answers_of(fsdp, BEFORE_AND_AFTER)
+def both(*ways: Callable[..., nn.Module]) -> Any:
+    return [(way, first) for way in ways for first in (True, False)]
+
+
+def plain_blocks(fsdp: Any) -> Any:
+    return answers_of(fsdp, both(blocks, wrapped_blocks))
+
+
+def plain_model(fsdp: Any) -> Any:
+    answers = answers_of(fsdp, both(whole, wrapped))
     assert all(answer["breaks"] == 0 for answer in answers.values()), answers
     return answers
 
@@ -225,16 +232,12 @@ def marks(fsdp: Any) -> Any:
     return [name for name, each in model.named_modules() if getattr(each, "_is_fsdp_managed_module", False)]
 
 
-def test_a_compiled_model_breaks_where_it_breaks_on_torchs_engine(ranks) -> None:
-    on_both(ranks, 2, plain, marks)
-
-
-def test_compiled_kinds_of_units(ranks) -> None:
-    on_both(ranks, 2, unrolled, equal, one_unit, one_list)
-
-
-def test_compiled_with_recomputation_and_mixed_precision(ranks) -> None:
-    on_both(ranks, 2, mixed, recomputed_inside, recomputed_outside, recomputed_by_a_wrapper)
+@pytest.mark.parametrize("program", [
+    plain_blocks, plain_model, mixed, unrolled, equal, one_unit, one_list, recomputed_inside, recomputed_outside,
+    recomputed_by_a_wrapper, marks,
+], ids=lambda program: program.__name__)  # fmt: skip
+def test_a_compiled_model_breaks_where_it_breaks_on_torchs_engine(ranks, program: Program) -> None:
+    on_both(ranks, 2, program)
 
 
 # ---- by real backends
@@ -283,19 +286,20 @@ def test_blocks_compiled_by_inductor(ranks) -> None:
 # ---- what torch's engine does not offer, or does otherwise
 
 
-def recomputed_by_choice() -> None:
+def recomputed_by_choice(choice: str) -> None:
+    def shard(_: Any, model: nn.Module) -> nn.Module:
+        return lab_engine.shard_model(model, "full_shard", checkpoint=choice)
+
     with no_warnings():
         expected = trained(lab_engine, nothing)["losses"]
-        for choice in CHECKPOINTS:
-            shard = lambda _, model, choice=choice: lab_engine.shard_model(model, "full_shard", checkpoint=choice)  # noqa: E731
-            for first in (True, False):
-                answer = trained(lab_engine, blocks, first, "aot_eager", shard=shard)
-                assert answer["losses"] == pytest.approx(expected, rel=1e-5), (choice, first)
-                assert answer["breaks"] == 0, (choice, first)
+        for first in (True, False):
+            answer = trained(lab_engine, blocks, first, "aot_eager", shard=shard)
+            assert answer["losses"] == pytest.approx(expected, rel=1e-5) and answer["breaks"] == 0, answer
 
 
-def test_checkpoint_is_an_argument_of_compiled_models_too(ranks) -> None:
-    ranks(2, recomputed_by_choice)
+@pytest.mark.parametrize("choice", CHECKPOINTS)
+def test_checkpoint_is_an_argument_of_compiled_models_too(ranks, choice: str) -> None:
+    ranks(2, recomputed_by_choice, choice)
 
 
 class Calling(Net):
@@ -330,7 +334,7 @@ def test_methods_called_directly_are_compiled(ranks) -> None:
 
 def compiled_backward() -> str:
     """With torch's engine the root keeps its gathered parameters, and the optimizer steps none of them."""
-    model, twin = sharded(lab_engine), Net()
+    model, twin = sharded(lab_engine, Net(hidden=(8,))), Net(hidden=(8,))
     with no_warnings(), pytest.raises(RuntimeError) as error:
         loss = loss_of(model)
         with compiled_autograd._enable(torch.compile(backend=Graphs())):
