@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import socket
 import weakref
 from collections import Counter
 
@@ -419,6 +421,29 @@ def test_what_cannot_work_is_refused_with_the_remedy(ranks) -> None:
     ranks(2, refusals)
 
 
-def test_without_a_process_group_the_error_says_what_to_call() -> None:
+def under_torchrun() -> None:
+    """As with PyTorch's engine, who has made no group gets the one that the launcher's variables describe."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    free = [free_port() if rank == 0 else None]
+    dist.broadcast_object_list(free)
+    dist.destroy_process_group()
+    variables = {"RANK": rank, "WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free[0]}
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    model = fully_shard(nn.Linear(4, 4))
+    assert dist.get_world_size() == ranks == model.weight.device_mesh.size()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def test_a_launcher_s_group_is_made(ranks) -> None:
+    ranks(2, under_torchrun)
+
+
+def test_without_a_process_group_the_error_says_what_to_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(RuntimeError, match="no process group: call torch.distributed.init_process_group"):
         fully_shard(Odd())

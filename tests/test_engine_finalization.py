@@ -11,11 +11,11 @@ from fsdplab.engine import fully_shard
 from fsdplab.engine.shard import units_of
 
 
-def sharded() -> nn.Module:
+def sharded(**options: str) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    fully_shard(model[0])
-    return fully_shard(model)
+    fully_shard(model[0], **options)
+    return fully_shard(model, **options)
 
 
 def backwards(model: nn.Module) -> None:
@@ -66,21 +66,35 @@ def test_nothing_is_left_to_finalise_after_a_backward_that_reduced(ranks) -> Non
     assert ranks(2, once_more) == [True, True]
 
 
-def refused() -> list[str]:
-    model, messages = sharded(), []
+def refused() -> None:
+    model = sharded()
     model(torch.ones(2, 8))
-    for act in (
-        lambda: model[0].set_manual_backward_finalization(True),
-        lambda: model.set_keep_unsharded_storage(True),
-    ):
-        try:
-            act()
-        except (RuntimeError, NotImplementedError) as error:
-            messages.append(str(error))
-    model.set_keep_unsharded_storage(False)
-    return messages
+    with pytest.raises(RuntimeError, match="must be called on the root"):
+        model[0].set_manual_backward_finalization(True)
 
 
 def test_what_cannot_be_is_refused(ranks) -> None:
-    for root, keep in ranks(2, refused):
-        assert "must be called on the root" in root and "takes False only" in keep
+    ranks(2, refused)
+
+
+def kept(transport: str) -> None:
+    """With its storage kept a unit is gathered to the same addresses in every step, and computes the same."""
+    model, twin = (sharded(transport=transport) for _ in range(2))
+    model.set_keep_unsharded_storage(True)
+    places = []
+    for step in range(3):
+        for each in (model, twin):
+            each(torch.full((2, 8), float(step))).sum().backward()
+        places.append([param.gathered.data_ptr() for unit in units_of(model) for param in unit.memory.params])
+        assert all(map(torch.equal, gradients(model), gradients(twin)))
+    assert places[0] == places[1] == places[2] and all(places[0])
+    held = [param.gathered.untyped_storage() for unit in units_of(model) for param in unit.memory.params]
+    assert all(storage.nbytes() for storage in held)
+    model.set_keep_unsharded_storage(False)
+    model(torch.ones(2, 8)).sum().backward()
+    assert not any(storage.nbytes() for storage in held)
+
+
+def test_storage_that_is_kept(ranks) -> None:
+    for transport in ("gloo", "shm"):
+        ranks(2, kept, transport)

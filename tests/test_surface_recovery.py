@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import fsdplab.engine as lab_engine
 from tests.surface import (
@@ -129,6 +130,31 @@ def micro_batches_are_lost(fsdp: Any) -> Any:
     model.set_requires_gradient_sync(True)
     loss_of(model, 6).backward()
     close(gradients(model), twin_gradients(twin, 6))
+
+
+def reduced(model: nn.Module) -> set[str]:
+    """The names of slices that have a gradient."""
+    return {name for name, each in model.named_parameters() if isinstance(each, DTensor) and each.grad is not None}
+
+
+def half_of_the_gradients(transport: str) -> None:
+    """Those that were reduced before a backward raised go with the rest of it; the next forward alone keeps them."""
+    model = sharded(lab_over(transport), Fragile())
+    for reset in (False, True):
+        model.where = "backward 1"
+        with pytest.raises(Broken):
+            loss_of(model).backward()
+        model.where = ""
+        given = reduced(model)
+        assert any("blocks.2" in name for name in given) and not any("blocks.0" in name for name in given)
+        model.reset_iter_state() if reset else loss_of(model)
+        assert reduced(model) == (set() if reset else given)
+        model.reset_iter_state(), model.zero_grad()
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
+def test_half_of_the_gradients(ranks, transport: str) -> None:
+    ranks(2, half_of_the_gradients, transport)
 
 
 def replicas(fsdp: Any) -> Any:

@@ -5,6 +5,8 @@ The numbers are the public issues in which people lost days to it.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -145,6 +147,22 @@ def optimizer_first(strategy: str) -> None:
 def test_an_optimizer_built_before_sharding(ranks) -> None:
     for strategy in ("full_shard", "zero1", "no_shard"):
         ranks(2, optimizer_first, strategy)
+
+
+def another_model_s_too() -> None:
+    """A parameter that another module shows still, and trains, is a parameter."""
+    model, beside = Net(), nn.Linear(8, 8)
+    beside.weight = model.last.weight
+    optimizer = torch.optim.SGD(beside.parameters(), lr=0.1)
+    shard_model(model, "full_shard", mesh=mesh_of())
+    before = beside.weight.detach().clone()
+    beside(data()).sum().backward()
+    optimizer.step()
+    assert not torch.equal(before, beside.weight)
+
+
+def test_an_optimizer_of_what_another_model_has_too(ranks) -> None:
+    ranks(2, another_model_s_too)
 
 
 # ---- pytorch#170862: a total norm that is a partial DTensor
@@ -306,3 +324,36 @@ def test_prefetch_learns_a_new_order_of_units(ranks) -> None:
 
 
 # LlamaFactory#10820, garbage in non-persistent buffers after `to_empty`: see test_surface_models.py.
+
+
+# ---- a program that only imports the engine
+
+
+_IMPORTS = """
+import importlib, os, pkgutil, warnings
+import torch, torch.distributed as dist, torch.distributed.fsdp
+from torch.nn.modules import module as modules
+from torch.optim import optimizer as optimizers
+
+def state():
+    places = [*vars(modules).items(), *vars(optimizers).items()]
+    hooks = [len(each) for name, each in places if name.endswith("_hooks")]
+    functions = {name: value for name, value in vars(dist).items() if callable(value)}
+    settings = list(warnings.filters), dict(os.environ), torch.get_num_threads(), list(dist.Backend.backend_list)
+    return hooks, functions, settings
+
+import fsdplab.engine
+before = state()
+for found in pkgutil.walk_packages(fsdplab.engine.__path__, "fsdplab.engine."):
+    importlib.import_module(found.name)
+assert state() == before, (before, state())
+
+parameter = torch.nn.Parameter(torch.ones(3))
+parameter._replaced_by_slice = True  # as of a model that was sharded by somebody else
+torch.optim.SGD([parameter], lr=0.1).step()
+"""
+
+
+def test_importing_the_engine_changes_nothing() -> None:
+    """No optimizer, module, backend, collective or filter of the process is touched before a model is sharded."""
+    subprocess.run([sys.executable, "-c", _IMPORTS], check=True, timeout=120)

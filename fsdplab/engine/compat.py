@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import FakeProcessGroup
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.autograd import Variable
 from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
@@ -122,6 +123,18 @@ def seconds_before_giving_up(group: dist.ProcessGroup) -> float:
     return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
+def with_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which makes real tensors also within a `FakeTensorMode`: a mesh holds the numbers of its ranks."""
+
+    @wraps(function)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return function(*args, **kwargs)
+
+    return outside
+
+
+@with_real_tensors
 def concatenated(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     """The mesh whose dimensions are those of `meshes`, which must be cut from one parent."""
     return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(list(meshes))
@@ -172,6 +185,37 @@ def outside_transforms(function: Callable[..., Any]) -> Callable[..., Any]:
 def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor around `local` itself: no copy, no autograd, none of `from_local`'s checks."""
     return DTensor(local, spec, requires_grad=local.requires_grad)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` has a shape and a dtype but no values (`FakeTensorMode`)."""
+    return isinstance(tensor, FakeTensor)
+
+
+def move_data(parameter: torch.Tensor, device: torch.device) -> None:
+    """Move what `parameter` holds to `device`, keeping the object."""
+    parameter.data = parameter.data.to(device)
+    if is_fake(parameter):  # it says itself where it is
+        parameter.fake_device = device
+
+
+def device_of(kind: str) -> torch.device:
+    """The current device of a kind; where the machine has none, the one that fake tensors of that kind are on."""
+    if kind != "cuda":
+        return torch.device(kind)
+    return torch.device(kind, torch.cuda.current_device() if torch.cuda.is_available() else 0)
+
+
+def has_streams(device: torch.device) -> bool:
+    """Whether work on `device` goes to streams: not on the host, nor on a GPU that fake tensors make believe."""
+    return device.type != "cpu" and torch.cuda.is_available()
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where the elements of `tensor` begin, 0 where it has no memory; fake tensors differ by their storages."""
+    if is_fake(tensor):
+        return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.itemsize
+    return tensor.data_ptr()
 
 
 def own_storage(view: torch.Tensor) -> torch.Tensor:

@@ -112,11 +112,11 @@ def flush() -> None:
 
 
 def tag(category: str, tensor: torch.Tensor, unit: str) -> None:
-    """Announce the category of the storage under `tensor`; empty and meta storages are not announced."""
-    if not _subscribers or tensor.is_meta:
+    """Announce the category of the storage under `tensor`; storages that are empty, meta or fake are not."""
+    if not _subscribers:
         return
     storage = tensor.untyped_storage()
-    if storage.nbytes():
+    if storage.nbytes() and storage.device.type != "meta":
         emit(Tag(category, storage.data_ptr(), storage.nbytes(), time.time_ns(), unit))
 
 

@@ -69,13 +69,18 @@ class FSDPModule(TorchFSDPModule):
             unit.reshard_by_hand()
 
     def reset_iter_state(self) -> None:
-        """Make the root ready for the next forward after one or a backward raised; accumulated gradients are lost."""
+        """Make the root ready for the next forward after one or a backward raised. The gradients of the step are lost:
+        those that were accumulated, and those of units that had already reduced them.
+        """
         runtime, unit = bound(self), self._unit_hooks.unit
         if unit is not runtime.root:
             raise RuntimeError(
                 f"reset_iter_state must be called on the root FSDP module; unit {unit.name!r} is below another"
             )
+        unfinished = runtime.left_unfinished
         runtime.reset()
+        for param in (param for unit in runtime.units.values() for param in unit.memory.params if unfinished):
+            param.at_rest.grad = None
 
     # ---- what the next steps do
 
@@ -224,13 +229,11 @@ class FSDPModule(TorchFSDPModule):
         return GradientReductionHandle() if async_op else None
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Gathered parameters give their memory back when they are dropped: keeping it (for CUDA graphs) is not
-        offered.
+        """Whether gathered parameters keep their memory, and its addresses, when they are dropped (for CUDA graphs).
+        False counts from the next time that they are dropped.
         """
-        if keep:
-            raise NotImplementedError(
-                "this engine frees gathered parameters when it drops them; set_keep_unsharded_storage takes False only"
-            )
+        for unit in units_under(self, recurse):
+            unit.memory.keep_storage = keep
 
     def _only_unit(self, method: str) -> Unit:
         """The unit of this module; a `ValueError` where its parameters are cut over several meshes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -22,7 +23,7 @@ from fsdplab.engine.core.placement import Axes, axes_of, axes_of_info, local_par
 from fsdplab.engine.core.policy import STRATEGIES, MixedPrecisionPolicy, OffloadPolicy, Strategy, strategy_named
 from fsdplab.engine.core.unit import ReduceOptions, Unit
 from fsdplab.engine.core.unit_config import UnitConfig
-from fsdplab.engine.features.misuse_checks import warn_of_low_masters
+from fsdplab.engine.features.misuse_checks import warn_of_low_masters, watch_optimizers
 from fsdplab.engine.features.offload import storage_of
 from fsdplab.engine.features.partial_reshard import SlicesOverFewerRanks, ranks_after_forward, smaller_mesh
 from fsdplab.engine.features.recompute import recompute_of, recomputing
@@ -163,6 +164,7 @@ def _make_units(
     """One unit of `modules`; one more for each further mesh that `place` names, configured by `over`. `after` says what
     units do after their forward.
     """
+    watch_optimizers()
     for module in modules:
         _check(module)
     owned = _owned(modules, {id(parameter) for parameter in ignored})
@@ -224,8 +226,7 @@ def _config(row: Strategy, axes: Axes, policy: MixedPrecisionPolicy, offload: Of
         raise ValueError(f"{row.name} cuts nothing, so it needs a 1-D mesh; got {mesh}")
     if row.name == "hybrid_shard" and mesh.ndim == 1:
         raise ValueError("hybrid_shard needs a 2-D mesh: init_device_mesh(device_type, (replicas, ranks that shard))")
-    cuda = mesh.device_type == "cuda"
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device(mesh.device_type)
+    device = compat.device_of(mesh.device_type)
     *replicas, slices = [
         transport_of(group, device, wanted) if group.size() > 1 else None
         for group in map(mesh.get_group, range(mesh.ndim))
@@ -265,7 +266,7 @@ def _sharded_param(
             f" {original.device_mesh.device_type} for DTensor and {config.device.type} for FSDP: parameter {name!r}"
         )
     if not original.is_meta and original.device.type != config.device.type:
-        original.data = original.data.to(config.device)
+        compat.move_data(original, config.device)
     parted = gathers_itself(original)
     if parted and not config.strategy.shard_parameters:
         raise ValueError(
@@ -324,11 +325,15 @@ def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
                     each._buffers[name] = buffer.to(device)
 
 
+@compat.with_real_tensors
 def _default_mesh() -> DeviceMesh:
     if not dist.is_initialized():
-        raise RuntimeError(
-            "no process group: call torch.distributed.init_process_group first (under torchrun, or with world_size=1)"
-        )
+        if "RANK" not in os.environ:
+            raise RuntimeError(
+                "no process group: call torch.distributed.init_process_group first (under torchrun it is made here; or"
+                " give it world_size=1)"
+            )
+        dist.init_process_group()
     cpu_only = dist.get_backend() in ("gloo", "fsdplab_shm")
     kind = "cuda" if torch.cuda.is_available() and not cpu_only else "cpu"
     return init_device_mesh(kind, (dist.get_world_size(),))

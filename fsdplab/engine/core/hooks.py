@@ -106,10 +106,12 @@ class UnitHooks:
         self.policy = unit.memory.config.policy
         self.runtime: Runtime | None = None
         self._all = frozenset(id(module) for module in modules)
+        self.handles: tuple[list[Any], list[Any]] = [], []  # of the hooks before forwards, and of those after them
         for module in modules:
             module.__dict__["_unit_hooks"] = self
-            module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.after_forward, prepend=False)
+            before = module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+            self.handles[0].append(before)
+            self.handles[1].append(module.register_forward_hook(self.after_forward, prepend=False))
             module.register_forward_hook(self._after_exception, always_call=True)
             module.register_state_dict_pre_hook(self._before_state_dict)
             module.register_load_state_dict_pre_hook(self._before_state_dict)

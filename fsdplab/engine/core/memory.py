@@ -120,7 +120,7 @@ class UnitMemory(Memory):
         """Where the rows of `param` that this rank keeps belong."""
         start, stop = slot.span(self.config.rank)
         offset = slot.whole_offset + start * slot.row_bytes if self.plan.aliased else slot.offset
-        rows = buffer[offset : offset + (stop - start) * slot.row_bytes]
+        rows = buffer.narrow(0, offset, (stop - start) * slot.row_bytes)
         return rows.view(param.dtype).view(stop - start, *param.shape[1:])
 
     def _make_shards(self) -> torch.Tensor:
@@ -213,9 +213,8 @@ class UnitMemory(Memory):
     def _lay_in_whole(self) -> None:
         """Put the unsharded forms of the parameters over the whole buffer, once it exists."""
         if not self._in_whole:
-            storage, layout = self.whole.tensor.untyped_storage(), self.plan.layout
-            for param, slot, dtype in zip(self.plan.plain, layout.slots, self.plan.compute_dtypes):
-                param.back(storage, slot.whole_offset, dtype)
+            for param, slot, dtype in zip(self.plan.plain, self.plan.layout.slots, self.plan.compute_dtypes):
+                param.back(self.whole.tensor, slot.whole_offset, dtype)
             self._in_whole = True
 
     # ---- reshard

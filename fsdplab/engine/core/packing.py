@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fsdplab.engine import compat
 from fsdplab.engine.core.gathered import WORDS, Gathered
 from fsdplab.engine.core.layout import Layout, Slot
 
@@ -65,13 +66,13 @@ def mark_missing(part: torch.Tensor) -> None:
 
 
 def is_missing(part: torch.Tensor) -> bool:
-    """Whether no rank had a gradient for `part` of a sum; waits for the device.
+    """Whether no rank had a gradient for `part` of a sum, as is supposed of a fake one; waits for the device.
 
     >>> is_missing(torch.tensor([-0.0, -0.0]) + torch.tensor([-0.0, -0.0])), is_missing(torch.tensor([-0.0, 0.0]))
     (True, False)
     """
     real = torch.view_as_real(part) if part.is_complex() else part
-    return bool(((real == 0) & real.signbit()).all())
+    return compat.is_fake(real) or bool(((real == 0) & real.signbit()).all())
 
 
 def pack(layout: Layout, gradients: Sequence[torch.Tensor | None], send: torch.Tensor) -> None:
@@ -80,7 +81,7 @@ def pack(layout: Layout, gradients: Sequence[torch.Tensor | None], send: torch.T
     """
     given = dict(zip(layout.slots, gradients, strict=True))
     gaps = [layout.word * piece.words // send.element_size() for piece in layout.pieces if piece.slot is None]
-    zeros = iter(send.new_zeros(layout.ranks * sum(gaps)).split([layout.ranks * gap for gap in gaps]))
+    zeros = iter(send.new_zeros(layout.ranks * sum(gaps)).split([layout.ranks * gap for gap in gaps]) if gaps else ())
     columns = []
     for piece in layout.pieces:
         if piece.slot is None:

@@ -108,12 +108,12 @@ class ShardedParam:
     def settled(self) -> bool:
         """Whether the slice at rest is where its unit expects it."""
         local = self.local
-        return self._address == local.data_ptr() if local.numel() else True
+        return self._address == compat.address_of(local) if local.numel() else True
 
     def settle(self, place: torch.Tensor) -> None:
         """Move the slice at rest into `place`, a view of the unit's buffer, keeping the parameter object."""
         local, place = self.local, place.view(self._own_order(place.shape))
-        if local.data_ptr() != place.data_ptr() or local.device != place.device:
+        if compat.address_of(local) != compat.address_of(place) or local.device != place.device:
             place.copy_(local)
         held = compat.own_storage(place)
         if isinstance(self.at_rest, DTensor):
@@ -122,12 +122,11 @@ class ShardedParam:
             self.at_rest._local_tensor = held
         else:
             self.at_rest.data = held
-        self._address = place.data_ptr() if place.numel() else 0
+        self._address = compat.address_of(place) if place.numel() else 0
 
-    def back(self, storage: torch.UntypedStorage, offset: int, dtype: torch.dtype) -> None:
-        """Put the gathered form over `storage`, `offset` bytes from its start."""
-        empty = torch.empty(0, dtype=dtype, device=storage.device)
-        value = empty.set_(storage, offset // dtype.itemsize, self._own_order(self.shape))
+    def back(self, whole: torch.Tensor, offset: int, dtype: torch.dtype) -> None:
+        """Put the gathered form over the memory of `whole` (bytes), `offset` from its start."""
+        value = _alias(whole, offset // dtype.itemsize, self._own_order(self.shape), dtype)
         self.gathered = nn.Parameter(wrapped(value, self.whole_spec), requires_grad=self.at_rest.requires_grad)
 
     def join(self) -> None:
@@ -199,9 +198,10 @@ class ShardedParam:
                 yield module, attribute
 
 
-def _alias(like: torch.Tensor, offset: int, shape: Sequence[int]) -> torch.Tensor:
+def _alias(like: torch.Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
     """Elements of the storage of `like`, from `offset` on, with a version counter of their own."""
-    return torch.empty(0, dtype=like.dtype, device=like.device).set_(like.untyped_storage(), offset, tuple(shape))
+    empty = torch.empty(0, dtype=dtype or like.dtype, device=like.device)
+    return empty.set_(like.untyped_storage(), offset, tuple(shape))
 
 
 def mark_replaced(original: torch.Tensor) -> None:

@@ -74,6 +74,7 @@ def axes_of_info(info: Any) -> Axes:
     return Axes(mesh, shards=info.shard_mesh_dim is not None)
 
 
+@compat.with_real_tensors
 def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,7 +30,8 @@ def _refuse_replaced(optimizer: Optimizer, *_: Any) -> None:
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if _checked.get(optimizer) == count:
         return
-    dead = sum(hasattr(p, "_replaced_by_slice") for group in optimizer.param_groups for p in group["params"])
+    held = (p for group in optimizer.param_groups for p in group["params"])
+    dead = sum(p.grad is None and hasattr(p, "_replaced_by_slice") for p in held)  # else another trains it
     if dead:
         raise RuntimeError(
             f"this optimizer ({type(optimizer).__name__}) was built before the model was sharded: {dead} of its {count}"
@@ -38,7 +40,10 @@ def _refuse_replaced(optimizer: Optimizer, *_: Any) -> None:
     _checked[optimizer] = count
 
 
-register_optimizer_step_pre_hook(_refuse_replaced)
+@cache
+def watch_optimizers() -> None:
+    """Have every optimizer's step check its parameters, from now on: who only imports the engine is left alone."""
+    register_optimizer_step_pre_hook(_refuse_replaced)
 
 
 def warn_of_low_masters(params: Iterable[tuple[str, torch.Tensor]], policy: MixedPrecisionPolicy) -> None:

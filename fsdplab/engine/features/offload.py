@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
+from fsdplab.engine import compat
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.policy import Strategy
 from fsdplab.engine.core.shard_storage import ShardStorage
@@ -69,7 +70,7 @@ class HostStorage(ShardStorage):
         return tensor.device.type == "cpu"
 
     def send(self, write: Callable[[torch.Tensor], object], target: torch.Tensor) -> Pending:
-        if target.device.type != "cuda":
+        if not compat.has_streams(target.device):
             return super().send(write, target)
         stream = _arriving(target.device)
         stream.wait_stream(torch.cuda.current_stream(target.device))
@@ -85,8 +86,8 @@ class HostStorage(ShardStorage):
 
     def take(self, gradients: Iterable[torch.Tensor]) -> tuple[Iterable[torch.Tensor], Pending]:
         values = list(gradients)
-        if not values or values[0].device.type != "cuda":
-            return super().take(values)
+        if not values or not compat.has_streams(values[0].device):
+            return super().take(value.cpu() for value in values)
         memory = partial(torch.empty, dtype=torch.uint8, pin_memory=self.pin_gradients)
         landings = end_to_end(values, memory)
         return landings, _leaving(values[0].device).copy(values, landings)

@@ -31,6 +31,7 @@ def ranks_after_forward(wanted: int, ranks: int) -> int:
     return wanted
 
 
+@compat.with_real_tensors
 def smaller_mesh(mesh: DeviceMesh, ranks: int) -> DeviceMesh:
     """`mesh` as replicas x `ranks` neighbours; making it is collective over the mesh."""
     return DeviceMesh(mesh.device_type, mesh.mesh.view(-1, ranks))

@@ -1,19 +1,21 @@
 """What torch's own pipelining, and libraries like accelerate, ask a sharded module for: `fully_shard.state(module)`.
 
-Views of a unit under the names of PyTorch's FSDP2 (its private `FSDPState` and `FSDPParamGroup`, torch 2.11 to 2.15);
-nothing is kept here.
+Views of a unit under the names of PyTorch's FSDP2 (its private `FSDPState`, `FSDPParamGroup` and `FSDPParam`, torch
+2.11 to 2.15); nothing is kept here but what somebody else has put around the hooks, as torch's memory tracker does.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
+from torch.autograd.graph import _MultiHandle
 
 from fsdplab.engine import compat
 from fsdplab.engine.core.hooks import Runtime, UnitHooks, after_forward, before_forward, bind_root
+from fsdplab.engine.core.param import ShardedParam
 from fsdplab.engine.core.unit import UNSHARDED, Unit
 
 _states: weakref.WeakKeyDictionary[Unit, weakref.ref[State]] = weakref.WeakKeyDictionary()
@@ -25,6 +27,10 @@ class State:
     def __init__(self, modules: Sequence[nn.Module], hooks: UnitHooks) -> None:
         self._module, self._hooks = weakref.ref(modules[0]), hooks
         self._mp_policy = hooks.policy
+        self._groups = [Group(each.unit, each) for each in (hooks, *hooks.beside)]
+        self._pre_forward_hook_handle, self._post_forward_hook_handle = (
+            _MultiHandle(tuple(each)) for each in hooks.handles
+        )
         _states[hooks.unit] = weakref.ref(self)
         for module in modules:
             compat.register_state(module, self)
@@ -47,7 +53,7 @@ class State:
 
     @property
     def _fsdp_param_groups(self) -> list[Group]:
-        return [Group(hooks.unit, hooks) for hooks in (self._hooks, *self._hooks.beside) if hooks.unit.memory.params]
+        return [group for group in self._groups if group.fsdp_params]
 
     @property
     def _fsdp_param_group(self) -> Group | None:
@@ -63,7 +69,10 @@ class State:
         self._runtime  # noqa: B018  binding is all there is to do
 
     def _pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return before_forward(module, args, kwargs)
+        args, kwargs = before_forward(module, args, kwargs)
+        for group in self._groups:
+            group._take_part()
+        return args, kwargs
 
     def _post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
         return after_forward(module, args, output)
@@ -102,8 +111,15 @@ class Group:
 
     def __init__(self, unit: Unit, hooks: UnitHooks) -> None:
         self._unit, self._hooks = unit, hooks
-        self.fsdp_params = unit.memory.params
-        self._module_fqn = ", ".join(unit.memory.places) if hooks.runtime is not None else None
+
+    @property
+    def fsdp_params(self) -> list[Param]:
+        """Its parameters."""
+        return [Param(param) for param in self._unit.memory.params]
+
+    @property
+    def _module_fqn(self) -> str | None:
+        return ", ".join(self._unit.memory.places) if self._hooks.runtime is not None else None
 
     @property
     def is_unsharded(self) -> bool:
@@ -123,7 +139,66 @@ class Group:
         """Show the slices."""
         self._unit.reshard("forward")
 
+    def pre_backward(self, *_: Any) -> None:
+        """Gather, and the next units behind it."""
+        self._runtime.before_backward(self._unit)
+
     def post_backward(self, *_: Any) -> None:
         """Collect this unit's gradients and, if they are to be synchronised, begin to reduce them."""
+        self._runtime.after_backward(self._unit)
+
+    @property
+    def _runtime(self) -> Runtime:
         assert self._hooks.runtime is not None, "no forward has begun"
-        self._hooks.runtime.after_backward(self._unit)
+        return self._hooks.runtime
+
+    def _take_part(self) -> None:
+        """Have the runtime call what somebody has put in place of these two methods."""
+        for name, call in (("pre_backward", "before_backward"), ("post_backward", "after_backward")):
+            if name in self.__dict__ and not isinstance(getattr(self._runtime, call), _Detours):
+                setattr(self._runtime, call, _Detours(getattr(self._runtime, call)))
+            if isinstance(detours := getattr(self._runtime, call), _Detours):
+                detours.instead[self._unit] = self.__dict__.get(name)
+
+
+class _Detours:
+    """A method of a runtime that calls, for some units, another function, which calls it in turn."""
+
+    def __init__(self, method: Callable[[Unit], None]) -> None:
+        self._method = method
+        self._inside: set[Unit] = set()
+        self.instead: dict[Unit, Callable[[], None] | None] = {}
+
+    def __call__(self, unit: Unit) -> None:
+        instead = self.instead.get(unit)
+        if instead is None or unit in self._inside:
+            self._method(unit)
+            return
+        self._inside.add(unit)
+        try:
+            instead()
+        finally:
+            self._inside.discard(unit)
+
+
+class Param:
+    """A parameter in its two forms."""
+
+    def __init__(self, param: ShardedParam) -> None:
+        self._param = param
+
+    @property
+    def sharded_param(self) -> nn.Parameter:
+        """The slice that the optimizer updates."""
+        return self._param.at_rest
+
+    @property
+    def unsharded_param(self) -> nn.Parameter | None:
+        """What a forward reads; its memory comes and goes."""
+        return self._param.gathered
+
+    _unsharded_param = unsharded_param
+
+    @property
+    def _param_fqn(self) -> str:
+        return self._param.name

@@ -32,10 +32,10 @@ class StagedTransport(StreamedTransport):
         super().__init__(group)
         self.device = device
         self._reduce_group = group
-        host = device.type == "cpu"
-        self._gather_stream = HostStream() if host else comm_stream(device, "gather")
-        self._reduce_stream = HostStream() if host else comm_stream(device, "reduce")
-        self._all_reduce_stream = HostStream() if host else comm_stream(device, "all_reduce")
+        streams = compat.has_streams(device)
+        self._gather_stream = comm_stream(device, "gather") if streams else HostStream()
+        self._reduce_stream = comm_stream(device, "reduce") if streams else HostStream()
+        self._all_reduce_stream = comm_stream(device, "all_reduce") if streams else HostStream()
 
     def all_gather(self, outgoing: Outgoing, whole: Gathered, stamp: Stamp) -> Pending:
         """Gather every rank's slice, and unpack them into `whole` once somebody waits: until then its memory is free.
