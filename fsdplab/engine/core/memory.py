@@ -51,6 +51,7 @@ class UnitMemory(Memory):
         self.params: list[ShardedParam] = params
         self.places: Sequence[str] = ()  # what the root calls the modules; empty until there is a root
         self.fewer_ranks: FewerRanks | None = None  # where it goes after its forward instead of to its shards
+        self.keep_storage = False  # whether the unsharded parameters keep their memory when they are freed
         self._versions: list[int] = []  # of the shards, when they were unsharded
         self._partial_sum: torch.Tensor | None = None  # gradients summed over the shards, not yet over the replicas
         self._arriving = Pending(lambda: None)  # gradients on their way to host memory
@@ -232,7 +233,7 @@ class UnitMemory(Memory):
     def free(self) -> None:
         for parted in self.plan.parted:
             parted.release()
-        if not self.plan.keeps_whole:
+        if not self.plan.keeps_whole and not self.keep_storage:
             self.whole.free()
 
     def await_peers(self) -> None:
