@@ -192,6 +192,25 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def keep_gradient_dtype(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """`target`, whose gradients have the dtype that was set for those of `source`, if any (`Tensor.grad_dtype`)."""
+    if _has_gradient_dtype(source) and not _has_gradient_dtype(target):
+        target.grad_dtype = source.grad_dtype
+    return target
+
+
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype | None:
+    """The dtype of the gradients of `parameter`: its own unless another was set; None where any will do."""
+    return parameter.grad_dtype if _has_gradient_dtype(parameter) else parameter.dtype
+
+
+def _has_gradient_dtype(parameter: torch.Tensor) -> bool:
+    """Before torch 2.15 nothing tells that the parameter's own dtype was set."""
+    if not hasattr(parameter, "grad_dtype"):
+        return False
+    return getattr(parameter, "_has_grad_dtype_override", parameter.grad_dtype is not parameter.dtype)
+
+
 def move_data(parameter: torch.Tensor, device: torch.device) -> None:
     """Move what `parameter` holds to `device`, keeping the object."""
     parameter.data = parameter.data.to(device)

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch._prims_common import make_contiguous_strides_for as contiguous_strides
 
-from fsdplab.engine import events
+from fsdplab.engine import compat, events
 from fsdplab.engine.core.gathered import Gathered
 from fsdplab.engine.core.layout import Layout, Slot
 from fsdplab.engine.core.packing import chunks, cut_out, half, is_missing, pack
@@ -343,7 +343,7 @@ class UnitMemory(Memory):
         ]
         if options.hook is not None:
             options.hook(output)
-        dtypes = {param.dtype for param in params}
+        dtypes = {compat.gradient_dtype(param.at_rest) or output.dtype for param in params}
         cast = output.to(*dtypes) if len(dtypes) == 1 else output
         ready = (self._gradient_of(param, slot, cast) for param, slot in taken)
         at_rest, self._arriving = self.config.storage.take(ready)
@@ -359,7 +359,7 @@ class UnitMemory(Memory):
         rows = output.as_strided(shape, contiguous_strides(shape), slot.offset // slot.itemsize)
         whole, param.whole_gradient = param.whole_gradient, None
         rows = rows if whole is None else whole[start:stop].copy_(rows)
-        return param.natural(rows.to(param.dtype)).contiguous()
+        return param.natural(rows.to(compat.gradient_dtype(param.at_rest) or rows.dtype)).contiguous()
 
     def forget_gradients(self) -> None:
         for param in self.params:

@@ -60,7 +60,7 @@ class ShardedParam:
         original = self.at_rest
         local = compat.own_storage(local_part(original).narrow(self.dim, start, stop - start))
         self.at_rest = nn.Parameter(compat.dtensor_of(local, self.spec), requires_grad=original.requires_grad)
-        self.at_rest.__dict__.update(original.__dict__)
+        compat.keep_gradient_dtype(original, self.at_rest).__dict__.update(original.__dict__)
         mark_replaced(original)
         self.show(self.at_rest)
 
@@ -101,7 +101,7 @@ class ShardedParam:
                     f"{type(module).__name__} has no parameter {attribute!r} any more, which was sharded;"
                     " parametrize it (or remove its weight norm, or its parametrization) first, then shard"
                 )
-            self.at_rest = module._parameters[attribute]
+            self.at_rest = compat.keep_gradient_dtype(self.at_rest, module._parameters[attribute])
             self.dtype, self.spec = self.at_rest.dtype, getattr(self.at_rest, "_spec", None)
             return
 
@@ -127,7 +127,8 @@ class ShardedParam:
     def back(self, whole: torch.Tensor, offset: int, dtype: torch.dtype) -> None:
         """Put the gathered form over the memory of `whole` (bytes), `offset` from its start."""
         value = _alias(whole, offset // dtype.itemsize, self._own_order(self.shape), dtype)
-        self.gathered = nn.Parameter(wrapped(value, self.whole_spec), requires_grad=self.at_rest.requires_grad)
+        gathered = nn.Parameter(wrapped(value, self.whole_spec), requires_grad=self.at_rest.requires_grad)
+        self.gathered = compat.keep_gradient_dtype(self.at_rest, gathered)
 
     def join(self) -> None:
         """Put the slices of all ranks, which a gather left end to end, in the parameter's own order; rows are already.
