@@ -87,7 +87,7 @@ class HostStorage(ShardStorage):
     def take(self, gradients: Iterable[torch.Tensor]) -> tuple[Iterable[torch.Tensor], Pending]:
         values = list(gradients)
         if not values or not compat.has_streams(values[0].device):
-            return super().take(value.cpu() for value in values)
+            return super().take([value.cpu() for value in values])
         memory = partial(torch.empty, dtype=torch.uint8, pin_memory=self.pin_gradients)
         landings = end_to_end(values, memory)
         return landings, _leaving(values[0].device).copy(values, landings)
