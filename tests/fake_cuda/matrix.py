@@ -212,7 +212,7 @@ def what_goes_wrong() -> Iterable[Case]:
     two = Machine(gpus=2)
     yield Case("doctor", two, (*fsdplab, "doctor"), mentions("GPUs +yes +2: NVIDIA"))
     yield Case(
-        "doctor, IPC refused", _with(IPC="refused"), (*fsdplab, "doctor"), mentions("CUDA IPC +no", "not supported")
+        "doctor, IPC refused", _with(IPC="refused"), (*fsdplab, "doctor"), mentions("CUDA IPC +no", "operation not")
     )
     yield Case("doctor, old driver", _with(DRIVER=11040), (*fsdplab, "doctor"), mentions("GPUs +no", "driver"))
     yield Case("doctor, no kernels", Machine(2, 60, 16), (*fsdplab, "doctor"), mentions("capability|kernel"))
@@ -222,7 +222,7 @@ def what_goes_wrong() -> Iterable[Case]:
     yield Case("run, a GPU each, exclusive", _with(COMPUTE_MODE="exclusive"), train, has_kernels)
     exclusive = Machine(1, settings={"COMPUTE_MODE": "exclusive"})
     yield Case("run, one GPU for two, exclusive", exclusive, train, says("exclusive|busy"))
-    yield Case("run, rank 1 out of memory", _with(TAKEN_MB="0,81480"), train, says("rank 1", "memory"))
+    yield Case("run, rank 1 out of memory", _with(TAKEN_MB="0,81880"), train, says("rank 1", "memory"))
     for fault, words in (("killed", "SIGKILL|killed|signal 9"), ("raises", "the slices do not fit")):
         command = ("python", "-m", "tests.fake_cuda.faulty_rank", fault)
         yield Case(f"run, rank 1 {fault}", two, command, says("rank 1", words), 180)
