@@ -17,11 +17,20 @@ from fsdplab.sessions import RunSpec, SpecError
 from fsdplab.sessions.bench_engines import ALONE, Alone
 from fsdplab.sessions.launch.mailbox import HeartbeatWriter, Mailbox
 from fsdplab.sessions.worker.engines import build
-from fsdplab.sessions.worker.rank_process import RankContext
+from fsdplab.sessions.worker.rank_process import RankContext, _own_device
 from fsdplab.workloads import ConfigError, build_model, compiled, loss_of, parameter_count, preset
 from fsdplab.workloads.compiled import compile_blocks
 
 CPU = torch.device("cpu")
+
+
+def test_a_gpu_that_others_have_filled_is_named_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(device: torch.device) -> None:
+        raise RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'")
+
+    monkeypatch.setattr(torch.cuda, "set_device", full)
+    with pytest.raises(SystemExit, match=r"^cuda:1 cannot be used \(CUDA error: out of memory\); nvidia-smi shows the"):
+        _own_device("cuda:1")
 
 
 @pytest.mark.parametrize("name,row", [

@@ -149,7 +149,13 @@ def _own_device(kind: str) -> torch.device:
     own = torch.device(kind)
     if own.index is None:
         own = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-    torch.cuda.set_device(own)
+    try:
+        torch.cuda.set_device(own)
+    except RuntimeError as error:  # another process has taken its memory, or the GPU itself
+        said = str(error).splitlines()[0]
+        sys.exit(
+            f"{own} cannot be used ({said}); nvidia-smi shows the processes that use it, CUDA_VISIBLE_DEVICES hides it"
+        )
     return own
 
 
