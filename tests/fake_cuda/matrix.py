@@ -97,7 +97,7 @@ def _kernels(trace: Path) -> int:
     return sum(event.get("cat") == "kernel" for event in events)
 
 
-_HEADLINE = re.compile(r"^gpt-tiny, \d+ ranks|^ready for|^not for")
+_HEADLINE = re.compile(r"^gpt\S+, \d+ ranks|^ready for|^not for")
 
 
 def message_of(done: Done) -> str:
