@@ -29,7 +29,7 @@ def test_a_gpu_that_others_have_filled_is_named_in_one_line(monkeypatch: pytest.
         raise RuntimeError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'")
 
     monkeypatch.setattr(torch.cuda, "set_device", full)
-    with pytest.raises(SystemExit, match=r"^cuda:1 cannot be used \(CUDA error: out of memory\); nvidia-smi shows who"):
+    with pytest.raises(SystemExit, match=r"^cuda:1 cannot be used \(CUDA error: out of memory\); nvidia-smi shows the"):
         _own_device("cuda:1")
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -147,6 +148,21 @@ def optimizer_first(strategy: str) -> None:
 def test_an_optimizer_built_before_sharding(ranks) -> None:
     for strategy in ("full_shard", "zero1", "no_shard"):
         ranks(2, optimizer_first, strategy)
+
+
+def after_a_backward() -> None:
+    """A gradient of before sharding trains nothing either."""
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(data()).sum().backward()
+    shard_model(model, "full_shard", mesh=mesh_of())
+    loss_of(model).backward()
+    with pytest.raises(RuntimeError, match="built before the model was sharded"):
+        optimizer.step()
+
+
+def test_an_optimizer_with_gradients_of_before_sharding(ranks) -> None:
+    ranks(2, after_a_backward)
 
 
 def another_model_s_too() -> None:

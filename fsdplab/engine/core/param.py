@@ -206,5 +206,5 @@ def _alias(like: torch.Tensor, offset: int, shape: Sequence[int], dtype: torch.d
 
 
 def mark_replaced(original: torch.Tensor) -> None:
-    """Note that no module shows `original` any more: a slice has taken its place."""
-    original._replaced_by_slice = True
+    """Note that a slice has taken the place of `original`, and the gradient that it had then."""
+    original._replaced_by_slice = original.grad
