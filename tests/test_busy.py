@@ -17,6 +17,7 @@ import psutil
 import pytest
 from nbformat.v4 import new_code_cell, new_notebook
 
+from fsdplab.common.processes import gone
 from tests import busy
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -86,7 +87,7 @@ def test_a_killed_run_leaves_nothing_behind(tmp_path):
     assert len(started) > len(spinning) > 0, "the kernel is one of them too"
     run.send_signal(signal.SIGKILL)
     run.communicate()
-    assert eventually(lambda: not any(process.is_running() for process in started))
+    assert eventually(lambda: all(gone(process.pid) for process in started)), "one that nobody collects is gone too"
 
 
 def test_the_notebooks_have_the_option():

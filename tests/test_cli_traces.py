@@ -64,7 +64,7 @@ def test_a_report_shows_the_same_and_a_page_with_tabs(recorded: tuple[str, Path]
     assert done.returncode == 0 and "what a step lost time to" in done.stdout
     text = page.read_text(encoding="utf-8")
     assert (
-        all(name in text for name in ("Timeline", "Exposed", "Findings", "What to do")) and "<script src=" not in text
+        all(name in text for name in ("Timeline", "Exposed", "Diagnosis", "What to do")) and "<script src=" not in text
     )
 
 
