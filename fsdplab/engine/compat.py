@@ -226,7 +226,7 @@ def device_of(kind: str) -> torch.device:
 
 
 def has_streams(device: torch.device) -> bool:
-    """Whether work on `device` goes to streams: not on the host, nor on a GPU that fake tensors make believe."""
+    """Whether work on `device` goes to streams: not on the host, nor on the GPU of fake tensors."""
     return device.type != "cpu" and torch.cuda.is_available()
 
 

@@ -33,7 +33,7 @@ class NVMeOffloadPolicy(OffloadPolicy):
     better.
 
     With `keep_cached` the kernel may keep what it has room for in its page cache, which is faster while memory is
-    plentiful; without it a slice that nobody uses takes no memory at all, once the four that follow are let go.
+    plentiful; without it a slice that nobody uses takes no memory once four more have been let go.
     """
 
     folder: str | os.PathLike[str]
