@@ -1,6 +1,6 @@
 """Figures as SVG pictures, drawn by plotly.js in a headless Chromium: how the pictures of `data/figures` are made.
 
-`python -m tests.pictures timeline.html data/figures/timeline.svg` takes a page that `fsdplab plan --figure` or a
+`python -m tests.pictures timeline.html data/figures/timeline.svg` takes a page that `fsdplab plan sweep --figure` or a
 figure's `write_html` wrote. Neither a network nor a package beside those of the tests is needed.
 """
 

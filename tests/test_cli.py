@@ -197,7 +197,8 @@ def test_version_help_and_the_installed_script(capsys):
         (["gpu-check"], ["--parts", "fsdplab gpu-check --device cpu"]),
         (["lab"], ["fsdplab lab --edition teacher"]),
         (["doctor"], ["fsdplab doctor --json"]),
-        (["plan"], [*STRATEGIES, "--checkpointing", "fsdplab plan --model llama-3.1-70b"]),
+        (["plan"], ["step", "fit", "sweep", "simulate", "ask", "validate", "fsdplab plan --model llama-3.1-70b"]),
+        (["plan", "step"], [*STRATEGIES, "--checkpointing", "fsdplab plan --model llama-3.1-70b"]),
     ],
     ids=" ".join,
 )

@@ -134,7 +134,7 @@ def test_a_report_of_a_trace_of_odd_kernels_steers_nothing(
     "arguments",
     [
         ["report", f"nowhere{CLEAR}"], ["plan", "--model", f"./{ODD}/config.json"], ["run", ODD],
-        ["run", "--text", ODD], ["compare", "--engines", ODD], ["plan", "--ask", ODD], [ODD],
+        ["run", "--text", ODD], ["compare", "--engines", ODD], ["plan", "ask", ODD], [ODD],
         ["report", ODD, f"--{ODD}"],
     ],
 )  # fmt: skip
@@ -148,7 +148,7 @@ def test_the_names_of_published_rows_are_no_markup(tmp_path: Path, name: str, ca
     rows = list(csv.reader((Path(__file__).resolve().parents[1] / "data" / "published.csv").open(encoding="utf-8")))
     with (tmp_path / "rows.csv").open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows([rows[0], *([f"{name}{row[0]}", *row[1:]] for row in rows[1:])])
-    code, out, err = ended(["plan", "--validate", str(tmp_path / "rows.csv")], capsys)
+    code, out, err = ended(["plan", "validate", str(tmp_path / "rows.csv")], capsys)
     assert code == 0 and not STEERS.search(out + err) and harmless(name) in out
 
 
@@ -295,7 +295,9 @@ def ends(*requests: list[str]) -> list[tuple[int, str]]:
 def test_what_has_no_end_is_refused_in_one_line(endless: dict[str, Path], kind: str, tmp_path: Path) -> None:
     path = str(endless[kind])
     run = ["run", "--model", "gpt-tiny", "--out", str(tmp_path / "out"), "--text"]
-    for code, said in ends(*([*way, path] for way in (["report"], ["plan", "--validate"], ["plan", "--model"], run))):
+    for code, said in ends(
+        *([*way, path] for way in (["report"], ["plan", "validate"], ["plan", "step", "--model"], run))
+    ):
         assert code == 2 and said.count("\n") == 1 and path in said, said
     assert not (tmp_path / "out").exists()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import json
 import random
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -466,13 +467,13 @@ def test_fit_is_the_cheapest_that_fits_and_the_fewest_gpus(capsys):
     best = found.best.spec
     assert not plan_of(replace(best, micro_batch=best.micro_batch + 1)).fits, "the micro-batch is the largest"
     assert found.fewest.fits and found.fewest.spec.gpus == 2
-    code, out, _ = ended(["plan", "--model", "llama-3.1-8b", "--gpus", "16", "--fit"], capsys)
+    code, out, _ = ended(["plan", "fit", "--model", "llama-3.1-8b", "--gpus", "16"], capsys)
     assert code == 0 and "cheapest" in out and "fewest GPUs: 2" in out and "hybrid_shard" in out
 
 
 def test_a_sweep_is_a_table_and_a_figure(capsys, tmp_path):
     path, rows = tmp_path / "sweep.html", tmp_path / "rows.json"
-    given = ["--model", "llama-3.1-70b", "--checkpointing", "full", "--sweep", "gpus=8..64"]
+    given = ["sweep", "gpus=8..64", "--model", "llama-3.1-70b", "--checkpointing", "full"]
     code, out, _ = ended(["plan", *given, "--figure", str(path), "--json", str(rows)], capsys)
     assert code == 0 and out.count("does not fit") == 2 and "gpus 64" in out
     found = [row["memory_bytes"]["total"] for row in json.loads(rows.read_text())["rows"]]
@@ -484,16 +485,16 @@ def test_a_sweep_is_a_table_and_a_figure(capsys, tmp_path):
 @pytest.mark.parametrize(
     "arguments,words",
     [
-        (["--sweep", "gpu=8..64"], "did you mean gpus"),
+        (["sweep", "gpu=8..64"], "did you mean gpus"),
         (["--tokens", "-5"], "--tokens is -5.0"),
         (["--tokens", "nan"], "--tokens is nan"),
         (["--tokens", "1e400"], "--tokens is inf"),
-        (["--sweep", "gpus"], "--sweep is 'gpus'"),
-        (["--sweep", "gpus=8..x"], "--sweep has values"),
-        (["--sweep", "gpus=0..8"], "--sweep has values"),
-        (["--sweep", "gpus=8,12"], "12 GPUs do not fill nodes of 8"),
-        (["--sweep", "gpus=8,16", "--figure", "a.svg"], "ends in .html: its camera button saves an SVG"),
-        (["--sweep", "gpus=8,16", "--figure", "/no/such/folder/a.html"], "--figure /no/such/folder/a.html cannot be"),
+        (["sweep", "gpus"], "sweep is 'gpus'"),
+        (["sweep", "gpus=8..x"], "sweep has values"),
+        (["sweep", "gpus=0..8"], "sweep has values"),
+        (["sweep", "gpus=8,12"], "12 GPUs do not fill nodes of 8"),
+        (["sweep", "gpus=8,16", "--figure", "a.svg"], "ends in .html: its camera button saves an SVG"),
+        (["sweep", "gpus=8,16", "--figure", "/no/such/folder/a.html"], "--figure /no/such/folder/a.html cannot be"),
         (["--json", "/no/such/folder/a.json"], "--json /no/such/folder/a.json cannot be written"),
     ],
     ids=str,
@@ -501,6 +502,31 @@ def test_a_sweep_is_a_table_and_a_figure(capsys, tmp_path):
 def test_wrong_sweeps_and_targets_are_refused(arguments, words, capsys):
     code, _, said = ended(["plan", *arguments], capsys)
     assert code == 2 and words in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "before,now",
+    [
+        (["--gpus", "16", "--fit"], ["fit", "--gpus", "16"]),
+        (["--sweep", "gpus=8,16", "--model", "gpt2"], ["sweep", "gpus=8,16", "--model", "gpt2"]),
+        (["--model", "gpt2", "--sweep=gpus=8,16"], ["sweep", "gpus=8,16", "--model", "gpt2"]),
+        (["--ask"], ["ask"]), (["--ask", "peak", "--model", "gpt2"], ["ask", "peak", "--model", "gpt2"]),
+        (["--model", "gpt2", "--simulate"], ["simulate", "--model", "gpt2"]),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_flag_of_before_is_the_command_of_today_with_a_note(before, now, capsys):
+    code, out, note = ended(["plan", *before], capsys)
+    again, expected, quiet = ended(["plan", *now], capsys)
+    timed = re.compile(r"schedule, in [^;]*;")  # how long a simulation took
+    assert code == again == 0 and timed.sub("", out) == timed.sub("", expected) and not quiet
+    assert note.count("\n") == 1 and f"is now plan {now[0]}" in note
+
+
+def test_what_runs_call_otherwise_has_that_name_too(capsys):
+    ours = printed("--gpus", "16", "--micro-batch", "2", "--seq", "512", "--grad-accum", "4", capsys=capsys)
+    theirs = ["-n", "16", "--batch-size", "2", "--sequence-length", "512", "--micro-batches", "4"]
+    assert printed(*theirs, capsys=capsys) == ours
 
 
 def printed(*flags, capsys):
@@ -562,9 +588,9 @@ def test_no_step_is_faster_than_products_alone_were_measured_to_be():
             assert efficiency_of(gpu).part < gpu.product_flops / gpu.bf16_flops
 
 
-@pytest.mark.parametrize("form", [[], ["--fit"], ["--sweep", "seq=512,1024"], ["--simulate"]])
+@pytest.mark.parametrize("form", [[], ["fit"], ["sweep", "seq=512,1024"], ["simulate"]])
 def test_every_form_says_where_its_figures_and_its_efficiency_are_from(form, capsys):
-    code, printed, _ = ended(["plan", "--gpu", "h200", "--seq", "512", *form], capsys)
+    code, printed, _ = ended(["plan", *form, "--gpu", "h200", "--seq", "512"], capsys)
     out = " ".join(printed.split())
     assert code == 0 and "0.485 of 989 TFLOP/s: carried over from H100 SXM 80GB, the same die GH100" in out
     assert "predicted, in closed form" in out or "is simulated, the second predicted" in out
@@ -578,8 +604,8 @@ def test_a_gpu_of_unknown_speed_has_memory_and_no_time(capsys):
 @pytest.mark.parametrize(
     "arguments,printed",
     [
-        (["--help"], "--checkpointing"), ([], "tokens/s a GPU"), (["--sweep", "gpus=8,16"], "gpus 16"),
-        (["--ask", "hybrid"], "hybrid_shard pays"), (["--simulate"], "closed form"),
+        (["step", "--help"], "--checkpointing"), ([], "tokens/s a GPU"), (["sweep", "gpus=8,16"], "gpus 16"),
+        (["ask", "hybrid"], "hybrid_shard pays"), (["simulate"], "closed form"),
     ],
     ids=["help", "plan", "sweep", "ask", "simulate"],
 )  # fmt: skip

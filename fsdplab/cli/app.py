@@ -15,16 +15,12 @@ import typer
 
 from fsdplab import __version__
 from fsdplab.cli.errors import USAGE_ERROR, interrupted, one_line, refuse, refuse_for
-from fsdplab.cli.options import OF_A_RUN, SETTINGS, settings_of
+from fsdplab.cli.options import OF_A_RUN, SETTINGS, examples, settings_of
 from fsdplab.cli.parse import card_of, check_strategies, link_of, names, whole_numbers
+from fsdplab.cli.plan.commands import app as plan
 from fsdplab.cli.terminal import show_what_can_be_shown, signals_as_exceptions
 from fsdplab.common.names import OVER_ALL_RANKS, STRATEGIES, STRATEGIES_IN_WORDS
 from fsdplab.sessions.spec import ENGINES, ENGINES_IN_WORDS, PEERS
-
-
-def examples(*lines: str) -> str:
-    """The examples below a command's flags."""
-    return "Examples:\n\n" + "\n\n".join(lines)
 
 
 def flag(name: str, value: object) -> list[str]:
@@ -264,131 +260,7 @@ def bench(
     bench_engines(names(strategies), names(engines), settings, rounds, json_file, peer_transport, names(prefetch))
 
 
-@app.command(
-    epilog=examples(
-        "fsdplab plan --model llama-3.1-70b --gpu h100-80gb --gpus 16 --checkpointing full",
-        "fsdplab plan --model mistral-7b --gpu 4090 --gpus 4 --lora-rank 16 --base-dtype nf4 --json -",
-        "fsdplab plan --model llama-3.1-8b --gpus 16 --fit",
-        "fsdplab plan --model llama-3.1-70b --checkpointing full --sweep gpus=8..1024 --figure sweep.html",
-        "fsdplab plan --ask hybrid --model llama-3.1-70b --gpus 16 --figure hybrid.html",
-        "fsdplab plan --model llama-3.1-405b --gpus 10000 --simulate --html step.html",
-        "fsdplab plan --validate --figure validation.html",
-    )
-)
-def plan(
-    file: Annotated[
-        Path | None,
-        typer.Argument(
-            help="Of --validate: a CSV with the columns of data/published.csv. Of --ask: a question's name."
-        ),
-    ] = None,
-    model: Annotated[
-        str, typer.Option(help="A model such as llama-3.1-70b, or the config.json of a Hugging Face model.")
-    ] = "llama-3.1-8b",
-    gpu: Annotated[str, typer.Option(help="The kind of GPU, such as h100-80gb, a100-40gb or 4090.")] = "h100-80gb",
-    gpus: Annotated[int, typer.Option(help="GPUs in all.")] = 8,
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs of a node.")] = 8,
-    strategy: Annotated[
-        str, typer.Option(help=f"{STRATEGIES_IN_WORDS}.", autocompletion=lambda: list(STRATEGIES))
-    ] = "full_shard",
-    shard_size: Annotated[
-        int | None, typer.Option(help="Of hybrid_shard: GPUs of a group; default: those of a node.")
-    ] = None,
-    seq: Annotated[
-        int | None, typer.Option(help="Tokens of a sequence; default: 4096, or the model's context.")
-    ] = None,
-    micro_batch: Annotated[int, typer.Option(help="Sequences of a rank's micro-batch.")] = 1,
-    grad_accum: Annotated[int, typer.Option(help="Micro-batches of a step.")] = 1,
-    checkpointing: Annotated[
-        str, typer.Option(help="none, selective or full recomputation; products, attention: keep these.")
-    ] = "none",
-    param_dtype: Annotated[str, typer.Option(help="What is gathered and computed with: fp32, bf16, fp16.")] = "bf16",
-    reduce_dtype: Annotated[str, typer.Option(help="Of gradients while they are reduced.")] = "fp32",
-    master_dtype: Annotated[str, typer.Option(help="Of what the optimizer updates, and of its state.")] = "fp32",
-    masters: Annotated[
-        str, typer.Option(help="slices: the optimizer updates the slices (FSDP); separate: a copy beside them (ZeRO).")
-    ] = "slices",
-    optimizer: Annotated[str, typer.Option(help="adamw, adamw-foreach, adamw-8bit, sgd, sgd-momentum.")] = "adamw",
-    tp: Annotated[int, typer.Option("--tp", help="GPUs of a tensor-parallel group.")] = 1,
-    cp: Annotated[int, typer.Option("--cp", help="GPUs that share each sequence (context parallelism).")] = 1,
-    compile: Annotated[bool, typer.Option("--compile", help="Blocks are compiled.")] = False,
-    flash: Annotated[bool, typer.Option("--flash/--no-flash", help="Attention without its matrix of scores.")] = True,
-    offload: Annotated[bool, typer.Option("--offload", help="States rest in host memory.")] = False,
-    lora_rank: Annotated[int, typer.Option(help="Train adapters of this rank on a frozen base; 0: train all.")] = 0,
-    base_dtype: Annotated[str | None, typer.Option(help="Of a frozen base: bf16, int8, nf4.")] = None,
-    tokens: Annotated[
-        float | None, typer.Option(help="Tokens of the whole training, such as 15e12: hours and GPU-hours.")
-    ] = None,
-    validate: Annotated[
-        bool, typer.Option("--validate", help="Predict published measurements: of FILE, or of data/published.csv.")
-    ] = False,
-    fit: Annotated[
-        bool, typer.Option("--fit", help="Search: the cheapest strategy, the largest micro-batch, the fewest GPUs.")
-    ] = False,
-    sweep: Annotated[
-        str | None, typer.Option(help="Plan for each value of one choice: gpus=8..1024 (doubling), seq=1024,4096.")
-    ] = None,
-    questions: Annotated[
-        bool, typer.Option("--ask", help="Answer a question (plan --ask hybrid), or list all: 14 of tuning, five more.")
-    ] = False,
-    simulation: Annotated[
-        bool, typer.Option("--simulate", help="Simulate the step event by event, beside the closed form.")
-    ] = False,
-    html_file: Annotated[
-        Path | None, typer.Option("--html", help="Of --simulate: a standalone page with the simulated timeline.")
-    ] = None,
-    figure: Annotated[
-        Path | None,
-        typer.Option(help="Of --sweep, --validate or --ask: a figure as .html; its camera button saves an SVG."),
-    ] = None,
-    json_file: Annotated[
-        str | None, typer.Option("--json", help="Write the plan as JSON to a file, or to stdout with -.")
-    ] = None,
-) -> None:
-    """Predict memory, traffic and step time of a training job, and say what fits: nothing is run."""
-    if json_file not in (None, "-"):
-        from fsdplab.cli.outputs import check_file
-
-        check_file("--json", Path(str(json_file)))
-    choices = {
-        "gpus": gpus, "gpus_per_node": gpus_per_node, "strategy": strategy, "shard_size": shard_size, "seq": seq,
-        "micro_batch": micro_batch, "grad_accum": grad_accum, "checkpointing": checkpointing,
-        "param_dtype": param_dtype, "reduce_dtype": reduce_dtype, "master_dtype": master_dtype, "masters": masters,
-        "optimizer": optimizer, "tensor_parallel": tp, "context_parallel": cp, "compile": compile, "flash": flash,
-        "offload": offload, "lora_rank": lora_rank, "base_dtype": base_dtype,
-    }  # fmt: skip
-    from fsdplab.cli.plan import check_modes, check_tokens, show_plan
-
-    check_tokens(tokens)
-    modes = {"--ask": questions, "--validate": validate, "--fit": fit, "--sweep": sweep, "--simulate": simulation}
-    check_modes([name for name, given in modes.items() if given not in (None, False)], file, figure, html_file)
-    if questions:
-        from fsdplab.cli.plan_questions import show_answer, show_questions
-
-        if file is None:
-            show_questions(json_file)
-        else:
-            show_answer(str(file), model, gpu, choices, json_file, figure)
-        return
-    if simulation:
-        from fsdplab.cli.plan_simulation import show_simulation
-
-        show_simulation(model, gpu, choices, json_file, html_file)
-        return
-    if validate:
-        from fsdplab.cli.plan_validation import show_validation
-
-        show_validation(file, json_file, figure)
-        return
-    if fit or sweep is not None:
-        from fsdplab.cli.plan_search import show_fit, show_sweep
-
-        if sweep is None:
-            show_fit(model, gpu, choices, tokens, json_file)
-        else:
-            show_sweep(model, gpu, choices, sweep, json_file, figure)
-        return
-    show_plan(model, gpu, choices, tokens, json_file)
+app.add_typer(plan, name="plan")
 
 
 @app.command(epilog=examples("fsdplab doctor", "fsdplab doctor --json"))

@@ -109,7 +109,7 @@ def parse_sweep(text: str) -> tuple[str, list[int]]:
     if not equals or name not in SWEPT:
         meant = did_you_mean(name, SWEPT)
         raise PlanError(
-            f"--sweep is {text[:60]!r}{meant}; expected one of {', '.join(SWEPT)} and its values, such as gpus=8..1024"
+            f"sweep is {text[:60]!r}{meant}; expected one of {', '.join(SWEPT)} and its values, such as gpus=8..1024"
             " or seq=1024,4096"
         )
     if span := re.fullmatch(r"\s*(\d{1,9})\s*\.\.\s*(\d{1,9})\s*", values, re.ASCII):
@@ -121,7 +121,7 @@ def parse_sweep(text: str) -> tuple[str, list[int]]:
         found = found if len(found) == len(parts) else []
     if not found or len(found) > _MOST_VALUES:
         raise PlanError(
-            f"--sweep has values {values[:60]!r}; expected 1 to {_MOST_VALUES} whole numbers: 8..1024 (doubling) or"
+            f"sweep has values {values[:60]!r}; expected 1 to {_MOST_VALUES} whole numbers: 8..1024 (doubling) or"
             " 8,16,64"
         )
     return name, found

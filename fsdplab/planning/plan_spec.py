@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from fsdplab.common.names import STRATEGIES
+from fsdplab.common.fields import option
+from fsdplab.common.names import STRATEGIES, STRATEGIES_IN_WORDS
 from fsdplab.common.words import did_you_mean
 
 from .hardware import Gpu
@@ -47,28 +48,32 @@ class PlanSpec:
 
     model: ModelShape
     gpu: Gpu
-    gpus: int = 8
-    gpus_per_node: int = 8
-    strategy: str = "full_shard"
-    shard_size: int | None = None  # hybrid_shard: GPUs over which states are cut; None: those of a node
-    seq: int = 4096
-    micro_batch: int = 1  # sequences a data-parallel rank computes at once
-    grad_accum: int = 1
-    checkpointing: str = "none"
-    param_dtype: str = "bf16"
-    reduce_dtype: str = "fp32"
-    master_dtype: str = "fp32"
-    masters: str = "slices"
-    optimizer: str = "adamw"
-    tensor_parallel: int = 1
-    context_parallel: int = 1
-    compile: bool = False
-    flash: bool = True
+    gpus: int = option(8, "GPUs in all.")
+    gpus_per_node: int = option(8, "GPUs of a node.")
+    strategy: str = option("full_shard", f"{STRATEGIES_IN_WORDS}.")
+    shard_size: int | None = option(None, "Of hybrid_shard: GPUs of a group; default: those of a node.")
+    seq: int = option(4096, "Tokens of a sequence; default: 4096, or the model's context.")
+    micro_batch: int = option(1, "Sequences of a rank's micro-batch.")
+    grad_accum: int = option(1, "Micro-batches of a step.")
+    checkpointing: str = option(
+        "none", "none, selective or full recomputation; products or attention: keep the results of these."
+    )
+    param_dtype: str = option("bf16", "Dtype of all-gathers and of computing: fp32, bf16 or fp16.")
+    reduce_dtype: str = option("fp32", "Dtype of gradients while they are reduced.")
+    master_dtype: str = option("fp32", "Dtype of what the optimizer updates, and of its state.")
+    masters: str = option(
+        "slices", "slices: the optimizer updates the slices (FSDP); separate: a copy beside them (ZeRO)."
+    )
+    optimizer: str = option("adamw", "adamw, adamw-foreach, adamw-8bit, sgd or sgd-momentum.")
+    tensor_parallel: int = option(1, "GPUs of a tensor-parallel group.")
+    context_parallel: int = option(1, "GPUs that share each sequence (context parallelism).")
+    compile: bool = option(False, "Blocks are compiled.")
+    flash: bool = option(True, "Use flash attention, which keeps no matrix of scores.")
     fused_norms: bool = True  # RMSNorm is one operator, as on GPUs today; else steps in float32, as on the CPU
-    prefetch: int = 1
-    offload: bool = False  # slices, gradients and optimizer state in host memory
-    lora_rank: int = 0  # 0: all parameters are trained; else adapters of this rank on a frozen base
-    base_dtype: str | None = None  # of a frozen base; None: param_dtype
+    prefetch: int = option(1, "Units gathered ahead of the one that computes.")
+    offload: bool = option(False, "Keep shards, gradients and optimizer state in host memory.")
+    lora_rank: int = option(0, "Train adapters of this rank on a frozen base; 0: train all parameters.")
+    base_dtype: str | None = option(None, "Dtype of a frozen base: bf16, int8 or nf4; default: that of computing.")
     keeps_logits: bool = False  # whether the training loop holds the logits until its backward has ended
 
     def __post_init__(self) -> None:

@@ -28,7 +28,7 @@ And five more that the planner can answer:
 Its three questions of debugging (which module's activations, which unit's parameters, what checkpointing does not free)
 are about a measured run: the memory timeline of its record.
 
-`ask("hybrid", spec)` or `fsdplab plan --ask hybrid` answers; each takes a `PlanSpec` and varies one choice of it.
+`ask("hybrid", spec)` or `fsdplab plan ask hybrid` answers; each takes a `PlanSpec` and varies one choice of it.
 """
 
 from __future__ import annotations

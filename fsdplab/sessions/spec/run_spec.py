@@ -10,9 +10,10 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from fsdplab.common.fields import option
 from fsdplab.common.names import OVER_ALL_RANKS, STRATEGIES, STRATEGIES_IN_WORDS, STRATEGY_ROWS
 from fsdplab.common.places import how_to_install
 from fsdplab.common.words import did_you_mean, plural, squeezed
@@ -59,11 +60,6 @@ _BYTES_OF_A_PROCESS = 250_000_000  # Python and torch before any model, measured
 
 class SpecError(ValueError):
     """An invalid run; the message is one line: what happened, got, expected, what to do."""
-
-
-def option(default: Any, help_text: str) -> Any:
-    """A field with its default and its help text."""
-    return field(default=default, metadata={"help": help_text})
 
 
 @dataclass(frozen=True)

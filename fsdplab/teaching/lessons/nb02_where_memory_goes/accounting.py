@@ -194,7 +194,7 @@ def real_batches(largest_batch: Callable[[float, Moments], float]) -> Table:
         found = [each.spec.micro_batch for each in fit(spec).candidates if _like(each.spec, spec)]
         rows.append([checkpointing, f"{mine:g}", found[0] if found else 0])
     caption = f"Predicted: full_shard, sequences of {SEQUENCE:,} tokens, bf16 with fp32 masters, a card of 85.9 GB."
-    return table(["activations recomputed", "your largest batch", "fsdplab plan --fit"], rows, caption)
+    return table(["activations recomputed", "your largest batch", "fsdplab plan fit"], rows, caption)
 
 
 def _like(found: PlanSpec, spec: PlanSpec) -> bool:

@@ -1,7 +1,7 @@
 """Lesson 19 in the notebook's process: plans of a job of 70 billion parameters, its bill, and the planner's own record.
 
 All of it is arithmetic: no rank is started. How far off such predictions are is computed from published measurements
-(`data/published.csv`), as `fsdplab plan --validate` does it.
+(`data/published.csv`), as `fsdplab plan validate` does it.
 """
 
 from __future__ import annotations

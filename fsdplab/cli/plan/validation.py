@@ -1,19 +1,17 @@
-"""`fsdplab plan --validate`: predicted beside published, row by row, with the median and the worst error."""
+"""`fsdplab plan validate`: predicted beside published, row by row, with the median and the worst error."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from fsdplab.cli.console import console_beside
 from fsdplab.cli.errors import refuse
-from fsdplab.cli.outputs import WIDTH
-from fsdplab.cli.plan import write_json
-from fsdplab.cli.plan_search import check_figure, write_figure
+from fsdplab.cli.plan.targets import Targets, grid
 from fsdplab.common.places import shared_folder
 from fsdplab.common.sizes import three_digits
 from fsdplab.planning.published import PublishedError
@@ -26,21 +24,22 @@ _UNITS = {"memory": ("GiB", 2.0**30), "memory (arithmetic)": ("GiB", 2.0**30), "
 def show_validation(file: Path | None, json_file: str | None, figure: Path | None) -> None:
     """Predict every usable row of a file of published measurements, and print how far off the predictions are."""
     if file is None and not _TABLE.exists():
-        refuse(f"{_TABLE} is not there; give a file of measurements: fsdplab plan --validate FILE.csv")
-    if figure is not None:
-        check_figure(figure)
+        refuse(f"{_TABLE} is not there; give a file of measurements: fsdplab plan validate FILE.csv")
+    targets = Targets(json_file, figure).check()
     try:
         found = validate(file or _TABLE)
     except PublishedError as error:
         refuse(str(error))
-    console = console_beside(json_file, WIDTH)
+    console = targets.console()
     console.print(_table(found))
     _print_summary(console, found)
-    write_json(json_file, json.dumps(found.as_dict(), indent=1))
-    if figure is not None:
-        from fsdplab.cli.plan_figures import validation_figure
+    targets.write(found.as_dict(), lambda: _figure(found))
 
-        write_figure(figure, validation_figure([_point(row) for row in found.rows], _finding(found)))
+
+def _figure(found: Validation) -> Any:
+    from fsdplab.cli.plan.figures import validation_figure
+
+    return validation_figure([_point(row) for row in found.rows], _finding(found))
 
 
 def _finding(found: Validation) -> str:
@@ -58,15 +57,15 @@ def _point(row: Row) -> tuple[str, str, float, float]:
 
 
 def _table(found: Validation) -> Table:
-    table = Table(box=None, header_style="bold")
-    for name in ("row", "quantity", "predicted", "published", "ratio", "efficiency"):
-        table.add_column(name, justify="right" if name in ("predicted", "published", "ratio") else "left", no_wrap=True)
-    for row in found.rows:
-        unit, scale = _UNITS[row.quantity]
-        shown = [f"{three_digits(value / scale)} {unit}".strip() for value in (row.predicted, row.published)]
-        part = row.part if row.part != NOT_FITTED else ""
-        table.add_row(escape(row.id), row.quantity, *shown, f"{row.ratio:.2f}", part)
-    return table
+    columns = ("row", "quantity", "predicted", "published", "ratio", "efficiency")
+    return grid(columns, map(_row, found.rows), words=("row", "quantity", "efficiency"))
+
+
+def _row(row: Row) -> Sequence[str]:
+    unit, scale = _UNITS[row.quantity]
+    shown = [f"{three_digits(value / scale)} {unit}".strip() for value in (row.predicted, row.published)]
+    part = row.part if row.part != NOT_FITTED else ""
+    return escape(row.id), row.quantity, *shown, f"{row.ratio:.2f}", part
 
 
 def _print_summary(console: Console, found: Validation) -> None:

@@ -1,19 +1,17 @@
-"""`fsdplab plan --simulate`: a step, event by event, beside the closed form, and as a page with its timeline."""
+"""`fsdplab plan simulate`: a step, event by event, beside the closed form, and as a page with its timeline."""
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from fsdplab.cli.console import console_beside
-from fsdplab.cli.outputs import WIDTH, Outputs
-from fsdplab.cli.plan import print_provenance, refusals, write_json
+from fsdplab.cli.outputs import Outputs
+from fsdplab.cli.plan.targets import Targets, grid, print_provenance, refusals
 from fsdplab.common.files import write_output
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import MISSING, plural
@@ -25,21 +23,20 @@ from fsdplab.records import RunRecord, comparison_json, known
 _FIELDS = ("step_time_s", "tokens_per_s", "peak_memory_bytes", "comm", "formula_bytes_per_step", "simulated")
 
 
-def show_simulation(
-    model: str, gpu: str, choices: dict[str, Any], json_file: str | None, html_file: Path | None
-) -> None:
+def show_simulation(settings: dict[str, Any], json_file: str | None, html_file: Path | None) -> None:
     """Simulate one step of a plan, print it beside the closed form, and write the page and JSON if asked."""
     Outputs(html_file=html_file).check()
+    targets = Targets(json_file).check()
     with refusals():
-        spec = plan_spec(model, gpu, **choices)
+        spec = plan_spec(**settings)
         peak_flops(spec.gpu)
         began = time.perf_counter()
         found, record = plan_of(spec), simulate(spec)
         took = time.perf_counter() - began
-    console = console_beside(json_file, WIDTH)
+    console = targets.console()
     console.print(_table(found, record))
     _print_how(console, found, record, took)
-    write_json(json_file, json.dumps(_as_dict(found, record), indent=1))
+    targets.write(_as_dict(found, record))
     if html_file is not None:
         from fsdplab.figures import comparison_page, findings_of
 
@@ -47,16 +44,16 @@ def show_simulation(
 
 
 def _table(found: Plan, record: RunRecord) -> Table:
-    table = Table(box=None, header_style="bold")
-    for name in ("of one step", "simulated", "closed form", "difference"):
-        table.add_column(name, justify="left" if name == "of one step" else "right", no_wrap=True)
-    for name, write, simulated, closed in _pairs(found, record):
-        apart = round(100 * (simulated / closed - 1), 1) if closed else None
-        table.add_row(name, write(simulated), write(closed), MISSING if apart is None else f"{apart or 0:+.1f}%")
-    return table
+    columns = ("of one step", "simulated", "closed form", "difference")
+    return grid(columns, (_row(*pair) for pair in _pairs(found, record)), words=("of one step",))
 
 
-def _pairs(found: Plan, record: RunRecord) -> Iterator[tuple[str, Any, float, float]]:
+def _row(name: str, write: Callable[[float], str], simulated: float, closed: float) -> Sequence[str]:
+    apart = round(100 * (simulated / closed - 1), 1) if closed else None
+    return name, write(simulated), write(closed), MISSING if apart is None else f"{apart or 0:+.1f}%"
+
+
+def _pairs(found: Plan, record: RunRecord) -> Iterator[tuple[str, Callable[[float], str], float, float]]:
     """(quantity, how it is written, simulated, closed form)."""
     assert found.time is not None, "a GPU without FLOP/s was refused before"
     comm, split = record.summary.comm, record.table("breakdown")[0]

@@ -1,0 +1,151 @@
+"""The commands of `fsdplab plan`: each is one question about a job; without a command it is `plan step`.
+
+Their names were flags once (`plan --fit`); these still work, with a note.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from fsdplab.cli.errors import refuse
+from fsdplab.cli.options import PLAN, SETTINGS, examples, settings_of
+
+_WERE_FLAGS = {"--fit": "fit", "--sweep": "sweep", "--simulate": "simulate", "--ask": "ask", "--validate": "validate"}
+
+
+class _Plan(TyperGroup):
+    """A group whose first word may be left out, for `step`, or be one of the flags of before."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, _with_command(args, tuple(self.commands)))
+
+
+def _with_command(args: list[str], commands: tuple[str, ...]) -> list[str]:
+    """`["--gpus", "8", "--fit"]` -> `["fit", "--gpus", "8"]`; what a value follows keeps it."""
+    if args and args[0] in (*commands, "--help", "-h"):
+        return args
+    given = [word for word in args if word.partition("=")[0] in _WERE_FLAGS]
+    if not given:
+        named = args and not args[0].startswith("-")  # an unknown name is refused as such
+        return args if named else ["step", *args]
+    if len(given) > 1:
+        refuse(f"{' and '.join(given)} were given; expected one of them, or none for the plan of a step")
+    flag, _, value = given[0].partition("=")
+    command, place = _WERE_FLAGS[flag], args.index(given[0])
+    before, after = args[:place], args[place + 1 :]
+    if flag == "--sweep" and not value:
+        value, after = (after[0], after[1:]) if after else ("", [])
+    print(f"fsdplab: plan {flag} is now plan {command}; the flag works until the next version", file=sys.stderr)
+    return [command, *([value] if flag == "--sweep" else []), *before, *after]
+
+
+app = typer.Typer(
+    cls=_Plan,
+    help="Predict memory, traffic and step time of a training job, and say what fits: nothing is run. Without a"
+    " command it plans one step, with the flags of `plan step`.",
+    epilog=examples(
+        "fsdplab plan --model llama-3.1-70b --gpu h100-80gb --gpus 16 --checkpointing full",
+        "fsdplab plan fit --model llama-3.1-8b --gpus 16",
+        "fsdplab plan sweep gpus=8..1024 --model llama-3.1-70b --checkpointing full --figure sweep.html",
+        "fsdplab plan ask hybrid --model llama-3.1-70b --gpus 16 --figure hybrid.html",
+    ),
+)
+
+Tokens = Annotated[float | None, typer.Option(help="Tokens of the whole training, such as 15e12: hours and GPU-hours.")]
+Json = Annotated[str | None, typer.Option("--json", help="Write the answer as JSON to a file, or to stdout with -.")]
+Figure = Annotated[
+    Path | None, typer.Option(help="Write a figure as .html; its camera button saves an SVG.")
+]  # fmt: skip
+
+
+@app.command(
+    epilog=examples(
+        "fsdplab plan --model llama-3.1-70b --gpu h100-80gb --gpus 16 --checkpointing full",
+        "fsdplab plan --model mistral-7b --gpu 4090 --gpus 4 --lora-rank 16 --base-dtype nf4 --json -",
+    )
+)
+@settings_of(*PLAN, of=PLAN)
+def step(settings: dict[str, Any] = SETTINGS, tokens: Tokens = None, json_file: Json = None) -> None:
+    """Plan one step: memory by category beside the card, traffic, time, and what would fit. The default command."""
+    from fsdplab.cli.plan.step import check_tokens, show_plan
+
+    check_tokens(tokens)
+    show_plan(settings, tokens, json_file)
+
+
+@app.command(epilog=examples("fsdplab plan fit --model llama-3.1-8b --gpus 16"))
+@settings_of(*PLAN, of=PLAN)
+def fit(settings: dict[str, Any] = SETTINGS, tokens: Tokens = None, json_file: Json = None) -> None:
+    """Search the cheapest strategy, the largest micro-batch and the fewest GPUs."""
+    from fsdplab.cli.plan.search import show_fit
+    from fsdplab.cli.plan.step import check_tokens
+
+    check_tokens(tokens)
+    show_fit(settings, tokens, json_file)
+
+
+@app.command(
+    epilog=examples("fsdplab plan sweep gpus=8..1024 --model llama-3.1-70b --checkpointing full --figure sweep.html")
+)
+@settings_of(*PLAN, of=PLAN)
+def sweep(
+    values: Annotated[
+        str, typer.Argument(help="One choice and its values: gpus=8..1024 (doubling), or seq=1024,4096.")
+    ],
+    settings: dict[str, Any] = SETTINGS,
+    json_file: Json = None,
+    figure: Figure = None,
+) -> None:
+    """Plan for each value of one choice."""
+    from fsdplab.cli.plan.search import show_sweep
+
+    show_sweep(settings, values, json_file, figure)
+
+
+@app.command(epilog=examples("fsdplab plan simulate --model llama-3.1-405b --gpus 10000 --html step.html"))
+@settings_of(*PLAN, of=PLAN)
+def simulate(
+    settings: dict[str, Any] = SETTINGS,
+    json_file: Json = None,
+    html_file: Annotated[
+        Path | None, typer.Option("--html", help="Write a standalone page with the simulated timeline.")
+    ] = None,
+) -> None:
+    """Simulate the step event by event, beside the closed form."""
+    from fsdplab.cli.plan.simulation import show_simulation
+
+    show_simulation(settings, json_file, html_file)
+
+
+@app.command(epilog=examples("fsdplab plan ask", "fsdplab plan ask hybrid --model llama-3.1-70b --gpus 16"))
+@settings_of(*PLAN, of=PLAN)
+def ask(
+    question: Annotated[str | None, typer.Argument(help="A question's name; without one they are listed.")] = None,
+    settings: dict[str, Any] = SETTINGS,
+    json_file: Json = None,
+    figure: Figure = None,
+) -> None:
+    """Answer a question about a plan, such as hybrid, or list them: 14 of tuning, and five more."""
+    from fsdplab.cli.plan.questions import show_answer, show_questions
+
+    if question is None:
+        show_questions(json_file)
+    else:
+        show_answer(question, settings, json_file, figure)
+
+
+@app.command(epilog=examples("fsdplab plan validate", "fsdplab plan validate measured.csv --figure validation.html"))
+def validate(
+    file: Annotated[Path | None, typer.Argument(help="A CSV with the columns of data/published.csv.")] = None,
+    json_file: Json = None,
+    figure: Figure = None,
+) -> None:
+    """Predict published measurements, and say how far off the predictions are."""
+    from fsdplab.cli.plan.validation import show_validation
+
+    show_validation(file, json_file, figure)
