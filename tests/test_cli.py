@@ -188,7 +188,7 @@ def test_version_help_and_the_installed_script(capsys):
     [
         (["compare"], [*STRATEGIES, "fsdplab compare --world-size 4"]),
         (["run"], [*STRATEGIES, "--offload", "fsdplab run hybrid_shard"]),
-        (["bench"], [*STRATEGIES, "fsdplab bench --starts"]),
+        (["bench"], [*STRATEGIES, "fsdplab bench --compile"]),
         (["report"], ["fsdplab report rank0.json rank1.json"]),
         (["course"], ["build", "test", "site"]),
         (["course", "build"], ["--edition", "fsdplab course build"]),

@@ -134,7 +134,6 @@ def test_a_trace_that_grows_too_large_is_one_line(tmp_path: Path, capsys: pytest
     "arguments",
     [
         ["bench", "--json", "/no/such/b.json"],
-        ["bench", "--starts", "--json", "/no/such/b.json"],
         ["compare", "--keep", "/dev/null/records"],
         ["report", "--csv", "/dev/null/tables", "RECORD"],
         ["report", "--tensorboard", "/dev/null", "RECORD"],

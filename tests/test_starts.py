@@ -1,4 +1,4 @@
-"""What starting costs is printed by `fsdplab bench --starts`, and what is heavy is imported where it is needed only.
+"""What starting costs is printed by `python -m tests.starts`, and what is heavy is imported where it is needed only.
 
 No test here judges a time: another program on the machine would decide it.
 """
@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from fsdplab.cli import bench_starts, main
+from fsdplab.cli import main
 from fsdplab.profiling import analyse_trace, with_peers
 from fsdplab.records import PARTS_OF_EXPOSED, RunRecord
-from fsdplab.sessions import RunSpec, run, starts
+from fsdplab.sessions import RunSpec, run
 from fsdplab.sessions.launch import warm
-from fsdplab.sessions.starts import Row, StartsFailed, in_turn
 from fsdplab.sessions.worker.training import main as worker
-from fsdplab.teaching.authoring.starts import CHECKED
 from fsdplab.teaching.core.exercise import Exercise
 from fsdplab.teaching.core.registry import find
+from tests import starts
+from tests.starts import CHECKED, Row, StartsFailed, in_turn
 
 TINY = RunSpec(model="gpt-tiny", steps=1, batch_size=1, sequence_length=16, profile=1, device="cpu")
 HEAVY = {"torch", "numpy", "plotly", "pandas", "IPython"}
@@ -77,8 +77,8 @@ def test_a_row_has_medians_and_their_ratio() -> None:
         "name": "ranks that answer", "cold_s": [6.0, 5.0, 4.0], "warm_s": [0.1, 0.05, 0.2], "cold_median_s": 5.0,
         "warm_median_s": 0.1, "ratio": 50.0,
     }  # fmt: skip
-    assert bench_starts.cells(row) == ("ranks that answer", "5.00 s", "0.10 s", "50.0")
-    assert bench_starts.cells(Row("fsdplab doctor", (), (12.34,))) == ("fsdplab doctor", "–", "12.3 s", "–")
+    assert starts.cells(row) == ("ranks that answer", "5.00 s", "0.10 s", "50.0")
+    assert starts.cells(Row("fsdplab doctor", (), (12.34,))) == ("fsdplab doctor", "–", "12.3 s", "–")
 
 
 def test_cold_and_warm_are_asked_in_turn_after_one_that_is_not_counted() -> None:
@@ -101,24 +101,15 @@ def test_the_check_that_is_timed_starts_ranks() -> None:
 def test_the_command_prints_a_table_and_writes_json(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(
-        starts,
-        "of_ranks",
-        lambda repetitions, on_row: on_row(in_turn("ranks that answer", lambda start: None, repetitions)),
-    )
-    monkeypatch.setattr(
-        starts, "of_commands", lambda repetitions, on_row: on_row(Row("import fsdplab", (), (0.05,) * repetitions))
-    )
+    rows = {"of_ranks": "ranks that answer", "of_the_course": "%%ranks cell", "of_commands": "import fsdplab"}
+    for name, what in rows.items():
+        row = in_turn(what, lambda start: None, 2)
+        monkeypatch.setattr(starts, name, lambda repetitions, on_row, row=row: on_row(row))
     monkeypatch.setattr(starts, "of_compare", lambda on_row: on_row(Row(starts.WHOLE, (80.0,), (30.0,))))
-    monkeypatch.setattr(
-        bench_starts, "_of_the_course", lambda repetitions: [Row("%%ranks cell", (5.0,), (0.25,)).as_dict()]
-    )
     file = tmp_path / "starts.json"
-    with pytest.raises(SystemExit) as left:
-        main(["bench", "--starts", "--repetitions", "2", "--json", str(file)])
-    assert left.value.code == 0
+    starts.main(["--repetitions", "2", "--json", str(file)])
     printed, written = capsys.readouterr().out, json.loads(file.read_text())
-    names = ["ranks that answer", "%%ranks cell", "import fsdplab", starts.WHOLE]
+    names = [*rows.values(), starts.WHOLE]
     assert [row["name"] for row in written["rows"]] == names and written["repetitions"] == 2
     assert all(printed.count(name) == 2 for name in names)  # as it was measured, and in the table
     assert "80.0 s" in printed and "2.7" in printed
@@ -149,7 +140,7 @@ def test_warm_where_ranks_cannot_be_forked_is_one_line(
 
 def test_repetitions_are_at_least_one(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
-        main(["bench", "--starts", "--repetitions", "0"])
+        starts.main(["--repetitions", "0"])
     assert left.value.code == 2 and "--repetitions is 0; expected at least 1" in capsys.readouterr().err
 
 

@@ -209,14 +209,7 @@ def report(
     report_records(records, outputs, Exports(tensorboard, perfetto, csv, snapshot), options, tables)
 
 
-@app.command(
-    epilog=examples(
-        "fsdplab bench",
-        "fsdplab bench --link 400MB/s --prefetch 0,1",
-        "fsdplab bench --compile",
-        "fsdplab bench --starts --repetitions 3",
-    )
-)
+@app.command(epilog=examples("fsdplab bench", "fsdplab bench --link 400MB/s --prefetch 0,1", "fsdplab bench --compile"))
 @settings_of(
     "world_size", "model", "batch_size", "sequence_length", "precision", "optimizer", "transport", "link", "device",
     "start", "time_limit", model="gpt-25m", batch_size=4, sequence_length=256, time_limit=900.0,
@@ -236,23 +229,8 @@ def bench(
         bool, typer.Option("--compile", help="torch.compile makes one graph of each block, under every engine.")
     ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write medians and ratios to this file.")] = None,
-    starts: Annotated[
-        bool,
-        typer.Option(
-            "--starts", help="Time starting instead, cold beside warm: ranks, a run, a check, the commands, compare."
-        ),
-    ] = False,
-    repetitions: Annotated[int, typer.Option(help="Of --starts: how often each is timed.")] = 3,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Of --starts: leave compare out, which takes minutes.")
-    ] = False,
 ) -> None:
-    """Time engines in turn in one run, and report ratios of medians; with --starts, time starting."""
-    if starts:
-        from fsdplab.cli.bench_starts import bench_starts
-
-        bench_starts(repetitions, quick, json_file)
-        return
+    """Time engines in turn in one run, and report ratios of medians."""
     begin_warm(settings["start"], names(strategies))
     from fsdplab.cli.bench import bench_engines
 

@@ -1,12 +1,19 @@
 """The cost of starting: the same requests cold (new Pythons, by torch.distributed.run) and warm (forked), in one run.
 
+    python -m tests.starts [--repetitions 3] [--quick] [--json FILE]
+
 A quantity is a name and two callables; each is called once unmeasured where it is warm (the starter has then imported
 what it forks), and then a few times, cold and warm in turn, so that a machine that slows down slows both. Commands are
-timed as whole processes, as a user waits for them.
+timed as whole processes, as a user waits for them. Cold is what a `%%ranks` cell and a check took before ranks were
+forked: torch.distributed.run and new Pythons.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import io
+import json
 import os
 import statistics
 import subprocess
@@ -18,11 +25,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
+from fsdplab.common.files import write_output
 from fsdplab.common.pythons import run_of, with_this_checkout
-from fsdplab.common.temporary import folder_of_this_process
+from fsdplab.sessions.launch.launcher import ranks_started_by, start_torchrun
 from fsdplab.sessions.remote_call import call_on_ranks
 from fsdplab.sessions.run_and_record import run
 from fsdplab.sessions.spec import RunSpec
+from fsdplab.teaching.core.cell_runs import run_ranks
+from fsdplab.teaching.core.checking import grade
+from fsdplab.teaching.core.course_state import current, open_course
+from fsdplab.teaching.core.exercise import Exercise
+from fsdplab.teaching.core.registry import find
 
 COLD, WARM = "torchrun", "warm"
 _ANSWER = "def answer(rank, world_size, payload):\n    return rank\n"
@@ -32,6 +48,8 @@ _COMMANDS = {
     "fsdplab doctor": run_of("fsdplab", "doctor")[1:],
 }
 FIRST_ROW, WHOLE = "fsdplab compare: first row", "fsdplab compare: all of it"
+CHECKED = "05.reduce"  # runs on ranks, three of them
+_CELL = "import torch.distributed as dist\nprint(dist.get_rank())\n"
 OnRow = Callable[["Row"], None]
 
 
@@ -76,7 +94,7 @@ def in_turn(name: str, ask: Callable[[str], object], repetitions: int) -> Row:
 
 def of_ranks(repetitions: int, on_row: OnRow) -> None:
     """Ranks that answer, and a whole run of gpt-tiny."""
-    with tempfile.TemporaryDirectory(prefix="starts-", dir=folder_of_this_process()) as folder:
+    with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "answer.py"
         source.write_text(_ANSWER)
         on_row(
@@ -91,6 +109,28 @@ def of_ranks(repetitions: int, on_row: OnRow) -> None:
             "run, gpt-tiny, 2 steps", lambda start: run(RunSpec(model="gpt-tiny", steps=2, start=start)), repetitions
         )
     )
+
+
+def of_the_course(repetitions: int, on_row: OnRow) -> None:
+    """A cell on ranks, and a check of notebook 05."""
+    with tempfile.TemporaryDirectory() as folder:
+        open_course("learner", folder)
+        current().workspace.save(CHECKED, find(CHECKED, Exercise).reference)
+        for name, ask in (("%%ranks cell", lambda: run_ranks("2", _CELL)), (f"check({CHECKED!r})", _check_once)):
+            on_row(in_turn(name, lambda start: _started(start, ask), repetitions))
+
+
+def _check_once() -> None:
+    verdict = grade(CHECKED)
+    if not verdict.passed:
+        raise StartsFailed(str(verdict))
+
+
+def _started(start: str, ask: Callable[[], None]) -> None:
+    """Call `ask` with ranks of torchrun, or with forked ones, and discard its output."""
+    how = ranks_started_by(start_torchrun) if start == COLD else contextlib.nullcontext()
+    with how, contextlib.redirect_stdout(io.StringIO()):
+        ask()
 
 
 def of_commands(repetitions: int, on_row: OnRow) -> None:
@@ -152,3 +192,45 @@ def _seconds(ask: Callable[[], object]) -> float:
     began = time.perf_counter()
     ask()
     return time.perf_counter() - began
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print each row as it comes and then the table, and write JSON if asked."""
+    parser = argparse.ArgumentParser(description="What starting costs, cold beside warm.")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="leave compare out, which takes minutes")
+    parser.add_argument("--json", type=Path, help="write all seconds, medians and ratios to this file")
+    asked = parser.parse_args(arguments)
+    if asked.repetitions < 1:
+        parser.error(f"--repetitions is {asked.repetitions}; expected at least 1")
+    console, rows = Console(width=100), []
+
+    def keep(row: Row) -> None:
+        rows.append(row)
+        console.print("  ".join(cells(row)), highlight=False, style="dim")
+
+    for measured in (of_ranks, of_the_course, of_commands):
+        measured(asked.repetitions, keep)
+    if not asked.quick:
+        of_compare(keep)
+    table = Table("what", "cold", "warm", "cold / warm", box=None)
+    for row in rows:
+        table.add_row(*cells(row))
+    console.print(table)
+    if asked.json is not None:
+        found = {"repetitions": asked.repetitions, "rows": [row.as_dict() for row in rows]}
+        write_output(asked.json, json.dumps(found, indent=1) + "\n")
+
+
+def cells(row: Row) -> tuple[str, str, str, str]:
+    """The row as the table shows it: name, cold, warm, ratio."""
+    cold, warm, ratio = row.median("cold"), row.median("warm"), row.ratio
+    return row.name, _shown(cold), _shown(warm), "–" if ratio is None else f"{ratio:.1f}"
+
+
+def _shown(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f} s" if value < 10 else f"{value:.1f} s"
+
+
+if __name__ == "__main__":
+    main()
