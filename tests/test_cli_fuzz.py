@@ -7,6 +7,7 @@ with one line. The seeds are fixed; `python -m tests.test_cli_fuzz 5000` tries m
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import gzip
 import io
@@ -18,6 +19,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +28,10 @@ import typer
 from fsdplab import cli
 from fsdplab.cli.app import app
 from fsdplab.common.names import CATEGORIES
+from fsdplab.gpu_check.__main__ import parser as check_parser
 from fsdplab.records import LANES, TABLES, RunRecord, Summary
 from fsdplab.records.tables import IDLE_PARTS
+from fsdplab.teaching.__main__ import parser as course_parser
 
 VALUES = (
     "", " ", "-", "--", "-1", "0", "1", "7", "1.5", "1e400", "nan", "inf", "-inf", "NaN", "9" * 20, "9" * 400,
@@ -65,7 +69,17 @@ def commands() -> dict[str, Any]:
         for each, other in (inner or {}).items():
             yield from below(other, f"{name} {each}".strip())
 
-    return dict(below(typer.main.get_command(app), ""))
+    found = dict(below(typer.main.get_command(app), ""))
+    inner = next(each for each in course_parser()._actions if isinstance(each, argparse._SubParsersAction)).choices
+    handed_on = {"gpu-check": check_parser()} | {f"course {name}": parser for name, parser in inner.items()}
+    found.pop("course")
+    return found | {name: [own(action) for action in parser._actions] for name, parser in handed_on.items()}
+
+
+def own(action: argparse.Action) -> SimpleNamespace:
+    """A flag of argparse's, with the names that those of the other commands have."""
+    kind = "option" if action.option_strings else "argument"
+    return SimpleNamespace(opts=action.option_strings, param_type_name=kind, is_flag=action.nargs == 0)
 
 
 def flags_of(parameters: Any) -> list[str | None]:

@@ -22,12 +22,6 @@ from fsdplab.cli.terminal import show_what_can_be_shown, signals_as_exceptions
 from fsdplab.common.names import OVER_ALL_RANKS, STRATEGIES, STRATEGIES_IN_WORDS
 from fsdplab.sessions.spec import ENGINES, ENGINES_IN_WORDS, PEERS
 
-
-def flag(name: str, value: object) -> list[str]:
-    """A flag for another process; nothing where it was not given: `flag("--out", Path("a")) == ["--out", "a"]`."""
-    return [] if value in (None, "") else [name, str(value)]
-
-
 app = typer.Typer(
     help="A laboratory for Fully Sharded Data Parallel training.",
     pretty_exceptions_enable=False,
@@ -283,88 +277,24 @@ def lab(
     raise typer.Exit(open_lab(notebooks, browser, port, edition))
 
 
-course = typer.Typer(
-    help="Build and test the course's editions, for teachers and for CI; write it as pages.", no_args_is_help=True
-)
-app.add_typer(course, name="course")
-
-Source = Annotated[Path | None, typer.Option(help="Folder of the sources; default: notebooks, here or in the clone.")]
+# what a module's own parser reads, its --help too
+_AS_GIVEN = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 
-@course.command("build", epilog=examples("fsdplab course build", "fsdplab course build --edition teacher --out print"))
-def course_build(
-    edition: Annotated[str, typer.Option(help="learner (exercises to solve) or teacher (with solutions).")] = "learner",
-    out: Annotated[Path | None, typer.Option(help="Folder to write to; default: course-<edition>.")] = None,
-    source: Source = None,
-) -> None:
-    """Write one edition of the notebooks to a folder."""
+@app.command(context_settings=_AS_GIVEN)
+def course(context: typer.Context) -> None:
+    """Build and test the course's editions, for teachers and for CI; write it as pages: build, test or site."""
     from fsdplab.cli.lab import run_course
 
-    raise typer.Exit(run_course(["build", "--edition", edition, *flag("--out", out), *flag("--source", source)]))
+    raise typer.Exit(run_course(context.args))
 
 
-@course.command(
-    "test",
-    epilog=examples(
-        "fsdplab course test", "fsdplab course test course-learner", "fsdplab course test --edition teacher"
-    ),
-)
-def course_test(
-    directory: Annotated[Path | None, typer.Argument(help="Folder of notebooks; default: notebooks.")] = None,
-    edition: Annotated[
-        str, typer.Option(help="Run sources as teacher or as learner edition only.", show_default="both")
-    ] = "",
-) -> None:
-    """Run a folder of notebooks; sources run as teacher and as learner edition."""
-    from fsdplab.cli.lab import run_course
-
-    raise typer.Exit(run_course(["test", *([str(directory)] if directory else []), *flag("--edition", edition)]))
-
-
-@course.command(
-    "site", epilog=examples("fsdplab course site pages", "fsdplab course site pages --source my-executed --executed")
-)
-def course_site(
-    out: Annotated[Path, typer.Argument(help="Folder to write to.")],
-    source: Source = None,
-    executed: Annotated[
-        bool, typer.Option("--executed", help="The sources were run already: take the outputs that are in them.")
-    ] = False,
-    keep: Annotated[
-        Path | None, typer.Option(help="Keep the executed notebooks in this folder, for --source and --executed.")
-    ] = None,
-) -> None:
-    """Run the notebooks and write them as static pages: text, code, figures, search; no server, no network."""
-    from fsdplab.cli.lab import run_course
-
-    given = [*flag("--source", source), *(["--executed"] if executed else []), *flag("--keep", keep)]
-    raise typer.Exit(run_course(["site", str(out), *given]))
-
-
-@app.command(
-    "gpu-check",
-    epilog=examples(
-        "fsdplab gpu-check", "fsdplab gpu-check --device cpu --parts nccl,correctness", "fsdplab gpu-check --open DIR"
-    ),
-)
-def gpu_check(
-    device: Annotated[str, typer.Option(help="cuda, or cpu: a dry run of the same code in tiny sizes.")] = "cuda",
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the result, new or empty; default: gpu-check-DEVICE.")
-    ] = None,
-    parts: Annotated[str, typer.Option(help="Comma-separated parts.", show_default="all")] = "",
-    limit: Annotated[float | None, typer.Option(help="Seconds for everything.", show_default="480")] = None,
-    commit: Annotated[str, typer.Option(help="The commit of this code, where git cannot be asked.")] = "",
-    open_folder: Annotated[
-        Path | None, typer.Option("--open", help="Print the table of an earlier check, and do nothing else.")
-    ] = None,
-) -> None:
+@app.command("gpu-check", context_settings=_AS_GIVEN)
+def gpu_check(context: typer.Context) -> None:
     """Check a GPU machine from the driver to the speed of training, and keep the result; or a dry run on the CPU."""
     from fsdplab.cli.processes import run_module
 
-    given = {"--out": out, "--parts": parts, "--limit": limit, "--commit": commit, "--open": open_folder}
-    flags = [word for name, value in given.items() for word in flag(name, value)]
-    raise typer.Exit(run_module("fsdplab.gpu_check", ["--device", device, *flags]))
+    raise typer.Exit(run_module("fsdplab.gpu_check", context.args))
 
 
 def main(arguments: list[str] | None = None) -> None:

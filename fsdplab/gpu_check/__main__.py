@@ -46,7 +46,11 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """The flags of the command."""
-    flags = _Parser(prog="fsdplab gpu-check", description="Check a GPU machine, from the driver to the speed.")
+    examples = "Examples:\n  fsdplab gpu-check\n  fsdplab gpu-check --device cpu --parts nccl,correctness"
+    flags = _Parser(
+        prog="fsdplab gpu-check", description="Check a GPU machine, from the driver to the speed.", epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
     cpu = "cpu: a dry run of the same code in tiny sizes"
     flags.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=cpu)
     flags.add_argument("--out", type=Path, help="folder for the result, new or empty; default: gpu-check-DEVICE")

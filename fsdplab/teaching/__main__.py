@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from fsdplab.common.places import course_folder
 from fsdplab.common.pythons import without_package
@@ -21,9 +21,17 @@ with without_package("rfc3987_syntax"):
     from .core.course_state import EDITIONS
 
 
+_EXAMPLES = """Examples:
+  fsdplab course build --edition teacher --out print
+  fsdplab course test course-learner
+  fsdplab course site pages
+  fsdplab course site pages --source my-executed --executed"""
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; 0 done, 1 a notebook failed, 2 invalid request (one line on stderr for each reason)."""
-    asked = _parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    asked = parser().parse_args(given or ["--help"])
     try:
         return asked.command(asked)
     except CourseError as error:
@@ -32,22 +40,26 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Prints errors in one line, as every fsdplab command."""
+    """Prints errors in one line, as every fsdplab command, and examples below the help."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, epilog=_EXAMPLES, **settings)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}; see `fsdplab course --help`\n")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="fsdplab course", description="Build and test the course's editions.")
-    commands = parser.add_subparsers(required=True, metavar="build | test | site")
+def parser() -> argparse.ArgumentParser:
+    """The flags of the three commands."""
+    flags = _Parser(prog="fsdplab course", description="Build and test the course's editions.")
+    commands = flags.add_subparsers(required=True, metavar="build | test | site", dest="name")
     build = commands.add_parser("build", help="write one edition of tagged source notebooks to a folder")
     build.add_argument("--edition", choices=EDITIONS, default="learner", help="default: learner")
     build.add_argument("--out", type=Path, help="folder to write to; default: course-<edition>")
     build.add_argument("--source", type=Path, default=course_folder(), help="folder of sources; default: notebooks")
     build.add_argument("--quiet", action="store_true", help="do not list what was written")
     build.set_defaults(command=_build)
-    test = commands.add_parser("test", help="run a folder of notebooks; sources as teacher and as learner edition")
+    test = commands.add_parser("test", help="run a folder of notebooks; sources as both editions")
     test.add_argument("directory", type=Path, nargs="?", default=course_folder(), help="default: notebooks")
     test.add_argument("--edition", choices=EDITIONS, help="run sources in this edition only")
     test.set_defaults(command=_test)
@@ -57,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     site.add_argument("--executed", action="store_true", help="the sources were run already: take their outputs")
     site.add_argument("--keep", type=Path, help="keep the executed notebooks in this folder, for --executed")
     site.set_defaults(command=_site)
-    return parser
+    return flags
 
 
 def _build(asked: argparse.Namespace) -> int:
