@@ -36,17 +36,13 @@ def test_it_imports_the_standard_library_only():
 
 
 def test_every_table_has_the_strategies_of_the_engine():
-    from fsdplab.common.names import STATES, STRATEGIES, STRATEGY_ROWS
+    from fsdplab.common.names import STRATEGIES
     from fsdplab.engine import STRATEGIES as DONE
     from fsdplab.figures.style import STRATEGY_COLOURS
-    from fsdplab.planning.traffic import _GATHERS
     from fsdplab.sessions.spec import ENGINES
 
-    assert STRATEGIES == tuple(STRATEGY_ROWS) == tuple(DONE) == tuple(_GATHERS) == ENGINES["twin"]
+    assert STRATEGIES == tuple(DONE) == ENGINES["twin"]
     assert (*STRATEGIES, "twin") == tuple(STRATEGY_COLOURS) and set(ENGINES["lab"]) == set(STRATEGIES)
-    for name, row in DONE.items():
-        cut = (row.shard_parameters, row.shard_gradients, row.shard_optimizer)
-        assert STRATEGY_ROWS[name].cuts == tuple(state for state, there in zip(STATES, cut) if there)
 
 
 def test_every_table_has_the_categories_of_the_engine():

@@ -16,6 +16,7 @@ from fsdplab.cli.errors import refusals, refuse
 from fsdplab.cli.outputs import Detail, Outputs, end_if_failed, print_drift, print_findings, print_output_of_ranks, show
 from fsdplab.cli.progress import ProgressTable, headline
 from fsdplab.cli.terminal import look_for_signals
+from fsdplab.common.names import IN_GROUPS
 from fsdplab.common.temporary import folder_of_this_process
 from fsdplab.figures.conclusion import change_words
 from fsdplab.figures.view import SETTINGS, RunView, with_verdicts
@@ -93,8 +94,8 @@ def _without_twice(specs: list[RunSpec]) -> list[RunSpec]:
 
 
 def own(strategy: str, common: dict[str, Any]) -> dict[str, Any]:
-    """The common settings that a strategy uses: only hybrid_shard has shard groups."""
-    groups = {} if strategy == "hybrid_shard" else dict(shard_size=None, link_across=None)
+    """The common settings that a strategy uses: not all have shard groups."""
+    groups = {} if strategy in IN_GROUPS else dict(shard_size=None, link_across=None)
     return {**common, "strategy": strategy, **groups}
 
 

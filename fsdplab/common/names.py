@@ -1,12 +1,13 @@
 """The strategies and the categories of memory: a row each, with all that is said of them in more than one place.
 
 A request is checked, a help text printed and a figure coloured before torch is loaded, so the rows stand here, without
-it. What a strategy does is the engine's own table (`engine/core/policy.py`), and the bytes it must send are written
-down independently (`planning/traffic.py`); tests hold all of them to these names.
+it. The engine's policy, the planner and the figures read a strategy's row; no code asks for a strategy by its name, so
+a new row is a new strategy everywhere.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 STATES = ("parameters", "gradients", "optimizer")  # the three model states of ZeRO
@@ -14,15 +15,44 @@ STATES = ("parameters", "gradients", "optimizer")  # the three model states of Z
 
 @dataclass(frozen=True)
 class StrategyRow:
-    """A strategy: the states that it cuts over the ranks, its colour, the name it is known by elsewhere, and whether it
-    needs groups of ranks (a mesh of two dimensions).
+    """A strategy: the states that it shards over the ranks, how, and its colour and names elsewhere.
+
+    `reshards_after_forward`: whether every unit but the root is resharded between its forward and its backward.
+    `in_groups`: whether states are sharded inside groups of ranks and replicated over the groups, on a mesh of two
+    dimensions. `other_names` are those of published jobs, `torch_fsdp1` is a member of PyTorch's `ShardingStrategy`.
     """
 
     name: str
     cuts: tuple[str, ...]
     colour: str
-    known_as: str = ""
+    reshards_after_forward: bool = False
     in_groups: bool = False
+    known_as: str = ""
+    other_names: tuple[str, ...] = ()
+    torch_fsdp1: str = ""
+    deepspeed_stage: int | None = None
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether parameters are gathered once a step, after the optimizer has updated their shards."""
+        return "parameters" not in self.cuts
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether gradients stay unsharded until the last micro-batch of a step, which alone reduces them."""
+        return "gradients" not in self.cuts
+
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether what a unit gathers or casts for its forward stays until its backward; parameters that rest whole
+        under zero1 and zero2 are neither gathered nor cast then.
+        """
+        return not self.reshards_after_forward and self.cuts in ((), STATES)
+
+    @property
+    def saves_most(self) -> bool:
+        """Whether a rank keeps least: all states are sharded over all ranks, and units are resharded."""
+        return self.cuts == STATES and self.reshards_after_forward and not self.in_groups
 
 
 @dataclass(frozen=True)
@@ -43,16 +73,39 @@ class CategoryRow:
 STRATEGY_ROWS = {
     row.name: row
     for row in (
-        StrategyRow("no_shard", (), "#7f868f", "DDP"),
-        StrategyRow("zero1", STATES[2:], "#d3c1ee"),
-        StrategyRow("zero2", STATES[1:], "#ae8fdc"),
-        StrategyRow("shard_grad_op", STATES, "#8a5fcb"),
-        StrategyRow("full_shard", STATES, "#6435b0", "ZeRO-3"),
-        StrategyRow("hybrid_shard", STATES, "#c2366f", in_groups=True),
+        StrategyRow(
+            "no_shard", (), "#7f868f", known_as="DDP", other_names=("ddp", "no_shard"), torch_fsdp1="NO_SHARD"
+        ),
+        StrategyRow("zero1", STATES[2:], "#d3c1ee", other_names=("zero-1",), deepspeed_stage=1),
+        StrategyRow("zero2", STATES[1:], "#ae8fdc", other_names=("zero-2",), deepspeed_stage=2),
+        StrategyRow("shard_grad_op", STATES, "#8a5fcb", other_names=("shard_grad_op",), torch_fsdp1="SHARD_GRAD_OP"),
+        StrategyRow(
+            "full_shard", STATES, "#6435b0", reshards_after_forward=True, known_as="ZeRO-3",
+            other_names=("full_shard", "zero-3", "full shard", "fsdp"), torch_fsdp1="FULL_SHARD", deepspeed_stage=3,
+        ),
+        StrategyRow(
+            "hybrid_shard", STATES, "#c2366f", reshards_after_forward=True, in_groups=True,
+            other_names=("hybrid", "hsdp"),
+        ),
     )
-}
+}  # fmt: skip
+
+
+def strategies_that(fulfil: Callable[[StrategyRow], bool]) -> tuple[str, ...]:
+    """Names of the strategies whose rows fulfil a condition, in the table's order.
+
+    >>> strategies_that(lambda row: not row.cuts)
+    ('no_shard',)
+    """
+    return tuple(name for name, row in STRATEGY_ROWS.items() if fulfil(row))
+
+
 STRATEGIES = tuple(STRATEGY_ROWS)
-OVER_ALL_RANKS = tuple(row.name for row in STRATEGY_ROWS.values() if not row.in_groups)
+OVER_ALL_RANKS = strategies_that(lambda row: not row.in_groups)
+IN_GROUPS = strategies_that(lambda row: row.in_groups)
+BEST_KNOWN_FIRST = (*reversed(OVER_ALL_RANKS), *IN_GROUPS)
+UNSHARDED = strategies_that(lambda row: not row.cuts)
+SAVES_MOST = strategies_that(lambda row: row.saves_most)
 STRATEGIES_IN_WORDS = ", ".join(
     f"{row.name} ({row.known_as})" if row.known_as else row.name for row in STRATEGY_ROWS.values()
 )

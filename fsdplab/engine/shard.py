@@ -224,8 +224,8 @@ def _config(row: Strategy, axes: Axes, policy: MixedPrecisionPolicy, offload: Of
     mesh = axes.mesh
     if mesh.ndim == 2 and not row.shard_optimizer:
         raise ValueError(f"{row.name} cuts nothing, so it needs a 1-D mesh; got {mesh}")
-    if row.name == "hybrid_shard" and mesh.ndim == 1:
-        raise ValueError("hybrid_shard needs a 2-D mesh: init_device_mesh(device_type, (replicas, ranks that shard))")
+    if row.in_groups and mesh.ndim == 1:
+        raise ValueError(f"{row.name} needs a 2-D mesh: init_device_mesh(device_type, (replicas, ranks that shard))")
     device = compat.device_of(mesh.device_type)
     *replicas, slices = [
         transport_of(group, device, wanted) if group.size() > 1 else None

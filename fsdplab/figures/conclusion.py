@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fsdplab.common.names import SAVES_MOST, UNSHARDED, strategies_that
 from fsdplab.common.sizes import seconds, size
 from fsdplab.figures.fastest import core_words
 from fsdplab.figures.view import RunView, emulated_links
 from fsdplab.records import known, race
 from fsdplab.sessions.steady_card import GIGAFLOPS
 
+_RESHARDING = strategies_that(lambda row: row.reshards_after_forward)
 _ALIKE = 0.005  # a relative difference below this is none
 _AGREES = 0.05  # of a step: simulated and measured steps nearer than this agree
 _TOLD = 0.1  # of their difference: smaller parts of it are left out
@@ -119,13 +121,13 @@ def _ratio(run: RunView) -> float:
 
 def _baseline(runs: Sequence[RunView]) -> RunView | None:
     """The lab's unsharded run, else another engine's, else the first run."""
-    plain = [run for run in runs if run.strategy == "no_shard" and run.engine != "twin"]
+    plain = [run for run in runs if run.strategy in UNSHARDED and run.engine != "twin"]
     return min(plain or [run for run in runs if run.engine != "twin"][:1], key=_own_engine, default=None)
 
 
 def _most_sharded(runs: Sequence[RunView]) -> RunView | None:
     """The first run of full sharding, of the lab's own engine if there is one; else the one of least memory."""
-    full = [run for run in runs if run.strategy in ("full_shard", "hybrid_shard") and run.engine != "twin"]
+    full = [run for run in runs if run.strategy in _RESHARDING and run.engine != "twin"]
     if full:
         return min(full, key=_own_engine)
     others = [run for run in runs if run.engine != "twin" and run is not _baseline(runs)]
@@ -140,7 +142,7 @@ def _own_engine(run: RunView) -> bool:
 
 
 def _name(run: RunView) -> str:
-    return "FSDP (full_shard)" if run.label == "full_shard" else run.label
+    return f"FSDP ({run.label})" if run.label in SAVES_MOST else run.label
 
 
 def _memory(run: RunView) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdplab.common.machine import output_of
-from fsdplab.common.names import STRATEGIES
+from fsdplab.common.names import IN_GROUPS, OVER_ALL_RANKS
 from fsdplab.common.temporary import temporary_folder
 from fsdplab.gpu_check.check import Refused
 from fsdplab.gpu_check.part import Work, first_line
@@ -142,9 +142,9 @@ def correctness(work: Work) -> None:
 
 def _cases(ranks: int) -> dict[str, dict[str, Any]]:
     """Name -> settings of a run."""
-    rows: dict[str, dict[str, Any]] = {name: dict(strategy=name) for name in STRATEGIES if name != "hybrid_shard"}
+    rows: dict[str, dict[str, Any]] = {name: dict(strategy=name) for name in OVER_ALL_RANKS}
     if ranks % 2 == 0:
-        rows["hybrid_shard"] = dict(strategy="hybrid_shard", shard_size=ranks // 2)
+        rows |= {name: dict(strategy=name, shard_size=ranks // 2) for name in IN_GROUPS}
     return {**rows, "offload": dict(offload="cpu"), "Shard(1)": {}}
 
 

@@ -11,10 +11,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from fsdplab.common.names import STRATEGIES
 from fsdplab.common.words import did_you_mean
 
-from .plan_spec import CHECKPOINTINGS, PlanError, PlanSpec
+from .plan_spec import CHECKPOINTINGS, PlanError, PlanSpec, under_each_strategy
 from .planner import Plan, least_gpus, plan_memory_fits, plan_of
 
 _MOST_SEQUENCES = 2**12
@@ -47,15 +46,12 @@ def fit(spec: PlanSpec) -> Fit:
 
 
 def _variants(spec: PlanSpec) -> list[PlanSpec]:
-    """Every strategy with every checkpointing; groups of ranks only where there are several."""
-    found = []
-    for strategy in STRATEGIES:
-        for checkpointing in CHECKPOINTINGS:
-            size = spec.shard_size if strategy == "hybrid_shard" else None
-            each = replace(spec, strategy=strategy, checkpointing=checkpointing, shard_size=size)
-            if strategy != "hybrid_shard" or each.replicas > 1:
-                found.append(each)
-    return found
+    """Every strategy with every checkpointing."""
+    return [
+        replace(each, checkpointing=checkpointing)
+        for each in under_each_strategy(spec)
+        for checkpointing in CHECKPOINTINGS
+    ]
 
 
 def largest_micro_batch(spec: PlanSpec) -> PlanSpec | None:
@@ -89,7 +85,7 @@ def _cost(found: Plan) -> tuple[float, float]:
 def _fewest(spec: PlanSpec) -> Plan | None:
     found = []
     for each in _variants(replace(spec, micro_batch=1)):
-        if each.strategy != "hybrid_shard" and (gpus := least_gpus(each)) is not None:
+        if not each.row.in_groups and (gpus := least_gpus(each)) is not None:
             found.append(plan_of(replace(each, gpus=gpus)))
     return min(found, key=lambda each: (each.spec.gpus, _cost(each)), default=None)
 

@@ -244,7 +244,7 @@ class _Step:
         all that are left where these are cut over fewer ranks until their backward has ended.
         """
         few, left = self.variant.ranks_after_forward, self._units(blocks)
-        keeps_all = few == 1 or self.spec.strategy in ("no_shard", "shard_grad_op")
+        keeps_all = few == 1 or self.spec.row.keeps_gathered
         slices = left / few if few and not keeps_all else 0.0
         return self.root.gathered + self.unit.gathered * ((left if keeps_all else in_use) + slices)
 
@@ -284,5 +284,5 @@ def host_crossing(spec: PlanSpec) -> float:
     """
     states = memory_of(replace(spec, offload=False)).at("optimizer step").by_category
     cast = 1.0 if spec.lora_rank else spec.param_bytes / spec.rest_bytes
-    gathers = 2 if spec.strategy in ("full_shard", "hybrid_shard") else 1
+    gathers = 2 if spec.row.reshards_after_forward else 1
     return spec.grad_accum * (gathers * cast * states["parameter_slices"] + states["gradient_slices"])

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fsdplab.common.names import IN_GROUPS
 from fsdplab.records import RunRecord
 
 from .hardware import parse_cluster
@@ -62,7 +63,7 @@ def overlap_of(spec: PlanSpec, link: LinkSpec | None = None, efficiency: float |
     """
     block = work_of(spec if link is None else _on_link(spec, link), efficiency).blocks[0]
     gather, reduce, across = (_seconds(each) for each in (block.gather, block.reduce, block.across))
-    again = gather if spec.strategy in ("full_shard", "hybrid_shard") else 0.0
+    again = gather if spec.row.reshards_after_forward else 0.0
     return Overlap(
         spec.tokens,
         {"forward": block.forward_s, "backward": block.backward_s},
@@ -77,7 +78,7 @@ def _seconds(transfer: Transfer | None) -> float:
 def _on_link(spec: PlanSpec, link: LinkSpec) -> PlanSpec:
     """The spec with all its GPUs on one link: as in one node, whose link reaches the rate that was asked for."""
     asked = replace(link, bytes_per_s=link.bytes_per_s / LINK_EFFICIENCY)
-    shard_size = spec.shards if spec.strategy == "hybrid_shard" else None
+    shard_size = spec.shards if spec.row.in_groups else None
     return replace(spec, gpu=replace(spec.gpu, link=asked), gpus_per_node=spec.gpus, shard_size=shard_size)
 
 
@@ -154,7 +155,7 @@ def _profiled(record: RunRecord, without: Sequence[str] = ()) -> tuple[list[dict
 def _by_formula(record: RunRecord, sent: Iterable[tuple[str, int]]) -> float | None:
     """Seconds that the record's emulated link needs for what was sent; None without one, or with groups of ranks."""
     link = record.summary.link
-    if link is None or not link.bytes_per_s or record.spec["strategy"] == "hybrid_shard":
+    if link is None or not link.bytes_per_s or record.spec["strategy"] in IN_GROUPS:
         return None
     known = LinkSpec(link.name, link.bytes_per_s, link.latency_s or 0.0)
     ranks = record.spec["world_size"]

@@ -6,11 +6,11 @@ The GPUs form a mesh of up to four axes: `tensor` (innermost, inside a node), `c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fsdplab.common.fields import option
-from fsdplab.common.names import STRATEGIES, STRATEGIES_IN_WORDS
+from fsdplab.common.names import IN_GROUPS, STRATEGIES, STRATEGIES_IN_WORDS, STRATEGY_ROWS, StrategyRow
 from fsdplab.common.words import did_you_mean
 
 from .hardware import Gpu
@@ -120,8 +120,10 @@ class PlanSpec:
                     f" beside tensor parallelism; give --shard-size, a divisor of {self._ranks}"
                 )
             return
-        if self.strategy != "hybrid_shard":
-            raise PlanError(f"--shard-size is hybrid_shard's, and the strategy is {self.strategy}; leave it out")
+        if not self.row.in_groups:
+            raise PlanError(
+                f"--shard-size is {' and '.join(IN_GROUPS)}'s, and the strategy is {self.strategy}; leave it out"
+            )
         _check_count("shard_size", self.shard_size, 10**6)
         if self._ranks % self.shard_size:
             raise PlanError(
@@ -146,7 +148,17 @@ class PlanSpec:
                 f"--cp {self.context_parallel} does not divide a sequence of {self.seq} tokens; give a divisor of it"
             )
 
-    # ---- the mesh
+    # ---- the strategy and its mesh
+
+    @property
+    def row(self) -> StrategyRow:
+        """The strategy's row."""
+        return STRATEGY_ROWS[self.strategy]
+
+    def under(self, strategy: str) -> PlanSpec:
+        """This plan under another strategy; only one with groups of ranks keeps their size."""
+        size = self.shard_size if STRATEGY_ROWS[strategy].in_groups else None
+        return replace(self, strategy=strategy, shard_size=size)
 
     @property
     def _ranks(self) -> int:
@@ -156,7 +168,7 @@ class PlanSpec:
     @cached_property
     def shards(self) -> int:
         """Ranks over which states are cut, where the strategy cuts them."""
-        if self.strategy != "hybrid_shard":
+        if not self.row.in_groups:
             return self._ranks
         if self.shard_size is not None:
             return self.shard_size
@@ -209,6 +221,12 @@ class PlanSpec:
     def mixed(self) -> bool:
         """Whether what rests has another dtype than what is computed with."""
         return self.rest_bytes != self.param_bytes
+
+
+def under_each_strategy(spec: PlanSpec) -> list[PlanSpec]:
+    """The plan under every strategy; those in groups of ranks only where there is more than one group."""
+    every = [spec.under(name) for name in STRATEGIES]
+    return [each for each in every if not each.row.in_groups or each.replicas > 1]
 
 
 def _check_count(name: str, value: object, most: int, least: int = 1) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.common.sizes import size
 
 from .efficiency import Efficiency, efficiency_of
@@ -163,7 +162,7 @@ def _cards_for_states(spec: PlanSpec) -> str | None:
     stepping = memory_of(spec).moments[-1].by_category
     states = [stepping[name] for name in ("parameter_slices", "gradient_slices", "optimizer_state")]
     card = spec.gpu.memory_bytes
-    if "parameters" not in STRATEGY_ROWS[spec.strategy].cuts or spec.replicas > 1 or sum(states) <= card:
+    if spec.row.gathers_once or spec.replicas > 1 or sum(states) <= card:
         return None
     slices, every = (math.ceil(nbytes * spec.gpus / card) for nbytes in (states[0], sum(states)))
     return f"{slices} cards for the parameter slices and {every} for all states"
@@ -172,7 +171,7 @@ def _cards_for_states(spec: PlanSpec) -> str | None:
 def _changes(spec: PlanSpec) -> dict[str, list[tuple[str, PlanSpec | None]]]:
     """By kind, what to try, the least change first; `{}` in its words stands for the host memory."""
     tried = _changes_of_states(spec)
-    if spec.strategy == "full_shard":
+    if spec.row.saves_most:
         del tried["shard"]
     return tried | {"tensor": [_tensor(spec, ways) for ways in (2, 4, 8) if ways > spec.tensor_parallel]}
 
@@ -188,7 +187,7 @@ def _tensor(spec: PlanSpec, ways: int) -> tuple[str, PlanSpec | None]:
 
 def _changes_of_states(spec: PlanSpec) -> dict[str, list[tuple[str, PlanSpec | None]]]:
     full, small = replace(spec, checkpointing="full"), replace(spec, checkpointing="full", micro_batch=1)
-    sharded = replace(spec, strategy="full_shard", shard_size=None)
+    sharded = spec.under("full_shard")
     least = "--checkpointing full and --micro-batch 1" if spec.micro_batch > 1 else "--checkpointing full"
     found: dict[str, list[tuple[str, PlanSpec | None]]] = {
         "recompute": [("--checkpointing full", full), (least, small)],

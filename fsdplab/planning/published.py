@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdplab.common.files import read_file
+from fsdplab.common.names import IN_GROUPS, OVER_ALL_RANKS, STRATEGY_ROWS, UNSHARDED
 
 from .hardware import Gpu, find_gpu
 from .models import ModelShape
@@ -170,18 +171,15 @@ def _gpu_of(row: Mapping[str, str]) -> Gpu:
     return replace(gpu, nic_bytes_per_s=float(network[1]) * 1e9 / 8 / (8 if per_node else 1))
 
 
-# in the order in which they are looked for: "shard_grad_op (ZeRO-2, P_os+g)" is ZeRO's own stage 2
-_STRATEGY_WORDS = {
-    "zero-1": "zero1", "zero-2": "zero2", "shard_grad_op": "shard_grad_op", "hybrid": "hybrid_shard",
-    "hsdp": "hybrid_shard", "ddp": "no_shard", "no_shard": "no_shard", "full_shard": "full_shard",
-    "zero-3": "full_shard", "full shard": "full_shard", "fsdp": "full_shard",
-}  # fmt: skip
+# In the order in which they are looked for: groups first, since their full name is "hybrid FSDP", then ZeRO's stages:
+# "shard_grad_op (ZeRO-2, P_os+g)" is stage 2.
+_STRATEGY_WORDS = {word: name for name in (*IN_GROUPS, *OVER_ALL_RANKS) for word in STRATEGY_ROWS[name].other_names}
 
 
 def _mesh(row: Mapping[str, str]) -> dict[str, Any]:
     said = row["strategy"].lower()
     gpus = _count(row, "gpus", 1)
-    strategy = next((name for word, name in _STRATEGY_WORDS.items() if word in said), "no_shard" if gpus == 1 else "")
+    strategy = next((name for word, name in _STRATEGY_WORDS.items() if word in said), UNSHARDED[0] if gpus == 1 else "")
     if not strategy:
         raise PublishedError(f"strategy is {said[:40]!r}, which is not known here")
     cut = {name: re.search(rf"\b{name}\s*=?\s*(\d+)", said) for name in ("tp", "cp")}

@@ -2,7 +2,7 @@
 
 Per unit: gathers x P_param (n-1)/n + reductions x P_wire (n-1)/n, each in its own dtype, padding included and named. An
 all-reduce is a reduce-scatter and an all-gather, so it counts twice (Rajbhandari et al. 2020, section 7). The counts
-below are the textbook's, written down independently of the engine: its ledger must equal them, byte for byte.
+follow from the states that a strategy shards, independently of the engine: its ledger must equal them, byte for byte.
 """
 
 from __future__ import annotations
@@ -10,19 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fsdplab.common.names import IN_GROUPS, STRATEGIES, STRATEGY_ROWS, StrategyRow
 from fsdplab.engine.core.layout import Layout
-
-# strategy -> (gathers of a unit, gathers of the root), each per micro-batch; zero1 and zero2 gather once a step
-_GATHERS = {
-    "no_shard": (0, 0),
-    "zero1": (1, 1),
-    "zero2": (1, 1),
-    "shard_grad_op": (1, 1),
-    "full_shard": (2, 1),
-    "hybrid_shard": (2, 1),
-}
-_GATHERS_ONCE_A_STEP = ("zero1", "zero2")
-_REDUCES_ONCE_A_STEP = ("no_shard", "zero1")
 
 
 @dataclass(frozen=True)
@@ -67,22 +56,21 @@ def step_traffic(
     ranks / replicas and all-reduces one slice over the replicas. Raises `ValueError` for an unknown strategy, and for
     replicas that do not divide the ranks.
     """
-    if strategy not in _GATHERS:
-        raise ValueError(f"no traffic formula for strategy {strategy!r}; expected one of {', '.join(_GATHERS)}")
-    if ranks % replicas or replicas > 1 and strategy != "hybrid_shard":
+    row = STRATEGY_ROWS.get(strategy)
+    if row is None:
+        raise ValueError(f"no traffic formula for strategy {strategy!r}; expected one of {', '.join(STRATEGIES)}")
+    if ranks % replicas or replicas > 1 and not row.in_groups:
         raise ValueError(
-            f"{replicas} replicas of {strategy} on {ranks} ranks: only hybrid_shard replicates, over a divisor of the"
-            " ranks"
+            f"{replicas} replicas of {strategy} on {ranks} ranks: only {' and '.join(IN_GROUPS)} replicates, over a"
+            " divisor of the ranks"
         )
     if ranks == 1:
         return []
     shards = ranks // replicas
     rows: list[Traffic] = []
     for unit in units:
-        gathers = _GATHERS[strategy][unit.name == "root"]
-        gathers *= 1 if strategy in _GATHERS_ONCE_A_STEP else micro_batches
-        reductions = 1 if strategy in _REDUCES_ONCE_A_STEP else micro_batches
-        if strategy == "no_shard":
+        gathers, reductions = _counts(row, micro_batches, is_root=unit.name == "root")
+        if not row.cuts:
             rows.append(_traffic(unit, "all_reduce", reductions, ranks, reduce_itemsize))
             continue
         if shards > 1:
@@ -91,6 +79,15 @@ def step_traffic(
         if replicas > 1:
             rows.append(_slice_traffic(unit, reductions, shards, replicas, reduce_itemsize))
     return rows
+
+
+def _counts(row: StrategyRow, micro_batches: int, is_root: bool) -> tuple[int, int]:
+    """Gathers and reductions of a unit in a step. A unit that is resharded is gathered again for its backward; the root
+    never is.
+    """
+    again = row.reshards_after_forward and not is_root
+    gathers = 1 if row.gathers_once else micro_batches * (1 + again)
+    return gathers, 1 if row.reduces_once else micro_batches
 
 
 def _slice_traffic(unit: UnitShapes, count: int, shards: int, replicas: int, itemsize: int) -> Traffic:

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.engine.core.layout import Layout
 
 from .models import Parameter
@@ -62,7 +61,7 @@ def adapters(matrices: Iterable[Parameter], rank: int) -> list[Parameter]:
 
 
 def _trained(parameters: Sequence[Parameter], spec: PlanSpec) -> UnitBytes:
-    cuts = STRATEGY_ROWS[spec.strategy].cuts
+    cuts = spec.row.cuts
     layout = Layout.of([(each.name, each.shape, 1) for each in parameters], spec.shards)
     whole, padded, piece = sum(each.count for each in parameters), layout.total_bytes, layout.slice_bytes
     own = sum((slot.span(0)[1] - slot.span(0)[0]) * slot.row_bytes for slot in layout.slots)
@@ -97,6 +96,6 @@ def _frozen(parameters: Sequence[Parameter], itemsize: float, spec: PlanSpec) ->
     whole = math.ceil(sum(each.count for each in parameters) * itemsize)
     largest = max((each.count for each in parameters), default=0)
     computed = largest * spec.param_bytes if itemsize != spec.param_bytes else 0
-    if "parameters" not in STRATEGY_ROWS[spec.strategy].cuts or spec.shards == 1:
+    if spec.row.gathers_once or spec.shards == 1:
         return UnitBytes(whole, computed)
     return UnitBytes(-(-whole // spec.shards), whole + computed)

@@ -95,7 +95,7 @@ def wind_tunnel(
         tokens_per_gpu=tokens_per_gpu,
     )
     compute_s = 6 * target_parameters * tokens_per_gpu / (mfu * flops)
-    hybrid = strategy == "hybrid_shard"
+    hybrid = STRATEGY_ROWS[strategy].in_groups
     layer = UnitShapes("layer", (("weight", (math.ceil(target_parameters / target_layers),)),))
     rows = step_traffic(
         [layer],

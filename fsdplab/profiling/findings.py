@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdplab.common.names import CATEGORY_ROWS
+from fsdplab.common.names import CATEGORY_ROWS, IN_GROUPS, SAVES_MOST, strategies_that
 from fsdplab.common.sizes import seconds, size
 from fsdplab.profiling.arrivals import too_few_steps
 from fsdplab.profiling.step_facts import (
@@ -36,6 +36,7 @@ from fsdplab.records import PARTS_OF_EXPOSED, RunRecord
 from fsdplab.records.summary import core_sentence
 
 MOST = 5
+_REDUCED_ONCE = strategies_that(lambda row: row.reduces_once)
 WORTH_SAYING = 0.02  # part of a step below which a cause is not mentioned
 UNTOLD = 0.05  # part of the exposed time that may be left without a cause
 BIG_UNIT = 0.6  # part of all parameters in one unit from which on it has nothing to hide behind
@@ -262,10 +263,10 @@ def _slow_link(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
 
 
 def _faster_link(facts: StepFacts) -> str:
-    grown = ", or more micro-batches" if facts.spec.get("strategy") in ("no_shard", "zero1") else ""
+    grown = ", or more micro-batches" if facts.spec.get("strategy") in _REDUCED_ONCE else ""
     less = _fewer_bytes(facts)
-    if facts.spec.get("strategy") != "hybrid_shard":
-        less.append("hybrid_shard with the shard group on a fast axis")
+    if facts.spec.get("strategy") not in IN_GROUPS:
+        less.append(f"{' or '.join(IN_GROUPS)} with the shard group on a fast axis")
     times = f"About {facts.link_s / facts.busy_s:.1f} times the tokens a rank and step would hide it"
     times += f" (a larger batch{grown})"
     traces = "Give the other ranks' traces too, which tell waiting from sending. " if facts.absent else ""
@@ -275,7 +276,8 @@ def _faster_link(facts: StepFacts) -> str:
 def _fewer_bytes(facts: StepFacts) -> list[str]:
     """Ways to send less that the run does not follow already."""
     ways = ["bf16 (half the bytes)"] if facts.spec.get("precision") != "bf16" else []
-    return [*ways, "shard_grad_op instead of full_shard"] if facts.spec.get("strategy") == "full_shard" else ways
+    strategy = facts.spec.get("strategy")
+    return [*ways, f"shard_grad_op instead of {strategy}"] if strategy in SAVES_MOST else ways
 
 
 def _tiny_units(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
@@ -425,7 +427,7 @@ def _peak(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
 
 def _smaller(spec: Mapping[str, Any], category: str) -> str:
     """Ways to make a category smaller that the run does not follow already."""
-    whole = spec.get("strategy") == "full_shard"
+    whole = spec.get("strategy") in SAVES_MOST
     offloads = spec.get("offload", "none") != "none"
     recomputes = spec.get("checkpoint") not in (None, "none")
     ways = {

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 from torch import nn
 
+from fsdplab.common.names import IN_GROUPS
 from fsdplab.planning import Traffic, UnitShapes, step_traffic
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.workloads import build_model
@@ -26,7 +27,7 @@ def traffic_of(spec: RunSpec, strategy: str) -> list[Traffic]:
     itemsize = 2 if spec.precision == "bf16" else 4
     return step_traffic(
         unit_shapes(spec.model, spec.units), strategy, spec.world_size, param_itemsize=itemsize, reduce_itemsize=4,
-        micro_batches=spec.micro_batches, replicas=spec.replicas if strategy == "hybrid_shard" else 1,
+        micro_batches=spec.micro_batches, replicas=spec.replicas if strategy in IN_GROUPS else 1,
     )  # fmt: skip
 
 

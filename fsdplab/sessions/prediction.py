@@ -103,11 +103,12 @@ def _peak(run: LabRun) -> dict[str, int]:
 
 
 def _run_of(spec: RunSpec) -> LabRun:
+    shards = spec.world_size // spec.replicas if spec.row.cuts else 1
     return LabRun(
         shape=shape_of(preset(spec.model), spec.model),
         strategy=spec.strategy,
-        shards=1 if spec.strategy == "no_shard" else spec.world_size // spec.replicas,
-        replicas=spec.world_size if spec.strategy == "no_shard" else spec.replicas,
+        shards=shards,
+        replicas=spec.world_size // shards,
         itemsize=2 if spec.precision == "bf16" else 4,
         batch=spec.batch_size,
         sequence=spec.sequence_length,
@@ -125,8 +126,7 @@ def _links(spec: RunSpec) -> int:
     """Process groups behind a link from the first step on; a wind tunnel's comes after the step that is measured."""
     if spec.world_size == 1 or not (spec.link or spec.link_across):
         return 0
-    inside = bool(spec.link) and (spec.strategy != "hybrid_shard" or spec.world_size > spec.replicas)
-    return inside + (spec.strategy == "hybrid_shard" and spec.replicas > 1)
+    return (bool(spec.link) and spec.world_size > spec.replicas) + (spec.replicas > 1)
 
 
 def shape_of(config: ModelConfig, name: str) -> ModelShape:

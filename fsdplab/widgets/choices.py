@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fsdplab.common.names import OVER_ALL_RANKS
+from fsdplab.common.names import IN_GROUPS, OVER_ALL_RANKS
 from fsdplab.common.sizes import parse_size
 from fsdplab.figures.view import RunView
 from fsdplab.planning.links import LinkError, parse_link
@@ -314,7 +314,7 @@ def _spec(choices: Choices, strategy: str, engine: str, fixed: Mapping[str, Any]
         "precision": choices.precision, "checkpoint": choices.checkpoint, "prefetch": choices.prefetch,
         "steps": choices.steps,
         "card": parse_card(choices.card), "link": link_of(choices.link),
-        "shard_size": choices.shard_size if strategy == "hybrid_shard" else None,
+        "shard_size": choices.shard_size if strategy in IN_GROUPS else None,
         "emulate": choices.tunnel.strip() if tunnel else None, "as_model": choices.as_model if tunnel else None,
     }  # fmt: skip
     if engine == "twin":

@@ -50,7 +50,7 @@ def show_plan(settings: dict[str, Any], tokens: float | None, json_file: str | N
 def _headline(found: Plan) -> str:
     spec = found.spec
     mesh = f", {spec.tensor_parallel}-way tensor parallel" if spec.tensor_parallel > 1 else ""
-    groups = f" in {spec.replicas} groups of {spec.shards}" if spec.strategy == "hybrid_shard" else ""
+    groups = f" in {spec.replicas} groups of {spec.shards}" if spec.row.in_groups else ""
     return (
         f"{spec.model.name}, {spec.model.parameters / 1e9:.3f} B parameters, {spec.strategy}{groups} on {spec.gpus} x"
         f" {spec.gpu.name}{mesh}: {spec.micro_batch} x {spec.seq} tokens a micro-batch, {spec.grad_accum} a step;"

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from fsdplab.common.names import STRATEGY_ROWS
+
 __all__ = ["STRATEGIES", "CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy", "Strategy", "strategy_named"]
 
 
@@ -18,7 +20,8 @@ __all__ = ["STRATEGIES", "CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPol
 class Strategy:
     """One row of the table: what a rank keeps only a slice of, and whether a unit is dropped after its forward.
 
-    `reshard_after_forward=None` means: yes, except the root, whose parameters the backward needs at once.
+    `reshard_after_forward=None` means: yes, except the root, whose parameters the backward needs at once. `in_groups`:
+    slices are cut inside groups of ranks, so the mesh has two dimensions, replicas x shards.
     """
 
     name: str
@@ -26,6 +29,7 @@ class Strategy:
     shard_gradients: bool
     shard_optimizer: bool
     reshard_after_forward: bool | None
+    in_groups: bool = False
 
     def __post_init__(self) -> None:
         if self.shard_parameters > self.shard_gradients or self.shard_gradients > self.shard_optimizer:
@@ -37,15 +41,15 @@ class Strategy:
 
 
 STRATEGIES: dict[str, Strategy] = {
-    row.name: row
-    for row in (
-        Strategy("no_shard", False, False, False, False),
-        Strategy("zero1", False, False, True, False),
-        Strategy("zero2", False, True, True, False),
-        Strategy("shard_grad_op", True, True, True, False),
-        Strategy("full_shard", True, True, True, None),
-        Strategy("hybrid_shard", True, True, True, None),  # the same, on a mesh of replicas x shards
+    name: Strategy(
+        name,
+        shard_parameters="parameters" in row.cuts,
+        shard_gradients="gradients" in row.cuts,
+        shard_optimizer="optimizer" in row.cuts,
+        reshard_after_forward=None if row.reshards_after_forward else False,
+        in_groups=row.in_groups,
     )
+    for name, row in STRATEGY_ROWS.items()
 }
 
 

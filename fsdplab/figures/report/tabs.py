@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from markupsafe import Markup
 
 from fsdplab import figures
+from fsdplab.common.names import SAVES_MOST
 from fsdplab.common.sizes import seconds, size
 from fsdplab.common.words import plural
 from fsdplab.figures.report.parts import drawn, folded, note, part, rendered, table
@@ -63,8 +64,8 @@ def _each(records: Sequence[RunRecord], fill: Callable[[RunRecord], Markup]) -> 
     """
     if len(records) == 1:
         return fill(records[0])
-    strategies = [record.spec.get("strategy") for record in records]
-    chosen = strategies.index("full_shard") if "full_shard" in strategies else 0
+    sharded = [index for index, record in enumerate(records) if record.spec.get("strategy") in SAVES_MOST]
+    chosen = sharded[0] if sharded else 0
     names = [shown.label for shown in views(records)]
     return part("picked", bodies=[(name, fill(record)) for name, record in zip(names, records)], chosen=chosen)
 

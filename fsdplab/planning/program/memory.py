@@ -28,8 +28,8 @@ class Sharing:
     @classmethod
     def of(cls, strategy: str, shards: int, replicas: int, **choices: bool) -> Sharing:
         """A strategy by its name, over `shards` ranks with so many `replicas`."""
-        reshards = strategy in ("full_shard", "hybrid_shard")
-        return cls(STRATEGY_ROWS[strategy].cuts, reshards, shards > 1, replicas > 1, **choices)
+        row = STRATEGY_ROWS[strategy]
+        return cls(row.cuts, row.reshards_after_forward, shards > 1, replicas > 1, **choices)
 
     @property
     def reduces_once(self) -> bool:

@@ -120,7 +120,7 @@ _BLOCK_GATHERS = ("block", "all_gather", "shard")  # two a micro-batch where a b
 
 def _resharded(spec: PlanSpec) -> tuple[PlanSpec, str]:
     """A spec that reshards after the forward, and what was changed for it."""
-    if spec.strategy in ("full_shard", "hybrid_shard"):
+    if spec.row.reshards_after_forward:
         return spec, ""
     note = f"{spec.strategy} reshards nothing after the forward, so full_shard is planned"
-    return replace(spec, strategy="full_shard", shard_size=None), note
+    return spec.under("full_shard"), note

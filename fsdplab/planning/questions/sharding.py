@@ -8,11 +8,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from fsdplab.common.names import STRATEGIES
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.planning.memory import memory_of
 from fsdplab.planning.overlap import PHASES, overlap_of
-from fsdplab.planning.plan_spec import PlanError, PlanSpec
+from fsdplab.planning.plan_spec import PlanError, PlanSpec, under_each_strategy
 from fsdplab.planning.plan_traffic import plan_traffic
 from fsdplab.planning.planner import plan_of
 from fsdplab.planning.step_time import step_time
@@ -23,12 +22,7 @@ from .answer import Answer, Column, Panel, Row, rate
 
 def strategy(spec: PlanSpec) -> Answer:
     """Every strategy with the same choices: memory, traffic, throughput."""
-    tried = [replace(spec, strategy=name, shard_size=_size_for(name, spec)) for name in STRATEGIES]
-    rows = [
-        facts.row(each, strategy=each.strategy)
-        for each in tried
-        if each.strategy != "hybrid_shard" or each.replicas > 1
-    ]
+    rows = [facts.row(each, strategy=each.strategy) for each in under_each_strategy(spec)]
     columns, table = facts.tabled(
         Column("strategy"), rows, (facts.PEAK, facts.SENT, facts.STEP, facts.EXPOSED, facts.SPEED, facts.FITS)
     )
@@ -45,11 +39,9 @@ def strategy(spec: PlanSpec) -> Answer:
     return Answer("strategy", "", spec, sentence, columns, table, (facts.memory_panel(spec), Panel((facts.SPEED,))))
 
 
-def _size_for(name: str, spec: PlanSpec) -> int | None:
-    return spec.shard_size if name == "hybrid_shard" else None
-
-
 # ---- groups
+
+_BOTH = ("full_shard", "hybrid_shard")
 
 
 def hybrid(spec: PlanSpec) -> Answer:
@@ -59,13 +51,11 @@ def hybrid(spec: PlanSpec) -> Answer:
         raise PlanError(
             f"hybrid_shard is for several nodes, and {spec.gpu.name} has no known network; give another GPU"
         )
-    over_nodes = replace(spec, gpus=max(spec.gpus, 2 * spec.gpus_per_node), strategy="full_shard", shard_size=None)
+    over_nodes = replace(spec.under("full_shard"), gpus=max(spec.gpus, 2 * spec.gpus_per_node))
     crossing = _crossing_rate(over_nodes)
     rates = sorted({own * 2.0**power for power in range(-4, 3)} | ({crossing} if crossing else set()))
     rows = [_both(over_nodes, each) for each in rates]
-    columns, table = facts.tabled(
-        Column("network of a GPU", "rate"), rows, (Column("full_shard", "seconds"), Column("hybrid_shard", "seconds"))
-    )
+    columns, table = facts.tabled(Column("network of a GPU", "rate"), rows, [Column(name, "seconds") for name in _BOTH])
     here = next(row for row in rows if row["network of a GPU"] == own)
     nodes = over_nodes.gpus // over_nodes.gpus_per_node
     sentence = (
@@ -73,8 +63,8 @@ def hybrid(spec: PlanSpec) -> Answer:
         f" {rate(own)} a step takes {seconds(facts.number(here, 'full_shard'))} under full_shard and"
         f" {seconds(facts.number(here, 'hybrid_shard'))} under hybrid_shard"
     )
-    panels = (Panel(("full_shard", "hybrid_shard"), kind="lines", title="step"),)
-    memory = [plan_of(each).memory.peak.total for each in (over_nodes, replace(over_nodes, strategy="hybrid_shard"))]
+    panels = (Panel(_BOTH, kind="lines", title="step"),)
+    memory = [plan_of(each).memory.peak.total for each in map(over_nodes.under, _BOTH)]
     note = f"at the peak a rank holds {size(memory[0])} under full_shard and {size(memory[1])} under hybrid_shard"
     if over_nodes.gpus > spec.gpus:
         note = f"{spec.gpus:,} GPUs are one node, where both are the same, so two nodes are planned; {note}"
@@ -84,8 +74,7 @@ def hybrid(spec: PlanSpec) -> Answer:
 def _both(spec: PlanSpec, network: float) -> Row:
     """Seconds of a step under both, where the network gives each GPU so many bytes a second."""
     at = replace(spec, gpu=replace(spec.gpu, nic_bytes_per_s=network))
-    full, groups = (step_time(each).step_s for each in (at, replace(at, strategy="hybrid_shard")))
-    return {"network of a GPU": network, "full_shard": full, "hybrid_shard": groups}
+    return {"network of a GPU": network} | {name: step_time(at.under(name)).step_s for name in _BOTH}
 
 
 def _crossing_rate(spec: PlanSpec) -> float | None:
@@ -220,7 +209,7 @@ def accumulation(spec: PlanSpec) -> Answer:
     rows = []
     for count in (1, 2, 4, 8):
         each = replace(spec, grad_accum=count)
-        once = plan_of(replace(each, strategy="zero1", shard_size=None))
+        once = plan_of(each.under("zero1"))
         rows.append(facts.row(each, **{"micro-batches": count, "sent by zero1": facts.of_plan(once)[facts.SENT]}))
     columns, table = facts.tabled(
         Column("micro-batches", "count"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.planning.links import ring_steps
 from fsdplab.planning.plan_spec import PlanError, PlanSpec
 from fsdplab.planning.plan_traffic import AxisTraffic, axis_link, inline_counts, plan_traffic
@@ -97,7 +96,6 @@ def work_of(spec: PlanSpec, efficiency: float | None = None, in_flight: int = 1)
             f" passes; expected at most {_MOST_PASSES:,}: give fewer --grad-accum, since those in the middle are alike"
         )
     compute, rows = Compute(spec, efficiency), plan_traffic(spec)
-    cuts = STRATEGY_ROWS[spec.strategy].cuts
     block = _unit(spec, rows, "block", compute.forward_s, compute.backward_s)
     root = _unit(spec, rows, ROOT, compute.head_forward_s, compute.head_backward_s)
     return StepWork(
@@ -106,9 +104,9 @@ def work_of(spec: PlanSpec, efficiency: float | None = None, in_flight: int = 1)
         optimizer_s=compute.optimizer_s,
         prefetch=spec.prefetch,
         micro_batches=spec.grad_accum,
-        drops_after_forward=spec.strategy in ("full_shard", "hybrid_shard"),
-        drops_after_backward="parameters" in cuts,
-        reduces_once="gradients" not in cuts,
+        drops_after_forward=spec.row.reshards_after_forward,
+        drops_after_backward=not spec.row.gathers_once,
+        reduces_once=spec.row.reduces_once,
         in_flight=in_flight,
         shards=spec.shards,
         replicas=spec.replicas,

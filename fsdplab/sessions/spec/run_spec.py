@@ -9,29 +9,43 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from fsdplab.common.fields import option
-from fsdplab.common.names import OVER_ALL_RANKS, STRATEGIES, STRATEGIES_IN_WORDS, STRATEGY_ROWS
+from fsdplab.common.names import (
+    BEST_KNOWN_FIRST,
+    IN_GROUPS,
+    STATES,
+    STRATEGIES,
+    STRATEGIES_IN_WORDS,
+    STRATEGY_ROWS,
+    StrategyRow,
+    strategies_that,
+)
 from fsdplab.common.places import how_to_install
 from fsdplab.common.words import did_you_mean, plural, squeezed
 
 from .gpus import MULTI_RANK_NCCL, compute_mode, mode_complaint, nccl_version, usable_gpus, why_no_gpu
 
+
+def _best_known(fulfil: Callable[[StrategyRow], bool]) -> tuple[str, ...]:
+    return tuple(name for name in BEST_KNOWN_FIRST if fulfil(STRATEGY_ROWS[name]))
+
+
 # The strategies of each engine, the best known first.
 ENGINES: dict[str, tuple[str, ...]] = {
-    "lab": (*reversed(OVER_ALL_RANKS), *(name for name in STRATEGIES if name not in OVER_ALL_RANKS)),
-    "torch-ddp": ("no_shard",),
-    "torch-fsdp1": ("full_shard", "shard_grad_op", "no_shard"),
-    "torch-fsdp2": ("full_shard", "shard_grad_op", "hybrid_shard"),
-    "deepspeed-1": ("zero1",),
-    "deepspeed-2": ("zero2",),
-    "deepspeed-3": ("full_shard",),
+    "lab": BEST_KNOWN_FIRST,
+    "torch-ddp": _best_known(lambda row: not row.cuts),
+    "torch-fsdp1": _best_known(lambda row: bool(row.torch_fsdp1)),
+    "torch-fsdp2": _best_known(lambda row: row.cuts == STATES),
+    **{f"deepspeed-{stage}": strategies_that(lambda row: row.deepspeed_stage == stage) for stage in (1, 2, 3)},
     "twin": STRATEGIES,
 }
 PEERS = tuple(name for name in ENGINES if name not in ("lab", "twin"))
+OFFLOADABLE = _best_known(lambda row: row.cuts == STATES and not row.in_groups)  # states that rest as shards alone
+_GROUPED = " or ".join(IN_GROUPS)
 ENGINES_IN_WORDS = f"lab, {', '.join(PEERS)} or twin"
 STARTS = ("auto", "warm", "torchrun")  # how ranks are started: warm ones are forked; auto is warm where possible
 COMPILES = ("none", "blocks")
@@ -147,8 +161,13 @@ class RunSpec:
         return 1 if self.profile and self.device_type == "cuda" else 0
 
     @property
+    def row(self) -> StrategyRow:
+        """The strategy's row."""
+        return STRATEGY_ROWS[self.strategy]
+
+    @property
     def replicas(self) -> int:
-        """Shard groups that hold the same slices: 1 but under hybrid_shard."""
+        """Shard groups that hold the same slices: 1 but under a strategy with groups of ranks."""
         return self.world_size // (self.shard_size or self.world_size)
 
     @property
@@ -269,10 +288,10 @@ def _check_pairs(spec: RunSpec) -> None:
             f"units is {spec.units}, but engine {spec.engine} has its own; leave units='auto', or give engine='lab' or"
             " 'torch-fsdp2'"
         )
-    if spec.offload != "none" and spec.strategy not in ("full_shard", "shard_grad_op"):
+    if spec.offload != "none" and spec.strategy not in OFFLOADABLE:
         raise SpecError(
-            f"offload moves sharded slices, but {spec.strategy} keeps parameters whole; give strategy='full_shard' or"
-            " 'shard_grad_op'"
+            f"offload moves sharded slices, but {spec.strategy} keeps parameters whole; give"
+            f" strategy={' or '.join(map(repr, OFFLOADABLE))}"
         )
     if spec.engine != "lab" and spec.prefetch != 1:
         raise SpecError(
@@ -348,9 +367,9 @@ def _check_network(spec: RunSpec) -> None:
             f"an emulated link between CUDA ranks has one queue, got link_queues={spec.link_queues}; leave"
             " link_queues=1"
         )
-    if spec.link_across and (spec.strategy != "hybrid_shard" or spec.engine != "lab"):
+    if spec.link_across and (not spec.row.in_groups or spec.engine != "lab"):
         raise SpecError(
-            f"link_across is between the shard groups of the lab's hybrid_shard, not of {spec.engine} {spec.strategy};"
+            f"link_across is between the shard groups of the lab's {_GROUPED}, not of {spec.engine} {spec.strategy};"
             " leave it out"
         )
     try:
@@ -370,16 +389,16 @@ def _check_network(spec: RunSpec) -> None:
 
 
 def _check_shard_group(spec: RunSpec) -> None:
-    if spec.strategy == "hybrid_shard" and spec.shard_size is None:
+    if spec.row.in_groups and spec.shard_size is None:
         raise SpecError(
-            f"hybrid_shard needs shard_size, the ranks of one shard group: a divisor of world_size={spec.world_size}"
+            f"{spec.strategy} needs shard_size, the ranks of one shard group: a divisor of world_size={spec.world_size}"
         )
     if spec.shard_size is None:
         return
     check_whole("shard_size", spec.shard_size, 1)
-    if spec.strategy != "hybrid_shard":
+    if not spec.row.in_groups:
         raise SpecError(
-            f"shard_size is for hybrid_shard, not {spec.strategy}; leave it out, or give strategy='hybrid_shard'"
+            f"shard_size is for {_GROUPED}, not {spec.strategy}; leave it out, or give strategy={IN_GROUPS[0]!r}"
         )
     if spec.world_size % spec.shard_size:
         raise SpecError(f"shard_size is {spec.shard_size}, which does not divide world_size={spec.world_size}")
@@ -437,7 +456,7 @@ def least_bytes(spec: RunSpec) -> int:
 
     shape = preset(spec.model)
     model, logits = 4 * parameter_count(shape), 4 * spec.batch_size * spec.sequence_length * shape.vocabulary
-    copies = spec.processes if spec.strategy == "no_shard" else 1
+    copies = 1 if spec.row.cuts else spec.processes
     return spec.processes * (_BYTES_OF_A_PROCESS + model + logits) + 3 * model * copies
 
 

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.worker.rank_process import RankContext
 from fsdplab.workloads import block_types, build_model, loss_of
@@ -144,7 +143,7 @@ def _lab(spec: RunSpec, device: torch.device, model: nn.Module) -> Held:
 
     def announce(last: bool) -> AbstractContextManager[Any]:
         sharded.set_is_last_backward(last)
-        if "gradients" not in STRATEGY_ROWS[spec.strategy].cuts:  # they stay whole anyway, so they travel once a step
+        if spec.row.reduces_once:  # they stay whole anyway, so they travel once a step
             sharded.set_requires_gradient_sync(last)
         return nullcontext()
 
@@ -159,8 +158,8 @@ def units_of(spec: RunSpec, model: nn.Module) -> Literal["root"] | tuple[type[nn
 
 
 def _mesh(spec: RunSpec, device: torch.device) -> DeviceMesh:
-    """All ranks in a line; under hybrid_shard replicas x ranks of a shard group."""
-    if spec.strategy != "hybrid_shard":
+    """All ranks in a line; for a strategy with groups, replicas x ranks of a shard group."""
+    if not spec.row.in_groups:
         return init_device_mesh(device.type, (dist.get_world_size(),))
     return init_device_mesh(device.type, (spec.replicas, spec.shard_size), mesh_dim_names=("replicate", "shard"))
 
@@ -177,15 +176,10 @@ def _fsdp1(spec: RunSpec, device: torch.device, model: nn.Module) -> Held:
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
-    rows = {
-        "full_shard": ShardingStrategy.FULL_SHARD,
-        "shard_grad_op": ShardingStrategy.SHARD_GRAD_OP,
-        "no_shard": ShardingStrategy.NO_SHARD,
-    }
     mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if spec.precision == "bf16" else None
     sharded = FullyShardedDataParallel(
         model,
-        sharding_strategy=rows[spec.strategy],
+        sharding_strategy=ShardingStrategy[spec.row.torch_fsdp1],
         auto_wrap_policy=ModuleWrapPolicy(set(block_types(model))),
         mixed_precision=mixed,
         device_id=device,
@@ -205,7 +199,7 @@ def _fsdp2(spec: RunSpec, device: torch.device, model: nn.Module) -> Held:
     shard = partial(
         fully_shard,
         mesh=_mesh(spec, device),
-        reshard_after_forward=False if spec.strategy == "shard_grad_op" else None,
+        reshard_after_forward=None if spec.row.reshards_after_forward else False,
         mp_policy=policy,
     )
     units = units_of(spec, model)

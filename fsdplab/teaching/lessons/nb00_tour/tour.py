@@ -6,6 +6,7 @@ row in the engine's own table says which.
 
 from __future__ import annotations
 
+from fsdplab.common.names import OVER_ALL_RANKS
 from fsdplab.common.sizes import size
 from fsdplab.common.words import plural
 from fsdplab.engine import STRATEGIES, Strategy
@@ -37,8 +38,8 @@ def state_bytes(strategy: Strategy, parameters: int, ranks: int) -> tuple[float,
 def states_by_strategy(million_parameters: float, ranks: int) -> dict[str, tuple[float, float, float]]:
     """Resting bytes on one rank under every strategy: (parameters, gradients, optimizer state)."""
     count = int(million_parameters * 1e6)
-    # hybrid_shard's slices are of a group, not of all ranks: notebook 12
-    return {name: state_bytes(row, count, ranks) for name, row in STRATEGIES.items() if name != "hybrid_shard"}
+    # the slices of others are of a group, not of all ranks: notebook 12
+    return {name: state_bytes(STRATEGIES[name], count, ranks) for name in OVER_ALL_RANKS}
 
 
 def state_figure(million_parameters: float, ranks: int) -> go.Figure:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.teaching.core.exercise import Case, Choice, Exercise, Question, Slip, Trial, Wrong, edited
 from fsdplab.teaching.core.verdicts import Difference
 
@@ -97,7 +98,7 @@ def _state_slips(strategy: str, parameters: float, ranks: int, dtype: str) -> It
     parts = reference_parts(strategy, parameters, ranks, dtype)
     whole = reference_parts("no_shard", parameters, 1, dtype)
     total = sum(parts.values())
-    cut = ranks if strategy != "no_shard" else 1
+    cut = ranks if STRATEGY_ROWS[strategy].cuts else 1
     in_fp32 = "beside bf16 parameters the optimizer keeps fp32 numbers: two moments and a master of each, 12 bytes"
     yield total - parts["master"], in_fp32
     yield total - parts["moments"] / 2 - parts["master"], in_fp32 if parts["master"] else "Adam keeps two moments"

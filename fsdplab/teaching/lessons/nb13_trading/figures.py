@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from fsdplab.engine import STRATEGIES
+from fsdplab.common.names import OVER_ALL_RANKS, STRATEGY_ROWS
 from fsdplab.figures import memory_by_category
 from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.plotly_go import go
@@ -14,7 +14,6 @@ from fsdplab.figures.view import RunView, view
 from fsdplab.records import RunRecord
 
 MB = 1e6
-STATES = ("parameters", "gradients", "optimizer")
 KEPT = {
     "working copy": ("parameters", 2),
     "gradient": ("gradients", 4),
@@ -56,15 +55,12 @@ def memory_figure(runs: Sequence[RunRecord]) -> go.Figure:
 
 def cut_by(strategy: str) -> list[str]:
     """The states that a strategy cuts: `cut_by("zero1") == ["optimizer"]`."""
-    row = STRATEGIES[strategy]
-    return [
-        state for state, cut in zip(STATES, (row.shard_parameters, row.shard_gradients, row.shard_optimizer)) if cut
-    ]
+    return list(STRATEGY_ROWS[strategy].cuts)
 
 
 def kept_figure(bytes_each: Callable[[Sequence[str], int], dict[str, float]], ranks: int = 8) -> go.Figure:
     """`bytes_each(cut, n)` of every strategy, stacked: bytes a parameter on one rank."""
-    names = [name for name in STRATEGIES if name not in ("hybrid_shard", "shard_grad_op")]
+    names = list({STRATEGY_ROWS[name].cuts: name for name in OVER_ALL_RANKS}.values())  # one of those that cut the same
     by_name = {name: bytes_each(cut_by(name), ranks) for name in names}
     totals = [sum(each.values()) for each in by_name.values()]
     parts = [

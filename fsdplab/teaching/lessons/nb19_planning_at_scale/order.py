@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fsdplab.common.names import STRATEGIES
 from fsdplab.common.sizes import size
 from fsdplab.planning import HardwareError, PlanError
 from fsdplab.planning.planner import Plan, plan, shortfall
@@ -19,7 +20,7 @@ PRICES = {"h100": 3.0, "a100": 1.5}  # dollars an hour and GPU: this notebook's,
 CHOICES = {
     "gpu": tuple(PRICES),
     "gpus": int,
-    "strategy": ("no_shard", "zero1", "zero2", "shard_grad_op", "full_shard", "hybrid_shard"),
+    "strategy": STRATEGIES,
     "micro_batch": int,
     "checkpointing": ("none", "selective", "full"),
 }
