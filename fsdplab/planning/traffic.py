@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from fsdplab.common.names import IN_GROUPS, STRATEGIES, STRATEGY_ROWS, StrategyRow
 from fsdplab.engine.core.layout import Layout
@@ -90,6 +91,7 @@ def _counts(row: StrategyRow, micro_batches: int, is_root: bool) -> tuple[int, i
     return gathers, 1 if row.reduces_once else micro_batches
 
 
+@lru_cache(maxsize=4096)  # of a unit, whatever its tokens, its link and its other settings are
 def _slice_traffic(unit: UnitShapes, count: int, shards: int, replicas: int, itemsize: int) -> Traffic:
     """The all-reduce of one slice over the replicas; its padding differs from rank to rank:
     rank 0's, which has least.
@@ -100,6 +102,7 @@ def _slice_traffic(unit: UnitShapes, count: int, shards: int, replicas: int, ite
     return Traffic(unit.name, "all_reduce", count, layout.slice_bytes, wire, layout.slice_bytes - held)
 
 
+@lru_cache(maxsize=4096)
 def _traffic(unit: UnitShapes, kind: str, count: int, ranks: int, itemsize: int) -> Traffic:
     cut = 1 if kind == "all_reduce" else ranks  # an all-reduce works on whole parameters: no padding
     layout = Layout.of([(name, shape, itemsize) for name, shape in unit.parameters], cut)

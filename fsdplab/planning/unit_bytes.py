@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 from fsdplab.engine.core.layout import Layout
 
@@ -62,7 +63,7 @@ def adapters(matrices: Iterable[Parameter], rank: int) -> list[Parameter]:
 
 def _trained(parameters: Sequence[Parameter], spec: PlanSpec) -> UnitBytes:
     cuts = spec.row.cuts
-    layout = Layout.of([(each.name, each.shape, 1) for each in parameters], spec.shards)
+    layout = _layout(tuple((each.name, each.shape, 1) for each in parameters), spec.shards)
     whole, padded, piece = sum(each.count for each in parameters), layout.total_bytes, layout.slice_bytes
     own = sum((slot.span(0)[1] - slot.span(0)[0]) * slot.row_bytes for slot in layout.slots)
     updated = own if "optimizer" in cuts else whole
@@ -76,6 +77,9 @@ def _trained(parameters: Sequence[Parameter], spec: PlanSpec) -> UnitBytes:
         gathered = padded * spec.param_bytes if spec.shards > 1 or spec.mixed else 0
         return UnitBytes(piece * spec.rest_bytes, gathered, piece * spec.rest_bytes, **state)
     return _with_whole_parameters(whole, piece, cuts, spec, state)
+
+
+_layout = lru_cache(maxsize=256)(Layout.of)  # of a block and of a root, whatever the plan's other settings are
 
 
 def _with_whole_parameters(

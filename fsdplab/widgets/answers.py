@@ -16,11 +16,12 @@ from typing import Any, TypeAlias
 
 from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.common.sizes import parse_size, seconds, size
+from fsdplab.engine.core.schedule import Schedule
 from fsdplab.planning.links import LinkSpec, parse_link
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import LINK_EFFICIENCY
-from fsdplab.planning.simulation import simulate, simulate_work, work_of
-from fsdplab.planning.simulation.program import Span
+from fsdplab.planning.simulation import on_links_of, simulate, simulate_program, work_of
+from fsdplab.planning.simulation.program import RankLog, Span, program_of
 from fsdplab.planning.simulation.work import ROOT
 from fsdplab.records import RunRecord
 from fsdplab.sessions.prediction import Prediction, predict
@@ -182,23 +183,29 @@ def crossover(run: Run, ends: tuple[float, float]) -> Crossover:
 
 @lru_cache(maxsize=256)
 def _crossover(plan: PlanSpec, steadily: bool, ends: tuple[float, float]) -> Crossover:
-    efficiency = 1.0 if steadily else None
+    work = replace(work_of(plan, 1.0 if steadily else None), streams=not steadily)
+    program = program_of(work, Schedule(work.prefetch))
+
+    def waits(bytes_per_s: float) -> tuple[float, float]:
+        reached = bytes_per_s / LINK_EFFICIENCY if steadily else bytes_per_s  # of the steady card's link all is reached
+        linked = on_links_of(at_bandwidth(plan, reached), work)
+        return _waits(simulate_program(linked, program).logs[0])
+
     low, high = ends
-    if _waits(plan, high, efficiency)[0]:
+    (at_low, all_remains), (at_high, remains) = waits(low), waits(high)
+    if at_high:
         return Crossover(None)
-    if not _waits(plan, low, efficiency)[0]:
-        return Crossover(low, _waits(plan, low, efficiency)[1])
+    if not at_low:
+        return Crossover(low, all_remains)
     while high / low > 1.01:
         middle = sqrt(low * high)
-        low, high = (middle, high) if _waits(plan, middle, efficiency)[0] else (low, middle)
-    return Crossover(high, _waits(plan, high, efficiency)[1])
+        waited, ends_wait = waits(middle)
+        low, high, remains = (middle, high, remains) if waited else (low, middle, ends_wait)
+    return Crossover(high, remains)
 
 
-def _waits(plan: PlanSpec, bytes_per_s: float, efficiency: float | None) -> tuple[float, float]:
-    """Seconds that the first rank waits between two units of a pass, and at the ends of the passes."""
-    reached = bytes_per_s / LINK_EFFICIENCY if efficiency else bytes_per_s  # of the steady card's link all is reached
-    work = replace(work_of(at_bandwidth(plan, reached), efficiency), streams=efficiency is None)  # else on a CPU
-    log = simulate_work(work).logs[0]
+def _waits(log: RankLog) -> tuple[float, float]:
+    """Seconds that a rank waits between two units of a pass, and at the ends of the passes."""
     spans = sorted(log.computed, key=lambda span: span.start)
     gaps = [(max(0.0, after.start - before.end), _in_one_pass(before, after)) for before, after in pairwise(spans)]
     between = sum(gap for gap, same in gaps if same)

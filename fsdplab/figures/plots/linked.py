@@ -72,9 +72,8 @@ def _linked(record: RunRecord, at_ns: float | None, limit: int) -> go.Figure:
         yaxis=lanes.axis(heights[0]) | dict(domain=domains[0]),
         yaxis2=dict(domain=domains[1], title_text="live memory (MB)", range=[0, 1.25 * total(top) / MB], nticks=5),
         yaxis3=_life_axis(life) | dict(domain=domains[2]),
-        spikedistance=-1, barmode="overlay", hovermode="closest",
+        spikedistance=-1, barmode="overlay", hovermode="closest", **phase_lines(phases(rows), end, domains[2][0]),
     )  # fmt: skip
-    phase_lines(figure, phases(rows), end, domains[2][0])
     figure.add_trace(peak(top["time_ns"] / MS, total(top) / MB, yaxis="y2"))
     if at_ns is None:
         title, alt = _finding(record, life, top)

@@ -77,11 +77,10 @@ def rank_timeline(record: RunRecord, step: int | None = None, limit: int = LIMIT
     step, rows = profile.timeline_of(record, step)
     lanes, end = lanes_of(rows), (max(row["end_ns"] for row in rows) - step_start(rows)) / MS
     bars, merged = lane_bars(rows, lanes, end, limit)
-    figure = go.Figure(bars).update_layout(barmode="overlay", xaxis_title="time since the step began (ms)")
-    figure.update_xaxes(range=[0, 1.005 * end])
     height = round(min(34.0, max(9.0, 1500 / lanes.bottom)) * lanes.bottom)
-    figure.update_yaxes(lanes.axis(height))
-    phase_lines(figure, phases(rows), end)
+    clock = dict(title_text="time since the step began (ms)", range=[0, 1.005 * end])
+    layout = dict(barmode="overlay", xaxis=clock, yaxis=lanes.axis(height), **phase_lines(phases(rows), end))
+    figure = go.Figure(bars, layout)
     title, words = _finding(record, rows)
     alt = f"Timeline of {plural(len(_ranks(rows)), 'rank')} through step {step}. {words}"
     steps = len({row["step"] for row in record.table("breakdown")})
@@ -163,24 +162,26 @@ def phases(rows: list[Row]) -> list[tuple[float, str]]:
     return [(0.0, found[0][1]), *found[1:]] if found else []
 
 
-def phase_lines(figure: go.Figure, found: Sequence[tuple[float, str]], end: float, bottom: float = 0) -> None:
-    """A line where each phase begins, and the phase's name above the lanes; of names that would stand in each other's
-    place that of the longest phase, and of very many phases the longest.
+def phase_lines(found: Sequence[tuple[float, str]], end: float, bottom: float = 0) -> dict[str, list[dict[str, Any]]]:
+    """Of a layout: a line where each phase begins, and the phase's name above the lanes. Of names that would stand in
+    each other's place that of the longest phase, and of very many phases the longest.
     """
     ends = [*(begin for begin, _ in found[1:]), end]
     longest = sorted(range(len(found)), key=lambda index: found[index][0] - ends[index])[:_MOST_PHASES]
     taken: list[tuple[float, float]] = []
+    lines, names = [], []
     for begin, name in (found[index] for index in longest):
         late = begin > 0.9 * end  # beside the right edge the name stands before the line
         width = words_width(f"{name} → ", 14)
         left = begin / end * plot_width() - (width - 22 if late else 0)
-        line = dict(color=GRID, width=2)
-        figure.add_shape(type="line", x0=begin, x1=begin, y0=bottom, y1=1, yref="paper", line=line, layer="below")
+        place = dict(x0=begin, x1=begin, y0=bottom, y1=1, yref="paper", layer="below")
+        lines.append(dict(type="line", line=dict(color=GRID, width=2), **place))
         if all(left + width <= first or left >= last for first, last in taken):
             taken.append((left, left + width))
             side = dict(xanchor="right", xshift=22) if late else dict(xanchor="left", xshift=2)
             above = dict(y=1, yref="paper", yanchor="bottom", showarrow=False, font=dict(size=14))
-            figure.add_annotation(x=begin, text=f"{name} →", **above, **side)
+            names.append(dict(x=begin, text=f"{name} →", **above, **side))
+    return {"shapes": lines, "annotations": names}
 
 
 def _finding(record: RunRecord, rows: list[Row]) -> tuple[str, str]:

@@ -4,7 +4,10 @@
 than the others, gathers and reductions on communicators of their own, any prefetch depth. The result is a run record.
 """
 
-from .simulated_step import Simulated, simulate, simulate_work
-from .work import StepWork, Transfer, UnitWork, work_of
+from .simulated_step import Simulated, simulate, simulate_program, simulate_work
+from .work import StepWork, Transfer, UnitWork, on_links_of, work_of
 
-__all__ = ["Simulated", "StepWork", "Transfer", "UnitWork", "simulate", "simulate_work", "work_of"]
+__all__ = [
+    "Simulated", "StepWork", "Transfer", "UnitWork", "on_links_of", "simulate", "simulate_program", "simulate_work",
+    "work_of",
+]  # fmt: skip

@@ -7,15 +7,16 @@ The record holds a rank of each class; its summary says how many ranks each stan
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from fsdplab.engine.core.schedule import Schedule
-from fsdplab.planning.memory import memory_of
+from fsdplab.planning.memory import Memory, memory_of
 from fsdplab.planning.plan_spec import PlanError, PlanSpec
 from fsdplab.planning.plan_traffic import bytes_by_axis, plan_traffic
+from fsdplab.planning.program import Operation
 from fsdplab.records import RunRecord, Spread, Summary
 from fsdplab.records.summary import Comm, Peak, Profile, SimulatedRanks
 
@@ -54,10 +55,19 @@ def simulate_work(
 
     Two blocks of 1 s forward and 2 s backward without communication take 6 s, and the optimizer's time.
     """
+    return simulate_program(work, program_of(work, schedule(work.prefetch)), communicators, paces)
+
+
+def simulate_program(
+    work: StepWork,
+    program: Sequence[Sequence[Operation]],
+    communicators: int = 1,
+    paces: Mapping[int, float] | None = None,
+) -> Simulated:
+    """Simulate a step whose operations are given: one program serves every link and every amount of compute."""
     clock = Clock()
     network = Network(clock, communicators)
     classes = rank_classes(work.shards, work.replicas, paces or {})
-    program = program_of(work, schedule(work.prefetch))
     ranks = [Rank(index, each, work, program, clock, network) for index, each in enumerate(classes)]
     for rank in ranks:
         clock.at(0.0, rank.go_on)
@@ -105,7 +115,7 @@ def simulate(
         Path(folder or f"simulated-{spec.strategy}-{spec.gpus}-ranks"),
         spec={**_spec_of(spec, communicators, in_flight), "trees": trees},
         environment={"device": "cuda", "device_name": spec.gpu.name},
-        summary=_summary(spec, found, tables),
+        summary=_summary(spec, found, tables, memory),
         provenance=dict.fromkeys(quantities, "simulated"),
         tables=tables,
     )
@@ -154,10 +164,10 @@ def _step_row(spec: PlanSpec, log: RankLog) -> Row:
     }  # fmt: skip
 
 
-def _summary(spec: PlanSpec, found: Simulated, tables: Mapping[str, list[Row]]) -> Summary:
+def _summary(spec: PlanSpec, found: Simulated, tables: Mapping[str, list[Row]], memory: Memory) -> Summary:
     worst = max(tables["breakdown"], key=lambda row: (row["exposed_ns"], -row["rank"]))
     communication = worst["overlapped_ns"] + worst["exposed_ns"]
-    peak, sent, inner = memory_of(spec).peak, sum(bytes_by_axis(plan_traffic(spec)).values()), spec.tensor_parallel
+    peak, sent, inner = memory.peak, sum(bytes_by_axis(plan_traffic(spec)).values()), spec.tensor_parallel
     return Summary(
         step_time_s=Spread.of([found.step_s]),
         tokens_per_s=spec.step_tokens / found.step_s,

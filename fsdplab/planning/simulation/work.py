@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from fsdplab.planning.links import ring_steps
 from fsdplab.planning.plan_spec import PlanError, PlanSpec
-from fsdplab.planning.plan_traffic import AxisTraffic, axis_link, inline_counts, plan_traffic
+from fsdplab.planning.plan_traffic import AXES, AxisTraffic, axis_link, inline_counts, plan_traffic
 from fsdplab.planning.step_time import Compute
 
 ROOT = "root"
@@ -111,6 +111,26 @@ def work_of(spec: PlanSpec, efficiency: float | None = None, in_flight: int = 1)
         shards=spec.shards,
         replicas=spec.replicas,
     )
+
+
+def on_links_of(spec: PlanSpec, work: StepWork) -> StepWork:
+    """The same work with the bandwidths of `spec`, which may differ from the work's own plan in these alone."""
+    rates = {axis: axis_link(spec, axis).bytes_per_s for axis in AXES}
+
+    def linked(each: Transfer) -> Transfer:
+        return replace(each, bytes_per_s=rates[each.axis])
+
+    def unit(each: UnitWork) -> UnitWork:
+        return replace(
+            each,
+            gather=each.gather and linked(each.gather),
+            reduce=each.reduce and linked(each.reduce),
+            across=each.across and linked(each.across),
+            inline_forward=tuple(map(linked, each.inline_forward)),
+            inline_backward=tuple(map(linked, each.inline_backward)),
+        )
+
+    return replace(work, root=unit(work.root), blocks=tuple(map(unit, work.blocks)))
 
 
 def _unit(spec: PlanSpec, rows: Sequence[AxisTraffic], unit: str, forward_s: float, backward_s: float) -> UnitWork:

@@ -36,6 +36,7 @@ __all__ = [
     "LINK",
     "LINKS",
     "TARGET_MS",
+    "TOKENS",
     "banner",
     "by_hand",
     "card_note",
@@ -222,31 +223,37 @@ def least_exposed_ms(compute_ms: float, communication_ms: float) -> float:
 
 
 LINKS = (25, 50, 100, 200, 400, 800, 1600, 3200, 6400)  # MB/s
+TOKENS = (32, 64, 128, 256, 512)  # of a rank's step
 MOST_AHEAD = {"gathered when needed": 0, "one unit ahead": 1}  # the curves, by their prefetch depth
 
 
 def exposed_over_links(job: RunSpec) -> Callable[[int, int], Shown]:
-    """A figure for sliders: exposed ms of the job's step on the steady card over the link, for a number of tokens."""
+    """A figure for sliders: exposed ms of the job's step on the steady card over the link, for a number of tokens.
+
+    The curves of `TOKENS` are computed at once, before a slider is moved.
+    """
+    for each in TOKENS:
+        curves_of(job, each, LINKS)
 
     def drawn(megabytes_per_second: int, tokens: int) -> Shown:
-        curves = curves_of(job, tokens, (*LINKS, megabytes_per_second))
+        curves = curves_of(job, tokens, tuple(sorted({*LINKS, megabytes_per_second})))
         figure = exposed_curves(curves, megabytes_per_second, tokens)
         return Shown(figure, alt_text(figure))
 
     return drawn
 
 
+@lru_cache(maxsize=32)
 def curves_of(job: RunSpec, tokens: int, links: tuple[int, ...]) -> Curves:
     """(MB/s, exposed ms, ms of all communication) points by the schedule's name, and of what no schedule can hide."""
     found: Curves = {name: [] for name in (*MOST_AHEAD, "no schedule can hide")}
-    for link in sorted(set(links)):
+    for link in links:
         exposed_ms, moved = _at(replace(job, link=f"{link}MB/s", sequence_length=tokens // job.batch_size))
         for name, milliseconds in exposed_ms.items():
             found[name].append((link, milliseconds, moved))
     return found
 
 
-@lru_cache(maxsize=256)  # a slider's other positions stay
 def _at(job: RunSpec) -> tuple[dict[str, float], float]:
     """Exposed ms by the schedule's name and of what no schedule can hide, and ms of all communication, at one link."""
     timed = {name: steady(replace(job, prefetch=depth)) for name, depth in MOST_AHEAD.items()}

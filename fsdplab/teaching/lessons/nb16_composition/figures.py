@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from fsdplab.figures.lanes import Span, lane
+from fsdplab.figures.lanes import named_axis
+from fsdplab.figures.lines import points
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.style import PHASE_COLOURS, titled
+from fsdplab.figures.style import EDGE, PHASE_COLOURS, ink_on, titled
 from fsdplab.teaching.core.diagrams import mesh
 
 _ROWS = ("#9cc3e6", "#f2c38b", "#a8d5a2", "#d7b5e0")  # a colour for each place on the first axis
 _TAKES = {"forward": 1, "backward": 2}  # a backward computes twice as much
 ORDERS = ("GPipe", "1F1B")
+_LABELLED = 100  # turns: a browser takes as long for their numbers as for all else of the figure
 
 
 def mesh_figure(axes: dict[str, int], holds: Callable[[int, int], str], title: str) -> go.Figure:
@@ -100,20 +103,34 @@ def pipeline_figure(stages: int, micro_batches: int) -> go.Figure:
     turns = schedule(stages, micro_batches)
     end = max(turn.end for turn in turns)
     idle = (stages - 1) / (micro_batches + stages - 1)
-    figure = go.Figure([_lane(phase, [turn for turn in turns if turn.phase == phase], end) for phase in _TAKES])
-    figure.update_layout(barmode="overlay", xaxis_title="time (a forward of one micro-batch is 1)")
-    figure.update_xaxes(range=[0, 1.01 * end])
-    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
+    of_phase = {phase: [turn for turn in turns if turn.phase == phase] for phase in _TAKES}
+    figure = go.Figure([_labels(phase, own if len(turns) <= _LABELLED else []) for phase, own in of_phase.items()])
+    names = {stage: f"stage {stage}" for stage in range(stages)}
+    figure.update_layout(
+        shapes=[_outline(phase, own, 1 if len(turns) <= _LABELLED else 0.5) for phase, own in of_phase.items()],
+        xaxis=dict(title_text="time (a forward of one micro-batch is 1)", range=[0, 1.01 * end]),
+        yaxis=named_axis(names, stages - 0.5, -0.5),
+    )
     title = f"{stages} stages, {micro_batches} micro-batches: each stage is idle for {idle:.1%} of the time"
     where = "Computed: 1F1B, equal stages, a backward takes twice a forward, messages take no time"
     alt = f"Lanes of pipeline stages. {title}; the last stage waits at the start, the first before its last backwards."
     return titled(figure, title, where, alt, 66 + 34 * stages)
 
 
-def _lane(phase: str, turns: Sequence[Turn], end: int) -> go.Bar:
-    spans = [
-        Span(f"stage {turn.stage}", turn.start, _TAKES[phase], str(turn.micro_batch) if end <= 110 else "")
-        for turn in turns
-    ]
-    hover = f"{phase} of micro-batch %{{text}}, from %{{base}}<extra></extra>"
-    return lane(phase, PHASE_COLOURS[phase], spans, hovertemplate=hover)
+def _outline(phase: str, turns: Sequence[Turn], edge: float) -> dict[str, Any]:
+    """All turns of a phase as one path: a browser takes three times as long to draw 2,000 bars."""
+    boxes = (f"M{turn.start},{turn.stage - 0.43}H{turn.end}V{turn.stage + 0.43}H{turn.start}Z" for turn in turns)
+    look = dict(fillcolor=PHASE_COLOURS[phase], line=dict(color=EDGE, width=edge))
+    return dict(type="path", path="".join(boxes), layer="between", **look)
+
+
+def _labels(phase: str, turns: Sequence[Turn]) -> go.Scatter:
+    """The numbers of the micro-batches, and the phase's entry in the legend."""
+    colour = PHASE_COLOURS[phase]
+    return points(
+        phase, colour, [(turn.start + turn.end) / 2 for turn in turns] or [-9], [turn.stage for turn in turns] or [0],
+        mode="markers+text", marker=dict(symbol="square", size=13, line_width=0),
+        customdata=[turn.start for turn in turns], text=[str(turn.micro_batch) for turn in turns],
+        textfont=dict(size=13, color=ink_on(colour)),
+        hovertemplate=f"{phase} of micro-batch %{{text}}, from %{{customdata}}<extra></extra>",
+    )  # fmt: skip
