@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from fsdplab.engine import STRATEGIES, shard_model
-from fsdplab.engine.core.transport import Stamp
+from fsdplab.engine.core.transport import CollectiveLabel
 from fsdplab.engine.transport.selection import transport_of
-from fsdplab.engine.transport.shared_memory.operations import Ending, Operations, Step
+from fsdplab.engine.transport.shared_memory.operations import Completion, Operations, Step
 from fsdplab.engine.transport.shared_memory.slots import machine_of_this_rank
 from fsdplab.engine.transport.shared_memory.transport import SharedTransport
 from fsdplab.workloads import build_model, loss_of
@@ -53,7 +53,7 @@ def test_gloo_and_shared_memory_train_to_the_same_bits(ranks, world_size: int) -
 
 def interrupted_when_it_has_divided() -> None:
     buffer = torch.full((4,), dist.get_rank() + 1.0)
-    work = transport_of(dist.group.WORLD, CPU, "gloo").all_reduce(buffer, Stamp("unit", "backward"), 2.0)
+    work = transport_of(dist.group.WORLD, CPU, "gloo").all_reduce(buffer, CollectiveLabel("unit", "backward"), 2.0)
 
     def interrupt(*_: object) -> None:
         if bool((buffer == 1.5).all()):
@@ -144,8 +144,8 @@ def many_in_flight() -> None:
         assert len(got) == max(0, step - 3), "no sooner and no later than its buffer is needed"
         buffer[:4].view(torch.float32).fill_(100 * slots.rank + step)
         steps = [Step(lambda number=operation.number: read(number))]
-        ending = Ending("test", Stamp("block", "forward"), lambda start, end, waited: None, 0)
-        started.append(operations.publish(operation, buffer, staging, steps, ending))
+        completion = Completion("test", CollectiveLabel("block", "forward"), lambda start, end, waited: None, 0)
+        started.append(operations.publish(operation, buffer, staging, steps, completion))
     for pending in started:
         pending.wait()
     assert got == [[step, float(step), 100.0 + step] for step in range(1, 9)]
@@ -160,7 +160,7 @@ def summed_early() -> float:
     """Rank 1 ends an all-reduce while rank 0 has only made its sum."""
     transport, rank = transport_of(dist.group.WORLD, torch.device("cpu"), "shm"), dist.get_rank()
     buffer = torch.full((5,), float(rank + 1))
-    work = transport.all_reduce(buffer, Stamp("block", "backward"), 2.0)
+    work = transport.all_reduce(buffer, CollectiveLabel("block", "backward"), 2.0)
     if rank == 0:
         work.advance()
         dist.barrier()

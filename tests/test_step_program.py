@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdplab.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, events, fully_shard, shard_model
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.schedule import Schedule
-from fsdplab.engine.core.transport import Stamp
+from fsdplab.engine.core.transport import CollectiveLabel
 from fsdplab.engine.shard import units_of
 from fsdplab.planning.program import Change, Issue, Move, Operation, Sharing, UnitSizes, Wait, record, record_step
 from tests.test_engine_stream_order import Case, device, sharded
@@ -190,11 +190,11 @@ def noting(kind: str, collective: Any, log: Program) -> Any:
     """A transport's method that notes when a collective is issued and when it is waited for."""
 
     def noted_one(*args: Any, **kwargs: Any) -> Pending:
-        stamp = next(each for each in args if isinstance(each, Stamp))
-        label = (stamp.unit, stamp.phase, kind)
-        log.append(("issue", *label))
+        label = next(each for each in args if isinstance(each, CollectiveLabel))
+        row = (label.unit, label.phase, kind)
+        log.append(("issue", *row))
         pending = collective(*args, **kwargs)
-        wait = lambda: [pending.wait(), log.append(("wait", *label))]
+        wait = lambda: [pending.wait(), log.append(("wait", *row))]
         return Pending(wait, pending, on_drop=pending.abandon, event=pending.event)
 
     return noted_one

@@ -21,7 +21,7 @@ from fsdplab.engine.core.layout import Layout, Slot
 from fsdplab.engine.core.packing import chunks, cut_out, half, is_missing, pack
 from fsdplab.engine.core.param import ShardedParam
 from fsdplab.engine.core.pending import Pending
-from fsdplab.engine.core.transport import Outgoing, Stamp, Transport
+from fsdplab.engine.core.transport import CollectiveLabel, SendShard, Transport
 from fsdplab.engine.core.unit import Memory, ReduceOptions
 from fsdplab.engine.core.unit_config import UnitConfig
 from fsdplab.engine.core.unit_plan import UnitPlan, layout_of
@@ -36,7 +36,7 @@ class FewerRanks(Protocol):
     def keep(self, whole: Gathered) -> None:
         """Copy this rank's rows out of the unsharded parameters and show them."""
 
-    def gather(self, whole: Gathered, stamp: Stamp) -> Pending:
+    def gather(self, whole: Gathered, label: CollectiveLabel) -> Pending:
         """Fill `whole`, laid out for all ranks, from what `keep` kept."""
 
     def forget(self) -> None:
@@ -146,22 +146,24 @@ class UnitMemory(Memory):
         self.whole.announce(self.name)
 
     def gather(self, phase: str) -> Pending | None:
-        stamp = Stamp(self.name, phase)
+        label = CollectiveLabel(self.name, phase)
         if self.shards is not None:
             self.config.storage.will_read(self.shards)
         if self.fewer_ranks is not None and self.fewer_ranks.kept:
-            return self.fewer_ranks.gather(self.whole, stamp)
+            return self.fewer_ranks.gather(self.whole, label)
         if self.config.shard is not None:
-            return self.config.shard.all_gather(self._outgoing(), self.whole, stamp)
+            return self.config.shard.all_gather(self._send_shard(), self.whole, label)
         if self.plan.aliased:
             return None
         written = self._write(self.whole.tensor)
         return Pending(written.wait, self.whole.tensor, on_drop=written.wait)
 
-    def _outgoing(self) -> Outgoing:
+    def _send_shard(self) -> SendShard:
         """This rank's shards in the dtype that travels: those at rest themselves, or made from them."""
         ready = self.plan.travels_as_it_rests and self.config.storage.device == self.config.device
-        return Outgoing(self.plan.layout.slice_bytes, self.plan.wire_dtype, self._write, self.shards if ready else None)
+        return SendShard(
+            self.plan.layout.slice_bytes, self.plan.wire_dtype, self._write, self.shards if ready else None
+        )
 
     def _write(self, target: torch.Tensor) -> Pending:
         """Begin to write this rank's shards, in the dtypes that travel, into `target` (bytes)."""
@@ -283,25 +285,25 @@ class UnitMemory(Memory):
         of one further unit. So do the two halves of an all-reduce between CPU ranks.
         """
         shard, replicate = self.config.shard, self.config.replicate if options.all_reduce else None
-        stamp, padding = Stamp(self.name, "backward"), self._padding(layout)
+        label, padding = CollectiveLabel(self.name, "backward"), self._padding(layout)
         first, second = self._divisions(options.divide, output.dtype)
         earlier, self._partial_sum = self._partial_sum, None
         over_replicas = None
         if shard is None and replicate and earlier is None:
-            summed, over_replicas = replicate.all_reduce_packed(layout, gradients, output, stamp, second).parts()
+            summed, over_replicas = replicate.all_reduce_packed(layout, gradients, output, label, second).parts()
         elif shard is None:
             pack(layout, gradients, output)
             summed = Pending(lambda: None)
         else:
-            summed = shard.reduce_scatter(layout, gradients, output, stamp, first)
+            summed = shard.reduce_scatter(layout, gradients, output, label, first)
             if replicate and earlier is None and summed.event is not None:  # one stream waits for the other
-                over_replicas = replicate.all_reduce(output, stamp, second, padding, summed)
+                over_replicas = replicate.all_reduce(output, label, second, padding, summed)
         del gradients  # what is packed is freed
         yield summed
         if earlier is not None:
             output.add_(earlier)
         if replicate:
-            yield over_replicas or replicate.all_reduce(output, stamp, second, padding)
+            yield over_replicas or replicate.all_reduce(output, label, second, padding)
         elif shard is None and self.config.replicate is None and options.divide != 1.0:
             output.div_(options.divide)
 

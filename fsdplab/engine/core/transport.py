@@ -27,20 +27,19 @@ Gradients = Sequence["torch.Tensor | None"]  # whole ones; None is one that is m
 
 
 @dataclass(frozen=True)
-class Stamp:
-    """On whose behalf a collective runs: what the ledger writes beside it."""
+class CollectiveLabel:
+    """The unit and the phase that a collective runs for, as the ledger has them."""
 
     unit: str
     phase: str
 
 
 @dataclass(frozen=True)
-class Outgoing:
-    """This rank's slice, `nbytes` in the dtype that travels.
+class SendShard:
+    """This rank's shard, `nbytes` in the dtype that is sent.
 
-    `write` puts it into memory (bytes) of the transport's choice, and returns what to wait for before that is read.
-    `resident` is the slice at rest (bytes), where that
-    is what travels, and rests where the transport can read it.
+    `write` copies it into memory (bytes) of the transport's choice, and returns what to wait for before that is read.
+    `resident` is the stored shard (bytes), where it is sent as it is and lies where the transport can read it.
     """
 
     nbytes: int
@@ -49,7 +48,7 @@ class Outgoing:
     resident: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, slice_: torch.Tensor) -> Outgoing:
+    def of(cls, slice_: torch.Tensor) -> SendShard:
         """A slice that lies ready in a tensor."""
         resident = slice_.view(torch.uint8)
         write = lambda target: Pending(lambda: None, target.copy_(resident))  # noqa: E731
@@ -73,27 +72,32 @@ class Transport(ABC):
         self.group, self.rank, self.ranks = group, group.rank(), group.size()
 
     @abstractmethod
-    def all_gather(self, outgoing: Outgoing, whole: Gathered, stamp: Stamp) -> Pending:
+    def all_gather(self, shard: SendShard, whole: Gathered, label: CollectiveLabel) -> Pending:
         """Fill `whole` from every rank's slice; its memory is taken no earlier than it is written to."""
 
     @abstractmethod
     def reduce_scatter(
-        self, layout: Layout, gradients: Gradients, output: torch.Tensor, stamp: Stamp, divide: float
+        self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, divide: float
     ) -> Pending:
         """Sum every rank's `gradients`, divide, and leave this rank's slice in `output`."""
 
     @abstractmethod
     def all_reduce(
-        self, buffer: torch.Tensor, stamp: Stamp, divide: float, padding: int = 0, after: Pending | None = None
+        self,
+        buffer: torch.Tensor,
+        label: CollectiveLabel,
+        divide: float,
+        padding: int = 0,
+        after: Pending | None = None,
     ) -> Pending:
         """Sum `buffer` over all ranks in place and divide; `after`: the work on another stream that fills it."""
 
     def all_reduce_packed(
-        self, layout: Layout, gradients: Gradients, output: torch.Tensor, stamp: Stamp, divide: float
+        self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, divide: float
     ) -> Pending:
         """Pack `gradients` into `output`, sum it over all ranks in place, and divide."""
         pack(layout, gradients, output)
-        return self.all_reduce(output, stamp, divide, layout.padding_bytes)
+        return self.all_reduce(output, label, divide, layout.padding_bytes)
 
     def storage(self, device: torch.device) -> ShardStorage:
         """Where slices rest that no offload policy sends elsewhere."""
@@ -114,9 +118,9 @@ class Transport(ABC):
     def separate_reductions(self, enable: bool) -> None:
         """Let reductions no longer queue behind gathers, or again; where they never do there is nothing to separate."""
 
-    def note(self, stamp: Stamp, kind: str, logical: int, padding: int, dtype: torch.dtype) -> Note:
+    def note(self, label: CollectiveLabel, kind: str, logical: int, padding: int, dtype: torch.dtype) -> Note:
         name, issued = str(dtype).removeprefix("torch."), time.time_ns()
         wire = (2 if kind == "all_reduce" else 1) * logical * (self.ranks - 1) // self.ranks
         return lambda start, end, waited: events.Collective(
-            stamp.unit, stamp.phase, kind, logical, wire, padding, name, start, end, waited_ns=waited, issue_ns=issued
+            label.unit, label.phase, kind, logical, wire, padding, name, start, end, waited_ns=waited, issue_ns=issued
         )

@@ -30,7 +30,7 @@ from fsdplab.engine.core.gathered import Gathered
 from fsdplab.engine.core.hooks import units_under
 from fsdplab.engine.core.layout import Layout
 from fsdplab.engine.core.pending import Pending
-from fsdplab.engine.core.transport import Gradients, Note, Outgoing, Stamp, Transport
+from fsdplab.engine.core.transport import CollectiveLabel, Gradients, Note, SendShard, Transport
 from fsdplab.engine.emulation.stream_link import on_streams, runs_on_streams
 from fsdplab.engine.transport.shared_memory.peers import SharingRefused
 from fsdplab.engine.transport.shared_memory.process_group import SharedMemoryGroup
@@ -211,9 +211,9 @@ class _Behind(Transport):
     _channel: Channel
     _transfer: Transfer | None = None
 
-    def note(self, stamp: Stamp, kind: str, logical: int, padding: int, dtype: torch.dtype) -> Note:
+    def note(self, label: CollectiveLabel, kind: str, logical: int, padding: int, dtype: torch.dtype) -> Note:
         """The transport asks for its note right before it issues: the collective joins the queue."""
-        event = super().note(stamp, kind, logical, padding, dtype)(0, 0, None)
+        event = super().note(label, kind, logical, padding, dtype)(0, 0, None)
         assert event is not None, "a link in front of a link"
         self._transfer = self._channel.enter(event)
         return lambda start, end, waited: None  # `arrive` writes it
@@ -230,23 +230,28 @@ class _Behind(Transport):
 
         return Pending(finish, pending, on_drop=pending.abandon)
 
-    def all_gather(self, outgoing: Outgoing, whole: Gathered, stamp: Stamp) -> Pending:
-        return self._carried(self._kind.all_gather(self, outgoing, whole, stamp), stamp.unit)
+    def all_gather(self, shard: SendShard, whole: Gathered, label: CollectiveLabel) -> Pending:
+        return self._carried(self._kind.all_gather(self, shard, whole, label), label.unit)
 
     def reduce_scatter(
-        self, layout: Layout, gradients: Gradients, output: torch.Tensor, stamp: Stamp, divide: float
+        self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, divide: float
     ) -> Pending:
-        return self._carried(self._kind.reduce_scatter(self, layout, gradients, output, stamp, divide), stamp.unit)
+        return self._carried(self._kind.reduce_scatter(self, layout, gradients, output, label, divide), label.unit)
 
     def all_reduce(
-        self, buffer: torch.Tensor, stamp: Stamp, divide: float, padding: int = 0, after: Pending | None = None
+        self,
+        buffer: torch.Tensor,
+        label: CollectiveLabel,
+        divide: float,
+        padding: int = 0,
+        after: Pending | None = None,
     ) -> Pending:
-        return self._carried(self._kind.all_reduce(self, buffer, stamp, divide, padding, after), stamp.unit)
+        return self._carried(self._kind.all_reduce(self, buffer, label, divide, padding, after), label.unit)
 
     def all_reduce_packed(
-        self, layout: Layout, gradients: Gradients, output: torch.Tensor, stamp: Stamp, divide: float
+        self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, divide: float
     ) -> Pending:
-        return self._carried(super().all_reduce_packed(layout, gradients, output, stamp, divide), stamp.unit)
+        return self._carried(super().all_reduce_packed(layout, gradients, output, label, divide), label.unit)
 
 
 @cache

@@ -18,7 +18,7 @@ from fsdplab.engine.core.layout import Layout
 from fsdplab.engine.core.param import ShardedParam
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.placement import Axes, local_part, spec_at_rest
-from fsdplab.engine.core.transport import Outgoing, Stamp, Transport
+from fsdplab.engine.core.transport import CollectiveLabel, SendShard, Transport
 
 
 def ranks_after_forward(wanted: int, ranks: int) -> int:
@@ -67,14 +67,14 @@ class SlicesOverFewerRanks:
         local = param.natural(rows).contiguous()
         param.show(nn.Parameter(compat.dtensor_of(local, spec), requires_grad=param.at_rest.requires_grad))
 
-    def gather(self, whole: Gathered, stamp: Stamp) -> Pending:
+    def gather(self, whole: Gathered, label: CollectiveLabel) -> Pending:
         """Fill `whole`, laid out for all ranks, from the slices of the few."""
         kept = self._slice
         assert kept is not None, "no forward has kept anything"
-        near = Gathered(self._layout, kept.device, stamp.unit, "communication_buffers")
+        near = Gathered(self._layout, kept.device, label.unit, "communication_buffers")
         dtypes = {_gathered(param).dtype for param in self._params}
         sent = kept.view(*dtypes) if len(dtypes) == 1 else kept
-        pending = self.transport.all_gather(Outgoing.of(sent), near, stamp)
+        pending = self.transport.all_gather(SendShard.of(sent), near, label)
 
         def finish() -> None:
             pending.wait()

@@ -17,7 +17,7 @@ from fsdplab.engine.core.gathered import Gathered
 from fsdplab.engine.core.layout import Layout
 from fsdplab.engine.core.packing import half, pack, unpack
 from fsdplab.engine.core.pending import Pending
-from fsdplab.engine.core.transport import Gradients, Outgoing, Stamp
+from fsdplab.engine.core.transport import CollectiveLabel, Gradients, SendShard
 from fsdplab.engine.transport.streams import HostStream, StreamedTransport, comm_stream
 
 Reduction = tuple[Callable[[bool], Any], Callable[[], object], torch.Tensor]  # issue, complete, buffer to keep
@@ -37,62 +37,67 @@ class StagedTransport(StreamedTransport):
         self._reduce_stream = comm_stream(device, "reduce") if streams else HostStream()
         self._all_reduce_stream = comm_stream(device, "all_reduce") if streams else HostStream()
 
-    def all_gather(self, outgoing: Outgoing, whole: Gathered, stamp: Stamp) -> Pending:
+    def all_gather(self, shard: SendShard, whole: Gathered, label: CollectiveLabel) -> Pending:
         """Gather every rank's slice, and unpack them into `whole` once somebody waits: until then its memory is free.
 
         A slice that has to be made (cast, or brought from the host) is made where its gather ends.
         """
-        layout, numel = whole.layout, outgoing.nbytes // outgoing.dtype.itemsize
-        staging = self._staging(self.ranks * numel, outgoing.dtype, "gather")
-        events.tag("communication_buffers", staging, stamp.unit)
+        layout, numel = whole.layout, shard.nbytes // shard.dtype.itemsize
+        staging = self._staging(self.ranks * numel, shard.dtype, "gather")
+        events.tag("communication_buffers", staging, label.unit)
         written = None
-        if outgoing.resident is not None and not self._gathers_in_place:
-            send = outgoing.resident.view(outgoing.dtype)
+        if shard.resident is not None and not self._gathers_in_place:
+            send = shard.resident.view(shard.dtype)
         else:
             send = staging[self.rank * numel : (self.rank + 1) * numel]
-            written = outgoing.write(send.view(torch.uint8))
+            written = shard.write(send.view(torch.uint8))
 
         def issue(asynchronous: bool) -> Any:
-            with events.span("all_gather", stamp.unit):
+            with events.span("all_gather", label.unit):
                 return self._gather(staging, send, asynchronous)
 
-        note = self.note(stamp, "all_gather", layout.total_bytes, layout.padding_bytes, outgoing.dtype)
+        note = self.note(label, "all_gather", layout.total_bytes, layout.padding_bytes, shard.dtype)
         travelling = self._gather_stream.run(issue, lambda: None, note, staging, send, after=written)
 
         def finish() -> None:
             travelling.wait()
-            with events.span("all_gather_copy_out", stamp.unit):
+            with events.span("all_gather_copy_out", label.unit):
                 unpack(staging, whole)
 
         return Pending(finish, staging, travelling, on_drop=travelling.abandon)
 
     def reduce_scatter(
-        self, layout: Layout, gradients: Gradients, output: torch.Tensor, stamp: Stamp, divide: float
+        self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, divide: float
     ) -> Pending:
         """Sum every rank's `gradients` (None where one is missing), divide, and leave this rank's slice in `output`."""
         send = self._staging(self.ranks * output.numel(), output.dtype, "scatter")
-        events.tag("communication_buffers", send, stamp.unit)
-        with events.span("post_backward_reduce", stamp.unit):
+        events.tag("communication_buffers", send, label.unit)
+        with events.span("post_backward_reduce", label.unit):
             pack(layout, gradients, send)
         issue, sum_up, received = self._reduction(send, output, divide)
-        note = self.note(stamp, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
+        note = self.note(label, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
         return self._reduce_stream.run(
-            issue, events.span("reduce_scatter", stamp.unit)(sum_up), note, send, received, output
+            issue, events.span("reduce_scatter", label.unit)(sum_up), note, send, received, output
         )
 
     def all_reduce(
-        self, buffer: torch.Tensor, stamp: Stamp, divide: float, padding: int = 0, after: Pending | None = None
+        self,
+        buffer: torch.Tensor,
+        label: CollectiveLabel,
+        divide: float,
+        padding: int = 0,
+        after: Pending | None = None,
     ) -> Pending:
         """Sum `buffer` over all ranks in place and divide."""
         before = half(divide) if buffer.dtype is torch.float16 else 1.0
 
         def issue(asynchronous: bool) -> Any:
-            with events.span("all_reduce", stamp.unit):
+            with events.span("all_reduce", label.unit):
                 if before != 1.0:
                     buffer.div_(before)
                 return dist.all_reduce(buffer, group=self.group, async_op=asynchronous)
 
-        note = self.note(stamp, "all_reduce", buffer.nbytes, padding, buffer.dtype)
+        note = self.note(label, "all_reduce", buffer.nbytes, padding, buffer.dtype)
         return self._all_reduce_stream.run(issue, divides_once(buffer, divide / before), note, buffer, after=after)
 
     def separate_reductions(self, enable: bool) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from fsdplab.engine import shard_model
 from fsdplab.engine.core.gathered import Gathered
 from fsdplab.engine.core.layout import Layout
-from fsdplab.engine.core.transport import Outgoing, Stamp
+from fsdplab.engine.core.transport import CollectiveLabel, SendShard
 from fsdplab.engine.transport.selection import transport_of
 from fsdplab.planning.lab_step_time import ProductRate, product_rates, touched
 from fsdplab.planning.models import MODELS
@@ -166,7 +166,7 @@ def _collectives(clock: Clock) -> dict[str, tuple[float, float]]:
     return found
 
 
-_STAMP = Stamp("calibration", "forward")
+_LABEL = CollectiveLabel("calibration", "forward")
 _CPU = torch.device("cpu")
 
 
@@ -178,10 +178,10 @@ def _gather(group: dist.ProcessGroup, nbytes: int) -> Callable[[], float]:
     transport = transport_of(group, _CPU)
     layout = _layout(nbytes, group.size())
     resting = transport.storage(_CPU).make(layout.slice_bytes, "calibration")
-    outgoing, whole = Outgoing.of(resting.view(torch.float32)), Gathered(layout, _CPU)
+    shard, whole = SendShard.of(resting.view(torch.float32)), Gathered(layout, _CPU)
 
     def once() -> float:
-        seconds = _timed(lambda: transport.all_gather(outgoing, whole, _STAMP).wait())
+        seconds = _timed(lambda: transport.all_gather(shard, whole, _LABEL).wait())
         whole.free()
         transport.settle()
         return seconds
@@ -195,7 +195,7 @@ def _reduce(group: dist.ProcessGroup, nbytes: int) -> Callable[[], float]:
 
     def once() -> float:
         output = torch.empty(layout.slice_bytes // 4)
-        return _timed(lambda: transport.reduce_scatter(layout, [gradient], output, _STAMP, 2.0).wait())
+        return _timed(lambda: transport.reduce_scatter(layout, [gradient], output, _LABEL, 2.0).wait())
 
     return once
 
@@ -206,7 +206,7 @@ def _all_reduce(group: dist.ProcessGroup, nbytes: int) -> Callable[[], float]:
 
     def once() -> float:
         output = torch.empty(layout.slice_bytes // 4)
-        return _timed(lambda: transport.all_reduce_packed(layout, [gradient], output, _STAMP, 2.0).wait())
+        return _timed(lambda: transport.all_reduce_packed(layout, [gradient], output, _LABEL, 2.0).wait())
 
     return once
 

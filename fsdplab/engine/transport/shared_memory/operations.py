@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from fsdplab.engine import events
 from fsdplab.engine.core.pending import Pending
-from fsdplab.engine.core.transport import Note, Stamp
+from fsdplab.engine.core.transport import CollectiveLabel, Note
 from fsdplab.engine.transport.shared_memory.arenas import PAGE, SharedStorage
 from fsdplab.engine.transport.shared_memory.slots import Broken, GivenUp, Slots
 
@@ -91,11 +91,11 @@ class Operation:
             self._slots.done(self.number)
 
 
-class Ending:
+class Completion:
     """What a wait adds to an operation: profiler ranges, and its line in the ledger once it is complete."""
 
-    def __init__(self, span: str, stamp: Stamp, note: Note, start: int) -> None:
-        self._span, self._stamp, self._note, self._start = span, stamp, note, start
+    def __init__(self, span: str, label: CollectiveLabel, note: Note, start: int) -> None:
+        self._span, self._label, self._note, self._start = span, label, note, start
         self._waited = 0
 
     def advance(self, operation: Operation) -> None:
@@ -110,7 +110,7 @@ class Ending:
 
     def _timed(self, span: str, run: Callable[[], None]) -> int:
         awaited = time.time_ns()
-        with events.span(span, self._stamp.unit):
+        with events.span(span, self._label.unit):
             run()
         now = time.time_ns()
         self._waited += now - awaited
@@ -173,17 +173,22 @@ class Operations:
         return staging.buffers[turn][:nbytes]
 
     def publish(
-        self, operation: Operation, source: torch.Tensor, staging: Staging | None, steps: Sequence[Step], ending: Ending
+        self,
+        operation: Operation,
+        source: torch.Tensor,
+        staging: Staging | None,
+        steps: Sequence[Step],
+        completion: Completion,
     ) -> Pending:
         """Peers may read `source`, a buffer of `staging` or memory of the arena; on waiting, `steps` complete the
-        operation on this rank, as `ending` says. Where its slot is needed that happens sooner, and whoever waits later
-        finds it done.
+        operation on this rank, as `completion` says. Where its slot is needed that happens sooner, and whoever waits
+        later finds it done.
         """
         operation.steps = list(steps)
         pending = Pending(
-            lambda: ending.complete(operation),
+            lambda: completion.complete(operation),
             source,
-            early=lambda: ending.advance(operation),
+            early=lambda: completion.advance(operation),
             on_drop=operation.give_up,
         )
         with self.slots.unrepeatable(f"telling its peers of {operation.label}"):

@@ -55,8 +55,8 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Told:
-    """What a rank tells its peers of its arena, or why it has none."""
+class ArenaHandle:
+    """A rank's handle to its arena, which its peers open, or why it has none."""
 
     process: int
     descriptor: int = -1
@@ -65,7 +65,7 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Fabric:
+class PeerMemory:
     """This rank's arena and those of all ranks, by rank, with the processes that they belong to."""
 
     own: Arena
@@ -74,13 +74,13 @@ class Fabric:
     processes: list[Process]
 
 
-def opened(group: dist.ProcessGroup, header: int) -> Fabric:
+def opened(group: dist.ProcessGroup, header: int) -> PeerMemory:
     """An arena of this rank with a header of that many bytes, and its peers'; every member of `group` must call it.
 
     Raises `SharingRefused` on all ranks where one of them may not.
     """
     arena, mine = _own(header)
-    told: list[Told] = [mine] * group.size()
+    told: list[ArenaHandle] = [mine] * group.size()
     dist.all_gather_object(told, mine, group=group)
     _refuse_together([each.refused for each in told])
     assert arena is not None
@@ -96,20 +96,20 @@ def opened(group: dist.ProcessGroup, header: int) -> Fabric:
     answers = [refused] * group.size()
     dist.all_gather_object(answers, refused, group=group)  # also: everybody has opened everything
     _refuse_together(answers)
-    return Fabric(arena, arenas, [each.process for each in told], processes)
+    return PeerMemory(arena, arenas, [each.process for each in told], processes)
 
 
-def _own(header: int) -> tuple[Arena | None, Told]:
+def _own(header: int) -> tuple[Arena | None, ArenaHandle]:
     try:
         arena = Arena(header)
     except OSError as error:
-        return None, Told(os.getpid(), refused=f"got no memory to share: {error}")
+        return None, ArenaHandle(os.getpid(), refused=f"got no memory to share: {error}")
     cookie = os.urandom(COOKIE)
     ctypes.memmove(arena.header.memory, cookie, COOKIE)
-    return arena, Told(os.getpid(), arena.descriptor, cookie)
+    return arena, ArenaHandle(os.getpid(), arena.descriptor, cookie)
 
 
-def _peers(told: Told, header: int) -> PeerArena:
+def _peers(told: ArenaHandle, header: int) -> PeerArena:
     arena = PeerArena(os.open(f"/proc/{told.process}/fd/{told.descriptor}", os.O_RDWR), header)
     if bytes(memoryview(arena.header.memory)[:COOKIE]) != told.cookie:
         raise OSError(errno.ESTALE, f"descriptor {told.descriptor} of process {told.process} is another file")

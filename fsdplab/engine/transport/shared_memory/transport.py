@@ -21,16 +21,16 @@ from fsdplab.engine.core.layout import Layout
 from fsdplab.engine.core.packing import pack, unpack_from
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.shard_storage import ShardStorage
-from fsdplab.engine.core.transport import Gradients, Outgoing, Stamp, Transport
+from fsdplab.engine.core.transport import CollectiveLabel, Gradients, SendShard, Transport
 from fsdplab.engine.transport.gloo import announce
-from fsdplab.engine.transport.shared_memory.operations import Ending, Operation, Operations, Staging, Step
+from fsdplab.engine.transport.shared_memory.operations import Completion, Operation, Operations, Staging, Step
 from fsdplab.engine.transport.shared_memory.packing import halves, pack_range, pack_rank, scaled_copy
 
 _BUFFERS = 2  # of each kind: the next operation may begin while peers still read the last
 
 
 @dataclass(frozen=True)
-class Sent:
+class PendingReduction:
     """A reduction under way: the buffer that peers read, and the bytes between its parts."""
 
     operation: Operation
@@ -72,58 +72,63 @@ class SharedTransport(Transport):
         """Begin anew with all ranks where one has failed in the middle, or this one has left a step unfinished."""
         self._operations.recover(unfinished or self._slots.broken)
 
-    def all_gather(self, outgoing: Outgoing, whole: Gathered, stamp: Stamp) -> Pending:
+    def all_gather(self, shard: SendShard, whole: Gathered, label: CollectiveLabel) -> Pending:
         """Publish this rank's slice, or where it rests; on waiting, copy every rank's slice into `whole`.
 
         The memory is taken now: what is gathered ahead costs as much as it does where collectives have buffers.
         """
         layout, _ = whole.layout, whole.tensor
-        note = self.note(stamp, "all_gather", layout.total_bytes, layout.padding_bytes, outgoing.dtype)
-        start, nbytes = time.time_ns(), outgoing.nbytes
-        staging = self._gathers if outgoing.resident is None or nbytes == 0 else None
-        with events.span("all_gather", stamp.unit):
-            operation = self._operations.claim(nbytes, f"all_gather of {stamp.unit}")
-            mine = self._source(operation, outgoing, staging)
-            announce("all_gather", self._announced, lambda: _gather_buffers(outgoing, self.ranks))
+        note = self.note(label, "all_gather", layout.total_bytes, layout.padding_bytes, shard.dtype)
+        start, nbytes = time.time_ns(), shard.nbytes
+        staging = self._gathers if shard.resident is None or nbytes == 0 else None
+        with events.span("all_gather", label.unit):
+            operation = self._operations.claim(nbytes, f"all_gather of {label.unit}")
+            mine = self._source(operation, shard, staging)
+            announce("all_gather", self._announced, lambda: _gather_buffers(shard, self.ranks))
 
         def read() -> None:
             for peer in self._nearest_first():
                 part = mine if peer == self.rank else self._slots.read(peer, operation.number, nbytes)
                 unpack_from(peer, part, whole)
 
-        ending = Ending("all_gather_copy_out", stamp, note, start)
-        return self._operations.publish(operation, mine, staging, [Step(read)], ending)
+        completion = Completion("all_gather_copy_out", label, note, start)
+        return self._operations.publish(operation, mine, staging, [Step(read)], completion)
 
-    def _source(self, operation: Operation, outgoing: Outgoing, staging: Staging | None) -> torch.Tensor:
+    def _source(self, operation: Operation, shard: SendShard, staging: Staging | None) -> torch.Tensor:
         """What peers will read: the slice where it rests, or a copy of it."""
-        resident, nbytes = outgoing.resident, outgoing.nbytes
+        resident, nbytes = shard.resident, shard.nbytes
         if staging is not None:
             source = self._operations.stage(staging, nbytes, operation.label)
         elif resident is not None and self._slots.arena.place_of(resident) is not None:
             return resident
         else:  # the arena refused to hold it; buffers in turn are for gathers that no rank has in place
             source = self._slots.allocate(nbytes, operation.label)
-        outgoing.write(source)
+        shard.write(source)
         return source
 
     def reduce_scatter(
-        self, layout: Layout, gradients: Gradients, output: torch.Tensor, stamp: Stamp, divide: float
+        self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, divide: float
     ) -> Pending:
         """Publish what peers need of the gradients; on waiting, sum this rank's slice over the ranks and divide."""
-        note = self.note(stamp, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
+        note = self.note(label, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
         start, (before, after) = time.time_ns(), _factors(gradients, output.dtype, divide)
 
         def write(peer: int, target: torch.Tensor) -> None:
             pack_rank(layout, gradients, peer, target, before)
 
-        with events.span("post_backward_reduce", stamp.unit):
+        with events.span("post_backward_reduce", label.unit):
             parts = [output] * self.ranks
-            sent = self._send(write, parts, f"reduce_scatter of {stamp.unit}", self.ranks - 1, self._reductions)
+            sent = self._send(write, parts, f"reduce_scatter of {label.unit}", self.ranks - 1, self._reductions)
             announce("reduce_scatter", self._announced, lambda: _reduce_buffers(layout, gradients, output))
-        return self._reducing(sent, output, after, [], Ending("reduce_scatter", stamp, note, start))
+        return self._reducing(sent, output, after, [], Completion("reduce_scatter", label, note, start))
 
     def all_reduce(
-        self, buffer: torch.Tensor, stamp: Stamp, divide: float, padding: int = 0, after: Pending | None = None
+        self,
+        buffer: torch.Tensor,
+        label: CollectiveLabel,
+        divide: float,
+        padding: int = 0,
+        after: Pending | None = None,
     ) -> Pending:
         """Publish what peers need of `buffer`; on waiting, sum one nth of it and gather the others' sums."""
         pieces = buffer.tensor_split(self.ranks)
@@ -132,10 +137,10 @@ class SharedTransport(Transport):
         def write(peer: int, target: torch.Tensor) -> None:
             scaled_copy(pieces[peer], target, before)
 
-        return self._all_reduce(write, buffer, stamp, then, padding)
+        return self._all_reduce(write, buffer, label, then, padding)
 
     def all_reduce_packed(
-        self, layout: Layout, gradients: Gradients, output: torch.Tensor, stamp: Stamp, divide: float
+        self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, divide: float
     ) -> Pending:
         """As `pack` and `all_reduce`, in one pass over the gradients."""
         pieces = output.tensor_split(self.ranks)
@@ -145,26 +150,31 @@ class SharedTransport(Transport):
         def write(peer: int, target: torch.Tensor) -> None:
             pack_range(layout, gradients, firsts[peer], target, before)
 
-        return self._all_reduce(write, output, stamp, after, layout.padding_bytes)
+        return self._all_reduce(write, output, label, after, layout.padding_bytes)
 
     def _all_reduce(
         self,
         write: Callable[[int, torch.Tensor], None],
         buffer: torch.Tensor,
-        stamp: Stamp,
+        label: CollectiveLabel,
         divide: float,
         padding: int,
     ) -> Pending:
-        note = self.note(stamp, "all_reduce", buffer.nbytes, padding, buffer.dtype)
+        note = self.note(label, "all_reduce", buffer.nbytes, padding, buffer.dtype)
         start, pieces = time.time_ns(), buffer.tensor_split(self.ranks)
-        with events.span("all_reduce", stamp.unit):
-            sent = self._send(write, pieces, f"all_reduce of {stamp.unit}", self.ranks, self._exchanges)
+        with events.span("all_reduce", label.unit):
+            sent = self._send(write, pieces, f"all_reduce of {label.unit}", self.ranks, self._exchanges)
             announce("all_reduce", self._announced, lambda: (torch.empty_like(buffer), buffer))
         exchange = [Step(lambda: self._share(sent, pieces)), Step(lambda: self._collect(sent, pieces))]
-        return self._reducing(sent, pieces[self.rank], divide, exchange, Ending("all_reduce", stamp, note, start))
+        return self._reducing(sent, pieces[self.rank], divide, exchange, Completion("all_reduce", label, note, start))
 
     def _reducing(
-        self, sent: Sent, output: torch.Tensor, divide: float, further: Sequence[Step], ending: Ending
+        self,
+        sent: PendingReduction,
+        output: torch.Tensor,
+        divide: float,
+        further: Sequence[Step],
+        completion: Completion,
     ) -> Pending:
         """Publish; on waiting, sum this rank's part as soon as all peers' are there, then do what is `further`: all but
         the last of it may be done early, and then peers find this rank's sum when they come for it.
@@ -176,7 +186,7 @@ class SharedTransport(Transport):
         ]
         sent.operation.kept = 1 if further else 0
         staging = self._exchanges if further else self._reductions
-        return self._operations.publish(sent.operation, sent.buffer, staging, steps, ending)
+        return self._operations.publish(sent.operation, sent.buffer, staging, steps, completion)
 
     def _send(
         self,
@@ -185,30 +195,32 @@ class SharedTransport(Transport):
         label: str,
         count: int,
         staging: Staging,
-    ) -> Sent:
+    ) -> PendingReduction:
         """Have every peer's part written to a buffer for `count` parts, and this rank's own where its sum will be."""
         stride = parts[0].nbytes  # of the first, which is the longest
         operation = self._operations.claim(count * stride, label)
-        sent = Sent(operation, self._operations.stage(staging, count * stride, label), stride)
+        sent = PendingReduction(operation, self._operations.stage(staging, count * stride, label), stride)
         for peer in self._nearest_first():
             place = parts[peer] if peer == self.rank else self._part(sent, sent.buffer, self.rank, peer, parts[peer])
             write(peer, place)
         return sent
 
-    def _part(self, sent: Sent, buffer: torch.Tensor, owner: int, reader: int, like: torch.Tensor) -> torch.Tensor:
+    def _part(
+        self, sent: PendingReduction, buffer: torch.Tensor, owner: int, reader: int, like: torch.Tensor
+    ) -> torch.Tensor:
         """What `owner` wrote for `reader`: a buffer has no part for its owner."""
         first = (reader - (reader > owner)) * sent.stride
         return buffer[first : first + like.nbytes].view(like.dtype)
 
-    def _read(self, sent: Sent, peer: int) -> torch.Tensor:
+    def _read(self, sent: PendingReduction, peer: int) -> torch.Tensor:
         """The buffer of a peer."""
         return self._slots.read(peer, sent.operation.number, sent.buffer.nbytes)
 
-    def _await_peers(self, sent: Sent) -> None:
+    def _await_peers(self, sent: PendingReduction) -> None:
         for peer in self._nearest_first():
             self._slots.await_written(peer, sent.operation.number)
 
-    def _sum(self, sent: Sent, output: torch.Tensor, divide: float) -> None:
+    def _sum(self, sent: PendingReduction, output: torch.Tensor, divide: float) -> None:
         """`output`, which holds this rank's own part, becomes the sum over all ranks, in rank order, divided."""
 
         def part(peer: int) -> torch.Tensor:
@@ -228,13 +240,13 @@ class SharedTransport(Transport):
         if total is not output:
             output.copy_(total)
 
-    def _share(self, sent: Sent, pieces: Sequence[torch.Tensor]) -> None:
+    def _share(self, sent: PendingReduction, pieces: Sequence[torch.Tensor]) -> None:
         """Put this rank's sum behind the parts of its buffer, where nobody reads before it says so."""
         mine = pieces[self.rank]
         sent.buffer[-sent.stride :][: mine.nbytes].copy_(mine.view(torch.uint8))
         self._slots.summed(sent.operation.number)
 
-    def _collect(self, sent: Sent, pieces: Sequence[torch.Tensor]) -> None:
+    def _collect(self, sent: PendingReduction, pieces: Sequence[torch.Tensor]) -> None:
         for peer in self._nearest_first():
             if peer != self.rank:
                 self._slots.await_summed(peer, sent.operation.number)
@@ -246,9 +258,9 @@ class SharedTransport(Transport):
         return [(self.rank + step) % self.ranks for step in range(self.ranks)]
 
 
-def _gather_buffers(outgoing: Outgoing, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather_buffers(shard: SendShard, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The flat output and source that a gather would have, were there any staging."""
-    source = outgoing.made(torch.device("cpu"))
+    source = shard.made(torch.device("cpu"))
     return source.new_empty(ranks * source.numel()), source
 
 
