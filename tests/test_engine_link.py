@@ -73,8 +73,8 @@ def test_a_transfer_is_latency_and_bytes_over_bandwidth() -> None:
 
 def test_a_link_carries_one_collective_after_the_other() -> None:
     queue = Queue(Notes([100, 500, 9_000]))
-    numbers = [queue.enter(1_000) for _ in range(3)]
-    assert [queue.times(number) for number in numbers] == [
+    passages = [queue.enter(1_000) for _ in range(3)]
+    assert [queue.times(passage) for passage in passages] == [
         (100, 100, 1_100),
         (500, 1_100, 2_100),
         (9_000, 9_000, 10_000),
@@ -177,6 +177,49 @@ def other_models_and_removal() -> list[bool]:
 
 def test_a_link_is_of_one_model_and_can_be_taken_away(ranks) -> None:
     assert ranks(2, other_models_and_removal) == [[True, False, False]] * 2
+
+
+def interrupted_in_its_sleep(transport: str) -> tuple[bool, int]:
+    """Whether a wait that slept for the link and was interrupted ends when it is tried again; rows in the ledger."""
+    model = shard_model(Net(), "full_shard", transport=transport)
+    expected = model.blocks[0][0].weight.full_tensor()
+    emulate(model, shard=Link(2e4))  # a gather of one unit takes about 0.4 s
+    rows: list[events.Event] = []
+    unsubscribe = events.subscribe(lambda event: isinstance(event, events.Collective) and rows.append(event))
+    handle = model.blocks[0].unshard(async_op=True)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(time, "sleep", raise_interrupt)
+        handle.wait()
+    handle.wait()
+    unsubscribe()
+    return torch.equal(model.blocks[0][0].weight, expected), len(rows)
+
+
+def raise_interrupt(seconds: float) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("transport", ["shm", "gloo"])
+def test_a_sleep_for_the_link_that_was_interrupted_can_be_slept_again(ranks, transport: str) -> None:
+    assert ranks(2, interrupted_in_its_sleep, transport) == [(True, 1)] * 2
+
+
+def lost_behind_a_link() -> bool:
+    """A gather under way over a link, which another model's new beginning has ended, is begun again by hand."""
+    model, other = shard_model(Net(), "full_shard", transport="shm"), shard_model(Net(), "full_shard", transport="shm")
+    expected = model.blocks[2][0].weight.full_tensor()
+    emulate(model, shard=Link(1e9))
+    model.blocks[2].unshard(async_op=True)
+    other.blocks[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        other(torch.ones(1, WIDTH))
+    other.reset_iter_state()
+    model.blocks[2].unshard()
+    return torch.equal(model.blocks[2][0].weight, expected)
+
+
+def test_a_gather_over_a_link_that_a_new_beginning_has_ended_can_be_begun_again(ranks) -> None:
+    assert ranks(2, lost_behind_a_link) == [True, True]
 
 
 def test_links_are_for_cpu_and_cuda_ranks() -> None:

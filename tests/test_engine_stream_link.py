@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from fsdplab.engine import events, shard_model
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.emulation import stream_link
 from fsdplab.engine.emulation.link import Link, behind
-from fsdplab.engine.emulation.stream_link import Wire, on_streams, runs_on_streams, sleep_function
+from fsdplab.engine.emulation.stream_link import StreamChannel, sleep_function
 from fsdplab.engine.shard import units_of
 from fsdplab.engine.transport.gloo import GlooTransport
 
@@ -40,13 +41,14 @@ class InOrderStream:
         while True:
             self._jobs.get()()
 
-    def run(self, issue, complete, note, *buffers, after: Pending | None = None) -> Pending:
+    def run(self, issue, complete, departure, *buffers, after: Pending | None = None, on_wait=None) -> Pending:
         done, failed = threading.Event(), []
         times: list[int] = []
 
         def job() -> None:
             try:
                 times.append(time.time_ns())
+                departure.hold()
                 if (work := issue(True)) is not None:
                     work.wait()
                 complete()
@@ -59,9 +61,11 @@ class InOrderStream:
             assert done.wait(60)
             if failed:
                 raise failed[0]
+            if on_wait is not None:
+                on_wait()
 
         if events.listening():
-            events.defer(lambda: note(*times, None))
+            events.defer(lambda: departure.moved(*times, None))
         self._jobs.put(job)
         return Pending(finish, *buffers)
 
@@ -92,9 +96,7 @@ def trained(linked: bool) -> tuple[list[float], list[dict], float]:
     transport._gather_stream = transport._reduce_stream = InOrderStream()
     if linked:
         ranks = dist.get_world_size()
-        transport = on_streams(
-            transport, lambda kind, logical: LINK.collective(kind, logical, ranks), hold=sleep_like_the_driver
-        )
+        transport = transport.behind(StreamChannel(lambda row: LINK.carry(row, ranks), sleep_like_the_driver))
     for unit in units_of(model):
         unit.memory.config = replace(unit.memory.config, shard=transport)
     rows: list[events.Collective] = []
@@ -165,11 +167,16 @@ def test_a_group_of_one_takes_as_long_as_many_ranks(ranks) -> None:
 
 
 def test_a_transfer_behind_another_is_taken_up_when_that_is_over() -> None:
-    def note(start: int, end: int, waited: int | None) -> events.Collective:
-        return events.Collective("a", "forward", "all_gather", 4, 0, 0, "float32", start, end, waited_ns=waited)
-
-    wire = Wire(lambda kind, logical: (2, 4), lambda nanoseconds: None)
-    rows = [wire.noted(note, 2, 4)(start, end, None) for start, end in ((0, 5), (3, 9), (20, 25))]
+    row = partial(
+        events.Collective, unit="a", phase="forward", kind="all_gather", logical_bytes=4, wire_bytes=0,
+        padding_bytes=0, dtype="float32",
+    )  # fmt: skip
+    channel = StreamChannel(lambda row: (partial(row, wire_bytes=2, emulated=True), 4), lambda nanoseconds: None)
+    rows: list[events.Collective] = []
+    unsubscribe = events.subscribe(rows.append)
+    for times in ((0, 5), (3, 9), (20, 25)):
+        channel.depart(row).moved(*times, None)
+    unsubscribe()
     assert [(row.start_ns, row.end_ns) for row in rows] == [(0, 5), (4, 9), (20, 25)]
     assert all(row.emulated and row.wire_bytes == 2 for row in rows)
 
@@ -236,11 +243,11 @@ def test_a_driver_that_refuses_is_an_error_with_its_code(driver) -> None:
 def nothing_on_streams() -> tuple[bool, str]:
     """Whether gloo is taken for streams, and what two queues on streams are told."""
     transport = GlooTransport(dist.group.WORLD, torch.device("cpu"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fsdplab.engine.emulation.link.runs_on_streams", lambda transport: True)
-        with pytest.raises(ValueError, match="one queue") as told:
-            behind(transport, Link(1e9, queues=2))
-    return runs_on_streams(transport), str(told.value)
+    taken = transport.streams is not None
+    transport.streams = torch.device("cuda")
+    with pytest.raises(ValueError, match="one queue") as told:
+        behind(transport, Link(1e9, queues=2))
+    return taken, str(told.value)
 
 
 def test_streams_have_one_queue(ranks) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from fsdplab.engine import STRATEGIES, shard_model
-from fsdplab.engine.core.transport import CollectiveLabel
+from fsdplab.engine.core.transport import CollectiveLabel, Departure
+from fsdplab.engine.emulation.link import Link, behind
 from fsdplab.engine.transport.selection import transport_of
 from fsdplab.engine.transport.shared_memory.operations import Completion, Operations, Step
 from fsdplab.engine.transport.shared_memory.slots import machine_of_this_rank
@@ -144,7 +146,7 @@ def many_in_flight() -> None:
         assert len(got) == max(0, step - 3), "no sooner and no later than its buffer is needed"
         buffer[:4].view(torch.float32).fill_(100 * slots.rank + step)
         steps = [Step(lambda number=operation.number: read(number))]
-        completion = Completion("test", CollectiveLabel("block", "forward"), lambda start, end, waited: None, 0)
+        completion = Completion("test", CollectiveLabel("block", "forward"), Departure(partial(dict)), 0)
         started.append(operations.publish(operation, buffer, staging, steps, completion))
     for pending in started:
         pending.wait()
@@ -156,9 +158,10 @@ def test_a_fast_rank_overwrites_nothing_unread(ranks) -> None:
     ranks(2, many_in_flight)
 
 
-def summed_early() -> float:
+def summed_early(linked: bool) -> float:
     """Rank 1 ends an all-reduce while rank 0 has only made its sum."""
     transport, rank = transport_of(dist.group.WORLD, torch.device("cpu"), "shm"), dist.get_rank()
+    transport = behind(transport, Link(1e9)) if linked else transport
     buffer = torch.full((5,), float(rank + 1))
     work = transport.all_reduce(buffer, CollectiveLabel("block", "backward"), 2.0)
     if rank == 0:
@@ -171,8 +174,9 @@ def summed_early() -> float:
     return buffer[0].item()
 
 
-def test_a_rank_that_has_made_its_sum_keeps_nobody_waiting(ranks) -> None:
-    assert ranks(2, summed_early) == [1.5, 1.5]
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_rank_that_has_made_its_sum_keeps_nobody_waiting(ranks, linked: bool) -> None:
+    assert ranks(2, summed_early, linked) == [1.5, 1.5]
 
 
 def open_descriptors() -> tuple[int, int]:

@@ -90,25 +90,24 @@ def listening() -> bool:
     return bool(_subscribers)
 
 
-def emit(event: Event | None) -> None:
-    """Hand one event to every subscriber; None is no event."""
-    if event is not None:
-        for callback in tuple(_subscribers):
-            callback(event)
+def emit(event: Event) -> None:
+    """Hand one event to every subscriber."""
+    for callback in tuple(_subscribers):
+        callback(event)
 
 
-_deferred: list[Callable[[], Event | None]] = []
+_deferred: list[Callable[[], None]] = []
 
 
-def defer(resolve: Callable[[], Event | None]) -> None:
-    """Queue an event whose times are known only once the device is done (CUDA); `flush` makes and emits it."""
-    _deferred.append(resolve)
+def defer(report: Callable[[], None]) -> None:
+    """Queue what emits an event whose times are known only once the device is done (CUDA); `flush` calls it."""
+    _deferred.append(report)
 
 
 def flush() -> None:
     """Emit what was deferred; call it after the device was synchronised, at the end of a step."""
     while _deferred:
-        emit(_deferred.pop(0)())
+        _deferred.pop(0)()
 
 
 def tag(category: str, tensor: torch.Tensor, unit: str) -> None:

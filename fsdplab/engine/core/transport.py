@@ -7,10 +7,13 @@ collective and returns a `Pending`. `transport/staged.py` does so through flat b
 
 from __future__ import annotations
 
+import copy
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,7 +25,7 @@ from fsdplab.engine.core.packing import pack
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.shard_storage import ShardStorage
 
-Note = Callable[[int, int, "int | None"], "events.Collective | None"]  # start, end, how long the host was blocked
+Row = partial["events.Collective"]  # all but `start_ns`, `end_ns`, and how long whoever needs the result was blocked
 Gradients = Sequence["torch.Tensor | None"]  # whole ones; None is one that is missing
 
 
@@ -63,13 +66,48 @@ class SendShard:
         return slice_.view(self.dtype)
 
 
+class Departure:
+    """A collective from its issue until its result is used. `row` makes its row of the ledger.
+
+    Behind an emulated link (`emulation/`) it takes longer, and the row has the link's times.
+    """
+
+    def __init__(self, row: Row) -> None:
+        self._row = row
+
+    def hold(self) -> None:
+        """Delay what is enqueued next on the current stream: the collective itself."""
+
+    def moved(self, start_ns: int, end_ns: int, waited_ns: int | None) -> None:
+        """The transport has moved the bytes: write the row."""
+        if events.listening():
+            events.emit(self._row(start_ns=start_ns, end_ns=end_ns, waited_ns=waited_ns))
+
+    def arrive(self, awaited_ns: int) -> None:
+        """Return when the host, which has waited since `awaited_ns`, may use the result."""
+
+
+class Link(Protocol):
+    """An emulated link, as a transport uses it."""
+
+    def depart(self, row: Row) -> Departure:
+        """A collective is issued now."""
+
+
 class Transport(ABC):
     """Gathers and reduces over one process group."""
 
-    _plain: Transport  # behind an emulated link: the same without it
+    streams: torch.device | None = None  # the device whose streams wait for collectives; None where the host does
+    _link: Link | None = None
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.ranks = group, group.rank(), group.size()
+
+    def behind(self, link: Link | None) -> Transport:
+        """The same transport with `link` in front of it, or with none; other users of this one are not slowed."""
+        made = copy.copy(self)
+        made._link = link
+        return made
 
     @abstractmethod
     def all_gather(self, shard: SendShard, whole: Gathered, label: CollectiveLabel) -> Pending:
@@ -118,9 +156,11 @@ class Transport(ABC):
     def separate_reductions(self, enable: bool) -> None:
         """Let reductions no longer queue behind gathers, or again; where they never do there is nothing to separate."""
 
-    def note(self, label: CollectiveLabel, kind: str, logical: int, padding: int, dtype: torch.dtype) -> Note:
-        name, issued = str(dtype).removeprefix("torch."), time.time_ns()
-        wire = (2 if kind == "all_reduce" else 1) * logical * (self.ranks - 1) // self.ranks
-        return lambda start, end, waited: events.Collective(
-            label.unit, label.phase, kind, logical, wire, padding, name, start, end, waited_ns=waited, issue_ns=issued
-        )
+    def depart(self, label: CollectiveLabel, kind: str, logical: int, padding: int, dtype: torch.dtype) -> Departure:
+        """The departure of a collective that is issued now; `logical` and `padding` are bytes."""
+        row = partial(
+            events.Collective, unit=label.unit, phase=label.phase, kind=kind, logical_bytes=logical,
+            wire_bytes=(2 if kind == "all_reduce" else 1) * logical * (self.ranks - 1) // self.ranks,
+            padding_bytes=padding, dtype=str(dtype).removeprefix("torch."), issue_ns=time.time_ns(),
+        )  # fmt: skip
+        return Departure(row) if self._link is None else self._link.depart(row)

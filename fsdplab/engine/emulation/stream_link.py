@@ -15,22 +15,50 @@ issue.
 
 from __future__ import annotations
 
-import copy
 import ctypes
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 
-from fsdplab.engine import events
-from fsdplab.engine.core.pending import Pending
-from fsdplab.engine.core.transport import Note, Transport
-from fsdplab.engine.transport.streams import CommStream, CudaStream, StreamedTransport
+from fsdplab.engine.core.transport import Departure, Row
 
-TransferTime = Callable[[str, int], tuple[int, int]]  # kind, logical bytes -> wire bytes, nanoseconds on the free link
 Hold = Callable[[int], None]  # have the current stream wait for that many nanoseconds; the host does not
+
+
+class StreamTransfer(Departure):
+    """A collective whose stream waits for the link before it is issued."""
+
+    def __init__(self, row: Row, nanoseconds: int, channel: StreamChannel) -> None:
+        super().__init__(row)
+        self._nanoseconds, self._channel = nanoseconds, channel
+
+    def hold(self) -> None:
+        """Have the current stream wait as long as the free link takes."""
+        self._channel.hold(self._nanoseconds)
+
+    def moved(self, start_ns: int, end_ns: int, waited_ns: int | None) -> None:
+        """Write the row with the time at which the link took the collective up, which is later than its issue while
+        another one passes.
+
+        A transfer of 5 ns that was ready at 3, behind one that was taken up at 0 and took 4: from 4 on.
+        """
+        start = max(start_ns, self._channel.free_ns)
+        self._channel.free_ns = start + self._nanoseconds
+        super().moved(start, end_ns, waited_ns)
+
+
+class StreamChannel:
+    """One link on streams: `carry` gives the row and the nanoseconds of a transfer, `hold` has a stream wait for it."""
+
+    def __init__(self, carry: Callable[[Row], tuple[Row, int]], hold: Hold) -> None:
+        self._carry, self.hold = carry, hold
+        self.free_ns = 0
+
+    def depart(self, row: Row) -> StreamTransfer:
+        """A collective is issued now."""
+        return StreamTransfer(*self._carry(row), self)
 
 
 class HostFunctionHold:
@@ -77,74 +105,3 @@ def _driver(library: str = "libcuda.so.1") -> Any:
 def sleep_function() -> int:
     """The address of libc's `usleep`: its one argument, a number, fits where a host function gets its pointer."""
     return ctypes.cast(ctypes.CDLL(None).usleep, ctypes.c_void_p).value or 0
-
-
-class LinkedStream:
-    """`inner`, on which a collective first passes the link."""
-
-    def __init__(self, inner: CommStream, wire: Wire) -> None:
-        self._inner, self._wire = inner, wire
-
-    def run(
-        self,
-        issue: Callable[[bool], Any],
-        complete: Callable[[], object],
-        note: Note,
-        *buffers: object,
-        after: Pending | None = None,
-    ) -> Pending:
-        """As the stream inside, but that it waits before `issue`."""
-        event = note(0, 0, None)
-        assert event is not None, "a link in front of a link"
-        wire_bytes, nanoseconds = self._wire.transfer(event.kind, event.logical_bytes)
-
-        def carried(asynchronous: bool) -> Any:
-            self._wire.hold(nanoseconds)
-            return issue(asynchronous)
-
-        noted = self._wire.noted(note, wire_bytes, nanoseconds)
-        return self._inner.run(carried, complete, noted, *buffers, after=after)
-
-
-class Wire:
-    """One link: how long each transfer takes, how a stream waits for it, and until when the link is taken."""
-
-    def __init__(self, transfer: TransferTime, hold: Hold) -> None:
-        self.transfer, self.hold = transfer, hold
-        self._free_ns = 0
-
-    def noted(self, note: Note, wire_bytes: int, nanoseconds: int) -> Note:
-        """`note` with the time at which the link took the collective up, which is later than its issue while another
-        one passes.
-
-        A transfer of 5 ns that was ready at 3, behind one that was taken up at 0 and took 4: from 4 on.
-        """
-
-        def emulated(start: int, end: int, waited: int | None) -> events.Collective | None:
-            taken = max(start, self._free_ns)
-            self._free_ns = taken + nanoseconds
-            event = note(taken, end, waited)
-            return event and replace(event, wire_bytes=wire_bytes, emulated=True)
-
-        return emulated
-
-
-def on_streams(transport: StreamedTransport, transfer: TransferTime, hold: Hold | None = None) -> StreamedTransport:
-    """`transport` whose gathers and reductions pass one link; the other users of `transport` are not slowed.
-
-    `hold` says how a stream waits, if not by a host function of the driver.
-    """
-    linked = copy.copy(transport)
-    if hold is None:
-        assert isinstance(transport._reduce_stream, CudaStream), "no stream to hold"
-        hold = HostFunctionHold(transport._reduce_stream._stream.device)
-    wire = Wire(transfer, hold)
-    linked._gather_stream = LinkedStream(transport._gather_stream, wire)
-    linked._reduce_stream = LinkedStream(transport._reduce_stream, wire)
-    linked._all_reduce_stream = LinkedStream(transport._all_reduce_stream, wire)
-    return linked
-
-
-def runs_on_streams(transport: Transport) -> TypeGuard[StreamedTransport]:
-    """Whether the transport's collectives run on CUDA streams, so that a stream can wait for the link."""
-    return isinstance(getattr(transport, "_reduce_stream", None), CudaStream)

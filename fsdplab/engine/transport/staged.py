@@ -17,13 +17,13 @@ from fsdplab.engine.core.gathered import Gathered
 from fsdplab.engine.core.layout import Layout
 from fsdplab.engine.core.packing import half, pack, unpack
 from fsdplab.engine.core.pending import Pending
-from fsdplab.engine.core.transport import CollectiveLabel, Gradients, SendShard
-from fsdplab.engine.transport.streams import HostStream, StreamedTransport, comm_stream
+from fsdplab.engine.core.transport import CollectiveLabel, Gradients, SendShard, Transport
+from fsdplab.engine.transport.streams import HostStream, comm_stream
 
 Reduction = tuple[Callable[[bool], Any], Callable[[], object], torch.Tensor]  # issue, complete, buffer to keep
 
 
-class StagedTransport(StreamedTransport):
+class StagedTransport(Transport):
     """Gathers and reduces through flat buffers, over one process group, for tensors on one device."""
 
     _gathers_in_place = False  # whether this rank's slice must lie where the gather ends
@@ -32,10 +32,10 @@ class StagedTransport(StreamedTransport):
         super().__init__(group)
         self.device = device
         self._reduce_group = group
-        streams = compat.has_streams(device)
-        self._gather_stream = comm_stream(device, "gather") if streams else HostStream()
-        self._reduce_stream = comm_stream(device, "reduce") if streams else HostStream()
-        self._all_reduce_stream = comm_stream(device, "all_reduce") if streams else HostStream()
+        self.streams = device if compat.has_streams(device) else None
+        self._gather_stream, self._reduce_stream, self._all_reduce_stream = (
+            comm_stream(device, role) if self.streams else HostStream() for role in ("gather", "reduce", "all_reduce")
+        )
 
     def all_gather(self, shard: SendShard, whole: Gathered, label: CollectiveLabel) -> Pending:
         """Gather every rank's slice, and unpack them into `whole` once somebody waits: until then its memory is free.
@@ -56,15 +56,12 @@ class StagedTransport(StreamedTransport):
             with events.span("all_gather", label.unit):
                 return self._gather(staging, send, asynchronous)
 
-        note = self.note(label, "all_gather", layout.total_bytes, layout.padding_bytes, shard.dtype)
-        travelling = self._gather_stream.run(issue, lambda: None, note, staging, send, after=written)
-
-        def finish() -> None:
-            travelling.wait()
+        def copy_out() -> None:
             with events.span("all_gather_copy_out", label.unit):
                 unpack(staging, whole)
 
-        return Pending(finish, staging, travelling, on_drop=travelling.abandon)
+        departure = self.depart(label, "all_gather", layout.total_bytes, layout.padding_bytes, shard.dtype)
+        return self._gather_stream.run(issue, lambda: None, departure, staging, send, after=written, on_wait=copy_out)
 
     def reduce_scatter(
         self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, divide: float
@@ -75,9 +72,9 @@ class StagedTransport(StreamedTransport):
         with events.span("post_backward_reduce", label.unit):
             pack(layout, gradients, send)
         issue, sum_up, received = self._reduction(send, output, divide)
-        note = self.note(label, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
+        departure = self.depart(label, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
         return self._reduce_stream.run(
-            issue, events.span("reduce_scatter", label.unit)(sum_up), note, send, received, output
+            issue, events.span("reduce_scatter", label.unit)(sum_up), departure, send, received, output
         )
 
     def all_reduce(
@@ -97,8 +94,8 @@ class StagedTransport(StreamedTransport):
                     buffer.div_(before)
                 return dist.all_reduce(buffer, group=self.group, async_op=asynchronous)
 
-        note = self.note(label, "all_reduce", buffer.nbytes, padding, buffer.dtype)
-        return self._all_reduce_stream.run(issue, divides_once(buffer, divide / before), note, buffer, after=after)
+        departure = self.depart(label, "all_reduce", buffer.nbytes, padding, buffer.dtype)
+        return self._all_reduce_stream.run(issue, divides_once(buffer, divide / before), departure, buffer, after=after)
 
     def separate_reductions(self, enable: bool) -> None:
         """Reduce over a communicator of its own, or over the group again; collective over the group.

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from fsdplab.engine import events
-from fsdplab.engine.core.pending import Pending
-from fsdplab.engine.core.transport import Note, Transport
+from fsdplab.engine.core.pending import Pending, Step
+from fsdplab.engine.core.transport import Departure
 
 
 class CommStream(Protocol):
@@ -21,26 +21,17 @@ class CommStream(Protocol):
     def run(
         self,
         issue: Callable[[bool], Any],
-        complete: Callable[[], object],
-        note: Note,
+        complete: Step,
+        departure: Departure,
         *buffers: object,
         after: Pending | None = None,
+        on_wait: Step | None = None,
     ) -> Pending:
-        """Issue a collective and `complete` it; `buffers` live until somebody has waited.
+        """Issue a collective and `complete` it, with `on_wait` once somebody waits; until then `buffers` live.
 
         It begins after what the caller's stream has been given so far; or, where that is enough, `after` work of
         another stream (one that has an event).
         """
-
-
-class StreamedTransport(Transport):
-    """A transport that has streams for its gathers, for its reductions, and for what replicas reduce: the last do not
-    hold up the next unit's reductions.
-    """
-
-    _gather_stream: CommStream
-    _reduce_stream: CommStream
-    _all_reduce_stream: CommStream
 
 
 class HostStream:
@@ -49,26 +40,32 @@ class HostStream:
     def run(
         self,
         issue: Callable[[bool], Any],
-        complete: Callable[[], object],
-        note: Note,
+        complete: Step,
+        departure: Departure,
         *buffers: object,
         after: Pending | None = None,
+        on_wait: Step | None = None,
     ) -> Pending:
         """Issue now; wait, note the times and `complete` when somebody needs the result."""
-        start = time.time_ns()
+        start, moving = time.time_ns(), True
         work = issue(True)
         done: list[int] = []
         if events.listening() and isinstance(work, dist.Work) and (future := _future(work)) is not None:
             future.then(lambda _: done.append(time.time_ns()))
 
         def finish() -> None:
+            nonlocal moving
             awaited = time.time_ns()
-            if work is not None:  # a collective of the user's own may be done already
-                work.wait()
-            if events.listening():
+            if moving:
+                if work is not None:  # a collective of the user's own may be done already
+                    work.wait()
                 now = time.time_ns()
-                events.emit(note(start, done[0] if done else now, now - awaited))
+                departure.moved(start, done[0] if done else now, now - awaited)
+                moving = False
             complete()
+            if on_wait is not None:
+                on_wait()
+            departure.arrive(awaited)
 
         return Pending(finish, *buffers, on_drop=lambda: None)  # the work itself holds what it reads and writes
 
@@ -96,10 +93,11 @@ class CudaStream:
     def run(
         self,
         issue: Callable[[bool], Any],
-        complete: Callable[[], object],
-        note: Note,
+        complete: Step,
+        departure: Departure,
         *buffers: object,
         after: Pending | None = None,
+        on_wait: Step | None = None,
     ) -> Pending:
         """Enqueue everything on the side stream; waiting is an event that the current stream waits for."""
         timed = events.listening()
@@ -110,14 +108,21 @@ class CudaStream:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             start.record()
+            departure.hold()
             issue(False)
             complete()
             end.record()
         wait = _StreamWait(self._stream.device, end, timed)
         if timed:
             begun, ended = self._clock.when(start), self._clock.when(end)
-            events.defer(lambda: note(begun(), ended(), wait.nanoseconds()))
-        return Pending(wait, *buffers, on_drop=wait, event=end)
+            events.defer(lambda: departure.moved(begun(), ended(), wait.nanoseconds()))
+
+        def finish() -> None:
+            wait()
+            if on_wait is not None:
+                on_wait()
+
+        return Pending(finish, *buffers, on_drop=wait, event=end)
 
 
 class _StreamWait:

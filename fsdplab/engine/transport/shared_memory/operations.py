@@ -11,13 +11,14 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
 from fsdplab.engine import events
 from fsdplab.engine.core.pending import Pending
-from fsdplab.engine.core.transport import CollectiveLabel, Note
+from fsdplab.engine.core.transport import CollectiveLabel, Departure
 from fsdplab.engine.transport.shared_memory.arenas import PAGE, SharedStorage
 from fsdplab.engine.transport.shared_memory.slots import Broken, GivenUp, Slots
 
@@ -42,7 +43,7 @@ class Operation:
         self.number, self.label, self._slots, self._epoch = number, label, slots, slots.epoch
         self.steps: list[Step] = []
         self.kept = 0  # steps that `advance` leaves to `complete`
-        self._published = False
+        self.complete = self._published = False
         self._lost: GivenUp | None = None
 
     def publish(self, source: torch.Tensor) -> None:
@@ -54,10 +55,11 @@ class Operation:
         """Run the steps that peers wait for."""
         self._go_on(self.kept)
 
-    def complete(self) -> None:
-        """Run what is left of the steps, then let the peers go on; nothing happens the second time."""
+    def finish(self) -> None:
+        """Run what is left of the steps, then let the peers go on."""
         self._go_on(0)
         self._slots.done(self.number)
+        self.complete = True
 
     def _go_on(self, left: int) -> None:
         if self.steps:
@@ -92,10 +94,10 @@ class Operation:
 
 
 class Completion:
-    """What a wait adds to an operation: profiler ranges, and its line in the ledger once it is complete."""
+    """What a wait adds to an operation: profiler ranges, its row of the ledger, and the arrival behind a link."""
 
-    def __init__(self, span: str, label: CollectiveLabel, note: Note, start: int) -> None:
-        self._span, self._label, self._note, self._start = span, label, note, start
+    def __init__(self, span: str, label: CollectiveLabel, departure: Departure, start: int) -> None:
+        self._span, self._label, self._departure, self._start = span, label, departure, start
         self._waited = 0
 
     def advance(self, operation: Operation) -> None:
@@ -103,10 +105,16 @@ class Completion:
         self._timed(f"{self._span}_sum", operation.advance)
 
     def complete(self, operation: Operation) -> None:
-        """Run all that is left of it."""
-        now = self._timed(self._span, operation.complete)
-        if events.listening():
-            events.emit(self._note(self._start, now, self._waited))
+        """Run all that is left of it; nothing happens the second time."""
+        if not operation.complete:
+            now = self._timed(self._span, operation.finish)
+            self._departure.moved(self._start, now, self._waited)
+
+    def arrive(self, operation: Operation) -> None:
+        """Complete it, and return when its result may be used."""
+        awaited = time.time_ns()
+        self.complete(operation)
+        self._departure.arrive(awaited)
 
     def _timed(self, span: str, run: Callable[[], None]) -> int:
         awaited = time.time_ns()
@@ -115,6 +123,22 @@ class Completion:
         now = time.time_ns()
         self._waited += now - awaited
         return now
+
+
+class SharedPending(Pending):
+    """An operation under way on this rank."""
+
+    __slots__ = ("_complete",)
+
+    def __init__(self, operation: Operation, completion: Completion, source: torch.Tensor) -> None:
+        self._complete = partial(completion.complete, operation)
+        early, finish = partial(completion.advance, operation), partial(completion.arrive, operation)
+        super().__init__(finish, source, early=early, on_drop=operation.give_up)
+
+    def complete(self) -> None:
+        """Complete the operation and let its memory go; whoever waits later waits for an emulated link alone."""
+        self._complete()
+        self._buffers = ()
 
 
 class Staging:
@@ -144,7 +168,7 @@ class Operations:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.slots = Slots(group, _UNDER_WAY, _REMEDY)
         self.storage = SharedStorage(self.slots.arena)
-        self._live: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
+        self._live: weakref.WeakValueDictionary[int, SharedPending] = weakref.WeakValueDictionary()
         self._in_place: dict[int, torch.Tensor] = {}  # what peers may be reading that is not in a buffer
         self._stagings: list[Staging] = []
         weakref.finalize(self, self.slots.arena.close).atexit = False  # before what is in place goes, or in a buffer
@@ -185,12 +209,7 @@ class Operations:
         later finds it done.
         """
         operation.steps = list(steps)
-        pending = Pending(
-            lambda: completion.complete(operation),
-            source,
-            early=lambda: completion.advance(operation),
-            on_drop=operation.give_up,
-        )
+        pending = SharedPending(operation, completion, source)
         with self.slots.unrepeatable(f"telling its peers of {operation.label}"):
             self._live[operation.number] = pending
             if staging is None:
@@ -220,7 +239,7 @@ class Operations:
         pending = self._live.get(number)
         if pending is not None:
             try:
-                pending.wait()
+                pending.complete()
             except GivenUp:
                 pass  # nobody here needs it now; whoever waits for it after all is told
 

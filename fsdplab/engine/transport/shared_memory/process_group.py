@@ -10,10 +10,10 @@ not define (scatter, all-to-all, send, recv) goes to gloo. Every operation is co
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,21 +27,10 @@ NAME = "fsdplab_shm"
 _CPU, _GLOO = torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO
 _create_work_from_future = torch._C._distributed_c10d._create_work_from_future
 Tensors = Sequence[torch.Tensor]
+# An operation of a kind, with these outputs, sets out on a link; what is returned is called when its bytes are there,
+# and returns when the link delivers (ns).
+Depart = Callable[[str, Tensors], Callable[[], int]]
 _ROUNDS = ("all_gather", "reduce_scatter", "all_reduce")  # what an emulated link carries: a barrier is no traffic
-
-
-class Crossing(Protocol):
-    """One operation on its way over an emulated link."""
-
-    def announce(self) -> int:
-        """Write the ledger, and return when the link delivers (ns)."""
-
-
-class Channel(Protocol):
-    """An emulated link, as `link.Channel` is one."""
-
-    def enter_for_torch(self, kind: str, outputs: Sequence[torch.Tensor]) -> Crossing:
-        """An operation sets out."""
 
 
 def register_backend() -> str:
@@ -84,8 +73,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._register_backend(_CPU, _GLOO, gloo._get_backend(_CPU))
         self._set_default_backend(_GLOO)
         self._moves, self._deliveries = Moves(gloo), Deliveries()
-        self._channel: Channel | None = None  # an emulated link
-        self._transfer: Crossing | None = None  # the operation that has just entered it
+        self._depart: Depart | None = None  # an emulated link
+        self._due: Callable[[], int] | None = None  # of the operation that has just entered it
         # shows what runs here to CommDebugMode and the profiler
         self._silent = compat.silent_group(gloo.rank(), gloo.size())
 
@@ -199,9 +188,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
             self._moves.meet()
         return self._finished([torch.empty(0)])
 
-    def put_behind(self, channel: Channel | None) -> None:
+    def put_behind(self, depart: Depart | None) -> None:
         """Have the operations of all tensors pass an emulated link; None takes it away."""
-        self._channel = channel
+        self._depart = depart
 
     @contextmanager
     def _moving(self, kind: str, outputs: Tensors) -> Iterator[list[torch.Tensor]]:
@@ -209,8 +198,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         a profiler range that names the transport, as gloo's own do.
         """
         flats = [_flat(kind, output) for output in outputs]
-        if self._channel is not None and kind in _ROUNDS:
-            self._transfer = self._channel.enter_for_torch(kind, flats)
+        if self._depart is not None and kind in _ROUNDS:
+            self._due = self._depart(kind, flats)
         with torch.profiler.record_function(f"shm:{kind}"):
             yield flats
             for flat, output in zip(flats, outputs):
@@ -218,9 +207,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
                     output.data.copy_(flat.view(output.shape))
 
     def _finished(self, result: Tensors) -> dist.Work:
-        transfer, self._transfer = self._transfer, None
-        due = 0 if transfer is None else transfer.announce()
-        return _create_work_from_future(self._deliveries.at(due, list(result)))
+        due, self._due = self._due, None
+        return _create_work_from_future(self._deliveries.at(due() if due else 0, list(result)))
 
     def _check_whole(self, kind: str, wholes: Tensors, parts: Tensors) -> None:
         for whole, part in zip(wholes, parts, strict=True):

@@ -78,7 +78,7 @@ class SharedTransport(Transport):
         The memory is taken now: what is gathered ahead costs as much as it does where collectives have buffers.
         """
         layout, _ = whole.layout, whole.tensor
-        note = self.note(label, "all_gather", layout.total_bytes, layout.padding_bytes, shard.dtype)
+        departure = self.depart(label, "all_gather", layout.total_bytes, layout.padding_bytes, shard.dtype)
         start, nbytes = time.time_ns(), shard.nbytes
         staging = self._gathers if shard.resident is None or nbytes == 0 else None
         with events.span("all_gather", label.unit):
@@ -91,7 +91,7 @@ class SharedTransport(Transport):
                 part = mine if peer == self.rank else self._slots.read(peer, operation.number, nbytes)
                 unpack_from(peer, part, whole)
 
-        completion = Completion("all_gather_copy_out", label, note, start)
+        completion = Completion("all_gather_copy_out", label, departure, start)
         return self._operations.publish(operation, mine, staging, [Step(read)], completion)
 
     def _source(self, operation: Operation, shard: SendShard, staging: Staging | None) -> torch.Tensor:
@@ -110,7 +110,7 @@ class SharedTransport(Transport):
         self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, divide: float
     ) -> Pending:
         """Publish what peers need of the gradients; on waiting, sum this rank's slice over the ranks and divide."""
-        note = self.note(label, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
+        departure = self.depart(label, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
         start, (before, after) = time.time_ns(), _factors(gradients, output.dtype, divide)
 
         def write(peer: int, target: torch.Tensor) -> None:
@@ -120,7 +120,7 @@ class SharedTransport(Transport):
             parts = [output] * self.ranks
             sent = self._send(write, parts, f"reduce_scatter of {label.unit}", self.ranks - 1, self._reductions)
             announce("reduce_scatter", self._announced, lambda: _reduce_buffers(layout, gradients, output))
-        return self._reducing(sent, output, after, [], Completion("reduce_scatter", label, note, start))
+        return self._reducing(sent, output, after, [], Completion("reduce_scatter", label, departure, start))
 
     def all_reduce(
         self,
@@ -160,13 +160,15 @@ class SharedTransport(Transport):
         divide: float,
         padding: int,
     ) -> Pending:
-        note = self.note(label, "all_reduce", buffer.nbytes, padding, buffer.dtype)
+        departure = self.depart(label, "all_reduce", buffer.nbytes, padding, buffer.dtype)
         start, pieces = time.time_ns(), buffer.tensor_split(self.ranks)
         with events.span("all_reduce", label.unit):
             sent = self._send(write, pieces, f"all_reduce of {label.unit}", self.ranks, self._exchanges)
             announce("all_reduce", self._announced, lambda: (torch.empty_like(buffer), buffer))
         exchange = [Step(lambda: self._share(sent, pieces)), Step(lambda: self._collect(sent, pieces))]
-        return self._reducing(sent, pieces[self.rank], divide, exchange, Completion("all_reduce", label, note, start))
+        return self._reducing(
+            sent, pieces[self.rank], divide, exchange, Completion("all_reduce", label, departure, start)
+        )
 
     def _reducing(
         self,
