@@ -18,14 +18,7 @@ from fsdplab.profiling.intervals import Cells, clip, close_gaps, length
 from fsdplab.profiling.traces.account import PARTS
 from fsdplab.profiling.traces.chrome import ChromeTrace, nanoseconds
 from fsdplab.profiling.traces.comm_kernels import kind_of
-from fsdplab.profiling.traces.skew import (
-    bandwidths,
-    bus_factor,
-    collective_skews,
-    compute_inflation,
-    straggling,
-    with_peers,
-)
+from fsdplab.profiling.traces.skew import bandwidths, bus_factor, matched, with_peers
 from fsdplab.profiling.traces.step_rows import breakdown_of
 from fsdplab.records import CAUSES, LANES, TABLES
 
@@ -299,7 +292,8 @@ def test_a_collective_that_ends_in_the_next_step_is_one_of_the_step_it_began_in(
     assert [[row["logical_bytes"] for row in step.collectives] for step in (first, second)] == [[200], [200]]
     assert [step.breakdown["exposed_ns"] for step in (first, second)] == [180_000, 90_000 + 80_000]
     peers = [analyse_trace(write(tmp_path / f"rank{rank}.json", [*steps, *calls, *sent], rank=rank)) for rank in (0, 1)]
-    assert len(collective_skews(row for peer in with_peers(peers) for row in peer.rows("collectives"))) == 2
+    met = matched(row for peer in with_peers(peers) for row in peer.rows("collectives"))
+    assert [len(members) for members in met.values()] == [2, 2]
 
 
 def test_shared_memory_under_torchs_engines(tmp_path):
@@ -331,43 +325,14 @@ def test_peers_explain_what_one_rank_cannot(tmp_path):
     assert cause(early.steps[0]) == "waiting_for_peer" and cause(late.steps[0]) == "nothing_to_hide_behind"
 
 
-# ---- skew over ranks
-
-
-def row(rank, start, end, kind="all_gather", nbytes=8_000_000, unit="a"):
-    return {
-        "rank": rank,
-        "step": 1,
-        "unit": unit,
-        "phase": "forward",
-        "kind": kind,
-        "start_ns": start,
-        "end_ns": end,
-        "logical_bytes": nbytes,
-    }
-
-
-def test_skew_by_hand():
-    late = collective_skews(
-        [row(0, 0, 3_000_000), row(1, 2_000_000, 3_000_000), row(0, 5_000_000, 6_000_000), row(1, 5_000_000, 6_500_000)]
-    )
-    assert [(one.occurrence, one.spread_ns, one.latency_ns, one.straggler, one.late_by_ns) for one in late] == [
-        (1, 2_000_000, 1_000_000, 1, 2_000_000), (2, 0, 1_000_000, 0, 0),
-    ]  # fmt: skip
-    assert late[0].algbw == pytest.approx(8e9) and late[0].busbw == pytest.approx(4e9)
-    assert straggling(late) == {1: 2_000_000, 0: 0}
-    assert collective_skews([row(0, 0, 3)]) == []
+# ---- the same collective on several ranks
 
 
 def test_bandwidths():
     factors = {"all_gather": 0.75, "reduce_scatter": 0.75, "all_to_all": 0.75, "all_reduce": 1.5, "broadcast": 1}
     assert {kind: bus_factor(kind, 4) for kind in factors} == factors
     assert bandwidths("all_reduce", None, 5, 2) == bandwidths("all_reduce", 8, 0, 2) == (None, None)
-
-
-def test_compute_inflation():
-    steps = [[{"compute_ns": each} for each in values] for values in ((10, 13, 99), (10, 10))]
-    assert compute_inflation(*steps) == 1.3 and compute_inflation(steps[0], []) is None
+    assert bandwidths("all_gather", 8_000_000, 1_000_000, 2) == pytest.approx((8e9, 4e9))
 
 
 # ---- files that are wrong, or of another time
@@ -588,8 +553,9 @@ def test_bytes_agree_with_the_models(real):
     step, *_ = reversed(real("lab-gloo-full_shard")[0].steps)
     reduced = sum(row["logical_bytes"] for row in step.collectives if row["kind"] == "reduce_scatter")
     assert expected <= reduced < 1.02 * expected  # padding
-    skews = collective_skews(row for analysis in real("lab-gloo-full_shard") for row in analysis.rows("collectives"))
-    assert len(skews) == 2 * 8 and all(skew.ranks == (0, 1) and skew.busbw > 0 for skew in skews)
+    met = matched(row for analysis in real("lab-gloo-full_shard") for row in analysis.rows("collectives"))
+    assert len(met) == 2 * 8 and all({row["rank"] for row in members} == {0, 1} for members in met.values())
+    assert all(row["logical_bytes"] > 0 for members in met.values() for row in members)
 
 
 def test_without_communication_every_operator_computes(ranks, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from fsdplab.profiling import TraceError, analyse_trace, with_peers
 from fsdplab.profiling.intervals import length
-from fsdplab.profiling.traces.skew import collective_skews, straggling
+from fsdplab.profiling.traces.skew import matched
 from fsdplab.profiling.traces.steps import device_windows, wall_windows
 from tests.gpu_traces import BACKWARD, COPY, GpuRank
 
@@ -255,9 +255,9 @@ def test_a_late_rank_begins_last_in_its_own_step(tmp_path):
         return analysed(tmp_path, rank.step(2, 50, 90).kernel(60, 600, 700).nccl("all_reduce", 70, 700, 750))
 
     both = with_peers([of(0, 0), of(1, 300)])
-    skews = collective_skews(row for each in both for row in each.rows("collectives"))
-    assert [(skew.step, skew.straggler, skew.spread_ns) for skew in skews] == [(1, 1, 300_000), (2, 0, 0)]
-    assert straggling(skews) == {1: 300_000, 0: 0}
+    met = matched(row for each in both for row in each.rows("collectives"))
+    starts = [[row["start_ns"] for row in sorted(members, key=lambda row: row["rank"])] for members in met.values()]
+    assert [last - first for first, last in starts] == [300_000, 0]
 
 
 def test_a_collective_queued_long_ago_is_not_behind_one_that_ended_long_ago(tmp_path):

@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from fsdplab.profiling.traces.overlap import StepAnalysis as StepAnalysis
     from fsdplab.profiling.traces.overlap import TraceAnalysis as TraceAnalysis
     from fsdplab.profiling.traces.overlap import analyse_trace as analyse_trace
-    from fsdplab.profiling.traces.skew import CollectiveSkew as CollectiveSkew
-    from fsdplab.profiling.traces.skew import collective_skews as collective_skews
-    from fsdplab.profiling.traces.skew import compute_inflation as compute_inflation
-    from fsdplab.profiling.traces.skew import straggling as straggling
     from fsdplab.profiling.traces.skew import with_peers as with_peers
 
 _MODULES = {
@@ -36,7 +32,7 @@ _MODULES = {
     "traces.chrome": ("TraceError",),
     "traces.merge": ("merge_traces",),
     "traces.overlap": ("StepAnalysis", "TraceAnalysis", "analyse_trace"),
-    "traces.skew": ("CollectiveSkew", "collective_skews", "compute_inflation", "straggling", "with_peers"),
+    "traces.skew": ("with_peers",),
 }
 _SOURCES = {name: f"fsdplab.profiling.{module}" for module, names in _MODULES.items() for name in names}
 

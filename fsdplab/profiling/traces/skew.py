@@ -1,8 +1,8 @@
-"""The same collective on several ranks: how far apart they began, how fast it was, and which rank was late.
+"""The same collective on several ranks: who meets whom, how fast it was, and who waited for a peer.
 
-On one rank a slow network and a late peer look the same: a long collective. All ranks together show the difference. The
-latency is the shortest time of any rank, because the last to arrive did not wait; the rest of the others' time is skew.
-Clocks of the ranks must agree: those of one machine do.
+On one rank a slow network and a late peer look the same: a long collective. All ranks together show the difference: the
+last rank to arrive did not wait, so the shortest time of any rank is the link's. Clocks of the ranks must agree: those
+of one machine do.
 
 Pure: rows go in (the record's `ledger`, or `TraceAnalysis.rows("collectives")`), values come out.
 """
@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from statistics import median
+from dataclasses import replace
 from typing import Any
 
 from fsdplab.profiling.traces.overlap import StepAnalysis, TraceAnalysis
@@ -20,25 +19,6 @@ from fsdplab.profiling.traces.overlap import StepAnalysis, TraceAnalysis
 Row = dict[str, Any]
 Key = tuple[int, str, str, str, int]
 _MAY_BE_A_PEER = ("nothing_to_hide_behind", "late_start", "unknown")
-
-
-@dataclass(frozen=True)
-class CollectiveSkew:
-    """One collective over its ranks, in ns and bytes/s (None where no rank tells the bytes); `straggler` began last."""
-
-    step: int
-    unit: str
-    phase: str
-    kind: str
-    occurrence: int
-    ranks: tuple[int, ...]
-    spread_ns: int
-    latency_ns: int
-    straggler: int
-    late_by_ns: int
-    nbytes: int | None
-    algbw: float | None
-    busbw: float | None
 
 
 def bus_factor(kind: str, ranks: int) -> float:
@@ -72,16 +52,11 @@ def bandwidths(kind: str, nbytes: int | None, ns: int, ranks: int) -> tuple[floa
     return algbw, algbw * bus_factor(kind, ranks)
 
 
-def collective_skews(rows: Iterable[Row]) -> list[CollectiveSkew]:
-    """One value a collective that at least two ranks took part in, in order of its first start.
+def matched(rows: Iterable[Row]) -> dict[Key, list[Row]]:
+    """Rows of the same collective: same step, unit, phase, kind and occurrence (from 0); one a rank.
 
     The n-th of a unit, phase and kind on one rank meets the n-th on the others.
     """
-    return [_skew(key, members) for key, members in matched(rows).items() if len(members) > 1]
-
-
-def matched(rows: Iterable[Row]) -> dict[Key, list[Row]]:
-    """Rows of the same collective: same step, unit, phase, kind and occurrence (from 0); one a rank."""
     counts: dict[tuple, int] = defaultdict(int)
     groups: dict[Key, list[Row]] = defaultdict(list)
     for row in sorted(rows, key=lambda row: row["start_ns"]):
@@ -91,37 +66,6 @@ def matched(rows: Iterable[Row]) -> dict[Key, list[Row]]:
         counts[own] += 1
         groups[key].append(row)
     return groups
-
-
-def _skew(key: Key, members: Sequence[Row]) -> CollectiveSkew:
-    starts = {row["rank"]: row["start_ns"] for row in members}
-    straggler = max(starts, key=lambda rank: (starts[rank], -rank))
-    latency = min(row["end_ns"] - row["start_ns"] for row in members)
-    nbytes = next((row["logical_bytes"] for row in members if row.get("logical_bytes")), None)
-    late_by = starts[straggler] - median(start for rank, start in starts.items() if rank != straggler)
-    spread = max(starts.values()) - min(starts.values())
-    speeds = bandwidths(key[3], nbytes, latency, len(members))
-    return CollectiveSkew(
-        *key[:4], key[4] + 1, tuple(sorted(starts)), spread, latency, straggler, int(late_by), nbytes, *speeds
-    )
-
-
-def straggling(skews: Iterable[CollectiveSkew]) -> dict[int, int]:
-    """By how many ns in total each rank began after the middle of the others: `{1: 3_000_000}` says rank 1 is slow."""
-    total: dict[int, int] = defaultdict(int)
-    for skew in skews:
-        total[skew.straggler] += skew.late_by_ns
-    return dict(total)
-
-
-def compute_inflation(with_: Iterable[Row], without: Iterable[Row]) -> float | None:
-    """Median compute time of steps with communication over that of the same work without: 1.3 says that communicating
-    cost 30 % of computing speed.
-
-    Rows of `breakdown`; None where either side has none, or computed nothing.
-    """
-    busy, alone = [row["compute_ns"] for row in with_], [row["compute_ns"] for row in without]
-    return median(busy) / median(alone) if busy and alone and median(alone) else None
 
 
 def with_peers(analyses: Sequence[TraceAnalysis]) -> list[TraceAnalysis]:
