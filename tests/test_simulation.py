@@ -33,6 +33,7 @@ from fsdplab.planning.simulation import (
 from fsdplab.planning.simulation.accounting import account
 from fsdplab.planning.step_time import step_time
 from fsdplab.profiling.arrivals import late_rank_of
+from fsdplab.profiling.findings import findings
 from fsdplab.records import CATEGORIES, CAUSES, LANES, RunRecord, comparison_json
 from fsdplab.sessions import RunSpec, run
 from fsdplab.sessions.steady_card import steady
@@ -428,10 +429,10 @@ def test_a_page_claims_nothing_measured(late):
 
 def test_findings_and_tables_of_a_simulation_say_simulated():
     record = simulate(plan_spec("llama-3.1-8b", "h100", gpus=512, seq=512))
-    found = figures.findings_of([record])
-    assert any("the data sheet's link, simulated" in each["text"] for each in found)
-    assert not any("measured" in f"{each['title']} {each['text']} {each['remedy']}" for each in found)
-    page = figures.comparison_page(comparison_json([record]), [record], found)
+    found = findings(record)
+    assert any("the data sheet's link, simulated" in each.text for each in found)
+    assert not any("measured" in f"{each.title} {each.text} {each.remedy}" for each in found)
+    page = figures.comparison_page(comparison_json([record]), [record])
     text = re.sub(r"<script.*?</script>", "", page[page.index("<body>") :], flags=re.DOTALL)
     assert "would cost, simulated" in text and "What was simulated" in text and "Simulated for" in text
     assert "A simulated step has no traces" in text and "Where it ran" not in text

@@ -91,9 +91,9 @@ class Outputs:
         elif self.json_file:
             write_output(Path(self.json_file), text + "\n")
         if self.html_file:
-            from fsdplab.figures import comparison_page, findings_of
+            from fsdplab.figures import comparison_page
 
-            page = comparison_page(comparison, shown, findings_of(records), records, tables_of)
+            page = comparison_page(comparison, shown, records=records, tables_of=tables_of)
             write_output(self.html_file, page)
 
 

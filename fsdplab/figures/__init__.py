@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from fsdplab.common.lazy import names_of
 
 if TYPE_CHECKING:
-    from fsdplab.figures.findings import findings_of as findings_of
     from fsdplab.figures.plots.answers import answer_figure as answer_figure
     from fsdplab.figures.plots.breakdown import exposed_bar as exposed_bar
     from fsdplab.figures.plots.breakdown import step_bar as step_bar
@@ -52,7 +51,6 @@ _NAMES = {
     "plots.traffic": ("ledger_against_formula",),
     "report.linked": ("linked_html",),
     "report.page": ("comparison_page",),
-    "findings": ("findings_of",),
     "style": ("alt_text", "CATEGORY_COLOURS", "STRATEGY_COLOURS"),
 }
 _MODULES = {name: f"fsdplab.figures.{module}" for module, names in _NAMES.items() for name in names}

@@ -22,12 +22,3 @@ def costliest(records: Sequence[RunRecord], most: int = 3) -> list[tuple[str, Fi
         if all(label != taken and finding.kind != other.kind for taken, other in chosen):
             chosen.append((label, finding))
     return chosen[:most]
-
-
-def findings_of(records: Sequence[RunRecord]) -> list[dict[str, str]]:
-    """The same as one list, as `comparison_page` takes it."""
-    return [
-        {"title": f"{label}: {finding.title}", "text": finding.text, "remedy": finding.remedy}
-        for label, found in findings_by_run(records)
-        for finding in found
-    ]

@@ -15,7 +15,7 @@ from typing import Any
 
 import ipywidgets
 
-from fsdplab.figures import comparison_page, findings_of
+from fsdplab.figures import comparison_page
 from fsdplab.figures.style import PAGE, enlarged, on_page
 
 from .kept_runs import rename
@@ -207,7 +207,7 @@ class Details:
         path = self._export_to / f"strategy-lab-{batch.number}.html"
         written = None
         try:
-            path.write_text(comparison_page(batch.comparison, batch.rows, findings_of(batch.rows)), encoding="utf-8")
+            path.write_text(comparison_page(batch.comparison, batch.rows), encoding="utf-8")
             words = f"written: <a href='{escape(str(path))}' target='_blank'>{escape(str(path.resolve()))}</a>"
             written = path
         except OSError as error:

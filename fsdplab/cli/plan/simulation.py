@@ -38,9 +38,9 @@ def show_simulation(settings: dict[str, Any], json_file: str | None, html_file: 
     _print_how(console, found, record, took)
     targets.write(_as_dict(found, record))
     if html_file is not None:
-        from fsdplab.figures import comparison_page, findings_of
+        from fsdplab.figures import comparison_page
 
-        write_output(html_file, comparison_page(comparison_json([record]), [record], findings_of([record])))
+        write_output(html_file, comparison_page(comparison_json([record]), [record]))
 
 
 def _table(found: Plan, record: RunRecord) -> Table:

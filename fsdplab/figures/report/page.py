@@ -40,7 +40,6 @@ from fsdplab.figures.view import (
 from fsdplab.records import CATEGORIES, RunRecord, Spread, drift_sentence
 
 if TYPE_CHECKING:
-    from fsdplab.profiling.findings import Finding
     from fsdplab.profiling.tables import TablesOf
 
 
@@ -56,15 +55,15 @@ _SETTING = {
 def comparison_page(
     comparison: Mapping[str, Any],
     runs: Sequence[RunRecord | RunView] | None = None,
-    findings: Sequence[Finding | Mapping[str, Any]] = (),
+    *,
     records: Sequence[RunRecord] | None = None,
     tables_of: TablesOf | None = None,
 ) -> str:
     """The page of a comparison (the dict that `--json` writes); `runs` adds what only records know, such as statuses.
 
     With records (as `runs`, or as `records` beside RunViews) the page has tabs: Compare, Timeline, Memory, Traffic, and
-    Diagnosis with the `findings` (objects or dicts with `title`, `text`, `remedy`). `tables_of` gives the tables of a
-    record's traces where they are made already. Example:
+    Diagnosis with their findings. `tables_of` gives the tables of a record's traces where they are made already.
+    Example:
     `Path("compare.html").write_text(comparison_page(comparison_json(records, reference), records), encoding="utf-8")`.
     """
     from plotly.offline import get_plotlyjs
@@ -77,7 +76,7 @@ def comparison_page(
         answer = _answer(shown, source, records)
     with on_page(_WIDTH):
         compared = _compared(comparison, source)
-        content = tabbed(compared, records, findings, tables_of) if records else compared
+        content = tabbed(compared, records, tables_of) if records else compared
     page = rendered(
         "page.html",
         title=_title(shown),

@@ -5,15 +5,15 @@ A tab that a run has nothing for says in one line what to run instead, so that a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
 
 from markupsafe import Markup
 
 from fsdplab import figures
 from fsdplab.common.names import SAVES_MOST
-from fsdplab.common.sizes import seconds, size
+from fsdplab.common.sizes import size
 from fsdplab.common.words import plural
+from fsdplab.figures.findings import findings_by_run
 from fsdplab.figures.report.parts import drawn, folded, note, part, rendered, table
 from fsdplab.figures.trace_tables import cells, left_out
 from fsdplab.figures.view import view, views
@@ -23,9 +23,6 @@ from fsdplab.profiling.traces.chrome import TraceError
 from fsdplab.records import RecordError, RunRecord
 from fsdplab.sessions.device_peak import peak_of
 from fsdplab.sessions.steady_card import spec_of, steady
-
-if TYPE_CHECKING:
-    from fsdplab.profiling.findings import Finding
 
 MARKS = 1_500  # of each timeline on a page, to stay under a megabyte a record
 _UNTRACED = "A simulated step has no traces, which these tables are made of: give runs of fsdplab run --profile 3."
@@ -37,12 +34,7 @@ _ONE_RUN = (
 _NAMES = ("name", "unit", "group", "shapes")  # columns that may be longer than the page is wide
 
 
-def tabbed(
-    compared: str,
-    records: Sequence[RunRecord],
-    findings: Sequence[Finding | Mapping[str, Any]],
-    tables_of: TablesOf | None = None,
-) -> Markup:
+def tabbed(compared: str, records: Sequence[RunRecord], tables_of: TablesOf | None = None) -> Markup:
     """The row of tabs and their panels, the comparison first; tables of traces are made here, or `tables_of` has
     them.
     """
@@ -53,7 +45,7 @@ def tabbed(
         "Timeline": _each(records, _timeline) + folded("Where the time of each step goes", parts_of_steps),
         "Memory": _each(records, _memory),
         "Traffic": _traffic(records),
-        "Diagnosis": _diagnosis(records, findings, made),
+        "Diagnosis": _diagnosis(records, made),
     }
     return rendered("tabs.html", panels=panels)
 
@@ -127,27 +119,20 @@ def _traffic_of_traces(record: RunRecord) -> Markup:
     return note(f"{view(record).label}: {said}, from the traces.") + not_in_traces("what the strategy must send")
 
 
-def _diagnosis(records: Sequence[RunRecord], findings: Sequence[Finding | Mapping[str, Any]], made: TablesOf) -> Markup:
+def _diagnosis(records: Sequence[RunRecord], made: TablesOf) -> Markup:
     """Of each run its findings, and folded its difference to the first run and the tables of its traces."""
     labels = {id(record): shown.label for shown, record in zip(views(records), records)}
-    whose = {id(found): _whose(found, list(labels.values())) for found in findings}
+    findings = dict(findings_by_run(records))
 
     def of_run(record: RunRecord) -> Markup:
-        own = [found for found in findings if whose[id(found)] == labels[id(record)] or len(records) == 1]
         cost = note(words) if (words := profiling_cost(record)) else Markup("")
-        told = Markup("\n").join(_finding(found, labels[id(record)]) for found in own) or note(_NOTHING_FOUND)
+        own = [part("finding", found=found) for found in findings.get(labels[id(record)], ())]
+        told = Markup("\n").join(own) or note(_NOTHING_FOUND)
         traces = note(_UNTRACED) if view(record).simulated else _tables(made, record)
         unlike = folded(f"Difference to {labels[id(records[0])]}", _difference(records, record))
         return cost + told + unlike + folded("Tables of the traces", traces)
 
-    general = Markup("\n").join(_finding(found) for found in findings if len(records) > 1 and not whose[id(found)])
-    return general + _each(records, of_run)
-
-
-def _whose(found: Finding | Mapping[str, Any], labels: Sequence[str]) -> str:
-    """The run that a finding's title begins with; empty where it is of no run."""
-    title = _told(found).get("title")
-    return max((label for label in labels if str(title).startswith(f"{label}: ")), key=len, default="")
+    return _each(records, of_run)
 
 
 def _difference(records: Sequence[RunRecord], record: RunRecord) -> Markup:
@@ -179,19 +164,3 @@ def _table(shown: Table) -> Markup:
     head = [column.heading for column in shown.columns]
     body = table(head, rows, lambda place, text: looks[place]) if rows else Markup("")
     return part("trace_table", title=shown.title, sentence=shown.sentence, body=body, notes=notes)
-
-
-def _told(found: Finding | Mapping[str, Any]) -> Mapping[str, Any]:
-    """A finding's words, of an object or a dict."""
-    names = ("title", "kind", "text", "remedy", "seconds")
-    return found if isinstance(found, Mapping) else {name: getattr(found, name, None) for name in names}
-
-
-def _finding(found: Finding | Mapping[str, Any], run: str = "") -> Markup:
-    """One finding: an object or a dict with `title`, `text`, `remedy`, and perhaps `seconds` a step; without the name
-    of its run where that is known.
-    """
-    told = _told(found)
-    title = str(told.get("title") or str(told.get("kind") or "finding").replace("_", " ")).removeprefix(f"{run}: ")
-    cost = f" · {seconds(told['seconds'])} a step" if told.get("seconds") and "a step" not in title else ""
-    return part("finding", title=title + cost, text=told.get("text") or "", remedy=told.get("remedy") or "")
