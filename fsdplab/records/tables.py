@@ -169,23 +169,16 @@ def _columns(table: str, given: Container[str]) -> list[str]:
 def _lines(path: Path) -> Iterator[list[str]]:
     """The lines one after the other: that of a damaged table ends the reading."""
     try:
-        yield from csv.reader(io.TextIOWrapper(io.BytesIO(_unpack(path)), encoding="utf-8", newline="\n"))
-    except (csv.Error, UnicodeDecodeError) as error:  # a cell of a hundred thousand signs, or no text
-        raise RecordError(f"{path} is damaged ({error}). Record the run again.") from error
-
-
-def _unpack(path: Path) -> bytes:
-    try:
         with gzip.GzipFile(fileobj=io.BytesIO(read_file(path, _MOST_BYTES))) as file:
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             raise OSError(f"it unpacks to more than {_MOST_BYTES:,} bytes")
-        return content
+        yield from csv.reader(io.TextIOWrapper(io.BytesIO(content), encoding="utf-8", newline="\n"))
     except FileNotFoundError:
         raise RecordError(
             f"{path} is missing: the record is incomplete. Copy the whole record folder, or record the run again."
         ) from None
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, zlib.error, csv.Error, UnicodeDecodeError) as error:  # no gzip, no text, a huge cell
         raise RecordError(
             f"{path} is damaged ({error}). Copy it again from where it was recorded, or record the run again."
         ) from error

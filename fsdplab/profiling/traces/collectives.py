@@ -75,6 +75,11 @@ class Collective:
         if self.transport is None and not piece.role:
             self.transport = piece
 
+    def pass_link(self, row: dict[str, Any], start: int, end: int) -> None:
+        """Take an emulated link's transfer, a row of the ledger, for its transport."""
+        self.add(Piece(start, end))
+        self.phase, self.emulated, self.nbytes, self.by_host = row["phase"], True, row["logical_bytes"], False
+
     @property
     def label(self) -> tuple[str, str, str, bool]:
         """By what a figure tells it from others: unit, phase, kind and whether it is emulated."""
@@ -228,15 +233,14 @@ class _Book:
         """The link's transfers in order, each with the oldest draft of its kind and unit; what blocked the host goes to
         the transfer it waited for.
         """
-        base, unshards = self.found.base_ns, [each for each in life if each["state"] == "unsharding"]
-        for row in _rows_within(self.found, ledger):
-            start, end, kind, unit = row["start_ns"] - base, row["end_ns"] - base, row["kind"], row["unit"]
+        unshards = [each for each in life if each["state"] == "unsharding"]
+        for row, start, end in _rows_within(self.found, ledger):
             # torch's engines give the link no unit: the order of issue decides
-            fitting = self._awaiting.oldest(end, "of kind", kind, *([unit] if unit else []))
-            draft = fitting or self._open(kind, unit, _issue_of(row, unshards) - base)
+            fitting = self._awaiting.oldest(end, "of kind", row["kind"], *([row["unit"]] if row["unit"] else []))
+            issue = _issue_of(row, unshards) - self.found.base_ns
+            draft = fitting or self._open(row["kind"], row["unit"], issue)
             self._awaiting.remove(draft)
-            draft.add(Piece(start, end))
-            draft.phase, draft.emulated, draft.nbytes, draft.by_host = row["phase"], True, row["logical_bytes"], False
+            draft.pass_link(row, start, end)
         self._blocked()
 
     def _blocked(self) -> None:
@@ -353,30 +357,23 @@ def _linked(launched: Sequence[Collective], ledger: Sequence[dict[str, Any]], fo
     for each in launched:
         waiting[each.kind, each.unit].append(each)
     apart = []
-    for row in _rows_within(found, ledger):
-        start, end, kind, unit = (
-            row["start_ns"] - found.base_ns,
-            row["end_ns"] - found.base_ns,
-            row["kind"],
-            row["unit"],
-        )
-        queue = waiting[kind, unit]
+    for row, start, end in _rows_within(found, ledger):
+        queue = waiting[row["kind"], row["unit"]]
         if queue and queue[0].issue <= end:
             draft = queue.popleft()
+            end = max(end, draft.end)
         else:
-            apart.append(draft := Collective(kind, unit, start))
-        kernel_end = draft.end if draft.pieces else end
+            apart.append(draft := Collective(row["kind"], row["unit"], start))
         draft.pieces, draft.transport, draft.issue = [], None, min(draft.issue, start)
-        draft.add(Piece(start, max(end, kernel_end)))
-        draft.phase, draft.emulated, draft.nbytes = row["phase"], True, row["logical_bytes"]
+        draft.pass_link(row, start, end)
     return [*launched, *apart]
 
 
-def _rows_within(found: Events, ledger: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The ledger's rows that the trace saw a part of, by their start."""
-    first, last = found.base_ns + found.first, found.base_ns + found.last
-    rows = (row for row in ledger if row["end_ns"] >= first and row["start_ns"] <= last)
-    return sorted(rows, key=lambda row: row["start_ns"])
+def _rows_within(found: Events, ledger: Iterable[dict[str, Any]]) -> list[tuple[dict[str, Any], int, int]]:
+    """The ledger's rows that the trace saw a part of, each with its start and end there, by their start."""
+    rows = [(row, row["start_ns"] - found.base_ns, row["end_ns"] - found.base_ns) for row in ledger]
+    seen = [each for each in rows if each[2] >= found.first and each[1] <= found.last]
+    return sorted(seen, key=lambda each: each[1])
 
 
 def _carry(collective: Collective, transfer: Transfer, found: Events, role: str = "") -> None:
@@ -384,10 +381,7 @@ def _carry(collective: Collective, transfer: Transfer, found: Events, role: str 
     details = transfer.details
     collective.add(Piece(transfer.start, transfer.end, role))
     collective.nbytes = _payload(details, found.world_size if collective.kind == "all_gather" else 1)
-    names, size = (
-        (details.get(f"Process Group {which}") for which in ("Description", "Name")),
-        details.get("Group size"),
-    )
+    size, names = details.get("Group size"), [details.get(f"Process Group {each}") for each in ("Description", "Name")]
     collective.group = next((name for name in names if isinstance(name, str) and name), "")
     collective.group_size = size if type(size) is int and size > 0 else None
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from fsdplab.common.words import OFF_LINK
-from fsdplab.profiling.intervals import EMPTY, Intervals, close_gaps, latest_ends, pairs, size, union, within
+from fsdplab.profiling.intervals import EMPTY, Intervals, close_gaps, latest_ends, pairs, size, subtract, union, within
 from fsdplab.profiling.traces.account import PARTS, Account, TraceSets, account
 from fsdplab.profiling.traces.collectives import Collective
 from fsdplab.profiling.traces.steps import Step, pieces_of
@@ -205,26 +205,11 @@ def _communication(each: Collective, start: int, end: int) -> list[Mark]:
     marks: list[Mark] = []
     for role in ("copy-in", "copy-out", "blocked") if len(each.pieces) > 1 or way is None else ():
         spans = [(max(start, piece.start), min(end, piece.end)) for piece in each.pieces if piece.role == role]
-        for span in _beside(spans, *moved):
-            marks.append((lane, each.unit, each.phase, f"{each.kind} {role}", *span, False))
+        beside = close_gaps(subtract(spans, [moved]), DISPATCH_NS).tolist() if spans else []
+        marks += [(lane, each.unit, each.phase, f"{each.kind} {role}", *span, False) for span in beside]
     if moved[0] < moved[1]:
         marks.append((lane, each.unit, each.phase, each.kind, *moved, each.emulated))
     return marks
-
-
-def _beside(spans: Sequence[tuple[int, int]], start: int, end: int) -> list[tuple[int, int]]:
-    """The spans less what lies from `start` to `end`, joined over gaps below 20 us."""
-    parts: list[tuple[int, int]] = []
-    for first, last in sorted(spans):
-        apart = [(first, min(last, start)), (max(first, end), last)] if start < end else [(first, last)]
-        parts += [part for part in apart if part[0] < part[1]]
-    rows: list[tuple[int, int]] = []
-    for first, last in sorted(parts):
-        if rows and first - rows[-1][1] < DISPATCH_NS:
-            rows[-1] = (rows[-1][0], max(rows[-1][1], last))
-        else:
-            rows.append((first, last))
-    return rows
 
 
 def joined(
