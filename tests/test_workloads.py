@@ -8,13 +8,17 @@ import doctest
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import fsdplab.workloads as workloads
+from fsdplab.sessions.spec import RunSpec
+from fsdplab.sessions.worker.engines import Held, micro_batches, one_step
 from fsdplab.workloads import (
     PRESETS,
     ByteText,
@@ -35,6 +39,7 @@ from fsdplab.workloads import (
 )  # fmt: skip
 from fsdplab.workloads.attention import CausalAttention, Rotary, rotary_frequencies
 from fsdplab.workloads.twin import SideBySide, replay_gradients
+from fsdplab.workloads.workload import At, OnText, Workload
 
 TINY = ("gpt-tiny", "llama-tiny")
 PUBLISHED = {
@@ -568,3 +573,57 @@ def test_what_a_replay_of_one_rank_raises_is_raised():
 
     with pytest.raises(ArithmeticError, match="rank 1's batch"):
         SideBySide(build_model("gpt-tiny"), 2).replay_gradients([[(None, None)], [(None, None)]], diverges)
+
+
+# ---- a workload as a value
+
+
+class Regression(Workload):
+    """A model that reads numbers, in batches that are a dict."""
+
+    name = "regression"
+
+    def build(self, device: torch.device | str, seed: int) -> nn.Module:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).to(device)
+
+    def batch(self, at: At) -> dict[str, torch.Tensor]:
+        drawn = torch.randn(4, 8, generator=at.generator)
+        return {"x": drawn.to(at.device), "y": drawn.sum(1, keepdim=True).to(at.device)}
+
+    def loss(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        return (model(batch["x"]) - batch["y"]).square().mean()
+
+    def units(self, model: nn.Module) -> tuple[type[nn.Module], ...]:
+        return (nn.Linear,)
+
+
+def test_a_batch_depends_on_its_step_rank_and_micro_batch_alone():
+    here = At(step=3, rank=1, world_size=2, micro_batch=1, seed=5)
+    others = [replace(here, **{name: 0}) for name in ("step", "rank", "micro_batch", "seed")]
+    found = [Regression().batch(at)["x"] for at in (here, here, replace(here, world_size=4), *others)]
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert not any(torch.equal(found[0], other) for other in found[3:])
+
+
+def test_a_step_and_the_twin_train_any_workload_alike():
+    work, spec = Regression(), RunSpec(world_size=1, micro_batches=2)
+    model, twin = work.build("cpu", 0), work.build("cpu", 0)
+    batches = micro_batches(spec, work, 0, 0, torch.device("cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    phases: list[str] = []
+    loss = one_step(Held(model), optimizer, batches, work.loss, phases.append)
+    expected = replay_gradients(twin, [[(batch,) for batch in batches]], work.loss)
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    assert loss.item() == pytest.approx(expected, rel=1e-6) and phases == ["forward", "backward"] * 2 + ["optimizer"]
+    for ours, theirs in zip(model.parameters(), twin.parameters()):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_preset_on_a_text_is_a_workload():
+    text = ByteText.from_bytes(bytes(range(256)) * 8)
+    work = OnText("gpt-tiny", text, batch_size=2, sequence_length=16)
+    model, batch = work.build("cpu", 0), work.batch(At(step=1, rank=0, world_size=2))
+    assert torch.equal(batch[0], text.batch(1, 0, 2, 2, 16)[0]) and work.data() == [text.data]
+    assert work.units(model) == (GPTBlock,) and work.loss(model, batch).item() == pytest.approx(5.55, abs=0.1)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,9 +20,8 @@ from torch.distributed.tensor import Shard
 from fsdplab.engine import compat, fully_shard
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.worker import training
-from fsdplab.sessions.worker.engines import Held, TrainingSetup, adamw, one_step
+from fsdplab.sessions.worker.engines import Held, TrainingSetup, adamw, one_step, workload_of
 from fsdplab.sessions.worker.rank_process import RankContext, rank_process
-from fsdplab.workloads import block_types, build_model
 
 REPEATS = 5
 
@@ -95,14 +95,15 @@ def shard_1(folder: str) -> None:
 
 
 def _cut_along_dimension_1(spec: RunSpec, context: RankContext) -> TrainingSetup:
-    model = build_model(spec.model, device=context.device, seed=spec.seed)
+    workload = workload_of(spec)
+    model = workload.build(context.device, spec.seed)
     mesh = init_device_mesh(context.device.type, (spec.world_size,))
-    for module in [*(each for each in model.modules() if isinstance(each, block_types(model))), model]:
+    for module in [*(each for each in model.modules() if isinstance(each, workload.units(model))), model]:
         fully_shard(module, mesh=mesh, shard_placement_fn=_along_1)
-    optimizer, mine = adamw(spec, model), Held(model)
+    optimizer, mine = adamw(spec, model, workload), Held(model)
 
-    def step(batches: training.Sequence) -> float:
-        return one_step(mine, optimizer, batches[0], context.heartbeat.enter).item()
+    def step(batches: Sequence[Sequence[Any]]) -> float:
+        return one_step(mine, optimizer, batches[0], workload.loss, context.heartbeat.enter).item()
 
     return TrainingSetup(model, optimizer, step)
 

@@ -33,9 +33,8 @@ from fsdplab.sessions.launch.mailbox import Mailbox, read_lines
 from fsdplab.sessions.spec import RunSpec, SpecError
 from fsdplab.sessions.spec.sharing import nccl_variables
 from fsdplab.sessions.worker.emulated_network import EmulatedNetwork
-from fsdplab.sessions.worker.engines import Batch, TrainingSetup, adamw, build
+from fsdplab.sessions.worker.engines import TrainingSetup, adamw, build, micro_batches, workload_of
 from fsdplab.sessions.worker.rank_process import RankContext, rank_process
-from fsdplab.workloads import ByteText, build_model, loss_of
 from fsdplab.workloads.compiled import compile_blocks
 
 ALONE = "alone"
@@ -164,16 +163,17 @@ class Alone:
     """The same training without any communication: every rank on its own."""
 
     def __init__(self, spec: RunSpec, context: RankContext) -> None:
-        model = build_model(spec.model, device=context.device, seed=spec.seed)
+        workload = workload_of(spec)
+        model, self._loss_of = workload.build(context.device, spec.seed), workload.loss
         self.model = _autocast(spec, compile_blocks(model) if spec.compile == "blocks" else model)
-        self.optimizer = adamw(spec, self.model)
+        self.optimizer = adamw(spec, self.model, workload)
         self.parts: dict[str, list[float]] = {"compute": [], "optimizer": []}
 
-    def train_step(self, batches_by_rank: Sequence[Sequence[Batch]]) -> float:
+    def train_step(self, batches_by_rank: Sequence[Sequence[Any]]) -> float:
         """One step of this rank's own training; records the times of computing and of the optimizer."""
         (batches,), start, total = batches_by_rank, time.perf_counter(), 0.0
-        for tokens, targets in batches:
-            loss = loss_of(self.model, tokens, targets) / len(batches)
+        for batch in batches:
+            loss = self._loss_of(self.model, batch) / len(batches)
             loss.backward()
             total += loss.item()
         computed = time.perf_counter()
@@ -198,12 +198,11 @@ def main(folder: str) -> None:
     # the lab's engine works on either
     with rank_process(folder, "shm" if "shm" in wanted else specs[0].backend, specs[0].device_type) as context:
         context.heartbeat.enter("build")
-        text = ByteText.from_path(specs[0].text) if specs[0].text else ByteText.from_standard_library()
         alone = Alone(specs[0], context)
         setups: list[TrainingSetup | Alone] = [alone, *(build(spec, context) for spec in specs)]
         for spec, setup in zip(specs, setups[1:]):
             EmulatedNetwork(spec, context).begin(setup.model)
-        seconds, losses, waits = _take_turns(setups, specs[0], context, text, request["rounds"])
+        seconds, losses, waits = _take_turns(setups, specs[0], context, request["rounds"])
         parts = {name: statistics.median(values[WARMUP_ROUNDS:]) for name, values in alone.parts.items()}
         context.write("result", {"seconds": seconds, "losses": losses, "waits": waits, "parts": parts})
 
@@ -228,15 +227,15 @@ class _Waits:
 
 
 def _take_turns(
-    setups: Sequence[TrainingSetup | Alone], spec: RunSpec, context: RankContext, text: ByteText, rounds: int
+    setups: Sequence[TrainingSetup | Alone], spec: RunSpec, context: RankContext, rounds: int
 ) -> tuple[list[list[float]], list[float], list[list[tuple[float, float]]]]:
     seconds: list[list[float]] = [[] for _ in setups]
     waits: list[list[tuple[float, float]]] = [[] for _ in setups]
-    wait_log = _Waits()
+    wait_log, workload = _Waits(), workload_of(spec)
     unsubscribe = events.subscribe(wait_log.on_event)
     losses = [0.0 for _ in setups]
     for step in range(WARMUP_ROUNDS + rounds):
-        batches = [_batches(spec, context, text, step)]
+        batches = [micro_batches(spec, workload, step, context.rank, context.device)]
         for turn in range(len(setups)):
             index = (turn + step) % len(setups)  # no engine always follows the same one
             context.heartbeat.enter("bench", step)
@@ -250,14 +249,6 @@ def _take_turns(
         context.append("steps", {"round": step})
     unsubscribe()
     return seconds, losses, waits
-
-
-def _batches(spec: RunSpec, context: RankContext, text: ByteText, step: int) -> list[Batch]:
-    shape = (spec.world_size, spec.batch_size, spec.sequence_length)
-    drawn = [
-        text.batch(step, context.rank, *shape, micro_batch=micro, seed=spec.seed) for micro in range(spec.micro_batches)
-    ]
-    return [(tokens.to(context.device), targets.to(context.device)) for tokens, targets in drawn]
 
 
 if __name__ == "__main__":

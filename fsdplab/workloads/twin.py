@@ -9,20 +9,22 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import nn
 
-Batch = tuple[torch.Tensor, torch.Tensor]
-LossOf = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+Batch = tuple[Any, ...]  # what the loss takes beside the model
+LossOf = Callable[..., torch.Tensor]
 Gradients = list["torch.Tensor | None"]
 
 
 def replay_gradients(model: nn.Module, batches_by_rank: Sequence[Sequence[Batch]], loss_of: LossOf) -> float:
     """Leave the averaged gradients on `model.parameters()` and return the mean loss.
 
-    `batches_by_rank[r]` holds rank r's (tokens, targets) micro-batches. The loss of each is divided by their number, as
-    a training loop with accumulation does. Gradients must be None or zero before the call.
+    `batches_by_rank[r]` holds rank r's micro-batches, such as (tokens, targets). The loss of each, `loss_of(model,
+    *batch)`, is divided by their number, as a training loop with accumulation does. Gradients must be None or zero
+    before the call.
     """
     return _averaged(model, (_replay(model, batches, loss_of) for batches in batches_by_rank), len(batches_by_rank))
 
@@ -62,8 +64,8 @@ def _over_same_parameters(model: nn.Module) -> nn.Module:
 def _replay(model: nn.Module, batches: Sequence[Batch], loss_of: LossOf) -> tuple[float, Gradients]:
     """One rank's loss and gradients; the model keeps none."""
     losses = 0.0
-    for tokens, targets in batches:
-        loss = loss_of(model, tokens, targets) / len(batches)
+    for batch in batches:
+        loss = loss_of(model, *batch) / len(batches)
         loss.backward()
         losses += loss.item()
     gradients: Gradients = [parameter.grad for parameter in model.parameters()]

@@ -15,26 +15,29 @@ from torch import nn
 
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.worker.rank_process import RankContext
-from fsdplab.workloads import loss_of, parameter_count, preset
+
+LossOf = Callable[[nn.Module, Any], torch.Tensor]
 
 
 def deepspeed_setup(
-    stage: int, spec: RunSpec, context: RankContext, model: nn.Module, optimizer: torch.optim.Optimizer
+    stage: int, spec: RunSpec, context: RankContext, model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: LossOf
 ) -> tuple[nn.Module, Any, Callable[..., float]]:
     """The (engine, optimizer, train_step) of ZeRO stage `stage`."""
     os.environ.setdefault("DS_ACCELERATOR", context.device.type)
     import deepspeed
 
+    size = sum(parameter.numel() for parameter in model.parameters())
     engine, optimizer, _, _ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=configuration(stage, spec), dist_init_required=False
-    )
+        model=model, optimizer=optimizer, config=configuration(stage, spec, size),
+        dist_init_required=False,
+    )  # fmt: skip
 
-    def train_step(batches_by_rank: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]) -> float:
+    def train_step(batches_by_rank: Sequence[Sequence[Any]]) -> float:
         (batches,) = batches_by_rank
         total = torch.zeros((), device=context.device)
-        for tokens, targets in batches:
+        for batch in batches:
             context.heartbeat.enter("forward")
-            loss = loss_of(engine, tokens, targets)
+            loss = loss_of(engine, batch)
             context.heartbeat.enter("backward")
             engine.backward(loss)  # divides by the number of micro-batches itself
             context.heartbeat.enter("optimizer")
@@ -45,7 +48,7 @@ def deepspeed_setup(
     return engine, optimizer, train_step
 
 
-def configuration(stage: int, spec: RunSpec) -> dict[str, Any]:
+def configuration(stage: int, spec: RunSpec, parameters: int) -> dict[str, Any]:
     """DeepSpeed's configuration for a run: its own defaults, but for two things.
 
     Nothing may train another model (clipping). And its reduce bucket of 500 million elements is allocated whole, 2 GB
@@ -55,10 +58,7 @@ def configuration(stage: int, spec: RunSpec) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": spec.batch_size,
         "gradient_accumulation_steps": spec.micro_batches,
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": min(500_000_000, parameter_count(preset(spec.model))),
-        },
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": min(500_000_000, parameters)},
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,
         "steps_per_print": 1_000_000,

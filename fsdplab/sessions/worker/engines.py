@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any, Literal
 
 import torch
@@ -26,13 +26,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.worker.rank_process import RankContext
-from fsdplab.workloads import block_types, build_model, loss_of
+from fsdplab.workloads import ByteText
 from fsdplab.workloads.compiled import compile_blocks
 from fsdplab.workloads.twin import SideBySide
+from fsdplab.workloads.workload import At, OnText, Workload
 
-Batch = tuple[Tensor, Tensor]
 Accumulate = Callable[[bool], AbstractContextManager[Any]]
-TrainStep = Callable[[Sequence[Sequence[Batch]]], float]
+LossOf = Callable[[nn.Module, Any], Tensor]
+TrainStep = Callable[[Sequence[Sequence[Any]]], float]
 
 
 def _at_once(last: bool) -> AbstractContextManager[Any]:
@@ -60,36 +61,55 @@ class TrainingSetup:
     train_step: TrainStep
 
 
+def workload_of(spec: RunSpec) -> Workload:
+    """What the run trains."""
+    return OnText(spec.model, _text(spec.text), spec.batch_size, spec.sequence_length)
+
+
+@cache
+def _text(path: str | None) -> ByteText:
+    """Read once a process: the engines of a bench train on the same."""
+    return ByteText.from_path(path) if path else ByteText.from_standard_library()
+
+
+def micro_batches(spec: RunSpec, workload: Workload, step: int, rank: int, device: torch.device) -> list[Any]:
+    """Those of one rank's step."""
+    at = partial(At, step, rank, spec.world_size, seed=spec.seed, device=device)
+    return [workload.batch(at(micro_batch=number)) for number in range(spec.micro_batches)]
+
+
 def build(spec: RunSpec, context: RankContext) -> TrainingSetup:
     """The setup of `spec.engine` on this rank; the weights depend on `spec.seed` alone."""
-    model = build_model(spec.model, device=context.device, seed=spec.seed)
+    workload = workload_of(spec)
+    model = workload.build(context.device, spec.seed)
     if spec.compile == "blocks" and spec.engine != "twin":  # the twin is what others are compared with
         compile_blocks(model)
     if spec.engine == "twin":
-        return _twin(spec, context, model)
+        return _twin(spec, context, model, workload)
     if spec.engine.startswith("deepspeed"):
-        return _deepspeed(spec, context, model)
-    return _trained(spec, context, held(spec, context.device, model))
+        return _deepspeed(spec, context, model, workload)
+    return _trained(spec, context, held(spec, context.device, model, workload), workload)
 
 
-def held(spec: RunSpec, device: torch.device, model: nn.Module) -> Held:
+def held(spec: RunSpec, device: torch.device, model: nn.Module, workload: Workload) -> Held:
     """`model` in the hands of `spec.engine` (the lab's or one of torch's), over all ranks of the process group."""
-    return _HOLDERS[spec.engine](spec, device, model)
+    return _HOLDERS[spec.engine](spec, device, model, workload)
 
 
-def adamw(spec: RunSpec, model: nn.Module) -> torch.optim.AdamW:
+def adamw(spec: RunSpec, model: nn.Module, workload: Workload) -> torch.optim.AdamW:
     """The optimizer of every engine."""
     if spec.optimizer == "adamw-foreach":
         return torch.optim.AdamW(model.parameters(), lr=spec.learning_rate, foreach=True)
     sharded = spec.engine in ("lab", "torch-fsdp2")
-    return torch.optim.AdamW(_by_block(model) if sharded else model.parameters(), lr=spec.learning_rate, fused=True)
+    parameters = _by_block(model, workload.units(model)) if sharded else model.parameters()
+    return torch.optim.AdamW(parameters, lr=spec.learning_rate, fused=True)
 
 
-def _by_block(model: nn.Module) -> list[dict[str, Any]]:
+def _by_block(model: nn.Module, units: tuple[type[nn.Module], ...]) -> list[dict[str, Any]]:
     """The parameters in a group for each block and one for the rest: a first step on all of gpt-20m's DTensors at once
     spends 0.5 s on their placements, with the square of their number; groups of like blocks share what it found.
     """
-    blocks = [module for module in model.modules() if isinstance(module, block_types(model))]
+    blocks = [module for module in model.modules() if isinstance(module, units)]
     groups = [list(block.parameters()) for block in blocks]
     known = {id(parameter) for group in groups for parameter in group}
     rest = [parameter for parameter in model.parameters() if id(parameter) not in known]
@@ -97,36 +117,36 @@ def _by_block(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def one_step(
-    mine: Held, optimizer: torch.optim.Optimizer, batches: Sequence[Batch], enter: Callable[[str], None]
+    mine: Held, optimizer: torch.optim.Optimizer, batches: Sequence[Any], loss_of: LossOf, enter: Callable[[str], None]
 ) -> Tensor:
     """Forward and backward of every micro-batch, then the optimizer; the mean loss, still on the device. `enter` is
     called with each phase.
     """
-    total = torch.zeros((), device=batches[0][0].device)
-    for index, (tokens, targets) in enumerate(batches, start=1):
+    losses = []
+    for index, batch in enumerate(batches, start=1):
         with mine.accumulate(index == len(batches)):
             enter("forward")
-            loss = loss_of(mine.model, tokens, targets) / len(batches)
+            loss = loss_of(mine.model, batch) / len(batches)
             enter("backward")
             loss.backward()
-        total += loss.detach()
+        losses.append(loss.detach())
     enter("optimizer")
     optimizer.step()
     optimizer.zero_grad()
-    return total
+    return sum(losses[1:], losses[0])
 
 
-def _trained(spec: RunSpec, context: RankContext, mine: Held) -> TrainingSetup:
-    optimizer = adamw(spec, mine.model)
+def _trained(spec: RunSpec, context: RankContext, mine: Held, workload: Workload) -> TrainingSetup:
+    optimizer = adamw(spec, mine.model, workload)
 
-    def train_step(batches_by_rank: Sequence[Sequence[Batch]]) -> float:
+    def train_step(batches_by_rank: Sequence[Sequence[Any]]) -> float:
         (batches,) = batches_by_rank
-        return one_step(mine, optimizer, batches, context.heartbeat.enter).item()
+        return one_step(mine, optimizer, batches, workload.loss, context.heartbeat.enter).item()
 
     return TrainingSetup(mine.model, optimizer, train_step)
 
 
-def _lab(spec: RunSpec, device: torch.device, model: nn.Module) -> Held:
+def _lab(spec: RunSpec, device: torch.device, model: nn.Module, workload: Workload) -> Held:
     from fsdplab.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, shard_model
 
     policy = (
@@ -136,7 +156,7 @@ def _lab(spec: RunSpec, device: torch.device, model: nn.Module) -> Held:
     )
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if spec.offload == "cpu" else OffloadPolicy()
     sharded = shard_model(
-        model, spec.strategy, units=units_of(spec, model), mesh=_mesh(spec, device), mp_policy=policy,
+        model, spec.strategy, units=units_of(spec, model, workload), mesh=_mesh(spec, device), mp_policy=policy,
         offload_policy=offload,
         checkpoint=spec.checkpoint, prefetch=spec.prefetch, transport=spec.transport,
     )  # fmt: skip
@@ -150,11 +170,11 @@ def _lab(spec: RunSpec, device: torch.device, model: nn.Module) -> Held:
     return Held(sharded, announce)
 
 
-def units_of(spec: RunSpec, model: nn.Module) -> Literal["root"] | tuple[type[nn.Module], ...]:
+def units_of(spec: RunSpec, model: nn.Module, workload: Workload) -> Literal["root"] | tuple[type[nn.Module], ...]:
     """The `units` argument of `shard_model`."""
     if spec.units == "model":
         return "root"
-    return (nn.Linear,) if spec.units == "linear" else block_types(model)
+    return (nn.Linear,) if spec.units == "linear" else workload.units(model)
 
 
 def _mesh(spec: RunSpec, device: torch.device) -> DeviceMesh:
@@ -164,7 +184,7 @@ def _mesh(spec: RunSpec, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (spec.replicas, spec.shard_size), mesh_dim_names=("replicate", "shard"))
 
 
-def _ddp(spec: RunSpec, device: torch.device, model: nn.Module) -> Held:
+def _ddp(spec: RunSpec, device: torch.device, model: nn.Module, workload: Workload) -> Held:
     from torch.nn.parallel import DistributedDataParallel
 
     seen = _Autocast(model, device.type) if spec.precision == "bf16" else model
@@ -172,7 +192,7 @@ def _ddp(spec: RunSpec, device: torch.device, model: nn.Module) -> Held:
     return Held(replicated, lambda last: nullcontext() if last else replicated.no_sync())
 
 
-def _fsdp1(spec: RunSpec, device: torch.device, model: nn.Module) -> Held:
+def _fsdp1(spec: RunSpec, device: torch.device, model: nn.Module, workload: Workload) -> Held:
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -180,7 +200,7 @@ def _fsdp1(spec: RunSpec, device: torch.device, model: nn.Module) -> Held:
     sharded = FullyShardedDataParallel(
         model,
         sharding_strategy=ShardingStrategy[spec.row.torch_fsdp1],
-        auto_wrap_policy=ModuleWrapPolicy(set(block_types(model))),
+        auto_wrap_policy=ModuleWrapPolicy(set(workload.units(model))),
         mixed_precision=mixed,
         device_id=device,
         use_orig_params=True,
@@ -188,7 +208,7 @@ def _fsdp1(spec: RunSpec, device: torch.device, model: nn.Module) -> Held:
     return Held(sharded)
 
 
-def _fsdp2(spec: RunSpec, device: torch.device, model: nn.Module) -> Held:
+def _fsdp2(spec: RunSpec, device: torch.device, model: nn.Module, workload: Workload) -> Held:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = (
@@ -202,23 +222,24 @@ def _fsdp2(spec: RunSpec, device: torch.device, model: nn.Module) -> Held:
         reshard_after_forward=None if spec.row.reshards_after_forward else False,
         mp_policy=policy,
     )
-    units = units_of(spec, model)
+    units = units_of(spec, model, workload)
     for module in [module for module in model.modules() if units != "root" and isinstance(module, tuple(units))]:
         shard(module)
     return Held(shard(model))
 
 
-def _twin(spec: RunSpec, context: RankContext, model: nn.Module) -> TrainingSetup:
+def _twin(spec: RunSpec, context: RankContext, model: nn.Module, workload: Workload) -> TrainingSetup:
     seen = _CastParameters(model) if spec.precision == "bf16" else model
     # a twin whose memory is measured computes on one thread: the profiler sees no other, and one set of gradients is
     # what it needs
     spread = context.device.type == "cpu" and not spec.memory and hasattr(os, "sched_getaffinity")
     replay = SideBySide(seen, min(spec.world_size, len(os.sched_getaffinity(0))) if spread else 1)
-    optimizer = adamw(spec, model)
+    optimizer = adamw(spec, model, workload)
 
-    def train_step(batches_by_rank: Sequence[Sequence[Batch]]) -> float:
+    def train_step(batches_by_rank: Sequence[Sequence[Any]]) -> float:
         context.heartbeat.enter("replay")
-        loss = replay.replay_gradients(batches_by_rank, loss_of)
+        played = [[(batch,) for batch in batches] for batches in batches_by_rank]
+        loss = replay.replay_gradients(played, workload.loss)
         context.heartbeat.enter("optimizer")
         optimizer.step()
         optimizer.zero_grad()
@@ -227,11 +248,11 @@ def _twin(spec: RunSpec, context: RankContext, model: nn.Module) -> TrainingSetu
     return TrainingSetup(model, optimizer, train_step)
 
 
-def _deepspeed(spec: RunSpec, context: RankContext, model: nn.Module) -> TrainingSetup:
+def _deepspeed(spec: RunSpec, context: RankContext, model: nn.Module, workload: Workload) -> TrainingSetup:
     from fsdplab.sessions.worker.deepspeed_engine import deepspeed_setup
 
     stage = int(spec.engine.removeprefix("deepspeed-"))
-    return TrainingSetup(*deepspeed_setup(stage, spec, context, model, adamw(spec, model)))
+    return TrainingSetup(*deepspeed_setup(stage, spec, context, model, adamw(spec, model, workload), workload.loss))
 
 
 class _Autocast(nn.Module):
@@ -242,9 +263,9 @@ class _Autocast(nn.Module):
         self.model = model
         self.device_type = device_type
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(self.device_type, torch.bfloat16):
-            return self.model(tokens)
+            return self.model(*args, **kwargs)
 
 
 class _CastParameters(nn.Module):
@@ -254,11 +275,11 @@ class _CastParameters(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         low = {name: parameter.to(torch.bfloat16) for name, parameter in self.model.named_parameters()}
-        return torch.func.functional_call(self.model, low, (tokens,))
+        return torch.func.functional_call(self.model, low, args, kwargs)
 
 
-_HOLDERS: dict[str, Callable[[RunSpec, torch.device, nn.Module], Held]] = {
+_HOLDERS: dict[str, Callable[[RunSpec, torch.device, nn.Module, Workload], Held]] = {
     "lab": _lab, "torch-ddp": _ddp, "torch-fsdp1": _fsdp1, "torch-fsdp2": _fsdp2,
 }  # fmt: skip

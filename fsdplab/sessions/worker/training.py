@@ -15,7 +15,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -33,12 +33,11 @@ from fsdplab.sessions.spec import MEMORY_STEP, RunSpec
 from fsdplab.sessions.spec.sharing import carrier, nccl_variables
 from fsdplab.sessions.worker.core_share import core_time, waited_s
 from fsdplab.sessions.worker.emulated_network import EmulatedNetwork
-from fsdplab.sessions.worker.engines import Batch, TrainingSetup, build
+from fsdplab.sessions.worker.engines import TrainingSetup, build, micro_batches, workload_of
 from fsdplab.sessions.worker.environment import capture_environment
 from fsdplab.sessions.worker.ledger import Ledger
 from fsdplab.sessions.worker.profiler import MEMORY_TRACE, RANGE, TRACE, StepProfiler, UnitStateLog, leave_analysis
 from fsdplab.sessions.worker.rank_process import Diverged, RankContext, rank_process
-from fsdplab.workloads import ByteText
 
 Build = Callable[[RunSpec, RankContext], TrainingSetup]
 
@@ -72,7 +71,7 @@ class Training:
         self.turns = OwnTurns(context.mailbox, context.rank, context.heartbeat)
         self.ledger = Ledger(context, self._is_traced)
         self.tags = TagLog() if spec.memory else None
-        self.text = ByteText.from_path(spec.text) if spec.text else ByteText.from_standard_library()
+        self.workload = workload_of(spec)
         self.setup = build_setup(spec, context)
         self.network, self.unit_states = EmulatedNetwork(spec, context), UnitStateLog(context.rank)
         self.profiler, self.core_waits = None, EMPTY
@@ -168,7 +167,7 @@ class Training:
     def _measured_step(self, step: int) -> MemoryTimeline:
         recorder = MemoryRecorder(
             model=self.setup.model, optimizer=self.setup.optimizer, engine=self.spec.engine, device=self.context.device,
-            tags=self.tags, ignore=[self.text.data], offloaded=self.spec.offload != "none",
+            tags=self.tags, ignore=self.workload.data(), offloaded=self.spec.offload != "none",
             save_trace=self.context.mailbox.of(self.context.rank, MEMORY_TRACE) if self.spec.profile else None,
         )  # fmt: skip
         around = ExitStack()
@@ -183,17 +182,10 @@ class Training:
             self.tags.close()
         return recorder.timeline
 
-    def _batches(self, step: int) -> Sequence[Sequence[Batch]]:
+    def _batches(self, step: int) -> list[list[Any]]:
         """The micro-batches of each rank that this process plays."""
         played = range(self.spec.world_size) if self.spec.engine == "twin" else [self.context.rank]
-        return [[self._batch(step, rank, micro) for micro in range(self.spec.micro_batches)] for rank in played]
-
-    def _batch(self, step: int, rank: int, micro: int) -> Batch:
-        spec = self.spec
-        tokens, targets = self.text.batch(
-            step, rank, spec.world_size, spec.batch_size, spec.sequence_length, micro_batch=micro, seed=spec.seed
-        )
-        return tokens.to(self.context.device), targets.to(self.context.device)
+        return [micro_batches(self.spec, self.workload, step, rank, self.context.device) for rank in played]
 
     def _on_event(self, event: events.Event) -> None:
         if not isinstance(event, events.Collective):
