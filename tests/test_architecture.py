@@ -175,41 +175,6 @@ def test_every_file_beside_the_code_is_package_data():
         assert any(path in package.glob(pattern) for pattern in patterns), f"{path} would not be in a wheel"
 
 
-METAPHORS = re.compile(
-    r"\b(house|rooms?|floors?|chapters?|arrows?|hears?|rankside|callee|tenants?|told[ _]apart|leaves? a note"
-    r"|speaks? into|passed the tap|what cannot be|the request cannot be|that cannot be(?! \w+(?:ed|n|t|d)\b)"
-    r"|in words(?=[,;:]|\. |\.\"|$))\b",
-    re.IGNORECASE,
-)
-LITERAL = {  # (path, word): the word is meant literally, or belongs to a fixed name
-    ("cli/bench.py", "floor"), ("sessions/bench_engines.py", "floor"),
-    ("figures/report", "room"), ("figures/style.py", "room"), ("gpu_check", "floor"),
-    ("engine/features/mapped.py", "room"), ("engine/features/offload.py", "room"), ("figures/table.py", "room"),
-    ("teaching/lessons/nb11_shoot_out/exercises.py", "room"),
-}  # fmt: skip
-
-
-def metaphors(path: Path, root: Path = ROOT) -> list[str]:
-    """`file:line: word` of every banned word that is not listed as literal."""
-    name = path.relative_to(root).as_posix().removeprefix("fsdplab/")
-    return [
-        f"{name}:{number}: {found[0]}"
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
-        for found in METAPHORS.finditer(line)
-        if not any(name.startswith(prefix) and found[0].lower().startswith(word) for prefix, word in LITERAL)
-    ]
-
-
-def test_texts_have_no_metaphors():
-    files = [*(ROOT / "fsdplab").rglob("*.py"), *GUIDES]
-    assert [found for path in sorted(files) for found in metaphors(path)] == []
-
-
-def test_a_metaphor_is_found(tmp_path):
-    (tmp_path / "README.md").write_text("The engine is a room.\nA file that cannot be read, a run that cannot be.\n")
-    assert metaphors(tmp_path / "README.md", tmp_path) == ["README.md:1: room", "README.md:2: that cannot be"]
-
-
 def test_plain_import_is_light():
     assert not loaded_after("import fsdplab") & {
         "torch",
