@@ -104,13 +104,3 @@ def test_the_program_trains_on_two_ranks(ranks):
     first, second = ranks(2, printed_by, program)
     assert len(first) == 20 and second == [] and first[-1] < 0.7 * first[0]
     assert "torchrun --standalone --nproc-per-node 2 mine.py" in README and program.startswith("# mine.py")
-
-
-def test_the_files_that_the_architecture_names_are_there():
-    """By their path in the package, in the engine, or by their name in a folder that the page names."""
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    named = re.findall(r"`([a-z_/]+\.py|[a-z_/]+/)`", page)
-    here = {path.relative_to(ROOT / "fsdplab").as_posix() for path in (ROOT / "fsdplab").rglob("*.py")}
-    folders = {f"{path.rpartition('/')[0]}/" for path in here}
-    lost = [name for name in named if not any(f"/{each}".endswith(f"/{name}") for each in here | folders)]
-    assert len(named) > 25 and lost == []
