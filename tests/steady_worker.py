@@ -49,7 +49,9 @@ def main(folder: str, times: Callable[[int], float] = lambda rank: 1.0) -> None:
     """Train; the blocks of a rank take `times(rank)` as long."""
 
     def build_steady(spec: RunSpec, context: RankContext) -> TrainingSetup:
-        PRESETS[spec.model] = replace(PRESETS[spec.model], width=192, ffn=768)
+        PRESETS[spec.model] = replace(
+            PRESETS[spec.model], width=192, head_width=192 // PRESETS[spec.model].heads, ffn=768
+        )
         setup = build(spec, context)
         for block in setup.model.blocks:
             block.register_forward_pre_hook(

@@ -100,6 +100,7 @@ def test_a_tool_has_nothing_to_say(command):
         ("records/tables.py", "def f():\n    from fsdplab.engine import events", "Imports run downwards"),
         ("widgets/tabs.py", "from fsdplab.cli import errors", "Imports run downwards"),
         ("planning/traffic.py", "from fsdplab.engine.core.memory import UnitMemory", "Planning takes"),
+        ("planning/traffic.py", "import fsdplab.workloads.models", "Planning takes of workloads"),
         ("profiling/traces/skew.py", "import fsdplab.workloads.text", "Profiling takes"),
         ("sessions/summary.py", "import plotly.graph_objects", "The lower layers"),
         ("figures/table.py", "from rich.table import Table", "Only the command line"),

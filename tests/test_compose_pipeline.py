@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from fsdplab.engine import checkpoint
 from fsdplab.teaching.core.comm_log import WireLog
-from fsdplab.workloads import ConfigError, build_model, loss_of, preset
+from fsdplab.workloads import ModelError, build_model, loss_of, preset
 from fsdplab.workloads.parallel import build_stage, parallelize, stage_span
 from tests.composed import ENGINES, OnSlices, assert_near, mesh_of, tokens_of, train, twin_in, twins_in, whole
 from tests.ranks import RankPool
@@ -190,7 +190,7 @@ def test_a_stage_has_the_whole_models_names_and_values() -> None:
     ],
 )
 def test_impossible_stages_are_refused(make: Callable[[], Any], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
+    with pytest.raises(ModelError, match=complaint):
         make()
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdplab.engine import checkpoint, clip_grad_norm_
-from fsdplab.workloads import ConfigError, build_model, initialise, loss_of
+from fsdplab.workloads import ModelError, build_model, initialise, loss_of
 from fsdplab.workloads.parallel import parallelize
 from fsdplab.workloads.twin import replay_gradients
 from tests.composed import (
@@ -269,12 +269,12 @@ def test_a_checkpoint_of_a_two_dimensional_mesh_loads_on_other_layouts(ranks, tm
 def refused() -> None:
     mesh = mesh_of(tp=1)
     parallelize(build_model("gpt-tiny"), mesh)
-    with pytest.raises(ConfigError, match="tied embeddings cannot be cut"):
+    with pytest.raises(ModelError, match="tied embeddings cannot be cut"):
         parallelize(build_model("gpt2", device="meta"), mesh)
 
 
 def too_many() -> None:
-    with pytest.raises(ConfigError, match="over 4 ranks must divide kv_heads, ffn and vocabulary; got 2, 224 and 256"):
+    with pytest.raises(ModelError, match="over 4 ranks must divide kv_heads, ffn and vocabulary; got 2, 224 and 256"):
         parallelize(build_model("llama-tiny"), mesh_of(tp=4))
 
 

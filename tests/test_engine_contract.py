@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import socket
@@ -22,7 +23,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from fsdplab.engine import STRATEGIES, FSDPModule, events, fully_shard, shard_model
 from fsdplab.engine.shard import units_of
 from fsdplab.planning import UnitShapes, step_traffic
-from fsdplab.workloads import PRESETS, ModelConfig, build_model, initialise, loss_of
+from fsdplab.workloads import PRESETS, build_model, initialise, loss_of
+from fsdplab.workloads.shapes import gpt
 from fsdplab.workloads.twin import replay_gradients
 
 ROWS = [name for name in STRATEGIES if name != "hybrid_shard"]  # that one needs a 2-D mesh
@@ -202,7 +204,7 @@ def test_one_rank_communicates_nothing(ranks) -> None:
 
 def most_gathered(strategy: str, prefetch: int) -> tuple[int, list[float]]:
     """The largest number of units besides the root that were gathered, or being gathered, at once."""
-    config = ModelConfig(family="gpt", layers=6, width=32, heads=2, kv_heads=2, ffn=64, vocabulary=64, context=32)
+    config = gpt("small", layers=6, width=32, heads=2, ffn=64, vocabulary=64, context=32)
     model = shard_model(build_model(config), strategy, prefetch=prefetch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     held: set[str] = set()
@@ -289,7 +291,7 @@ def test_frozen_and_unused_parameters(ranks, strategy: str) -> None:
 
 
 def tied() -> None:
-    config = ModelConfig(**{**vars(PRESETS["gpt-tiny"]), "tie_embeddings": True})
+    config = dataclasses.replace(PRESETS["gpt-tiny"], tied=True)
     model, twin = build_model(config), build_model(config)
     shard_model(model, "full_shard")
     assert model.head.weight is model.token_embedding.weight

@@ -22,7 +22,7 @@ from fsdplab.engine.emulation.link import Link, behind
 from fsdplab.engine.shard import units_of
 from fsdplab.engine.transport.staged import StagedTransport
 from fsdplab.profiling.memory.snapshot import memory_snapshot
-from fsdplab.workloads import build_model, loss_of, parameter_count, preset
+from fsdplab.workloads import build_model, loss_of, preset
 from tests.hiding import LEAST_SHARE, SIZES, host_syncs, link_for, made_to_gather, measure
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -213,7 +213,7 @@ def test_a_model_deleted_with_a_gather_in_flight_frees_its_memory_safely(group) 
 
 def test_states_take_the_bytes_of_the_arithmetic(group) -> None:
     """Of P parameters in bf16 over fp32 masters: 4 P for slices, 8 P for two moments, 4 P for gradients."""
-    device, parameters = torch.device("cuda", 0), parameter_count(preset("llama-20m"))
+    device, parameters = torch.device("cuda", 0), preset("llama-20m").parameters
     before = torch.cuda.memory_allocated()
     model = made_to_gather(shard_model(build_model("llama-20m", device=device), "full_shard", mp_policy=BF16), device)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)

@@ -18,7 +18,7 @@ from fsdplab.sessions.bench_engines import ALONE, Alone
 from fsdplab.sessions.launch.mailbox import HeartbeatWriter, Mailbox
 from fsdplab.sessions.worker.engines import build
 from fsdplab.sessions.worker.rank_process import RankContext, _own_device
-from fsdplab.workloads import ConfigError, build_model, compiled, loss_of, parameter_count, preset
+from fsdplab.workloads import ModelError, build_model, compiled, loss_of, preset
 from fsdplab.workloads.compiled import compile_blocks
 
 CPU = torch.device("cpu")
@@ -48,7 +48,7 @@ def test_a_device_of_another_peak_has_none(name: str) -> None:
 
 @pytest.mark.parametrize("name,billions", [("llama-0.3b", 0.30), ("llama-1b", 1.07), ("llama-3b", 3.02)])
 def test_sizes_for_one_gpu(name: str, billions: float) -> None:
-    assert parameter_count(preset(name)) / 1e9 == pytest.approx(billions, abs=0.006)
+    assert preset(name).parameters / 1e9 == pytest.approx(billions, abs=0.006)
     assert preset(name).head_width == 128
 
 
@@ -131,7 +131,7 @@ def test_blocks_are_one_graph_under_every_engine_of_a_bench(ranks, tmp_path, eng
 
 
 def test_a_model_without_blocks_is_not_compiled() -> None:
-    with pytest.raises(ConfigError, match="Linear has no blocks to compile"):
+    with pytest.raises(ModelError, match="Linear has no blocks to compile"):
         compile_blocks(torch.nn.Linear(1, 1))
 
 

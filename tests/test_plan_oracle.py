@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from fsdplab.common.names import OVER_ALL_RANKS
 from fsdplab.engine import MixedPrecisionPolicy, fully_shard, shard_model
 from fsdplab.engine.features.recompute import recompute_of
-from fsdplab.planning import ModelShape
 from fsdplab.planning.memory import Memory, Variant, memory_of
 from fsdplab.planning.planner import Plan, plan
-from fsdplab.workloads import ModelConfig, build_model
+from fsdplab.workloads import ModelShape, build_model
 from fsdplab.workloads.models import loss_of
+from fsdplab.workloads.shapes import gpt, llama
 
 LAYERS, WIDTH, BATCH, LENGTH = 3, 128, 4, 128
 ENGINES = {"lab": fully_shard, "torch-fsdp2": torch_fully_shard}
@@ -37,21 +37,9 @@ CASES = [
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def config_of(family: str) -> ModelConfig:
-    return ModelConfig(
-        family=family, layers=LAYERS, width=WIDTH, heads=4, kv_heads=2 if family == "llama" else 4, ffn=3 * WIDTH,
-        vocabulary=500, context=LENGTH,
-    )  # fmt: skip
-
-
 def shape_of(family: str) -> ModelShape:
-    """The same model for the planner."""
-    config, biased = config_of(family), family == "gpt"
-    return ModelShape(
-        name=family, layers=LAYERS, width=WIDTH, heads=4, kv_heads=config.kv_heads, head_width=WIDTH // 4,
-        ffn=config.ffn, vocabulary=500, context=LENGTH, gated=not biased, norm_bias=biased, qkv_bias=biased,
-        output_bias=biased, ffn_bias=biased, positions=LENGTH if biased else 0,
-    )  # fmt: skip
+    sizes = dict(layers=LAYERS, width=WIDTH, heads=4, ffn=3 * WIDTH, vocabulary=500, context=LENGTH)
+    return llama(family, kv_heads=2, **sizes) if family == "llama" else gpt(family, **sizes)
 
 
 def planned(family: str, checkpointing: str, dtype: str, ranks: int, strategy: str = "full_shard") -> Plan:
@@ -69,7 +57,7 @@ class Sharded:
     ) -> None:
         mesh, shard = init_device_mesh("cpu", (ranks,)), ENGINES[engine]
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[dtype], reduce_dtype=torch.float32)
-        self.model = build_model(config_of(family))
+        self.model = build_model(shape_of(family))
         blocks = list(self.model.blocks)
         for block in blocks:
             if again := recompute_of(checkpointing):
@@ -205,7 +193,7 @@ class Varied(Sharded):
 
     def __init__(self, engine: str, name: str) -> None:
         mesh, policy = init_device_mesh("cpu", (64,)), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-        self.model = build_model(config_of("llama"))
+        self.model = build_model(shape_of("llama"))
         again = partial(checkpoint, use_reentrant=False)
         if name in SAVED:
             again = partial(again, context_fn=partial(create_selective_checkpoint_contexts, SAVED[name]))

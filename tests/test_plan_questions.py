@@ -12,7 +12,7 @@ import pytest
 from fsdplab import cli, figures
 from fsdplab.engine.core.layout import Layout
 from fsdplab.figures.style import alt_text
-from fsdplab.planning import ModelError, PlanError, fit, questions
+from fsdplab.planning import PlanError, fit, questions
 from fsdplab.planning.activations import kept_per_token
 from fsdplab.planning.fit import largest_micro_batch
 from fsdplab.planning.links import LinkSpec
@@ -22,6 +22,7 @@ from fsdplab.planning.planner import plan_of, plan_spec
 from fsdplab.planning.questions import LISTED, QUESTIONS, answer, ask, facts, units
 from fsdplab.planning.simulation import simulate_work, work_of
 from fsdplab.planning.step_time import Compute
+from fsdplab.workloads.errors import ModelError
 
 pytestmark = pytest.mark.quick
 SPECS = {

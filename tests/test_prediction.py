@@ -22,7 +22,6 @@ from fsdplab.planning.lab_memory import LabRun, memory_of_step, unit_parameters
 from fsdplab.planning.lab_memory.held import Book
 from fsdplab.planning.lab_memory.tape import Edge
 from fsdplab.planning.lab_step_time import ProductRate, Rates, compute_seconds, product_rates, step_seconds
-from fsdplab.planning.models import MODELS
 from fsdplab.planning.traffic import Traffic
 from fsdplab.records import Spread, Summary
 from fsdplab.records.summary import Peak, Predicted
@@ -31,6 +30,7 @@ from fsdplab.sessions.calibrate import calibrate
 from fsdplab.sessions.calibration import Calibration, find_calibration, keep, this_machine
 from fsdplab.sessions.prediction import predict
 from fsdplab.sessions.summary import formula_bytes
+from fsdplab.workloads.shapes import SHAPES
 
 HYBRID = dict(strategy="hybrid_shard", world_size=4, shard_size=2)
 EVERY = [dict(strategy=name) for name in STRATEGIES if name != "hybrid_shard"] + [HYBRID]
@@ -104,13 +104,13 @@ def test_bytes_are_those_of_the_formula(model, units):
 def test_the_units_hold_every_parameter_once():
     for units in ("block", "linear", "model"):
         for name in ("gpt-tiny", "llama-tiny", "gpt2"):
-            found = unit_parameters(lab_run(MODELS[name], units=units))
+            found = unit_parameters(lab_run(SHAPES[name], units=units))
             held = [each.name for own in found.values() for each in own]
             assert next(iter(found)) == "root" and len(set(held)) == len(held)
-            assert sum(each.count for own in found.values() for each in own) == MODELS[name].parameters
+            assert sum(each.count for own in found.values() for each in own) == SHAPES[name].parameters
 
 
-def lab_run(shape=MODELS["gpt-tiny"], **settings) -> LabRun:
+def lab_run(shape=SHAPES["gpt-tiny"], **settings) -> LabRun:
     return LabRun(**{"shape": shape, "strategy": "full_shard", "shards": 2, "replicas": 1, "itemsize": 4, "batch": 2,
                      "sequence": 64, **settings})  # fmt: skip
 
@@ -181,7 +181,7 @@ RATES = Rates(
 @pytest.mark.quick
 def test_a_step_is_the_sum_of_its_parts():
     """gpt-tiny at 64 tokens: 98,304 elements of matrices a block, 16,384 of the head, and attention over 64 tokens."""
-    shape = MODELS["gpt-tiny"]
+    shape = SHAPES["gpt-tiny"]
     units = [*unit_parameters(lab_run(batch=1)).values()]
     block = 2 * 49_152 * 64 + 4 * 64 * 64 * 32
     head = 2 * 256 * 64 * 64

@@ -17,7 +17,6 @@ from fsdplab.figures.style import alt_text
 from fsdplab.figures.view import provenance, views
 from fsdplab.planning import PlanError
 from fsdplab.planning.memory import memory_of
-from fsdplab.planning.models import MODELS
 from fsdplab.planning.planner import plan_spec
 from fsdplab.planning.simulation import (
     StepWork,
@@ -37,6 +36,7 @@ from fsdplab.profiling.findings import findings
 from fsdplab.records import CATEGORIES, CAUSES, LANES, RunRecord, comparison_json
 from fsdplab.sessions import RunSpec, run
 from fsdplab.sessions.steady_card import steady
+from fsdplab.workloads.shapes import SHAPES
 
 pytestmark = pytest.mark.quick
 DATA = Path(__file__).parent.parent / "data"
@@ -176,7 +176,7 @@ def issued(record: RunRecord) -> list[tuple[str, str, str]]:
 def test_collectives_are_issued_in_the_order_of_a_recorded_run():
     recorded = RunRecord.load(DATA / "traces-08")
     assert recorded.spec["prefetch"] == 0
-    spec = plan_spec(MODELS[recorded.spec["model"]], "h100", gpus=2, seq=64, prefetch=0)
+    spec = plan_spec(SHAPES[recorded.spec["model"]], "h100", gpus=2, seq=64, prefetch=0)
     assert len(issued(recorded)) == 8 and issued(simulate(spec)) == issued(recorded)
 
 
@@ -188,7 +188,7 @@ def test_collectives_are_issued_in_the_order_of_a_run(strategy, tmp_path):
         ),
         directory=tmp_path / "run",
     )
-    spec = plan_spec(MODELS["gpt-tiny"], "h100", gpus=2, seq=64, strategy=strategy, grad_accum=2)
+    spec = plan_spec(SHAPES["gpt-tiny"], "h100", gpus=2, seq=64, strategy=strategy, grad_accum=2)
     assert len(issued(ran)) >= 12 and issued(simulate(spec)) == issued(ran)
 
 
@@ -257,7 +257,7 @@ def test_ten_thousand_ranks_cost_what_eight_do():
         simulate(plan_spec("llama-3.1-405b", "h100", gpus=gpus, gpus_per_node=8)).summary.simulated
         for gpus in (8, 10_000)
     )
-    layers = MODELS["llama-3.1-405b"].layers
+    layers = SHAPES["llama-3.1-405b"].layers
     assert layers == 126 and large.ranks == {0: 10_000}
     assert large.operations == small.operations <= 10 * layers
 

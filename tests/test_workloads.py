@@ -22,20 +22,17 @@ from fsdplab.sessions.worker.engines import Held, micro_batches, one_step
 from fsdplab.workloads import (
     PRESETS,
     ByteText,
-    ConfigError,
     GPTBlock,
     LlamaBlock,
+    ModelError,
     RotaryScaling,
     TextError,
-    block_parameter_count,
     block_types,
     build_model,
     initialise,
     loss_of,
-    parameter_count,
     preset,
     reset_buffers,
-    root_parameter_count,
 )  # fmt: skip
 from fsdplab.workloads.attention import CausalAttention, Rotary, rotary_frequencies
 from fsdplab.workloads.twin import SideBySide, replay_gradients
@@ -73,56 +70,79 @@ def louder(model: torch.nn.Module) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_closed_form_equals_the_model_on_the_meta_device(name):
+def test_a_shape_has_the_parameters_of_the_model_on_the_meta_device(name):
     model = build_model(name, device="meta")
-    assert parameter_count(PRESETS[name]) == sum(p.numel() for p in model.parameters())
+    assert PRESETS[name].parameters == sum(p.numel() for p in model.parameters())
     assert all(p.is_meta for p in model.parameters())
-    assert block_parameter_count(PRESETS[name]) == sum(p.numel() for p in model.blocks[0].parameters())
+    built = [(path, tuple(each.shape)) for path, each in model.blocks[0].named_parameters()]
+    built = [(path.removeprefix("attention.").removeprefix("feed_forward."), shape) for path, shape in built]
+    assert built == [(each.name, each.shape) for each in PRESETS[name].block]
+    outside = [tuple(each.shape) for path, each in model.named_parameters() if not path.startswith("blocks.")]
+    assert outside == [each.shape for each in PRESETS[name].root]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_sizes(name):
-    assert parameter_count(preset(name)) == PUBLISHED[name]
+    assert preset(name).parameters == PUBLISHED[name]
 
 
 def test_lab_sizes():
-    assert parameter_count(preset("gpt-20m")) == 21_589_248
-    assert parameter_count(preset("gpt-25m")) == 25_613_312
-    assert parameter_count(preset("llama-20m")) == 20_716_032
+    assert preset("gpt-20m").parameters == 21_589_248
+    assert preset("gpt-25m").parameters == 25_613_312
+    assert preset("llama-20m").parameters == 20_716_032
 
 
 def test_untying_costs_one_more_table():
     tied = PRESETS["gpt2"]
-    untied = dataclasses.replace(tied, tie_embeddings=False)
-    assert root_parameter_count(untied) - root_parameter_count(tied) == 50_257 * 768
+    untied = dataclasses.replace(tied, tied=False)
+    assert untied.root_parameters - tied.root_parameters == 50_257 * 768
 
 
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"family": "bert"}, "unknown model family: got 'bert'"),
-        ({"layers": 0}, "layers must be a whole number of at least 1, got 0"),
-        ({"width": 64.0}, "width must be a whole number"),
-        ({"context": True}, "context must be a whole number"),
-        ({"vocabulary": -1}, "vocabulary must be"),
-        ({"width": 66}, "heads must divide width, got width 66 and 4 heads"),
-        ({"kv_heads": 3}, "kv_heads must divide heads, got 4 heads and 3 kv_heads"),
-        ({"width": 12}, "must be even, got 12 / 4 = 3"),
-        ({"norm_epsilon": 0.0}, "norm_epsilon must be above 0"),
-        ({"rotary_base": 1.0}, "rotary_base above 1"),
-        ({"family": "gpt", "rotary_scaling": RotaryScaling()}, "rotary_scaling must be None"),
+        ({"layers": 0}, "llama-tiny: layers is 0; expected a whole number from 1"),
+        ({"width": 64.0}, "width is 64.0; expected a whole number"),
+        ({"context": True}, "context is True; expected a whole number"),
+        ({"vocabulary": -1}, "vocabulary is -1"),
+        ({"kv_heads": 3}, "4 heads and 3 key/value heads; expected that these divide those"),
+        ({"norm_epsilon": 0.0}, "norm_epsilon is 0.0"),
+        ({"rotary_base": 1.0}, "rotary_base 1.0; expected more than 0, and more than 1"),
+        ({"positions": 128}, "positions are learned; expected rotary_base and rotary_scaling to be None"),
     ],
 )
 def test_impossible_shapes_are_rejected(wrong, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ModelError, match=message):
         dataclasses.replace(PRESETS["llama-tiny"], **wrong)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "reason"),
+    [
+        ("llama-tiny", {"head_width": 3}, "rotary positions turn pairs of channels, and a head has 3"),
+        ("llama-tiny", {"rotary_base": None}, "the base of its rotary positions is not known"),
+        ("llama-tiny", {"qkv_bias": True}, "a GPT here has all biases, and a Llama none"),
+        ("gpt-tiny", {"positions": 64}, "a learned position for each token of its context"),
+        ("gpt-tiny", {"parallel": True}, "its two halves read the same input"),
+        ("gpt-tiny", {"query_key_norm": True}, "norms of query and key"),
+    ],
+)
+def test_a_shape_that_is_only_planned_is_not_built(name, changes, reason):
+    shape = dataclasses.replace(PRESETS[name], **changes)
+    with pytest.raises(ModelError, match=f"{name} cannot be built here: .*{reason}"):
+        build_model(shape, device="meta")
+
+
+def test_a_model_that_is_only_planned_says_why():
+    with pytest.raises(ModelError, match="qwen3-8b is planned, not built: it has norms of query and key; give another"):
+        build_model("qwen3-8b", device="meta")
 
 
 @pytest.mark.parametrize(
     "wrong", [{"factor": 0.5}, {"original_context": 0}, {"low_frequency": 4.0}, {"low_frequency": 0.0}]
 )
 def test_impossible_rotary_scalings_are_rejected(wrong):
-    with pytest.raises(ConfigError, match="rotary scaling"):
+    with pytest.raises(ModelError, match="rotary scaling"):
         RotaryScaling(**wrong)
 
 
@@ -136,7 +156,7 @@ def test_impossible_rotary_scalings_are_rejected(wrong):
     ],
 )
 def test_an_unknown_preset_names_the_near_ones(name, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ModelError, match=message):
         build_model(name)
 
 
@@ -202,7 +222,7 @@ def test_the_loss_is_the_mean_over_all_tokens():
 def test_a_sequence_beyond_the_context_is_rejected(name):
     model = build_model(name)
     assert model(some_tokens(1, 128)).shape == (1, 128, 256)
-    with pytest.raises(ConfigError, match="129 tokens is longer than the model's context of 128"):
+    with pytest.raises(ModelError, match="129 tokens is longer than the model's context of 128"):
         model(some_tokens(1, 129))
 
 
@@ -341,7 +361,7 @@ def test_a_model_on_the_meta_device_is_built_without_torchs_compiler():
 
 
 def test_initialising_on_the_meta_device_is_rejected():
-    with pytest.raises(ConfigError, match="token_embedding.weight: it is on the meta device.*to_empty"):
+    with pytest.raises(ModelError, match="token_embedding.weight: it is on the meta device.*to_empty"):
         initialise(build_model("gpt-tiny", device="meta"))
 
 
@@ -364,10 +384,10 @@ def test_the_ambient_device_is_used_when_none_is_named():
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_tied_embeddings_share_storage_before_and_after_to_empty(family):
-    config = dataclasses.replace(PRESETS[f"{family}-tiny"], tie_embeddings=True)
+    config = dataclasses.replace(PRESETS[f"{family}-tiny"], tied=True)
     for model in (build_model(config), initialise(build_model(config, device="meta").to_empty(device="cpu"))):
         assert model.head.weight is model.token_embedding.weight
-        assert sum(p.numel() for p in model.parameters()) == parameter_count(config)
+        assert sum(p.numel() for p in model.parameters()) == config.parameters
         loss_of(model, some_tokens(), some_tokens()).backward()
     untied = build_model(f"{family}-tiny")
     assert untied.head.weight.data_ptr() != untied.token_embedding.weight.data_ptr()
@@ -542,7 +562,7 @@ def test_an_unreadable_file_is_rejected():
 # Documentation
 
 
-@pytest.mark.parametrize("name", ["config", "presets", "attention", "models", "text"])
+@pytest.mark.parametrize("name", ["shapes", "attention", "models", "text"])
 def test_examples_in_docstrings(name):
     module = import_module(f"fsdplab.workloads.{name}")
     results = doctest.testmod(module, extraglobs={name: getattr(workloads, name) for name in workloads.__all__})

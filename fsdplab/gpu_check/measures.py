@@ -18,8 +18,7 @@ from fsdplab.profiling.traces.overlap import analyse_trace
 from fsdplab.records import CATEGORIES, RunRecord
 from fsdplab.records.summary import known
 from fsdplab.sessions import RanksFailed, bench, compare
-from fsdplab.sessions.prediction import shape_of
-from fsdplab.workloads import parameter_count, preset
+from fsdplab.workloads import preset
 from fsdplab.workloads.compiled import missing_compiler
 
 RECORDED: dict[str, dict[str, Any]] = {
@@ -130,7 +129,7 @@ class Size:
     def planned(self, strategy: str, ranks: int, **choices: Any) -> PlanSpec:
         """The step for the planner, whose bytes and FLOP do not depend on the GPU."""
         return PlanSpec(
-            model=shape_of(preset(self.model), self.model), gpu=find_gpu("h100-80gb"), gpus=ranks, gpus_per_node=ranks,
+            model=preset(self.model), gpu=find_gpu("h100-80gb"), gpus=ranks, gpus_per_node=ranks,
             strategy=strategy, seq=self.sequence, micro_batch=self.batch, **choices,
         )  # fmt: skip
 
@@ -147,13 +146,13 @@ _USABLE = 0.85  # of the free bytes: the rest is for fragments and libraries
 
 def alone_bytes(size: Size, ranks: int, flash: bool = True) -> float:
     """The most that one of the engines holds on a GPU: DDP, with buckets and 16-bit copies beside its whole state."""
-    return memory_of(size.planned("no_shard", ranks, flash=flash)).peak.total + 6 * parameter_count(preset(size.model))
+    return memory_of(size.planned("no_shard", ranks, flash=flash)).peak.total + 6 * preset(size.model).parameters
 
 
 def together_bytes(size: Size, ranks: int, flash: bool = True) -> float:
     """What the engines of a bench hold on a GPU together: their states, and what one of them needs in a step."""
     whole, cut = (memory_of(size.planned(strategy, ranks, flash=flash)) for strategy in ("no_shard", "full_shard"))
-    buckets = 4 * parameter_count(preset(size.model))
+    buckets = 4 * preset(size.model).parameters
     return 1.5 * whole.resting.total + 2 * cut.resting.total + buckets + whole.peak.total - whole.resting.total
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .models import ModelShape
+from fsdplab.workloads.shapes import ModelShape
+
 from .plan_spec import PlanSpec
 
 _STATISTIC = 4  # bytes: norms keep their statistics, attention its log-sum-exp, in float32

@@ -15,7 +15,7 @@ from statistics import fmean, harmonic_mean
 from typing import Any
 
 from fsdplab.common.names import STRATEGY_ROWS
-from fsdplab.planning.models import ModelShape, Parameter
+from fsdplab.workloads.shapes import ModelShape, Parameter
 
 from .lab_memory import LabRun
 from .traffic import Traffic

@@ -16,10 +16,10 @@ from typing import Any
 
 from fsdplab.common.names import IN_GROUPS
 from fsdplab.records import RunRecord
+from fsdplab.workloads.shapes import model
 
 from .hardware import parse_cluster
 from .links import LinkSpec, ring_steps, transfer_s
-from .models import model
 from .plan_spec import PlanError, PlanSpec
 from .plan_traffic import LINK_EFFICIENCY
 from .simulation.work import ROOT, Transfer, work_of

@@ -12,9 +12,9 @@ from functools import cached_property
 from fsdplab.common.fields import option
 from fsdplab.common.names import IN_GROUPS, STRATEGIES, STRATEGIES_IN_WORDS, STRATEGY_ROWS, StrategyRow
 from fsdplab.common.words import did_you_mean
+from fsdplab.workloads.shapes import ModelShape
 
 from .hardware import Gpu
-from .models import ModelShape
 
 ITEMSIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 # Bytes of a frozen base's weight. nf4: 4 bits and the scales of QLoRA's double quantisation, 0.127 bits a weight

@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from fsdplab.workloads.shapes import Parameter
+
 from .links import LinkSpec, ring_steps, transfer_s
-from .models import Parameter
 from .plan_spec import BASE_BYTES, PlanSpec
 from .traffic import Traffic, UnitShapes, step_traffic
 from .unit_bytes import adapters

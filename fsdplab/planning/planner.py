@@ -12,12 +12,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fsdplab.common.sizes import size
+from fsdplab.workloads.model_files import model_named
+from fsdplab.workloads.shapes import ModelShape
 
 from .efficiency import Efficiency, efficiency_of
 from .hardware import find_gpu
 from .memory import Memory, host_bytes, host_crossing, memory_of
-from .model_files import model_named
-from .models import ModelShape
 from .plan_spec import PlanError, PlanSpec
 from .plan_traffic import AxisTraffic, bytes_by_axis, plan_traffic
 from .step_time import StepTime, has_known_flops, model_flops, peak_flops, step_time

@@ -17,9 +17,9 @@ from typing import Any
 
 from fsdplab.common.files import read_file
 from fsdplab.common.names import IN_GROUPS, OVER_ALL_RANKS, STRATEGY_ROWS, UNSHARDED
+from fsdplab.workloads.shapes import ModelShape
 
 from .hardware import Gpu, find_gpu
-from .models import ModelShape
 from .plan_spec import PlanSpec
 
 COLUMNS = (

@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 
 from fsdplab.engine.core.layout import Layout
+from fsdplab.workloads.shapes import Parameter
 
-from .models import Parameter
 from .plan_spec import BASE_BYTES, ITEMSIZES, PlanSpec
 
 

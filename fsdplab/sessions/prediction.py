@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from fsdplab.planning import ModelShape, Traffic
+from fsdplab.planning import Traffic
 from fsdplab.planning.lab_memory import LabRun, memory_of_step, unit_parameters
 from fsdplab.planning.lab_step_time import StepSeconds, step_seconds
 from fsdplab.records.summary import Peak, Predicted
@@ -19,7 +19,6 @@ from fsdplab.sessions.calibration import Calibration
 from fsdplab.sessions.formula import traffic_of
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.workloads import preset
-from fsdplab.workloads.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ def _peak(run: LabRun) -> dict[str, int]:
 def _run_of(spec: RunSpec) -> LabRun:
     shards = spec.world_size // spec.replicas if spec.row.cuts else 1
     return LabRun(
-        shape=shape_of(preset(spec.model), spec.model),
+        shape=preset(spec.model),
         strategy=spec.strategy,
         shards=shards,
         replicas=spec.world_size // shards,
@@ -127,14 +126,3 @@ def _links(spec: RunSpec) -> int:
     if spec.world_size == 1 or not (spec.link or spec.link_across):
         return 0
     return (bool(spec.link) and spec.world_size > spec.replicas) + (spec.replicas > 1)
-
-
-def shape_of(config: ModelConfig, name: str) -> ModelShape:
-    """The planner's shape of a model that the lab trains: query, key and value are a product each."""
-    gpt = config.family == "gpt"
-    return ModelShape(
-        name=name, layers=config.layers, width=config.width, heads=config.heads, kv_heads=config.kv_heads,
-        head_width=config.head_width, ffn=config.ffn, vocabulary=config.vocabulary, context=config.context,
-        gated=not gpt, norm_bias=gpt, qkv_bias=gpt, output_bias=gpt, ffn_bias=gpt,
-        positions=config.context if gpt else 0, tied=config.tie_embeddings,
-    )  # fmt: skip

@@ -13,13 +13,13 @@ from dataclasses import asdict, fields, replace
 from fsdplab.engine.core.schedule import Schedule
 from fsdplab.planning.hardware import Gpu
 from fsdplab.planning.links import parse_link
-from fsdplab.planning.model_files import model_named
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import LINK_EFFICIENCY
 from fsdplab.planning.simulation import simulate
 from fsdplab.records import RunRecord
 from fsdplab.records.summary import Link, Peak, Steady
 from fsdplab.sessions.spec import RunSpec, SpecError
+from fsdplab.workloads.model_files import model_named
 
 STEADY_CARD = "steady card"
 GIGAFLOPS = 60.0  # in fp32, about what a core or two reach

@@ -1,6 +1,6 @@
 """Models, their published shapes, and text to train them on.
 
-Names load when first used: shapes and presets need no torch, and only experts and cut models need its DTensor, whose
+Names load when first used: shapes need no torch, and only experts and cut models need its DTensor, whose
 import takes another second.
 """
 
@@ -11,13 +11,8 @@ from typing import TYPE_CHECKING
 from fsdplab.common.lazy import names_of
 
 if TYPE_CHECKING:
-    from .config import ConfigError as ConfigError
-    from .config import ModelConfig as ModelConfig
-    from .config import RotaryScaling as RotaryScaling
-    from .config import TextError as TextError
-    from .config import block_parameter_count as block_parameter_count
-    from .config import parameter_count as parameter_count
-    from .config import root_parameter_count as root_parameter_count
+    from .errors import ModelError as ModelError
+    from .errors import TextError as TextError
     from .gpt import GPT as GPT
     from .gpt import GPTBlock as GPTBlock
     from .llama import Llama as Llama
@@ -40,16 +35,16 @@ if TYPE_CHECKING:
     from .parallel import build_stage as build_stage
     from .parallel import parallelize as parallelize
     from .parallel import stage_span as stage_span
-    from .presets import BYTE_VOCABULARY as BYTE_VOCABULARY
-    from .presets import PRESETS as PRESETS
-    from .presets import preset as preset
+    from .shapes import BYTE_VOCABULARY as BYTE_VOCABULARY
+    from .shapes import PRESETS as PRESETS
+    from .shapes import SHAPES as SHAPES
+    from .shapes import ModelShape as ModelShape
+    from .shapes import RotaryScaling as RotaryScaling
+    from .shapes import preset as preset
     from .text import ByteText as ByteText
 
 _NAMES = {
-    "config": (
-        "ConfigError", "ModelConfig", "RotaryScaling", "TextError", "block_parameter_count", "parameter_count",
-        "root_parameter_count",
-    ),
+    "errors": ("ModelError", "TextError"),
     "gpt": ("GPT", "GPTBlock"),
     "llama": ("Llama", "LlamaBlock"),
     "models": ("block_types", "build_model", "initialise", "loss_of", "reset_buffers", "tie_embeddings"),
@@ -58,7 +53,7 @@ _NAMES = {
         "spread_experts",
     ),
     "parallel": ("GPTStage", "build_stage", "parallelize", "stage_span"),
-    "presets": ("BYTE_VOCABULARY", "PRESETS", "preset"),
+    "shapes": ("BYTE_VOCABULARY", "PRESETS", "SHAPES", "ModelShape", "RotaryScaling", "preset"),
     "text": ("ByteText",),
 }  # fmt: skip
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from .config import ModelConfig, RotaryScaling
+from .shapes import ModelShape, RotaryScaling
 
 
 class CausalAttention(nn.Module):
@@ -20,7 +20,7 @@ class CausalAttention(nn.Module):
     With K < H, H / K query heads share one key/value head (grouped-query attention).
     """
 
-    def __init__(self, config: ModelConfig, *, bias: bool, rotary: Rotary | None = None) -> None:
+    def __init__(self, config: ModelShape, *, bias: bool, rotary: Rotary | None = None) -> None:
         super().__init__()
         C, self.D = config.width, config.head_width
         self.query = nn.Linear(C, config.heads * self.D, bias=bias)
@@ -56,7 +56,7 @@ class Rotary(nn.Module):
     cos: Tensor  # (context, D/2) float32
     sin: Tensor
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelShape) -> None:
         super().__init__()
         self.config = config
         shape = (config.context, config.head_width // 2)
@@ -71,7 +71,9 @@ class Rotary(nn.Module):
         """Write the tables anew where they lie; on the meta device there is nothing to write."""
         if self.cos.is_meta:
             return
-        frequencies = rotary_frequencies(self.config.head_width, self.config.rotary_base, self.config.rotary_scaling)
+        base = self.config.rotary_base
+        assert base is not None, "a shape without one is not built"
+        frequencies = rotary_frequencies(self.config.head_width, base, self.config.rotary_scaling)
         positions = torch.arange(self.config.context, dtype=torch.float64, device="cpu")
         angles = torch.outer(positions, frequencies)  # (context, D/2)
         self.cos.copy_(angles.cos())

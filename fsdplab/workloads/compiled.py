@@ -17,19 +17,19 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from .config import ConfigError
+from .errors import ModelError
 
 
 def compile_blocks(model: nn.Module, backend: str = "inductor") -> nn.Module:
     """Have every module of `model.blocks` compiled at its first forward; returns `model`. Call it before the model is
     sharded.
 
-    Raises `ConfigError` for a model without blocks. A graph break is an error at that first forward: a block is one
+    Raises `ModelError` for a model without blocks. A graph break is an error at that first forward: a block is one
     graph.
     """
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.ModuleList) or not len(blocks):
-        raise ConfigError(
+        raise ModelError(
             f"{type(model).__name__} has no blocks to compile; expected a ModuleList called blocks with at least one"
             " module"
         )

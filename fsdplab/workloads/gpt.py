@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from .attention import CausalAttention
-from .config import ModelConfig
+from .shapes import ModelShape
 
 
 class GPTFeedForward(nn.Module):
     """Linear, GELU, linear. [B, T, C] -> [B, T, C]"""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelShape) -> None:
         super().__init__()
         self.up = nn.Linear(config.width, config.ffn)
         self.gelu = nn.GELU(approximate="tanh")
@@ -28,7 +28,7 @@ class GPTFeedForward(nn.Module):
 class GPTBlock(nn.Module):
     """Attention, then feed-forward, each added to its input. [B, T, C] -> [B, T, C]"""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelShape) -> None:
         super().__init__()
         self.attention_norm = nn.LayerNorm(config.width, eps=config.norm_epsilon)
         self.attention = CausalAttention(config, bias=True)
@@ -41,15 +41,15 @@ class GPTBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """tokens int64 [B, T] -> logits [B, T, V]; more than `config.context` tokens raise `ConfigError`."""
+    """tokens int64 [B, T] -> logits [B, T, V]; more than `config.context` tokens raise `ModelError`."""
 
     block_type = GPTBlock
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelShape) -> None:
         super().__init__()
         self.config = config
         self.token_embedding = nn.Embedding(config.vocabulary, config.width)
-        self.position_embedding = nn.Embedding(config.context, config.width)
+        self.position_embedding = nn.Embedding(config.positions, config.width)
         self.blocks = nn.ModuleList(GPTBlock(config) for _ in range(config.layers))
         self.final_norm = nn.LayerNorm(config.width, eps=config.norm_epsilon)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)

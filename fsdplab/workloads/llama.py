@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .attention import CausalAttention, Rotary
-from .config import ModelConfig
+from .shapes import ModelShape
 
 
 class LlamaFeedForward(nn.Module):
     """SwiGLU: a second projection gates the first. [B, T, C] -> [B, T, C]"""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelShape) -> None:
         super().__init__()
         self.gate = nn.Linear(config.width, config.ffn, bias=False)
         self.up = nn.Linear(config.width, config.ffn, bias=False)
@@ -28,7 +28,7 @@ class LlamaFeedForward(nn.Module):
 class LlamaBlock(nn.Module):
     """Attention, then feed-forward, each added to its input. [B, T, C] -> [B, T, C]"""
 
-    def __init__(self, config: ModelConfig, rotary: Rotary) -> None:
+    def __init__(self, config: ModelShape, rotary: Rotary) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.width, eps=config.norm_epsilon)
         self.attention = CausalAttention(config, bias=False, rotary=rotary)
@@ -41,11 +41,11 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """tokens int64 [B, T] -> logits [B, T, V]; more than `config.context` tokens raise `ConfigError`."""
+    """tokens int64 [B, T] -> logits [B, T, V]; more than `config.context` tokens raise `ModelError`."""
 
     block_type = LlamaBlock
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelShape) -> None:
         super().__init__()
         self.config = config
         self.token_embedding = nn.Embedding(config.vocabulary, config.width)

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.nn import functional, init
 from torch.overrides import TorchFunctionMode
 
-from .config import ConfigError, ModelConfig
+from .errors import ModelError
 from .gpt import GPT
 from .llama import Llama
-from .presets import preset
+from .shapes import ModelShape, preset
 
 INITIAL_DEVIATION = 0.02
 _FAMILIES: dict[str, type[GPT] | type[Llama]] = {"gpt": GPT, "llama": Llama}
@@ -29,17 +29,20 @@ _FAMILIES: dict[str, type[GPT] | type[Llama]] = {"gpt": GPT, "llama": Llama}
 _RESIDUAL = ("attention.output.weight", "feed_forward.down.weight")
 
 
-def build_model(model: str | ModelConfig, device: torch.device | str | None = None, seed: int = 0) -> GPT | Llama:
+def build_model(model: str | ModelShape, device: torch.device | str | None = None, seed: int = 0) -> GPT | Llama:
     """A model by preset name or shape, in torch's default dtype (float32), with values set by `seed` alone; torch's
     global generators stay as they were.
 
     On `device="meta"` it has shapes and no memory; `to_empty(device=...)` and `initialise(model, seed)` then give the
-    same values. An unknown name raises `ConfigError`.
+    same values. Query, key and value are a product each, also where the shape is fused. An unknown name raises
+    `ModelError`, and so does a shape that cannot be built.
 
     >>> sum(p.numel() for p in build_model("gpt-20m", device="meta").parameters())
     21589248
     """
-    config = model if isinstance(model, ModelConfig) else preset(model)
+    config = model if isinstance(model, ModelShape) else preset(model)
+    if reason := config.why_not_built():
+        raise ModelError(f"{config.name} cannot be built here: {reason}")
     target = torch.get_default_device() if device is None else torch.device(device)
     with torch.device("meta"), WithoutValues():
         built = _FAMILIES[config.family](config)
@@ -73,7 +76,7 @@ def initialise(model: GPT | Llama, seed: int = 0) -> GPT | Llama:
     tie_embeddings(model)
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
-            raise ConfigError(
+            raise ModelError(
                 f"cannot initialise {name}: it is on the meta device and has no memory; call model.to_empty(device=...)"
                 " first"
             )
@@ -95,7 +98,7 @@ def tie_embeddings(model: GPT | Llama) -> None:
     """Make the head's weight the token embedding itself where the shape says so:
     `to_empty` makes two of a shared one.
     """
-    if model.config.tie_embeddings and model.head.weight is not model.token_embedding.weight:
+    if model.config.tied and model.head.weight is not model.token_embedding.weight:
         model.head.weight = model.token_embedding.weight
 
 

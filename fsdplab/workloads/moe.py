@@ -10,7 +10,7 @@ Letters: B batch, T tokens, N = B T, C width, E experts, K experts per token, F 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,15 +20,16 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional
 
 from .attention import CausalAttention
-from .config import ConfigError, ModelConfig, root_parameter_count
+from .errors import ModelError
 from .models import WithoutValues, initialise
 from .routing import Routing, dispatch
+from .shapes import ModelShape, gpt
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoEConfig(ModelConfig):
+class MoEConfig(ModelShape):
     """The shape of a mixture-of-experts GPT; `ffn` is the inner width of one expert.
-    A wrong one raises `ConfigError`.
+    A wrong one raises `ModelError`.
     """
 
     experts: int = 4
@@ -37,22 +38,22 @@ class MoEConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.family != "gpt" or self.tie_embeddings:
-            raise ConfigError(
+        if self.family != "gpt" or self.tied:
+            raise ModelError(
                 "a mixture-of-experts model here is a gpt with a head of its own: "
-                f"expected family='gpt' and tie_embeddings=False, got {self.family!r} and {self.tie_embeddings}"
+                f"expected gated=False and tied=False, got {self.gated} and {self.tied}"
             )
         if not 1 <= self.experts_per_token <= self.experts:
-            raise ConfigError(
+            raise ModelError(
                 "experts_per_token must be from 1 to the number of experts, "
                 f"got {self.experts_per_token} of {self.experts} experts"
             )
         if self.balance_weight < 0:
-            raise ConfigError(f"balance_weight must be 0 or more, got {self.balance_weight!r}")
+            raise ModelError(f"balance_weight must be 0 or more, got {self.balance_weight!r}")
 
 
 MOE_PRESETS: dict[str, MoEConfig] = {
-    "moe-tiny": MoEConfig(family="gpt", layers=2, width=64, heads=4, kv_heads=4, ffn=128, vocabulary=256, context=128)
+    "moe-tiny": MoEConfig(**asdict(gpt("moe-tiny", layers=2, width=64, heads=4, ffn=128, context=128)))
 }
 
 
@@ -117,7 +118,7 @@ class MoE(nn.Module):
         super().__init__()
         self.config = config
         self.token_embedding = nn.Embedding(config.vocabulary, config.width)
-        self.position_embedding = nn.Embedding(config.context, config.width)
+        self.position_embedding = nn.Embedding(config.positions, config.width)
         self.blocks = nn.ModuleList(MoEBlock(config) for _ in range(config.layers))
         self.final_norm = nn.LayerNorm(config.width, eps=config.norm_epsilon)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
@@ -136,7 +137,7 @@ def build_moe(model: str | MoEConfig = "moe-tiny", device: torch.device | str = 
     """The dense form, by preset name or shape, with values set by `seed` alone; on "meta", shapes without memory."""
     config = model if isinstance(model, MoEConfig) else MOE_PRESETS.get(model)
     if config is None:
-        raise ConfigError(f"unknown mixture-of-experts model {model!r}: expected one of {', '.join(MOE_PRESETS)}")
+        raise ModelError(f"unknown mixture-of-experts model {model!r}: expected one of {', '.join(MOE_PRESETS)}")
     with torch.device("meta"), WithoutValues():
         built = MoE(config)
     return built if torch.device(device).type == "meta" else initialise(built.to_empty(device=device), seed)
@@ -145,12 +146,12 @@ def build_moe(model: str | MoEConfig = "moe-tiny", device: torch.device | str = 
 def spread_experts(model: MoE, mesh: DeviceMesh) -> MoE:
     """Leave each rank of the 1-D `mesh` its share of every layer's experts, in place; from now on tokens travel.
 
-    Expert parameters become DTensors, `Shard(0)` over `mesh`. Call it before sharding. Raises `ConfigError` unless the
+    Expert parameters become DTensors, `Shard(0)` over `mesh`. Call it before sharding. Raises `ModelError` unless the
     ranks divide the experts evenly.
     """
     E, ranks = model.config.experts, mesh.size()
     if mesh.ndim != 1 or E % ranks:
-        raise ConfigError(
+        raise ModelError(
             f"{E} experts cannot be spread evenly over a mesh of shape {tuple(mesh.shape)}; "
             f"expected a 1-D mesh whose size divides {E}"
         )
@@ -176,9 +177,8 @@ def moe_parameter_count(config: MoEConfig) -> int:
     """
     C = config.width
     attention, norms = 4 * C * C + 4 * C, 4 * C
-    return config.layers * (attention + norms + config.experts * (2 * C * config.ffn + C)) + root_parameter_count(
-        config
-    )
+    layer = attention + norms + config.experts * (2 * C * config.ffn + C)
+    return config.layers * layer + config.root_parameters
 
 
 def _own(parameter: Tensor) -> Tensor:

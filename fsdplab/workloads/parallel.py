@@ -24,11 +24,11 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )  # fmt: skip
 
-from .config import ConfigError, ModelConfig
+from .errors import ModelError
 from .gpt import GPT, GPTBlock
 from .llama import Llama
 from .models import initialise
-from .presets import preset
+from .shapes import ModelShape, preset
 
 _COLUMNS = ("attention.query", "attention.key", "attention.value", "feed_forward.gate", "feed_forward.up")
 _ROWS = ("attention.output", "feed_forward.down")
@@ -39,7 +39,7 @@ def parallelize(model: GPT | Llama | GPTStage, mesh: DeviceMesh, sequence_parall
     """Cut `model`, whole or one pipeline stage, over the 1-D `mesh`, in place; shard it over another mesh afterwards.
 
     With `sequence_parallel`, what flows between the projections (norms, residual stream) is cut along T as well, which
-    T must allow. Raises `ConfigError` where the ranks do not divide the key/value heads, or head and embedding are
+    T must allow. Raises `ModelError` where the ranks do not divide the key/value heads, or head and embedding are
     tied.
     """
     _check(model.config, mesh.size())
@@ -74,16 +74,15 @@ def _root_plan(sequence_parallel: bool) -> dict[str, ParallelStyle]:
     return plan | {"final_norm": SequenceParallel()} if sequence_parallel else plan
 
 
-def _check(config: ModelConfig, ranks: int) -> None:
+def _check(config: ModelShape, ranks: int) -> None:
     if config.kv_heads % ranks or config.ffn % ranks or config.vocabulary % ranks:
-        raise ConfigError(
+        raise ModelError(
             f"tensor parallelism over {ranks} ranks must divide kv_heads, ffn and vocabulary; "
             f"got {config.kv_heads}, {config.ffn} and {config.vocabulary}; use fewer ranks for it"
         )
-    if config.tie_embeddings:
-        raise ConfigError(
-            "tied embeddings cannot be cut here: head and token embedding would be cut differently; use"
-            " tie_embeddings=False"
+    if config.tied:
+        raise ModelError(
+            "tied embeddings cannot be cut here: head and token embedding would be cut differently; use tied=False"
         )
 
 
@@ -99,13 +98,13 @@ class GPTStage(nn.Module):
 
     block_type = GPTBlock
 
-    def __init__(self, config: ModelConfig, first: int, last: int) -> None:
+    def __init__(self, config: ModelShape, first: int, last: int) -> None:
         super().__init__()
         self.config = config
         self.begins, self.ends = first == 0, last == config.layers
         if self.begins:
             self.token_embedding = nn.Embedding(config.vocabulary, config.width)
-            self.position_embedding = nn.Embedding(config.context, config.width)
+            self.position_embedding = nn.Embedding(config.positions, config.width)
         self.blocks = nn.ModuleDict({str(index): GPTBlock(config) for index in range(first, last)})
         if self.ends:
             self.final_norm = nn.LayerNorm(config.width, eps=config.norm_epsilon)
@@ -127,23 +126,21 @@ def stage_span(layers: int, stage: int, stages: int) -> tuple[int, int]:
     [(0, 2), (2, 4), (4, 5)]
     """
     if not 0 <= stage < stages:
-        raise ConfigError(f"stage must be from 0 to stages - 1 = {stages - 1}, got {stage}")
+        raise ModelError(f"stage must be from 0 to stages - 1 = {stages - 1}, got {stage}")
     if stages > layers:
-        raise ConfigError(f"{layers} blocks cannot fill {stages} pipeline stages; expected at most one stage a block")
+        raise ModelError(f"{layers} blocks cannot fill {stages} pipeline stages; expected at most one stage a block")
     share, rest = divmod(layers, stages)
     first = stage * share + min(stage, rest)
     return first, first + share + (stage < rest)
 
 
 def build_stage(
-    model: str | ModelConfig, stage: int, stages: int, device: torch.device | str = "cpu", seed: int = 0
+    model: str | ModelShape, stage: int, stages: int, device: torch.device | str = "cpu", seed: int = 0
 ) -> GPTStage:
     """Stage `stage` of `stages` of a GPT, with the values that `build_model(model, seed=seed)` has; on "meta", none."""
-    config = model if isinstance(model, ModelConfig) else preset(model)
-    if config.family != "gpt" or config.tie_embeddings:
-        raise ConfigError(
-            "pipeline stages are cut from a gpt whose head is its own: family='gpt', tie_embeddings=False"
-        )
+    config = model if isinstance(model, ModelShape) else preset(model)
+    if config.family != "gpt" or config.tied:
+        raise ModelError("pipeline stages are cut from a gpt whose head is its own: gated=False, tied=False")
     with torch.device("meta"):
         built = GPTStage(config, *stage_span(config.layers, stage, stages))
     return built if torch.device(device).type == "meta" else initialise(built.to_empty(device=device), seed)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fsdplab.common.files import read_file
 
-from .config import TextError
+from .errors import TextError
 
 TEXT_SUFFIXES = (".md", ".py", ".txt")
 VALIDATION_SHARE = 10  # the last tenth of the bytes is kept for validation

@@ -19,9 +19,10 @@ from fsdplab.cli.errors import refuse
 from fsdplab.cli.outputs import WIDTH, check_file
 from fsdplab.common.files import write_output
 from fsdplab.common.places import how_to_install
-from fsdplab.planning import HardwareError, ModelError, PlanError
+from fsdplab.planning import HardwareError, PlanError
 from fsdplab.planning.planner import Plan
 from fsdplab.planning.step_time import peak_flops
+from fsdplab.workloads.errors import ModelError
 
 PREDICTED = "all figures are predicted, in closed form"
 

@@ -11,8 +11,8 @@ from functools import partial
 
 from fsdplab.engine.core.schedule import Schedule
 from fsdplab.engine.core.step import StepOrder
-from fsdplab.planning.models import ModelShape, Parameter
 from fsdplab.planning.program import Sharing, begin_micro_batch, units_over
+from fsdplab.workloads.shapes import ModelShape, Parameter
 
 from .held import Book, Bytes, Held
 from .tape import WHAT, Edge, Tape, Value

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fsdplab.planning.models import ModelShape
+from fsdplab.workloads.shapes import ModelShape
 
 from .held import Held
 from .tape import WHAT, Given, Tape, Value

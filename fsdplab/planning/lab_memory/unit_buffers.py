@@ -13,8 +13,8 @@ from functools import lru_cache
 from fsdplab.engine.core.layout import SLICES_ALIGNED, WHOLE_ALIGNED, Layout
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.unit import ReduceOptions
-from fsdplab.planning.models import Parameter
 from fsdplab.planning.program import PlannedMemory, Sharing
+from fsdplab.workloads.shapes import Parameter
 
 from .held import Book, Held
 

@@ -325,7 +325,7 @@ def _check_pairs(spec: RunSpec) -> None:
 
 
 def _check_workload(spec: RunSpec) -> None:
-    from fsdplab.workloads import ConfigError, TextError, preset
+    from fsdplab.workloads import ModelError, TextError, preset
 
     try:
         preset(spec.model).require_length(spec.sequence_length)
@@ -333,7 +333,7 @@ def _check_workload(spec: RunSpec) -> None:
             from fsdplab.workloads import ByteText  # which imports torch
 
             ByteText.from_path(spec.text).require(spec.sequence_length)
-    except (ConfigError, TextError) as error:
+    except (ModelError, TextError) as error:
         raise SpecError(str(error)) from error
 
 
@@ -342,7 +342,7 @@ def _check_network(spec: RunSpec) -> None:
     from fsdplab.planning.hardware import HardwareError, parse_cluster
     from fsdplab.planning.links import LinkError, parse_link
     from fsdplab.planning.windtunnel import WindTunnelError, wind_tunnel
-    from fsdplab.workloads import ConfigError, parameter_count, preset
+    from fsdplab.workloads import ModelError, preset
 
     _check_shard_group(spec)
     if spec.engine == "twin":
@@ -380,11 +380,11 @@ def _check_network(spec: RunSpec) -> None:
             shape = preset(spec.as_model)
             wind_tunnel(
                 parse_cluster(spec.emulate),
-                target_parameters=parameter_count(shape),
+                target_parameters=shape.parameters,
                 target_layers=shape.layers,
                 tokens_per_gpu=1,
             )
-    except (LinkError, HardwareError, ConfigError, WindTunnelError) as error:
+    except (LinkError, HardwareError, ModelError, WindTunnelError) as error:
         raise SpecError(str(error)) from error
 
 
@@ -452,10 +452,10 @@ def least_bytes(spec: RunSpec) -> int:
     Every rank builds the whole model before it shards it, and what a strategy shards is held once by all ranks
     together.
     """
-    from fsdplab.workloads import parameter_count, preset
+    from fsdplab.workloads import preset
 
     shape = preset(spec.model)
-    model, logits = 4 * parameter_count(shape), 4 * spec.batch_size * spec.sequence_length * shape.vocabulary
+    model, logits = 4 * shape.parameters, 4 * spec.batch_size * spec.sequence_length * shape.vocabulary
     copies = 1 if spec.row.cuts else spec.processes
     return spec.processes * (_BYTES_OF_A_PROCESS + model + logits) + 3 * model * copies
 

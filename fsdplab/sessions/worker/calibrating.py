@@ -22,8 +22,8 @@ from fsdplab.engine.core.layout import Layout
 from fsdplab.engine.core.transport import CollectiveLabel, SendShard
 from fsdplab.engine.transport.selection import transport_of
 from fsdplab.planning.lab_step_time import ProductRate, product_rates, touched
-from fsdplab.planning.models import MODELS
 from fsdplab.workloads import build_model, loss_of, preset
+from fsdplab.workloads.shapes import SHAPES
 
 TOKENS = (64, 256, 1024)  # that a linear layer reads
 _WIDTH, _INNER = 512, 1024
@@ -140,7 +140,7 @@ def _tiny_block(clock: Clock, name: str) -> float:
 def _elementwise(clock: Clock, name: str, rows: list[ProductRate], tiny: float) -> float:
     """Seconds a token and channel of what is neither a product nor the cost of calls."""
     family, size = name.split()
-    batch, shape = 2, MODELS[_FAMILIES[family]]
+    batch, shape = 2, SHAPES[_FAMILIES[family]]
     tokens = batch * _SEQUENCE
     whole = _block_s(clock, _FAMILIES[family], batch, _SEQUENCE, _DTYPES[size])
     forward, backward = product_rates(rows, tokens)

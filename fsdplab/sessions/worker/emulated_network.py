@@ -21,7 +21,7 @@ from fsdplab.planning.links import LinkSpec, parse_link
 from fsdplab.planning.windtunnel import TARGET_TOKENS, Target, card_for, link_for, wind_tunnel
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.worker.rank_process import RankContext
-from fsdplab.workloads import parameter_count, preset
+from fsdplab.workloads import preset
 
 
 def target_of(spec: RunSpec) -> Target:
@@ -32,7 +32,7 @@ def target_of(spec: RunSpec) -> Target:
     shape = preset(model)
     return wind_tunnel(
         parse_cluster(machine),
-        target_parameters=parameter_count(shape),
+        target_parameters=shape.parameters,
         target_layers=shape.layers,
         tokens_per_gpu=TARGET_TOKENS,
     )
@@ -45,8 +45,8 @@ def scaled_card(spec: RunSpec) -> int:
     shape = preset(_imitated(spec)[1])
     return card_for(
         target_of(spec),
-        parameters_here=parameter_count(preset(spec.model)),
-        target_parameters=parameter_count(shape),
+        parameters_here=preset(spec.model).parameters,
+        target_parameters=shape.parameters,
         ranks=spec.world_size,
     )
 

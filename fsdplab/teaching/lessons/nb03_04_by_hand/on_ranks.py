@@ -18,11 +18,12 @@ from torch import Tensor, nn
 from fsdplab.teaching.core.comm_log import WireLog
 from fsdplab.teaching.core.workspace import Workspace
 from fsdplab.teaching.lessons.nb03_04_by_hand.trainers import WAYS, Trainer, make_optimizer
-from fsdplab.workloads import ByteText, ModelConfig, build_model, loss_of
+from fsdplab.workloads import ByteText, build_model, loss_of
+from fsdplab.workloads.shapes import gpt
 from fsdplab.workloads.twin import replay_gradients
 
 # The model of a check: all rows divide by 3, the number of its ranks.
-SMALL = ModelConfig(family="gpt", layers=2, width=24, heads=2, kv_heads=2, ffn=96, vocabulary=258, context=36)
+SMALL = gpt("small", layers=2, width=24, heads=2, vocabulary=258, context=36)
 RATE = 0.5  # of the plain SGD in a check's steps
 NOISE = 1e-6  # a gradient with a smaller norm is rounding
 SHARED = "parameters and their rows share memory"

@@ -12,7 +12,7 @@ import torch
 from fsdplab.teaching.core.checking import solution_file
 from fsdplab.teaching.core.exercise import Case, Exercise, Question, Slip, Trial, Wrong, edited
 from fsdplab.teaching.core.verdicts import Difference
-from fsdplab.workloads import block_parameter_count, build_model, preset, root_parameter_count
+from fsdplab.workloads import build_model, preset
 
 from .drivers import LOSSES, PARAMETERS, compared
 from .exercises_06_schedule import schedule
@@ -381,12 +381,7 @@ choose_units = Exercise(
 
 _LLAMA = preset("llama-2-7b")
 _BLOCK, _ROOT, _LAYERS = (
-    2e-6 * count
-    for count in (
-        block_parameter_count(_LLAMA),
-        root_parameter_count(_LLAMA),
-        _LLAMA.layers * block_parameter_count(_LLAMA),
-    )
+    2e-6 * count for count in (_LLAMA.block_parameters, _LLAMA.root_parameters, _LLAMA.layers * _LLAMA.block_parameters)
 )
 
 llama = Question(

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections import defaultdict
 
 from fsdplab.records import RunRecord
-from fsdplab.workloads import parameter_count, preset
+from fsdplab.workloads import preset
 
 WITHIN, ACROSS = "4GB/s", "400MB/s"
 
 
 def parameter_bytes(record: RunRecord) -> int:
     """P of a run: the bytes of all parameters in fp32."""
-    return 4 * parameter_count(preset(record.spec["model"]))
+    return 4 * preset(record.spec["model"]).parameters
 
 
 def groups_of(record: RunRecord) -> tuple[int, int]:

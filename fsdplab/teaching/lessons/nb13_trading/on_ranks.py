@@ -21,10 +21,11 @@ from fsdplab.profiling import MemoryRecorder, MemoryTimeline, TagLog
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.worker.engines import build
 from fsdplab.teaching.core.training_on_ranks import complaint
-from fsdplab.workloads import ByteText, ModelConfig, block_types, build_model, loss_of
+from fsdplab.workloads import ByteText, ModelShape, block_types, build_model, loss_of
+from fsdplab.workloads.shapes import gpt
 
-SMALL = ModelConfig(family="gpt", layers=2, width=32, heads=2, kv_heads=2, ffn=128, vocabulary=256, context=32)
-TIED = replace(SMALL, tie_embeddings=True)
+SMALL = gpt("small", layers=2, width=32, heads=2, context=32)
+TIED = replace(SMALL, tied=True)
 LARGER = replace(SMALL, layers=4, width=256, heads=4, kv_heads=4, ffn=1024)  # 3.3 million parameters
 JOB: dict[str, Any] = {"model": "gpt-20m", "batch_size": 4, "sequence_length": 128, "steps": 1, "time_limit": 300}
 CARD = 150_000_000  # bytes of the emulated card that JOB must fit
@@ -56,7 +57,7 @@ class Adapted(nn.Module):
         return self.linear(x) + x @ self.adapter_down.T @ self.adapter_up.T
 
 
-def adapted_model(config: ModelConfig = SMALL) -> nn.Module:
+def adapted_model(config: ModelShape = SMALL) -> nn.Module:
     """A GPT with adapters beside the queries and values of every block; the same weights on every rank."""
     model = build_model(config)
     for number, block in enumerate(model.blocks):

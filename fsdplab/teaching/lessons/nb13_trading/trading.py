@@ -16,7 +16,7 @@ from fsdplab.records import RunRecord, known
 from fsdplab.sessions import RunSpec, call_on_ranks
 from fsdplab.teaching.core.display import Note, Table, table
 from fsdplab.teaching.core.waiting import doing
-from fsdplab.workloads import parameter_count, preset
+from fsdplab.workloads import preset
 
 from .figures import KEPT, choices_of, kept_figure, memory_figure
 from .on_ranks import CARD, JOB, TIED
@@ -101,7 +101,7 @@ def bus_bytes(spec: dict[str, Any]) -> float:
     """
     if spec["offload"] == "none":
         return 0.0
-    held = parameter_count(preset(spec["model"])) / spec["world_size"]
+    held = preset(spec["model"]).parameters / spec["world_size"]
     return held * ((2 if spec["precision"] == "bf16" else 2 * 4) + 4)
 
 

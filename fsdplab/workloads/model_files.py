@@ -13,7 +13,8 @@ from typing import Any
 from fsdplab.common.files import read_file
 from fsdplab.common.words import did_you_mean
 
-from .models import ModelError, ModelShape, model
+from .errors import ModelError
+from .shapes import ModelShape, model
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # Mixtral's, Qwen's, DeepSeek's
 _MOST_LAYERS = 10_000

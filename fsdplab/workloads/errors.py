@@ -1,0 +1,11 @@
+"""The errors of models and texts. They stand apart so that a command can refuse a request without importing torch."""
+
+from __future__ import annotations
+
+
+class ModelError(ValueError):
+    """An invalid shape or an unknown model; the message is one line: what happened, got, expected, what to do."""
+
+
+class TextError(ValueError):
+    """Text that cannot be trained on: missing, unreadable, empty, or too short."""
