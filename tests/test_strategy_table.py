@@ -177,7 +177,7 @@ print(json.dumps({
     "page": new in comparison_page(comparison_json([record], record), [record]),
     "widget": [spec.strategy for spec in check(Choices(strategies=(new,))).specs],
     "question": new in ask("strategy", plan_spec("llama-3.1-8b", "h100")).column("strategy"),
-    "help": [new in console.invoke(app, [command, "--help"]).output for command in ("plan", "run", "compare")],
+    "help": [new in console.invoke(app, f"{words} --help").output for words in ("plan step", "run", "compare")],
     "refused": console.invoke(app, ["run", "kept_shart"]).output,
 }))
 """
