@@ -116,6 +116,18 @@ def hook_on_replicas(fsdp: Any) -> Any:
     return all_reduce_hook(fsdp, mesh=mesh_of(2, 2, names=("replicate", "shard")))
 
 
+def hook_on_a_stream(fsdp: Any) -> Any:
+    """The hook runs on the stream that it came with; with replicas no stream may be given, in the same words."""
+    model, stream, seen = sharded(fsdp), torch.cpu.Stream(), []
+    model.set_all_reduce_hook(lambda _: seen.append(torch.cpu.current_stream() is stream), stream=stream)
+    loss_of(model).backward()
+    replicated = sharded(fsdp, mesh=mesh_of(1, 2, names=("replicate", "shard")))
+    try:
+        replicated.set_all_reduce_hook(print, stream=stream)
+    except ValueError as error:
+        return seen, str(error)
+
+
 class Gather(AllGather):
     """Counts, and gathers by a broadcast of each rank's slice."""
 
@@ -199,7 +211,7 @@ def symmetric_memory(fsdp: Any) -> Any:
 
 
 def test_hooks_on_reductions(ranks) -> None:
-    on_both(ranks, 2, hook_on_shards)
+    on_both(ranks, 2, hook_on_shards, hook_on_a_stream)
 
 
 def test_hooks_on_reductions_over_replicas(ranks) -> None:
@@ -263,5 +275,22 @@ def the_state(fsdp: Any) -> Any:
     return sorted(seen.seen), shown(model), {n: look(p.grad) for n, p in model.named_parameters()}
 
 
+def names_in_the_state(fsdp: Any) -> Any:
+    """The names of units and parameters, as the root has them; none before there is a root."""
+    nested, together = sharded(fsdp), Net()
+    fsdp.fully_shard([together.blocks[0], together.blocks[1]])
+    fsdp.fully_shard(together)
+
+    def names() -> list[Any]:
+        states = [fsdp.fully_shard.state(each) for model in (nested, together) for each in (*model.blocks, model)]
+        groups = [state._fsdp_param_group for state in states if state is not None]
+        return [(group._module_fqn, [param._param_fqn for param in group.fsdp_params]) for group in groups if group]
+
+    before = names()
+    for model in (nested, together):
+        loss_of(model).backward()
+    return before, names()
+
+
 def test_the_state_that_pipelines_read(ranks) -> None:
-    on_both(ranks, 2, the_state)
+    on_both(ranks, 2, the_state, names_in_the_state)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_engine
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import fsdplab.engine as lab_engine
 from tests.surface import (
@@ -124,8 +125,31 @@ def explicit_prefetch(fsdp: Any) -> Any:
     return answers
 
 
+def prefetch_in_recomputation(fsdp: Any) -> Any:
+    """The order of gathers in a backward that computes blocks again, with units in them, without lists and with."""
+    answers = []
+    for with_lists in (False, True):
+        model = Net()
+        model.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in model.blocks)
+        for block in model.blocks:
+            fsdp.fully_shard(block.up, mesh=mesh_of())
+        sharded(fsdp, model, reshard_after_forward=True)
+        first, second, third = model.blocks
+        if with_lists:
+            model.set_modules_to_backward_prefetch([third])
+            third.set_modules_to_backward_prefetch([second, second.up])
+            second.set_modules_to_backward_prefetch([first, first.up])
+        loss = loss_of(model)
+        with Collectives() as seen:
+            loss.backward()
+        twin = dict(twin_gradients(Net()))
+        close({n.replace("_checkpoint_wrapped_module.", ""): g for n, g in gradients(model).items()}, twin)
+        answers.append([each for each in seen.seen if each[0] == "gather"])
+    return answers
+
+
 def test_explicit_prefetch_lists(ranks) -> None:
-    on_both(ranks, 2, explicit_prefetch)
+    on_both(ranks, 2, explicit_prefetch, prefetch_in_recomputation)
 
 
 # ---- micro-batches

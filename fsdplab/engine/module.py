@@ -145,10 +145,8 @@ class FSDPModule(TorchFSDPModule):
     ) -> None:
         """Call `hook` with the reduced slice of this unit before the optimizer's gradients are made from it."""
         unit = self._only_unit("set_all_reduce_hook")
-        if stream is not None and unit.memory.config.shard and unit.memory.config.replicate:
-            raise ValueError(
-                "stream cannot be set when using native HSDP: the engine itself all-reduces over replicas there"
-            )
+        if stream is not None and unit.memory.config.axes.mesh.ndim == 2:
+            raise ValueError("stream cannot be set when using native HSDP")
         unit.reduce_options = replace(
             unit.reduce_options, hook=hook if stream is None else custom_collectives.on_stream(hook, stream)
         )

@@ -165,9 +165,10 @@ def on_stream(hook: Callable[[torch.Tensor], None], stream: torch.cuda.Stream) -
     """`hook`, run on `stream` between what came before and what comes after."""
 
     def hooked(reduced: torch.Tensor) -> None:
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream), events.span("all_reduce_hook"):
+        device = torch.get_device_module(reduced.device)
+        stream.wait_stream(device.current_stream())
+        with device.stream(stream), events.span("all_reduce_hook"):
             hook(reduced)
-        torch.cuda.current_stream().wait_stream(stream)
+        device.current_stream().wait_stream(stream)
 
     return hooked

@@ -115,11 +115,19 @@ class Group:
     @property
     def fsdp_params(self) -> list[Param]:
         """Its parameters."""
-        return [Param(param) for param in self._unit.memory.params]
+        return [Param(param, self._name_from_root(param.name)) for param in self._unit.memory.params]
 
     @property
     def _module_fqn(self) -> str | None:
         return ", ".join(self._unit.memory.places) if self._hooks.runtime is not None else None
+
+    def _name_from_root(self, name: str) -> str | None:
+        """The name of a parameter in the root; modules that form a unit together are in the order of the tree."""
+        if self._hooks.runtime is None:
+            return None
+        places = self._unit.memory.places
+        number, dot, rest = name.partition(".") if len(places) > 1 else ("0", ".", name)
+        return f"{places[int(number)]}{dot}{rest}".lstrip(".")
 
     @property
     def is_unsharded(self) -> bool:
@@ -184,8 +192,8 @@ class _Detours:
 class Param:
     """A parameter in its two forms."""
 
-    def __init__(self, param: ShardedParam) -> None:
-        self._param = param
+    def __init__(self, param: ShardedParam, name: str | None) -> None:
+        self._param, self._param_fqn = param, name
 
     @property
     def sharded_param(self) -> nn.Parameter:
@@ -198,7 +206,3 @@ class Param:
         return self._param.gathered
 
     _unsharded_param = unsharded_param
-
-    @property
-    def _param_fqn(self) -> str:
-        return self._param.name
