@@ -54,14 +54,19 @@ def pretend_devices() -> None:
     torch.multiprocessing.get_context = lambda method=None: mp.get_context("fork")
     torch.multiprocessing.set_start_method = lambda *_, **__: None
 
-    from torch.testing._internal import common_distributed
+    from torch.testing._internal import common_device_type, common_distributed, common_utils
 
     def runs_anyway(ranks: int, **_: Any) -> Callable[[Any], Any]:
         return lambda test: test
 
-    common_distributed.skip_if_lt_x_gpu = runs_anyway
+    def for_cpu(kind: type, scope: dict[str, Any], *_: Any, **__: Any) -> None:
+        instantiate(kind, scope, only_for="cpu")
 
-    from torch.testing._internal import common_fsdp, common_utils
+    common_distributed.skip_if_lt_x_gpu = runs_anyway
+    instantiate = common_device_type.instantiate_device_type_tests
+    common_device_type.instantiate_device_type_tests = for_cpu
+
+    from torch.testing._internal import common_fsdp  # its classes are made of what has been changed above
 
     common_fsdp.DEVICE_COUNT = RANKS
     if hasattr(common_utils, "_cpu_sleep"):
@@ -112,6 +117,7 @@ def alone(module: ModuleType, test: str, limit_s: float) -> dict[str, str]:
 
     def run(sends: Connection) -> None:
         os.setpgid(0, 0)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         sends.send(verdict_of(module, test))
 
     process = mp.get_context("fork").Process(target=run, args=(there,))
