@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.browser import needs_chromium, run_in_lab
+from fsdplab.figures.plotly_go import go
+from fsdplab.figures.style import on_page, titled
+from tests.browser import CHROMIUM, needs_chromium, run_in_lab
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 FEWEST_SLIDERS = 35  # of the course; fewer means that this test no longer finds them
@@ -33,6 +35,11 @@ WHOLE = """() => [...document.querySelectorAll(".js-plotly-plot")].every(plot =>
   const edge = plot.getBoundingClientRect(), texts = [...plot.querySelectorAll("text")];
   const boxes = texts.filter(each => each.textContent.trim()).map(each => each.getBoundingClientRect());
   return boxes.length && boxes.every(box => !box.width || (box.left >= edge.left - 1 && box.right <= edge.right + 1));
+})"""
+# Pixels above the title of each figure, and between its subtitle and its legend.
+GAPS = """() => [...document.querySelectorAll(".js-plotly-plot")].map(plot => {
+  const box = name => plot.querySelector(name).getBoundingClientRect();
+  return [box(".gtitle").top - plot.getBoundingClientRect().top, box(".legend").top - box(".gtitle-subtitle").bottom];
 })"""
 # The lines of the first figure's title; 0 while plotly has not drawn it.
 LINES = "() => document.querySelector('.gtitle')?.querySelectorAll('tspan.line').length ?? 0"
@@ -93,6 +100,29 @@ def test_a_figure_is_whole_at_every_width_of_its_output(tmp_path: Path) -> None:
         page.set_viewport_size({"width": 1280, "height": 900})
         page.wait_for_function(f"[1, 2].includes(({LINES})()) && ({WHOLE})()", timeout=60_000)
         first.screenshot(path=str(tmp_path / "wide.png"))
+
+
+@needs_chromium
+def test_no_line_of_a_title_touches_the_legend(tmp_path: Path) -> None:
+    from playwright.sync_api import sync_playwright
+
+    words = "as long as it takes " * 8
+    pages = []
+    for pixels in (300, 468, 848):
+        with on_page(pixels):
+            figure = titled(go.Figure([go.Bar(x=[1], y=[1], name=name) for name in "ab"]), words, "as measured", words)
+        pages.append(figure.to_html(full_html=False, include_plotlyjs=not pages, default_width=f"{pixels}px"))
+    (tmp_path / "page.html").write_text("".join(pages), encoding="utf-8")
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        page = browser.new_page()
+        page.goto(f"file://{tmp_path / 'page.html'}")
+        page.wait_for_function("document.querySelectorAll('.legend').length === 3", timeout=60_000)
+        gaps = page.evaluate(GAPS)
+        browser.close()
+    assert all(above >= 4 and below >= 4 for above, below in gaps), (
+        f"pixels above the title, below the subtitle: {gaps}"
+    )
 
 
 def label(cell: Any, slider: int) -> str:

@@ -129,8 +129,8 @@ def titled(figure: go.Figure, title: str, subtitle: str, alt: str, height: int =
     titles, subtitles = wrapped(title, int(room / 12.6)), wrapped(subtitle, int(room / 8.4))
     legend = 82 + _LINE * titles.count("<br>") + _SUBLINE * subtitles.count("<br>")
     top = legend + 18 + _LEGEND_LINE * _legend_rows(figure) + (_ABOVE if _words_above(figure) else 0)
-    # plotly hangs a title by its last lines: without it, the first would leave the picture
-    lift = 16 + 14 * titles.count("<br>")
+    # plotly hangs a title of several lines higher: without it, the first would leave the picture
+    lift = 30 if "<br>" in titles else 16
     figure.update_layout(
         template=template(),
         title=dict(

@@ -86,7 +86,7 @@ def mesh_figure(nodes: int, per_node: int, shard_group: int) -> go.Figure:
     owners = [[rank // per_node for rank in row] for row in rows]
     colours = [_NODES[index % len(_NODES)] for index in range(nodes)]
     figure = mesh(names, [f"replica {index}" for index in range(len(rows))], owners, texts, colours)
-    figure.update_xaxes(title_text="shard axis: the ranks of a row hold one model, a slice each")
+    figure.update_xaxes(title_text="shard axis: a row holds one model, in slices")
     figure.update_yaxes(title_text="replicate axis")
     inside, r = all(len({rank // per_node for rank in row}) == 1 for row in rows), len(rows)
     within, across = 3 * (s - 1) / s, 2 / s * (r - 1) / r
