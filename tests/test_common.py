@@ -22,7 +22,7 @@ from fsdplab.common.words import did_you_mean, near
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize("name", ["files", "names", "words", "sizes", "processes", "lazy"])
+@pytest.mark.parametrize("name", ["files", "names", "words", "sizes", "processes", "lazy", "rows"])
 def test_examples_in_docstrings_hold(name):
     assert doctest.testmod(import_module(f"fsdplab.common.{name}")).failed == 0
 

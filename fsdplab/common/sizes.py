@@ -49,6 +49,11 @@ def seconds(value: float | None) -> str:
     return f"{three_digits(value * 1e3)} ms" if value >= 0.9995e-3 else f"{three_digits(value * 1e6)} µs"
 
 
+def percent(part: float | None) -> str:
+    """A part as a percentage: `percent(0.65) == "65 %"`."""
+    return MISSING if part is None else f"{100 * part:.0f} %"
+
+
 def three_digits(value: float) -> str:
     """A number with three significant digits and no exponent: `three_digits(12.345) == "12.3"`."""
     magnitude = abs(value)

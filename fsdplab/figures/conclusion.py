@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fsdplab.common.names import SAVES_MOST, UNSHARDED, strategies_that
-from fsdplab.common.sizes import seconds, size
+from fsdplab.common.sizes import percent, seconds, size
 from fsdplab.figures.fastest import core_words
 from fsdplab.figures.view import RunView, emulated_links
 from fsdplab.records import known, race
@@ -41,7 +41,7 @@ def conclusion(runs: Sequence[RunView]) -> str:
     step = _steady(sharded)
     steady = f"its step takes {seconds(step)}" if alone else _step_words(step / _steady(base) - 1)
     part = sharded.steady.overlap
-    hides = "" if part is None else f"it hides {_part(part)} of that, and "
+    hides = "" if part is None else f"it hides {percent(part)} of that, and "
     measured = f"; measured here, {clock}" if clock else ""
     return f"{_sentence(name, cost)} Simulated on the steady card, {hides}{steady}{measured}.".strip()
 
@@ -74,7 +74,7 @@ def why_they_differ(runs: Sequence[RunView]) -> str:
     parts = [(part, words) for part, words in _parts(run, excess) if abs(part) >= _TOLD * abs(excess)]
     told = ", ".join(f"{'+' if part > 0 else '-'}{seconds(abs(part))} of {words}" for part, words in parts)
     direction = "longer" if off > 0 else "shorter"
-    step = f"The measured step of {run.label}{most} is {seconds(abs(excess))} ({_part(abs(off))}) {direction}"
+    step = f"The measured step of {run.label}{most} is {seconds(abs(excess))} ({percent(abs(off))}) {direction}"
     return f"{step}{': ' if told else ''}{told}."
 
 
@@ -89,7 +89,7 @@ def change_words(runs: Sequence[RunView]) -> str:
     if run is None or change is None or not change.words:
         return ""
     memory = f", {size(change.peak_bytes)} instead of {size(run.peak)} (predicted)" if change.peak_bytes else ""
-    gain = f"{100 * known(change.gain):.0f} % more tokens/s (simulated)"
+    gain = f"{percent(known(change.gain))} more tokens/s (simulated)"
     return f"Most valuable change to {run.label}: {change.words}: {gain}{memory}."
 
 
@@ -162,11 +162,7 @@ def _hidden(run: RunView) -> str:
     linked = emulated_links([run]) or run.summary.nodes or run.traced or run.device != "cpu"
     if part < _ALIKE and not linked:
         return " (no link is emulated, so there is nothing to hide; --link 150MB/s emulates one)"
-    return f" and hides {_part(part)} of it"
-
-
-def _part(part: float) -> str:
-    return f"{100 * part:.0f} %"
+    return f" and hides {percent(part)} of it"
 
 
 def _time(run: RunView) -> str:
@@ -207,7 +203,7 @@ def _step_words(change: float) -> str:
 
 
 def _percent(change: float, more: str, less: str) -> str:
-    return f"{100 * abs(change):.0f} % {more if change > 0 else less}"
+    return f"{percent(abs(change))} {more if change > 0 else less}"
 
 
 def _sentence(name: str, parts: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdplab.common.sizes import seconds
+from fsdplab.common.sizes import percent, seconds
 from fsdplab.common.words import plural
 from fsdplab.figures.view import RunView
 from fsdplab.records import Race, core_sentence, known, race
@@ -52,7 +52,7 @@ def _fastest(runs: Sequence[RunView]) -> str:
     if found.within is None:
         return "no run is called fastest, as too few steps were timed (4 are needed)"
     steps = plural(min(run.summary.step_time_s.count or 0 for run in leaders), "step")
-    needed = f"their medians would have to differ by {100 * found.within:.0f} %"
+    needed = f"their medians would have to differ by {percent(found.within)}"
     return f"no difference between {listed(leaders)} is seen in {steps} ({needed})"
 
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
+from fsdplab.common.rows import grouped
 from fsdplab.common.sizes import seconds, size
 from fsdplab.common.words import NO_UNIT, OUTSIDE_UNITS
 from fsdplab.figures.view import how_and_where, view, views
@@ -18,7 +19,6 @@ from fsdplab.records import RunRecord
 from fsdplab.records.summary import Link
 
 Row = dict[str, Any]
-Key = TypeVar("Key", bound=Hashable)
 MS = 1e6  # nanoseconds
 _SLOWER = 1.1  # profiled steps over timed ones from which on a figure says so
 ROOT = "root"
@@ -87,7 +87,7 @@ def timeline_of(record: RunRecord, step: int | None) -> tuple[int, list[Row]]:
     rows = rows_of(record, "timeline")
     if step is None:
         usual = profiled(rows, record)
-        whole = group((row for row in usual if row["lane"] == "step"), lambda row: row["step"])
+        whole = grouped((row for row in usual if row["lane"] == "step"), lambda row: row["step"])
         lengths = {step: max(row["end_ns"] - row["start_ns"] for row in own) for step, own in whole.items()}
         middle = statistics.median_low(lengths.values() or [0])
         step = next((step for step, length in lengths.items() if length == middle), max(row["step"] for row in usual))
@@ -111,7 +111,7 @@ def worst_cells(record: RunRecord) -> tuple[int, int, list[ExposedCell]]:
     """
     rows = profiled(rows_of(record, "exposed"), record)
     split = breakdown_of(record)
-    own = group(rows, lambda row: row["rank"])
+    own = grouped(rows, lambda row: row["rank"])
     worst = max(own, key=lambda rank: sum(row["exposed_ns"] for row in own[rank]))
     worst = split.rank if split and split.rank in own else worst
     steps = split.steps if split else len({row["step"] for row in own[worst]})
@@ -125,14 +125,6 @@ def slower_words(record: RunRecord) -> str:
     if not timed or split is None or split.step_ns / 1e9 <= _SLOWER * timed or record.spec.get("engine") == "trace":
         return ""
     return f"profiled steps took {duration(split.step_ns)} (mean), timed ones {seconds(timed)} (median)"
-
-
-def group(rows: Iterable[Row], key: Callable[[Row], Key]) -> dict[Key, list[Row]]:
-    """Rows by a key, in order of first appearance."""
-    groups: dict[Key, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(key(row), []).append(row)
-    return groups
 
 
 def unit_order(record: RunRecord, units: Iterable[str]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fsdplab.common.names import CATEGORY_ROWS
-from fsdplab.common.sizes import seconds, size, three_digits
+from fsdplab.common.sizes import percent, seconds, size, three_digits
 from fsdplab.common.words import MISSING
 from fsdplab.figures.view import RunView
 
@@ -102,17 +102,12 @@ def peak_of(run: RunView) -> str:
     return f"{size(run.peak)}, {OVER}" if run.peak and run.over_card else size(run.peak)
 
 
-def share(part: float | None) -> str:
-    """A part as a percentage: `share(0.65) == "65 %"`; a dash for None."""
-    return MISSING if part is None else f"{100 * part:.0f} %"
-
-
 # each column with its cell; what was not measured reads as a dash
 _CELLS: dict[str, Callable[[RunView], str]] = {
     "strategy": lambda run: f"{run.strategy}, {run.note}" if run.note else run.strategy,
     "engine": lambda run: run.engine,
     "step, simulated": lambda run: seconds(run.steady.step_time_s),
-    "hidden, simulated": lambda run: share(run.steady.overlap),
+    "hidden, simulated": lambda run: percent(run.steady.overlap),
     "step, measured": step_of,
     "tokens/s": lambda run: three_digits(run.summary.tokens_per_s) if run.summary.tokens_per_s else MISSING,
     "peak": peak_of,
@@ -121,7 +116,7 @@ _CELLS: dict[str, Callable[[RunView], str]] = {
     "sent": lambda run: size(run.summary.comm.bytes_per_step),
     "formula": formula_of,
     "exposed": lambda run: MISSING if run.sends_nothing else seconds(run.exposed_s),
-    "hidden": lambda run: share(run.summary.comm.overlap),
+    "hidden": lambda run: percent(run.summary.comm.overlap),
     "loss": _last_loss,
     "losses": badge,
 }

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdplab.common.names import CATEGORY_ROWS, IN_GROUPS, SAVES_MOST, strategies_that
-from fsdplab.common.sizes import seconds, size
+from fsdplab.common.sizes import percent, seconds, size
 from fsdplab.profiling.arrivals import too_few_steps
 from fsdplab.profiling.step_facts import (
     ByRankAndStep,
@@ -88,7 +88,7 @@ class Rule:
 
     def in_words(self, fact: Fact, facts: StepFacts) -> Finding:
         """The rule's words for a fact."""
-        words = {"seconds": seconds(fact.seconds), "share": _percent(fact.seconds / facts.step_s), "rank": fact.rank}
+        words = {"seconds": seconds(fact.seconds), "share": percent(fact.seconds / facts.step_s), "rank": fact.rank}
         words |= {"step_s": seconds(facts.step_s), **fact.values}
         remedy = self.remedy if isinstance(self.remedy, str) else self.remedy(facts)
         title, text, remedy = (each.format(**words).strip() for each in (self.title, self.text, remedy))
@@ -131,7 +131,7 @@ def profiling_cost(record: RunRecord) -> str:
     if profile is None or profile.overhead is None or profile.overhead <= 0.1:
         return ""
     return (
-        f"Profiled steps took {100 * profile.overhead:.0f} % longer than timed ones. Exposed time in tables and figures"
+        f"Profiled steps took {percent(profile.overhead)} longer than timed ones. Exposed time in tables and figures"
         " is that of profiled steps; findings claim what the timed steps allow."
     )
 
@@ -287,7 +287,7 @@ def _tiny_units(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     rows = facts.last_step
     claim = left.claim("on_link_ns", at_most=latency * min(1.0, facts.exposed_s / all_of_it))
     mean = size(statistics.mean(row["logical_bytes"] for row in rows))
-    values = {"count": len(rows), "size": mean, "latency": seconds(latency), "part": _percent(latency / all_of_it)}
+    values = {"count": len(rows), "size": mean, "latency": seconds(latency), "part": percent(latency / all_of_it)}
     return Fact(kind, claim.seconds, values=values) if claim.cell else None
 
 
@@ -303,7 +303,7 @@ def _one_big_unit(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
         return None
     parts = ("on_link_ns", "copying_ns")
     cost = sum(left.claim(part, lambda cell: cell.unit == biggest[0]).seconds for part in parts)
-    values = {"unit": _named(biggest[0]), "part": _percent(biggest[1] / total)}
+    values = {"unit": _named(biggest[0]), "part": percent(biggest[1] / total)}
     return Fact(kind, cost, unit=biggest[0], values=values) if cost else None
 
 
@@ -397,7 +397,7 @@ def _idle(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     listed = ", ".join(f"{name.replace('_', ' ')} {seconds(cost)}" for name, cost in others.items())
     rest = f"The rest of it: {listed}." if listed else ""
     of_it = f"for {seconds(causes[kind])} " if listed else ""
-    values = {"other": seconds(facts.other_s), "whole": _percent(facts.other_s / facts.step_s)}
+    values = {"other": seconds(facts.other_s), "whole": percent(facts.other_s / facts.step_s)}
     values |= {"rest": rest, "of_it": of_it}
     return Fact(kind, causes[kind], "step", values=values)
 
@@ -418,7 +418,7 @@ def _peak(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     if not total:
         return None
     name = max(split, key=split.__getitem__)
-    values = {"total": size(total), "bytes": size(split[name]), "part": _percent(split[name] / total)}
+    values = {"total": size(total), "bytes": size(split[name]), "part": percent(split[name] / total)}
     values |= {"category": CATEGORY_ROWS[name].words, "smaller": _smaller(facts.spec, name)}
     kept = facts.record.summary.workspace_bytes
     values["besides"] = f" cuBLAS keeps {size(kept)} of scratch memory besides, which is not counted." if kept else ""
@@ -452,10 +452,6 @@ def _smaller(spec: Mapping[str, Any], category: str) -> str:
 
 
 # ---- words
-
-
-def _percent(part: float) -> str:
-    return f"{100 * part:.0f} %"
 
 
 def _blocks_and_root(facts: StepFacts) -> tuple[list[int], int | None]:

@@ -7,13 +7,15 @@ would not add up. The rank that is exposed longest represents the run: its mean 
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import isclose
+from operator import itemgetter
 from statistics import fmean
 from typing import Any
 
+from fsdplab.common.rows import grouped
 from fsdplab.records import PARTS_OF_EXPOSED
 
 Row = Mapping[str, Any]
@@ -62,10 +64,7 @@ _NAMES = tuple(each.name for each in fields(StepSummary))[2:]
 
 def summaries(breakdown: Iterable[Row]) -> dict[int, StepSummary]:
     """The summary of each rank, from rows of a record's `breakdown` table; {} without rows."""
-    by_rank: dict[int, list[Row]] = defaultdict(list)
-    for row in breakdown:
-        by_rank[row["rank"]].append(row)
-    return {rank: _summary(rank, rows) for rank, rows in sorted(by_rank.items())}
+    return {rank: _summary(rank, rows) for rank, rows in sorted(grouped(breakdown, itemgetter("rank")).items())}
 
 
 def _summary(rank: int, rows: Sequence[Row]) -> StepSummary:
@@ -129,10 +128,7 @@ def exposed_cells(rows: Iterable[Row], steps: int) -> list[ExposedCell]:
 
     The cause is the one of most exposed time. 10 ms in one of two steps are 5 ms a step.
     """
-    groups: dict[tuple[str, str, str], list[Row]] = defaultdict(list)
-    for row in rows:
-        groups[row["unit"], row["phase"], row["kind"]].append(row)
-    return [_cell(key, found, steps) for key, found in groups.items()]
+    return [_cell(key, found, steps) for key, found in grouped(rows, itemgetter("unit", "phase", "kind")).items()]
 
 
 def _cell(key: tuple[str, str, str], found: Sequence[Row], steps: int) -> ExposedCell:

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from fsdplab.common.sizes import percent
+
 from .spread import Spread
 from .typed import Amount, Size, plain, read
 
@@ -206,5 +208,5 @@ def core_sentence(share: float, whose: str = "") -> str:
     "Ranks had a core for 31 % of their step: the measured times are the machine's, not the strategy's."
     """
     ranks = f"Ranks of {whose}" if whose else "Ranks"
-    had = f"{ranks} had a core for {100 * share:.0f} % of their step"
+    had = f"{ranks} had a core for {percent(share)} of their step"
     return f"{had}: the measured times are the machine's, not the strategy's."

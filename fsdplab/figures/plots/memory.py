@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from fsdplab.common.rows import grouped
 from fsdplab.common.sizes import size
 from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.fastest import listed
@@ -158,9 +159,7 @@ def envelope(rows: list[Row], limit: int = 500) -> list[Row]:
     if len(rows) <= 2 * limit:
         return rows
     begin, length = float(rows[0]["time_ns"]), max(1.0, float(rows[-1]["time_ns"]) - float(rows[0]["time_ns"]))
-    shares: dict[int, list[Row]] = {}
-    for row in rows:
-        shares.setdefault(int((float(row["time_ns"]) - begin) / length * (limit - 1)), []).append(row)
+    shares = grouped(rows, lambda row: int((float(row["time_ns"]) - begin) / length * (limit - 1)))
     kept = [place for share in shares.values() for place in (max(share, key=total), share[-1])]
     return list({id(row): row for row in [rows[0], *kept]}.values())
 

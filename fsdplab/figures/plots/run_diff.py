@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
+from fsdplab.common.rows import grouped
 from fsdplab.common.sizes import three_digits
 from fsdplab.figures import profile_data as profile
 from fsdplab.figures.plotly_go import go
@@ -80,7 +81,7 @@ def gathered_memory(record: RunRecord) -> dict[UnitPhase, float]:
     lengths = {row["step"]: row["step_ns"] for row in record.table("breakdown") if row["rank"] == 0}
     mine = [row for row in life if row["rank"] == 0 and row["step"] in lengths]
     held: dict[UnitPhase, float] = {}
-    for (step, unit), found in profile.group(mine, lambda row: (row["step"], row["unit"])).items():
+    for (step, unit), found in grouped(mine, lambda row: (row["step"], row["unit"])).items():
         for phase, kept in _stays(found):
             share = kept / lengths[step] / len({row["step"] for row in mine})
             held[unit, phase] = held.get((unit, phase), 0.0) + share * nbytes.get(unit, 0)

@@ -9,10 +9,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from fsdplab.common.rows import grouped
 from fsdplab.common.words import plural
 from fsdplab.figures.lanes import Span, lane, named_axis
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.profile_data import MS, conditions, group, label, rows_of, unit_order
+from fsdplab.figures.profile_data import MS, conditions, label, rows_of, unit_order
 from fsdplab.figures.style import CATEGORY_COLOURS, GRID, titled
 from fsdplab.records import RunRecord
 
@@ -77,7 +78,7 @@ def unit_states(record: RunRecord) -> UnitStates:
     end = max([row["end_ns"] for row in timeline] + [row["time_ns"] for row in rows])
     ranks, units = sorted({row["rank"] for row in rows}), unit_order(record, {row["unit"] for row in rows})
     states = {(rank, unit): [(0, "sharded")] for rank in ranks for unit in units}
-    for key, found in group(rows, lambda row: (row["rank"], row["unit"])).items():
+    for key, found in grouped(rows, lambda row: (row["rank"], row["unit"])).items():
         found.sort(key=lambda row: row["time_ns"])
         first = "unsharded" if found[0]["state"] == "sharded" else "sharded"  # a unit that is resharded was whole
         states[key] = [(0, first), *((max(0, row["time_ns"] - begin), row["state"]) for row in found)]

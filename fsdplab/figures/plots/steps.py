@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fsdplab.common.sizes import seconds, three_digits
+from fsdplab.common.sizes import percent, seconds, three_digits
 from fsdplab.figures.bars import Part, stacked_bars, whiskers
 from fsdplab.figures.fastest import listed, step_words
 from fsdplab.figures.lines import points
@@ -119,7 +119,7 @@ def _words(run: RunView) -> str:
 
 
 def _hidden(run: RunView) -> str:
-    return "sends nothing" if run.steady.overlap is None else f"{100 * run.steady.overlap:.0f} % hidden"
+    return "sends nothing" if run.steady.overlap is None else f"{percent(run.steady.overlap)} hidden"
 
 
 def _steady_conditions(simulated: list[RunView], timed: list[RunView], short: bool) -> str:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from fsdplab.common.rows import grouped
 from fsdplab.common.words import NO_UNIT, OFF_LINK, plural
 from fsdplab.figures import profile_data as profile
 from fsdplab.figures.lanes import LIMIT, Mark, downsample, mark_lanes, named_axis, written
@@ -116,7 +117,7 @@ def uncovered(rows: list[Row]) -> list[Row]:
     A record has neighbouring pieces of exposed time as one row where there are many, also across short computing. Drawn
     so, the red strip would be longer than the exposed time that the title states.
     """
-    computed = profile.group((row for row in rows if row["lane"] == "compute"), lambda row: row["rank"])
+    computed = grouped((row for row in rows if row["lane"] == "compute"), lambda row: row["rank"])
     whole = {rank: union([(row["start_ns"], row["end_ns"]) for row in own]) for rank, own in computed.items()}
     found = []
     for row in rows:

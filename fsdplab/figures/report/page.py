@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from fsdplab.common.sizes import seconds, size
+from fsdplab.common.sizes import percent, seconds, size
 from fsdplab.common.words import MISSING
 from fsdplab.figures.conclusion import change_words, clock_words, conclusion
 from fsdplab.figures.fastest import core_words
@@ -170,7 +170,7 @@ def _steps(shown: Sequence[RunView]) -> Markup:
     rows = []
     for run in shown:
         spread, share = run.summary.step_time_s, run.summary.cpu_share
-        core = MISSING if share is None else f"{100 * share:.0f} % of the step"
+        core = MISSING if share is None else f"{percent(share)} of the step"
         rows.append([run.label, step_of(run), seconds(spread.min), seconds(spread.max), core])
     return part("wide", body=number_table(head, rows))
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch._C._profiler import _EventType, _TensorMetadata
 
+from fsdplab.common.rows import grouped
 from fsdplab.engine.events import Tag
 from fsdplab.profiling.memory.blocks import NEVER, AllocatorEvent, blocks_of
 
@@ -209,9 +210,7 @@ def _unseen_frees(
 
 def _uses(blocks: Iterable[_Unfreed], nodes: Iterable[_Node]) -> Iterator[tuple[_Unfreed, _Node]]:
     """The blocks beside the operators that were given them."""
-    at: dict[int, list[_Unfreed]] = {}
-    for block in blocks:
-        at.setdefault(block.event.pointer, []).append(block)
+    at = grouped(blocks, lambda block: block.event.pointer)
     for node in nodes if at else ():
         for pointer, _ in node.given:
             for block in at.get(pointer, ()):

@@ -15,12 +15,13 @@ crosses ranks, since what a sharded step waits for is usually another rank.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 from operator import attrgetter, itemgetter
 
+from fsdplab.common.rows import grouped
 from fsdplab.common.sizes import seconds
 from fsdplab.common.words import OFF_LINK
 from fsdplab.profiling.intervals import within
@@ -196,15 +197,12 @@ def _joined(backwards: Sequence[_Part]) -> list[_Part]:
 
 def _shares(parts: Sequence[Row]) -> tuple[Row, ...]:
     """The parts of one rank, unit, phase and kind as one row, the longest first."""
-    groups: dict[tuple[int, str, str, str], list[Row]] = defaultdict(list)
-    for row in parts:
-        groups[row["rank"], row["what"], row["unit"], row["phase"]].append(row)
     rows = [
         {
             "rank": rank, "what": what, "unit": unit, "phase": phase, "parts": len(members),
             "ns": sum(row["ns"] for row in members), "share": sum(row["share"] for row in members),
         }
-        for (rank, what, unit, phase), members in groups.items()
+        for (rank, what, unit, phase), members in grouped(parts, itemgetter("rank", "what", "unit", "phase")).items()
     ]  # fmt: skip
     return tuple(sorted(rows, key=lambda row: -row["ns"]))
 

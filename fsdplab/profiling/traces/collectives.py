@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fsdplab.common.rows import grouped
 from fsdplab.profiling.intervals import Intervals, union
 from fsdplab.profiling.traces.chrome import LATEST_NS
 from fsdplab.profiling.traces.events import Events, Kind, Range, Transfer, tensor_bytes
@@ -245,9 +246,8 @@ class _Book:
 
     def _blocked(self) -> None:
         """Gives each wait for the link to the unit's transfer whose end is nearest, of those issued by then."""
-        passing: dict[str, list[Collective]] = defaultdict(list)
-        for draft in sorted((each for each in self.drafts if each.transport), key=lambda each: each.end):
-            passing[draft.unit].append(draft)
+        carried = sorted((each for each in self.drafts if each.transport), key=attrgetter("end"))
+        passing = grouped(carried, attrgetter("unit"))
         times = {unit: np.array([(each.end, each.issue) for each in drafts]).T for unit, drafts in passing.items()}
         for wait in self.found.ranges:
             if wait.label == "link" and wait.unit in times:

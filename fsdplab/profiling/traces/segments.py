@@ -10,9 +10,11 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from operator import attrgetter
 
 import numpy as np
 
+from fsdplab.common.rows import grouped
 from fsdplab.profiling.intervals import EMPTY, Intervals, covered, pairs, union
 from fsdplab.profiling.traces.events import Events, Kind, Range
 
@@ -116,7 +118,4 @@ class Nest:
 
 def nests(ranges: Iterable[Range]) -> dict[int, Nest]:
     """One `Nest` a thread."""
-    by_thread: dict[int, list[Range]] = {}
-    for each in ranges:
-        by_thread.setdefault(each.thread, []).append(each)
-    return {thread: Nest(members) for thread, members in by_thread.items()}
+    return {thread: Nest(members) for thread, members in grouped(ranges, attrgetter("thread")).items()}

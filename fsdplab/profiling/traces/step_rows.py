@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from fsdplab.common.rows import grouped
 from fsdplab.common.words import OFF_LINK
 from fsdplab.profiling.intervals import EMPTY, Intervals, close_gaps, latest_ends, pairs, size, subtract, union, within
 from fsdplab.profiling.traces.account import PARTS, Account, TraceSets, account
@@ -65,10 +66,7 @@ class StepRows:
     def exposed(self) -> list[Row]:
         """One row a unit, phase and kind; of several collectives the most exposed one gives the cause."""
         mine, found = self.step.collectives, self.account
-        groups: dict[tuple[str, str, str], list[int]] = {}
-        for index, each in enumerate(mine):
-            groups.setdefault((each.unit, each.phase, each.kind), []).append(index)
-        rows = []
+        groups, rows = grouped(range(len(mine)), lambda index: mine[index].label[:3]), []
         for (unit, phase, kind), members in groups.items():
             spans, sums = union(pieces_of([mine[index] for index in members])), found.parts[members].sum(0)
             rows.append({
