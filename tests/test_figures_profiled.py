@@ -434,7 +434,7 @@ def huge(tmp_path, units: int = 800, ranks: int = 4) -> RunRecord:
     flat = dict.fromkeys(CATEGORIES, MB)
     memory = [
         dict(rank=0, step=5, time_ns=index * 10 * US, **flat | {"activations": index % 977 * US}, is_peak=False)
-        for index in range(30_000)
+        for index in range(0, 30_000, 60)  # 500 rows, the most that a recorder keeps
     ]
     record.tables |= {"timeline": rows, "life": life, "memory": memory, "exposed": exposed, "breakdown": []}
     record.summary = replace(record.summary, memory_start_ns={0: EPOCH})
@@ -454,24 +454,9 @@ def test_a_huge_step_is_drawn_with_few_marks_that_keep_the_whole_time(tmp_path):
     linked = figures.linked_at(record, 5 * MB)
     assert sum(len(trace.x) for trace in linked.data if trace.xaxis != "x2" and trace.yaxis != "y2") <= 4_000
     assert sum(len(trace.x) for trace in figures.slice_map(record, 5 * MB).data) <= 4_500
-    assert len(figures.memory_timeline(record).data[0].x) <= 1_002
+    assert len(figures.memory_timeline(record).data[0].x) == 500
     page = figures.comparison_page(comparison_json([record]), [record])
     assert len(page.encode()) - len(get_plotlyjs().encode()) < 1_000_000
-
-
-def test_thinning_keeps_the_peak():
-    from fsdplab.figures.plots.memory import envelope
-
-    rows = [
-        dict.fromkeys(CATEGORIES, 0) | {"time_ns": index, "other": 5_000 if index == 4_321 else index % 7}
-        for index in range(10_000)
-    ]
-    kept = envelope(rows, limit=50)
-    assert (
-        len(kept) <= 101 and max(row["other"] for row in kept) == 5_000 and (kept[0], kept[-1]) == (rows[0], rows[-1])
-    )
-    assert [row["time_ns"] for row in kept] == sorted(row["time_ns"] for row in kept)
-    assert envelope(rows[:80], limit=50) == rows[:80]
 
 
 def test_step_bar_sums_to_the_step_of_the_most_exposed_rank(ahead, behind, no_communication):

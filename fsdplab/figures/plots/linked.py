@@ -13,7 +13,7 @@ from fsdplab.figures.lanes import Mark, downsample, mark_lanes, named_axis
 from fsdplab.figures.lines import peak
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.plots import shard_map
-from fsdplab.figures.plots.memory import MB, bands, envelope, total
+from fsdplab.figures.plots.memory import MB, bands, total
 from fsdplab.figures.plots.shard_map import UnitStates, unit_states
 from fsdplab.figures.plots.timeline import lane_bars, lanes_of, phase_lines, phases
 from fsdplab.figures.profile_data import MS, Row, conditions, label, rows_of, short_unit, timeline_of
@@ -59,8 +59,7 @@ def _linked(record: RunRecord, at_ns: float | None, limit: int) -> go.Figure:
     heights += [] if at_ns is None else [shard_map.map_height(life, 46)]
     domains, top = _domains(heights), max(memory, key=total)
     timeline, merged = lane_bars(rows, lanes, end, limit)
-    drawn = envelope(memory, 300)
-    drawn.append({**drawn[-1], "time_ns": max(life.length, drawn[-1]["time_ns"])})
+    drawn = [*memory, {**memory[-1], "time_ns": max(life.length, memory[-1]["time_ns"])}]
     stack = bands(drawn, [round(row["time_ns"] / MS, 4) for row in drawn], yaxis="y2")
     figure = go.Figure([*timeline, *stack, *_life_bars(life, end, limit)])
     spike = dict(

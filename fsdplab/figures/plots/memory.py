@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fsdplab.common.rows import grouped
 from fsdplab.common.sizes import size
 from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.fastest import listed
@@ -127,11 +126,10 @@ def memory_timeline(record: RunRecord, rank: int = 0) -> go.Figure:
         )
     rows.sort(key=lambda row: float(row["time_ns"]))
     run = view(record)
-    drawn = envelope(rows)
-    times = [float(row["time_ns"]) / MS for row in drawn]
-    totals = [total(row) for row in drawn]
-    figure = go.Figure(bands(drawn, times))
-    top = max(range(len(drawn)), key=totals.__getitem__)
+    times = [float(row["time_ns"]) / MS for row in rows]
+    totals = [total(row) for row in rows]
+    figure = go.Figure(bands(rows, times))
+    top = max(range(len(rows)), key=totals.__getitem__)
     figure.add_trace(peak(times[top], totals[top] / MB))
     words = dict(text=f"<b>peak {size(totals[top])}</b>", showarrow=False, yshift=18, font=dict(color=ALARM))
     figure.add_annotation(x=times[top], y=totals[top] / MB, **words)
@@ -148,20 +146,6 @@ def memory_timeline(record: RunRecord, rank: int = 0) -> go.Figure:
 def total(row: Row) -> float:
     """Bytes of a row of memory, all categories together."""
     return sum(float(row[name]) for name in CATEGORIES)
-
-
-def envelope(rows: list[Row], limit: int = 500) -> list[Row]:
-    """At most about twice `limit` of a rank's rows: of each equal share of the step, the highest and the last.
-
-    A step has tens of thousands of allocations, a screen about a thousand columns; the peak and the level at the end of
-    every column stay.
-    """
-    if len(rows) <= 2 * limit:
-        return rows
-    begin, length = float(rows[0]["time_ns"]), max(1.0, float(rows[-1]["time_ns"]) - float(rows[0]["time_ns"]))
-    shares = grouped(rows, lambda row: int((float(row["time_ns"]) - begin) / length * (limit - 1)))
-    kept = [place for share in shares.values() for place in (max(share, key=total), share[-1])]
-    return list({id(row): row for row in [rows[0], *kept]}.values())
 
 
 def bands(rows: list[Row], times: list[float], **more: str) -> list[go.Scatter]:
