@@ -1,7 +1,7 @@
 """What runs will take, as HTML that is quick enough to follow the sliders of a notebook.
 
-A prediction is arithmetic: no process is started, no
-model is built. The picture is a few coloured boxes, because a figure takes longer to draw than a control to move.
+A prediction is arithmetic: no process is started, no model is built. The picture is a few coloured boxes, because a
+figure takes longer to draw than a control to move.
 """
 
 from __future__ import annotations
@@ -40,6 +40,16 @@ class Outlook:
             return ""
         return f"does not fit the card: {size(needed)} needed, {size(card)} there, {size(needed - card)} too much"
 
+    @property
+    def split(self) -> Mapping[str, int]:
+        """The predicted peak by category; {} where it is not predicted."""
+        return self.predicted.by_category or {}
+
+    @property
+    def words(self) -> str:
+        """Why it does not fit, else what it takes."""
+        return self.misfit or in_words(self.predicted)
+
 
 @dataclass(frozen=True, repr=False)
 class OutlookTable:
@@ -48,7 +58,7 @@ class OutlookTable:
     rows: tuple[Outlook, ...]
 
     def __str__(self) -> str:
-        return "\n".join(f"{row.label}: {row.misfit or in_words(row.predicted)}" for row in self.rows)
+        return "\n".join(f"{row.label}: {row.words}" for row in self.rows)
 
     __repr__ = __str__
 
@@ -90,24 +100,7 @@ def outlook_html(rows: Sequence[Outlook]) -> str:
     """A bar a run over one scale, with the card as a line; what does not fit is red."""
     if not rows:
         return ""
-    bars = [_bar(row) for row in rows]
-    lengths = [sum(bar.split.values()) for bar in bars] + [bar.card or 0 for bar in bars]
-    legend = [row for row in CATEGORY_ROWS.values() if any(bar.split.get(row.name) for bar in bars)]
-    remark = next((row.remark for row in rows if row.predicted.by_category), rows[0].remark)
-    return str(rendered("outlook.html", bars=bars, scale=1.08 * max(1, *lengths), legend=legend, remark=remark))
-
-
-@dataclass(frozen=True)
-class _Bar:
-    """A bar of `outlook.html`: bytes by category, the card's line, and the words beside it."""
-
-    name: str
-    split: Mapping[str, int]
-    words: str
-    card: int | None = None
-    misfit: bool = False
-
-
-def _bar(row: Outlook) -> _Bar:
-    words = row.misfit or in_words(row.predicted)
-    return _Bar(row.label, row.predicted.by_category or {}, words, row.spec.card, bool(row.misfit))
+    lengths = [sum(row.split.values()) for row in rows] + [row.spec.card or 0 for row in rows]
+    legend = [each for each in CATEGORY_ROWS.values() if any(row.split.get(each.name) for row in rows)]
+    remark = next((row.remark for row in rows if row.split), rows[0].remark)
+    return str(rendered("outlook.html", rows=rows, scale=1.08 * max(1, *lengths), legend=legend, remark=remark))
