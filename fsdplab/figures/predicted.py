@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from fsdplab.common.names import CATEGORIES
 from fsdplab.common.sizes import size
@@ -15,33 +14,17 @@ SMALL = 0.005  # of the peak: what is less changes no picture
 ALIKE = 0.01  # totals nearer than this are those of instants that are equally high
 
 
-@dataclass(frozen=True)
-class Gap:
-    """A category that is off by more than a tenth, and by more than half a percent of the peak."""
-
-    run: str
-    category: str
-    predicted: int
-    measured: int
-    why: str
-
-    @property
-    def text(self) -> str:
-        """One line for the page."""
-        name = CATEGORY_NAMES[self.category]
-        return f"{self.run}: {name} {size(self.predicted)} predicted, {size(self.measured)} measured: {self.why}"
-
-
-def gaps(run: RunView) -> list[Gap]:
-    """The categories of a run whose prediction is off, each with the reason."""
-    if not run.predicted_peak or not run.peak:
-        return []
-    pairs = [(name, run.predicted_split.get(name, 0), run.split.get(name, 0)) for name in CATEGORIES]
-    return [
-        Gap(run.label, name, ours, theirs, _why(run, name, ours < theirs))
-        for name, ours, theirs in pairs
-        if abs(ours - theirs) > max(NEAR * theirs, SMALL * run.peak)
-    ]
+def gaps(run: RunView) -> list[str]:
+    """A sentence on each category of which the prediction is off by more than a tenth, and by more than half a percent
+    of the peak, with the reason.
+    """
+    found = []
+    for name in CATEGORIES if run.predicted_peak and run.peak else ():
+        ours, theirs = run.predicted_split.get(name, 0), run.split.get(name, 0)
+        if abs(ours - theirs) > max(NEAR * theirs, SMALL * known(run.peak)):
+            both = f"{CATEGORY_NAMES[name]} {size(ours)} predicted, {size(theirs)} measured"
+            found.append(f"{run.label}: {both}: {_why(run, name, ours < theirs)}")
+    return found
 
 
 def _why(run: RunView, category: str, too_little: bool) -> str:

@@ -187,7 +187,7 @@ def _prediction(shown: list[RunView], source: Runs) -> Markup:
     if not known:
         return Markup("")
     reasons = [f"{run.label}: not predicted: {why}" for run in shown if (why := run.summary.predicted.why_not)]
-    explained = [gap.text for run in known for gap in gaps(run)]
+    explained = [gap for run in known for gap in gaps(run)]
     alike = "Every category is within 10% of what was measured, or less than 0.5% of the peak off."
     rows = [
         [
