@@ -20,17 +20,7 @@ from typing import Any
 from fsdplab.common.names import CATEGORY_ROWS, IN_GROUPS, SAVES_MOST, strategies_that
 from fsdplab.common.sizes import percent, seconds, size
 from fsdplab.profiling.arrivals import too_few_steps
-from fsdplab.profiling.step_facts import (
-    ByRankAndStep,
-    Claim,
-    StepFacts,
-    Unclaimed,
-    ahead,
-    beside,
-    by_rank,
-    of_ranks,
-    step_facts,
-)
+from fsdplab.profiling.step_facts import Claim, StepFacts, Unclaimed, ahead, beside, by_rank, of_ranks, step_facts
 from fsdplab.profiling.step_summary import ExposedCell
 from fsdplab.records import PARTS_OF_EXPOSED, RunRecord
 from fsdplab.records.summary import core_sentence
@@ -95,14 +85,13 @@ class Rule:
         return Finding(**vars(fact), title=title, text=text, remedy=remedy)
 
 
-def findings(record: RunRecord, loading: ByRankAndStep | None = None) -> list[Finding]:
+def findings(record: RunRecord) -> list[Finding]:
     """At most five findings on a profiled run, costliest first; ValueError when the run was not profiled.
 
-    A link that is slower than the work comes before what a schedule could hide on it. `loading`: seconds by (rank,
-    step) until the step's data was there, by default the record's own. Of a full_shard run with prefetch=0 on a slow
-    link the first says "All-gathers are issued too late: 210 ms of each step are exposed, ...".
+    A link that is slower than the work comes before what a schedule could hide on it. Of a full_shard run with
+    prefetch=0 on a slow link the first says "All-gathers are issued too late: 210 ms of each step are exposed, ...".
     """
-    facts = step_facts(record, loading)
+    facts = step_facts(record)
     peak = _found((_PEAK,), facts)
     if record.summary.short_of_cores:
         return [*_found((_SHORT_OF_CORES,), facts), *peak]

@@ -155,8 +155,8 @@ class StepFacts:
         return min(timed, default=0) / 1e9 * len(rows)
 
 
-def step_facts(record: RunRecord, loading: ByRankAndStep | None = None) -> StepFacts:
-    """The facts of a profiled record; ValueError when it was not profiled. `loading`: by default the record's own."""
+def step_facts(record: RunRecord) -> StepFacts:
+    """The facts of a profiled record; ValueError when it was not profiled."""
     breakdown = record.table("breakdown")
     worst = step_summary(breakdown)
     if worst is None:
@@ -171,7 +171,7 @@ def step_facts(record: RunRecord, loading: ByRankAndStep | None = None) -> StepF
         record, worst, scale, min(worst.step_ns / 1e9, timed or inf), [_scaled(cell, scale) for cell in cells],
         compute_s={(row["rank"], row["step"]): row["compute_ns"] / 1e9 for row in breakdown},
         own_s={(row["rank"], row["step"]): (row["step_ns"] - row["exposed_ns"]) / 1e9 for row in breakdown},
-        loading=_loading(record, steps) if loading is None else loading,
+        loading=_loading(record, steps),
     )  # fmt: skip
 
 
