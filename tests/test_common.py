@@ -28,7 +28,7 @@ def test_examples_in_docstrings_hold(name):
 
 
 def test_it_imports_the_standard_library_only():
-    modules = "files, lazy, names, processes, sizes, words"
+    modules = "files, lazy, names, processes, rows, sizes, words"
     code = f"import sys; before = set(sys.modules); from fsdplab.common import {modules}; print(*sys.modules - before)"
     code = code.replace("sys.modules - before", "(set(sys.modules) - before)")
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()

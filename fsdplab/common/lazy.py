@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from pathlib import Path
 
 
 def names_of(
@@ -27,3 +29,16 @@ def names_of(
         return value
 
     return load, lambda: sorted(public)
+
+
+def names_of_stub(package: str, file: str) -> tuple[list[str], Callable[[str], object], Callable[[], list[str]]]:
+    """`__all__`, `__getattr__` and `__dir__` of a package whose public names are the imports of the stub beside its
+    file, where type checkers look for them, too.
+
+    `__all__, __getattr__, __dir__ = names_of_stub(__name__, __file__)` in `__init__.py`, and in `__init__.pyi`
+    `from fsdplab.profiling.exports import export_csv as export_csv`.
+    """
+    stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    sources = {each.name: str(node.module) for node in imports for each in node.names}
+    return [*sources], *names_of(package, sources)
