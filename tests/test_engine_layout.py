@@ -8,6 +8,7 @@ import importlib
 import pytest
 import torch
 
+from fsdplab.engine.core.average import Average
 from fsdplab.engine.core.gathered import Gathered
 from fsdplab.engine.core.layout import SLICES_ALIGNED, Layout
 from fsdplab.engine.core.packing import chunks, cut_out, pack, same_order, unpack, unpack_from
@@ -158,7 +159,7 @@ def test_sums_run_in_rank_order_in_float32(ranks: int, dtype: torch.dtype) -> No
     for part in parts[1:]:
         expected = expected + part.float()
     output = torch.empty(1000, dtype=dtype)
-    sum_in_rank_order(parts, output, 2.0)
+    sum_in_rank_order(parts, output, Average(2.0))
     assert torch.equal(output, (expected / 2.0).to(dtype))
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fsdplab.engine import STRATEGIES, shard_model
+from fsdplab.engine.core.average import Average
 from fsdplab.engine.core.transport import CollectiveLabel, Departure
 from fsdplab.engine.emulation.link import Link, behind
 from fsdplab.engine.transport.selection import transport_of
@@ -55,7 +56,9 @@ def test_gloo_and_shared_memory_train_to_the_same_bits(ranks, world_size: int) -
 
 def interrupted_when_it_has_divided() -> None:
     buffer = torch.full((4,), dist.get_rank() + 1.0)
-    work = transport_of(dist.group.WORLD, CPU, "gloo").all_reduce(buffer, CollectiveLabel("unit", "backward"), 2.0)
+    work = transport_of(dist.group.WORLD, CPU, "gloo").all_reduce(
+        buffer, CollectiveLabel("unit", "backward"), Average(2.0)
+    )
 
     def interrupt(*_: object) -> None:
         if bool((buffer == 1.5).all()):
@@ -163,7 +166,7 @@ def summed_early(linked: bool) -> float:
     transport, rank = transport_of(dist.group.WORLD, torch.device("cpu"), "shm"), dist.get_rank()
     transport = behind(transport, Link(1e9)) if linked else transport
     buffer = torch.full((5,), float(rank + 1))
-    work = transport.all_reduce(buffer, CollectiveLabel("block", "backward"), 2.0)
+    work = transport.all_reduce(buffer, CollectiveLabel("block", "backward"), Average(2.0))
     if rank == 0:
         work.advance()
         dist.barrier()

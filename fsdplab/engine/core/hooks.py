@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fsdplab.engine import compat, events
+from fsdplab.engine.core.memory import hand_out_undecided
 from fsdplab.engine.core.schedule import Schedule
 from fsdplab.engine.core.step import StepOrder
 from fsdplab.engine.core.unit import DONE, RUNNING, Unit
@@ -78,6 +79,9 @@ class Runtime(StepOrder):
     @torch.no_grad()
     def end_backward(self) -> None:
         super().end_backward()
+
+    def _hand_out_undecided(self) -> None:
+        hand_out_undecided(unit.memory for unit in self.units.values())
 
     @property
     def left_unfinished(self) -> bool:

@@ -8,7 +8,8 @@ they have another dtype. Under `no_shard` a shard is everything: nothing is gath
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Protocol
 
@@ -16,9 +17,10 @@ import torch
 from torch._prims_common import make_contiguous_strides_for as contiguous_strides
 
 from fsdplab.engine import compat, events
+from fsdplab.engine.core.average import Average, Marks, half
 from fsdplab.engine.core.gathered import Gathered
 from fsdplab.engine.core.layout import Layout, Slot
-from fsdplab.engine.core.packing import chunks, cut_out, half, is_missing, pack
+from fsdplab.engine.core.packing import chunks, cut_out, pack
 from fsdplab.engine.core.param import ShardedParam
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.transport import CollectiveLabel, SendShard, Transport
@@ -43,6 +45,36 @@ class FewerRanks(Protocol):
         """Let the shards go."""
 
 
+@dataclass(frozen=True)
+class Undecided:
+    """Averages that nobody has read yet: for each parameter that has a mark, whether no rank had a gradient (bool, on
+    the device), and its part of the average; None where this rank had one, so that it was handed out.
+    """
+
+    missing: torch.Tensor
+    averages: Sequence[tuple[ShardedParam, torch.Tensor | None]]
+
+
+class GradientLayout:
+    """How the gradients of some parameters are reduced in `dtype`: the layout of what is sent, which as real numbers is
+    `sent` (sums and quotients of complex zeros lose their signs), and its marks.
+    """
+
+    def __init__(self, params: Sequence[ShardedParam], dtype: torch.dtype, config: UnitConfig) -> None:
+        self.params, self.dtype = params, dtype
+        self.layout = self.sent = layout_of(params, [dtype] * len(params), config.ranks)
+        if dtype.is_complex:
+            halves = [(slot.name, (*slot.shape, 2), slot.itemsize // 2) for slot in self.layout.slots]
+            self.sent = Layout.of(halves, config.ranks)
+        self.marks = Marks.of(self.sent, config.device)
+
+    def as_sent(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+        """`gradient` as real numbers."""
+        if gradient is None or not self.dtype.is_complex:
+            return gradient
+        return torch.view_as_real(gradient.to(self.dtype).resolve_conj())
+
+
 class UnitMemory(Memory):
     """The tensors of one unit."""
 
@@ -55,6 +87,8 @@ class UnitMemory(Memory):
         self._versions: list[int] = []  # of the shards, when they were unsharded
         self._partial_sum: torch.Tensor | None = None  # gradients summed over the shards, not yet over the replicas
         self._arriving = Pending(lambda: None)  # gradients on their way to host memory
+        self._undecided: list[Undecided] = []  # until the end of the backward
+        self._gradient_layout: GradientLayout | None = None  # of the last reduction
         self._lay_out()
 
     def _lay_out(self) -> None:
@@ -269,30 +303,51 @@ class UnitMemory(Memory):
         params = self._trainable()
         missing = [param.whole_gradient is None for param in params]
         dtype = self.config.policy.reduce_dtype or reduce(torch.promote_types, {each.gradient_dtype for each in params})
-        layout = layout_of(params, [dtype] * len(params), self.config.ranks)
-        output = torch.empty(layout.slice_bytes // dtype.itemsize, dtype=dtype, device=self.config.device)
+        lying = self._gradients_in(params, dtype)
+        output = torch.empty(lying.layout.slice_bytes // dtype.itemsize, dtype=dtype, device=self.config.device)
         events.tag("gradient_slices" if self.config.shard else "whole_gradients", output, self.name)
-        yield from self._sum(layout, [param.whole_gradient for param in params], output, options)
+        sent = torch.view_as_real(output).view(-1) if dtype.is_complex else output
+        # a rank that has a gradient knows; of fake ones nobody has what this rank has not
+        asks = any(missing) and self.config.divide > 1.0 and not options.unused and not compat.is_fake(output)
+        marked = [lacks for lacks, slot in zip(missing, lying.layout.slots) if slot.chunk_bytes]
+        average = Average(options.divide, lying.marks, lying.marks.to_add(marked, sent), keeps=asks)
+        yield from self._sum(
+            lying.sent, [lying.as_sent(param.whole_gradient) for param in params], sent, average, options.all_reduce
+        )
         if self.config.replicate and not options.all_reduce:
-            self._partial_sum = output
+            self._partial_sum = sent
         else:
-            self._hand_out(params, missing, layout, output, options)
+            nobodys = lying.marks.missing(sent) if asks else None
+            self._hand_out(params, missing, lying.layout, output, options, nobodys)
+
+    def _gradients_in(self, params: Sequence[ShardedParam], dtype: torch.dtype) -> GradientLayout:
+        """How the gradients of `params` are reduced; kept for the next reduction."""
+        kept = self._gradient_layout
+        if kept is None or (kept.params, kept.dtype) != (params, dtype):
+            self._gradient_layout = kept = GradientLayout(params, dtype, self.config)
+        return kept
 
     def _sum(
-        self, layout: Layout, gradients: Sequence[torch.Tensor | None], output: torch.Tensor, options: ReduceOptions
+        self,
+        layout: Layout,
+        gradients: Sequence[torch.Tensor | None],
+        output: torch.Tensor,
+        average: Average,
+        all_reduce: bool,
     ) -> Iterator[Pending]:
         """Reduce-scatter over the shards, all-reduce over the replicas, or both: each then hides behind the backward
         of one further unit. So do the two halves of an all-reduce between CPU ranks.
         """
-        shard, replicate = self.config.shard, self.config.replicate if options.all_reduce else None
+        shard, replicate = self.config.shard, self.config.replicate if all_reduce else None
         label, padding = CollectiveLabel(self.name, "backward"), self._padding(layout)
-        first, second = self._divisions(options.divide, output.dtype)
+        first, second = self._divisions(average, output.dtype)
         earlier, self._partial_sum = self._partial_sum, None
         over_replicas = None
         if shard is None and replicate and earlier is None:
             summed, over_replicas = replicate.all_reduce_packed(layout, gradients, output, label, second).parts()
         elif shard is None:
             pack(layout, gradients, output)
+            average.mark(output)
             summed = Pending(lambda: None)
         else:
             summed = shard.reduce_scatter(layout, gradients, output, label, first)
@@ -304,17 +359,17 @@ class UnitMemory(Memory):
             output.add_(earlier)
         if replicate:
             yield over_replicas or replicate.all_reduce(output, label, second, padding)
-        elif shard is None and self.config.replicate is None and options.divide != 1.0:
-            output.div_(options.divide)
+        elif shard is None and self.config.replicate is None and average.factor != 1.0:
+            output.div_(average.factor)
 
-    def _divisions(self, divide: float, dtype: torch.dtype) -> tuple[float, float]:
-        """By how much to divide the sums over shards and over replicas: replicas sum before anything is divided, but
-        what could overflow is halfway small by then.
+    def _divisions(self, average: Average, dtype: torch.dtype) -> tuple[Average, Average]:
+        """How to divide the sums over shards and over replicas: replicas sum before anything is divided, but what could
+        overflow is halfway small by then.
         """
         if self.config.replicate is None:
-            return divide, 1.0
-        first = half(divide) if dtype is torch.float16 and self.config.shard else 1.0
-        return first, divide / first
+            return average, average
+        first = half(average.factor) if dtype is torch.float16 and self.config.shard else 1.0
+        return replace(average, factor=first).keeping(), average.after(first)
 
     def _padding(self, layout: Layout) -> int:
         """Bytes of what is all-reduced that hold no gradient."""
@@ -330,29 +385,37 @@ class UnitMemory(Memory):
         layout: Layout,
         output: torch.Tensor,
         options: ReduceOptions,
+        nobodys: torch.Tensor | None,
     ) -> None:
         """Give every parameter its rows; one that no rank has used gets none, unless `options.unused`.
 
         A parameter that this rank has no gradient of may have one on another; FSDP2 takes this rank's word for all of
-        them. Rows that go to host memory may still be on their way (`await_copies`), unless somebody reads them at
-        once, so whatever computes with them comes before they leave.
+        them. `nobodys` says so on the device, where it is read once a backward (`hand_out_undecided`). Rows that go to
+        host memory may still be on their way (`await_copies`), unless somebody reads them at once, so whatever computes
+        with them comes before they leave.
         """
-        size = output.element_size()
-        taken = [
-            (param, slot)
-            for param, slot, lacks in zip(params, layout.slots, missing)
-            if not lacks or options.unused or not is_missing(output[slot.offset // size :][: slot.chunk_bytes // size])
-        ]
         if options.hook is not None:
             options.hook(output)
         dtypes = {compat.gradient_dtype(param.at_rest) or output.dtype for param in params}
         cast = output.to(*dtypes) if len(dtypes) == 1 else output
-        ready = (self._gradient_of(param, slot, cast) for param, slot in taken)
+        taken = [
+            (param, slot, not lacks or options.unused)
+            for param, slot, lacks in zip(params, layout.slots, missing)
+            if not lacks or options.unused or nobodys is not None
+        ]
+        ready = (self._gradient_of(param, slot, cast) for param, slot, _ in taken)
         at_rest, self._arriving = self.config.storage.take(ready)
-        if any(param.reads_gradient_at_once for param, _ in taken):
+        if any(at_once and param.reads_gradient_at_once for param, _, at_once in taken):
             self._arriving.wait()
-        for (param, _), gradient in zip(taken, at_rest):
-            param.give_gradient(gradient)
+        waiting: dict[ShardedParam, torch.Tensor] = {}
+        for (param, _, at_once), gradient in zip(taken, at_rest):
+            if at_once:
+                param.give_gradient(gradient)
+            else:
+                waiting[param] = gradient
+        if nobodys is not None:
+            marked = [param for param, slot in zip(params, layout.slots) if slot.chunk_bytes]
+            self._undecided.append(Undecided(nobodys, [(param, waiting.get(param)) for param in marked]))
 
     def _gradient_of(self, param: ShardedParam, slot: Slot, output: torch.Tensor) -> torch.Tensor:
         """The rows of `param` in `output`, as it has them at rest; a gradient that is kept whole takes them in."""
@@ -363,13 +426,32 @@ class UnitMemory(Memory):
         rows = rows if whole is None else whole[start:stop].copy_(rows)
         return param.natural(rows.to(compat.gradient_dtype(param.at_rest) or rows.dtype)).contiguous()
 
+    def take_undecided(self) -> list[Undecided]:
+        """What `hand_out_undecided` has to decide, once it has arrived where its parameters rest."""
+        taken, self._undecided = self._undecided, []
+        if taken:
+            self._arriving.wait()
+        return taken
+
     def forget_gradients(self) -> None:
         for param in self.params:
             param.whole_gradient = None
 
     def abandon_gradients(self) -> None:
-        self._partial_sum = None
+        self._partial_sum, self._undecided = None, []
         self.forget_gradients()
         for param in self.params:
             if param.gathered is not None:
                 param.gathered.grad = None
+
+
+def hand_out_undecided(memories: Iterable[UnitMemory]) -> None:
+    """Give parameters the gradients that this rank had not and others had, after one read of the device for all."""
+    undecided = [each for memory in memories for each in memory.take_undecided()]
+    if not undecided:
+        return
+    device = undecided[0].missing.device
+    missing = iter(torch.cat([each.missing.to(device) for each in undecided]).tolist())
+    for param, average in (pair for each in undecided for pair in each.averages):
+        if not next(missing) and average is not None:
+            param.give_gradient(average)

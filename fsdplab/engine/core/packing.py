@@ -1,17 +1,15 @@
 """Between parameters and what travels: gradients into slices, slices into whole parameters.
 
-Copies, and no arithmetic. A gradient that is missing travels as negative zeros: they change no sum, and a sum of
-nothing else is one too, so that a reduction shows which parameters had a gradient on no rank at all.
+Copies, and no arithmetic. A gradient that is missing travels as negative zeros, which change no sum; `average.py` says
+how ranks learn from a sum that nobody had one.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 
-from fsdplab.engine import compat
 from fsdplab.engine.core.gathered import WORDS, Gathered
 from fsdplab.engine.core.layout import Layout, Slot
 
@@ -62,22 +60,12 @@ def chunks(slice_: torch.Tensor, layout: Layout, dtypes: Dtypes) -> list[torch.T
 
 def mark_missing(part: torch.Tensor) -> None:
     """Fill the place of a gradient that is missing."""
-    (torch.view_as_real(part) if part.is_complex() else part).fill_(-0.0)
-
-
-def is_missing(part: torch.Tensor) -> bool:
-    """Whether no rank had a gradient for `part` of a sum, as is supposed of a fake one; waits for the device.
-
-    >>> is_missing(torch.tensor([-0.0, -0.0]) + torch.tensor([-0.0, -0.0])), is_missing(torch.tensor([-0.0, 0.0]))
-    (True, False)
-    """
-    real = torch.view_as_real(part) if part.is_complex() else part
-    return compat.is_fake(real) or bool(((real == 0) & real.signbit()).all())
+    part.fill_(-0.0)
 
 
 def pack(layout: Layout, gradients: Sequence[torch.Tensor | None], send: torch.Tensor) -> None:
-    """Copy whole gradients into n slices (rank-major), casting to `send`'s dtype; padding becomes zeros, None is
-    marked as missing.
+    """Copy whole gradients into n slices (rank-major), casting to `send`'s dtype; padding becomes zeros, None negative
+    zeros.
     """
     given = dict(zip(layout.slots, gradients, strict=True))
     gaps = [layout.word * piece.words // send.element_size() for piece in layout.pieces if piece.slot is None]
@@ -96,12 +84,7 @@ def pack(layout: Layout, gradients: Sequence[torch.Tensor | None], send: torch.T
 
 
 def _missing(layout: Layout, slot: Slot, like: torch.Tensor) -> torch.Tensor:
-    """Marks for every row that travels, those that are padding too: a part is missing if all of it is marked."""
+    """Negative zeros for every row that travels, those that are padding too."""
     marked = like.new_empty(1)
     mark_missing(marked)
     return marked.expand(layout.ranks * slot.chunk, *slot.shape[1:])
-
-
-def half(divide: float) -> float:
-    """A power of two near the square root of `divide`: half of the division, exact in any precision."""
-    return 2.0 ** round(math.log2(max(divide, 1.0)) / 2)

@@ -161,10 +161,14 @@ class StepOrder:
                 if unit.reshard_after_backward:
                     unit.reshard("backward")
             self._await_peers()
+            self._hand_out_undecided()
             for unit in self.units.values():
                 unit.end_backward()
         self._accumulating = not self.root.is_last_backward or not all(unit.sync for unit in self.units.values())
         self.in_backward = False
+
+    def _hand_out_undecided(self) -> None:
+        """Gradients that this rank lacks and other ranks may have: only tensors tell."""
 
     def finalize_backward(self) -> None:
         """As a backward that reaches no unit: reduce what was accumulated, and reshard."""

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from fsdplab.engine import events
+from fsdplab.engine.core.average import Average
 from fsdplab.engine.core.gathered import Gathered
 from fsdplab.engine.core.layout import Layout
 from fsdplab.engine.core.packing import pack
@@ -115,27 +116,30 @@ class Transport(ABC):
 
     @abstractmethod
     def reduce_scatter(
-        self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, divide: float
+        self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, average: Average
     ) -> Pending:
-        """Sum every rank's `gradients`, divide, and leave this rank's slice in `output`."""
+        """Average every rank's `gradients`, and leave this rank's slice in `output`."""
 
     @abstractmethod
     def all_reduce(
         self,
         buffer: torch.Tensor,
         label: CollectiveLabel,
-        divide: float,
+        average: Average,
         padding: int = 0,
         after: Pending | None = None,
     ) -> Pending:
-        """Sum `buffer` over all ranks in place and divide; `after`: the work on another stream that fills it."""
+        """Average `buffer`, which is marked, over all ranks in place; `after`: the work on another stream that fills
+        it.
+        """
 
     def all_reduce_packed(
-        self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, divide: float
+        self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, average: Average
     ) -> Pending:
-        """Pack `gradients` into `output`, sum it over all ranks in place, and divide."""
+        """Pack `gradients` into `output` and average it over all ranks in place."""
         pack(layout, gradients, output)
-        return self.all_reduce(output, label, divide, layout.padding_bytes)
+        average.mark(output)
+        return self.all_reduce(output, label, average, layout.padding_bytes)
 
     def storage(self, device: torch.device) -> ShardStorage:
         """Where slices rest that no offload policy sends elsewhere."""

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from fsdplab.engine import compat, events
+from fsdplab.engine.core.average import Average
 from fsdplab.engine.core.transport import Transport
 from fsdplab.engine.core.unit import Unit
 from fsdplab.engine.transport.staged import Reduction, StagedTransport
@@ -26,6 +27,7 @@ class CustomTransport(StagedTransport):
             self._reduce_group = below._reduce_group
         self.below, self.gather, self.scatter = below, gather, scatter
         self._gathers_in_place = gather is not None  # as PyTorch's: memory that is registered holds both
+        self._overflows_in_float16 = scatter is None
 
     def separate_reductions(self, enable: bool) -> None:
         """As below, and for good: what is made over the same transport later reduces in the same group."""
@@ -43,15 +45,15 @@ class CustomTransport(StagedTransport):
             return super()._gather(staging, send, asynchronous)
         return self.gather(staging, send, self.group, async_op=asynchronous)
 
-    def _reduction(self, send: torch.Tensor, output: torch.Tensor, divide: float) -> Reduction:
+    def _reduction(self, send: torch.Tensor, output: torch.Tensor, average: Average) -> Reduction:
         if self.scatter is None:
-            return super()._reduction(send, output, divide)
+            return super()._reduction(send, output, average)
         received = self._staging(output.numel(), output.dtype, "scatter")
 
         def issue(asynchronous: bool) -> Any:
             return self.scatter(received, send, self._reduce_group, dist.ReduceOp.SUM, async_op=asynchronous)
 
-        return issue, lambda: output.copy_(received).div_(divide), received
+        return issue, lambda: average.finish(output.copy_(received), output), received
 
 
 class GroupMemory:

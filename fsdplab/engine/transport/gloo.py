@@ -14,31 +14,29 @@ import torch
 import torch.distributed as dist
 
 from fsdplab.engine import compat, events
+from fsdplab.engine.core.average import Average
 from fsdplab.engine.transport.staged import Reduction, StagedTransport
 
 
 class GlooTransport(StagedTransport):
     """Gloo, with a reduce-scatter that moves P(n-1)/n bytes."""
 
+    _overflows_in_float16 = False  # it sums in float32
+
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group, device)
         self._backend = group._get_backend(device)
         self._announced = compat.silent_group(self.rank, self.ranks)
 
-    def _reduction(self, send: torch.Tensor, output: torch.Tensor, divide: float) -> Reduction:
+    def _reduction(self, send: torch.Tensor, output: torch.Tensor, average: Average) -> Reduction:
         received = torch.empty_like(send)
         events.tag("communication_buffers", received, "")
 
         def issue(asynchronous: bool) -> Any:
             announce("reduce_scatter", self._announced, lambda: (torch.empty_like(output), send))
-            return self._backend.alltoall_base(_real(received), _real(send), [], [])
+            return self._backend.alltoall_base(received, send, [], [])
 
-        return issue, lambda: sum_in_rank_order(received.view(self.ranks, -1), output, divide), received
-
-
-def _real(tensor: torch.Tensor) -> torch.Tensor:
-    """What the backend moves: it knows no complex numbers."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        return issue, lambda: sum_in_rank_order(received.view(self.ranks, -1), output, average), received
 
 
 def announce(
@@ -59,17 +57,15 @@ def announce(
         dist.all_reduce(output, group=group)
 
 
-def sum_in_rank_order(parts: Iterable[torch.Tensor], output: torch.Tensor, divide: float) -> None:
-    """`output = (parts[0] + parts[1] + ...) / divide`, always in that order, low precisions in float32.
+def sum_in_rank_order(parts: Iterable[torch.Tensor], output: torch.Tensor, average: Average) -> None:
+    """`output = (parts[0] + parts[1] + ...) / average.factor`, always in that order, low precisions in float32.
 
     `parts` yields one tensor of the shape of `output` a rank.
     """
     total = accumulator(output)
     for rank, part in enumerate(parts):
         total.add_(part) if rank else total.copy_(part)
-    total.div_(divide)
-    if total is not output:
-        output.copy_(total)
+    average.finish(total, output)
 
 
 def accumulator(output: torch.Tensor) -> torch.Tensor:

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from fsdplab.engine import compat, events
+from fsdplab.engine.core.average import Average, half
 from fsdplab.engine.core.gathered import Gathered
 from fsdplab.engine.core.layout import Layout
-from fsdplab.engine.core.packing import half, pack, unpack
+from fsdplab.engine.core.packing import pack, unpack
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.transport import CollectiveLabel, Gradients, SendShard, Transport
 from fsdplab.engine.transport.streams import HostStream, comm_stream
@@ -27,6 +28,7 @@ class StagedTransport(Transport):
     """Gathers and reduces through flat buffers, over one process group, for tensors on one device."""
 
     _gathers_in_place = False  # whether this rank's slice must lie where the gather ends
+    _overflows_in_float16 = True  # so that a part of the division comes before a reduce-scatter
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group)
@@ -64,14 +66,18 @@ class StagedTransport(Transport):
         return self._gather_stream.run(issue, lambda: None, departure, staging, send, after=written, on_wait=copy_out)
 
     def reduce_scatter(
-        self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, divide: float
+        self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, average: Average
     ) -> Pending:
-        """Sum every rank's `gradients` (None where one is missing), divide, and leave this rank's slice in `output`."""
+        """Average every rank's `gradients` (None where one is missing), and leave this rank's slice in `output`."""
+        before = half(average.factor) if output.dtype is torch.float16 and self._overflows_in_float16 else 1.0
         send = self._staging(self.ranks * output.numel(), output.dtype, "scatter")
         events.tag("communication_buffers", send, label.unit)
         with events.span("post_backward_reduce", label.unit):
             pack(layout, gradients, send)
-        issue, sum_up, received = self._reduction(send, output, divide)
+            if before != 1.0:
+                send.div_(before)
+            average.mark(send.view(self.ranks, -1))
+        issue, sum_up, received = self._reduction(send, output, average.after(before))
         departure = self.depart(label, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
         return self._reduce_stream.run(
             issue, events.span("reduce_scatter", label.unit)(sum_up), departure, send, received, output
@@ -81,21 +87,22 @@ class StagedTransport(Transport):
         self,
         buffer: torch.Tensor,
         label: CollectiveLabel,
-        divide: float,
+        average: Average,
         padding: int = 0,
         after: Pending | None = None,
     ) -> Pending:
-        """Sum `buffer` over all ranks in place and divide."""
-        before = half(divide) if buffer.dtype is torch.float16 else 1.0
+        """Average `buffer` over all ranks in place."""
+        before = half(average.factor) if buffer.dtype is torch.float16 else 1.0
 
         def issue(asynchronous: bool) -> Any:
             with events.span("all_reduce", label.unit):
                 if before != 1.0:
-                    buffer.div_(before)
+                    average.keeping().carry(buffer, buffer, lambda: buffer.div_(before))
                 return dist.all_reduce(buffer, group=self.group, async_op=asynchronous)
 
         departure = self.depart(label, "all_reduce", buffer.nbytes, padding, buffer.dtype)
-        return self._all_reduce_stream.run(issue, divides_once(buffer, divide / before), departure, buffer, after=after)
+        finish = average.after(before).finish_once(buffer)
+        return self._all_reduce_stream.run(issue, finish, departure, buffer, after=after)
 
     def separate_reductions(self, enable: bool) -> None:
         """Reduce over a communicator of its own, or over the group again; collective over the group.
@@ -113,23 +120,11 @@ class StagedTransport(Transport):
     def _gather(self, staging: torch.Tensor, send: torch.Tensor, asynchronous: bool) -> Any:
         return compat.all_gather_single(staging, send, group=self.group, async_op=asynchronous)
 
-    def _reduction(self, send: torch.Tensor, output: torch.Tensor, divide: float) -> Reduction:
-        before = half(divide) if output.dtype is torch.float16 else 1.0  # a sum of many float16 values would overflow
-
+    def _reduction(self, send: torch.Tensor, output: torch.Tensor, average: Average) -> Reduction:
         def issue(asynchronous: bool) -> Any:
-            if before != 1.0:
-                send.div_(before)
             return compat.reduce_scatter_single(output, send, group=self._reduce_group, async_op=asynchronous)
 
-        return issue, divides_once(output, divide / before), send
-
-
-def divides_once(tensor: torch.Tensor, factor: float) -> Callable[[], object]:
-    """What divides `tensor` by `factor` when it is first called, and does nothing later: who waits again after an
-    interrupt must not divide twice. Taking the factor and dividing are one call, which no signal handler interrupts.
-    """
-    division = map(tensor.div_, (factor,))
-    return lambda: next(division, None)
+        return issue, average.finish_once(output), send
 
 
 _reduction_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()

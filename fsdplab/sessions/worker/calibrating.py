@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdplab.engine import shard_model
+from fsdplab.engine.core.average import Average
 from fsdplab.engine.core.gathered import Gathered
 from fsdplab.engine.core.layout import Layout
 from fsdplab.engine.core.transport import CollectiveLabel, SendShard
@@ -195,7 +196,7 @@ def _reduce(group: dist.ProcessGroup, nbytes: int) -> Callable[[], float]:
 
     def once() -> float:
         output = torch.empty(layout.slice_bytes // 4)
-        return _timed(lambda: transport.reduce_scatter(layout, [gradient], output, _LABEL, 2.0).wait())
+        return _timed(lambda: transport.reduce_scatter(layout, [gradient], output, _LABEL, Average(2.0)).wait())
 
     return once
 
@@ -206,7 +207,7 @@ def _all_reduce(group: dist.ProcessGroup, nbytes: int) -> Callable[[], float]:
 
     def once() -> float:
         output = torch.empty(layout.slice_bytes // 4)
-        return _timed(lambda: transport.all_reduce_packed(layout, [gradient], output, _LABEL, 2.0).wait())
+        return _timed(lambda: transport.all_reduce_packed(layout, [gradient], output, _LABEL, Average(2.0)).wait())
 
     return once
 

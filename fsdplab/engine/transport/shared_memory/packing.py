@@ -15,7 +15,7 @@ def pack_rank(
     layout: Layout, gradients: Sequence[torch.Tensor | None], rank: int, target: torch.Tensor, scale: float
 ) -> None:
     """Copy the rows of `rank` from whole gradients into its slice, `target`, times `scale`; padding becomes
-    zeros, None is marked as missing.
+    zeros, None negative zeros.
     """
     size = target.element_size()
     for slot, gradient in zip(layout.slots, gradients, strict=True):
@@ -58,10 +58,10 @@ def scaled_copy(source: torch.Tensor, target: torch.Tensor, scale: float) -> Non
         target.copy_(source).mul_(scale)
 
 
-def halves(divide: float) -> tuple[float, float]:
-    """What to multiply with before a sum and to divide by after it: a power of two is exact before, and costs no pass.
+def power_of_two(divide: float) -> float:
+    """`divide` where that is a power of two, which is exact before a sum and costs no pass; otherwise 1.
 
-    >>> halves(4.0), halves(3.0)
-    ((0.25, 1.0), (1.0, 3.0))
+    >>> power_of_two(4.0), power_of_two(3.0)
+    (4.0, 1.0)
     """
-    return (1.0 / divide, 1.0) if math.frexp(divide)[0] == 0.5 else (1.0, divide)
+    return divide if math.frexp(divide)[0] == 0.5 else 1.0

@@ -8,6 +8,7 @@ every run and at every number of ranks.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from fsdplab.engine import compat, events
+from fsdplab.engine.core.average import Average
 from fsdplab.engine.core.gathered import Gathered
 from fsdplab.engine.core.layout import Layout
 from fsdplab.engine.core.packing import pack, unpack_from
@@ -24,7 +26,7 @@ from fsdplab.engine.core.shard_storage import ShardStorage
 from fsdplab.engine.core.transport import CollectiveLabel, Gradients, SendShard, Transport
 from fsdplab.engine.transport.gloo import announce
 from fsdplab.engine.transport.shared_memory.operations import Completion, Operation, Operations, Staging, Step
-from fsdplab.engine.transport.shared_memory.packing import halves, pack_range, pack_rank, scaled_copy
+from fsdplab.engine.transport.shared_memory.packing import pack_range, pack_rank, power_of_two
 
 _BUFFERS = 2  # of each kind: the next operation may begin while peers still read the last
 
@@ -107,57 +109,68 @@ class SharedTransport(Transport):
         return source
 
     def reduce_scatter(
-        self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, divide: float
+        self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, average: Average
     ) -> Pending:
-        """Publish what peers need of the gradients; on waiting, sum this rank's slice over the ranks and divide."""
+        """Publish what peers need of the gradients; on waiting, average this rank's slice over the ranks."""
         departure = self.depart(label, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
-        start, (before, after) = time.time_ns(), _factors(gradients, output.dtype, divide)
+        start, before = time.time_ns(), _before(gradients, output.dtype, average.factor)
 
         def write(peer: int, target: torch.Tensor) -> None:
-            pack_rank(layout, gradients, peer, target, before)
+            pack_rank(layout, gradients, peer, target, 1.0 / before)
+            average.mark(target)
 
         with events.span("post_backward_reduce", label.unit):
             parts = [output] * self.ranks
             sent = self._send(write, parts, f"reduce_scatter of {label.unit}", self.ranks - 1, self._reductions)
             announce("reduce_scatter", self._announced, lambda: _reduce_buffers(layout, gradients, output))
-        return self._reducing(sent, output, after, [], Completion("reduce_scatter", label, departure, start))
+        completion = Completion("reduce_scatter", label, departure, start)
+        return self._reducing(sent, output, average.after(before), [], completion)
 
     def all_reduce(
         self,
         buffer: torch.Tensor,
         label: CollectiveLabel,
-        divide: float,
+        average: Average,
         padding: int = 0,
         after: Pending | None = None,
     ) -> Pending:
         """Publish what peers need of `buffer`; on waiting, sum one nth of it and gather the others' sums."""
         pieces = buffer.tensor_split(self.ranks)
-        before, then = halves(divide)
+        before, parts = power_of_two(average.factor), self._parts(buffer, average)
 
         def write(peer: int, target: torch.Tensor) -> None:
-            scaled_copy(pieces[peer], target, before)
+            source = pieces[peer]
+            if before == 1.0:
+                target.copy_(source)
+            else:
+                parts[peer].carry(source, target, lambda: torch.mul(source, 1.0 / before, out=target))
 
-        return self._all_reduce(write, buffer, label, then, padding)
+        return self._all_reduce(write, buffer, label, parts[self.rank].after(before), padding)
 
     def all_reduce_packed(
-        self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, divide: float
+        self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, average: Average
     ) -> Pending:
         """As `pack` and `all_reduce`, in one pass over the gradients."""
-        pieces = output.tensor_split(self.ranks)
-        firsts = [sum(piece.numel() for piece in pieces[:peer]) for peer in range(self.ranks)]
-        before, after = _factors(gradients, output.dtype, divide)
+        firsts = _firsts(output, self.ranks)
+        before, parts = _before(gradients, output.dtype, average.factor), self._parts(output, average)
 
         def write(peer: int, target: torch.Tensor) -> None:
-            pack_range(layout, gradients, firsts[peer], target, before)
+            pack_range(layout, gradients, firsts[peer], target, 1.0 / before)
+            parts[peer].mark(target)
 
-        return self._all_reduce(write, output, label, after, layout.padding_bytes)
+        return self._all_reduce(write, output, label, parts[self.rank].after(before), layout.padding_bytes)
+
+    def _parts(self, buffer: torch.Tensor, average: Average) -> list[Average]:
+        """How each rank averages the part of `buffer` that it sums."""
+        ends = [*_firsts(buffer, self.ranks), buffer.numel()]
+        return [average.of_part(first, end - first) for first, end in itertools.pairwise(ends)]
 
     def _all_reduce(
         self,
         write: Callable[[int, torch.Tensor], None],
         buffer: torch.Tensor,
         label: CollectiveLabel,
-        divide: float,
+        average: Average,
         padding: int,
     ) -> Pending:
         departure = self.depart(label, "all_reduce", buffer.nbytes, padding, buffer.dtype)
@@ -166,15 +179,14 @@ class SharedTransport(Transport):
             sent = self._send(write, pieces, f"all_reduce of {label.unit}", self.ranks, self._exchanges)
             announce("all_reduce", self._announced, lambda: (torch.empty_like(buffer), buffer))
         exchange = [Step(lambda: self._share(sent, pieces)), Step(lambda: self._collect(sent, pieces))]
-        return self._reducing(
-            sent, pieces[self.rank], divide, exchange, Completion("all_reduce", label, departure, start)
-        )
+        completion = Completion("all_reduce", label, departure, start)
+        return self._reducing(sent, pieces[self.rank], average, exchange, completion)
 
     def _reducing(
         self,
         sent: PendingReduction,
         output: torch.Tensor,
-        divide: float,
+        average: Average,
         further: Sequence[Step],
         completion: Completion,
     ) -> Pending:
@@ -183,7 +195,7 @@ class SharedTransport(Transport):
         """
         steps = [
             Step(lambda: self._await_peers(sent)),
-            Step(lambda: self._sum(sent, output, divide), repeatable=False),
+            Step(lambda: self._sum(sent, output, average), repeatable=False),
             *further,
         ]
         sent.operation.kept = 1 if further else 0
@@ -222,8 +234,8 @@ class SharedTransport(Transport):
         for peer in self._nearest_first():
             self._slots.await_written(peer, sent.operation.number)
 
-    def _sum(self, sent: PendingReduction, output: torch.Tensor, divide: float) -> None:
-        """`output`, which holds this rank's own part, becomes the sum over all ranks, in rank order, divided."""
+    def _sum(self, sent: PendingReduction, output: torch.Tensor, average: Average) -> None:
+        """`output`, which holds this rank's own part, becomes the average over all ranks, summed in rank order."""
 
         def part(peer: int) -> torch.Tensor:
             return self._part(sent, self._read(sent, peer), peer, self.rank, output)
@@ -237,10 +249,7 @@ class SharedTransport(Transport):
             total.add_(earlier)  # the sum of the ranks before this one, plus this one's: two terms, in either order
         for peer in range(self.rank + 1, self.ranks):
             total.add_(part(peer))
-        if divide != 1.0:
-            total.div_(divide)
-        if total is not output:
-            output.copy_(total)
+        average.finish(total, output)
 
     def _share(self, sent: PendingReduction, pieces: Sequence[torch.Tensor]) -> None:
         """Put this rank's sum behind the parts of its buffer, where nobody reads before it says so."""
@@ -272,9 +281,14 @@ def _reduce_buffers(layout: Layout, gradients: Gradients, output: torch.Tensor) 
     return torch.empty_like(output), source
 
 
-def _factors(gradients: Gradients, dtype: torch.dtype, divide: float) -> tuple[float, float]:
-    """As `halves`; gradients that are cast as they are packed are divided after the sum, which takes one nth of a pass
-    and rounds nothing twice.
+def _firsts(buffer: torch.Tensor, ranks: int) -> list[int]:
+    """The number of elements before each rank's part of `buffer`."""
+    return [piece.storage_offset() - buffer.storage_offset() for piece in buffer.tensor_split(ranks)]
+
+
+def _before(gradients: Gradients, dtype: torch.dtype, divide: float) -> float:
+    """As `power_of_two`; gradients that are cast as they are packed are divided after the sum, which takes one nth of a
+    pass and rounds nothing twice.
     """
     cast = any(gradient is not None and gradient.dtype != dtype for gradient in gradients)
-    return (1.0, divide) if cast else halves(divide)
+    return 1.0 if cast else power_of_two(divide)

@@ -1,0 +1,141 @@
+"""From the sum of all ranks' gradients to their average, and which parameters no rank has a gradient of.
+
+A rank sends negative zeros for a gradient that it lacks. They change no sum, and a sum of nothing else is -0.0. Each
+parameter has one element in each shard, its mark, where a gradient that is there is never sent as -0.0. So the mark of
+a sum is -0.0 only where every rank lacks the gradient: adding does not round a sum to zero (floats underflow
+gradually). Multiplying, dividing and casting may round a small negative number to -0.0, so marks are carried past them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from fsdplab.engine.core.layout import Layout
+
+
+class Marks:
+    """The marks of some parameters: in every row [..., elements] of a tensor, `places` (int64) along the elements."""
+
+    def __init__(self, places: torch.Tensor) -> None:
+        self.places = places
+        self._to_add: dict[tuple[bool, ...], torch.Tensor] = {}
+
+    @classmethod
+    def of(cls, layout: Layout, device: torch.device) -> Marks:
+        """The first element that each shard reserves for a parameter; one without elements has no mark."""
+        firsts = [slot.offset // slot.itemsize for slot in layout.slots if slot.chunk_bytes]
+        return cls(_filled(torch.empty(len(firsts), dtype=torch.int64, device=device), firsts))
+
+    def to_add(self, missing: Sequence[bool], like: torch.Tensor) -> torch.Tensor | float:
+        """What a rank adds to its marks that lacks gradients: -0.0 for those, 0.0 for the others."""
+        if not any(missing):
+            return 0.0
+        key = tuple(missing)
+        if key not in self._to_add:
+            self._to_add[key] = _filled(like.new_empty(len(key)), [-0.0 if lacks else 0.0 for lacks in key])
+        return self._to_add[key]
+
+    def put(self, tensor: torch.Tensor, marks: torch.Tensor | float) -> None:
+        """Add `marks`, zeros of either sign, in place: 0.0 turns -0.0 into 0.0, and nothing else changes a value."""
+        tensor.index_copy_(-1, self.places, tensor.index_select(-1, self.places).add_(marks))
+
+    def found_in(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What `put` adds to carry the marks of `tensor` elsewhere."""
+        found = tensor.index_select(-1, self.places)
+        return found.masked_fill_(found != 0, 0.0)
+
+    def missing(self, total: torch.Tensor) -> torch.Tensor:
+        """Whether no rank has a gradient, for each parameter (bool); nothing waits for the device."""
+        found = total.index_select(-1, self.places)
+        return (found == 0) & found.signbit()
+
+    def within(self, first: int, count: int) -> tuple[Marks, torch.Tensor]:
+        """The marks among `count` elements from `first` on, and which of all they are (bool)."""
+        inside = (self.places >= first) & (self.places < first + count)
+        return Marks(self.places[inside] - first), inside
+
+
+def _filled(tensor: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
+    """`tensor` with `values` from the host, which does not wait for the device as it would for a copy."""
+    for place, value in zip(tensor, values):
+        place.fill_(value)
+    return tensor
+
+
+@dataclass(frozen=True)
+class Average:
+    """How transports turn a sum into an average: divided by `factor`, with the marks in their places.
+
+    `given` is what this rank adds to its marks as it packs: 0.0, or a tensor that is -0.0 for parameters that it lacks.
+    Without `keeps` nobody looks at this rank's part of the sum, and its marks may be lost.
+    """
+
+    factor: float
+    marks: Marks | None = None
+    given: torch.Tensor | float = 0.0
+    keeps: bool = False
+
+    def mark(self, packed: torch.Tensor) -> None:
+        """Mark gradients that were packed, and scaled, into `packed`: a row for each shard."""
+        if self.marks is not None:
+            self.marks.put(packed, self.given)
+
+    def finish(self, total: torch.Tensor, output: torch.Tensor) -> None:
+        """Leave the average of `total`, a whole sum, in `output`, which may be the same memory."""
+        cast = (lambda: output.copy_(total)) if total is not output else (lambda: output)
+        if self.factor == 1.0:  # no sum is small enough for a cast to round it to zero
+            cast()
+        else:
+            self.carry(total, output, lambda: (total.div_(self.factor), cast()))
+
+    def finish_once(self, total: torch.Tensor) -> Callable[[], object]:
+        """What divides `total` when it is first called, and does nothing later: who waits again after an interrupt must
+        not divide twice. Taking the factor and dividing are one call, which no signal handler interrupts.
+        """
+        if self.factor == 1.0:
+            return lambda: None
+        division = map(total.div_, (self.factor,))
+        found: list[torch.Tensor] = []
+
+        def finish() -> None:
+            if self.marks is not None and self.keeps and not found:
+                found.append(self.marks.found_in(total))
+            next(division, None)
+            if found and self.marks is not None:
+                self.marks.put(total, found[0])
+
+        return finish
+
+    def carry(self, source: torch.Tensor, target: torch.Tensor, scale: Callable[[], object]) -> None:
+        """Run `scale`, which fills `target` from `source`, and may round, without losing marks that are kept."""
+        if self.marks is None or not self.keeps:
+            scale()
+            return
+        found = self.marks.found_in(source)
+        scale()
+        self.marks.put(target, found)
+
+    def keeping(self) -> Average:
+        """The same for what is not a whole sum yet: other ranks may look at its marks."""
+        return replace(self, keeps=True)
+
+    def after(self, factor: float) -> Average:
+        """What is left to do once this rank has divided by `factor` before the sum."""
+        return replace(self, factor=self.factor / factor)
+
+    def of_part(self, first: int, count: int) -> Average:
+        """The same of `count` elements from `first` on, whose sum this rank makes for all."""
+        if self.marks is None:
+            return self
+        marks, inside = self.marks.within(first, count)
+        given = self.given if isinstance(self.given, float) else self.given[inside]
+        return replace(self, marks=marks, given=given).keeping()
+
+
+def half(divide: float) -> float:
+    """A power of two near the square root of `divide`: half of the division, exact in any precision."""
+    return 2.0 ** round(math.log2(max(divide, 1.0)) / 2)
