@@ -1,11 +1,12 @@
-"""What an answer is: one sentence, the table that its numbers are from, and what of the table a figure draws.
+"""What a question and its answer are: one sentence, the table that its numbers are from, and what of the table a figure
+draws.
 
 A number is written the same way in the sentence, in the table and beside the figure: by its column's kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -59,6 +60,72 @@ class Panel:
     kind: str = "bars"
     limit: tuple[float, str] | None = None
     title: str = ""
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A row of a table: `row["peak"]` is the cell as it is written, `row.number("peak")` its value, 0 where unknown."""
+
+    values: Row
+    columns: Mapping[str, Column]
+
+    def __getitem__(self, name: str) -> str:
+        return self.columns[name].text(self.values[name])
+
+    def number(self, name: str) -> float:
+        """The value of a cell; 0 for what is not known."""
+        return float(self.values[name] or 0)
+
+    @property
+    def fits(self) -> bool:
+        """Whether the card holds it."""
+        return bool(self.values["fits"])
+
+    @property
+    def verdict(self) -> str:
+        """Whether the card holds it, to be read in a sentence."""
+        return "it fits" if self.fits else "it does not fit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """A question in one line, and how it is answered for a plan's spec: each variant is a row of `columns`, the first
+    of which says what is varied. The sentence is made from the rows: by a function, or `rows[0][peak]` in braces stands
+    for a cell.
+
+    `base` gives the spec that is answered for, and a remark; it raises PlanError where there is no answer. Under the
+    line of the card a figure shows the columns `on_card`, and `beside` it other panels. `simulated` columns are of a
+    simulated step. A `timed` answer needs the GPU's FLOP/s.
+    """
+
+    asked: str
+    columns: Sequence[Column]
+    rows: Callable[[PlanSpec], Sequence[Row]]
+    sentence: str | Callable[[PlanSpec, Sequence[Cells]], str]
+    base: Callable[[PlanSpec], tuple[PlanSpec, str]] = lambda spec: (spec, "")
+    on_card: tuple[str, ...] = ("peak",)
+    beside: tuple[Panel, ...] = ()
+    simulated: tuple[str, ...] = ()
+    timed: bool = True
+
+    def answer(self, name: str, spec: PlanSpec) -> Answer:
+        """The answer about `spec`; PlanError where a variant contradicts itself."""
+        base, note = self.base(spec)
+        rows, columns = self.rows(base), {column.name: column for column in self.columns}
+        cells, said = [Cells(row, columns) for row in rows], self.sentence
+        card = spec.gpu.memory_bytes
+        under = [Panel(self.on_card, limit=(float(card), f"card {size(card)}"))] if self.on_card else []
+        return Answer(
+            question=name,
+            asked=self.asked,
+            spec=base,
+            sentence=said.format(spec=base, rows=cells) if isinstance(said, str) else said(base, cells),
+            columns=tuple(self.columns),
+            rows=tuple(tuple(row[each] for each in columns) for row in rows),
+            panels=(*under, *self.beside),
+            simulated=self.simulated,
+            note=note,
+        )
 
 
 @dataclass(frozen=True)

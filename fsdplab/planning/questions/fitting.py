@@ -1,14 +1,12 @@
-"""Questions about memory: what is held at the peak, and how far batch, sequence and number of GPUs can go.
-
-Each function answers for a plan's spec; the sentence is made from the rows of its own table.
-"""
+"""Questions about memory: what is held at the peak, and how far batch, sequence and number of GPUs can go."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fsdplab.common.names import CATEGORY_ROWS
-from fsdplab.common.sizes import seconds, size
+from fsdplab.common.sizes import seconds
 from fsdplab.planning.fit import largest_micro_batch, largest_that_fits
 from fsdplab.planning.links import HOST_LINK
 from fsdplab.planning.memory import Variant, host_bytes, host_crossing, memory_of
@@ -17,113 +15,129 @@ from fsdplab.planning.planner import least_gpus, plan_memory_fits, plan_of, shor
 from fsdplab.planning.unit_bytes import unit_bytes
 
 from . import facts
-from .answer import Answer, Column, Panel, Row, Value, share
+from .answer import Cells, Column, Panel, Question, Row
+from .facts import ACTIVATIONS, EXPOSED, FITS, PEAK, SPEED, STEP
 
 _MOST_GPUS = 1024
 _SEQUENCE_STEP = 256  # the longest sequence is found to this many tokens
 
 
-def peak(spec: PlanSpec) -> Answer:
-    """The bytes of a rank at the peak by category, and whether they fit."""
-    found = plan_of(spec)
-    moment, card = found.memory.peak, spec.gpu.memory_bytes
-    rows: list[dict[str, Value]] = [
-        {"memory of a rank": CATEGORY_ROWS[name].words, "at the peak": nbytes, "of the card": nbytes / card}
-        for name, nbytes in moment.by_category.items()
-        if nbytes
-    ]
-    most = max(rows, key=lambda row: row["at the peak"] or 0)
-    rows.append({"memory of a rank": "total", "at the peak": moment.total, "of the card": moment.total / card})
-    columns, table = facts.tabled(
-        Column("memory of a rank"), rows, (Column("at the peak", "bytes"), Column("of the card", "share"))
-    )
-    verdict = "it fits" if found.fits else "it does not fit"
-    sentence = (
-        f"A rank holds {size(moment.total)} at its peak ({moment.name}), {share(moment.total / card)} of the card, most"
-        f" of it {most['memory of a rank']} ({size(float(most['at the peak'] or 0))}): {verdict}"
-    )
-    panels = (facts.memory_panel(spec, "at the peak"),)
-    return Answer("peak", "", spec, sentence, columns, table, panels, note=shortfall(found) or "")
+def _doubled(first: int, last: int) -> list[int]:
+    """1, 2, 4, ... up to `last`, and `last` itself: `_doubled(1, 5) == [1, 2, 4, 5]`; nothing below `first`."""
+    found = [first * 2**power for power in range(max(0, last).bit_length()) if first * 2**power < last]
+    return [*found, last] if last >= first else []
 
 
-def batch(spec: PlanSpec) -> Answer:
-    """Micro-batches up to the first that does not fit: memory and throughput."""
+# ---- the peak
+
+_OF, _HELD, _PART = "memory of a rank", "at the peak", "of the card"
+
+
+def _by_category(spec: PlanSpec) -> list[Row]:
+    moment = memory_of(spec).peak
+    held = {CATEGORY_ROWS[name].words: nbytes for name, nbytes in moment.by_category.items() if nbytes}
+    held["total"] = moment.total
+    return [{_OF: name, _HELD: nbytes, _PART: nbytes / spec.gpu.memory_bytes} for name, nbytes in held.items()]
+
+
+def _most(spec: PlanSpec, rows: Sequence[Cells]) -> str:
+    *categories, total = rows
+    most = max(categories, key=lambda row: row.number(_HELD))
+    return (
+        f"A rank holds {total[_HELD]} at its peak ({memory_of(spec).peak.name}), {total[_PART]} of the card, most of it"
+        f" {most[_OF]} ({most[_HELD]}): {'it fits' if plan_memory_fits(spec) else 'it does not fit'}"
+    )
+
+
+PEAK_MEMORY = Question(
+    asked="What is the peak memory with this configuration, and does it fit?",
+    columns=facts.columns(Column(_OF), Column(_HELD, "bytes"), Column(_PART, "share")),
+    rows=_by_category,
+    sentence=_most,
+    base=lambda spec: (spec, shortfall(plan_of(spec)) or ""),
+    on_card=(_HELD,),
+    timed=False,
+)
+
+
+# ---- batch and sequence
+
+
+def _batches(spec: PlanSpec) -> list[Row]:
+    """Micro-batches up to the first that does not fit."""
     largest = largest_micro_batch(spec)
     most = largest.micro_batch if largest else 0
-    counts = _doubled(1, most) + [most + 1]
-    rows = [facts.row(replace(spec, micro_batch=count), **{"micro-batch": count}) for count in counts]
-    columns, table = facts.tabled(
-        Column("micro-batch", "count"),
-        rows,
-        (facts.PEAK, facts.ACTIVATIONS, facts.STEP, facts.EXPOSED, facts.SPEED, facts.FITS),
+    counts = [*_doubled(1, most), most + 1]
+    return [facts.row(replace(spec, micro_batch=count), **{"micro-batch": count}) for count in counts]
+
+
+def _largest_batch(spec: PlanSpec, rows: Sequence[Cells]) -> str:
+    *fitting, _ = rows
+    if not fitting:
+        return f"No micro-batch fits: one sequence of {spec.seq:,} tokens peaks at {rows[0][PEAK]}"
+    most, best = fitting[-1], max((row for row in rows if row.fits), key=lambda row: row.number(SPEED))
+    which = "it is also the fastest" if best is most else f"the fastest of those that fit is {best['micro-batch']}"
+    return (
+        f"The largest micro-batch that fits is {most['micro-batch']}, with {most[PEAK]} at the peak; {which}, with"
+        f" {best[SPEED]} tokens/s a GPU against {rows[0][SPEED]} with 1"
     )
-    if not most:
-        sentence = f"No micro-batch fits: one sequence of {spec.seq:,} tokens peaks at {facts.peak(rows[0])}"
-    else:
-        best = max((row for row in rows if row[facts.FITS]), key=lambda row: facts.number(row, facts.SPEED))
-        which = (
-            "it is also the fastest"
-            if best is rows[-2]
-            else f"the fastest of those that fit is {best['micro-batch']:,}"
-        )
-        sentence = (
-            f"The largest micro-batch that fits is {most:,}, with {facts.peak(rows[-2])} at the peak; {which}, with"
-            f" {facts.speed(best)} tokens/s a GPU against {facts.speed(rows[0])} with 1"
-        )
-    return Answer("batch", "", spec, sentence, columns, table, (facts.memory_panel(spec), Panel((facts.SPEED,))))
 
 
-def sequence(spec: PlanSpec) -> Answer:
+BATCH = Question(
+    asked="Which batch is the largest that fits, and which is the fastest?",
+    columns=facts.columns(Column("micro-batch", "count"), PEAK, ACTIVATIONS, STEP, EXPOSED, SPEED, FITS),
+    rows=_batches,
+    sentence=_largest_batch,
+    beside=(Panel((SPEED,)),),
+)
+
+
+def _sequences(spec: PlanSpec) -> list[Row]:
     """Sequences up to the longest that fits, or to the model's context."""
     step = _SEQUENCE_STEP * spec.context_parallel
 
-    def of(count: int) -> PlanSpec:
-        return replace(spec, seq=count * step)
+    def holds(count: int) -> bool:
+        return plan_memory_fits(replace(spec, seq=count * step))
 
-    most = largest_that_fits(lambda count: plan_memory_fits(of(count)), max(1, spec.model.context // step))
-    beyond = (most + 1) * step
-    asked = {spec.seq, *(step * count for count in _doubled(1, most)[-6:])}
-    asked |= {beyond} if beyond <= spec.model.context else set()
-    rows = [facts.row(replace(spec, seq=tokens), sequence=tokens) for tokens in sorted(asked)]
-    columns, table = facts.tabled(
-        Column("sequence", "count"), rows, (facts.PEAK, facts.ACTIVATIONS, facts.STEP, facts.SPEED, facts.FITS)
+    most = largest_that_fits(holds, max(1, spec.model.context // step))
+    tried = {spec.seq, *(step * count for count in _doubled(1, most)[-6:])}
+    tried |= {(most + 1) * step} if (most + 1) * step <= spec.model.context else set()
+    return [facts.row(replace(spec, seq=tokens), sequence=tokens) for tokens in sorted(tried)]
+
+
+def _longest_sequence(spec: PlanSpec, rows: Sequence[Cells]) -> str:
+    step = _SEQUENCE_STEP * spec.context_parallel
+    fitting = [row for row in rows if row.fits and row.number("sequence") % step == 0]
+    if not fitting:
+        return f"No sequence fits: one of {rows[0]['sequence']} tokens peaks at {rows[0][PEAK]}"
+    longest = fitting[-1]
+    why = ", the model's whole context" if longest.number("sequence") + step > spec.model.context else ""
+    return (
+        f"The longest sequence that fits has {longest['sequence']} tokens{why}: {longest[PEAK]} at the peak, of which"
+        f" {longest[ACTIVATIONS]} are activations"
     )
-    panels = (facts.memory_panel(spec), Panel((facts.SPEED,)))
-    if not most:
-        sentence = f"No sequence fits: one of {rows[0]['sequence']:,} tokens peaks at {facts.peak(rows[0])}"
-        return Answer("sequence", "", spec, sentence, columns, table, panels)
-    longest = next(row for row in rows if row["sequence"] == most * step)
-    why = "" if beyond in asked else ", the model's whole context"
-    sentence = (
-        f"The longest sequence that fits has {most * step:,} tokens{why}: {facts.peak(longest)} at the peak, of which"
-        f" {facts.nbytes(longest, facts.ACTIVATIONS)} are activations"
-    )
-    return Answer("sequence", "", spec, sentence, columns, table, panels)
 
 
-def world_size(spec: PlanSpec) -> Answer:
+SEQUENCE = Question(
+    asked="How long can sequences be with this configuration?",
+    columns=facts.columns(Column("sequence", "count"), PEAK, ACTIVATIONS, STEP, SPEED, FITS),
+    rows=_sequences,
+    sentence=_longest_sequence,
+    beside=(Panel((SPEED,)),),
+    timed=False,
+)
+
+
+# ---- GPUs
+
+_STATES, _ELSE = "states", "all else"
+
+
+def _on_numbers(spec: PlanSpec) -> list[Row]:
     """Numbers of GPUs, each a doubling: the states that they share, all else, and the fewest that hold it."""
     fewest = least_gpus(spec)
     tried = {spec.gpus, *([fewest] if fewest else []), *(2**power for power in range(_MOST_GPUS.bit_length()))}
-    rows = [row for gpus in sorted(tried) if (row := _on(spec, gpus))]
-    columns, table = facts.tabled(
-        Column("GPUs", "count"), rows, (facts.PEAK, Column(_STATES, "bytes"), Column(_ELSE, "bytes"), facts.FITS)
-    )
-    first, last = rows[0], rows[-1]
-    least = "1 GPU" if fewest == 1 else f"{fewest or 0:,} GPUs"
-    where = f"it fits on {least} or more" if fewest else "it fits on no number of these GPUs"
-    sentence = (
-        f"From {first['GPUs']:,} to {last['GPUs']:,} GPUs the peak goes from {facts.peak(first)} to"
-        f" {facts.peak(last)}: the model's states from {facts.nbytes(first, _STATES)} to"
-        f" {facts.nbytes(last, _STATES)}, all else from {facts.nbytes(first, _ELSE)} to {facts.nbytes(last, _ELSE)};"
-        f" {where}"
-    )
-    panels = (facts.memory_panel(spec), Panel((_ELSE,)))
-    note = "every GPU keeps its micro-batch"
-    return Answer("world_size", "", spec, sentence, columns, table, panels, note=note)
-
-
-_STATES, _ELSE = "states", "all else"
+    return [row for gpus in sorted(tried) if (row := _on(spec, gpus))]
 
 
 def _on(spec: PlanSpec, gpus: int) -> Row | None:
@@ -138,29 +152,32 @@ def _on(spec: PlanSpec, gpus: int) -> Row | None:
     return {"GPUs": gpus, **facts.of_memory(memory, changed), _STATES: states, _ELSE: memory.peak.total - states}
 
 
-def optimizer_on_cpu(spec: PlanSpec) -> Answer:
-    """The optimizer's state, or all states, in host memory: what the card saves, and what crosses the host's link."""
-    on_card = replace(spec, offload=False)
-    rows = [_placed(name, on_card) for name in (_CARD, _OPTIMIZER, _ALL)]
-    columns, table = facts.tabled(
-        Column("on the CPU"), rows,
-        (facts.PEAK, facts.FITS, Column("saved", "bytes"), Column("host memory of a rank", "bytes"),
-         Column("crosses a step", "bytes"), Column(_CROSSING, "seconds")),
-    )  # fmt: skip
-    card, optimizer, every = rows
-    sentence = (
-        f"The optimizer on the CPU saves {facts.nbytes(optimizer, 'saved')} of {facts.peak(card)} at the peak"
-        f" ({facts.verdict(optimizer)}) and sends {facts.nbytes(optimizer, 'crosses a step')} over the host's link each"
-        f" step: {seconds(facts.number(optimizer, _CROSSING))}; all states there save {facts.nbytes(every, 'saved')}"
-        f" ({facts.verdict(every)}) and send {facts.nbytes(every, 'crosses a step')}"
+def _from_few_to_many(spec: PlanSpec, rows: Sequence[Cells]) -> str:
+    first, last, fewest = rows[0], rows[-1], least_gpus(spec)
+    least = "1 GPU" if fewest == 1 else f"{fewest or 0:,} GPUs"
+    where = f"it fits on {least} or more" if fewest else "it fits on no number of these GPUs"
+    return (
+        f"From {first['GPUs']} to {last['GPUs']} GPUs the peak goes from {first[PEAK]} to {last[PEAK]}: the model's"
+        f" states from {first[_STATES]} to {last[_STATES]}, all else from {first[_ELSE]} to {last[_ELSE]}; {where}"
     )
-    note = f"the host's link is assumed to be {HOST_LINK.name} ({HOST_LINK.words}); the CPU's optimizer is not timed"
-    panels = (facts.memory_panel(spec), Panel(("host memory of a rank",)))
-    return Answer("optimizer_on_cpu", "", on_card, sentence, columns, table, panels, note=note)
 
 
-_CROSSING = "on the host's link"
+WORLD_SIZE = Question(
+    asked="How does the number of data-parallel ranks affect the peak memory?",
+    columns=facts.columns(Column("GPUs", "count"), PEAK, Column(_STATES, "bytes"), Column(_ELSE, "bytes"), FITS),
+    rows=_on_numbers,
+    sentence=_from_few_to_many,
+    base=lambda spec: (spec, "every GPU keeps its micro-batch"),
+    beside=(Panel((_ELSE,)),),
+    timed=False,
+)
+
+
+# ---- host memory
+
+_SAVED, _HOST, _CROSSES, _CROSSING = "saved", "host memory of a rank", "crosses a step", "on the host's link"
 _CARD, _OPTIMIZER, _ALL = "nothing", "optimizer", "all states"
+_ASSUMED = f"the host's link is assumed to be {HOST_LINK.name} ({HOST_LINK.words}); the CPU's optimizer is not timed"
 
 
 def _placed(name: str, spec: PlanSpec) -> Row:
@@ -171,9 +188,8 @@ def _placed(name: str, spec: PlanSpec) -> Row:
     host = states["optimizer_state"] if name == _OPTIMIZER else host_bytes(changed)
     crossing = {_CARD: 0.0, _OPTIMIZER: _optimizer_crossing(spec), _ALL: host_crossing(spec)}[name]
     return {
-        "on the CPU": name, **facts.of_memory(memory, changed), "host memory of a rank": host,
-        "saved": memory_of(spec).peak.total - memory.peak.total, "crosses a step": crossing,
-        _CROSSING: crossing / HOST_LINK.bytes_per_s or None,
+        "on the CPU": name, **facts.of_memory(memory, changed), _HOST: host, _CROSSES: crossing,
+        _SAVED: memory_of(spec).peak.total - memory.peak.total, _CROSSING: crossing / HOST_LINK.bytes_per_s or None,
     }  # fmt: skip
 
 
@@ -188,10 +204,24 @@ def _optimizer_crossing(spec: PlanSpec) -> float:
     return 2 * spec.rest_bytes * trained.optimizer_state / spec.optimizer_bytes
 
 
-# ---- shared
+def _saved_on_card(spec: PlanSpec, rows: Sequence[Cells]) -> str:
+    card, optimizer, every = rows
+    return (
+        f"The optimizer on the CPU saves {optimizer[_SAVED]} of {card[PEAK]} at the peak ({optimizer.verdict})"
+        f" and sends {optimizer[_CROSSES]} over the host's link each step: {seconds(optimizer.number(_CROSSING))}; all"
+        f" states there save {every[_SAVED]} ({every.verdict}) and send {every[_CROSSES]}"
+    )
 
 
-def _doubled(first: int, last: int) -> list[int]:
-    """1, 2, 4, ... up to `last`, and `last` itself: `_doubled(1, 5) == [1, 2, 4, 5]`; nothing below `first`."""
-    found = [first * 2**power for power in range(max(0, last).bit_length()) if first * 2**power < last]
-    return [*found, last] if last >= first else []
+OPTIMIZER_ON_CPU = Question(
+    asked="How much memory does the optimizer on the CPU save?",
+    columns=facts.columns(
+        Column("on the CPU"), PEAK, FITS, Column(_SAVED, "bytes"), Column(_HOST, "bytes"), Column(_CROSSES, "bytes"),
+        Column(_CROSSING, "seconds"),
+    ),
+    rows=lambda spec: [_placed(name, spec) for name in (_CARD, _OPTIMIZER, _ALL)],
+    sentence=_saved_on_card,
+    base=lambda spec: (replace(spec, offload=False), _ASSUMED),
+    beside=(Panel((_HOST,)),),
+    timed=False,
+)  # fmt: skip

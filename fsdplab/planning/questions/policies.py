@@ -1,11 +1,8 @@
-"""Questions about activation checkpointing: which policy, how selective ones compare, and several in one model.
-
-Each function answers for a plan's spec; the sentence is made from the rows of its own table.
-"""
+"""Questions about activation checkpointing: which policy, how selective ones compare, and several in one model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fsdplab.planning.fit import largest_that_fits
@@ -14,88 +11,73 @@ from fsdplab.planning.plan_spec import CHECKPOINTINGS, POLICIES, PlanSpec
 from fsdplab.planning.simulation import StepWork, simulate_work, work_of
 
 from . import facts
-from .answer import Answer, Column, Panel, Row, Value
+from .answer import Cells, Column, Panel, Question, Row
+from .facts import ACTIVATIONS, FITS, PEAK, SPEED, STEP
 
-_COLUMNS = (facts.PEAK, facts.ACTIVATIONS, facts.STEP, facts.SPEED, facts.FITS)
+_COLUMNS = (PEAK, ACTIVATIONS, STEP, SPEED, FITS)
+_RECOMPUTED = "blocks recomputed"
+_OTHERS = (
+    "products and attention are for PyTorch's create_selective_checkpoint_contexts; this engine has the other three"
+)
 
 
-def checkpointing(spec: PlanSpec) -> Answer:
-    """None, selective and full recomputation: what each saves and what it costs."""
-    rows = _of_policies(spec, CHECKPOINTINGS, "checkpointing")
-    columns, table = facts.tabled(Column("checkpointing"), rows, _COLUMNS)
+def _under(names: Sequence[str], column: str) -> Callable[[PlanSpec], list[Row]]:
+    return lambda spec: [facts.row(replace(spec, checkpointing=name), **{column: name}) for name in names]
+
+
+def _saved_and_paid(spec: PlanSpec, rows: Sequence[Cells]) -> str:
     none, full = rows[0], rows[-1]
-    fitting = [row for row in rows if row[facts.FITS]]
-    choice = (
-        f"the fastest that fits is --checkpointing {facts.fastest(rows)['checkpointing']}"
-        if fitting
-        else "none of them fits"
-    )
-    sentence = (
-        f"Full checkpointing lowers the peak from {facts.peak(none)} to {facts.peak(full)} and lengthens the step from"
-        f" {facts.step(none)} to {facts.step(full)}; {choice}"
-    )
-    return Answer(
-        "checkpointing", "", spec, sentence, columns, table, (facts.memory_panel(spec), Panel((facts.SPEED,)))
+    choice = f"the fastest that fits is --checkpointing {facts.fastest(rows)['checkpointing']}"
+    return (
+        f"Full checkpointing lowers the peak from {none[PEAK]} to {full[PEAK]} and lengthens the step from"
+        f" {none[STEP]} to {full[STEP]}; {choice if any(row.fits for row in rows) else 'none of them fits'}"
     )
 
 
-def policies(spec: PlanSpec) -> Answer:
-    """What a block keeps of its matrix products: all, every other one, none; beside keeping everything and nothing."""
-    rows = _of_policies(spec, POLICIES, "policy")
-    columns, table = facts.tabled(Column("policy"), rows, _COLUMNS)
+def _compared(spec: PlanSpec, rows: Sequence[Cells]) -> str:
     none, products, every_other, attention, _ = rows
     best = facts.fastest(rows)
-    sentence = (
-        f"Keeping all matrix products peaks at {facts.peak(products)} and takes {facts.step(products)} a step, every"
-        f" other one {facts.peak(every_other)} and {facts.step(every_other)}, attention alone {facts.peak(attention)}"
-        f" and {facts.step(attention)}, against {facts.peak(none)} and {facts.step(none)} without checkpointing;"
-        f" {'of those that fit,' if best[facts.FITS] else 'none fits, and'} within a percent of the fastest,"
-        f" --checkpointing {best['policy']} needs least memory"
-    )
-    note = (
-        "products and attention are for PyTorch's create_selective_checkpoint_contexts; this engine has the other three"
-    )
-    panels = (facts.memory_panel(spec), Panel((facts.STEP,)))
-    return Answer("policies", "", spec, sentence, columns, table, panels, note=note)
-
-
-def mixed_policies(spec: PlanSpec) -> Answer:
-    """The first k blocks checkpointed and the others not: the fewest that fit."""
-    policy = "full" if spec.checkpointing == "none" else spec.checkpointing
-    some, layers = replace(spec, checkpointing=policy), spec.model.layers
-    kept = largest_that_fits(lambda count: _memory_fits(some, layers - count), layers)
-    least = layers - kept
-    counts = {0, layers // 4, layers // 2, 3 * layers // 4, layers, least, max(0, least - 1)}
-    works = work_of(replace(spec, checkpointing="none")), work_of(some)
-    rows = [_mixed(some, count, *works) for count in sorted(counts)]
-    columns, table = facts.tabled(Column(_RECOMPUTED, "count"), rows, _COLUMNS)
-    sentence = _mixed_sentence(rows, next(row for row in rows if row[_RECOMPUTED] == least))
-    note = f"a block that is recomputed has --checkpointing {policy}"
-    panels = (facts.memory_panel(spec), Panel((facts.STEP,)))
-    return Answer(
-        "mixed_policies", "", some, sentence, columns, table, panels, simulated=(facts.STEP, facts.SPEED), note=note
-    )
-
-
-_RECOMPUTED = "blocks recomputed"
-
-
-def _mixed_sentence(rows: Sequence[Row], least: Row) -> str:
-    none, every = rows[0], rows[-1]
-    beside = f"{facts.peak(every)} and {facts.step(every)} with all {every[_RECOMPUTED]:,}"
-    if not every[facts.FITS]:
-        return (
-            f"Even with all {every[_RECOMPUTED]:,} blocks recomputed it does not fit: {facts.peak(every)} at the peak"
-        )
-    if least is none:
-        return (
-            f"No block needs to be recomputed: without, the peak is {facts.peak(none)} and a step takes"
-            f" {facts.step(none)}, against {beside}"
-        )
     return (
-        f"Recomputing the first {least[_RECOMPUTED]:,} blocks is the least that fits: {facts.peak(least)} at the peak"
-        f" and {facts.step(least)} a step, against {beside} and {facts.peak(none)} with none"
+        f"Keeping all matrix products peaks at {products[PEAK]} and takes {products[STEP]} a step, every other one"
+        f" {every_other[PEAK]} and {every_other[STEP]}, attention alone {attention[PEAK]} and {attention[STEP]},"
+        f" against {none[PEAK]} and {none[STEP]} without checkpointing; {facts.near_the_fastest(best)} --checkpointing"
+        f" {best['policy']} needs least memory"
     )
+
+
+CHECKPOINTING = Question(
+    asked="Which activation checkpointing policy should be used?",
+    columns=facts.columns(Column("checkpointing"), *_COLUMNS),
+    rows=_under(CHECKPOINTINGS, "checkpointing"),
+    sentence=_saved_and_paid,
+    beside=(Panel((SPEED,)),),
+)
+# what a block keeps of its matrix products: all, every other one, none; beside keeping everything and nothing
+SELECTIVE = Question(
+    asked="How do selective checkpointing policies compare?",
+    columns=facts.columns(Column("policy"), *_COLUMNS),
+    rows=_under(POLICIES, "policy"),
+    sentence=_compared,
+    base=lambda spec: (spec, _OTHERS),
+    beside=(Panel((STEP,)),),
+)
+
+
+# ---- several policies in one model
+
+
+def _recomputing(spec: PlanSpec) -> tuple[PlanSpec, str]:
+    policy = "full" if spec.checkpointing == "none" else spec.checkpointing
+    return replace(spec, checkpointing=policy), f"a block that is recomputed has --checkpointing {policy}"
+
+
+def _first_blocks(spec: PlanSpec) -> list[Row]:
+    """The first k blocks recomputed and the others not, around the fewest that fit."""
+    layers = spec.model.layers
+    least = layers - largest_that_fits(lambda count: _memory_fits(spec, layers - count), layers)
+    counts = {0, layers // 4, layers // 2, 3 * layers // 4, layers, least, max(0, least - 1)}
+    works = work_of(replace(spec, checkpointing="none")), work_of(spec)
+    return [_mixed(spec, count, *works) for count in sorted(counts)]
 
 
 def _mixed(spec: PlanSpec, count: int, without: StepWork, recomputing: StepWork) -> Row:
@@ -103,7 +85,7 @@ def _mixed(spec: PlanSpec, count: int, without: StepWork, recomputing: StepWork)
     step_s = simulate_work(work).step_s
     memory = memory_of(spec, variant=Variant(recomputed_blocks=count))
     speed = spec.step_tokens / step_s / spec.gpus
-    return {_RECOMPUTED: count, facts.STEP: step_s, facts.SPEED: speed, **facts.of_memory(memory, spec)}
+    return {_RECOMPUTED: count, STEP: step_s, SPEED: speed, **facts.of_memory(memory, spec)}
 
 
 def _memory_fits(spec: PlanSpec, recomputed: int) -> bool:
@@ -111,8 +93,29 @@ def _memory_fits(spec: PlanSpec, recomputed: int) -> bool:
     return peak.total <= spec.gpu.memory_bytes
 
 
-# ---- shared
+def _fewest_blocks(spec: PlanSpec, rows: Sequence[Cells]) -> str:
+    none, every = rows[0], rows[-1]
+    beside = f"{every[PEAK]} and {every[STEP]} with all {every[_RECOMPUTED]}"
+    if not every.fits:
+        return f"Even with all {every[_RECOMPUTED]} blocks recomputed it does not fit: {every[PEAK]} at the peak"
+    least = next(row for row in rows if row.fits)
+    if least is none:
+        return (
+            f"No block needs to be recomputed: without, the peak is {none[PEAK]} and a step takes {none[STEP]}, against"
+            f" {beside}"
+        )
+    return (
+        f"Recomputing the first {least[_RECOMPUTED]} blocks is the least that fits: {least[PEAK]} at the peak and"
+        f" {least[STEP]} a step, against {beside} and {none[PEAK]} with none"
+    )
 
 
-def _of_policies(spec: PlanSpec, names: Sequence[str], column: str) -> list[dict[str, Value]]:
-    return [facts.row(replace(spec, checkpointing=name), **{column: name}) for name in names]
+MIXED = Question(
+    asked="What do different checkpointing policies on different units do?",
+    columns=facts.columns(Column(_RECOMPUTED, "count"), *_COLUMNS),
+    rows=_first_blocks,
+    sentence=_fewest_blocks,
+    base=_recomputing,
+    beside=(Panel((STEP,)),),
+    simulated=(STEP, SPEED),
+)

@@ -1,7 +1,6 @@
 """Questions about what a unit does between its forward and its backward: stay cut over all ranks, over fewer, or whole.
 
-Each function answers for a plan's spec; the sentence is made from the rows of its own table. A strategy that does not
-reshard after the forward is answered for full_shard, which does.
+A strategy that does not reshard after the forward is answered for full_shard, which does.
 """
 
 from __future__ import annotations
@@ -9,41 +8,38 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fsdplab.common.sizes import seconds
 from fsdplab.planning.memory import Variant, memory_of
 from fsdplab.planning.plan_spec import PlanError, PlanSpec
 from fsdplab.planning.plan_traffic import plan_traffic, seconds_each
 from fsdplab.planning.simulation import simulate_work, work_of
 
 from . import facts
-from .answer import Answer, Column, Panel, Row, share
+from .answer import Cells, Column, Panel, Question, Row
+from .facts import FITS, GATHERED, PEAK, SENT, STEP
 
 _RANKS, _MORE, _GATHER = "ranks", "more at the peak", "gather of a block"
 _LITTLE = 0.05  # of the peak: less is not substantial
+_BLOCK_GATHERS = ("block", "all_gather", "shard")  # two a micro-batch where a block is dropped after its forward
 
 
-def smaller_mesh(spec: PlanSpec) -> Answer:
-    """Blocks that stay cut over fewer ranks until their backward: what that adds to the peak, and the gather there."""
+def _resharded(spec: PlanSpec) -> tuple[PlanSpec, str]:
+    """A spec that reshards after the forward, and what was changed for it."""
+    if spec.row.reshards_after_forward:
+        return spec, ""
+    note = f"{spec.strategy} reshards nothing after the forward, so full_shard is planned"
+    return spec.under("full_shard"), note
+
+
+# ---- a smaller mesh
+
+
+def _with_smaller_meshes(spec: PlanSpec) -> tuple[PlanSpec, str]:
     base, note = _resharded(spec)
-    counts = _meshes(base)
-    if len(counts) < 2:
+    if len(_meshes(base)) < 2:
         raise PlanError(
             f"{base.shards} ranks that shard have no smaller mesh of 2 ranks or more; give at least 4 GPUs that shard"
         )
-    rows = [_over(base, count) for count in counts]
-    columns, table = facts.tabled(
-        Column(_RANKS, "count"), rows,
-        (facts.PEAK, Column(_MORE, "share"), facts.GATHERED, Column(_GATHER, "seconds"), facts.FITS),
-    )  # fmt: skip
-    whole, near = rows[0], next(row for row in rows if row[_RANKS] == _near(base, counts))
-    sentence = (
-        f"With slices over {near[_RANKS]:,} of {whole[_RANKS]:,} ranks from forward to backward the peak goes from"
-        f" {facts.peak(whole)} to {facts.peak(near)}, {share(facts.number(near, _MORE))} more ({facts.verdict(near)}),"
-        f" and a block is gathered for its backward in {seconds(facts.number(near, _GATHER))} instead of"
-        f" {seconds(facts.number(whole, _GATHER))}; {_smallest(rows)}"
-    )
-    panels = (facts.memory_panel(base), Panel((_GATHER,)))
-    return Answer("smaller_mesh", "", base, sentence, columns, table, panels, note=note)
+    return base, note
 
 
 def _over(spec: PlanSpec, ranks: int) -> Row:
@@ -67,40 +63,41 @@ def _meshes(spec: PlanSpec) -> list[int]:
     return sorted({*found, *([node] if node > 1 and spec.shards % node == 0 else [])}, reverse=True)
 
 
-def _near(spec: PlanSpec, counts: Sequence[int]) -> int:
-    """A node's ranks where they are fewer than all, else the next smaller mesh."""
-    node = _of_a_node(spec)
-    return node if node in counts[1:] else counts[1]
-
-
 def _of_a_node(spec: PlanSpec) -> int:
     return max(1, min(spec.gpus, spec.gpus_per_node) // spec.tensor_parallel)
 
 
-def _smallest(rows: Sequence[Row]) -> str:
-    little = [row for row in rows[1:] if facts.number(row, _MORE) < _LITTLE]
-    if not little:
-        return "every smaller mesh raises it by a twentieth or more"
-    return f"the smallest mesh that raises it by less than a twentieth has {little[-1][_RANKS]:,} ranks"
+def _over_fewer(spec: PlanSpec, rows: Sequence[Cells]) -> str:
+    """Over a node's ranks where they are fewer than all, else over the next smaller mesh."""
+    whole, *smaller = rows
+    near = next((row for row in smaller if row.number(_RANKS) == _of_a_node(spec)), smaller[0])
+    little = [row for row in smaller if row.number(_MORE) < _LITTLE]
+    smallest = (
+        f"the smallest mesh that raises it by less than a twentieth has {little[-1][_RANKS]} ranks"
+        if little
+        else "every smaller mesh raises it by a twentieth or more"
+    )
+    return (
+        f"With slices over {near[_RANKS]} of {whole[_RANKS]} ranks from forward to backward the peak goes from"
+        f" {whole[PEAK]} to {near[PEAK]}, {near[_MORE]} more ({near.verdict}), and a block is gathered for its"
+        f" backward in {near[_GATHER]} instead of {whole[_GATHER]}; {smallest}"
+    )
 
 
-def no_reshard(spec: PlanSpec) -> Answer:
-    """Blocks resharded after their forward, and blocks that stay gathered until their backward has ended."""
-    base, note = _resharded(spec)
-    rows = [_between("resharded", base, True), _between("kept whole", base, False)]
-    columns, table = facts.tabled(
-        Column("after the forward"), rows, (facts.PEAK, facts.GATHERED, facts.SENT, facts.STEP, facts.FITS)
-    )
-    dropped, kept = rows
-    sentence = (
-        f"Without reshard after the forward a rank peaks at {facts.peak(kept)} instead of {facts.peak(dropped)}"
-        f" ({facts.verdict(kept)}), with up to {facts.nbytes(kept, facts.GATHERED)} of gathered parameters instead of"
-        f" {facts.nbytes(dropped, facts.GATHERED)}; it sends {facts.sent(kept)} instead of"
-        f" {facts.sent(dropped)}, and a step takes {facts.step(kept)} instead of"
-        f" {facts.step(dropped)}"
-    )
-    panels = (facts.memory_panel(base), Panel((facts.SENT,)))
-    return Answer("no_reshard", "", base, sentence, columns, table, panels, simulated=(facts.STEP,), note=note)
+SMALLER_MESH = Question(
+    asked="Can units be resharded to a smaller mesh without a much higher peak?",
+    columns=facts.columns(
+        Column(_RANKS, "count"), PEAK, Column(_MORE, "share"), GATHERED, Column(_GATHER, "seconds"), FITS
+    ),
+    rows=lambda spec: [_over(spec, count) for count in _meshes(spec)],
+    sentence=_over_fewer,
+    base=_with_smaller_meshes,
+    beside=(Panel((_GATHER,)),),
+    timed=False,
+)
+
+
+# ---- no reshard
 
 
 def _between(name: str, spec: PlanSpec, drops: bool) -> Row:
@@ -109,18 +106,20 @@ def _between(name: str, spec: PlanSpec, drops: bool) -> Row:
     again = sum(row.step_bytes / 2 for row in traffic if (row.unit, row.kind, row.axis) == _BLOCK_GATHERS)
     sent = sum(row.step_bytes for row in traffic) - (0.0 if drops else again)
     step_s = simulate_work(replace(work_of(spec), drops_after_forward=drops)).step_s
-    return {"after the forward": name, facts.SENT: sent, facts.STEP: step_s, **facts.of_memory(memory, spec)}
+    return {"after the forward": name, SENT: sent, STEP: step_s, **facts.of_memory(memory, spec)}
 
 
-_BLOCK_GATHERS = ("block", "all_gather", "shard")  # two a micro-batch where a block is dropped after its forward
-
-
-# ---- shared
-
-
-def _resharded(spec: PlanSpec) -> tuple[PlanSpec, str]:
-    """A spec that reshards after the forward, and what was changed for it."""
-    if spec.row.reshards_after_forward:
-        return spec, ""
-    note = f"{spec.strategy} reshards nothing after the forward, so full_shard is planned"
-    return spec.under("full_shard"), note
+NO_RESHARD = Question(
+    asked="Can the reshard after the forward be disabled without running out of memory?",
+    columns=facts.columns(Column("after the forward"), PEAK, GATHERED, SENT, STEP, FITS),
+    rows=lambda spec: [_between("resharded", spec, True), _between("kept whole", spec, False)],
+    sentence=(
+        "Without reshard after the forward a rank peaks at {rows[1][peak]} instead of {rows[0][peak]}"
+        " ({rows[1].verdict}), with up to {rows[1][most gathered]} of gathered parameters instead of {rows[0][most"
+        " gathered]}; it sends {rows[1][sent]} instead of {rows[0][sent]}, and a step takes {rows[1][step]} instead"
+        " of {rows[0][step]}"
+    ),
+    base=_resharded,
+    beside=(Panel((SENT,)),),
+    simulated=(STEP,),
+)

@@ -15,7 +15,8 @@ from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.simulation import StepWork, Transfer, UnitWork, simulate_work, work_of
 
 from . import facts
-from .answer import Answer, Column, Panel, Row
+from .answer import Cells, Column, Panel, Question, Row
+from .facts import FITS, PEAK, STEP
 
 _WAITING = "exposed time"
 _NOTE = (
@@ -24,44 +25,16 @@ _NOTE = (
 )
 
 
-def wrapping(spec: PlanSpec) -> Answer:
+def _wrapped(spec: PlanSpec) -> list[Row]:
     """Units from a linear layer to the whole stack of blocks."""
-    layers, parts = spec.model.layers, sum(each.is_matrix for each in spec.model.block)
-    counts = [1 / parts, *(count for count in (1, 2, 4, 8) if layers % count == 0 and count < layers), layers]
-    rows = [_row(spec, count, _named(count, layers)) for count in counts]
-    columns, table = facts.tabled(
-        Column("a unit"), rows,
-        (Column("units", "count"), Column("gathered at once", "bytes"), facts.PEAK, Column(facts.STEP, "seconds"),
-         Column(_WAITING, "seconds"), facts.FITS),
-    )  # fmt: skip
-    block, whole = rows[1] if len(rows) > 2 else rows[-1], rows[-1]
-    best = _best(rows)
-    sentence = (
-        f"Units of {block['a unit']} peak at {facts.peak(block)} and take {facts.step(block)} a"
-        f" step; all blocks in one unit peak at {facts.peak(whole)} and take {facts.step(whole)};"
-        f" {'of those that fit,' if best[facts.FITS] else 'none fits, and'} within a percent of the fastest, units of"
-        f" {best['a unit']} need least memory"
-    )
-    panels = (facts.memory_panel(spec), Panel((facts.STEP,)))
-    return Answer(
-        "wrapping",
-        "",
-        spec,
-        sentence,
-        columns,
-        table,
-        panels,
-        simulated=(facts.STEP, _WAITING),
-        note=_NOTE.format(parts),
-    )
+    layers = spec.model.layers
+    blocks = [count for count in (1, 2, 4, 8) if layers % count == 0 and count < layers]
+    counts = [1 / _parts_of_a_block(spec), *blocks, layers]
+    return [_row(spec, count, _named(count, layers)) for count in counts]
 
 
-def _best(rows: Sequence[Row]) -> Row:
-    """Within a percent of the shortest step, the units with least memory; of equals, the largest."""
-    found = [row for row in rows if row[facts.FITS]] or rows
-    shortest = min(facts.number(row, facts.STEP) for row in found)
-    alike = [row for row in found if facts.ALIKE * facts.number(row, facts.STEP) <= shortest]
-    return min(reversed(alike), key=lambda row: facts.number(row, facts.PEAK))
+def _parts_of_a_block(spec: PlanSpec) -> int:
+    return sum(each.is_matrix for each in spec.model.block)
 
 
 def _named(count: float, layers: int) -> str:
@@ -77,9 +50,40 @@ def _row(spec: PlanSpec, count: float, name: str) -> Row:
     computed = sum(span.end - span.start for span in found.logs[0].computed)
     held = memory.at("backward of the last block").by_category["gathered_parameters"]
     return {
-        "a unit": name, "units": len(work.blocks), "gathered at once": held, facts.STEP: step_s,
+        "a unit": name, "units": len(work.blocks), "gathered at once": held, STEP: step_s,
         _WAITING: step_s - computed, **facts.of_memory(memory, spec),
     }  # fmt: skip
+
+
+def _by_block_and_whole(spec: PlanSpec, rows: Sequence[Cells]) -> str:
+    block, whole, best = rows[1] if len(rows) > 2 else rows[-1], rows[-1], _best(rows)
+    return (
+        f"Units of {block['a unit']} peak at {block[PEAK]} and take {block[STEP]} a step; all blocks in one unit peak"
+        f" at {whole[PEAK]} and take {whole[STEP]}; {facts.near_the_fastest(best)} units of {best['a unit']} need least"
+        " memory"
+    )
+
+
+def _best(rows: Sequence[Cells]) -> Cells:
+    """Within a percent of the shortest step, the units with least memory; of equals, the largest."""
+    found = [row for row in rows if row.fits] or rows
+    shortest = min(row.number(STEP) for row in found)
+    alike = [row for row in found if facts.ALIKE * row.number(STEP) <= shortest]
+    return min(reversed(alike), key=lambda row: row.number(PEAK))
+
+
+WRAPPING = Question(
+    asked="What does another wrapping do to the peak memory?",
+    columns=facts.columns(
+        Column("a unit"), Column("units", "count"), Column("gathered at once", "bytes"), PEAK, STEP,
+        Column(_WAITING, "seconds"), FITS,
+    ),
+    rows=_wrapped,
+    sentence=_by_block_and_whole,
+    base=lambda spec: (spec, _NOTE.format(_parts_of_a_block(spec))),
+    beside=(Panel((STEP,)),),
+    simulated=(STEP, _WAITING),
+)  # fmt: skip
 
 
 def rewrapped(work: StepWork, blocks_per_unit: float) -> StepWork:
