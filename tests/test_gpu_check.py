@@ -22,9 +22,18 @@ from fsdplab.gpu_check import probes
 from fsdplab.gpu_check.__main__ import PARTS, chosen, main, run_check
 from fsdplab.gpu_check.check import FORMAT, Check, CheckError, Part, Sheet, open_check, shown, table
 from fsdplab.gpu_check.foundations import furthest, source_digest
-from fsdplab.gpu_check.measures import SIZES, Communication, Size, alone_bytes, communication, fitting, together_bytes
+from fsdplab.gpu_check.measures import (
+    SIZES,
+    Communication,
+    Size,
+    alone_bytes,
+    communication,
+    comparable,
+    fitting,
+    together_bytes,
+)
 from fsdplab.gpu_check.on_ranks import _case, _wrong
-from fsdplab.records import RunRecord
+from fsdplab.records import RunRecord, Summary
 from fsdplab.sessions.spec import gpus
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -362,6 +371,18 @@ def test_a_ledger_and_a_trace_that_differ_are_found(tmp_path):
     }
     found = communication(RunRecord(tmp_path, spec={}, tables=tables))
     assert tuple(found) == (40e-9, 40e-9, 2, False)
+
+
+@pytest.mark.parametrize(
+    ("device", "time", "share", "exact"),
+    [
+        ("cuda", "measured", 0.97, True), ("cuda", "measured", None, True), ("cuda", "measured", 0.6, False),
+        ("cuda", "emulated", 0.97, False), ("cpu", "measured", 0.97, False),
+    ],
+)  # fmt: skip
+def test_a_ledger_and_a_trace_are_compared_where_no_wait_is_in_one_alone(tmp_path, device, time, share, exact):
+    record = RunRecord(tmp_path, spec={}, provenance={"step_time_s": time}, summary=Summary(cpu_share=share))
+    assert comparable(device, record) is exact
 
 
 @pytest.mark.parametrize("gigabytes,alone,together", [

@@ -23,6 +23,7 @@ from tests.fake_cuda.matrix import (
     Table,
     ended_well,
     has_kernels,
+    judge,
     losses_equal,
     parts_end,
     says,
@@ -92,12 +93,18 @@ def test_parts_of_a_gpu_check_must_end_and_only_values_may_be_wrong(
 
 def test_a_table_counts_what_went_wrong(tmp_path: Path) -> None:
     table = Table(tmp_path / "RESULTS.md", {"torch 2.14.1": "CUDA 13.0"})
-    for ok in (True, False):
+    for ok in (True, False, None):
         case = Case("run", Machine(2, 75, 15, {"IPC": "refused"}), ("true",), ended_well)
         table.add(Row("2.14.1", case, Judged(ok, "status 0")))
     text = (tmp_path / "RESULTS.md").read_text()
-    assert "1 of 2 went as they should" in text
+    assert "1 of 3 went as they should. 1 were not run: this machine has too little memory." in text
     assert "| run | 2 GPU, 7.5, 15 GB, IPC=refused | 2.14.1 | **not as it should** | status 0 |" in text
+
+
+def test_what_would_fill_the_hosts_memory_is_not_run() -> None:
+    case = Case("gpu-check", Machine(4, 75, 15), ("true",), ended_well, host_gb=1e6)
+    judged = judge(Path("no python"), case)
+    assert judged.ok is None and judged.saw.startswith("it needs 1000000 GB of the host's memory, of which ")
 
 
 def test_an_environment_without_cuda_wheels_is_refused_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
