@@ -26,6 +26,7 @@ from fsdplab.figures.fastest import fastest_words, step_words
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.table import COLUMNS, SPLIT, brief, cells
 from fsdplab.figures.view import RunView, view, views
+from fsdplab.profiling.findings import findings
 from fsdplab.records import CATEGORIES, RunRecord, Spread, Summary, comparison_json
 from fsdplab.records.summary import Change, Peak, Predicted, Steady
 from tests.pictures import svg_of
@@ -397,11 +398,13 @@ def page_without_plotly(*given, **named) -> str:
 def test_no_text_of_a_run_becomes_a_tag_or_ends_a_script(tmp_path):
     evil, usual = record(tmp_path, "zero1", engine=HOSTILE), record(tmp_path, "zero1", engine="peer")
     for run in (evil, usual):
-        run.spec["model"] = run.environment["torch"] = run.spec["engine"]
-    findings = [[dict.fromkeys(("title", "text", "remedy"), run.spec["engine"])] for run in (evil, usual)]
-    seen, expected = (
-        Tags(page_without_plotly(comparison_json([run]), [run], found)) for run, found in zip((evil, usual), findings)
-    )
+        name = run.spec["model"] = run.environment["torch"] = run.spec["engine"]
+        where, step = dict(rank=0, step=1), dict(step_ns=100, compute_ns=60, compute_only_ns=60, overlapped_ns=0)
+        run.tables["breakdown"] = [{**where, **step, "exposed_ns": 40, "other_ns": 0}]
+        spent = dict(communication_ns=40, exposed_ns=40, cause="nothing_to_hide_behind")
+        run.tables["exposed"] = [{**where, "unit": name, "phase": "forward", "kind": "all_gather", **spent}]
+        assert any(name in found.title for found in findings(run))
+    seen, expected = (Tags(page_without_plotly(comparison_json([run]), [run])) for run in (evil, usual))
     assert seen.tags == expected.tags
     data = [json.loads(text) for attributes, text in seen.scripts if attributes.get("type") == "application/json"]
     assert data[-1] == comparison_json([evil]) and len(data) == len(expected.scripts) - 2
