@@ -21,7 +21,6 @@ from markupsafe import escape
 from fsdplab import figures
 from fsdplab.engine.core import unit
 from fsdplab.figures import style
-from fsdplab.figures.plotly_go import go
 from fsdplab.figures.plots.exposed import exposed_heatmap
 from fsdplab.figures.plots.shard_map import STATE_COLOURS, hover_text
 from fsdplab.figures.plots.timeline import lanes_of, phase_lines, phases, rank_timeline
@@ -833,10 +832,9 @@ def test_tabs_and_the_time_cursor_work_offline(ahead, behind, tmp_path):
 
 
 def test_names_of_phases_never_stand_in_each_others_place():
-    figure = go.Figure()
-    phase_lines(figure, [(0.0, "forward"), (0.4, "backward"), (1.0, "optimizer"), (60.0, "forward")], 100.0)
-    assert [note.text for note in figure.layout.annotations] == ["optimizer →", "forward →"], "the longest have names"
-    assert len(figure.layout.shapes) == 4
+    found = phase_lines([(0.0, "forward"), (0.4, "backward"), (1.0, "optimizer"), (60.0, "forward")], 100.0)
+    assert [note["text"] for note in found["annotations"]] == ["optimizer →", "forward →"], "the longest have names"
+    assert len(found["shapes"]) == 4
 
 
 def test_many_ranks_have_their_names_and_few_ranks_their_lanes():
