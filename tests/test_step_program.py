@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
@@ -20,7 +21,7 @@ from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.schedule import Schedule
 from fsdplab.engine.core.transport import CollectiveLabel
 from fsdplab.engine.shard import units_of
-from fsdplab.planning.program import Change, Issue, Move, Operation, Sharing, UnitSizes, Wait, record, record_step
+from fsdplab.planning.program import Change, Holds, Issue, Move, Operation, Sharing, Wait, record, record_step
 from tests.test_engine_stream_order import Case, device, sharded
 
 WIDTH, BLOCKS = 16, 5
@@ -90,8 +91,8 @@ def planned(
     """The same of the program."""
     cut = shards if strategy != "no_shard" else 1
     sharing = Sharing.of(strategy, cut, ranks // cut, casts=choice["casts"], offloads=choice["offloads"])
-    sizes, counts = UnitSizes(8, 8, 4), {key: choice[key] for key in ("micro_batches", "in_flight")}
-    segments = record_step(dict.fromkeys(("root", *blocks), sizes), sharing, Schedule(choice["prefetch"]), **counts)
+    counts = {key: choice[key] for key in ("micro_batches", "in_flight")}
+    segments = record_step(dict.fromkeys(("root", *blocks), Holds()), sharing, Schedule(choice["prefetch"]), **counts)
     return [in_words(operations) for operations in segments]
 
 
@@ -209,14 +210,14 @@ def all_on_fake_streams(strategy: str) -> list[list[Program]]:
 
 @pytest.mark.parametrize("strategy", ["no_shard", "shard_grad_op", "full_shard", "hybrid_shard"])
 def test_streams_do_what_the_program_says(ranks, strategy: str) -> None:
-    sizes = dict.fromkeys(("root", "blocks.0", "blocks.1", "blocks.2"), UnitSizes(8, 8, 4))
-    sizes["root"] = UnitSizes(0, 0, 0)
+    units = dict.fromkeys(("root", "blocks.0", "blocks.1", "blocks.2"), Holds())
+    units["root"] = Holds(False, False)
     sharing = Sharing.of(strategy, 1 if strategy == "no_shard" else 2, 2, casts=True, streams=True)
     if strategy not in ("no_shard", "hybrid_shard"):
         sharing = replace(sharing, replicates=False)
     (runs,) = ranks(1, all_on_fake_streams, strategy)
     for (prefetch, batches, checkpoint, in_flight), real in zip(STREAMED, runs, strict=True):
-        segments = record_step(sizes, sharing, Schedule(prefetch), micro_batches=batches, in_flight=in_flight)
+        segments = record_step(units, sharing, Schedule(prefetch), micro_batches=batches, in_flight=in_flight)
         assert real == [in_words(operations) for operations in segments], (prefetch, batches, checkpoint, in_flight)
 
 
@@ -225,18 +226,18 @@ def test_streams_do_what_the_program_says(ranks, strategy: str) -> None:
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_backward_leaves_nothing_under_way(strategy: str, streams: bool) -> None:
     """Every collective is waited for once, and what a step takes it gives back, but for what the optimizer reads."""
-    sizes = {name: UnitSizes(80, 40, 20) for name in ("root", "a", "b")}
     replicates = strategy in ("no_shard", "hybrid_shard")
     sharing = Sharing.of(strategy, 1 if strategy == "no_shard" else 2, 1 + replicates, streams=streams)
-    segments = record_step(sizes, sharing, Schedule(1), micro_batches=3)
+    segments = record_step(dict.fromkeys(("root", "a", "b"), Holds()), sharing, Schedule(1), micro_batches=3)
     for operations in segments:
         issued = sorted(each.number for each in operations if isinstance(each, Issue))
         assert issued == sorted(each.number for each in operations if isinstance(each, Wait))
-    bytes_left = {"gathered_parameters": 0, "whole_gradients": 0}
+    held = Counter[str]()
     for each in (each for segment in segments for each in segment):
-        if isinstance(each, Change) and each.category in bytes_left:
-            bytes_left[each.category] += each.nbytes
-    assert set(bytes_left.values()) == {0}
+        if isinstance(each, Change):
+            held[each.buffer] += each.sign
+    given = "kept_gradients" if strategy == "zero1" else "gradient_slices"
+    assert set(held.values()) == {0, 3} and +held == {given: 3}
 
 
 @pytest.mark.quick

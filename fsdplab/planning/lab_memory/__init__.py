@@ -1,7 +1,7 @@
 """The memory of a step of the lab's own engine between CPU ranks, played without a tensor: bytes that come and go.
 
-memory.py is closed form, for any GPU and any size. Here small models run in front of the reader, and what is measured
-is exact: so the step is played allocation by allocation, with the engine's own layouts and schedule.
+A plan (memory.py) adds the activations of a block at a time. Here small models run in front of the reader, and what is
+measured is exact: so every operator's allocations are played, beside the buffers that units take in both.
 """
 
 from .step import LabRun, memory_of_step, unit_parameters

@@ -7,19 +7,19 @@ peers to read (`engine/transport/shared_memory/transport.py`). The layouts are t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 from fsdplab.engine.core.layout import SLICES_ALIGNED, WHOLE_ALIGNED, Layout
 from fsdplab.engine.core.pending import Pending
-from fsdplab.engine.core.unit import ReduceOptions
 from fsdplab.planning.program import PlannedMemory, Sharing
+from fsdplab.planning.program.memory import GATHERED, REDUCED
 from fsdplab.workloads.shapes import Parameter
 
 from .held import Book, Held
 
 PAGE = 4096  # buffers that peers read are whole pages
-MASTER = REDUCED = 4  # bytes of an element at rest and of one that is reduced: float32 in every run of the lab
+MASTER = REDUCED_BYTES = 4  # bytes of an element at rest and of one that is reduced: float32 in every run of the lab
 
 
 class Staging:
@@ -67,23 +67,28 @@ class UnitBuffers(PlannedMemory):
         self._names = [each.name for each in parameters]
         self._rest = _layout(parameters, shards, MASTER, SLICES_ALIGNED)
         self._layout = _layout(parameters, shards, itemsize, WHOLE_ALIGNED if shards == 1 else 0)
-        self._wire = _layout(parameters, shards, REDUCED, 0)
+        self._wire = _layout(parameters, shards, REDUCED_BYTES, 0)
         alike = self._layout.slots == self._rest.slots and self._layout.slice_bytes == self._rest.slice_bytes
         self._reads_in_place = alike and not sharing.casts and not sharing.aliased
-        self._gathered: Held | None = None
+        reduced = "gradient_slices" if sharing.shards else "whole_gradients"
+        self._sizes = {
+            GATHERED: (self._layout.whole_bytes, "gathered_parameters"),
+            REDUCED: (self._wire.slice_bytes, reduced),
+        }
+        self._held: dict[str, list[Held]] = {GATHERED: [], REDUCED: []}
         self._at_rest: list[Held] = []
         self._arrived: dict[str, Held] = {}  # gradients that autograd left, by parameter
         self._whole: dict[str, Held] = {}  # those that were collected
-        self._reduced: list[Held] = []  # what the optimizer reads
+        self._optimizers: list[Held] = []  # those that were kept, which the optimizer reads
 
     # ---- at rest
 
     def place_at_rest(self) -> None:
         """Slices at rest: a buffer of their own, or views of the whole one."""
         if self.keeps_whole:
-            self._gathered = self._book.hold(self._layout.whole_bytes, "parameter_slices")
+            self._at_rest.append(self._book.hold(self._layout.whole_bytes, "parameter_slices"))
         if not self.sharing.aliased and not self.sharing.offloads:
-            self._at_rest = [self._book.hold(self._rest.slice_bytes, "parameter_slices")]
+            self._at_rest.append(self._book.hold(self._rest.slice_bytes, "parameter_slices"))
 
     @property
     def own_elements(self) -> int:
@@ -96,20 +101,28 @@ class UnitBuffers(PlannedMemory):
         """How many parameters it has."""
         return len(self._names)
 
-    # ---- gather, free
+    # ---- buffers that come and go
 
-    def gather(self, phase: str) -> None:
-        """The place to read from is taken at once; what is kept whole is there already. A slice that peers cannot read
-        in place travels through a buffer.
-        """
-        if self.sharing.shards and not self._reads_in_place:
-            self._transports.gathers.take(self._layout.slice_bytes)
-        if self._gathered is None:
-            self._gathered = self._book.hold(self._layout.whole_bytes, "gathered_parameters")
+    def take(self, buffer: str) -> None:
+        """What the transports keep between collectives (`issue`) is not counted here."""
+        if buffer in self._sizes:
+            self._held[buffer].append(self._book.hold(*self._sizes[buffer]))
 
-    def free(self) -> None:
-        if not self.keeps_whole:
-            self._gathered = None
+    def give_back(self, buffer: str) -> None:
+        if buffer in self._sizes:
+            self._held[buffer].pop()
+
+    def issue(self, kind: str, phase: str, after: Pending | None = None) -> Pending:
+        """Peers read this rank's part of a collective in a buffer, unless they read a shard in place."""
+        nbytes, transports = self._wire.slice_bytes, self._transports
+        if kind == "reduce_scatter":
+            transports.reductions.take((self._shards - 1) * nbytes)
+        elif kind == "all_reduce":
+            part = -(-(nbytes // REDUCED_BYTES) // self._replicas) * REDUCED_BYTES
+            transports.exchanges.take(self._replicas * part)
+        elif not self._reads_in_place:
+            transports.gathers.take(self._layout.slice_bytes)
+        return Pending(lambda: None)
 
     # ---- gradients
 
@@ -124,7 +137,7 @@ class UnitBuffers(PlannedMemory):
         """
         for name in [each for each in self._names if each in self._arrived]:
             arrived = self._arrived.pop(name)
-            wide = arrived.nbytes // self._itemsize * REDUCED
+            wide = arrived.nbytes // self._itemsize * REDUCED_BYTES
             cast = keep and wide != arrived.nbytes
             if name not in self._whole:
                 self._whole[name] = self._book.hold(wide, "whole_gradients") if cast else arrived
@@ -135,38 +148,18 @@ class UnitBuffers(PlannedMemory):
     def has_gradients(self, or_zeros: bool) -> bool:
         return bool(self._whole)
 
-    def reduce(self, options: ReduceOptions) -> Iterator[Pending]:
-        """Take a slice for the sum, and pack the gradients for the peers."""
-        shards, replicates = self.sharing.shards, self.sharing.replicates
-        output = self._book.hold(self._wire.slice_bytes, "gradient_slices" if shards else "whole_gradients")
-        if shards:
-            self._transports.reductions.take((self._shards - 1) * self._wire.slice_bytes)
-        elif replicates:
-            self._exchange()
-        yield Pending(lambda: None)  # of an all-reduce alone: this rank's sum, then those of the others
-        if replicates:
-            if shards:
-                self._exchange()
-            yield Pending(lambda: None)
-        self._hand_out(output)
-
-    def _exchange(self) -> None:
-        part = -(-(self._wire.slice_bytes // REDUCED) // self._replicas) * REDUCED
-        self._transports.exchanges.take(self._replicas * part)
-
-    def _hand_out(self, output: Held) -> None:
-        """Rows for the optimizer: written into gradients that are kept whole, added to earlier rows, or the output."""
-        if self._whole:
-            self._reduced, self._whole = list(self._whole.values()), {}
-        elif not self._reduced and not self.sharing.offloads:
-            self._reduced = [output]
+    def hand_out(self) -> None:
+        super().hand_out()
+        self._optimizers += self._whole.values()
+        self._whole = {}
 
     def forget_gradients(self) -> None:
         self._whole = {}
 
     def step(self) -> None:
         """The optimizer writes to the slices, and its gradients are set to None."""
-        self._reduced, self.written = [], True
+        self._optimizers, self._held[REDUCED] = [], []
+        self.written, self._handed_out = True, False
 
 
 def _layout(parameters: Sequence[Parameter], ranks: int, itemsize: int, alignment: int) -> Layout:

@@ -8,23 +8,23 @@ from functools import lru_cache
 from fsdplab.engine.core.schedule import Schedule
 
 from .memory import Sharing
-from .record import Compute, Issue, Operation, UnitSizes, Wait, record_step
+from .record import Compute, Holds, Issue, Move, Operation, Wait, record_step
 
 ROOT, BLOCK = "root", "block"
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def program_of_blocks(
     sharing: Sharing, blocks: int, trained: tuple[bool, bool], prefetch: int, micro_batches: int
 ) -> list[list[Operation]]:
-    """What takes time in each micro-batch of a step of alike blocks in a root; `trained`: whether the root and the
-    blocks have gradients. Kept, since it depends on no bytes and no seconds.
+    """What takes time or memory in each micro-batch of a step of alike blocks in a root; `trained`: whether the root
+    and the blocks have gradients. Kept, since it depends on no bytes and no seconds.
     """
-    units = {ROOT: UnitSizes(1, trained[0], trained[0])} | {
-        f"{BLOCK}s.{number}": UnitSizes(1, trained[1], trained[1]) for number in range(blocks)
+    units = {ROOT: Holds(gradients=trained[0])} | {
+        f"{BLOCK}s.{number}": Holds(gradients=trained[1]) for number in range(blocks)
     }
     segments = record_step(units, sharing, Schedule(prefetch), micro_batches=micro_batches)
-    return [[each for each in operations if isinstance(each, Issue | Wait | Compute)] for operations in segments]
+    return [[each for each in operations if not isinstance(each, Move)] for operations in segments]
 
 
 def seconds_of(operations: Sequence[Operation], seconds: Mapping[tuple[str, str], float]) -> float:

@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from fsdplab.common.names import STRATEGY_ROWS
+from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.step import StepOrder
-from fsdplab.engine.core.unit import Memory, Unit
+from fsdplab.engine.core.unit import Memory, ReduceOptions, Unit
+
+# the buffers of a unit that come and go in a step
+GATHERED = "gathered"  # the unsharded parameters
+FEWER = "fewer"  # shards over fewer ranks, kept from the forward to the backward
+ARRIVING = "arriving"  # what a gather from those arrives in, before it is copied into the unsharded parameters
+GRADIENTS = "whole_gradients"  # unsharded, of one backward
+KEPT = "kept_gradients"  # unsharded, kept for later micro-batches or for the optimizer
+SENT = "reduction"  # the packed gradients that a reduction reads
+REDUCED = "gradient_slices"  # the result of a reduction
 
 
 @dataclass(frozen=True)
 class Sharing:
     """What a strategy cuts, and whether it reshards all units but the root after their forward; whether more than one
     rank shards, and more than one replicates. `casts`: the dtype that computes is not that at rest; `offloads`: shards
-    at rest leave the memory that computes; `streams`: CUDA, where one stream waits for the other and the host for none.
+    at rest leave the memory that computes; `streams`: CUDA, where one stream waits for the other and the host for none;
+    `fewer`: units reshard to fewer ranks after their forward.
     """
 
     cuts: tuple[str, ...]
@@ -24,6 +36,7 @@ class Sharing:
     casts: bool = False
     offloads: bool = False
     streams: bool = False
+    fewer: bool = False
 
     @classmethod
     def of(cls, strategy: str, shards: int, replicas: int, **choices: bool) -> Sharing:
@@ -49,7 +62,7 @@ class Sharing:
 
 
 class PlannedMemory(Memory):
-    """The memory of a unit in a plan; what follows from the strategy is answered here, subclasses count."""
+    """The memory of a unit in a plan: which buffers it takes and gives back, and when. Subclasses count them."""
 
     keeps_whole = keeps_gradients = hides_all_reduce = False
 
@@ -60,12 +73,80 @@ class PlannedMemory(Memory):
         self.keeps_gradients = sharing.reduces_once and sharing.shards
         self.hides_all_reduce = sharing.shards and sharing.replicates and not sharing.streams
         self.written = True  # whether the optimizer has stepped since the unit was unsharded
+        self._over_fewer = False  # whether it keeps shards over fewer ranks
+        self._handed_out = False  # whether the optimizer has got gradients in this step
+
+    @abstractmethod
+    def take(self, buffer: str) -> None: ...
+    @abstractmethod
+    def give_back(self, buffer: str) -> None: ...
+    @abstractmethod
+    def issue(self, kind: str, phase: str, after: Pending | None = None) -> Pending: ...  # a collective
 
     def changed(self) -> bool:
         return self.written
 
     def show_unsharded(self) -> None:
         self.written = False
+
+    # ---- unshard, reshard
+
+    def gather(self, phase: str) -> Pending | None:
+        sharing = self.sharing
+        if not self.keeps_whole:
+            self.take(GATHERED)
+        if self._over_fewer:
+            self.take(ARRIVING)
+        if sharing.shards:
+            return self.issue("all_gather", phase)
+        return None if sharing.aliased else Pending(lambda: None)  # a cast, or a copy from the host
+
+    def arrived(self) -> None:
+        if self._over_fewer:
+            self.give_back(ARRIVING)
+
+    def show_shards(self, until_backward: bool) -> None:
+        kept, self._over_fewer = self._over_fewer, self.sharing.fewer and until_backward
+        if self._over_fewer and not kept:
+            self.take(FEWER)
+        elif kept and not self._over_fewer:
+            self.give_back(FEWER)
+
+    def show_own_shards(self) -> None:
+        self.show_shards(until_backward=False)
+
+    def free(self) -> None:
+        if not self.keeps_whole:
+            self.give_back(GATHERED)
+
+    # ---- reduce
+
+    def reduce(self, options: ReduceOptions) -> Iterator[Pending]:
+        sharing = self.sharing
+        if sharing.shards:
+            self.take(SENT)
+        self.take(REDUCED)
+        if sharing.shards:
+            scattered = self.issue("reduce_scatter", "backward")
+            behind = sharing.replicates and sharing.streams
+            summed = self.issue("all_reduce", "backward", scattered) if behind else None
+            yield scattered
+            self.give_back(SENT)
+            if sharing.replicates:
+                yield summed or self.issue("all_reduce", "backward")
+        elif sharing.replicates:
+            yield from self.issue("all_reduce", "backward").parts()
+        else:
+            yield Pending(lambda: None)
+        self.hand_out()
+
+    def hand_out(self) -> None:
+        """Give the optimizer the result, which is added to an earlier one, or written into gradients that are kept, or
+        goes to host memory.
+        """
+        if self._handed_out or self.keeps_gradients or self.sharing.offloads:
+            self.give_back(REDUCED)
+        self._handed_out = True
 
 
 def units_over(memories: Mapping[str, PlannedMemory], sharing: Sharing) -> dict[str, Unit]:

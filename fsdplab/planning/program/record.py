@@ -5,16 +5,14 @@ The decisions are those of the engine's own objects (`StepOrder`, `Unit`); only 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.schedule import Schedule
 from fsdplab.engine.core.step import StepOrder
-from fsdplab.engine.core.unit import ReduceOptions
 
-from .memory import PlannedMemory, Sharing, begin_micro_batch, units_over
+from .memory import GRADIENTS, KEPT, PlannedMemory, Sharing, begin_micro_batch, units_over
 
 
 class Issue(NamedTuple):
@@ -34,18 +32,20 @@ class Wait(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """A unit's own operators, forward or backward; "begin" is what the root computes before its blocks."""
+    """A unit's own operators, forward or backward; "begin" is what the root computes before its blocks, and "end" the
+    backward of that.
+    """
 
     unit: str
     phase: str
 
 
 class Change(NamedTuple):
-    """So many more bytes of a category, or fewer."""
+    """A unit takes one of its buffers (`sign` 1), or gives it back (-1)."""
 
     unit: str
-    category: str
-    nbytes: int
+    buffer: str
+    sign: int
 
 
 class Move(NamedTuple):
@@ -60,92 +60,76 @@ class Move(NamedTuple):
 Operation = Issue | Wait | Compute | Change | Move
 
 
-@dataclass(frozen=True)
-class UnitSizes:
-    """Bytes of one unit on one rank: its parameters and gradients unsharded, and the reduced shard of its gradients. No
-    bytes mean that it has no parameters, or none that are trained.
-    """
+class Holds(NamedTuple):
+    """Whether a unit has parameters, and whether any of them is trained."""
 
-    whole: int
-    gradients: int
-    reduced: int
+    parameters: bool = True
+    gradients: bool = True
 
 
 class RecordedMemory(PlannedMemory):
     """Writes what a unit does into `log`."""
 
-    def __init__(self, name: str, sharing: Sharing, sizes: UnitSizes, log: list[Operation]) -> None:
+    def __init__(self, name: str, sharing: Sharing, holds: Holds, log: list[Operation]) -> None:
         super().__init__(name, sharing)
-        self._sizes, self._log = sizes, log
-        self.params = self.params if sizes.whole else ()
-        self._gradients = self._reduced = False
+        self._trained, self._log = holds.gradients, log
+        self.params = self.params if holds.parameters else ()
+        self._gradients = ""  # the buffer that holds unsharded gradients, if one does
 
-    def _count(self, category: str, nbytes: int) -> None:
-        if nbytes:
-            self._log.append(Change(self.name, category, nbytes))
+    def take(self, buffer: str) -> None:
+        self._log.append(Change(self.name, buffer, 1))
 
-    def _issue(self, kind: str, phase: str, after: int | None = None) -> tuple[int, Pending]:
-        number = len(self._log)
-        self._log.append(Issue(number, self.name, phase, kind, after))
-        return number, Pending(lambda: self._log.append(Wait(number)))
+    def give_back(self, buffer: str) -> None:
+        self._log.append(Change(self.name, buffer, -1))
 
-    def gather(self, phase: str) -> Pending | None:
-        if self.sharing.shards:
-            return self._issue("all_gather", phase)[1]
-        return None if self.sharing.aliased else Pending(lambda: None)  # a cast, or a copy from the host
-
-    def arrived(self) -> None:
-        self._count("gathered_parameters", 0 if self.keeps_whole else self._sizes.whole)
-
-    def free(self) -> None:
-        self._count("gathered_parameters", 0 if self.keeps_whole else -self._sizes.whole)
+    def issue(self, kind: str, phase: str, after: Pending | None = None) -> Pending:
+        log, number, before = self._log, len(self._log), None if after is None else after.event
+        assert before is None or isinstance(before, int), "it was issued elsewhere"
+        log.append(Issue(number, self.name, phase, kind, before))
+        return Pending(lambda: log.append(Wait(number)), event=number)
 
     def collect_gradients(self, keep: bool) -> None:
-        if self._sizes.gradients and not self._gradients:
-            self._count("whole_gradients", self._sizes.gradients)
-            self._gradients = True
+        """All gradients of a backward are there; they are cast to be kept, or added to earlier ones, one by one."""
+        if not self._trained:
+            return
+        self.take(GRADIENTS)
+        if keep or self._gradients:
+            self.give_back(GRADIENTS)
+            if not self._gradients:
+                self.take(KEPT)
+        self._gradients = KEPT if keep or self._gradients else GRADIENTS
 
     def has_gradients(self, or_zeros: bool) -> bool:
-        return self._gradients
+        return bool(self._gradients)
 
-    def reduce(self, options: ReduceOptions) -> Iterator[Pending]:
-        sharing = self.sharing
-        if sharing.shards:
-            number, scattered = self._issue("reduce_scatter", "backward")
-            behind = sharing.replicates and sharing.streams
-            summed = self._issue("all_reduce", "backward", number)[1] if behind else None
-            yield scattered
-            if sharing.replicates:
-                yield summed or self._issue("all_reduce", "backward")[1]
-        elif sharing.replicates:
-            yield from self._issue("all_reduce", "backward")[1].parts()
-        else:
-            yield Pending(lambda: None)
-        self._count("gradient_slices", 0 if self._reduced else self._sizes.reduced)
-        self._reduced = True
+    def hand_out(self) -> None:
+        super().hand_out()
+        if self.keeps_gradients and not self.sharing.offloads:  # the optimizer has them
+            self._gradients = ""
 
     def forget_gradients(self) -> None:
-        self._count("whole_gradients", -self._sizes.gradients if self._gradients else 0)
-        self._gradients = False
+        if self._gradients:
+            self.give_back(self._gradients)
+            self._gradients = ""
 
     def moved(self, before: str, after: str, phase: str) -> None:
         self._log.append(Move(self.name, before, after, phase))
 
 
 def record_step(
-    units: Mapping[str, UnitSizes], sharing: Sharing, schedule: Schedule, *, micro_batches: int = 1, in_flight: int = 1
+    units: Mapping[str, Holds], sharing: Sharing, schedule: Schedule, *, micro_batches: int = 1, in_flight: int = 1
 ) -> list[list[Operation]]:
     """The operations of each micro-batch of a step that is not the run's first; the first of `units` is the root.
 
     A micro-batch ends with every collective waited for.
 
-    >>> sizes = {name: UnitSizes(whole=8, gradients=8, reduced=4) for name in ("root", "block")}
-    >>> (operations,) = record_step(sizes, Sharing.of("shard_grad_op", 2, 1), Schedule(1))
+    >>> units = dict.fromkeys(("root", "block"), Holds())
+    >>> (operations,) = record_step(units, Sharing.of("shard_grad_op", 2, 1), Schedule(1))
     >>> [operation.unit for operation in operations if isinstance(operation, Issue) and operation.kind == "all_gather"]
     ['root', 'block']
     """
     log: list[Operation] = []
-    memories = {name: RecordedMemory(name, sharing, sizes, log) for name, sizes in units.items()}
+    memories = {name: RecordedMemory(name, sharing, holds, log) for name, holds in units.items()}
     order = StepOrder(units_over(memories, sharing), schedule)
     for unit in order.units.values():
         unit.in_flight = in_flight
@@ -178,4 +162,5 @@ def _micro_batch(order: StepOrder, log: list[Operation]) -> None:
         order.before_backward(unit)
         log.append(Compute(unit.name, "backward"))
         order.after_backward(unit)
+    log.append(Compute(root.name, "end"))
     order.end_backward()

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fsdplab.engine.core.schedule import Schedule
-from fsdplab.planning.program import Compute, Issue, Move, Operation, Sharing, UnitSizes, Wait, record_step
+from fsdplab.planning.program import Compute, Holds, Issue, Move, Operation, Sharing, Wait, record_step
 
 from .classes import RankClass
 from .network import Clock, Collective, Network
@@ -48,11 +48,8 @@ def program_of(work: StepWork, schedule: Schedule) -> list[list[Operation]]:
     cuts = ("gradients",) * (not work.reduces_once) + ("parameters",) * work.drops_after_backward
     sharing = Sharing(cuts, work.drops_after_forward, shards, replicates, streams=work.streams)
     trained = {unit.name: bool(unit.reduce or unit.across) for unit in work.units}
-    sizes = {
-        unit.name: UnitSizes(bool(unit.gather or trained[unit.name]), trained[unit.name], trained[unit.name])
-        for unit in work.units
-    }
-    return record_step(sizes, sharing, schedule, micro_batches=work.micro_batches, in_flight=work.in_flight)
+    holds = {unit.name: Holds(bool(unit.gather) or trained[unit.name], trained[unit.name]) for unit in work.units}
+    return record_step(holds, sharing, schedule, micro_batches=work.micro_batches, in_flight=work.in_flight)
 
 
 class Rank:
@@ -102,7 +99,7 @@ class Rank:
                 yield from self._wait(issued[each.number])
             elif isinstance(each, Compute):
                 last = -1
-                if each.phase != "begin":
+                if each.phase in ("forward", "backward"):
                     yield from self._run(self._units[each.unit], each.phase)
             elif isinstance(each, Move):
                 self.log.life.append((each.unit, each.after, each.phase, self._clock.now))
