@@ -17,6 +17,7 @@ from fsdplab.workloads.shapes import ModelShape
 
 from .plan_spec import PlanSpec
 
+BATCH_PER_TOKEN = 2 * 8  # bytes: a rank keeps tokens and targets as 64-bit numbers
 _STATISTIC = 4  # bytes: norms keep their statistics, attention its log-sum-exp, in float32
 
 
@@ -127,14 +128,11 @@ def backward_per_token(spec: PlanSpec) -> float:
     return spec.param_bytes * widest / spec.tensor_parallel
 
 
-def root_kept_per_token(spec: PlanSpec) -> float:
-    """Bytes a token that the root keeps: the last norm's input and result, its statistics, and the tokens themselves.
-
-    A rank keeps tokens and targets as 64-bit numbers.
-    """
+def last_norm_per_token(spec: PlanSpec) -> float:
+    """Bytes a token that the root keeps for the backward of its head: the last norm's input, result and statistics."""
     norm = _STATISTIC * (2 if spec.model.norm_bias else 1)
     read = _on_rank(_norm_reads("input", spec), spec)
-    return spec.model.width * spec.param_bytes + read + norm / spec.tensor_parallel + 2 * 8
+    return spec.model.width * spec.param_bytes + read + norm / spec.tensor_parallel
 
 
 @dataclass(frozen=True)
@@ -164,6 +162,30 @@ def loss_bytes(spec: PlanSpec) -> LossBytes:
     return LossBytes(
         (8 + copies) * logits, widest * logits + held, (4 + copies) * logits + held, 4 * logits + held, held
     )
+
+
+class Activations:
+    """Bytes of activations on one rank through a step; the first `recomputed` blocks are checkpointed."""
+
+    def __init__(self, spec: PlanSpec, recomputed: int) -> None:
+        self._recomputed = recomputed
+        self._kept, self._computed = kept_per_token(spec) * spec.tokens, computed_per_token(spec) * spec.tokens
+        self._backward = backward_per_token(spec) * spec.tokens
+        self._again = recomputed_per_token(spec) * spec.tokens
+        self.batch = BATCH_PER_TOKEN * spec.tokens
+        self.last_norm = last_norm_per_token(spec) * spec.tokens
+        self.stream = spec.model.width * spec.param_bytes / spec.tensor_parallel * spec.tokens  # between two blocks
+        self.loss = loss_bytes(spec)
+
+    def saved(self, block: int, share: float) -> float:
+        """What the blocks before `block` have saved, and a share of what it saves itself; with the batch."""
+        again = min(block, self._recomputed)
+        before = again * self._kept + (block - again) * self._computed
+        return self.batch + before + share * (self._kept if block < self._recomputed else self._computed)
+
+    def inside(self, block: int) -> float:
+        """What its backward adds at its widest."""
+        return self._backward + (self._again if block < self._recomputed else 0.0)
 
 
 def _on_rank(tensors: list[Saved], spec: PlanSpec) -> float:

@@ -1,35 +1,28 @@
-"""Peak memory of a step in closed form: what is alive at each of the moments at which a peak can lie.
+"""Peak memory of a step: the bytes of every buffer that the engine's own order of a step takes and gives back.
 
-The bytes of a rank grow through the forward (activations) and then change hands in the backward (activations go,
-gradient slices come), unit by unit and in equal parts. So a peak lies at an end: at the loss, in the backward of the
-last block, in that of the first, when the root's gradients are reduced, or in the optimizer's step. Each is a sum over
-the categories of `fsdplab compare`; the largest sum is the peak.
+`planning/program` runs that order and notes the buffers; here each has its size, and activations are added to what is
+alive while a unit computes. So there is a moment for the forward of every block, its backward and its reduction, beside
+those of the loss, the head, the root and the optimizer; the moment with most bytes is the peak.
 
-Where only the first blocks are recomputed, a peak can also lie in the backward of the last of these.
-
-Sources: model states, Rajbhandari et al. 2020, section 3.1; activations, activations.py; gathered units and the
-buffers of collectives, DESIGN.md 2.1 (at most prefetch depth + 1 units and the root); a unit that is resharded to
+Sources: model states, Rajbhandari et al. 2020, section 3.1; activations, activations.py; a unit that is resharded to
 fewer ranks, engine/features/partial_reshard.py (PyTorch's `reshard_after_forward=m`); the first blocks recomputed,
 Megatron-LM's `--recompute-method block`; the optimizer on the CPU, Ren et al. 2021 (ZeRO-Offload), section 3.
 """
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain
 
 from fsdplab.common.names import CATEGORIES
 
-from .activations import (
-    backward_per_token,
-    computed_per_token,
-    kept_per_token,
-    loss_bytes,
-    recomputed_per_token,
-    root_kept_per_token,
-)
+from .activations import Activations
 from .plan_spec import PlanSpec
-from .unit_bytes import UnitBytes, unit_bytes
+from .program import BLOCK, ROOT, Change, Compute, Operation, Sharing, program_of_blocks
+from .program import memory as buffers
+from .unit_bytes import UnitBytes, all_units, unit_bytes
 
 # An assumption, not measured here: the CUDA context and its kernels (some 0.5 GiB) and NCCL's channels (as much).
 # The allocator knows nothing of them.
@@ -41,12 +34,16 @@ RESERVED_OVER_USED = 59.41 / 49.54
 
 @dataclass(frozen=True)
 class Moment:
-    """Bytes by category on one rank at one instant of a step."""
+    """Bytes by category on one rank at one instant of a step. `place`: that of the last operation before it in the last
+    micro-batch; -1 before the step. `notable`: whether it is one of the few at which most peaks lie.
+    """
 
     name: str
     by_category: dict[str, float]
+    place: int = field(default=-1, compare=False)
+    notable: bool = field(default=True, compare=False)
 
-    @property
+    @cached_property
     def total(self) -> float:
         """All bytes."""
         return sum(self.by_category.values())
@@ -54,11 +51,11 @@ class Moment:
 
 @dataclass(frozen=True)
 class Memory:
-    """The moments of a step; the peak is the largest."""
+    """The moments of a step in their order; the peak is the largest."""
 
     moments: tuple[Moment, ...]
 
-    @property
+    @cached_property
     def peak(self) -> Moment:
         """The moment with most bytes."""
         return max(self.moments, key=lambda moment: moment.total)
@@ -96,6 +93,13 @@ class Variant:
     recomputed_blocks: int | None = None
     optimizer_on_cpu: bool = False
 
+    def sharing(self, spec: PlanSpec) -> Sharing:
+        """What the order of a step depends on."""
+        found, few = spec.sharing, self.ranks_after_forward
+        if few is None or not found.reshards_after_forward:
+            return found
+        return replace(found, fewer=few > 1, reshards_after_forward=few > 1)
+
 
 AS_PLANNED = Variant()
 
@@ -105,176 +109,162 @@ def memory_of(spec: PlanSpec, blocks_per_unit: float = 1.0, variant: Variant = A
 
     What is gathered, and the gradients that wait for their reduction, are a unit's; activations are a block's.
     """
-    return _Step(spec, blocks_per_unit, variant).memory()
+    units, trained = len(_units(spec.model.layers, blocks_per_unit)), (not spec.lora_rank, True)
+    program = program_of_blocks(variant.sharing(spec), units, trained, spec.prefetch, min(spec.grad_accum, 3))
+    return memory_of_program(program, spec, blocks_per_unit, variant)
+
+
+def memory_of_program(
+    program: Sequence[Sequence[Operation]], spec: PlanSpec, blocks_per_unit: float = 1.0, variant: Variant = AS_PLANNED
+) -> Memory:
+    """The same for the operations of each micro-batch of a step; moments are those of the last."""
+    return Memory(tuple(_Step(spec, blocks_per_unit, variant).moments(program)))
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A block of a unit, or a part of one; of the block's activations, what there is before and behind its forward."""
+
+    block: int
+    before: float = 0.0
+    behind: float = 1.0
+
+
+def _units(layers: int, blocks_per_unit: float) -> dict[str, list[_Part]]:
+    """The units below the root, and what each holds."""
+    together, parts = max(1, round(blocks_per_unit)), max(1, round(1 / blocks_per_unit))
+    shares = [(part / parts, (part + 1) / parts) for part in range(parts)]
+    every = [_Part(block, *share) for block in range(layers) for share in shares]
+    groups = [every[first : first + together] for first in range(0, len(every), together)]
+    return {f"{BLOCK}s.{number}": group for number, group in enumerate(groups)}
 
 
 class _Step:
-    """The units of a plan and what each moment adds up."""
+    """The sizes of a plan's buffers and activations, and what is alive."""
 
     def __init__(self, spec: PlanSpec, blocks_per_unit: float, variant: Variant) -> None:
-        self.spec, self.per_unit, self.variant = spec, blocks_per_unit, variant
-        every, recomputed = spec.model.layers, variant.recomputed_blocks
-        self.recomputed = every if recomputed is None else min(every, recomputed)
-        self.together = max(1, round(blocks_per_unit))  # blocks whose backward ends before a reduction
-        self.block = unit_bytes(spec.model.block, spec, adapted=True)
-        self.unit = self.block.times(blocks_per_unit)
-        self.root = unit_bytes(spec.model.root, spec)
-        self.all: UnitBytes = self.block.times(spec.model.layers) + self.root
+        self.spec, self.variant = spec, variant
+        layers, recomputed = spec.model.layers, variant.recomputed_blocks
+        recomputed = layers if recomputed is None else min(layers, recomputed)
+        self.activations = Activations(spec, recomputed)
+        self.block, root = unit_bytes(spec.model.block, spec, adapted=True), unit_bytes(spec.model.root, spec)
+        self.all: UnitBytes = self.block.times(layers) + root
+        self.units = _units(layers, blocks_per_unit)
+        self.sizes = dict.fromkeys(self.units, self._buffers(self.block.times(blocks_per_unit)))
+        self.sizes[ROOT] = self._buffers(root)
         head = spec.model.root[:1] if spec.model.tied else spec.model.root[-1:]
-        self.head = unit_bytes(head, spec)
-        self.last = unit_bytes([each for each in spec.model.block if each.name == "down.weight"], spec, adapted=True)
-        self.kept, self.computed = kept_per_token(spec) * spec.tokens, computed_per_token(spec) * spec.tokens
-        self.loss = loss_bytes(spec)
+        self.root, self.head = root.whole_gradients, unit_bytes(head, spec).whole_gradients
+        last = [each for each in spec.model.block if each.name == "down.weight"]
+        self.last = unit_bytes(last, spec, adapted=True).whole_gradients
+        self.names = {1: "the second block", layers - 2: "the last block but one", 0: "the first block"}
+        if spec.checkpointing != "none" and 0 < recomputed < layers:
+            self.names[recomputed - 1] = "the last recomputed block"
+        self.names[layers - 1] = "the last block"
+        self.now, self.place = self._resting(), -1
 
-    def memory(self) -> Memory:
-        layers, per_unit = self.spec.model.layers, self.together
-        first = layers - per_unit  # blocks behind the first unit
-        return Memory(
-            (
-                self._resting(),
-                self._forward(),
-                self._loss(),
-                self._head(),
-                self._block("backward of the last block", saved=layers, reduced=0),
-                *([self._block("end of the last unit's backward", first + 1, 0)] if per_unit > 1 else []),
-                self._unit_reduction("reduction of the last block", saved=first),
-                *self._last_recomputed(),
-                *([self._block("backward of the first unit", per_unit, first)] if per_unit > 1 else []),
-                self._block("backward of the first block", saved=1, reduced=first),
-                self._unit_reduction("reduction of the first block", saved=0),
-                self._root(),
-                self._moment("optimizer step", reduced=None, other=self._step_scratch()),
-            )
-        )
-
-    def _resting(self) -> Moment:
-        found = dict.fromkeys(CATEGORIES, 0.0)
+    def _resting(self) -> dict[str, float]:
+        found = dict.fromkeys(CATEGORIES, 0.0) | {"other": float(FRAMEWORK_BYTES)}
         if not self.spec.offload:
             found["parameter_slices"] = self.all.parameter_slices
             found["optimizer_state"] = 0.0 if self.variant.optimizer_on_cpu else self.all.optimizer_state
-        return Moment("between steps", found | {"other": FRAMEWORK_BYTES})
+        return found
 
-    def _step_scratch(self) -> float:
-        return 0.0 if self.variant.optimizer_on_cpu else self.all.step_scratch
+    def _buffers(self, unit: UnitBytes) -> dict[str, tuple[str, int]]:
+        """Category and bytes of each buffer that a unit takes."""
+        reduced = "gradient_slices" if self.spec.sharing.cuts else "whole_gradients"
+        return {
+            buffers.GATHERED: ("gathered_parameters", round(unit.gathered)),
+            buffers.FEWER: ("gathered_parameters", round(unit.gathered / (self.variant.ranks_after_forward or 1))),
+            buffers.ARRIVING: ("communication_buffers", round(unit.gathered)),
+            buffers.GRADIENTS: ("whole_gradients", round(unit.whole_gradients)),
+            buffers.KEPT: ("whole_gradients", round(unit.kept_gradients)),
+            buffers.SENT: ("communication_buffers", round(unit.reduction)),
+            buffers.REDUCED: (reduced, round(unit.gradient_slices)),
+        }
 
-    def _last_recomputed(self) -> list[Moment]:
-        """The backward of the last block that is recomputed, where others behind it are not."""
-        layers, saved = self.spec.model.layers, self.recomputed
-        if self.spec.checkpointing == "none" or not 0 < saved < layers:
-            return []
-        reduced = (layers - saved) // self.together * self.together
-        return [self._block("backward of the last recomputed block", saved, reduced)]
+    def moments(self, program: Sequence[Sequence[Operation]]) -> Iterator[Moment]:
+        """Those of the last micro-batch, between one before the step and one while the optimizer steps."""
+        yield self._moment("between steps")
+        for each in chain.from_iterable(program[:-1]):
+            if isinstance(each, Change):
+                self._change(each)
+        for self.place, each in enumerate(program[-1]):
+            if isinstance(each, Change):
+                self._change(each)
+                if each.buffer == buffers.REDUCED and each.sign > 0:
+                    yield self._reduction(each.unit)
+            elif isinstance(each, Compute):
+                yield from self._in_root(each.phase) if each.unit == ROOT else self._in_unit(each.unit, each.phase)
+        self.now["activations"] = 0.0
+        on_card = not (self.variant.optimizer_on_cpu or self.spec.offload)
+        yield self._moment("optimizer step", other=self.all.step_scratch if on_card else 0.0)
 
-    def _forward(self) -> Moment:
-        layers = self.spec.model.layers
-        kept, gathered = self._activations(layers) + self.loss.saved, self._gathered(layers, 0)
-        return self._moment("end of the forward", activations=kept, gathered_parameters=gathered)
+    def _change(self, each: Change) -> None:
+        category, nbytes = self.sizes[each.unit][each.buffer]
+        self.now[category] += each.sign * nbytes
 
-    def _loss(self) -> Moment:
-        spec = self.spec
-        activations = self._activations(spec.model.layers) + max(self.loss.forward, self.loss.backward)
-        return self._moment("loss", activations=activations, gathered_parameters=self._gathered(spec.model.layers, 0))
+    def _moment(self, name: str, notable: bool = True, **more: float) -> Moment:
+        """What is alive, and more of some categories."""
+        found = dict(self.now)
+        for category, nbytes in more.items():
+            found[category] += nbytes
+        return Moment(name, found, self.place, notable)
 
-    def _head(self) -> Moment:
-        layers = self.spec.model.layers
-        return self._moment(
-            "backward of the head",
-            activations=self._activations(layers) + self.loss.after,
-            gathered_parameters=self._gathered(layers, min(1, self.spec.prefetch)),
-            whole_gradients=self.head.whole_gradients,
-            communication_buffers=self._received(min(1, self.spec.prefetch)),
-        )
+    def _of_block(self, what: str, block: int, notable: bool, **more: float) -> Moment:
+        name = self.names.get(block)
+        return self._moment(f"{what} of {name or f'block {block}'}", notable and name is not None, **more)
 
-    def _block(self, name: str, saved: int, reduced: int) -> Moment:
-        """The backward of a block with `saved` blocks' activations left and `reduced` blocks behind its unit, at its
-        widest: of its gradients there is that of the last product, and the unit behind may still be reduced.
-        """
-        spec = self.spec
-        again = recomputed_per_token(spec) if saved <= self.recomputed else 0.0
-        inside = (again + backward_per_token(spec)) * spec.tokens
-        ahead = min(spec.prefetch, self._units(saved) - 1)
-        waiting = spec.model.layers - saved - reduced  # blocks of the same unit whose backward has ended
-        return self._moment(
-            name,
-            reduced=reduced,
-            activations=self._activations(saved) + inside + self.loss.held,
-            gathered_parameters=self._gathered(saved, min(1 + spec.prefetch, self._units(saved))),
-            whole_gradients=self.last.whole_gradients
-            + self.head.whole_gradients
-            + waiting * self.block.whole_gradients,
-            communication_buffers=(self.unit.reduction if reduced else 0.0) + self._received(ahead),
-        )
+    def _in_root(self, phase: str) -> Iterator[Moment]:
+        """What the root computes: embeddings, and behind the blocks the head and the loss."""
+        loss, batch = self.activations.loss, self.activations.batch
+        if phase == "begin":
+            self.now["activations"] = batch
+        elif phase == "forward":
+            self.now["activations"] += self.activations.last_norm
+            yield self._moment("end of the forward", activations=loss.saved)
+            yield self._moment("loss", activations=max(loss.forward, loss.backward))
+        elif phase == "backward":
+            self.now["whole_gradients"] += self.head
+            yield self._moment("backward of the head", activations=loss.after)
+        else:
+            second = self.root - (0 if self.spec.model.tied else self.head)  # a tied table has two, which are added
+            yield self._moment("backward of the embeddings", whole_gradients=second)
+            self.now["whole_gradients"] -= self.head
+            self.now["activations"] = batch + loss.held
 
-    def _unit_reduction(self, name: str, saved: int) -> Moment:
-        """Behind the last backward of a unit: all of its gradients are copied into the buffer of their reduction."""
-        spec = self.spec
-        stream = 2 * spec.model.width * spec.param_bytes / spec.tensor_parallel * spec.tokens
-        return self._moment(
-            name,
-            reduced=spec.model.layers - saved,
-            activations=self._activations(saved) + stream + self.loss.held,
-            gathered_parameters=self._gathered(saved + self.together, min(spec.prefetch, self._units(saved))),
-            whole_gradients=self.unit.whole_gradients + self.head.whole_gradients,
-            communication_buffers=self.unit.reduction + self._received(min(spec.prefetch, self._units(saved))),
-        )
+    def _in_unit(self, unit: str, phase: str) -> Iterator[Moment]:
+        """The blocks of a unit: a backward at its widest, when of the gradients there is that of the last product."""
+        alive = self.activations
+        if phase == "forward":
+            for part in self.units[unit]:
+                self.now["activations"] = alive.saved(part.block, part.behind)
+                yield self._of_block("forward", part.block, False)
+            return
+        waiting, held = 0.0, alive.loss.held
+        for part in reversed(self.units[unit]):
+            self.now["activations"] = alive.saved(part.block, part.behind) + held
+            yield self._of_block(
+                "backward", part.block, part.behind == 1.0, activations=alive.inside(part.block),
+                gathered_parameters=self.block.restored, whole_gradients=self.last + waiting,
+            )  # fmt: skip
+            self.now["activations"] = alive.saved(part.block, part.before) + alive.stream + held
+            waiting += self.block.whole_gradients * (part.behind - part.before)
+        yield self._of_block("end of the backward", part.block, False, whole_gradients=waiting)
 
-    def _units(self, blocks: int) -> int:
-        """Units of so many blocks."""
-        return math.ceil(blocks / self.per_unit - 1e-9)
-
-    def _root(self) -> Moment:
-        """The reduction of the root's gradients into their slices, when all blocks' are reduced."""
-        own = 0.0 if self.spec.grad_accum > 1 else self.root.gradient_slices  # accumulated: counted with all others
-        return self._moment(
-            "reduction of the root",
-            gradient_slices=own,
-            reduced=self.spec.model.layers,
-            activations=self.loss.held,
-            gathered_parameters=self.root.gathered,
-            whole_gradients=self.root.whole_gradients,
-            communication_buffers=self.root.reduction,
-        )
-
-    def _activations(self, blocks: int) -> float:
-        again = min(blocks, self.recomputed)
-        return again * self.kept + (blocks - again) * self.computed + root_kept_per_token(self.spec) * self.spec.tokens
-
-    def _gathered(self, blocks: int, in_use: int) -> float:
-        """The root, and the units in use; all that are left where none is dropped after its forward, and the slices of
-        all that are left where these are cut over fewer ranks until their backward has ended.
-        """
-        few, left = self.variant.ranks_after_forward, self._units(blocks)
-        keeps_all = few == 1 or self.spec.row.keeps_gathered
-        slices = left / few if few and not keeps_all else 0.0
-        return self.root.gathered + self.unit.gathered * ((left if keeps_all else in_use) + slices)
-
-    def _received(self, units: float) -> float:
-        """The buffers of gathers that are under way from slices over fewer ranks: these do not arrive in place."""
-        few = self.variant.ranks_after_forward
-        return units * self.unit.gathered if few and few > 1 else 0.0
-
-    def _moment(
-        self, name: str, *, reduced: int | None = 0, whole_gradients: float = 0.0, other: float = 0.0, **more: float
-    ) -> Moment:
-        """A sum by category; `reduced`: blocks whose gradients have been reduced, None for all and the root's."""
-        spec, every = self.spec, self.all
-        complete = reduced is None or spec.grad_accum > 1
-        slices = every.gradient_slices if complete else self.block.gradient_slices * (reduced or 0)
-        kept = every.kept_gradients if complete else self.block.kept_gradients * (reduced or 0)
-        found = self._resting().by_category | more
-        found["gradient_slices"] += 0.0 if spec.offload else slices
-        found["whole_gradients"] += whole_gradients + (0.0 if spec.offload else kept)
-        found["other"] += 0.0 if spec.offload else other
-        return Moment(name, found)
+    def _reduction(self, unit: str) -> Moment:
+        """Packed gradients and what they are reduced to, beside the gradients themselves."""
+        if unit == ROOT:
+            return self._moment("reduction of the root")
+        first, last = self.units[unit][0], self.units[unit][-1]
+        named = last if last.block == self.spec.model.layers - 1 else first
+        return self._of_block("reduction", named.block, first.before == 0.0)
 
 
 def host_bytes(spec: PlanSpec) -> float:
     """Bytes of host memory that one rank's offloaded states take; 0 without offload."""
     if not spec.offload:
         return 0.0
-    every = unit_bytes(spec.model.block, spec, adapted=True).times(spec.model.layers) + unit_bytes(
-        spec.model.root, spec
-    )
+    every = all_units(spec)
     return every.parameter_slices + every.gradient_slices + every.optimizer_state
 
 
@@ -282,7 +272,7 @@ def host_crossing(spec: PlanSpec) -> float:
     """Bytes of a rank over the host's link in a step whose states rest in host memory: slices go to the card for every
     gather of a micro-batch, cast where they rest; gradients come back.
     """
-    states = memory_of(replace(spec, offload=False)).at("optimizer step").by_category
+    states = all_units(replace(spec, offload=False))
     cast = 1.0 if spec.lora_rank else spec.param_bytes / spec.rest_bytes
     gathers = 2 if spec.row.reshards_after_forward else 1
-    return spec.grad_accum * (gathers * cast * states["parameter_slices"] + states["gradient_slices"])
+    return spec.grad_accum * (gathers * cast * states.parameter_slices + states.gradient_slices)

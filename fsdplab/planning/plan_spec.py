@@ -15,6 +15,7 @@ from fsdplab.common.words import did_you_mean
 from fsdplab.workloads.shapes import ModelShape
 
 from .hardware import Gpu
+from .program.memory import Sharing
 
 ITEMSIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 # Bytes of a frozen base's weight. nf4: 4 bits and the scales of QLoRA's double quantisation, 0.127 bits a weight
@@ -178,6 +179,12 @@ class PlanSpec:
     def replicas(self) -> int:
         """Groups that hold the same slices."""
         return self._ranks // self.shards
+
+    @cached_property
+    def sharing(self) -> Sharing:
+        """What the order of a step depends on."""
+        shards, replicas = (1, self.shards) if self.strategy == "no_shard" else (self.shards, self.replicas)
+        return Sharing.of(self.strategy, shards, replicas, casts=self.mixed, offloads=self.offload, streams=True)
 
     @property
     def data_ranks(self) -> int:

@@ -14,13 +14,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fsdplab.planning.program.duration import BLOCK, ROOT, program_of_blocks, seconds_of
-from fsdplab.planning.program.memory import Sharing
 
 from .efficiency import efficiency_of
 from .hardware import Gpu
 from .plan_spec import PlanError, PlanSpec
 from .plan_traffic import AxisTraffic, inline_counts, plan_traffic, seconds_each
-from .unit_bytes import adapters, unit_bytes
+from .unit_bytes import adapters, all_units
 
 # FLOP/s that flash attention reaches of the data sheet's: "only 35%" of an H100 (Shah et al. 2024, FlashAttention-3,
 # abstract, of FlashAttention-2), 50 to 73% of an A100 (Dao 2023, FlashAttention-2, abstract)
@@ -162,21 +161,16 @@ def _optimizer_bytes(spec: PlanSpec) -> float:
     """Bytes that the optimizer moves: gradient, parameter and state read, parameter and state written; three times as
     much where its operators are not fused.
     """
-    every = unit_bytes(spec.model.block, spec, adapted=True).times(spec.model.layers)
-    every += unit_bytes(spec.model.root, spec)
-    once = 2 * every.optimizer_state + 3 * max(every.gradient_slices, every.kept_gradients)
+    every = all_units(spec)
+    once = 2 * every.optimizer_state + 3 * every.gradient_slices
     return 3 * once if spec.optimizer == "adamw-foreach" else once
 
 
 def _micro_batches(spec: PlanSpec, compute: Compute, rows: list[AxisTraffic]) -> tuple[float, float]:
     """Seconds of all micro-batches, and those of their compute; micro-batches in the middle are alike."""
-    own = [row for row in rows if row.axis in ("shard", "replicate")]
     seconds = _seconds(spec, compute, rows)
-    shards, replicates = any(row.kind != "all_reduce" for row in own), any(row.kind == "all_reduce" for row in own)
-    sharing = Sharing.of(spec.strategy, 1 + shards, 1 + replicates, streams=True)
-    reduced = {row.unit for row in own if row.kind != "all_gather"}
     count, layers = spec.grad_accum, spec.model.layers
-    program = program_of_blocks(sharing, layers, (ROOT in reduced, BLOCK in reduced), spec.prefetch, min(count, 3))
+    program = program_of_blocks(spec.sharing, layers, (not spec.lora_rank, True), spec.prefetch, min(count, 3))
     each = [seconds_of(operations, seconds) for operations in program]
     alone = compute.head_forward_s + compute.head_backward_s + layers * (compute.forward_s + compute.backward_s)
     return sum(each) + (count - len(each)) * each[len(each) // 2], count * alone

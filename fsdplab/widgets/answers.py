@@ -183,7 +183,7 @@ def crossover(run: Run, ends: tuple[float, float]) -> Crossover:
 
 @lru_cache(maxsize=256)
 def _crossover(plan: PlanSpec, steadily: bool, ends: tuple[float, float]) -> Crossover:
-    work = replace(work_of(plan, 1.0 if steadily else None), streams=not steadily)
+    work = work_of(plan, 1.0 if steadily else None).shared(streams=not steadily)
     program = program_of(work, Schedule(work.prefetch))
 
     def waits(bytes_per_s: float) -> tuple[float, float]:

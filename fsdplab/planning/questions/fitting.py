@@ -12,7 +12,7 @@ from fsdplab.planning.links import HOST_LINK
 from fsdplab.planning.memory import Variant, host_bytes, host_crossing, memory_of
 from fsdplab.planning.plan_spec import PlanError, PlanSpec
 from fsdplab.planning.planner import least_gpus, plan_memory_fits, plan_of, shortfall
-from fsdplab.planning.unit_bytes import unit_bytes
+from fsdplab.planning.unit_bytes import all_units
 
 from . import facts
 from .answer import Cells, Column, Panel, Question, Row
@@ -199,9 +199,7 @@ def _optimizer_crossing(spec: PlanSpec) -> float:
     """
     if not spec.optimizer_bytes:
         return 0.0
-    trained = unit_bytes(spec.model.block, spec, adapted=True).times(spec.model.layers)
-    trained += unit_bytes(spec.model.root, spec)
-    return 2 * spec.rest_bytes * trained.optimizer_state / spec.optimizer_bytes
+    return 2 * spec.rest_bytes * all_units(spec).optimizer_state / spec.optimizer_bytes
 
 
 def _saved_on_card(spec: PlanSpec, rows: Sequence[Cells]) -> str:

@@ -101,12 +101,13 @@ SMALLER_MESH = Question(
 
 
 def _between(name: str, spec: PlanSpec, drops: bool) -> Row:
-    memory = memory_of(spec, variant=Variant(ranks_after_forward=None if drops else 1))
+    variant = Variant(ranks_after_forward=None if drops else 1)
     traffic = plan_traffic(spec)
     again = sum(row.step_bytes / 2 for row in traffic if (row.unit, row.kind, row.axis) == _BLOCK_GATHERS)
     sent = sum(row.step_bytes for row in traffic) - (0.0 if drops else again)
-    step_s = simulate_work(replace(work_of(spec), drops_after_forward=drops)).step_s
-    return {"after the forward": name, SENT: sent, STEP: step_s, **facts.of_memory(memory, spec)}
+    step_s = simulate_work(replace(work_of(spec), sharing=variant.sharing(spec))).step_s
+    memory = facts.of_memory(memory_of(spec, variant=variant), spec)
+    return {"after the forward": name, SENT: sent, STEP: step_s, **memory}
 
 
 NO_RESHARD = Question(

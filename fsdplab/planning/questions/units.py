@@ -1,6 +1,6 @@
 """What the size of a unit changes: its bytes are held whole while it computes, and every unit is a few collectives.
 
-Memory is the closed form's, with units of so many blocks; the step is simulated with the engine's own schedule. A part
+Memory is the plan's, with units of so many blocks; the step is simulated with the engine's own schedule. A part
 of a block stands for a linear layer: equal parts, where real layers differ in size.
 """
 

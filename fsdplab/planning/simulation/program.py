@@ -6,10 +6,10 @@ On the streams of a GPU an all-reduce over replicas is issued behind its reduce-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fsdplab.engine.core.schedule import Schedule
-from fsdplab.planning.program import Compute, Holds, Issue, Move, Operation, Sharing, Wait, record_step
+from fsdplab.planning.program import Compute, Holds, Issue, Move, Operation, Wait, record_step
 
 from .classes import RankClass
 from .network import Clock, Collective, Network
@@ -38,17 +38,22 @@ class RankLog:
     waited: list[Span] = field(default_factory=list)
     collectives: list[Collective] = field(default_factory=list)
     life: list[tuple[str, str, str, float]] = field(default_factory=list)  # unit, state, phase, time
+    passed: list[float] = field(default_factory=list)  # when each operation of the last micro-batch was over
     end: float = 0.0
 
 
 def program_of(work: StepWork, schedule: Schedule) -> list[list[Operation]]:
-    """The operations of each micro-batch of a step of `work`."""
+    """The operations of each micro-batch of a step of `work`; whether ranks shard and replicate follows from what its
+    units send.
+    """
     shards = any(unit.gather or unit.scatters for unit in work.units)
     replicates = any(unit.all_reduce for unit in work.units)
-    cuts = ("gradients",) * (not work.reduces_once) + ("parameters",) * work.drops_after_backward
-    sharing = Sharing(cuts, work.drops_after_forward, shards, replicates, streams=work.streams)
-    trained = {unit.name: bool(unit.reduce or unit.across) for unit in work.units}
-    holds = {unit.name: Holds(bool(unit.gather) or trained[unit.name], trained[unit.name]) for unit in work.units}
+    sharing = replace(work.sharing, shards=shards, replicates=replicates)
+    holds = {}
+    for unit in work.units:
+        trained = bool(unit.reduce or unit.across) or unit.holds.gradients and not (shards or replicates)
+        parameters = bool(unit.gather) or trained or unit.holds.parameters and not shards
+        holds[unit.name] = Holds(parameters, trained)
     return record_step(holds, sharing, schedule, micro_batches=work.micro_batches, in_flight=work.in_flight)
 
 
@@ -88,6 +93,7 @@ class Rank:
     def _micro_batch(self, operations: Sequence[Operation]) -> Pauses:
         issued: dict[int, Collective] = {}
         last = -1  # the collective that was issued last, if nothing was computed since
+        self.log.passed = []
         for each in operations:
             if isinstance(each, Issue):
                 last = each.number
@@ -103,6 +109,7 @@ class Rank:
                     yield from self._run(self._units[each.unit], each.phase)
             elif isinstance(each, Move):
                 self.log.life.append((each.unit, each.after, each.phase, self._clock.now))
+            self.log.passed.append(self._clock.now)
 
     def _begin(self, each: Issue, issued: dict[int, Collective]) -> None:
         """Issue it now, or when that has ended after which it begins."""

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fsdplab.common.names import CATEGORIES
 from fsdplab.engine.core.schedule import Schedule
-from fsdplab.planning.memory import Memory, memory_of
+from fsdplab.planning.memory import Memory, memory_of_program
 from fsdplab.planning.plan_spec import PlanError, PlanSpec
 from fsdplab.planning.plan_traffic import bytes_by_axis, plan_traffic
 from fsdplab.planning.program import Operation
 from fsdplab.records import RunRecord, Spread, Summary
 from fsdplab.records.summary import Comm, Peak, Profile, SimulatedRanks
 
+from .accounting import nanoseconds
 from .classes import rank_classes
-from .memory_rows import memory_rows
 from .network import Clock, Network
 from .program import Rank, RankLog, program_of
 from .tables import STEP, Row, tables_of
@@ -34,10 +35,11 @@ _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 @dataclass(frozen=True)
 class Simulated:
-    """The logs of a step, one a class of ranks, and how many events it took."""
+    """The logs of a step, one a class of ranks, how many events it took, and the program of every rank."""
 
     logs: tuple[RankLog, ...]
     operations: int
+    program: Sequence[Sequence[Operation]]
 
     @property
     def step_s(self) -> float:
@@ -72,7 +74,7 @@ def simulate_program(
     for rank in ranks:
         clock.at(0.0, rank.go_on)
     clock.run()
-    return Simulated(tuple(rank.log for rank in ranks), clock.operations)
+    return Simulated(tuple(rank.log for rank in ranks), clock.operations, program)
 
 
 def simulate(
@@ -95,7 +97,7 @@ def simulate(
     ('simulated', {0: 8})
     """
     _check(spec, communicators, in_flight, paces or {})
-    work = replace(work_of(spec, efficiency, in_flight), streams=streams)
+    work = work_of(spec, efficiency, in_flight).shared(streams=streams)
     work = with_trees(work) if trees else work
     group_paces = _group_paces(spec, paces or {})
     found = simulate_work(work, communicators=communicators, paces=group_paces, schedule=schedule)
@@ -104,11 +106,11 @@ def simulate(
     names = {kind: _DTYPES[dtype] for kind, dtype in (dtypes | reduced).items()}
     tables = tables_of(list(found.logs), spec.tensor_parallel, names)
     tables["steps"] = [_step_row(spec, log) for log in found.logs]
-    memory = memory_of(spec)
+    memory = memory_of_program(found.program, spec)
     tables["memory"] = [
         {"rank": log.rank.first * spec.tensor_parallel, "step": STEP, **row}
         for log in found.logs
-        for row in memory_rows(memory, log)
+        for row in _memory_rows(memory, log)
     ]
     quantities = ("step_time_s", "tokens_per_s", "exposed_s", "comm", "peak_memory_bytes")
     return RunRecord(
@@ -162,6 +164,20 @@ def _step_row(spec: PlanSpec, log: RankLog) -> Row:
         "rank": log.rank.first * spec.tensor_parallel, "step": STEP, "loss": None, "step_time_s": log.end,
         "tokens": spec.tokens * spec.grad_accum, "loading_s": None,
     }  # fmt: skip
+
+
+def _memory_rows(memory: Memory, log: RankLog) -> list[Row]:
+    """The moments of the plan at the times that the simulation gives them; the first of the largest is the peak."""
+    resting, *passing, stepping = memory.moments
+    timed = [(0.0, resting), *((log.passed[each.place], each) for each in passing), (log.end, stepping)]
+    return [
+        {
+            "time_ns": nanoseconds(time),
+            **{name: round(each.by_category[name]) for name in CATEGORIES},
+            "is_peak": each is memory.peak,
+        }
+        for time, each in [*timed, (log.end, resting)]
+    ]
 
 
 def _summary(spec: PlanSpec, found: Simulated, tables: Mapping[str, list[Row]], memory: Memory) -> Summary:

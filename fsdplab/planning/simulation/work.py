@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from fsdplab.planning.links import ring_steps
 from fsdplab.planning.plan_spec import PlanError, PlanSpec
 from fsdplab.planning.plan_traffic import AXES, AxisTraffic, axis_link, inline_counts, plan_traffic
+from fsdplab.planning.program import Holds, Sharing
 from fsdplab.planning.step_time import Compute
 
 ROOT = "root"
@@ -46,6 +47,7 @@ class UnitWork:
     across: Transfer | None = None  # the all-reduce of the slice over the replicas
     inline_forward: tuple[Transfer, ...] = ()
     inline_backward: tuple[Transfer, ...] = ()
+    holds: Holds = Holds(False, False)  # also where no collective shows it
 
     @property
     def scatters(self) -> bool:
@@ -74,11 +76,8 @@ class StepWork:
     optimizer_s: float = 0.0
     prefetch: int = 1
     micro_batches: int = 1
-    drops_after_forward: bool = True  # blocks; the root is kept until its backward
-    drops_after_backward: bool = True
-    reduces_once: bool = False  # in the last micro-batch only
     in_flight: int = 1  # reductions that may be under way when the next begins: the engine's default
-    streams: bool = True  # of a GPU, on which a collective is issued behind another; else the host issues it later
+    sharing: Sharing = Sharing.of("full_shard", 1, 1, streams=True)
     shards: int = 1
     replicas: int = 1
 
@@ -86,6 +85,10 @@ class StepWork:
     def units(self) -> tuple[UnitWork, ...]:
         """Root first, as the forward reaches them."""
         return (self.root, *self.blocks)
+
+    def shared(self, **choices: bool) -> StepWork:
+        """The same step with other choices of `sharing`."""
+        return replace(self, sharing=replace(self.sharing, **choices))  # type: ignore[arg-type]
 
 
 def work_of(spec: PlanSpec, efficiency: float | None = None, in_flight: int = 1) -> StepWork:
@@ -104,10 +107,8 @@ def work_of(spec: PlanSpec, efficiency: float | None = None, in_flight: int = 1)
         optimizer_s=compute.optimizer_s,
         prefetch=spec.prefetch,
         micro_batches=spec.grad_accum,
-        drops_after_forward=spec.row.reshards_after_forward,
-        drops_after_backward=not spec.row.gathers_once,
-        reduces_once=spec.row.reduces_once,
         in_flight=in_flight,
+        sharing=spec.sharing,
         shards=spec.shards,
         replicas=spec.replicas,
     )
@@ -149,7 +150,15 @@ def _unit(spec: PlanSpec, rows: Sequence[AxisTraffic], unit: str, forward_s: flo
         first, then = inline_counts(spec, row)
         forward += [_transfer(spec, row)] * first
         backward += [_transfer(spec, row)] * then
-    return UnitWork(unit, forward_s, backward_s, inline_forward=tuple(forward), inline_backward=tuple(backward), **own)
+    return UnitWork(
+        unit,
+        forward_s,
+        backward_s,
+        inline_forward=tuple(forward),
+        inline_backward=tuple(backward),
+        holds=Holds(gradients=unit != ROOT or not spec.lora_rank),
+        **own,
+    )
 
 
 def _transfer(spec: PlanSpec, row: AxisTraffic) -> Transfer:

@@ -138,7 +138,8 @@ def gap(record: RunRecord) -> Note:
             f"Seen here: the peak is {size(sum(measured.values()))}, of which {size(held)} are slices of model states."
             " The rest passes: activations, parameters gathered for a moment, gradients on their way to their slices.",
             f"The plan is furthest off in {furthest.replace('_', ' ')}: {size(predicted[furthest])} predicted,"
-            f" {size(measured[furthest])} measured. A plan has few instants, a run has thousands.",
+            f" {size(measured[furthest])} measured. A plan adds the activations of whole blocks, a run those of every"
+            " operator.",
         )
     )
 
@@ -151,17 +152,20 @@ def moments() -> list[tuple[float, float]]:
     return [(fixed / MB, each / MB) for _, fixed, each in _instants(planned(1), FRAMEWORK_BYTES)]
 
 
-def _instants(spec: PlanSpec, without: float = 0.0) -> list[tuple[str, float, float]]:
-    """(name, bytes that stay, bytes a sequence) of every instant of a plan; the planner is linear in the batch."""
+def _instants(spec: PlanSpec, without: float = 0.0, notable: bool = False) -> list[tuple[str, float, float]]:
+    """(name, bytes that stay, bytes a sequence) of every instant of a plan, or of the notable ones; the planner is
+    linear in the batch.
+    """
     one, two = (memory_of(replace(spec, micro_batch=count)).moments for count in (1, 2))
-    return [(a.name, 2 * a.total - b.total - without, b.total - a.total) for a, b in zip(one, two)]
+    pairs = [(a, b) for a, b in zip(one, two, strict=True) if a.notable or not notable]
+    return [(a.name, 2 * a.total - b.total - without, b.total - a.total) for a, b in pairs]
 
 
 def moments_table() -> Table:
     """The same with names: what each instant holds at 1 and at 16 sequences."""
     rows = [
         [name, *(f"{value / MB:.1f}" for value in (fixed, each, fixed + each, fixed + 16 * each))]
-        for name, fixed, each in _instants(planned(1), FRAMEWORK_BYTES)
+        for name, fixed, each in _instants(planned(1), FRAMEWORK_BYTES, notable=True)
     ]
     header = ["instant", "MB that stay", "MB a sequence", "with 1 sequence", "with 16"]
     return table(header, rows, "Predicted for one rank of the run above, sequences of 64 tokens.")
