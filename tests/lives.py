@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdplab.engine import MixedPrecisionPolicy, shard_model
 from fsdplab.engine.module import bound
-from fsdplab.engine.transport.shared_memory.words import Word
+from fsdplab.engine.transport.shared_memory.slots import Word
 
 WIDTH, BLOCKS, ACTIONS = 12, 4, 10
 STRATEGIES = ("full_shard", "full_shard", "shard_grad_op", "zero1", "no_shard")

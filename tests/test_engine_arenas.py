@@ -18,7 +18,7 @@ from torch import nn
 
 from fsdplab.engine import compat, fully_shard, shard_model
 from fsdplab.engine.shard import units_of
-from fsdplab.engine.transport.shared_memory.arenas import Arena, PeerArena, SharedStorage
+from fsdplab.engine.transport.shared_memory.arena import Arena, SharedFile, SharedStorage
 from fsdplab.engine.transport.shared_memory.transport import SharedTransport
 
 WIDTH = 64
@@ -75,6 +75,11 @@ def test_slices_may_be_written_as_soon_as_a_forward_is_over(ranks) -> None:
 
 def test_without_settling_the_slow_rank_would_read_what_was_written_later(ranks) -> None:
     assert ranks(2, written_after_a_forward, False, False) == [True, False]
+
+
+def bytes_in_use(arena: Arena) -> int:
+    """What the file takes of the machine's memory."""
+    return os.fstat(arena.descriptor).st_blocks * 512
 
 
 def mapped() -> int:
@@ -134,10 +139,10 @@ def what_models_leave(count: int, ending: str) -> tuple[list[int], list[int], in
         dist.barrier()
         shard_model(Units(1), "full_shard")  # whoever allocates next gives back what peers have read meanwhile
         dist.barrier()
-        used.append(arena.bytes_in_use)
+        used.append(bytes_in_use(arena))
         taken.append(opened() + mapped())
     if ending == "untrained":
-        return [0], [opened() + mapped()], arena.bytes_in_use
+        return [0], [opened() + mapped()], bytes_in_use(arena)
     return used, taken, 0
 
 
@@ -186,20 +191,20 @@ def test_an_arena_knows_what_lies_in_it() -> None:
 
 def test_memory_that_nobody_uses_is_given_back_and_used_again() -> None:
     arena = Arena(100)
-    empty = arena.bytes_in_use
+    empty = bytes_in_use(arena)
     held = [arena.allocate(1 << 20).fill_(1) for _ in range(6)]
     addresses = [each.data_ptr() for each in held]
-    assert arena.bytes_in_use == empty + (6 << 20)
+    assert bytes_in_use(arena) == empty + (6 << 20)
     view = compat.own_storage(held[1][:64])
     del held[1:3]
-    assert arena.bytes_in_use == empty + (5 << 20), "a view keeps its whole slice"
+    assert bytes_in_use(arena) == empty + (5 << 20), "a view keeps its whole slice"
     assert view.eq(1).all()
     del view
-    assert arena.bytes_in_use == empty + (4 << 20)
+    assert bytes_in_use(arena) == empty + (4 << 20)
     again = arena.allocate(2 << 20)
     assert again.data_ptr() == addresses[1] and not again.any()
     del held, again
-    assert arena.bytes_in_use == empty
+    assert bytes_in_use(arena) == empty
     assert arena.allocate(6 << 20).data_ptr() == addresses[0], "neighbours that are free are joined"
 
 
@@ -229,7 +234,7 @@ def test_a_forked_child_that_lets_go_leaves_its_parents_memory_alone() -> None:
 
 def test_a_peer_reads_through_a_mapping_of_its_own() -> None:
     arena = Arena(100)
-    peer = PeerArena(os.open(f"/proc/self/fd/{arena.descriptor}", os.O_RDWR), 100)
+    peer = SharedFile(os.open(f"/proc/self/fd/{arena.descriptor}", os.O_RDWR), 100)
     held = arena.allocate(8192)
     held[5000] = 9
     read = peer.part(arena.place_of(held[5000:]), 10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -13,8 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdplab.engine import events, shard_model
-from fsdplab.engine.emulation.link import Link, Queue, emulate, emulate_group
-from fsdplab.engine.transport.shared_memory.deliveries import Deliveries
+from fsdplab.engine.emulation.link import Link, Queue, Transfer, emulate, emulate_group
 from fsdplab.engine.transport.shared_memory.process_group import register_backend
 
 WIDTH, BLOCKS = 64, 3
@@ -54,7 +54,7 @@ def trained(
     return losses, [vars(row) for row in rows]
 
 
-class Notes:
+class Issues:
     """A board whose peers' issues are given."""
 
     def __init__(self, last: list[int]) -> None:
@@ -72,7 +72,7 @@ def test_a_transfer_is_latency_and_bytes_over_bandwidth() -> None:
 
 
 def test_a_link_carries_one_collective_after_the_other() -> None:
-    queue = Queue(Notes([100, 500, 9_000]))
+    queue = Queue(Issues([100, 500, 9_000]))
     passages = [queue.enter(1_000) for _ in range(3)]
     assert [queue.times(passage) for passage in passages] == [
         (100, 100, 1_100),
@@ -82,7 +82,7 @@ def test_a_link_carries_one_collective_after_the_other() -> None:
 
 
 def test_a_queue_may_be_asked_out_of_order() -> None:
-    queue = Queue(Notes([100, 500]))
+    queue = Queue(Issues([100, 500]))
     first, second = queue.enter(1_000), queue.enter(1_000)
     assert (queue.times(second), queue.times(first)) == ((500, 1_100, 2_100), (100, 100, 1_100))
 
@@ -267,9 +267,12 @@ def test_torchs_own_engines_meet_the_link_too(ranks) -> None:
         assert seconds >= max(lasted for _, _, _, lasted, _ in reductions) / 1e9
 
 
-def test_deliveries_come_in_order_of_time() -> None:
-    deliveries, now, order = Deliveries(), time.time_ns(), []
-    futures = [deliveries.at(now + late, [torch.tensor(late)]) for late in (600_000_000, 300_000_000, -1)]
+def test_deliveries_come_when_the_link_has_carried_them() -> None:
+    now = time.time_ns()
+    queue, row, order = Queue(Issues([now - 10**9, now, now])), partial(dict), []
+    durations = (1, 300_000_000, 300_000_000)
+    transfers = [Transfer(row, queue, queue.enter(nanoseconds)) for nanoseconds in durations]
+    futures = [transfer.deliver([torch.tensor(number)]) for number, transfer in enumerate(transfers)]
     for future in futures:
         future.add_done_callback(lambda done: order.append(done.value()[0].item()))
     for future in futures:
@@ -278,4 +281,4 @@ def test_deliveries_come_in_order_of_time() -> None:
     deadline = time.monotonic() + 5
     while len(order) < 3 and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert order == [-1, 300_000_000, 600_000_000]
+    assert order == [0, 1, 2]

@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdplab.engine import compat, shard_model
 from fsdplab.engine.transport.selection import forget_destroyed, transport_of
+from fsdplab.engine.transport.shared_memory.arena import machine_of_this_rank
 from fsdplab.engine.transport.shared_memory.process_group import NAME, SharedMemoryGroup, register_backend
-from fsdplab.engine.transport.shared_memory.slots import machine_of_this_rank
 from fsdplab.engine.transport.shared_memory.transport import SharedTransport
 from fsdplab.workloads import block_types, build_model, loss_of
 

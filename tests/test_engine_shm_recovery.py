@@ -23,8 +23,9 @@ from torch import nn
 from fsdplab.engine import shard_model
 from fsdplab.engine.shard import units_of
 from fsdplab.engine.transport.selection import forget_destroyed, transport_of
+from fsdplab.engine.transport.shared_memory.arena import machine_of_this_rank
 from fsdplab.engine.transport.shared_memory.process_group import register_backend
-from fsdplab.engine.transport.shared_memory.slots import Broken, machine_of_this_rank
+from fsdplab.engine.transport.shared_memory.slots import Broken
 from fsdplab.engine.transport.shared_memory.transport import SharedTransport
 from tests.lives import WIDTH, Chain, Interrupt, Raised, interrupted_wait, same_lives
 
@@ -333,7 +334,7 @@ def limited(kind: str) -> Callable[[], None]:
     "kind,reason",
     [
         ("file size", "rank 1 got no memory to share: .*File too large"),
-        ("descriptors", "rank 1 got no memory to share|rank 1 may not open|one of them cannot"),
+        ("descriptors", "rank 1 got no memory to share|rank 1 may not open|rank 1 is not on"),
         ("another file", "rank 1 may not open its peers' memory: .*another file"),
     ],
 )

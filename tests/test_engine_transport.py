@@ -16,9 +16,8 @@ from fsdplab.engine.core.average import Average
 from fsdplab.engine.core.transport import CollectiveLabel, Departure
 from fsdplab.engine.emulation.link import Link, behind
 from fsdplab.engine.transport.selection import transport_of
-from fsdplab.engine.transport.shared_memory.operations import Completion, Operations, Step
-from fsdplab.engine.transport.shared_memory.slots import machine_of_this_rank
-from fsdplab.engine.transport.shared_memory.transport import SharedTransport
+from fsdplab.engine.transport.shared_memory.arena import machine_of_this_rank
+from fsdplab.engine.transport.shared_memory.transport import Operations, SharedTransport, Step
 from fsdplab.workloads import build_model, loss_of
 
 ROWS = [name for name in STRATEGIES if name != "hybrid_shard"]  # that one needs a 2-D mesh
@@ -144,13 +143,13 @@ def many_in_flight() -> None:
 
     started = []
     for step in range(1, 9):
-        operation = operations.claim(4 + 4096 * step, "")  # buffers grow as payloads do
-        buffer = operations.stage(staging, 4 + 4096 * step, "")
+        nbytes = 4 + 4096 * step  # buffers grow as payloads do
+        operation = operations.claim(nbytes, "test", "block", Departure(partial(dict, issue_ns=0)))
+        buffer = operations.stage(staging, nbytes, "")
         assert len(got) == max(0, step - 3), "no sooner and no later than its buffer is needed"
         buffer[:4].view(torch.float32).fill_(100 * slots.rank + step)
         steps = [Step(lambda number=operation.number: read(number))]
-        completion = Completion("test", CollectiveLabel("block", "forward"), Departure(partial(dict)), 0)
-        started.append(operations.publish(operation, buffer, staging, steps, completion))
+        started.append(operations.publish(operation, buffer, staging, steps))
     for pending in started:
         pending.wait()
     assert got == [[step, float(step), 100.0 + step] for step in range(1, 9)]

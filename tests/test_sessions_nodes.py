@@ -31,7 +31,7 @@ needs_nodes = pytest.mark.skipif(WHY_NOT is not None, reason=f"this system shape
 ON_NODES = """
 import os, time
 import torch, torch.distributed as dist
-from fsdplab.engine.transport.shared_memory.slots import machine_of_this_rank
+from fsdplab.engine.transport.shared_memory.arena import machine_of_this_rank
 
 def sent():
     cable = [line.split(":")[1].split() for line in open("/proc/net/dev") if "cable" in line]

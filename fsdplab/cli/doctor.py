@@ -111,7 +111,7 @@ def _starts() -> Capability:
 
 def _transport() -> Capability:
     """The transport between the CPU ranks of this machine."""
-    # the rule of engine/transport/shared_memory/slots.py, repeated: importing the engine takes as long as everything
+    # the rule of engine/transport/shared_memory/arena.py, repeated: importing the engine takes as long as everything
     # else here
     if platform.system() != "Linux" or platform.machine() != "x86_64" or not hasattr(os, "pidfd_open"):
         return Capability("CPU transport", True, "gloo", "shared memory needs Linux on x86-64")

@@ -76,6 +76,11 @@ class Departure:
     def __init__(self, row: Row) -> None:
         self._row = row
 
+    @property
+    def issue_ns(self) -> int:
+        """When this rank issued it."""
+        return self._row.keywords["issue_ns"]
+
     def hold(self) -> None:
         """Delay what is enqueued next on the current stream: the collective itself."""
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -28,10 +29,10 @@ from fsdplab.engine import compat, events
 from fsdplab.engine.core import transport as core
 from fsdplab.engine.core.hooks import units_under
 from fsdplab.engine.emulation.stream_link import HostFunctionHold, StreamChannel
-from fsdplab.engine.transport.shared_memory.peers import SharingRefused
+from fsdplab.engine.transport.shared_memory.arena import SharingRefused, opened
 from fsdplab.engine.transport.shared_memory.process_group import SharedMemoryGroup
-from fsdplab.engine.transport.shared_memory.slots import Slots, machine_of_this_rank
 
+_START = 64  # bytes of a header before the board
 _RING = 1024  # issues that the board remembers: far more than can be in flight
 _SYNC_S = 20e-6  # how long to sleep while a peer's issue has not arrived
 
@@ -83,22 +84,14 @@ class Board:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._mine = torch.zeros(2 * _RING, dtype=torch.int64)
-        self._all: Sequence[torch.Tensor] = [self._mine]
-        machines: list[tuple[str, ...] | None] = [None] * group.size()
-        dist.all_gather_object(machines, machine_of_this_rank(), group=group)
-        if None not in machines and len(set(machines)) == 1:
-            try:
-                self._share(Slots(group, 1))
-            except SharingRefused:
-                pass  # the class says what this means
-
-    def _share(self, slots: Slots) -> None:
-        number, mine = slots.claim(self._mine.nbytes, "the board of an emulated link")
-        self._mine = mine.view(torch.int64).zero_()
-        slots.publish(number)
-        self._all = [slots.read(peer, number, self._mine.nbytes).view(torch.int64) for peer in range(slots.ranks)]
-        self._slots = slots  # the operation is never completed, so nobody writes over it
+        nbytes = 16 * _RING
+        try:
+            arenas = opened(group, _START + nbytes).arenas
+            self._all = [arena.header.part(_START, nbytes).view(torch.int64) for arena in arenas]
+            self._mine = self._all[group.rank()]
+        except SharingRefused:
+            self._mine = torch.zeros(2 * _RING, dtype=torch.int64)
+            self._all = [self._mine]
 
     def write(self, number: int, now_ns: int) -> None:
         """This rank issues its collective `number` now."""
@@ -138,6 +131,7 @@ class Queue:
         self._board = board
         self._issued, self._free_ns = 0, 0
         self._unresolved: deque[Passage] = deque()
+        self.deliveries = ThreadPoolExecutor(1, "emulated link")  # its thread starts with the first
 
     def enter(self, duration_ns: int) -> Passage:
         """Join the queue now, to be carried for that long."""
@@ -178,13 +172,23 @@ class Transfer(core.Departure):
         # until all ranks have issued, the host waits for a peer, not for the link
         super().moved(start, end, max(0, end - max(issued, awaited_ns)))
 
-    def announce(self) -> int:
-        """Write the row when all ranks have issued, and return when the link delivers (ns); how long anybody waits is
-        not known.
+    def deliver(self, result: list[torch.Tensor]) -> torch.futures.Future:
+        """A future that holds `result` once the link has delivered, for engines that wait in C++. The row is written
+        now that all ranks have issued: how long anybody waits is not known.
         """
         _, start, end = self._queue.times(self._passage)
         super().moved(start, end, None)
-        return end
+        future: torch.futures.Future = torch.futures.Future()
+        if end <= time.time_ns():
+            future.set_result(result)
+        else:
+            self._queue.deliveries.submit(_set_at, end, future, result)
+        return future
+
+
+def _set_at(time_ns: int, future: torch.futures.Future, result: list[torch.Tensor]) -> None:
+    time.sleep(max(0.0, (time_ns - time.time_ns()) / 1e9))
+    future.set_result(result)
 
 
 class Channel:
@@ -202,9 +206,9 @@ class Channel:
         queue = self._queues[0 if row.keywords["kind"] == "all_gather" else -1]
         return Transfer(linked, queue, queue.enter(duration_ns))
 
-    def depart_for_torch(self, kind: str, outputs: Sequence[torch.Tensor]) -> Callable[[], int]:
+    def depart_for_torch(self, kind: str, outputs: Sequence[torch.Tensor]) -> Callable[..., torch.futures.Future]:
         """A collective of an engine that has no units joins its queue; `outputs` are what this rank receives. What is
-        returned writes the row once it is called, and returns when the link delivers (ns).
+        returned makes the future of its result.
         """
         received = sum(output.nbytes for output in outputs)
         row = partial(
@@ -212,7 +216,7 @@ class Channel:
             logical_bytes=received * (self._ranks if kind == "reduce_scatter" else 1), padding_bytes=0,
             dtype=str(outputs[0].dtype).removeprefix("torch.") if outputs else "", issue_ns=time.time_ns(),
         )  # fmt: skip
-        return self.depart(row).announce
+        return self.depart(row).deliver
 
 
 def behind(transport: core.Transport, link: Link, ranks: int | None = None) -> core.Transport:

@@ -62,13 +62,9 @@ def sum_in_rank_order(parts: Iterable[torch.Tensor], output: torch.Tensor, avera
 
     `parts` yields one tensor of the shape of `output` a rank.
     """
-    total = accumulator(output)
+    whole_numbers = not (output.is_floating_point() or output.is_complex())
+    wide = output.dtype if whole_numbers else torch.promote_types(output.dtype, torch.float32)
+    total = output if wide == output.dtype else torch.empty_like(output, dtype=wide)
     for rank, part in enumerate(parts):
         total.add_(part) if rank else total.copy_(part)
     average.finish(total, output)
-
-
-def accumulator(output: torch.Tensor) -> torch.Tensor:
-    """What to sum in: `output` itself, or a float32 tensor where its dtype is lower."""
-    wide = torch.promote_types(output.dtype, torch.float32)
-    return output if wide == output.dtype else torch.empty_like(output, dtype=wide)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from fsdplab.engine import compat
 from fsdplab.engine.core.transport import Transport
 from fsdplab.engine.transport.gloo import GlooTransport
-from fsdplab.engine.transport.shared_memory.peers import SharingRefused
-from fsdplab.engine.transport.shared_memory.process_group import SharedMemoryGroup, machines_of
+from fsdplab.engine.transport.shared_memory.arena import SharingRefused
+from fsdplab.engine.transport.shared_memory.process_group import SharedMemoryGroup
 from fsdplab.engine.transport.shared_memory.transport import SharedTransport
 from fsdplab.engine.transport.staged import StagedTransport
 
@@ -73,13 +73,11 @@ def _make(group: dist.ProcessGroup, device: torch.device, wanted: str) -> Transp
         raise ValueError(f"transport {wanted!r} works over a gloo group, but this one's backend is {backend}")
     if wanted == "gloo":
         return GlooTransport(group, device)
-    machines = machines_of(group)
-    refused = "one of them cannot" if None in machines else f"got {len(machines)} machines"
-    if None not in machines and len(machines) == 1:
-        try:
-            return SharedTransport(group, device)
-        except SharingRefused as error:
-            refused = str(error)
-    if wanted == "shm":
-        raise ValueError(f"transport 'shm' needs all ranks on one x86-64 Linux machine that lets them share; {refused}")
+    try:
+        return SharedTransport(group, device)
+    except SharingRefused as error:
+        if wanted == "shm":
+            raise ValueError(
+                f"transport 'shm' needs all ranks on one x86-64 Linux machine that lets them share; {error}"
+            ) from error
     return GlooTransport(group, device)

@@ -1,17 +1,17 @@
-"""Shared memory as a c10d process group, so that torch's own DDP, FSDP, DTensor and `CommDebugMode` run on the fabric
-of our engine.
+"""Shared memory as a c10d process group, so that torch's own DDP, FSDP, DTensor and `CommDebugMode` run on the memory
+that our engine's ranks share.
 
 A comparison of engines is fair when they move bytes in the same way. `SharedMemoryGroup` stands over a gloo group and
-carries all-reduce, all-gather, reduce-scatter, broadcast and barrier through shared memory (`shm_moves`); what it does
-not define (scatter, all-to-all, send, recv) goes to gloo. Every operation is complete when its call returns.
+carries all-reduce, all-gather, reduce-scatter, broadcast and barrier through shared memory; what it does not define
+(scatter, all-to-all, send, recv) goes to gloo. Every operation is complete when its call returns; behind an emulated
+link, when the link has delivered.
 
 `register_backend()` makes `dist.init_process_group("fsdplab_shm")`, `new_group` and device meshes use it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,18 +19,26 @@ import torch
 import torch.distributed as dist
 
 from fsdplab.engine import compat
-from fsdplab.engine.transport.shared_memory.deliveries import Deliveries
-from fsdplab.engine.transport.shared_memory.moves import Moves, operation_of
-from fsdplab.engine.transport.shared_memory.slots import machine_of_this_rank
+from fsdplab.engine.core.average import Average
+from fsdplab.engine.transport.gloo import sum_in_rank_order
+from fsdplab.engine.transport.shared_memory.arena import SharingRefused
+from fsdplab.engine.transport.shared_memory.slots import Buffers, Slots
 
 NAME = "fsdplab_shm"
 _CPU, _GLOO = torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO
 _create_work_from_future = torch._C._distributed_c10d._create_work_from_future
 Tensors = Sequence[torch.Tensor]
-# An operation of a kind, with these outputs, sets out on a link; what is returned is called when its bytes are there,
-# and returns when the link delivers (ns).
-Depart = Callable[[str, Tensors], Callable[[], int]]
+# An operation of a kind, with these outputs, sets out on a link; what is returned takes the result once its bytes are
+# there, and makes a future that holds it from the time on at which the link delivers.
+Depart = Callable[[str, Tensors], Callable[[list[torch.Tensor]], torch.futures.Future]]
 _ROUNDS = ("all_gather", "reduce_scatter", "all_reduce")  # what an emulated link carries: a barrier is no traffic
+_PIECE = 4 << 20  # bytes of a slot: larger payloads travel in pieces
+_SMALL = 32 << 10  # bytes up to which every rank sums everything: one round of waiting instead of two
+_SLOTS = 3  # operations that may be under way: a rank that is late by one or two keeps nobody waiting
+_LIKE_MAX = {"MAX": torch.maximum, "MIN": torch.minimum}
+_OPERATIONS = ("SUM", "AVG", *_LIKE_MAX)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 def register_backend() -> str:
@@ -47,34 +55,21 @@ def _create(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> Sha
     return SharedMemoryGroup(gloo)
 
 
-def machines_of(group: dist.ProcessGroup) -> set[tuple[str, ...] | None]:
-    """The machines on which the ranks of `group` run; None among them where a rank cannot share memory. All ranks must
-    call it.
-    """
-    told: list[tuple[str, ...] | None] = [None] * group.size()
-    dist.all_gather_object(told, machine_of_this_rank(), group=group)
-    return set(told)
-
-
 class SharedMemoryGroup(dist.ProcessGroup):
-    """Collectives among ranks of one machine through shared memory;
-    `gloo`, the group below, does set-up and all else.
-    """
+    """Collectives among ranks of one machine through shared memory. `gloo`, the group below, does the rest."""
 
     def __init__(self, gloo: dist.ProcessGroup) -> None:
         super().__init__(gloo.rank(), gloo.size())
-        machines = machines_of(gloo)
-        if None in machines or len(machines) != 1:
-            found = "a machine without it" if None in machines else f"{len(machines)} machines"
+        try:
+            self._moves = Moves(gloo)
+        except SharingRefused as error:
             raise ValueError(
-                f"shared memory needs all ranks on one x86-64 Linux machine; got {found}: use a gloo group"
-            )
+                f"shared memory needs all ranks on one x86-64 Linux machine; {error}: use a gloo group"
+            ) from error
         self.gloo, self._own, self._ranks = gloo, gloo.rank(), gloo.size()
         self._register_backend(_CPU, _GLOO, gloo._get_backend(_CPU))
         self._set_default_backend(_GLOO)
-        self._moves, self._deliveries = Moves(gloo), Deliveries()
-        self._depart: Depart | None = None  # an emulated link
-        self._due: Callable[[], int] | None = None  # of the operation that has just entered it
+        self._depart: Depart | None = None  # on an emulated link
         # shows what runs here to CommDebugMode and the profiler
         self._silent = compat.silent_group(gloo.rank(), gloo.size())
 
@@ -93,10 +88,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _all_reduce(self, announce: Any, tensors: Tensors, opts: Any) -> dist.Work:
         operations = [operation_of(opts, tensor) for tensor in tensors]
         announce(_traces(tensors))
-        with self._moving("all_reduce", tensors) as flats:
+
+        def move(flats: Tensors) -> None:
             for flat, operation in zip(flats, operations):
                 self._moves.all_reduce(flat, operation)
-        return self._finished(tensors)
+
+        return self._moved("all_reduce", tensors, move)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         """Fill a list with every rank's tensor; they may differ in size."""
@@ -107,11 +104,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 " its own like its input"
             )
         self._silent.allgather([_traces(output)], _traces(inputs))
-        with self._moving("all_gather", output) as flats:
-            self._moves.all_gather(
-                [flat.view(torch.uint8) for flat in flats], _flat("all_gather", source).view(torch.uint8)
-            )
-        return self._finished(output)
+        (mine,) = _flat("all_gather", inputs)
+        return self._moved("all_gather", output, lambda flats: self._moves.all_gather(flats, mine))
 
     def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
         return self._gather_whole(self._silent._allgather_base, [output], [source], *_traces([output, source]))
@@ -125,29 +119,28 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _gather_whole(self, announce: Any, outputs: Tensors, inputs: Tensors, *traces: Any) -> dist.Work:
         self._check_whole("all_gather", outputs, inputs)
         announce(*traces)
-        with self._moving("all_gather", outputs) as flats:
-            for flat, source in zip(flats, inputs, strict=True):
-                mine = _flat("all_gather", source).view(torch.uint8)
-                self._moves.all_gather(flat.view(torch.uint8).tensor_split(self._ranks), mine)
-        return self._finished(outputs)
+        sources = _flat("all_gather", inputs)
+
+        def move(flats: Tensors) -> None:
+            for flat, source in zip(flats, sources):
+                self._moves.all_gather(flat.tensor_split(self._ranks), source)
+
+        return self._moved("all_gather", outputs, move)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
         """Reduce a list with one tensor a rank and keep this rank's; they may differ in size."""
         output, sources = _only("reduce_scatter", outputs), _only("reduce_scatter", inputs)
-        if (
-            len(sources) != self._ranks
-            or _shown(sources[self._own]) != _shown(output)
-            or len({each.dtype for each in sources}) > 1
-        ):
+        alike = len({each.dtype for each in sources}) == 1
+        if len(sources) != self._ranks or _shown(sources[self._own]) != _shown(output) or not alike:
             raise ValueError(
                 f"reduce_scatter: inputs {_shown(*sources)} for the output {_shown(output)}; expected {self._ranks},"
                 " its own like the output"
             )
         operation = operation_of(opts, output)
         self._silent.reduce_scatter(_traces(outputs), [_traces(sources)])
-        with self._moving("reduce_scatter", outputs) as (flat,):
-            self._moves.reduce_scatter(flat, [_flat("reduce_scatter", each) for each in sources], operation)
-        return self._finished(outputs)
+        parts = _flat("reduce_scatter", sources)
+        move = lambda flats: self._moves.reduce_scatter(flats[0], parts, operation)  # noqa: E731
+        return self._moved("reduce_scatter", outputs, move)
 
     def _reduce_scatter_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
         return self._scatter_whole(
@@ -164,10 +157,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._check_whole("reduce_scatter", inputs, outputs)
         operations = [operation_of(opts, output) for output in outputs]
         announce(*traces)
-        with self._moving("reduce_scatter", outputs) as flats:
-            for flat, source, operation in zip(flats, inputs, operations):
-                self._moves.reduce_scatter(flat, _flat("reduce_scatter", source).tensor_split(self._ranks), operation)
-        return self._finished(outputs)
+        sources = _flat("reduce_scatter", inputs)
+
+        def move(flats: Tensors) -> None:
+            for flat, source, operation in zip(flats, sources, operations):
+                self._moves.reduce_scatter(flat, source.tensor_split(self._ranks), operation)
+
+        return self._moved("reduce_scatter", outputs, move)
 
     # their names since torch 2.13
     all_gather_single, all_gather_single_coalesced = _allgather_base, allgather_into_tensor_coalesced
@@ -177,38 +173,30 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Give the root's tensor to all."""
         tensor, root = _only("broadcast", tensors), 0 if opts is None else opts.rootRank
         self._silent.broadcast(_traces([tensor]))
-        with self._moving("broadcast", [tensor]) as (flat,):
-            self._moves.broadcast(flat.view(torch.uint8), root)
-        return self._finished([tensor])
+        return self._moved("broadcast", [tensor], lambda flats: self._moves.broadcast(flats[0], root))
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Return when all ranks have come."""
         self._silent.barrier()
-        with self._moving("barrier", []):
-            self._moves.meet()
-        return self._finished([torch.empty(0)])
+        return self._moved("barrier", [torch.empty(0)], lambda flats: self._moves.meet())
 
     def put_behind(self, depart: Depart | None) -> None:
         """Have the operations of all tensors pass an emulated link; None takes it away."""
         self._depart = depart
 
-    @contextmanager
-    def _moving(self, kind: str, outputs: Tensors) -> Iterator[list[torch.Tensor]]:
-        """Outputs in one dimension, to be written inside;
-        a profiler range that names the transport, as gloo's own do.
+    def _moved(self, kind: str, outputs: Tensors, move: Callable[[Tensors], None]) -> dist.Work:
+        """Have `outputs` written, one-dimensional, by `move`, which no rank can go on after if it was interrupted on
+        one; in a profiler range that names the transport, as gloo's own do.
         """
-        flats = [_flat(kind, output) for output in outputs]
-        if self._depart is not None and kind in _ROUNDS:
-            self._due = self._depart(kind, flats)
+        flats = _flat(kind, outputs)
+        arrive = self._depart(kind, flats) if self._depart is not None and kind in _ROUNDS else _arrived
         with torch.profiler.record_function(f"shm:{kind}"):
-            yield flats
+            with self._moves.slots.unrepeatable(kind):
+                move(flats)
             for flat, output in zip(flats, outputs):
                 if not output.is_contiguous():
                     output.data.copy_(flat.view(output.shape))
-
-    def _finished(self, result: Tensors) -> dist.Work:
-        due, self._due = self._due, None
-        return _create_work_from_future(self._deliveries.at(due() if due else 0, list(result)))
+        return _create_work_from_future(arrive(list(outputs)))
 
     def _check_whole(self, kind: str, wholes: Tensors, parts: Tensors) -> None:
         for whole, part in zip(wholes, parts, strict=True):
@@ -223,17 +211,24 @@ def _only(kind: str, given: Sequence[Any]) -> Any:
 
 
 def _shown(*tensors: torch.Tensor) -> str:
-    return ", ".join(f"{tensor.numel()} x {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors)
+    return ", ".join(f"{tensor.numel()} x {_name(tensor)}" for tensor in tensors)
 
 
-def _flat(kind: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in one dimension, without autograd and its version counter: backends write behind autograd's back."""
-    if tensor.device != _CPU or tensor.layout != torch.strided:
-        raise ValueError(
-            f"{kind}: shared memory moves dense tensors on the CPU, not {tensor.layout} on {tensor.device}: use a gloo"
-            " group"
-        )
-    return tensor.data.contiguous().view(-1)
+def _flat(kind: str, tensors: Tensors) -> list[torch.Tensor]:
+    """The tensors in one dimension, without autograd and its version counter: backends write behind autograd's back."""
+    for tensor in tensors:
+        if tensor.device != _CPU or tensor.layout != torch.strided:
+            raise ValueError(
+                f"{kind}: shared memory moves dense tensors on the CPU, not {tensor.layout} on {tensor.device}: use a"
+                " gloo group"
+            )
+    return [tensor.data.contiguous().view(-1) for tensor in tensors]
+
+
+def _arrived(result: list[torch.Tensor]) -> torch.futures.Future:
+    future: torch.futures.Future = torch.futures.Future()
+    future.set_result(result)
+    return future
 
 
 def _traces(tensors: Tensors) -> list[torch.Tensor]:
@@ -241,3 +236,126 @@ def _traces(tensors: Tensors) -> list[torch.Tensor]:
     nothing.
     """
     return [tensor.data.as_strided((0,), (1,)) for tensor in tensors]
+
+
+# ---- algorithms: which rank writes and reads what, in which slot, in which order
+
+
+class Moves:
+    """Collectives on flat tensors over the slots of `group`, which is used for set-up only.
+
+    Long ones are sent in pieces: peers read a piece while it is still in the cache, and no buffer grows beyond a piece.
+    Sums are taken in rank order, in float32 for 16-bit floats, so results carry the same bits in every run.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._rank, self._ranks = group.rank(), group.size()
+        self.slots = Slots(group, _SLOTS)
+        self._buffers = Buffers(self.slots, _SLOTS)
+
+    def all_reduce(self, flat: torch.Tensor, operation: str) -> None:
+        """Reduce in place."""
+        for part in _cut(flat, _PIECE // flat.element_size()):
+            number = self._publish([part], part.nbytes, f"all_reduce {operation} {_name(part)}")
+            if part.nbytes <= _SMALL:
+                self._reduce(number, part.nbytes, 0, part, operation)
+            else:
+                self._reduce_and_share(number, part.tensor_split(self._ranks), operation)
+            self.slots.done(number)
+
+    def _reduce_and_share(self, number: int, shares: Sequence[torch.Tensor], operation: str) -> None:
+        """Every rank reduces its share, puts it back into its slot (nobody else reads it there before) and copies the
+        others'.
+        """
+        mine, nbytes = shares[self._rank], sum(share.nbytes for share in shares)
+        firsts = [sum(len(share) for share in shares[:peer]) for peer in range(self._ranks)]
+        self._reduce(number, nbytes, firsts[self._rank], mine, operation)
+        for peer in self.slots.nearest_first:
+            whole = self.slots.read(peer, number, nbytes).view(mine.dtype)
+            share = whole[firsts[peer] : firsts[peer] + len(shares[peer])]
+            if peer == self._rank:
+                share.copy_(mine)
+                self.slots.summed(number)
+            else:
+                self.slots.await_summed(peer, number)
+                shares[peer].copy_(share)
+
+    def all_gather(self, wholes: Sequence[torch.Tensor], mine: torch.Tensor) -> None:
+        """Fill `wholes[r]` from rank r's `mine`; ranks may differ in size."""
+        wholes, mine = [whole.view(torch.uint8) for whole in wholes], mine.view(torch.uint8)
+        longest = max(len(whole) for whole in wholes)
+        for start in range(0, longest, _PIECE):
+            size = min(_PIECE, longest - start)
+            own = mine[start : start + size]
+            number = self._publish([own], size, "all_gather")
+            for peer in self.slots.nearest_first:
+                part = wholes[peer][start : start + size]
+                part.copy_(own if peer == self._rank else self.slots.read(peer, number, size)[: len(part)])
+            self.slots.done(number)
+
+    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], operation: str) -> None:
+        """Reduce `inputs[r]` into rank r's output; ranks may differ in size."""
+        longest, word = max(len(each) for each in inputs), output.element_size()
+        width = _PIECE // word // self._ranks
+        for start in range(0, longest, width):
+            length = min(width, longest - start)
+            nbytes, label = length * word * self._ranks, f"reduce_scatter {operation} {_name(output)}"
+            number = self._publish([each[start : start + length] for each in inputs], nbytes, label)
+            self._reduce(number, nbytes, self._rank * length, output[start : start + length], operation)
+            self.slots.done(number)
+
+    def broadcast(self, flat: torch.Tensor, root: int) -> None:
+        """Give the root's tensor to all."""
+        for part in _cut(flat.view(torch.uint8), _PIECE):
+            number = self._publish([part] if self._rank == root else [], part.nbytes, f"broadcast from {root}")
+            if self._rank != root:
+                part.copy_(self.slots.read(root, number, part.nbytes))
+            self.slots.done(number)
+
+    def meet(self) -> None:
+        """Return when all ranks are here."""
+        number = self._publish([], 1, "barrier")
+        for peer in self.slots.nearest_first:
+            self.slots.read(peer, number, 1)
+        self.slots.done(number)
+
+    def _publish(self, parts: Sequence[torch.Tensor], nbytes: int, label: str) -> int:
+        """Write `parts` at equal distances into this rank's buffer; the operation's number. All ranks give equal
+        `nbytes` and `label`.
+        """
+        number = self.slots.claim(nbytes, label)
+        buffer = self._buffers.get(number % _SLOTS, nbytes, label)
+        for part, place in zip(parts, buffer.chunk(len(parts) or 1)):
+            place[: part.nbytes].copy_(part.view(torch.uint8))
+        self.slots.publish(number, buffer)
+        return number
+
+    def _reduce(self, number: int, nbytes: int, first: int, output: torch.Tensor, operation: str) -> None:
+        """Reduce what starts at element `first` of every rank's buffer into `output`, rank 0 first."""
+        wholes = (self.slots.read(peer, number, nbytes).view(output.dtype) for peer in range(self._ranks))
+        parts = (whole[first : first + len(output)] for whole in wholes)
+        if operation in _LIKE_MAX:
+            output.copy_(next(parts))
+            for part in parts:
+                _LIKE_MAX[operation](output, part, out=output)
+        else:
+            sum_in_rank_order(parts, output, Average(self._ranks if operation == "AVG" else 1.0))
+
+
+def operation_of(opts: Any, tensor: torch.Tensor) -> str:
+    """The name of the reduction; an error where it is not offered for such a tensor."""
+    wanted = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+    name = next((name for name in _OPERATIONS if wanted == getattr(dist.ReduceOp, name)), None)
+    if name is None:
+        raise ValueError(f"shared memory reduces with {', '.join(_OPERATIONS)}, not {wanted.op.name}: use a gloo group")
+    if tensor.dtype not in (_FLOATS if name == "AVG" else _FLOATS + _INTEGERS):
+        raise ValueError(f"shared memory does not reduce {tensor.dtype} with {name}: use a gloo group")
+    return name
+
+
+def _cut(flat: torch.Tensor, length: int) -> Sequence[torch.Tensor]:
+    return flat.split(length) if len(flat) else ()
+
+
+def _name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -13,41 +13,120 @@ next use says so, until all ranks come to `recover` and begin anew behind the la
 
 from __future__ import annotations
 
-import os
-import platform
-import sys
+import ctypes
+import struct
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from fsdplab.engine import compat, events
-from fsdplab.engine.transport.shared_memory import peers
-from fsdplab.engine.transport.shared_memory.arenas import PAGE, Place
-from fsdplab.engine.transport.shared_memory.words import Described, Word, Words, shortened
+from fsdplab.engine.transport.shared_memory.arena import PAGE, Place, Segment, opened
 
+_LINE = 64  # bytes
+_LABEL = 64  # bytes of a label
+_REASON = struct.Struct("640s")
+_BROKEN, _STOPPED, _STOPPED_AT, _REASON_AT, _SLOTS_AT = (line * _LINE for line in (1, 2, 3, 4, 16))  # 0: the cookie
+_SLOT = 4 * _LINE
+_WHAT = struct.Struct(f"<5Q16x{_LABEL}s")  # an operation's number and size, a place, and in the next line its label
+_FUTEX, _WAIT, _WAKE = 202, 0, 1  # the x86-64 system call and its operations, for memory shared between processes
+# how long a sleeper sleeps at most (seconds, nanoseconds): then it looks whether the awaited rank lives
+_POLL = (ctypes.c_long * 2)(0, 50_000_000)
+_call = ctypes.CDLL(None, use_errno=True).syscall
 _NEW_GROUP = "destroy the process group on every rank and make a new one"
 _NOWHERE = Place(0, 0, 0)
 
 
-def machine_of_this_rank() -> tuple[str, ...] | None:
-    """What must be equal for two ranks to share memory: boot, launcher's node, and namespaces; None where impossible.
+class Word:
+    """A number that only grows; whoever waits for it sleeps in the kernel (futex)."""
 
-    Network namespaces share memory, but a link shaped between them must not be bypassed, so they count as machines.
+    def __init__(self, memory: ctypes.Array[ctypes.c_uint8], offset: int) -> None:
+        self._value = ctypes.c_uint64.from_buffer(memory, offset)
+        self._low = ctypes.byref(self._value)  # a futex is 32 bits; little-endian, so these are the lower ones
+
+    @property
+    def value(self) -> int:
+        return self._value.value
+
+    def raise_to(self, number: int) -> None:
+        """Store, unless it is there already, and wake whoever sleeps on it."""
+        if self._value.value < number:
+            self._value.value = number
+            _call(_FUTEX, self._low, _WAKE, ctypes.c_int(2**31 - 1), None, None, 0)
+
+    def sleep(self, seen: int) -> None:
+        """Sleep until it is no longer `seen`, or for a while."""
+        _call(_FUTEX, self._low, _WAIT, ctypes.c_uint32(seen % 2**32), ctypes.byref(_POLL), None, 0)
+
+
+class Described(NamedTuple):
+    """What a slot's operation is."""
+
+    number: int
+    nbytes: int
+    label: str
+
+    @classmethod
+    def of(cls, number: int, nbytes: int, label: str) -> Described:
+        """With the label as long as peers read it."""
+        return cls(number, nbytes, label.encode()[:_LABEL].decode(errors="ignore"))
+
+
+class Words:
+    """The words of one rank over `count` slots, in the header of its arena; it alone writes them.
+
+    Some are the rank's (in which epoch it is broken, or has stopped and where), four lines belong to each slot: `ready`
+    with what the slot's operation is, its label, `done`, and `summed`. A word is 64 bits in a cache line of its own and
+    only grows. Plain stores are ordered on x86-64 only, so sharing is offered there and nowhere else.
     """
-    if sys.platform != "linux" or platform.machine() != "x86_64" or not hasattr(os, "pidfd_open"):
-        return None
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        spaces = tuple(os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "pid", "user"))
-    except OSError:  # no /proc, or no descriptor left: peers wait for an answer, so this is one
-        return None
-    return boot, os.environ.get("GROUP_RANK", "0"), str(os.getuid()), *spaces
+
+    def __init__(self, header: Segment, count: int) -> None:
+        self._memory = header.memory
+        self.broken, self.stopped = Word(self._memory, _BROKEN), Word(self._memory, _STOPPED)
+        self.ready, self.done, self.summed = (
+            [Word(self._memory, _SLOTS_AT + slot * _SLOT + line * _LINE) for slot in range(count)] for line in (0, 2, 3)
+        )
+
+    @staticmethod
+    def nbytes(count: int) -> int:
+        """Bytes of a header for `count` slots."""
+        return _SLOTS_AT + count * _SLOT
+
+    def describe(self, slot: int, what: Described, place: Place) -> None:
+        """Say what the slot is about to hold, and where it lies; `ready` is raised after it."""
+        at = _SLOTS_AT + slot * _SLOT + 8
+        _WHAT.pack_into(self._memory, at, what.number, what.nbytes, *place, what.label.encode())
+
+    def described(self, slot: int) -> tuple[Described, Place]:
+        """What `describe` said."""
+        number, nbytes, *place, label = _WHAT.unpack_from(self._memory, _SLOTS_AT + slot * _SLOT + 8)
+        return Described(number, nbytes, _text(label)), Place(*place)
+
+    def stop(self, epoch: int, sequence: int) -> None:
+        """Say at which operation this rank has stopped in `epoch`; kept until it stops in the one after the next."""
+        struct.pack_into("<Q", self._memory, _STOPPED_AT + epoch % 2 * 8, sequence)
+        self.stopped.raise_to(epoch)
+
+    def stopped_at(self, epoch: int) -> int:
+        """What `stop` said."""
+        return int(struct.unpack_from("<Q", self._memory, _STOPPED_AT + epoch % 2 * 8)[0])
+
+    @property
+    def reason(self) -> str:
+        """Why this rank is broken."""
+        return _text(*_REASON.unpack_from(self._memory, _REASON_AT))
+
+    @reason.setter
+    def reason(self, text: str) -> None:
+        _REASON.pack_into(self._memory, _REASON_AT, text.encode()[: _REASON.size])
+
+
+def _text(raw: bytes) -> str:
+    return raw.rstrip(b"\0").decode(errors="ignore")
 
 
 class Broken(RuntimeError):
@@ -69,40 +148,23 @@ class Slots:
         self.rank, self.ranks, self.count = group.rank(), group.size(), count
         self.sequence, self.epoch, self._over = 0, 1, 0  # `_over`: the last epoch in which this rank has stopped
         self._patience_s, self._remedy = compat.seconds_before_giving_up(group), remedy
-        fabric = peers.opened(group, Words.nbytes(count))
-        self.arena, self._arenas = fabric.own, fabric.arenas
-        self.processes, self._alive = fabric.numbers, fabric.processes
-        self._words = [Words(arena.header, count) for arena in fabric.arenas]
+        memory = opened(group, Words.nbytes(count))
+        self.arena, self._arenas = memory.own, memory.arenas
+        # this rank, then the next ones: ranks do not all read the same owner at once
+        self.nearest_first = [(self.rank + step) % self.ranks for step in range(self.ranks)]
+        self._processes = memory.processes
+        self._words = [Words(arena.header, count) for arena in memory.arenas]
         weakref.finalize(self, self.arena.close).atexit = False
         self._claimed = [Described(0, 0, "")] * count
-        self._own = [torch.empty(0, dtype=torch.uint8)] * count
-
-    def announce(self) -> None:
-        """Tag this rank's memory as communication buffers."""
-        for own in self._own:
-            events.tag("communication_buffers", own, "")
 
     # ---- what the owner of a slot does
 
-    def claim(self, nbytes: int, label: str = "") -> tuple[int, torch.Tensor]:
-        """The next operation's number, and this rank's slot for it (bytes), free to be written.
-
-        `label` says what the operation is; all ranks must claim a number for the same label and size.
-        """
-        number = self.claim_number(nbytes, label)
-        slot = number % self.count
-        if nbytes > len(self._own[slot]):
-            self._own[slot] = torch.empty(0, dtype=torch.uint8)  # gone before the larger one comes
-            self._own[slot] = self.allocate(-(-nbytes // PAGE) * PAGE, label)
-            self.announce()
-        return number, self._own[slot][:nbytes]
-
-    def claim_number(self, nbytes: int, label: str) -> int:
-        """As `claim`, for bytes that will lie elsewhere in this rank's arena."""
+    def claim(self, nbytes: int, label: str) -> int:
+        """The next operation's number. `label` says what it is; all ranks must claim it for the same label and size."""
         self.check()
         number = self.sequence + 1
         self.await_read(number - self.count)
-        self._claimed[number % self.count] = Described(number, nbytes, shortened(label))
+        self._claimed[number % self.count] = Described.of(number, nbytes, label)
         return number
 
     def allocate(self, nbytes: int, label: str) -> torch.Tensor:
@@ -112,12 +174,11 @@ class Slots:
         except OSError as error:
             self._no_memory(f"{nbytes} bytes to share for {label or 'an operation'}", error)
 
-    def publish(self, number: int, source: torch.Tensor | None = None) -> None:
-        """Operation `number` may be read: it is in this rank's slot, or in `source`, which lies in the arena."""
+    def publish(self, number: int, source: torch.Tensor) -> None:
+        """Peers may read `source`, which lies in the arena, as operation `number`."""
         slot = number % self.count
-        what = self._own[slot] if source is None else source
         with self.unrepeatable("telling its peers of an operation"):
-            place = self.arena.place_of(what) if what.numel() else None
+            place = self.arena.place_of(source) if source.numel() else None
             self._words[self.rank].describe(slot, self._claimed[slot], place or _NOWHERE)
             self.sequence = number
             self._words[self.rank].ready[slot].raise_to(number)
@@ -137,25 +198,26 @@ class Slots:
         """What `peer` published as operation `number` (bytes), once it has; an error if it died or does something
         else.
         """
-        self.await_written(peer, number)
+        place = self.await_written(peer, number)
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         try:
-            return self._arenas[peer].part(self._words[peer].place(number % self.count), nbytes)
+            return self._arenas[peer].part(place, nbytes)
         except OSError as error:
             self._no_memory(f"to map {nbytes} bytes of rank {peer}", error)
 
-    def await_written(self, peer: int, number: int) -> None:
-        """Return once `peer` has published operation `number`; errors as those of `read`."""
+    def await_written(self, peer: int, number: int) -> Place:
+        """Return where operation `number` of `peer` lies, once it has published it; errors as those of `read`."""
         slot = number % self.count
         self._await(self._words[peer].ready[slot], number, peer, "write")
-        theirs, ours = self._words[peer].described(slot), self._claimed[slot]
+        (theirs, place), ours = self._words[peer].described(slot), self._claimed[slot]
         if theirs != ours:
             self._fail(
                 f"ranks are out of step: as operation {number} rank {self.rank} runs {ours.label or 'one'}"
                 f" ({ours.nbytes} bytes), rank {peer} runs {theirs.label or 'another'} ({theirs.nbytes} bytes); every"
                 " rank must run the same units in the same order, so look for one that is skipped on some ranks"
             )
+        return place
 
     def done(self, number: int) -> None:
         """This rank has read everything of operation `number`, or will not; to say it again changes nothing."""
@@ -243,7 +305,7 @@ class Slots:
         while (seen := word.value) < number:
             check()
             word.sleep(seen)
-            if word.value < number and self._alive[peer].ended():
+            if word.value < number and self._processes[peer].ended():
                 self._fail(
                     f"rank {self.rank} waited for rank {peer} to {what}, but rank {peer} has died; look for its own"
                     " error in its log"
@@ -271,3 +333,24 @@ class Slots:
         if own.broken.value < self.epoch:
             own.reason = reason
             own.broken.raise_to(self.epoch)
+
+
+class Buffers:
+    """Memory of the arena that operations of one kind use in turn."""
+
+    def __init__(self, slots: Slots, count: int) -> None:
+        self._slots = slots
+        self._memory = [torch.empty(0, dtype=torch.uint8)] * count
+
+    def get(self, index: int, nbytes: int, label: str) -> torch.Tensor:
+        """Buffer `index` (bytes), whose last contents nobody needs."""
+        if nbytes > len(self._memory[index]):
+            self._memory[index] = torch.empty(0, dtype=torch.uint8)  # gone before the larger one comes
+            self._memory[index] = self._slots.allocate(-(-nbytes // PAGE) * PAGE, label)
+            self.announce()
+        return self._memory[index][:nbytes]
+
+    def announce(self) -> None:
+        """Tag the memory as communication buffers."""
+        for buffer in self._memory:
+            events.tag("communication_buffers", buffer, "")

@@ -1,16 +1,24 @@
-"""The transport of ranks that share a machine: slices are read straight out of their owner's memory.
+"""The transport of ranks that share a machine: shards are read straight out of their owner's memory.
 
-No sockets and no staging: a gather copies each peer's slice from where it rests (or, where it is cast or cut out on the
+No sockets and no staging: a gather copies each peer's shard from where it rests (or, where it is cast or cut out on the
 way, from the peer's buffer) into the place where the forward reads it; a reduction packs what peers need into a buffer
-once, and every rank sums its own slice out of all buffers, in rank order, in float32, so results carry the same bits in
+once, and every rank sums its own shard out of all buffers, in rank order, in float32, so results carry the same bits in
 every run and at every number of ranks.
+
+A collective is an operation over the slots of its group, completed in steps by whoever waits for it. A step that was
+interrupted is tried again; one that cannot be (a sum in place) breaks the slots instead. Whoever drops an operation
+without waiting has given it up: this rank will not read it, and says so to its peers. What peers may still read of this
+rank stays where it is until they have said the same.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import time
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -20,30 +28,232 @@ from fsdplab.engine import compat, events
 from fsdplab.engine.core.average import Average
 from fsdplab.engine.core.gathered import Gathered
 from fsdplab.engine.core.layout import Layout
-from fsdplab.engine.core.packing import pack, unpack_from
+from fsdplab.engine.core.packing import mark_missing, pack, unpack_from
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.shard_storage import ShardStorage
-from fsdplab.engine.core.transport import CollectiveLabel, Gradients, SendShard, Transport
+from fsdplab.engine.core.transport import CollectiveLabel, Departure, Gradients, SendShard, Transport
 from fsdplab.engine.transport.gloo import announce
-from fsdplab.engine.transport.shared_memory.operations import Completion, Operation, Operations, Staging, Step
-from fsdplab.engine.transport.shared_memory.packing import pack_range, pack_rank, power_of_two
+from fsdplab.engine.transport.shared_memory.arena import SharedStorage
+from fsdplab.engine.transport.shared_memory.slots import Broken, Buffers, GivenUp, Slots
 
 _BUFFERS = 2  # of each kind: the next operation may begin while peers still read the last
+_UNDER_WAY = 16  # operations that may be: a rank that has not completed the one before so many completes it first
+_REMEDY = (
+    "call reset_iter_state() on the model on every rank and begin the step again, or build the model again on every"
+    " rank"
+)
+Write = Callable[[int, torch.Tensor], None]  # writes the part of a peer into memory that it can read
+_COMPLETES = {"all_gather": "all_gather_copy_out"}  # the profiler range of a wait, where it is not the kind's own
+
+
+@dataclass(frozen=True)
+class Step:
+    """A part of completing an operation; `repeatable` says whether it may be run again after it was interrupted."""
+
+    run: Callable[[], None]
+    repeatable: bool = True
+
+
+class Operation:
+    """An operation as its own rank sees it: claimed, published, completed or given up."""
+
+    def __init__(self, slots: Slots, nbytes: int, kind: str, unit: str, departure: Departure) -> None:
+        self.name = f"{kind} of {unit}"  # in errors; all ranks must give it the same
+        self.number = slots.claim(nbytes, self.name)
+        self.steps: list[Step] = []
+        self.kept = 0  # steps that `advance` leaves to `complete`
+        self._slots, self._epoch = slots, slots.epoch
+        self._span, self._unit, self._departure = _COMPLETES.get(kind, kind), unit, departure
+        self._waited_ns = 0
+        self.published = self._complete = False
+        self._lost: GivenUp | None = None
+
+    def advance(self) -> None:
+        """Run the steps that peers wait for."""
+        self._go_on(self.kept, f"{self._span}_sum")
+
+    def complete(self) -> None:
+        """Run what is left of the steps, then let the peers go on; nothing happens the second time."""
+        if not self._complete:
+            now = self._go_on(0, self._span)
+            self._complete = True
+            self._departure.moved(self._departure.issue_ns, now, self._waited_ns)
+
+    def arrive(self) -> None:
+        """Complete it, and return when its result may be used."""
+        awaited = time.time_ns()
+        self.complete()
+        self._departure.arrive(awaited)
+
+    def give_up(self) -> None:
+        """This rank will not read it; nothing to say where peers were told nothing."""
+        self.steps.clear()
+        if self.published:
+            self._slots.done(self.number)
+
+    def _go_on(self, left: int, span: str) -> int:
+        """Run all but the last `left` steps; returns when they were done."""
+        awaited = time.time_ns()
+        with events.span(span, self._unit):
+            self._check()
+            try:
+                while len(self.steps) > left:
+                    self._run(self.steps[0])
+            except GivenUp as error:
+                self._lost = error
+                self._slots.done(self.number)
+                raise
+            if not self.steps:
+                self._slots.done(self.number)
+        now = time.time_ns()
+        self._waited_ns += now - awaited
+        return now
+
+    def _check(self) -> None:
+        if self.steps:
+            self._slots.check()
+        if self._lost is not None:
+            raise self._lost
+        if self.steps and self._epoch != self._slots.epoch:
+            raise Broken(f"{self.name} was given up when all ranks began anew: {_REMEDY}")
+
+    def _run(self, step: Step) -> None:
+        with nullcontext() if step.repeatable else self._slots.unrepeatable(f"completing {self.name}"):
+            step.run()
+            del self.steps[0]
+
+
+class PendingOperation(Pending):
+    """An operation under way, for whoever waits for it."""
+
+    __slots__ = ("_operation",)
+
+    def __init__(self, operation: Operation, source: torch.Tensor) -> None:
+        super().__init__(operation.arrive, source, early=operation.advance, on_drop=operation.give_up)
+        self._operation = operation
+
+    def complete(self) -> None:
+        """Complete the operation and let its memory go; whoever waits later waits for an emulated link alone."""
+        try:
+            self._operation.complete()
+            self._buffers = ()
+        except GivenUp:
+            pass  # nobody here needs it now; whoever waits for it after all is told
+
+
+class Staging(Buffers):
+    """Memory that holds what is sent, where that is not the shard at rest: buffers that operations of one kind take in
+    turn.
+    """
+
+    def __init__(self, slots: Slots, count: int) -> None:
+        super().__init__(slots, count)
+        self.users = [0] * count  # the last operation that each was published for
+        self.turn = 0
+
+    def take(self, number: int) -> None:
+        """Operation `number` uses the buffer whose turn it is."""
+        self.users[self.turn] = number
+        self.turn = (self.turn + 1) % len(self.users)
+
+
+class Operations:
+    """The operations of this rank in `group`; every member must make it."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.slots = Slots(group, _UNDER_WAY, _REMEDY)
+        self.storage = SharedStorage(self.slots.arena)
+        self._live: weakref.WeakValueDictionary[int, PendingOperation] = weakref.WeakValueDictionary()
+        self._in_place: dict[int, torch.Tensor] = {}  # what peers may be reading that is not in a buffer
+        self._stagings: list[Staging] = []
+        weakref.finalize(self, self.slots.arena.close).atexit = False  # before what is in place goes, or in a buffer
+
+    def staging(self, count: int) -> Staging:
+        """Buffers for operations of one kind."""
+        self._stagings.append(Staging(self.slots, count))
+        return self._stagings[-1]
+
+    def claim(self, nbytes: int, kind: str, unit: str, departure: Departure) -> Operation:
+        """The next operation; all ranks must claim it for the same kind, unit and size."""
+        self._complete(self.slots.sequence + 1 - _UNDER_WAY)
+        operation = Operation(self.slots, nbytes, kind, unit, departure)
+        self._let_go()
+        return operation
+
+    def stage(self, staging: Staging, nbytes: int, name: str) -> torch.Tensor:
+        """A buffer (bytes) for the operation that was claimed last, once nobody needs what it held."""
+        user = staging.users[staging.turn]
+        self._complete(user)
+        self.slots.await_read(user)
+        return staging.get(staging.turn, nbytes, name)
+
+    def publish(
+        self, operation: Operation, source: torch.Tensor, staging: Staging | None, steps: Sequence[Step], kept: int = 0
+    ) -> Pending:
+        """Peers may read `source`, a buffer of `staging` or memory of the arena; on waiting, `steps` complete the
+        operation on this rank: all but the last `kept` may be done early. Where its slot is needed it is completed
+        sooner, and whoever waits later finds it done.
+        """
+        operation.steps, operation.kept = list(steps), kept
+        pending = PendingOperation(operation, source)
+        with self.slots.unrepeatable(f"telling its peers of {operation.name}"):
+            self._live[operation.number] = pending
+            if staging is None:
+                self._in_place[operation.number] = source
+            else:
+                staging.take(operation.number)
+            operation.published = True
+            self.slots.publish(operation.number, source)
+        return pending
+
+    def settle(self) -> None:
+        """Return once this rank has completed, and every peer has read, all that was to be read in place so far."""
+        for number in sorted(self._in_place):
+            self._complete(number)
+            self.slots.await_read(number)
+        self._let_go()
+
+    def recover(self, wanted: bool) -> None:
+        """Begin anew with all ranks if `wanted`, once all want it; else nobody waits."""
+        if wanted:
+            self.slots.recover()
+            for pending in list(self._live.values()):
+                pending.lost = True
+            self._live.clear()
+            self._in_place.clear()
+
+    def _complete(self, number: int) -> None:
+        pending = self._live.get(number)
+        if pending is not None:
+            pending.complete()
+
+    def _let_go(self) -> None:
+        for number in sorted(self._in_place):
+            if not self.slots.is_read(number):
+                return
+            del self._in_place[number]
 
 
 @dataclass(frozen=True)
 class PendingReduction:
     """A reduction under way: the buffer that peers read, and the bytes between its parts."""
 
-    operation: Operation
+    number: int  # of the operation
     buffer: torch.Tensor
     stride: int
 
+    def part(self, buffer: torch.Tensor, owner: int, reader: int, like: torch.Tensor) -> torch.Tensor:
+        """What `owner` wrote into its `buffer` for `reader`: a buffer has no part for its owner."""
+        first = (reader - (reader > owner)) * self.stride
+        return buffer[first : first + like.nbytes].view(like.dtype)
+
+    def last(self, buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """What an owner put behind the parts of its `buffer`: its sum."""
+        return buffer[-self.stride :][: like.nbytes].view(like.dtype)
+
 
 class SharedTransport(Transport):
-    """Gathers and reduces among ranks of one machine through shared memory;
-    the group itself is used for set-up only.
-    """
+    """Gathers and reduces among ranks of one machine through shared memory; the group is used for set-up only."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group)
@@ -63,68 +273,64 @@ class SharedTransport(Transport):
         return self._operations.storage
 
     def settle(self) -> None:
-        """Return once every peer has read this rank's slices: their owner may write to them again."""
+        """Return once every peer has read this rank's shards: their owner may write to them again."""
         self._operations.settle()
 
     def recover(self) -> None:
         """Begin anew with all ranks where one has failed in the middle; else nobody waits."""
-        self._operations.recover(self._slots.broken)
+        self.leave_step(unfinished=False)
 
     def leave_step(self, unfinished: bool) -> None:
         """Begin anew with all ranks where one has failed in the middle, or this one has left a step unfinished."""
         self._operations.recover(unfinished or self._slots.broken)
 
     def all_gather(self, shard: SendShard, whole: Gathered, label: CollectiveLabel) -> Pending:
-        """Publish this rank's slice, or where it rests; on waiting, copy every rank's slice into `whole`.
+        """Publish this rank's shard, or where it rests; on waiting, copy every rank's shard into `whole`.
 
         The memory is taken now: what is gathered ahead costs as much as it does where collectives have buffers.
         """
-        layout, _ = whole.layout, whole.tensor
+        layout, _, nbytes = whole.layout, whole.tensor, shard.nbytes
         departure = self.depart(label, "all_gather", layout.total_bytes, layout.padding_bytes, shard.dtype)
-        start, nbytes = time.time_ns(), shard.nbytes
         staging = self._gathers if shard.resident is None or nbytes == 0 else None
         with events.span("all_gather", label.unit):
-            operation = self._operations.claim(nbytes, f"all_gather of {label.unit}")
+            operation = self._operations.claim(nbytes, "all_gather", label.unit, departure)
             mine = self._source(operation, shard, staging)
             announce("all_gather", self._announced, lambda: _gather_buffers(shard, self.ranks))
 
+        number = operation.number
+
         def read() -> None:
-            for peer in self._nearest_first():
-                part = mine if peer == self.rank else self._slots.read(peer, operation.number, nbytes)
+            for peer in self._slots.nearest_first:
+                part = mine if peer == self.rank else self._slots.read(peer, number, nbytes)
                 unpack_from(peer, part, whole)
 
-        completion = Completion("all_gather_copy_out", label, departure, start)
-        return self._operations.publish(operation, mine, staging, [Step(read)], completion)
+        return self._operations.publish(operation, mine, staging, [Step(read)])
 
     def _source(self, operation: Operation, shard: SendShard, staging: Staging | None) -> torch.Tensor:
-        """What peers will read: the slice where it rests, or a copy of it."""
-        resident, nbytes = shard.resident, shard.nbytes
+        """What peers will read: the shard where it rests, or a copy of it."""
         if staging is not None:
-            source = self._operations.stage(staging, nbytes, operation.label)
-        elif resident is not None and self._slots.arena.place_of(resident) is not None:
-            return resident
+            source = self._operations.stage(staging, shard.nbytes, operation.name)
+        elif shard.resident is not None and self._slots.arena.place_of(shard.resident) is not None:
+            return shard.resident
         else:  # the arena refused to hold it; buffers in turn are for gathers that no rank has in place
-            source = self._slots.allocate(nbytes, operation.label)
+            source = self._slots.allocate(shard.nbytes, operation.name)
         shard.write(source)
         return source
 
     def reduce_scatter(
         self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, average: Average
     ) -> Pending:
-        """Publish what peers need of the gradients; on waiting, average this rank's slice over the ranks."""
+        """Publish what peers need of the gradients; on waiting, average this rank's shard over the ranks."""
         departure = self.depart(label, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
-        start, before = time.time_ns(), _before(gradients, output.dtype, average.factor)
+        before = _before(gradients, output.dtype, average.factor)
 
         def write(peer: int, target: torch.Tensor) -> None:
-            pack_rank(layout, gradients, peer, target, 1.0 / before)
+            pack_part(layout, gradients, peer, target, 1.0 / before)
             average.mark(target)
 
-        with events.span("post_backward_reduce", label.unit):
-            parts = [output] * self.ranks
-            sent = self._send(write, parts, f"reduce_scatter of {label.unit}", self.ranks - 1, self._reductions)
-            announce("reduce_scatter", self._announced, lambda: _reduce_buffers(layout, gradients, output))
-        completion = Completion("reduce_scatter", label, departure, start)
-        return self._reducing(sent, output, average.after(before), [], completion)
+        shown = lambda: _reduce_buffers(layout, gradients, output)  # noqa: E731
+        parts, after = [output] * self.ranks, average.after(before)
+        return self._reduce("reduce_scatter", label, departure, write, parts, after, shown)
 
     def all_reduce(
         self,
@@ -155,7 +361,7 @@ class SharedTransport(Transport):
         before, parts = _before(gradients, output.dtype, average.factor), self._parts(output, average)
 
         def write(peer: int, target: torch.Tensor) -> None:
-            pack_range(layout, gradients, firsts[peer], target, 1.0 / before)
+            pack_part(layout, gradients, 0, target, 1.0 / before, firsts[peer])
             parts[peer].mark(target)
 
         return self._all_reduce(write, output, label, parts[self.rank].after(before), layout.padding_bytes)
@@ -166,79 +372,54 @@ class SharedTransport(Transport):
         return [average.of_part(first, end - first) for first, end in itertools.pairwise(ends)]
 
     def _all_reduce(
-        self,
-        write: Callable[[int, torch.Tensor], None],
-        buffer: torch.Tensor,
-        label: CollectiveLabel,
-        average: Average,
-        padding: int,
+        self, write: Write, buffer: torch.Tensor, label: CollectiveLabel, average: Average, padding: int
     ) -> Pending:
         departure = self.depart(label, "all_reduce", buffer.nbytes, padding, buffer.dtype)
-        start, pieces = time.time_ns(), buffer.tensor_split(self.ranks)
-        with events.span("all_reduce", label.unit):
-            sent = self._send(write, pieces, f"all_reduce of {label.unit}", self.ranks, self._exchanges)
-            announce("all_reduce", self._announced, lambda: (torch.empty_like(buffer), buffer))
-        exchange = [Step(lambda: self._share(sent, pieces)), Step(lambda: self._collect(sent, pieces))]
-        completion = Completion("all_reduce", label, departure, start)
-        return self._reducing(sent, pieces[self.rank], average, exchange, completion)
+        shown = lambda: (torch.empty_like(buffer), buffer)  # noqa: E731
+        return self._reduce("all_reduce", label, departure, write, buffer.tensor_split(self.ranks), average, shown)
 
-    def _reducing(
+    def _reduce(
         self,
-        sent: PendingReduction,
-        output: torch.Tensor,
-        average: Average,
-        further: Sequence[Step],
-        completion: Completion,
-    ) -> Pending:
-        """Publish; on waiting, sum this rank's part as soon as all peers' are there, then do what is `further`: all but
-        the last of it may be done early, and then peers find this rank's sum when they come for it.
-        """
-        steps = [
-            Step(lambda: self._await_peers(sent)),
-            Step(lambda: self._sum(sent, output, average), repeatable=False),
-            *further,
-        ]
-        sent.operation.kept = 1 if further else 0
-        staging = self._exchanges if further else self._reductions
-        return self._operations.publish(sent.operation, sent.buffer, staging, steps, completion)
-
-    def _send(
-        self,
-        write: Callable[[int, torch.Tensor], None],
+        kind: str,
+        label: CollectiveLabel,
+        departure: Departure,
+        write: Write,
         parts: Sequence[torch.Tensor],
-        label: str,
-        count: int,
-        staging: Staging,
-    ) -> PendingReduction:
-        """Have every peer's part written to a buffer for `count` parts, and this rank's own where its sum will be."""
-        stride = parts[0].nbytes  # of the first, which is the longest
-        operation = self._operations.claim(count * stride, label)
-        sent = PendingReduction(operation, self._operations.stage(staging, count * stride, label), stride)
-        for peer in self._nearest_first():
-            place = parts[peer] if peer == self.rank else self._part(sent, sent.buffer, self.rank, peer, parts[peer])
-            write(peer, place)
-        return sent
-
-    def _part(
-        self, sent: PendingReduction, buffer: torch.Tensor, owner: int, reader: int, like: torch.Tensor
-    ) -> torch.Tensor:
-        """What `owner` wrote for `reader`: a buffer has no part for its owner."""
-        first = (reader - (reader > owner)) * sent.stride
-        return buffer[first : first + like.nbytes].view(like.dtype)
+        average: Average,
+        shown: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+    ) -> Pending:
+        """Have every peer's part written to a buffer, this rank's own where its sum will be, and publish; on waiting,
+        sum this rank's part as soon as all peers' are there. In an all-reduce peers then find the sum behind the parts
+        when they come for it; all but collecting theirs may be done early.
+        """
+        shares, stride = kind == "all_reduce", parts[0].nbytes  # of the first part, which is the longest
+        staging, count = (self._exchanges, self.ranks) if shares else (self._reductions, self.ranks - 1)
+        with events.span("all_reduce" if shares else "post_backward_reduce", label.unit):
+            operation = self._operations.claim(count * stride, kind, label.unit, departure)
+            buffer = self._operations.stage(staging, count * stride, operation.name)
+            sent = PendingReduction(operation.number, buffer, stride)
+            for peer in self._slots.nearest_first:
+                write(peer, parts[peer] if peer == self.rank else sent.part(buffer, self.rank, peer, parts[peer]))
+            announce(kind, self._announced, shown)
+        mine = parts[self.rank]
+        steps = [Step(lambda: self._await_peers(sent)), Step(lambda: self._sum(sent, mine, average), repeatable=False)]
+        if shares:
+            steps += [Step(lambda: self._share(sent, mine)), Step(lambda: self._collect(sent, parts))]
+        return self._operations.publish(operation, buffer, staging, steps, kept=1 if shares else 0)
 
     def _read(self, sent: PendingReduction, peer: int) -> torch.Tensor:
         """The buffer of a peer."""
-        return self._slots.read(peer, sent.operation.number, sent.buffer.nbytes)
+        return self._slots.read(peer, sent.number, sent.buffer.nbytes)
 
     def _await_peers(self, sent: PendingReduction) -> None:
-        for peer in self._nearest_first():
-            self._slots.await_written(peer, sent.operation.number)
+        for peer in self._slots.nearest_first:
+            self._slots.await_written(peer, sent.number)
 
     def _sum(self, sent: PendingReduction, output: torch.Tensor, average: Average) -> None:
         """`output`, which holds this rank's own part, becomes the average over all ranks, summed in rank order."""
 
         def part(peer: int) -> torch.Tensor:
-            return self._part(sent, self._read(sent, peer), peer, self.rank, output)
+            return sent.part(self._read(sent, peer), peer, self.rank, output)
 
         wide = torch.promote_types(output.dtype, torch.float32)
         total = output.to(wide)  # `output` itself, where it is wide enough
@@ -251,22 +432,16 @@ class SharedTransport(Transport):
             total.add_(part(peer))
         average.finish(total, output)
 
-    def _share(self, sent: PendingReduction, pieces: Sequence[torch.Tensor]) -> None:
+    def _share(self, sent: PendingReduction, mine: torch.Tensor) -> None:
         """Put this rank's sum behind the parts of its buffer, where nobody reads before it says so."""
-        mine = pieces[self.rank]
-        sent.buffer[-sent.stride :][: mine.nbytes].copy_(mine.view(torch.uint8))
-        self._slots.summed(sent.operation.number)
+        sent.last(sent.buffer, mine).copy_(mine)
+        self._slots.summed(sent.number)
 
-    def _collect(self, sent: PendingReduction, pieces: Sequence[torch.Tensor]) -> None:
-        for peer in self._nearest_first():
+    def _collect(self, sent: PendingReduction, parts: Sequence[torch.Tensor]) -> None:
+        for peer in self._slots.nearest_first:
             if peer != self.rank:
-                self._slots.await_summed(peer, sent.operation.number)
-                source = self._read(sent, peer)[-sent.stride :][: pieces[peer].nbytes]
-                pieces[peer].copy_(source.view(pieces[peer].dtype))
-
-    def _nearest_first(self) -> list[int]:
-        """This rank, then the next ones: ranks do not all read the same owner at once."""
-        return [(self.rank + step) % self.ranks for step in range(self.ranks)]
+                self._slots.await_summed(peer, sent.number)
+                parts[peer].copy_(sent.last(self._read(sent, peer), parts[peer]))
 
 
 def _gather_buffers(shard: SendShard, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -292,3 +467,50 @@ def _before(gradients: Gradients, dtype: torch.dtype, divide: float) -> float:
     """
     cast = any(gradient is not None and gradient.dtype != dtype for gradient in gradients)
     return 1.0 if cast else power_of_two(divide)
+
+
+# ---- gradients packed for one peer at a time: no buffer holds the shards of all ranks
+
+
+def pack_part(
+    layout: Layout, gradients: Gradients, rank: int, target: torch.Tensor, scale: float, first: int = 0
+) -> None:
+    """Copy elements [first, first + len(target)) of the shard of `rank` out of whole gradients, times `scale`; padding
+    becomes zeros, None negative zeros.
+    """
+    size, last = target.element_size(), first + target.numel()
+    for slot, gradient in zip(layout.slots, gradients, strict=True):
+        begin = slot.offset // size
+        low, high = max(first, begin), min(last, begin + slot.chunk_bytes // size)
+        if low >= high:
+            continue
+        start, stop = slot.span(rank)
+        filled = min(high, begin + (stop - start) * slot.row_bytes // slot.itemsize)  # then comes padding
+        if gradient is None:
+            mark_missing(target[low - first : high - first])
+            continue
+        if filled > low:
+            rows = gradient if layout.ranks == 1 else gradient[start:stop]
+            part = rows.reshape(-1)[low - begin : filled - begin]
+            scaled_copy(part, target[low - first : filled - first], scale)
+        if filled < high:
+            target[max(low, filled) - first : high - first].zero_()
+
+
+def scaled_copy(source: torch.Tensor, target: torch.Tensor, scale: float) -> None:
+    """`target = source * scale`, in one pass where the dtypes agree."""
+    if scale == 1.0:
+        target.copy_(source)
+    elif source.dtype == target.dtype:
+        torch.mul(source, scale, out=target)
+    else:
+        target.copy_(source).mul_(scale)
+
+
+def power_of_two(divide: float) -> float:
+    """`divide` where that is a power of two, which is exact before a sum and costs no pass; otherwise 1.
+
+    >>> power_of_two(4.0), power_of_two(3.0)
+    (4.0, 1.0)
+    """
+    return divide if math.frexp(divide)[0] == 0.5 else 1.0
