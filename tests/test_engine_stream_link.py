@@ -25,6 +25,7 @@ from fsdplab.engine.emulation.link import Link, behind
 from fsdplab.engine.emulation.stream_link import StreamChannel, sleep_function
 from fsdplab.engine.shard import units_of
 from fsdplab.engine.transport.gloo import GlooTransport
+from fsdplab.engine.transport.streams import Job
 
 WIDTH, BLOCKS = 64, 3
 LINK = Link(2e6, 1e-4)  # a gather of one unit takes about 8 ms
@@ -41,17 +42,17 @@ class InOrderStream:
         while True:
             self._jobs.get()()
 
-    def run(self, issue, complete, departure, *buffers, after: Pending | None = None, on_wait=None) -> Pending:
+    def run(self, job: Job) -> Pending:
         done, failed = threading.Event(), []
         times: list[int] = []
 
-        def job() -> None:
+        def work_off() -> None:
             try:
                 times.append(time.time_ns())
-                departure.hold()
-                if (work := issue(True)) is not None:
+                job.departure.hold()
+                if (work := job.issue(True)) is not None:
                     work.wait()
-                complete()
+                job.complete()
                 times.append(time.time_ns())
             except BaseException as error:
                 failed.append(error)
@@ -61,13 +62,12 @@ class InOrderStream:
             assert done.wait(60)
             if failed:
                 raise failed[0]
-            if on_wait is not None:
-                on_wait()
+            job.on_wait()
 
         if events.listening():
-            events.defer(lambda: departure.moved(*times, None))
-        self._jobs.put(job)
-        return Pending(finish, *buffers)
+            events.defer(lambda: job.departure.moved(*times, None))
+        self._jobs.put(work_off)
+        return Pending(finish, *job.buffers)
 
 
 def sleep_like_the_driver(nanoseconds: int) -> None:

@@ -6,6 +6,7 @@ them.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -61,13 +62,20 @@ def reduce_scatter_single(output: torch.Tensor, source: torch.Tensor, **options:
     return call(output, source, **options)
 
 
+_counters: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
+
+
+def counts_only(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which replaces a collective and looks at no buffer of the engine's, so that none is made for it."""
+    _counters.add(function)
+    return function
+
+
 def collectives_are_replaced() -> bool:
-    """Whether somebody has replaced a collective of `torch.distributed` by a function that may look at its buffers; one
-    that does not has the attribute `only_counts`.
-    """
+    """Whether somebody has replaced a collective of `torch.distributed` by a function that may look at its buffers."""
     for name in _COLLECTIVES:
         function = getattr(dist, name, None)
-        if function is not getattr(dist.distributed_c10d, name, None) and not getattr(function, "only_counts", False):
+        if function is not getattr(dist.distributed_c10d, name, None) and function not in _counters:
             return True
     return False
 

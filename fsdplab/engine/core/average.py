@@ -93,18 +93,19 @@ class Average:
             self.carry(total, output, lambda: (total.div_(self.factor), cast()))
 
     def finish_once(self, total: torch.Tensor) -> Callable[[], object]:
-        """What divides `total` when it is first called, and does nothing later: who waits again after an interrupt must
-        not divide twice. Taking the factor and dividing are one call, which no signal handler interrupts.
-        """
+        """What divides `total` when it is first called: who waits again after an interrupt must not divide twice."""
         if self.factor == 1.0:
             return lambda: None
-        division = map(total.div_, (self.factor,))
+        left: float | None = self.factor
         found: list[torch.Tensor] = []
 
         def finish() -> None:
+            nonlocal left
             if self.marks is not None and self.keeps and not found:
                 found.append(self.marks.found_in(total))
-            next(division, None)
+            factor, left = left, None  # an interrupt comes before this or after the division, with no call in between
+            if factor is not None:
+                total.div_(factor)
             if found and self.marks is not None:
                 self.marks.put(total, found[0])
 

@@ -1,4 +1,4 @@
-"""Collectives through flat buffers: what travels is packed into one, gathered or reduced, and unpacked. NCCL's way.
+"""Collectives through flat buffers: shards or gradients are packed into one, sent, and unpacked. NCCL's way.
 
 What gloo does differently is in `gloo.py`, what users bring along in `torch_api/custom_collectives.py`.
 """
@@ -17,11 +17,11 @@ from fsdplab.engine.core.average import Average, half
 from fsdplab.engine.core.gathered import Gathered
 from fsdplab.engine.core.layout import Layout
 from fsdplab.engine.core.packing import pack, unpack
-from fsdplab.engine.core.pending import Pending
+from fsdplab.engine.core.pending import Pending, Step
 from fsdplab.engine.core.transport import CollectiveLabel, Gradients, SendShard, Transport
-from fsdplab.engine.transport.streams import HostStream, comm_stream
+from fsdplab.engine.transport.streams import HostStream, Job, comm_stream
 
-Reduction = tuple[Callable[[bool], Any], Callable[[], object], torch.Tensor]  # issue, complete, buffer to keep
+Reduction = tuple[Callable[[bool], Any], Step, torch.Tensor]  # issue, complete, buffer to keep
 
 
 class StagedTransport(Transport):
@@ -63,7 +63,7 @@ class StagedTransport(Transport):
                 unpack(staging, whole)
 
         departure = self.depart(label, "all_gather", layout.total_bytes, layout.padding_bytes, shard.dtype)
-        return self._gather_stream.run(issue, lambda: None, departure, staging, send, after=written, on_wait=copy_out)
+        return self._gather_stream.run(Job(issue, lambda: None, departure, (staging, send), written, copy_out))
 
     def reduce_scatter(
         self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, average: Average
@@ -79,9 +79,8 @@ class StagedTransport(Transport):
             average.mark(send.view(self.ranks, -1))
         issue, sum_up, received = self._reduction(send, output, average.after(before))
         departure = self.depart(label, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
-        return self._reduce_stream.run(
-            issue, events.span("reduce_scatter", label.unit)(sum_up), departure, send, received, output
-        )
+        sum_up = events.span("reduce_scatter", label.unit)(sum_up)
+        return self._reduce_stream.run(Job(issue, sum_up, departure, (send, received, output)))
 
     def all_reduce(
         self,
@@ -102,7 +101,7 @@ class StagedTransport(Transport):
 
         departure = self.depart(label, "all_reduce", buffer.nbytes, padding, buffer.dtype)
         finish = average.after(before).finish_once(buffer)
-        return self._all_reduce_stream.run(issue, finish, departure, buffer, after=after)
+        return self._all_reduce_stream.run(Job(issue, finish, departure, (buffer,), after))
 
     def separate_reductions(self, enable: bool) -> None:
         """Reduce over a communicator of its own, or over the group again; collective over the group.

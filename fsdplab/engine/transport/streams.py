@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,59 +16,48 @@ from fsdplab.engine.core.pending import Pending, Step
 from fsdplab.engine.core.transport import Departure
 
 
-class CommStream(Protocol):
-    """Where collectives run one after the other, and who waits for them."""
+@dataclass(frozen=True)
+class Job:
+    """A collective to run on a stream, after what the caller's stream has been given so far."""
 
-    def run(
-        self,
-        issue: Callable[[bool], Any],
-        complete: Step,
-        departure: Departure,
-        *buffers: object,
-        after: Pending | None = None,
-        on_wait: Step | None = None,
-    ) -> Pending:
-        """Issue a collective and `complete` it, with `on_wait` once somebody waits; until then `buffers` live.
-
-        It begins after what the caller's stream has been given so far; or, where that is enough, `after` work of
-        another stream (one that has an event).
-        """
+    issue: Callable[[bool], Any]  # asynchronously or not
+    complete: Step  # what is done after it, where it ran
+    departure: Departure
+    buffers: tuple[object, ...]  # that live until somebody has waited
+    after: Pending | None = None  # work of another stream (with an event), where to begin after that is enough
+    on_wait: Step = lambda: None  # what whoever waits does with the result
 
 
 class HostStream:
     """Work that the host waits for: gloo's own threads move the bytes meanwhile."""
 
-    def run(
-        self,
-        issue: Callable[[bool], Any],
-        complete: Step,
-        departure: Departure,
-        *buffers: object,
-        after: Pending | None = None,
-        on_wait: Step | None = None,
-    ) -> Pending:
-        """Issue now; wait, note the times and `complete` when somebody needs the result."""
-        start, moving = time.time_ns(), True
-        work = issue(True)
+    def run(self, job: Job) -> Pending:
+        """Issue now; wait and complete when somebody needs the result. Who waits again after an interrupt goes on where
+        that was.
+        """
+        start = time.time_ns()
+        work = job.issue(True)
         done: list[int] = []
         if events.listening() and isinstance(work, dist.Work) and (future := _future(work)) is not None:
             future.then(lambda _: done.append(time.time_ns()))
 
-        def finish() -> None:
-            nonlocal moving
+        def move() -> None:
             awaited = time.time_ns()
-            if moving:
-                if work is not None:  # a collective of the user's own may be done already
-                    work.wait()
-                now = time.time_ns()
-                departure.moved(start, done[0] if done else now, now - awaited)
-                moving = False
-            complete()
-            if on_wait is not None:
-                on_wait()
-            departure.arrive(awaited)
+            if work is not None:  # a collective of the user's own may be done already
+                work.wait()
+            now = time.time_ns()
+            job.departure.moved(start, done[0] if done else now, now - awaited)
 
-        return Pending(finish, *buffers, on_drop=lambda: None)  # the work itself holds what it reads and writes
+        steps = [move, job.complete, job.on_wait]
+
+        def finish() -> None:
+            awaited = time.time_ns()
+            while steps:
+                steps[0]()
+                del steps[0]
+            job.departure.arrive(awaited)
+
+        return Pending(finish, *job.buffers, on_drop=lambda: None)  # the work itself holds what it reads and writes
 
 
 def _future(work: dist.Work) -> torch.futures.Future | None:
@@ -90,39 +80,30 @@ class CudaStream:
         self._stream = stream
         self._clock = clock
 
-    def run(
-        self,
-        issue: Callable[[bool], Any],
-        complete: Step,
-        departure: Departure,
-        *buffers: object,
-        after: Pending | None = None,
-        on_wait: Step | None = None,
-    ) -> Pending:
+    def run(self, job: Job) -> Pending:
         """Enqueue everything on the side stream; waiting is an event that the current stream waits for."""
         timed = events.listening()
         start, end = (torch.cuda.Event(enable_timing=timed) for _ in range(2))
-        if after is not None and after.event is not None:
-            self._stream.wait_event(after.event)
+        if job.after is not None and job.after.event is not None:
+            self._stream.wait_event(job.after.event)
         else:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             start.record()
-            departure.hold()
-            issue(False)
-            complete()
+            job.departure.hold()
+            job.issue(False)
+            job.complete()
             end.record()
         wait = _StreamWait(self._stream.device, end, timed)
         if timed:
             begun, ended = self._clock.when(start), self._clock.when(end)
-            events.defer(lambda: departure.moved(begun(), ended(), wait.nanoseconds()))
+            events.defer(lambda: job.departure.moved(begun(), ended(), wait.nanoseconds()))
 
         def finish() -> None:
             wait()
-            if on_wait is not None:
-                on_wait()
+            job.on_wait()
 
-        return Pending(finish, *buffers, on_drop=wait, event=end)
+        return Pending(finish, *job.buffers, on_drop=wait, event=end)
 
 
 class _StreamWait:

@@ -22,6 +22,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from fsdplab.engine import compat
+
 # Not in the list: batch_isend_irecv and the collectives on objects, which call these.
 COLLECTIVES = (
     "all_gather", "all_gather_into_tensor", "all_gather_single", "all_reduce", "all_to_all", "all_to_all_single",
@@ -101,8 +103,7 @@ def _announcing(name: str, original: Callable[..., Any], on_issue: OnIssue) -> C
         finally:
             _inside.collective = ""
 
-    announced.only_counts = True  # type: ignore[attr-defined]  # the engine need not make buffers for it
-    return announced
+    return compat.counts_only(announced)
 
 
 def _nbytes(argument: Any) -> int:
