@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from functools import partial
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdplab.engine import events, shard_model
 from fsdplab.engine.emulation.link import Link, Queue, Transfer, emulate, emulate_group
 from fsdplab.engine.transport.shared_memory.process_group import register_backend
+from tests.lives import Interrupt
 
 WIDTH, BLOCKS = 64, 3
 
@@ -73,7 +75,7 @@ def test_a_transfer_is_latency_and_bytes_over_bandwidth() -> None:
 
 def test_a_link_carries_one_collective_after_the_other() -> None:
     queue = Queue(Issues([100, 500, 9_000]))
-    passages = [queue.enter(1_000) for _ in range(3)]
+    passages = [queue.enter(1_000, 0) for _ in range(3)]
     assert [queue.times(passage) for passage in passages] == [
         (100, 100, 1_100),
         (500, 1_100, 2_100),
@@ -83,7 +85,7 @@ def test_a_link_carries_one_collective_after_the_other() -> None:
 
 def test_a_queue_may_be_asked_out_of_order() -> None:
     queue = Queue(Issues([100, 500]))
-    first, second = queue.enter(1_000), queue.enter(1_000)
+    first, second = queue.enter(1_000, 0), queue.enter(1_000, 0)
     assert (queue.times(second), queue.times(first)) == ((500, 1_100, 2_100), (100, 100, 1_100))
 
 
@@ -183,7 +185,7 @@ def interrupted_in_its_sleep(transport: str) -> tuple[bool, int]:
     """Whether a wait that slept for the link and was interrupted ends when it is tried again; rows in the ledger."""
     model = shard_model(Net(), "full_shard", transport=transport)
     expected = model.blocks[0][0].weight.full_tensor()
-    emulate(model, shard=Link(2e4))  # a gather of one unit takes about 0.4 s
+    emulate(model, shard=Link(4e3))  # a gather of one unit takes about 2 s
     rows: list[events.Event] = []
     unsubscribe = events.subscribe(lambda event: isinstance(event, events.Collective) and rows.append(event))
     handle = model.blocks[0].unshard(async_op=True)
@@ -202,6 +204,27 @@ def raise_interrupt(seconds: float) -> None:
 @pytest.mark.parametrize("transport", ["shm", "gloo"])
 def test_a_sleep_for_the_link_that_was_interrupted_can_be_slept_again(ranks, transport: str) -> None:
     assert ranks(2, interrupted_in_its_sleep, transport) == [(True, 1)] * 2
+
+
+def interrupted_as_it_began() -> list[bool]:
+    """Rank 0 is interrupted at an operator of the call that begins a gather over a link, and calls again."""
+    model, answers = shard_model(Net(), "full_shard", transport="shm"), []
+    expected = model.blocks[0][0].weight.full_tensor()
+    emulate(model, shard=Link(1e9))
+    for at in range(1, 5):
+        try:
+            with Interrupt(at) if dist.get_rank() == 0 else nullcontext():
+                model.blocks[0].unshard(async_op=True)
+        except KeyboardInterrupt:
+            pass
+        model.blocks[0].unshard()
+        answers.append(torch.equal(model.blocks[0][0].weight, expected))
+        model.blocks[0].reshard()
+    return answers
+
+
+def test_ranks_agree_on_times_after_the_begin_of_a_collective_was_interrupted(ranks) -> None:
+    assert ranks(2, interrupted_as_it_began) == [[True] * 4] * 2
 
 
 def lost_behind_a_link() -> bool:
@@ -269,9 +292,11 @@ def test_torchs_own_engines_meet_the_link_too(ranks) -> None:
 
 def test_deliveries_come_when_the_link_has_carried_them() -> None:
     now = time.time_ns()
-    queue, row, order = Queue(Issues([now - 10**9, now, now])), partial(dict), []
+    queue, row, order = Queue(Issues([now - 10**9, now, now])), partial(dict, issue_ns=now), []
     durations = (1, 300_000_000, 300_000_000)
-    transfers = [Transfer(row, queue, queue.enter(nanoseconds)) for nanoseconds in durations]
+    transfers = [Transfer(row, nanoseconds, queue) for nanoseconds in durations]
+    for transfer in transfers:
+        transfer.leave()
     futures = [transfer.deliver([torch.tensor(number)]) for number, transfer in enumerate(transfers)]
     for future in futures:
         future.add_done_callback(lambda done: order.append(done.value()[0].item()))

@@ -49,7 +49,7 @@ class InOrderStream:
         def work_off() -> None:
             try:
                 times.append(time.time_ns())
-                job.departure.hold()
+                job.departure.leave()
                 if (work := job.issue(True)) is not None:
                     work.wait()
                 job.complete()

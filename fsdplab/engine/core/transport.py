@@ -81,8 +81,8 @@ class Departure:
         """When this rank issued it."""
         return self._row.keywords["issue_ns"]
 
-    def hold(self) -> None:
-        """Delay what is enqueued next on the current stream: the collective itself."""
+    def leave(self) -> None:
+        """The collective is issued next on the current stream; what is interrupted before this can be tried again."""
 
     def moved(self, start_ns: int, end_ns: int, waited_ns: int | None) -> None:
         """The transport has moved the bytes: write the row."""
@@ -97,7 +97,7 @@ class Link(Protocol):
     """An emulated link, as a transport uses it."""
 
     def depart(self, row: Row) -> Departure:
-        """A collective is issued now."""
+        """A collective is about to be issued."""
 
 
 class Transport(ABC):
@@ -166,7 +166,7 @@ class Transport(ABC):
         """Let reductions no longer queue behind gathers, or again; where they never do there is nothing to separate."""
 
     def depart(self, label: CollectiveLabel, kind: str, logical: int, padding: int, dtype: torch.dtype) -> Departure:
-        """The departure of a collective that is issued now; `logical` and `padding` are bytes."""
+        """The departure of a collective that is about to be issued; `logical` and `padding` are bytes."""
         row = partial(
             events.Collective, unit=label.unit, phase=label.phase, kind=kind, logical_bytes=logical,
             wire_bytes=(2 if kind == "all_reduce" else 1) * logical * (self.ranks - 1) // self.ranks,

@@ -133,12 +133,12 @@ class Queue:
         self._unresolved: deque[Passage] = deque()
         self.deliveries = ThreadPoolExecutor(1, "emulated link")  # its thread starts with the first
 
-    def enter(self, duration_ns: int) -> Passage:
-        """Join the queue now, to be carried for that long."""
+    def enter(self, duration_ns: int, issue_ns: int) -> Passage:
+        """Join the queue, to be carried for that long; issued at `issue_ns`."""
         self._issued += 1
         passage = Passage(self._issued, duration_ns)
         self._unresolved.append(passage)
-        self._board.write(passage.number, time.time_ns())
+        self._board.write(passage.number, issue_ns)
         return passage
 
     def times(self, passage: Passage) -> tuple[int, int, int]:
@@ -156,9 +156,13 @@ class Queue:
 class Transfer(core.Departure):
     """A collective that passes a link of the host; its row has the link's times, not those of the bytes."""
 
-    def __init__(self, row: core.Row, queue: Queue, passage: Passage) -> None:
+    def __init__(self, row: core.Row, duration_ns: int, queue: Queue) -> None:
         super().__init__(row)
-        self._queue, self._passage = queue, passage
+        self._duration_ns, self._queue = duration_ns, queue
+
+    def leave(self) -> None:
+        """Join the queue."""
+        self._passage = self._queue.enter(self._duration_ns, self.issue_ns)
 
     def moved(self, start_ns: int, end_ns: int, waited_ns: int | None) -> None:
         """The link takes longer."""
@@ -201,10 +205,9 @@ class Channel:
         self._queues = [Queue(Board(group)) for _ in range(link.queues)]
 
     def depart(self, row: core.Row) -> Transfer:
-        """A collective joins its queue now."""
-        linked, duration_ns = self._link.carry(row, self._ranks)
+        """A collective is about to be issued."""
         queue = self._queues[0 if row.keywords["kind"] == "all_gather" else -1]
-        return Transfer(linked, queue, queue.enter(duration_ns))
+        return Transfer(*self._link.carry(row, self._ranks), queue)
 
     def depart_for_torch(self, kind: str, outputs: Sequence[torch.Tensor]) -> Callable[..., torch.futures.Future]:
         """A collective of an engine that has no units joins its queue; `outputs` are what this rank receives. What is
@@ -216,7 +219,9 @@ class Channel:
             logical_bytes=received * (self._ranks if kind == "reduce_scatter" else 1), padding_bytes=0,
             dtype=str(outputs[0].dtype).removeprefix("torch.") if outputs else "", issue_ns=time.time_ns(),
         )  # fmt: skip
-        return self.depart(row).deliver
+        transfer = self.depart(row)
+        transfer.leave()
+        return transfer.deliver
 
 
 def behind(transport: core.Transport, link: Link, ranks: int | None = None) -> core.Transport:

@@ -34,7 +34,7 @@ class StreamTransfer(Departure):
         super().__init__(row)
         self._nanoseconds, self._channel = nanoseconds, channel
 
-    def hold(self) -> None:
+    def leave(self) -> None:
         """Have the current stream wait as long as the free link takes."""
         self._channel.hold(self._nanoseconds)
 

@@ -36,6 +36,7 @@ class HostStream:
         that was.
         """
         start = time.time_ns()
+        job.departure.leave()
         work = job.issue(True)
         done: list[int] = []
         if events.listening() and isinstance(work, dist.Work) and (future := _future(work)) is not None:
@@ -90,7 +91,7 @@ class CudaStream:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             start.record()
-            job.departure.hold()
+            job.departure.leave()
             job.issue(False)
             job.complete()
             end.record()

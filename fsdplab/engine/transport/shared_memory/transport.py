@@ -65,8 +65,13 @@ class Operation:
         self._slots, self._epoch = slots, slots.epoch
         self._span, self._unit, self._departure = _COMPLETES.get(kind, kind), unit, departure
         self._waited_ns = 0
-        self.published = self._complete = False
+        self._published = self._complete = False
         self._lost: GivenUp | None = None
+
+    def leave(self) -> None:
+        """It is published next."""
+        self._published = True
+        self._departure.leave()
 
     def advance(self) -> None:
         """Run the steps that peers wait for."""
@@ -88,7 +93,7 @@ class Operation:
     def give_up(self) -> None:
         """This rank will not read it; nothing to say where peers were told nothing."""
         self.steps.clear()
-        if self.published:
+        if self._published:
             self._slots.done(self.number)
 
     def _go_on(self, left: int, span: str) -> int:
@@ -202,7 +207,7 @@ class Operations:
                 self._in_place[operation.number] = source
             else:
                 staging.take(operation.number)
-            operation.published = True
+            operation.leave()
             self.slots.publish(operation.number, source)
         return pending
 
