@@ -15,6 +15,7 @@ import csv
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -94,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the files test_fully_shard_*.py are, or one")
-    parser.add_argument("--only", default="", metavar="TEXT", help="only tests whose FILE.CLASS.TEST contains TEXT")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="only tests of which FILE.CLASS.TEST matches")
     parser.add_argument("--limit", type=float, default=120, metavar="SECONDS", help="time for one test (default 120)")
     parser.add_argument(
         "--table", type=Path, metavar="FILE", help="the CSV to write (default: data/against-torch-VERSION.csv)"
@@ -287,4 +288,5 @@ def _summary(rows: Sequence[Row], table: Path | None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the worker and its ranks are ended on the way out
     sys.exit(main())
