@@ -58,7 +58,11 @@ def pretend_devices() -> None:
     from torch.testing._internal import common_device_type, common_distributed, common_utils
 
     def runs_anyway(ranks: int, **_: Any) -> Callable[[Any], Any]:
-        return lambda test: test
+        def noted(test: Any) -> Any:
+            test.ranks = ranks
+            return test
+
+        return noted
 
     def for_cpu(kind: type, scope: dict[str, Any], *_: Any, **__: Any) -> None:
         instantiate(kind, scope, only_for="cpu")
@@ -75,13 +79,19 @@ def pretend_devices() -> None:
 
 
 def at_most_ranks(module: ModuleType) -> None:
-    """As on a machine of `RANKS` GPUs: some tests start eight ranks where there is none."""
+    """As on a machine of `RANKS` GPUs, or as many as a test asks for: some start eight ranks where there is no GPU."""
     from torch.testing._internal.common_fsdp import FSDPTest
 
+    def capped(wanted: property) -> property:
+        def world_size(test: Any) -> int:
+            asked = getattr(getattr(type(test), test._testMethodName), "ranks", 0)
+            return min(max(RANKS, asked), wanted.__get__(test))
+
+        return property(world_size)
+
     for kind in vars(module).values():
-        wanted = vars(kind).get("world_size") if isinstance(kind, type) and issubclass(kind, FSDPTest) else None
-        if isinstance(wanted, property):
-            kind.world_size = property(lambda test, wanted=wanted: min(RANKS, wanted.fget(test)))
+        if isinstance(kind, type) and issubclass(kind, FSDPTest) and "world_size" in vars(kind):
+            kind.world_size = capped(vars(kind)["world_size"])  # type: ignore[method-assign,assignment]
 
 
 def put_in_place(transport: str) -> None:
@@ -118,7 +128,7 @@ def verdict_of(module: ModuleType, test: str) -> dict[str, str]:
     if result.skipped:
         return {"verdict": "skipped", "report": result.skipped[0][1]}
     if bad := result.failures or result.errors:
-        return {"verdict": "failed", "report": bad[0][1]}
+        return {"verdict": "timed out" if "terminated or timed out" in bad[0][1] else "failed", "report": bad[0][1]}
     return {"verdict": "passed" if result.wasSuccessful() else "failed", "report": stream.getvalue()}
 
 
@@ -155,6 +165,7 @@ def main(file: Path, engine: str, limit_s: float, only: str, wanted: Sequence[st
     def say(answer: dict[str, Any]) -> None:
         print(json.dumps(answer), file=lines, flush=True)
 
+    os.environ["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = str(int(limit_s))  # else PyTorch's tests give up after 300 s
     if engine != STOCK:
         put_in_place(engine)
     pretend_devices()
