@@ -9,18 +9,17 @@ import pytest
 import torch
 
 from fsdplab.engine.core.average import Average
-from fsdplab.engine.core.gathered import Gathered
-from fsdplab.engine.core.layout import SLICES_ALIGNED, Layout
-from fsdplab.engine.core.packing import chunks, cut_out, pack, same_order, unpack, unpack_from
+from fsdplab.engine.core.buffers import UnshardedBuffer, chunks, cut_out, pack, same_order, unpack, unpack_from
+from fsdplab.engine.core.layout import SHARDS_ALIGNED, Layout
 from fsdplab.engine.core.policy import STRATEGIES, Strategy, strategy_named
-from fsdplab.engine.core.schedule import Schedule
+from fsdplab.engine.core.step import Schedule
 from fsdplab.engine.transport.gloo import sum_in_rank_order
 from fsdplab.planning import UnitShapes, step_traffic
 
 pytestmark = pytest.mark.quick
 
 
-@pytest.mark.parametrize("module", ["engine.core.pending", "engine.core.schedule"])
+@pytest.mark.parametrize("module", ["engine.core.pending", "engine.core.step"])
 def test_docstring_examples(module: str) -> None:
     result = doctest.testmod(importlib.import_module(f"fsdplab.{module}"))
     assert result.attempted > 0 and result.failed == 0
@@ -39,13 +38,13 @@ def test_rows_are_cut_as_torch_chunk_cuts(rows: int, ranks: int) -> None:
 
 def test_padding_is_named() -> None:
     layout = Layout.of([("w", (5, 4), 4), ("b", (3,), 4)], 2)
-    assert (layout.slice_bytes, layout.total_bytes, layout.padding_bytes) == (56, 112, 20)
+    assert (layout.shard_bytes, layout.total_bytes, layout.padding_bytes) == (56, 112, 20)
 
 
 def test_mixed_dtypes_are_aligned_to_the_widest() -> None:
     layout = Layout.of([("half", (3,), 2), ("full", (3,), 4)], 1)
     assert [slot.offset for slot in layout.slots] == [0, 8]
-    assert layout.slice_bytes == 20
+    assert layout.shard_bytes == 20
     assert [(piece.slot and piece.slot.name, piece.words) for piece in layout.pieces] == [
         ("half", 3),
         (None, 1),
@@ -55,8 +54,8 @@ def test_mixed_dtypes_are_aligned_to_the_widest() -> None:
 
 def test_parameters_begin_at_multiples_of_16_bytes_in_memory() -> None:
     entries = [("half", (3,), 2), ("full", (3,), 4), ("empty", (0, 3), 4), ("last", (40,), 1)]
-    layout = Layout.of(entries, 1, SLICES_ALIGNED)
-    assert [slot.offset for slot in layout.slots] == [0, 16, 32, 32] and layout.slice_bytes == 80
+    layout = Layout.of(entries, 1, SHARDS_ALIGNED)
+    assert [slot.offset for slot in layout.slots] == [0, 16, 32, 32] and layout.shard_bytes == 80
     layout = Layout.of(entries, 2)
     assert [slot.whole_offset for slot in layout.slots] == [0, 64, 128, 128] and layout.whole_bytes == 192
 
@@ -65,17 +64,17 @@ def test_parameters_begin_at_multiples_of_16_bytes_in_memory() -> None:
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16,) * 3, (torch.bfloat16, torch.float32, torch.bfloat16)])
 @pytest.mark.parametrize("shapes", [((5, 4), (3,), (8, 2)), ((8, 12), (12, 4), (24, 2))])
 def test_a_slice_is_cast_slot_by_slot_or_at_once(ranks: int, dtypes: tuple, shapes: tuple) -> None:
-    rest = Layout.of([("a", shapes[0], 4), ("b", shapes[1], 4), ("c", shapes[2], 4)], ranks, SLICES_ALIGNED)
+    rest = Layout.of([("a", shapes[0], 4), ("b", shapes[1], 4), ("c", shapes[2], 4)], ranks, SHARDS_ALIGNED)
     made = Layout.of([(slot.name, slot.shape, dtype.itemsize) for slot, dtype in zip(rest.slots, dtypes)], ranks)
-    source = torch.randn(rest.slice_bytes // 4).view(torch.uint8)
-    target = torch.full((made.slice_bytes,), 7, dtype=torch.uint8)
+    source = torch.randn(rest.shard_bytes // 4).view(torch.uint8)
+    target = torch.full((made.shard_bytes,), 7, dtype=torch.uint8)
     before, after = chunks(source, rest, [torch.float32] * 3), chunks(target, made, dtypes)
     torch._foreach_copy_(after, before)
     for was, now, dtype, slot in zip(before, after, dtypes, made.slots, strict=True):
         assert now.dtype == dtype and now.nbytes == slot.chunk_bytes and torch.equal(was.to(dtype), now)
     if len(set(dtypes)) == 1:
         first_elements = [(a.offset // 4, b.offset // 2) for a, b in zip(rest.slots, made.slots)]
-        alike = all(a == b for a, b in first_elements) and rest.slice_bytes == 2 * made.slice_bytes
+        alike = all(a == b for a, b in first_elements) and rest.shard_bytes == 2 * made.shard_bytes
         assert same_order(rest, made) == alike
         assert not alike or torch.equal(target.view(dtypes[0]), source.view(torch.float32).to(dtypes[0]))
 
@@ -89,10 +88,10 @@ def test_layouts_of_other_lengths_have_not_the_same_order() -> None:
 
 def test_what_is_cut_out_of_a_whole_comes_back() -> None:
     layout = Layout.of([("w", (5, 4), 4), ("b", (3,), 4)], 2)
-    whole, again = (Gathered(layout, torch.device("cpu")) for _ in range(2))
+    whole, again = (UnshardedBuffer(layout, torch.device("cpu")) for _ in range(2))
     whole.tensor.random_()
     for rank in range(2):
-        slice_ = torch.empty(layout.slice_bytes, dtype=torch.uint8)
+        slice_ = torch.empty(layout.shard_bytes, dtype=torch.uint8)
         cut_out(rank, whole, slice_)
         unpack_from(rank, slice_, again)
     for slot in layout.slots:
@@ -102,7 +101,7 @@ def test_what_is_cut_out_of_a_whole_comes_back() -> None:
 
 def test_gathered_memory_comes_with_its_first_use_and_goes() -> None:
     layout = Layout.of([("w", (4, 4), 4)], 2)
-    whole = Gathered(layout, torch.device("cpu"))
+    whole = UnshardedBuffer(layout, torch.device("cpu"))
     assert not whole.exists
     (place,) = whole.places()
     storage = whole.tensor.untyped_storage()
@@ -127,7 +126,7 @@ def test_pack_then_unpack_is_the_identity(ranks: int) -> None:
     tensors = [torch.randn(shape) for shape in shapes]
     send = torch.full((layout.total_bytes // 4,), torch.nan)
     pack(layout, tensors, send)
-    whole = Gathered(layout, torch.device("cpu"))
+    whole = UnshardedBuffer(layout, torch.device("cpu"))
     unpack(send, whole)
     for slot, tensor in zip(layout.slots, tensors):
         start = slot.whole_offset

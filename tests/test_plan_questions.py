@@ -297,7 +297,7 @@ def test_slices_over_fewer_ranks_are_kept_beside_those_over_all():
     entries = [(each.name, each.shape, 2) for each in spec.model.block]
     for ranks in (2, 4):
         planned, fewer = memory_of(spec), memory_of(spec, variant=Variant(ranks_after_forward=ranks))
-        slices = 32 * Layout.of(entries, ranks).slice_bytes
+        slices = 32 * Layout.of(entries, ranks).shard_bytes
         assert slices == 32 * 2 * spec.model.block_parameters / ranks
         more = [memory.at("end of the forward").total for memory in (fewer, planned)]
         assert more[0] - more[1] == pytest.approx(slices)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fsdplab import cli, figures
-from fsdplab.engine.core.schedule import Schedule
+from fsdplab.engine.core.step import Schedule
 from fsdplab.figures.report.tabs import tabbed
 from fsdplab.figures.style import alt_text
 from fsdplab.figures.view import provenance, views

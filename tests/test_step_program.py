@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdplab.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, events, fully_shard, shard_model
 from fsdplab.engine.core.pending import Pending
-from fsdplab.engine.core.schedule import Schedule
+from fsdplab.engine.core.step import Schedule
 from fsdplab.engine.core.transport import CollectiveLabel
 from fsdplab.engine.shard import units_of
 from fsdplab.planning.program import Change, Holds, Issue, Move, Operation, Sharing, Wait, record, record_step

@@ -365,7 +365,7 @@ for found in pkgutil.walk_packages(fsdplab.engine.__path__, "fsdplab.engine."):
 assert state() == before, (before, state())
 
 parameter = torch.nn.Parameter(torch.ones(3))
-parameter._replaced_by_slice = True  # as of a model that was sharded by somebody else
+parameter._replaced_by_shard = True  # as of a model that was sharded by somebody else
 torch.optim.SGD([parameter], lr=0.1).step()
 """
 

@@ -20,14 +20,14 @@ from fsdplab.engine.core.hooks import UnitHooks, bind_root, hooks_of
 from fsdplab.engine.core.memory import UnitMemory
 from fsdplab.engine.core.param import ShardedParam, Sites
 from fsdplab.engine.core.placement import Axes, axes_of, axes_of_info, local_part
+from fsdplab.engine.core.plan import UnitConfig
 from fsdplab.engine.core.policy import STRATEGIES, MixedPrecisionPolicy, OffloadPolicy, Strategy, strategy_named
 from fsdplab.engine.core.unit import ReduceOptions, Unit
-from fsdplab.engine.core.unit_config import UnitConfig
 from fsdplab.engine.features.misuse_checks import warn_of_low_masters, watch_optimizers
 from fsdplab.engine.features.offload import storage_of
-from fsdplab.engine.features.partial_reshard import SlicesOverFewerRanks, ranks_after_forward, smaller_mesh
+from fsdplab.engine.features.partial_reshard import ShardsOverFewerRanks, ranks_after_forward, smaller_mesh
 from fsdplab.engine.features.recompute import recompute_of, recomputing
-from fsdplab.engine.features.tensor_subclasses import SubclassParam, gathers_itself, own_form
+from fsdplab.engine.features.tensor_subclasses import PlainParam, SubclassParam, gathers_itself
 from fsdplab.engine.module import FSDPModule, below, bound, sharded_class
 from fsdplab.engine.torch_api import torch_interop
 from fsdplab.engine.transport.selection import transport_of
@@ -75,7 +75,7 @@ def fully_shard(
         if (ranks := unit.reshard_after_forward) not in (True, False, None):
             near = smaller_mesh(unit.memory.config.axes.mesh, ranks)
             over_few = transport_of(near.get_group(1), config.device, transport)
-            unit.memory.fewer_ranks = SlicesOverFewerRanks(unit.memory.params, near, over_few)
+            unit.memory.fewer_ranks = ShardsOverFewerRanks(unit.memory.params, near, over_few)
     return module
 
 
@@ -134,8 +134,8 @@ def _after_forward(wanted: bool | int | None, axes: Axes) -> bool | int | None:
         )
     if axes.full is not None:
         raise NotImplementedError("reshard_after_forward as a number of ranks does not go with dp_mesh_dims")
-    ranks = ranks_after_forward(wanted, axes.slices)
-    return {1: False, axes.slices: True}.get(ranks, ranks)
+    ranks = ranks_after_forward(wanted, axes.shard_ranks)
+    return {1: False, axes.shard_ranks: True}.get(ranks, ranks)
 
 
 def _select(model: nn.Module, units: Units) -> list[nn.Module]:
@@ -235,10 +235,10 @@ def _config(row: Strategy, axes: Axes, policy: MixedPrecisionPolicy, offload: Of
     if slices is not None and type(offload) is OffloadPolicy:
         storage = slices.storage(device)
     if not row.shard_optimizer:
-        return UnitConfig(row, policy, axes, device, storage, 0, None, slices, own_form)
+        return UnitConfig(row, policy, axes, device, storage, 0, None, slices)
     rank = mesh.get_local_rank(mesh.ndim - 1)
     over_replicas = replicas[0] if replicas else None
-    return UnitConfig(row, policy, axes, device, storage, rank, slices, over_replicas, own_form)
+    return UnitConfig(row, policy, axes, device, storage, rank, slices, over_replicas)
 
 
 def _owned(modules: Sequence[nn.Module], ignored: set[int]) -> dict[nn.Parameter, tuple[str, Sites]]:
@@ -273,7 +273,7 @@ def _sharded_param(
             f"parameter {name!r} ({type(local_part(original)).__name__}) travels in a form of its own, which needs a "
             f"strategy that shards parameters; got {config.strategy.name}"
         )
-    return (SubclassParam if parted else ShardedParam)(name, sites, original, config.axes, dim)
+    return (SubclassParam if parted else PlainParam)(name, sites, original, config.axes, dim)
 
 
 def _placed(

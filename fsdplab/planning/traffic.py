@@ -98,8 +98,8 @@ def _slice_traffic(unit: UnitShapes, count: int, shards: int, replicas: int, ite
     """
     layout = Layout.of([(name, shape, itemsize) for name, shape in unit.parameters], shards)
     held = sum((slot.span(0)[1] - slot.span(0)[0]) * slot.row_bytes for slot in layout.slots)
-    wire = 2 * layout.slice_bytes * (replicas - 1) // replicas
-    return Traffic(unit.name, "all_reduce", count, layout.slice_bytes, wire, layout.slice_bytes - held)
+    wire = 2 * layout.shard_bytes * (replicas - 1) // replicas
+    return Traffic(unit.name, "all_reduce", count, layout.shard_bytes, wire, layout.shard_bytes - held)
 
 
 @lru_cache(maxsize=4096)

@@ -71,7 +71,7 @@ def adapters(matrices: Iterable[Parameter], rank: int) -> list[Parameter]:
 def _trained(parameters: Sequence[Parameter], spec: PlanSpec) -> UnitBytes:
     sharing, entries = spec.sharing, tuple((each.name, each.shape, 1) for each in parameters)
     layout = _layout(entries, spec.shards if sharing.cuts else 1)
-    whole, padded, piece = sum(each.count for each in parameters), layout.total_bytes, layout.slice_bytes
+    whole, padded, piece = sum(each.count for each in parameters), layout.total_bytes, layout.shard_bytes
     own = sum((slot.span(0)[1] - slot.span(0)[0]) * slot.row_bytes for slot in layout.slots)
     resting = 0 if sharing.aliased else piece * spec.rest_bytes
     return UnitBytes(

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 
-from fsdplab.engine.core.schedule import Schedule
+from fsdplab.engine.core.step import Schedule
 from fsdplab.planning.hardware import Gpu
 from fsdplab.planning.links import parse_link
 from fsdplab.planning.plan_spec import PlanSpec

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.common.sizes import parse_size, seconds, size
-from fsdplab.engine.core.schedule import Schedule
+from fsdplab.engine.core.step import Schedule
 from fsdplab.planning.links import LinkSpec, parse_link
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import LINK_EFFICIENCY

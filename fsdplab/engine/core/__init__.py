@@ -2,7 +2,6 @@
 
 A file imports only files above it in this list. Those of the first line need no torch: plans are made with them too.
 
-    layout, pending, schedule, unit, step
-    policy, average, gathered, packing, shard_storage, transport, placement, param, unit_config, unit_plan, memory,
-    hooks
+    layout, pending, unit, step
+    policy, average, buffers, transport, placement, param, plan, memory, hooks
 """

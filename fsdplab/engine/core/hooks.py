@@ -16,8 +16,7 @@ from torch import nn
 
 from fsdplab.engine import compat, events
 from fsdplab.engine.core.memory import hand_out_undecided
-from fsdplab.engine.core.schedule import Schedule
-from fsdplab.engine.core.step import StepOrder
+from fsdplab.engine.core.step import Schedule, StepOrder
 from fsdplab.engine.core.unit import DONE, RUNNING, Unit
 from fsdplab.engine.nested import cast_floats, map_tensors, tensors_in
 
@@ -197,7 +196,7 @@ class UnitHooks:
         self._bound.after_backward(self.unit)
 
     def _before_state_dict(self, *_: Any) -> None:
-        """A state dict reads and writes slices, also when a forward has left the unit gathered."""
+        """A state dict reads and writes shards, also when a forward has left the unit gathered."""
         self.unit.reshard_by_hand()
 
     def _plant(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -3,10 +3,10 @@
 A unit's parameters are cut along dimension 0 as `torch.chunk` cuts: rank r of n holds rows [r*c, (r+1)*c) with
 c = ceil(rows / n), so the last ranks may hold fewer rows, or none. Two orders of the same bytes matter:
 
-    slice      one rank's chunks of all parameters, end to end, each padded to c rows: what travels
+    shard      one rank's chunks of all parameters, end to end, each padded to c rows: what travels
     whole      parameter after parameter, each n*c rows: what a forward reads (its first `rows` rows are real)
 
-A gather turns n slices (rank-major) into the whole (parameter-major); a reduction goes the other way.
+A gather turns n shards (rank-major) into the whole (parameter-major); a reduction goes the other way.
 
 What travels has no gaps, so collectives have the sizes of PyTorch's. In memory every parameter begins at a multiple of
 16 bytes or more: kernels read so much at a time, and are slow on other addresses or refuse them.
@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import gcd, prod
 
-SLICES_ALIGNED, WHOLE_ALIGNED = 16, 64  # bytes between the beginnings of parameters in memory
+SHARDS_ALIGNED, WHOLE_ALIGNED = 16, 64  # bytes between the beginnings of parameters in memory
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One parameter's place: its shape, the rows a rank holds at most, and the bytes before it in a slice and in the
+    """One parameter's place: its shape, the rows a rank holds at most, and the bytes before it in a shard and in the
     whole.
     """
 
@@ -52,7 +52,7 @@ class Slot:
 
     @property
     def chunk_bytes(self) -> int:
-        """Bytes that one rank's slice reserves for this parameter, padding included."""
+        """Bytes that one rank's shard reserves for this parameter, padding included."""
         return self.chunk * self.row_bytes
 
     def span(self, rank: int) -> tuple[int, int]:
@@ -62,7 +62,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a slice that moves as one, `words` long: a slot, or (None) the gap behind one."""
+    """A part of a shard that moves as one, `words` long: a slot, or (None) the gap behind one."""
 
     slot: Slot | None
     words: int
@@ -72,7 +72,7 @@ class Piece:
 class Layout:
     """The slots of one unit over `ranks` ranks.
 
-    Example: shapes (5, 4) and (3,) in float32 on 2 ranks reserve 3*16 + 2*4 = 56 bytes a slice, 112 in all, of which
+    Example: shapes (5, 4) and (3,) in float32 on 2 ranks reserve 3*16 + 2*4 = 56 bytes a shard, 112 in all, of which
     92 are parameters and 20 padding; the whole takes 192 bytes of memory.
     """
 
@@ -99,8 +99,8 @@ class Layout:
         return cls(tuple(slots), ranks, alignment)
 
     @cached_property
-    def slice_bytes(self) -> int:
-        """Bytes of one rank's slice, padding included."""
+    def shard_bytes(self) -> int:
+        """Bytes of one rank's shard, padding included."""
         if not self.slots:
             return 0
         last = self.slots[-1]
@@ -116,8 +116,8 @@ class Layout:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all slices: the logical size of a gather or a reduction."""
-        return self.ranks * self.slice_bytes
+        """Bytes of all shards: the logical size of a gather or a reduction."""
+        return self.ranks * self.shard_bytes
 
     @cached_property
     def padding_bytes(self) -> int:
@@ -130,12 +130,12 @@ class Layout:
         divisor = 8
         for slot in self.slots:
             divisor = gcd(divisor, slot.offset, slot.chunk_bytes)
-        return gcd(divisor, self.slice_bytes)
+        return gcd(divisor, self.shard_bytes)
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """A slice from its first word to its last: slots that hold anything, and the gaps behind them."""
-        found, ends = [], [slot.offset for slot in self.slots[1:]] + [self.slice_bytes]
+        """A shard from its first word to its last: slots that hold anything, and the gaps behind them."""
+        found, ends = [], [slot.offset for slot in self.slots[1:]] + [self.shard_bytes]
         for slot, end in zip(self.slots, ends):
             gap = end - slot.offset - slot.chunk_bytes
             found += [Piece(slot, slot.chunk_bytes // self.word), Piece(None, gap // self.word)]

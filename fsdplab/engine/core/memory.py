@@ -18,15 +18,13 @@ from torch._prims_common import make_contiguous_strides_for as contiguous_stride
 
 from fsdplab.engine import compat, events
 from fsdplab.engine.core.average import Average, Marks, half
-from fsdplab.engine.core.gathered import Gathered
+from fsdplab.engine.core.buffers import UnshardedBuffer, chunks, cut_out, pack
 from fsdplab.engine.core.layout import Layout, Slot
-from fsdplab.engine.core.packing import chunks, cut_out, pack
 from fsdplab.engine.core.param import ShardedParam
 from fsdplab.engine.core.pending import Pending
+from fsdplab.engine.core.plan import UnitConfig, UnitPlan, layout_of
 from fsdplab.engine.core.transport import CollectiveLabel, SendShard, Transport
 from fsdplab.engine.core.unit import Memory, ReduceOptions
-from fsdplab.engine.core.unit_config import UnitConfig
-from fsdplab.engine.core.unit_plan import UnitPlan, layout_of
 
 
 class FewerRanks(Protocol):
@@ -35,10 +33,10 @@ class FewerRanks(Protocol):
     kept: bool
     transport: Transport
 
-    def keep(self, whole: Gathered) -> None:
+    def keep(self, whole: UnshardedBuffer) -> None:
         """Copy this rank's rows out of the unsharded parameters and show them."""
 
-    def gather(self, whole: Gathered, label: CollectiveLabel) -> Pending:
+    def gather(self, whole: UnshardedBuffer, label: CollectiveLabel) -> Pending:
         """Fill `whole`, laid out for all ranks, from what `keep` kept."""
 
     def forget(self) -> None:
@@ -98,7 +96,7 @@ class UnitMemory(Memory):
         self.shards: torch.Tensor | None = None  # end to end (bytes)
         self._chunks: list[torch.Tensor] | None = None  # its parts, one per parameter
         holds = "parameter_slices" if self.plan.keeps_whole else "gathered_parameters"
-        self.whole = Gathered(self.plan.layout, self.config.device, self.name, holds)
+        self.whole = UnshardedBuffer(self.plan.layout, self.config.device, self.name, holds)
         self._in_whole = False  # whether the unsharded forms of the parameters lie in it
 
     @property
@@ -135,9 +133,7 @@ class UnitMemory(Memory):
         return self._versions != [param.version for param in self.params]
 
     def find_replaced(self) -> bool:
-        for param in self.params:
-            param.find()
-        self.params[:] = map(self.config.own_form, self.params)
+        self.params[:] = [param.find() for param in self.params]
         if self.plan.is_outdated(self.params):
             self._lay_out()
         if self._settled and all(param.settled() for param in self.plan.plain):
@@ -160,7 +156,7 @@ class UnitMemory(Memory):
 
     def _make_shards(self) -> torch.Tensor:
         if self.shards is None:
-            self.shards = self.config.storage.make(self.plan.rest_layout.slice_bytes, self.name)
+            self.shards = self.config.storage.make(self.plan.rest_layout.shard_bytes, self.name)
             events.tag("parameter_slices", self.shards, self.name)
         return self.shards
 
@@ -196,7 +192,7 @@ class UnitMemory(Memory):
         """This rank's shards in the dtype that travels: those at rest themselves, or made from them."""
         ready = self.plan.travels_as_it_rests and self.config.storage.device == self.config.device
         return SendShard(
-            self.plan.layout.slice_bytes, self.plan.wire_dtype, self._write, self.shards if ready else None
+            self.plan.layout.shard_bytes, self.plan.wire_dtype, self._write, self.shards if ready else None
         )
 
     def _write(self, target: torch.Tensor) -> Pending:
@@ -304,7 +300,7 @@ class UnitMemory(Memory):
         missing = [param.whole_gradient is None for param in params]
         dtype = self.config.policy.reduce_dtype or reduce(torch.promote_types, {each.gradient_dtype for each in params})
         lying = self._gradients_in(params, dtype)
-        output = torch.empty(lying.layout.slice_bytes // dtype.itemsize, dtype=dtype, device=self.config.device)
+        output = torch.empty(lying.layout.shard_bytes // dtype.itemsize, dtype=dtype, device=self.config.device)
         events.tag("gradient_slices" if self.config.shard else "whole_gradients", output, self.name)
         sent = torch.view_as_real(output).view(-1) if dtype.is_complex else output
         # a rank that has a gradient knows; of fake ones nobody has what this rank has not
@@ -376,7 +372,7 @@ class UnitMemory(Memory):
         if self.config.shard is None:
             return layout.padding_bytes
         spans = [(slot, *slot.span(self.config.rank)) for slot in layout.slots]
-        return layout.slice_bytes - sum((stop - start) * slot.row_bytes for slot, start, stop in spans)
+        return layout.shard_bytes - sum((stop - start) * slot.row_bytes for slot, start, stop in spans)
 
     def _hand_out(
         self,

@@ -1,12 +1,12 @@
 """One parameter in its two forms, and which of them the modules show.
 
-At rest it is what the optimizer updates: a DTensor slice (or, where the strategy keeps it whole for the optimizer, the
-parameter itself). Gathered it is what a forward reads: one `nn.Parameter` for the whole life of the model, over storage
-that comes and goes, because autograd saves aliases of it that must be valid again in the backward.
+At rest it is what the optimizer updates: a DTensor shard (or, where the strategy keeps it whole for the optimizer, the
+parameter itself). Unsharded it is what a forward reads: one `nn.Parameter` for the whole life of the model, over
+storage that comes and goes, because autograd saves aliases of it that must be valid again in the backward.
 
 Layouts and transports know rows only: a parameter cut along another dimension counts with that dimension first
-(`rows_first`). What lies in memory is contiguous in the parameter's own order all the same, at rest and gathered,
-because modules and kernels may ask for that; a gather of such a parameter ends in `join`.
+(`rows_first`). What lies in memory is contiguous in the parameter's own order all the same, at rest and unsharded,
+because modules and kernels may ask for that; an all-gather of such a parameter ends in `join`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ShardedParam:
         self.whole_gradient: torch.Tensor | None = None  # rows first
         self._whole_at_rest = dim is None
         self._sites = [(weakref.ref(module), attribute) for module, attribute in sites]
-        self._address = 0  # address of the slice inside its unit's buffer; 0: not there yet, or nothing to hold
+        self._address = 0  # address of the shard inside its unit's buffer; 0: not there yet, or nothing to hold
 
     def rows_first(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor` with the dimension that is cut first."""
@@ -93,8 +93,10 @@ class ShardedParam:
             gathered.requires_grad_(self.at_rest.requires_grad)
         self.show(gathered)
 
-    def find(self) -> None:
-        """Take over the parameter that the sites show now: `to_empty`, `to` and assigned state dicts replace it."""
+    def find(self) -> ShardedParam:
+        """Take over the parameter that the sites show now: `to_empty`, `to` and assigned state dicts replace it. What
+        is returned takes the place of this.
+        """
         for module, attribute in self._places():
             if attribute not in module._parameters:
                 raise RuntimeError(
@@ -103,15 +105,16 @@ class ShardedParam:
                 )
             self.at_rest = compat.keep_gradient_dtype(self.at_rest, module._parameters[attribute])
             self.dtype, self.spec = self.at_rest.dtype, getattr(self.at_rest, "_spec", None)
-            return
+            break
+        return self
 
     def settled(self) -> bool:
-        """Whether the slice at rest is where its unit expects it."""
+        """Whether the shard at rest is where its unit expects it."""
         local = self.local
         return self._address == compat.address_of(local) if local.numel() else True
 
     def settle(self, place: torch.Tensor) -> None:
-        """Move the slice at rest into `place`, a view of the unit's buffer, keeping the parameter object."""
+        """Move the shard at rest into `place`, a view of the unit's buffer, keeping the parameter object."""
         local, place = self.local, place.view(self._own_order(place.shape))
         if compat.address_of(local) != compat.address_of(place) or local.device != place.device:
             place.copy_(local)
@@ -131,11 +134,11 @@ class ShardedParam:
         self.gathered = compat.keep_gradient_dtype(self.at_rest, gathered)
 
     def join(self) -> None:
-        """Put the slices of all ranks, which a gather left end to end, in the parameter's own order; rows are already.
+        """Put the shards of all ranks, which a gather left end to end, in the parameter's own order; rows are already.
 
         It writes through an alias: autograd may have saved the gathered form, whose version must not change.
         """
-        ranks = self.axes.slices
+        ranks = self.axes.shard_ranks
         if not self.dim or ranks == 1:
             return
         assert self.gathered is not None, f"{self.name} was not gathered"
@@ -206,5 +209,5 @@ def _alias(like: torch.Tensor, offset: int, shape: Sequence[int], dtype: torch.d
 
 
 def mark_replaced(original: torch.Tensor) -> None:
-    """Note that a slice has taken the place of `original`, and the gradient that it had then."""
-    original._replaced_by_slice = original.grad
+    """Note that a shard has taken the place of `original`, and the gradient that it had then."""
+    original._replaced_by_shard = original.grad

@@ -1,4 +1,4 @@
-"""Which DTensor a slice is: the data-parallel axes of a mesh, alone or beside tensor and expert parallelism.
+"""Which DTensor a shard is: the data-parallel axes of a mesh, alone or beside tensor and expert parallelism.
 
 A plain parameter becomes `Shard(dim)` on the data-parallel mesh. One that is already a DTensor (tensor or expert
 parallel) becomes a DTensor on both meshes; where both cut the same dimension, the data-parallel cut is strided, because
@@ -34,8 +34,8 @@ class Axes:
     cut: tuple[int, ...] = ()
 
     @property
-    def slices(self) -> int:
-        """Over how many ranks slices are cut."""
+    def shard_ranks(self) -> int:
+        """Over how many ranks shards are cut."""
         return self.mesh.size(self.mesh.ndim - 1) if self.shards else 1
 
 
@@ -85,7 +85,7 @@ def local_part(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def spec_at_rest(name: str, parameter: torch.Tensor, axes: Axes, dim: int) -> DTensorSpec:
-    """The description of the slices of `parameter`, cut along `dim`; a `ValueError` where it does not fit the mesh."""
+    """The description of the shards of `parameter`, cut along `dim`; a `ValueError` where it does not fit the mesh."""
     if axes.full is not None:
         return _on_full_mesh(name, parameter, axes, dim)
     replicas = [Replicate()] * (axes.mesh.ndim - 1)

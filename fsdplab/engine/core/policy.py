@@ -1,7 +1,7 @@
 """The choices of a run, frozen: which of the three model states a rank keeps whole, and in which dtypes it computes.
 
 ZeRO (Rajbhandari et al. 2020, section 5) names three model states: parameters, gradients, optimizer state. A strategy
-is one row: for each state, whole or slice. No code asks for a strategy by name; a unit reads the row.
+is one row: for each state, whole or sharded. No code asks for a strategy by name; a unit reads the row.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["STRATEGIES", "CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPol
 
 @dataclass(frozen=True)
 class Strategy:
-    """One row of the table: what a rank keeps only a slice of, and whether a unit is dropped after its forward.
+    """One row of the table: what a rank keeps only a shard of, and whether a unit is dropped after its forward.
 
     `reshard_after_forward=None` means: yes, except the root, whose parameters the backward needs at once. `in_groups`:
-    slices are cut inside groups of ranks, so the mesh has two dimensions, replicas x shards.
+    shards are cut inside groups of ranks, so the mesh has two dimensions, replicas x shards.
     """
 
     name: str

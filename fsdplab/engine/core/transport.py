@@ -1,6 +1,6 @@
-"""What a unit asks of the ranks it shares a group with: gather slices, reduce gradients.
+"""What a unit asks of the ranks it shares a group with: gather shards, reduce gradients.
 
-A unit hands over its layout, its slice and the buffers to fill; the transport decides about staging, issues the
+A unit hands over its layout, its shard and the buffers to fill; the transport decides about staging, issues the
 collective and returns a `Pending`. `transport/staged.py` does so through flat buffers (NCCL, and gloo),
 `transport/shared_memory/` through memory that ranks share.
 """
@@ -20,11 +20,9 @@ import torch.distributed as dist
 
 from fsdplab.engine import events
 from fsdplab.engine.core.average import Average
-from fsdplab.engine.core.gathered import Gathered
+from fsdplab.engine.core.buffers import ShardStorage, UnshardedBuffer, pack
 from fsdplab.engine.core.layout import Layout
-from fsdplab.engine.core.packing import pack
 from fsdplab.engine.core.pending import Pending
-from fsdplab.engine.core.shard_storage import ShardStorage
 
 Row = partial["events.Collective"]  # all but `start_ns`, `end_ns`, and how long whoever needs the result was blocked
 Gradients = Sequence["torch.Tensor | None"]  # whole ones; None is one that is missing
@@ -52,19 +50,19 @@ class SendShard:
     resident: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, slice_: torch.Tensor) -> SendShard:
-        """A slice that lies ready in a tensor."""
-        resident = slice_.view(torch.uint8)
+    def of(cls, shard: torch.Tensor) -> SendShard:
+        """A shard that lies ready in a tensor."""
+        resident = shard.view(torch.uint8)
         write = lambda target: Pending(lambda: None, target.copy_(resident))  # noqa: E731
-        return cls(slice_.nbytes, slice_.dtype, write, resident)
+        return cls(shard.nbytes, shard.dtype, write, resident)
 
     def made(self, device: torch.device) -> torch.Tensor:
-        """The slice as a tensor of its dtype: the resident one, or one made for this."""
+        """The shard as a tensor of its dtype: the resident one, or one made for this."""
         if self.resident is not None:
             return self.resident.view(self.dtype)
-        slice_ = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
-        self.write(slice_).wait()
-        return slice_.view(self.dtype)
+        shard = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+        self.write(shard).wait()
+        return shard.view(self.dtype)
 
 
 class Departure:
@@ -116,14 +114,14 @@ class Transport(ABC):
         return made
 
     @abstractmethod
-    def all_gather(self, shard: SendShard, whole: Gathered, label: CollectiveLabel) -> Pending:
-        """Fill `whole` from every rank's slice; its memory is taken no earlier than it is written to."""
+    def all_gather(self, shard: SendShard, whole: UnshardedBuffer, label: CollectiveLabel) -> Pending:
+        """Fill `whole` from every rank's shard; its memory is taken no earlier than it is written to."""
 
     @abstractmethod
     def reduce_scatter(
         self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, average: Average
     ) -> Pending:
-        """Average every rank's `gradients`, and leave this rank's slice in `output`."""
+        """Average every rank's `gradients`, and leave this rank's shard in `output`."""
 
     @abstractmethod
     def all_reduce(
@@ -147,7 +145,7 @@ class Transport(ABC):
         return self.all_reduce(output, label, average, layout.padding_bytes)
 
     def storage(self, device: torch.device) -> ShardStorage:
-        """Where slices rest that no offload policy sends elsewhere."""
+        """Where shards rest that no offload policy sends elsewhere."""
         return ShardStorage(device)
 
     def settle(self) -> None:

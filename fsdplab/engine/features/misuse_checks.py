@@ -31,8 +31,8 @@ def _refuse_replaced(optimizer: Optimizer, *_: Any) -> None:
     if _checked.get(optimizer) == count:
         return
     held = (p for group in optimizer.param_groups for p in group["params"])
-    replaced = (p for p in held if hasattr(p, "_replaced_by_slice"))
-    dead = sum(p.grad is None or p.grad is p._replaced_by_slice for p in replaced)  # else another model trains it
+    replaced = (p for p in held if hasattr(p, "_replaced_by_shard"))
+    dead = sum(p.grad is None or p.grad is p._replaced_by_shard for p in replaced)  # else another model trains it
     if dead:
         raise RuntimeError(
             f"this optimizer ({type(optimizer).__name__}) was built before the model was sharded: {dead} of its {count}"

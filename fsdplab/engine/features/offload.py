@@ -19,9 +19,9 @@ import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 
 from fsdplab.engine import compat
+from fsdplab.engine.core.buffers import ShardStorage
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.policy import Strategy
-from fsdplab.engine.core.shard_storage import ShardStorage
 from fsdplab.engine.features import mapped
 
 _ALIGNMENT = 64  # bytes: where a tensor may begin in a piece of memory

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdplab.engine import compat, events
-from fsdplab.engine.core.gathered import Gathered
+from fsdplab.engine.core.buffers import UnshardedBuffer
 from fsdplab.engine.core.layout import Layout
 from fsdplab.engine.core.param import ShardedParam
 from fsdplab.engine.core.pending import Pending
@@ -37,7 +37,7 @@ def smaller_mesh(mesh: DeviceMesh, ranks: int) -> DeviceMesh:
     return DeviceMesh(mesh.device_type, mesh.mesh.view(-1, ranks))
 
 
-class SlicesOverFewerRanks:
+class ShardsOverFewerRanks:
     """The slices that a unit keeps from its forward to its backward, cut over the ranks of `transport`."""
 
     def __init__(self, params: Sequence[ShardedParam], mesh: DeviceMesh, transport: Transport) -> None:
@@ -48,12 +48,12 @@ class SlicesOverFewerRanks:
         self._layout = Layout.of([], transport.ranks)
         self._slice: torch.Tensor | None = None
 
-    def keep(self, gathered: Gathered) -> None:
+    def keep(self, gathered: UnshardedBuffer) -> None:
         """Copy this rank's rows out of the gathered parameters and show them as DTensors of the smaller mesh."""
         layout, whole = gathered.layout, gathered.tensor
         entries = [(slot.name, slot.shape, slot.itemsize) for slot in layout.slots]
         self._layout = Layout.of(entries, self.transport.ranks)
-        self._slice = torch.zeros(self._layout.slice_bytes, dtype=torch.uint8, device=whole.device)
+        self._slice = torch.zeros(self._layout.shard_bytes, dtype=torch.uint8, device=whole.device)
         events.tag("gathered_parameters", self._slice, "")
         for param, part in zip(self._params, self._layout.slots):
             start, stop = part.span(self.transport.rank)
@@ -67,11 +67,11 @@ class SlicesOverFewerRanks:
         local = param.natural(rows).contiguous()
         param.show(nn.Parameter(compat.dtensor_of(local, spec), requires_grad=param.at_rest.requires_grad))
 
-    def gather(self, whole: Gathered, label: CollectiveLabel) -> Pending:
+    def gather(self, whole: UnshardedBuffer, label: CollectiveLabel) -> Pending:
         """Fill `whole`, laid out for all ranks, from the slices of the few."""
         kept = self._slice
         assert kept is not None, "no forward has kept anything"
-        near = Gathered(self._layout, kept.device, label.unit, "communication_buffers")
+        near = UnshardedBuffer(self._layout, kept.device, label.unit, "communication_buffers")
         dtypes = {_gathered(param).dtype for param in self._params}
         sent = kept.view(*dtypes) if len(dtypes) == 1 else kept
         pending = self.transport.all_gather(SendShard.of(sent), near, label)

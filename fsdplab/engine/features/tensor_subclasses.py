@@ -21,8 +21,7 @@ from fsdplab.engine import compat
 from fsdplab.engine.core.layout import Layout, Slot
 from fsdplab.engine.core.param import ShardedParam, Sites, mark_replaced
 from fsdplab.engine.core.placement import Axes, local_part
-from fsdplab.engine.core.unit_config import UnitConfig
-from fsdplab.engine.core.unit_plan import PartedParam
+from fsdplab.engine.core.plan import PartedParam, UnitConfig
 
 
 def gathers_itself(parameter: torch.Tensor) -> bool:
@@ -37,11 +36,12 @@ def gathers_itself(parameter: torch.Tensor) -> bool:
     return has["fsdp_pre_all_gather"]
 
 
-def own_form(param: ShardedParam) -> ShardedParam:
-    """`param` as it travels now: a slice may be given the methods long after it was cut."""
-    if isinstance(param, PartedParam) or not gathers_itself(param.at_rest):
-        return param
-    return SubclassParam.of_slice(param)
+class PlainParam(ShardedParam):
+    """A parameter that is sent as it is, until its shard is given the methods, which may be long after it was cut."""
+
+    def find(self) -> ShardedParam:
+        super().find()
+        return SubclassParam.of_shard(self) if gathers_itself(self.at_rest) else self
 
 
 class SubclassParam(PartedParam):
@@ -52,8 +52,8 @@ class SubclassParam(PartedParam):
         self._begin(original)
 
     @classmethod
-    def of_slice(cls, param: ShardedParam) -> SubclassParam:
-        """The parameter of a slice that is cut already."""
+    def of_shard(cls, param: ShardedParam) -> SubclassParam:
+        """The parameter of a shard that is cut already."""
         made = cls.__new__(cls)
         made.__dict__.update(param.__dict__)
         made.gathered = None
@@ -73,7 +73,7 @@ class SubclassParam(PartedParam):
 
     def cut(self, start: int, stop: int) -> None:
         """Leave rows [start, stop) at rest; like every slice, they lie in memory padded to the largest rank's rows."""
-        original, chunk = local_part(self.at_rest), -(-self.shape[0] // self.axes.slices)
+        original, chunk = local_part(self.at_rest), -(-self.shape[0] // self.axes.shard_ranks)
         padded = original.new_zeros((chunk, *original.shape[1:]))
         if stop > start:
             padded.narrow(0, 0, stop - start).copy_(original.narrow(0, start, stop - start))

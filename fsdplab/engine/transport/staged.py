@@ -14,9 +14,8 @@ import torch.distributed as dist
 
 from fsdplab.engine import compat, events
 from fsdplab.engine.core.average import Average, half
-from fsdplab.engine.core.gathered import Gathered
+from fsdplab.engine.core.buffers import UnshardedBuffer, pack, unpack
 from fsdplab.engine.core.layout import Layout
-from fsdplab.engine.core.packing import pack, unpack
 from fsdplab.engine.core.pending import Pending, Step
 from fsdplab.engine.core.transport import CollectiveLabel, Gradients, SendShard, Transport
 from fsdplab.engine.transport.streams import HostStream, Job, comm_stream
@@ -39,7 +38,7 @@ class StagedTransport(Transport):
             comm_stream(device, role) if self.streams else HostStream() for role in ("gather", "reduce", "all_reduce")
         )
 
-    def all_gather(self, shard: SendShard, whole: Gathered, label: CollectiveLabel) -> Pending:
+    def all_gather(self, shard: SendShard, whole: UnshardedBuffer, label: CollectiveLabel) -> Pending:
         """Gather every rank's slice, and unpack them into `whole` once somebody waits: until then its memory is free.
 
         A slice that has to be made (cast, or brought from the host) is made where its gather ends.

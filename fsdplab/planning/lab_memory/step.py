@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-from fsdplab.engine.core.schedule import Schedule
-from fsdplab.engine.core.step import StepOrder
+from fsdplab.engine.core.step import Schedule, StepOrder
 from fsdplab.planning.program import Sharing, begin_micro_batch, units_over
 from fsdplab.workloads.shapes import ModelShape, Parameter
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from fsdplab.engine.core.layout import SLICES_ALIGNED, WHOLE_ALIGNED, Layout
+from fsdplab.engine.core.layout import SHARDS_ALIGNED, WHOLE_ALIGNED, Layout
 from fsdplab.engine.core.pending import Pending
 from fsdplab.planning.program import PlannedMemory, Sharing
 from fsdplab.planning.program.memory import GATHERED, REDUCED
@@ -65,15 +65,15 @@ class UnitBuffers(PlannedMemory):
         self._shards, self._replicas = shards, replicas
         self._itemsize, self._book, self._transports = itemsize, book, transports
         self._names = [each.name for each in parameters]
-        self._rest = _layout(parameters, shards, MASTER, SLICES_ALIGNED)
+        self._rest = _layout(parameters, shards, MASTER, SHARDS_ALIGNED)
         self._layout = _layout(parameters, shards, itemsize, WHOLE_ALIGNED if shards == 1 else 0)
         self._wire = _layout(parameters, shards, REDUCED_BYTES, 0)
-        alike = self._layout.slots == self._rest.slots and self._layout.slice_bytes == self._rest.slice_bytes
+        alike = self._layout.slots == self._rest.slots and self._layout.shard_bytes == self._rest.shard_bytes
         self._reads_in_place = alike and not sharing.casts and not sharing.aliased
         reduced = "gradient_slices" if sharing.shards else "whole_gradients"
         self._sizes = {
             GATHERED: (self._layout.whole_bytes, "gathered_parameters"),
-            REDUCED: (self._wire.slice_bytes, reduced),
+            REDUCED: (self._wire.shard_bytes, reduced),
         }
         self._held: dict[str, list[Held]] = {GATHERED: [], REDUCED: []}
         self._at_rest: list[Held] = []
@@ -88,7 +88,7 @@ class UnitBuffers(PlannedMemory):
         if self.keeps_whole:
             self._at_rest.append(self._book.hold(self._layout.whole_bytes, "parameter_slices"))
         if not self.sharing.aliased and not self.sharing.offloads:
-            self._at_rest.append(self._book.hold(self._rest.slice_bytes, "parameter_slices"))
+            self._at_rest.append(self._book.hold(self._rest.shard_bytes, "parameter_slices"))
 
     @property
     def own_elements(self) -> int:
@@ -114,14 +114,14 @@ class UnitBuffers(PlannedMemory):
 
     def issue(self, kind: str, phase: str, after: Pending | None = None) -> Pending:
         """Peers read this rank's part of a collective in a buffer, unless they read a shard in place."""
-        nbytes, transports = self._wire.slice_bytes, self._transports
+        nbytes, transports = self._wire.shard_bytes, self._transports
         if kind == "reduce_scatter":
             transports.reductions.take((self._shards - 1) * nbytes)
         elif kind == "all_reduce":
             part = -(-(nbytes // REDUCED_BYTES) // self._replicas) * REDUCED_BYTES
             transports.exchanges.take(self._replicas * part)
         elif not self._reads_in_place:
-            transports.gathers.take(self._layout.slice_bytes)
+            transports.gathers.take(self._layout.shard_bytes)
         return Pending(lambda: None)
 
     # ---- gradients

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
-from fsdplab.engine.core.schedule import Schedule
+from fsdplab.engine.core.step import Schedule
 
 from .memory import Sharing
 from .record import Compute, Holds, Issue, Move, Operation, Wait, record_step

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from fsdplab.engine.core.pending import Pending
-from fsdplab.engine.core.schedule import Schedule
-from fsdplab.engine.core.step import StepOrder
+from fsdplab.engine.core.step import Schedule, StepOrder
 
 from .memory import GRADIENTS, KEPT, PlannedMemory, Sharing, begin_micro_batch, units_over
 

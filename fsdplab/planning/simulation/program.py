@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from fsdplab.engine.core.schedule import Schedule
+from fsdplab.engine.core.step import Schedule
 from fsdplab.planning.program import Compute, Holds, Issue, Move, Operation, Wait, record_step
 
 from .classes import RankClass

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdplab.common.names import CATEGORIES
-from fsdplab.engine.core.schedule import Schedule
+from fsdplab.engine.core.step import Schedule
 from fsdplab.planning.memory import Memory, memory_of_program
 from fsdplab.planning.plan_spec import PlanError, PlanSpec
 from fsdplab.planning.plan_traffic import bytes_by_axis, plan_traffic

@@ -18,7 +18,7 @@ from torch import nn
 
 from fsdplab.engine import shard_model
 from fsdplab.engine.core.average import Average
-from fsdplab.engine.core.gathered import Gathered
+from fsdplab.engine.core.buffers import UnshardedBuffer
 from fsdplab.engine.core.layout import Layout
 from fsdplab.engine.core.transport import CollectiveLabel, SendShard
 from fsdplab.engine.transport.selection import transport_of
@@ -178,8 +178,8 @@ def _layout(nbytes: int, ranks: int) -> Layout:
 def _gather(group: dist.ProcessGroup, nbytes: int) -> Callable[[], float]:
     transport = transport_of(group, _CPU)
     layout = _layout(nbytes, group.size())
-    resting = transport.storage(_CPU).make(layout.slice_bytes, "calibration")
-    shard, whole = SendShard.of(resting.view(torch.float32)), Gathered(layout, _CPU)
+    resting = transport.storage(_CPU).make(layout.shard_bytes, "calibration")
+    shard, whole = SendShard.of(resting.view(torch.float32)), UnshardedBuffer(layout, _CPU)
 
     def once() -> float:
         seconds = _timed(lambda: transport.all_gather(shard, whole, _LABEL).wait())
@@ -195,7 +195,7 @@ def _reduce(group: dist.ProcessGroup, nbytes: int) -> Callable[[], float]:
     gradient = torch.zeros(layout.slots[0].shape)
 
     def once() -> float:
-        output = torch.empty(layout.slice_bytes // 4)
+        output = torch.empty(layout.shard_bytes // 4)
         return _timed(lambda: transport.reduce_scatter(layout, [gradient], output, _LABEL, Average(2.0)).wait())
 
     return once
@@ -206,7 +206,7 @@ def _all_reduce(group: dist.ProcessGroup, nbytes: int) -> Callable[[], float]:
     gradient = torch.zeros(layout.slots[0].shape)
 
     def once() -> float:
-        output = torch.empty(layout.slice_bytes // 4)
+        output = torch.empty(layout.shard_bytes // 4)
         return _timed(lambda: transport.all_reduce_packed(layout, [gradient], output, _LABEL, Average(2.0)).wait())
 
     return once

@@ -26,7 +26,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from fsdplab.engine.core.shard_storage import ShardStorage
+from fsdplab.engine.core.buffers import ShardStorage
 
 _SEGMENT = 64 << 20  # bytes of address space by which an arena grows at least; pages that nobody uses take no memory
 _READ_WRITE, _SHARED, _FAILED = 1 | 2, 1, ctypes.c_void_p(-1).value  # PROT_READ | PROT_WRITE, MAP_SHARED, MAP_FAILED

@@ -26,11 +26,9 @@ import torch.distributed as dist
 
 from fsdplab.engine import compat, events
 from fsdplab.engine.core.average import Average
-from fsdplab.engine.core.gathered import Gathered
+from fsdplab.engine.core.buffers import ShardStorage, UnshardedBuffer, mark_missing, pack, unpack_from
 from fsdplab.engine.core.layout import Layout
-from fsdplab.engine.core.packing import mark_missing, pack, unpack_from
 from fsdplab.engine.core.pending import Pending
-from fsdplab.engine.core.shard_storage import ShardStorage
 from fsdplab.engine.core.transport import CollectiveLabel, Departure, Gradients, SendShard, Transport
 from fsdplab.engine.transport.gloo import announce
 from fsdplab.engine.transport.shared_memory.arena import SharedStorage
@@ -289,7 +287,7 @@ class SharedTransport(Transport):
         """Begin anew with all ranks where one has failed in the middle, or this one has left a step unfinished."""
         self._operations.recover(unfinished or self._slots.broken)
 
-    def all_gather(self, shard: SendShard, whole: Gathered, label: CollectiveLabel) -> Pending:
+    def all_gather(self, shard: SendShard, whole: UnshardedBuffer, label: CollectiveLabel) -> Pending:
         """Publish this rank's shard, or where it rests; on waiting, copy every rank's shard into `whole`.
 
         The memory is taken now: what is gathered ahead costs as much as it does where collectives have buffers.

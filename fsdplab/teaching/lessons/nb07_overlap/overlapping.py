@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from fsdplab.engine.core.schedule import Schedule
+from fsdplab.engine.core.step import Schedule
 from fsdplab.figures import alt_text, rank_timeline
 from fsdplab.figures.fastest import fastest_words
 from fsdplab.figures.profile_data import COLLECTIVES, breakdown_of, duration, percent, timeline_of, worst_cells

@@ -1,4 +1,6 @@
-"""How a unit's parameters lie in memory and in which dtypes they travel: pure decisions, before any buffer exists."""
+"""How a unit is sharded, and how its parameters lie in memory and in which dtypes they are sent: decisions, before any
+buffer exists.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,38 @@ from functools import cached_property
 
 import torch
 
-from fsdplab.engine.core.layout import SLICES_ALIGNED, WHOLE_ALIGNED, Layout, Slot
-from fsdplab.engine.core.packing import same_order
+from fsdplab.engine.core.buffers import ShardStorage, same_order
+from fsdplab.engine.core.layout import SHARDS_ALIGNED, WHOLE_ALIGNED, Layout, Slot
 from fsdplab.engine.core.param import ShardedParam
-from fsdplab.engine.core.unit_config import UnitConfig
+from fsdplab.engine.core.placement import Axes
+from fsdplab.engine.core.policy import MixedPrecisionPolicy, Strategy
+from fsdplab.engine.core.transport import Transport
 
 _BYTES = torch.uint8
+
+
+@dataclass(frozen=True)
+class UnitConfig:
+    """A unit's strategy, dtypes and device, where its shards rest, and the groups that shard and replicate it."""
+
+    strategy: Strategy
+    policy: MixedPrecisionPolicy
+    axes: Axes
+    device: torch.device
+    storage: ShardStorage
+    rank: int
+    shard: Transport | None
+    replicate: Transport | None
+
+    @property
+    def ranks(self) -> int:
+        """Over how many ranks shards are cut."""
+        return self.shard.ranks if self.shard else 1
+
+    @property
+    def divide(self) -> float:
+        """Gradients are averaged over all data-parallel ranks."""
+        return float(self.ranks * (self.replicate.ranks if self.replicate else 1))
 
 
 def layout_of(params: Sequence[ShardedParam], dtypes: Sequence[torch.dtype], ranks: int, alignment: int = 0) -> Layout:
@@ -23,7 +51,7 @@ def layout_of(params: Sequence[ShardedParam], dtypes: Sequence[torch.dtype], ran
 
 
 class PartedParam(ShardedParam, ABC):
-    """A parameter whose slice travels as plain tensors of its own choosing, its parts (a quantised weight's integers
+    """A parameter whose shard travels as plain tensors of its own choosing, its parts (a quantised weight's integers
     and scales, say).
     """
 
@@ -33,7 +61,7 @@ class PartedParam(ShardedParam, ABC):
 
     @abstractmethod
     def write_parts(self, layout: Layout, target: torch.Tensor) -> None:
-        """Copy the parts to their places in this rank's slice (bytes)."""
+        """Copy the parts to their places in this rank's shard (bytes)."""
 
     @abstractmethod
     def assemble(self, layout: Layout, whole: torch.Tensor) -> None:
@@ -52,7 +80,7 @@ class PartedParam(ShardedParam, ABC):
 class UnitPlan:
     """The layouts and dtypes of a unit, at rest and gathered.
 
-    `aliased`: the slices at rest are views of the whole buffer. `keeps_whole`: that buffer is never dropped.
+    `aliased`: the shards at rest are views of the whole buffer. `keeps_whole`: that buffer is never dropped.
     """
 
     plain: Sequence[ShardedParam]
@@ -79,7 +107,7 @@ class UnitPlan:
             parted,
             rest,
             compute,
-            layout_of(plain, rest, config.ranks, SLICES_ALIGNED),
+            layout_of(plain, rest, config.ranks, SHARDS_ALIGNED),
             layout_of(plain, compute, config.ranks, _alignment(parted, config)),
             aliased,
             keeps_whole=aliased or not shards and config.ranks > 1,
@@ -91,15 +119,15 @@ class UnitPlan:
 
     @property
     def travels_as_it_rests(self) -> bool:
-        """Whether a gather may read the slices where they rest: nothing is cast, parted or cut out of a whole, and no
+        """Whether a gather may read the shards where they rest: nothing is cast, parted or cut out of a whole, and no
         gap is between them.
         """
         alike = self.compute_dtypes == self.rest_dtypes and self.layout.slots == self.rest_layout.slots
-        return alike and self.layout.slice_bytes == self.rest_layout.slice_bytes and not self.aliased
+        return alike and self.layout.shard_bytes == self.rest_layout.shard_bytes and not self.aliased
 
     @cached_property
     def casts_at_once(self) -> bool:
-        """Whether one copy casts a slice at rest into what travels: one dtype each, elements in the same order."""
+        """Whether one copy casts a shard at rest into what travels: one dtype each, elements in the same order."""
         one_each = len(set(self.rest_dtypes)) == len(set(self.compute_dtypes)) == 1
         return one_each and not self.parted and same_order(self.rest_layout, self.layout)
 
@@ -119,9 +147,9 @@ class UnitPlan:
 
 
 def _alignment(parted: Sequence[PartedParam], config: UnitConfig) -> int:
-    """Of what is gathered: slots follow each other without gaps, unless parts of any dtype follow; the one slice of one
+    """Of what is gathered: slots follow each other without gaps, unless parts of any dtype follow; the one shard of one
     rank lies as the whole does, because it is the whole.
     """
     if config.ranks == 1:
         return WHOLE_ALIGNED
-    return SLICES_ALIGNED if parted else 0
+    return SHARDS_ALIGNED if parted else 0

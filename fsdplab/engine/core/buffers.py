@@ -1,0 +1,205 @@
+"""The memory of a unit's parameters, stored and unsharded, and the copies between it and what is sent.
+
+The unsharded buffer takes memory when an all-gather has arrived and frees it with the reshard. An all-gather under way
+takes only what is sent. The views through which parameters are copied into the buffer are made once and kept: they name
+places in a storage, whether it holds memory now or not.
+
+Copies, and no arithmetic. A gradient that is missing is sent as negative zeros, which change no sum; `average.py` says
+how ranks learn from a sum that nobody had one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from fsdplab.engine import events
+from fsdplab.engine.core.layout import Layout, Piece, Slot
+from fsdplab.engine.core.pending import Pending
+
+Dtypes = Sequence[torch.dtype]
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class ShardStorage:
+    """Memory of one device for the shards at rest; other storages (host memory, files) override what differs."""
+
+    away = False  # whether shards leave the memory that computes: then they are never views of what is gathered
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def make(self, nbytes: int, unit: str) -> torch.Tensor:
+        """`nbytes` zeroed bytes that live as long as somebody holds them."""
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+
+    def will_read(self, flat: torch.Tensor) -> None:
+        """A gather is about to read `flat`, which `make` returned."""
+
+    def done_reading(self, flat: torch.Tensor) -> None:
+        """The gather has read `flat`."""
+
+    def send(self, write: Callable[[torch.Tensor], object], target: torch.Tensor) -> Pending:
+        """Have `write` fill `target`, on the device that computes, from shards at rest; what to wait for before reading
+        `target`, which has an event unless that is done in the order of the current stream.
+        """
+        return Pending(lambda: None, write(target))
+
+    def settle(self) -> None:
+        """Return once `send` has read the shards at rest: the host may write to them."""
+
+    def take(self, gradients: Iterable[torch.Tensor]) -> tuple[Iterable[torch.Tensor], Pending]:
+        """Begin to move reduced gradients to where their parameters rest: where each will be, and what to wait for
+        before reading them there.
+        """
+        return gradients, Pending(lambda: None)
+
+
+class UnshardedBuffer:
+    """A buffer of `layout.whole_bytes` bytes on `device`, parameter after parameter; events call it `category`."""
+
+    def __init__(
+        self, layout: Layout, device: torch.device, unit: str = "", category: str = "gathered_parameters"
+    ) -> None:
+        self.layout, self.device = layout, device
+        self._unit, self._category = unit, category
+        self._tensor: torch.Tensor | None = None
+        self._places: list[torch.Tensor] = []
+        self._of_rank: dict[int, list[torch.Tensor]] = {}
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """All of it as bytes, allocated."""
+        if self._tensor is None:
+            self._tensor = torch.zeros(self.layout.whole_bytes, dtype=torch.uint8, device=self.device)
+        elif self._tensor.untyped_storage().nbytes() == 0:
+            self._tensor.untyped_storage().resize_(self.layout.whole_bytes)
+        else:
+            return self._tensor
+        events.tag(self._category, self._tensor, self._unit)
+        return self._tensor
+
+    def announce(self, unit: str) -> None:
+        """Tag what it holds, for whoever subscribed since; from now on it is of `unit`, who gets its name late."""
+        self._unit = unit
+        if self._tensor is not None:
+            events.tag(self._category, self._tensor, unit)
+
+    @property
+    def exists(self) -> bool:
+        """Whether it has ever been allocated."""
+        return self._tensor is not None
+
+    def free(self) -> None:
+        """Give the memory back; parameters and views keep naming their places in it."""
+        if self._tensor is not None:
+            self._tensor.untyped_storage().resize_(0)
+
+    def lay_out(self, layout: Layout) -> None:
+        """Take another layout for the next gather, while nothing is in it."""
+        if layout != self.layout:
+            self._places, self._of_rank = [], {}
+            if self._tensor is not None and layout.whole_bytes != self.layout.whole_bytes:
+                self._tensor.untyped_storage().resize_(layout.whole_bytes)
+                self._tensor.set_(self._tensor.untyped_storage(), 0, (layout.whole_bytes,), (1,))
+                self.free()
+        self.layout = layout
+
+    def places(self) -> list[torch.Tensor]:
+        """Where the pieces of all shards belong: [ranks, words of the piece] each, in the layout's order; gaps between
+        slots are pieces too, whose places nobody reads.
+        """
+        whole = self.tensor
+        if not self._places:  # assigned once it is complete: an interrupted wait is done again
+            words = whole.view(WORDS[self.layout.word])
+            self._places = [self._place(words, piece) for piece in self.layout.pieces]
+        return self._places
+
+    def _place(self, words: torch.Tensor, piece: Piece) -> torch.Tensor:
+        shape = (self.layout.ranks, piece.words)
+        if piece.slot is None:
+            return words.new_empty(shape)
+        start = piece.slot.whole_offset // self.layout.word
+        return words[start : start + self.layout.ranks * piece.words].view(shape)
+
+    def places_of(self, rank: int) -> list[torch.Tensor]:
+        """As `places`, of the shard of one rank: [words of the piece] each."""
+        whole = self.places()
+        if rank not in self._of_rank:
+            self._of_rank[rank] = [place[rank] for place in whole]
+        return self._of_rank[rank]
+
+
+def unpack(staging: torch.Tensor, whole: UnshardedBuffer) -> None:
+    """Copy n shards (rank-major) into the whole."""
+    shards = staging.view(WORDS[whole.layout.word]).view(whole.layout.ranks, -1)
+    _spread(shards, 1, whole.layout, whole.places())
+
+
+def unpack_from(rank: int, part: torch.Tensor, whole: UnshardedBuffer) -> None:
+    """Copy the shard of one rank to its rows in the whole."""
+    _spread(part.view(WORDS[whole.layout.word]), 0, whole.layout, whole.places_of(rank))
+
+
+def _spread(source: torch.Tensor, dim: int, layout: Layout, places: list[torch.Tensor]) -> None:
+    if places:  # else nothing travels
+        torch.split_with_sizes_copy(source, layout.piece_words, dim, out=places)
+
+
+def cut_out(rank: int, whole: UnshardedBuffer, part: torch.Tensor) -> None:
+    """Copy the rows of one rank out of the whole into its shard."""
+    layout = whole.layout
+    pieces = part.view(WORDS[layout.word]).split_with_sizes(layout.piece_words)
+    torch._foreach_copy_(list(pieces), whole.places_of(rank))
+
+
+def same_order(one: Layout, other: Layout) -> bool:
+    """Whether every element has the same index in a shard of both, each of one dtype."""
+    ends = [*((a.offset, b.offset) for a, b in zip(one.slots, other.slots)), (one.shard_bytes, other.shard_bytes)]
+    a, b = one.slots[0].itemsize, other.slots[0].itemsize
+    return len(one.slots) == len(other.slots) and all(first * b == second * a for first, second in ends)
+
+
+def chunks(shard: torch.Tensor, layout: Layout, dtypes: Dtypes) -> list[torch.Tensor]:
+    """The first slots of a shard (bytes), one a dtype, in that dtype; those that hold nothing are left out."""
+    if len(set(dtypes)) == 1:
+        size = dtypes[0].itemsize
+        if layout.shard_bytes % size == 0 and len(dtypes) == len(layout.slots):
+            lengths = [piece.words * layout.word // size for piece in layout.pieces]
+            parts = shard.view(dtypes[0]).split_with_sizes(lengths)
+            return [part for part, piece in zip(parts, layout.pieces) if piece.slot is not None]
+    filled = ((slot, dtype) for slot, dtype in zip(layout.slots, dtypes) if slot.chunk_bytes)
+    return [shard[slot.offset : slot.offset + slot.chunk_bytes].view(dtype) for slot, dtype in filled]
+
+
+def mark_missing(part: torch.Tensor) -> None:
+    """Fill the place of a gradient that is missing."""
+    part.fill_(-0.0)
+
+
+def pack(layout: Layout, gradients: Sequence[torch.Tensor | None], send: torch.Tensor) -> None:
+    """Copy whole gradients into n shards (rank-major), casting to `send`'s dtype; padding becomes zeros, None negative
+    zeros.
+    """
+    given = dict(zip(layout.slots, gradients, strict=True))
+    gaps = [layout.word * piece.words // send.element_size() for piece in layout.pieces if piece.slot is None]
+    zeros = iter(send.new_zeros(layout.ranks * sum(gaps)).split([layout.ranks * gap for gap in gaps]) if gaps else ())
+    columns = []
+    for piece in layout.pieces:
+        if piece.slot is None:
+            columns.append(next(zeros))
+        else:
+            gradient = given[piece.slot]
+            columns.append(_missing(layout, piece.slot, send) if gradient is None else gradient)
+    if len({column.dtype for column in columns}) > 1:
+        columns = [column.to(send.dtype) for column in columns]
+    if columns:
+        torch._chunk_cat(columns, dim=0, num_chunks=layout.ranks, out=send.view(layout.ranks, -1))
+
+
+def _missing(layout: Layout, slot: Slot, like: torch.Tensor) -> torch.Tensor:
+    """Negative zeros for every row that travels, those that are padding too."""
+    marked = like.new_empty(1)
+    mark_missing(marked)
+    return marked.expand(layout.ranks * slot.chunk, *slot.shape[1:])
