@@ -162,7 +162,8 @@ def _optimizer_bytes(spec: PlanSpec) -> float:
     much where its operators are not fused.
     """
     every = all_units(spec)
-    once = 2 * every.optimizer_state + 3 * every.gradient_slices
+    gradients = every.kept_gradients if spec.sharing.reduces_once else every.gradient_slices
+    once = 2 * every.optimizer_state + 3 * gradients
     return 3 * once if spec.optimizer == "adamw-foreach" else once
 
 
