@@ -16,6 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 from fsdplab.engine import MixedPrecisionPolicy, events, fully_shard, shard_model
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.shard import units_of
+from fsdplab.engine.transport.streams import Job
 from fsdplab.planning import UnitShapes, step_traffic
 from fsdplab.workloads import build_model, loss_of
 from fsdplab.workloads.twin import replay_gradients
@@ -129,11 +130,11 @@ class OrderedStream:
     def __init__(self, role: str, issued: list[tuple[str, bool]]) -> None:
         self.role, self.issued = role, issued
 
-    def run(self, issue, complete, note, *buffers: object, after: Pending | None = None) -> Pending:
-        self.issued.append((self.role, after is not None))
-        issue(True).wait()
-        complete()
-        return Pending(lambda: None, *buffers, event=torch.Event("cpu"))
+    def run(self, job: Job) -> Pending:
+        self.issued.append((self.role, job.after is not None))
+        job.issue(True).wait()
+        job.complete()
+        return Pending(lambda: None, *job.buffers, event=torch.Event("cpu"))
 
 
 def on_ordered_streams() -> list[tuple[str, bool]]:

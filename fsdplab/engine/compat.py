@@ -6,7 +6,6 @@ them.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -23,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+from fsdplab.engine import events
 
 try:
     from torch.distributed.fsdp import DataParallelMeshDims
@@ -62,20 +63,11 @@ def reduce_scatter_single(output: torch.Tensor, source: torch.Tensor, **options:
     return call(output, source, **options)
 
 
-_counters: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
-
-
-def counts_only(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which replaces a collective and looks at no buffer of the engine's, so that none is made for it."""
-    _counters.add(function)
-    return function
-
-
 def collectives_are_replaced() -> bool:
     """Whether somebody has replaced a collective of `torch.distributed` by a function that may look at its buffers."""
     for name in _COLLECTIVES:
         function = getattr(dist, name, None)
-        if function is not getattr(dist.distributed_c10d, name, None) and function not in _counters:
+        if function is not getattr(dist.distributed_c10d, name, None) and function not in events.counters:
             return True
     return False
 

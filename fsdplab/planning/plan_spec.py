@@ -183,7 +183,7 @@ class PlanSpec:
     @cached_property
     def sharing(self) -> Sharing:
         """What the order of a step depends on."""
-        shards, replicas = (1, self.shards) if self.strategy == "no_shard" else (self.shards, self.replicas)
+        shards, replicas = (self.shards, self.replicas) if self.row.cuts else (1, self.shards)
         return Sharing.of(self.strategy, shards, replicas, casts=self.mixed, offloads=self.offload, streams=True)
 
     @property

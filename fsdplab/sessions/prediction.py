@@ -117,12 +117,4 @@ def _run_of(spec: RunSpec) -> LabRun:
         units="block" if spec.units == "auto" else spec.units,
         offloads=spec.offload != "none",
         foreach=spec.optimizer == "adamw-foreach",
-        links=_links(spec),
     )
-
-
-def _links(spec: RunSpec) -> int:
-    """Process groups behind a link from the first step on; a wind tunnel's comes after the step that is measured."""
-    if spec.world_size == 1 or not (spec.link or spec.link_across):
-        return 0
-    return (bool(spec.link) and spec.world_size > spec.replicas) + (spec.replicas > 1)

@@ -14,6 +14,7 @@ peers read. On CUDA streams wait, not hosts, and there is one queue (`stream_lin
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -84,13 +85,13 @@ class Board:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        nbytes = 16 * _RING
+        numbers = ctypes.c_int64 * (2 * _RING)  # no tensors: they would count as memory of the training
         try:
-            arenas = opened(group, _START + nbytes).arenas
-            self._all = [arena.header.part(_START, nbytes).view(torch.int64) for arena in arenas]
+            arenas = opened(group, _START + ctypes.sizeof(numbers)).arenas
+            self._all = [numbers.from_buffer(arena.header.memory, _START) for arena in arenas]
             self._mine = self._all[group.rank()]
         except SharingRefused:
-            self._mine = torch.zeros(2 * _RING, dtype=torch.int64)
+            self._mine = numbers()
             self._all = [self._mine]
 
     def write(self, number: int, now_ns: int) -> None:
@@ -103,16 +104,16 @@ class Board:
         """When the last rank issued collective `number`; every rank must be known to have done so."""
         return max(self._issue(issues, number) for issues in self._all)
 
-    def _issue(self, issues: torch.Tensor, number: int) -> int:
+    def _issue(self, issues: ctypes.Array[ctypes.c_int64], number: int) -> int:
         place, deadline = 2 * (number % _RING), time.monotonic() + 60
-        while (seen := int(issues[place])) != number:
+        while (seen := issues[place]) != number:
             if seen > number or time.monotonic() > deadline:
                 raise RuntimeError(
                     f"the emulated link lost collective {number}: a peer is at {seen}; ranks must run the same"
                     " collectives in the same order"
                 )
             time.sleep(_SYNC_S)
-        return int(issues[place + 1])
+        return issues[place + 1]
 
 
 @dataclass

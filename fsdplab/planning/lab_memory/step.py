@@ -20,7 +20,6 @@ from .unit_buffers import MASTER, Transports, UnitBuffers
 
 ROOT = "root"
 _RANDOM_STATE = 5056  # bytes: checkpointing keeps the generator's state for each region
-_BOARD = 16_384  # bytes of the times that ranks behind a link tell each other, and as many that peers read
 _ENOUGH = 3  # micro-batches: those between the first and the last are alike
 
 
@@ -41,7 +40,6 @@ class LabRun:
     units: str = "block"  # or linear, or model
     offloads: bool = False
     foreach: bool = False
-    links: int = 0  # process groups behind an emulated link
 
 
 def memory_of_step(run: LabRun) -> Bytes:
@@ -89,8 +87,7 @@ class _Play:
             unit.place_at_rest()
 
     def peak(self) -> Bytes:
-        boards = [self.book.hold(_BOARD * self.run.links, kind) for kind in ("other", "communication_buffers")]
-        alive = [self._batches(), self._tables(), *boards]
+        alive = [self._batches(), self._tables()]
         self._step()
         alive.append(self._optimizer_state())
         self.book.begin()

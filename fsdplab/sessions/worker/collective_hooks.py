@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from fsdplab.engine import compat
+from fsdplab.engine import events
 
 # Not in the list: batch_isend_irecv and the collectives on objects, which call these.
 COLLECTIVES = (
@@ -103,7 +103,7 @@ def _announcing(name: str, original: Callable[..., Any], on_issue: OnIssue) -> C
         finally:
             _inside.collective = ""
 
-    return compat.counts_only(announced)
+    return events.counts_only(announced)
 
 
 def _nbytes(argument: Any) -> int:
