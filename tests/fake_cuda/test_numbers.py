@@ -57,8 +57,9 @@ def test_delays_do_not_change_the_losses_but_a_wait_that_is_left_out_does(traine
     twin, all_waits, no_streams, no_events = trained(Machine(gpus=2, settings=DELAYS), *cases)
     assert all_waits == pytest.approx(twin, rel=1e-6)
     assert no_streams != pytest.approx(twin, rel=1e-3)
-    # The host asks for the time of a collective that nobody has waited for.
-    assert "Both events must be completed" in str(no_events)
+    # Losses are wrong, or the host asks for the time of a collective that nobody has waited for.
+    asked = "Both events must be completed" in str(no_events)
+    assert asked or no_events != pytest.approx(twin, rel=1e-3), (twin, no_events)
 
 
 def test_four_ranks_of_hybrid_shard_have_the_losses_of_the_twin(trained: Trained) -> None:
