@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-from fsdplab.teaching.core import answers, checking, run_submission
+from fsdplab.teaching.core import answers, checking, diagnosis, exercise_file, run_submission
 from fsdplab.teaching.core.exercise import Exercise, Question, Wrong
 from fsdplab.teaching.core.verdicts import Feedback
 from fsdplab.teaching.core.workspace import Workspace
@@ -51,6 +51,15 @@ def solutions_of(exercises: Sequence[Exercise], right: Mapping[str, Mapping[str,
     """The references, the other `right` answers (exercise -> name -> source), and the known wrong ones that return."""
     found = []
     for exercise in exercises:
+        if isinstance(exercise, exercise_file.Exercise):
+            passing = {"the reference": exercise.reference, **right.get(exercise.id, {})}
+            found += [Solution(exercise, name, source, None) for name, source in passing.items()]
+            found += [
+                Solution(exercise, f"line {known.line}", known.source, known.cause)
+                for known in exercise.mistakes
+                if known.ends == "returns"
+            ]
+            continue
         passing = {"the reference": exercise.reference, **right.get(exercise.id, {})}
         found += [Solution(exercise, name, source, None) for name, source in passing.items()]
         found += [
@@ -63,7 +72,11 @@ def solutions_of(exercises: Sequence[Exercise], right: Mapping[str, Mapping[str,
 
 def ended_of(exercises: Sequence[Exercise]) -> list[tuple[Exercise, Wrong]]:
     """The known wrong solutions that do not return: they raise, or hang."""
-    return [(exercise, known) for exercise in exercises for known in exercise.wrong if known.ends != "returns"]
+    return [(exercise, known) for exercise in exercises for known in _wrong_of(exercise) if known.ends != "returns"]
+
+
+def _wrong_of(exercise):
+    return exercise.mistakes if isinstance(exercise, exercise_file.Exercise) else exercise.wrong
 
 
 FeedbackByKey = dict[tuple[str, str], Feedback | None]
@@ -89,8 +102,28 @@ def _try_together(todo: Sequence[Solution], workspace: Workspace, folder: Path) 
     paths = [
         Workspace(folder / f"solution-{index}").save(each.exercise.id, each.source) for index, each in enumerate(todo)
     ]
+    if isinstance(todo[0].exercise, exercise_file.Exercise):
+        return _seen_together(todo, paths, workspace)
     outcomes = run_submission.try_programs([(each.exercise, path) for each, path in zip(todo, paths)], workspace)
     return {each.key: checking.judge(each.exercise, outcome) for each, outcome in zip(todo, outcomes, strict=True)}
+
+
+def _seen_together(todo: Sequence[Solution], paths: Sequence[Path], workspace: Workspace) -> FeedbackByKey:
+    """The feedback on solutions whose references are among them: they, and the known mistakes, are run once for all."""
+    seen = run_submission.behaviours([(each.exercise, path) for each, path in zip(todo, paths)], workspace)
+    by_key = {each.key: behaviour for each, behaviour in zip(todo, seen, strict=True)}
+    found = {}
+    for each in todo:
+        exercise = each.exercise
+        known = [
+            diagnosis.Known(by_key[exercise.id, f"line {mistake.line}"], mistake.cause)
+            for mistake in exercise.mistakes
+            if mistake.ends == "returns" and not exercise.settings.facts_only
+        ]
+        learner, reference = by_key[each.key], by_key.get((exercise.id, "the reference"))
+        feedback = diagnosis.judge(exercise, learner, reference, lambda known=known: known)
+        found[each.key] = checking.waited_for(feedback, learner.source)
+    return found
 
 
 def try_ended(exercise: Exercise, known: Wrong, workspace: Workspace, hangs_for: float = 4.0) -> Feedback:
@@ -98,10 +131,26 @@ def try_ended(exercise: Exercise, known: Wrong, workspace: Workspace, hangs_for:
     when all ranks stand ready.
     """
     path = Workspace(workspace.path / "ends").save(exercise.id, known.source)
+    if isinstance(exercise, exercise_file.Exercise):
+        limited = Impatient(exercise.path, hangs_for) if known.ends == "hangs" else exercise
+        feedback = checking.feedback_on(limited, path, workspace)
+        assert feedback is not None, f"{exercise.id}, line {known.line}: is wrong, and passed"
+        return feedback
     limited = replace(exercise, time_limit=hangs_for) if known.ends == "hangs" else exercise
     feedback = checking.judge(exercise, run_submission.try_one(limited, path, workspace))
     assert feedback is not None, f"{exercise.id}, {known.name}: is wrong, and passed"
     return feedback
+
+
+@dataclass(frozen=True)
+class Impatient(exercise_file.Exercise):
+    """An exercise with a shorter time limit than its file says."""
+
+    seconds: float = 4.0
+
+    @property
+    def time_limit(self) -> float:
+        return self.seconds
 
 
 def must_be_complete(item: object) -> None:
@@ -109,6 +158,10 @@ def must_be_complete(item: object) -> None:
     an exercise has wrong solutions too, and programs that compile.
     """
     assert item.statement and all(getattr(item, "hints", ["."]))
+    if isinstance(item, exercise_file.Exercise):
+        assert item.complaints() == []
+        for source in (item.stub, item.reference, *(known.source for known in item.mistakes)):
+            compile(source, item.id, "exec")
     if isinstance(item, Exercise):
         assert item.wrong and item.stub != item.reference
         for source in (item.stub, item.reference, *(known.source for known in item.wrong)):

@@ -11,18 +11,21 @@ import ast
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fsdplab.sessions import Failure, RanksFailed
 
+from . import diagnosis
 from .course_state import CheckFailed, current
 from .display import Note, present
 from .exercise import Case, Choice, Exercise, Question, Trial
+from .exercise_file import Exercise as ExerciseFile
 from .on_ranks import LeftUnfinished, StillWaiting
 from .raised import cause_of
 from .registry import find
-from .run_submission import Tried, try_one
+from .run_submission import Tried, behaviours, try_one
 from .verdicts import Difference, Feedback, Verdict, first_difference
 from .waiting import doing
 from .workspace import Workspace, fingerprint, load_function
@@ -53,14 +56,18 @@ def grade(exercise: str, hints: int = 0) -> Verdict:
         return Verdict(exercise, unwritten)
     where = "" if found.pure or found.world_size == 1 else f" on {found.world_size} ranks"
     with doing(f"checking {exercise}{where}"):
-        feedback = judge(found, try_one(found, workspace.file_of(exercise), workspace))
+        path = workspace.file_of(exercise)
+        if isinstance(found, ExerciseFile):
+            feedback = feedback_on(found, path, workspace)
+        else:
+            feedback = judge(found, try_one(found, path, workspace))
     if feedback is None:
         workspace.note_pass(exercise, source or "")
         return Verdict(exercise, None, f"Right{where}{',' if where else ''} in every case.")
     return failed(found, feedback, workspace, hints)
 
 
-def failed(item: Exercise | Question, feedback: Feedback, workspace: Workspace, hints: int) -> Verdict:
+def failed(item: Exercise | ExerciseFile | Question, feedback: Feedback, workspace: Workspace, hints: int) -> Verdict:
     """The verdict of a failed try: it is counted, and unlocks the next hint."""
     unlocked = min(workspace.note_failure(item.id), len(item.hints))
     shown_hints = tuple(f"Hint {n} ({GRADES[n - 1]}): {text}" for n, text in enumerate(item.hints[:hints], 1))
@@ -110,7 +117,7 @@ def solution_file(exercise: str) -> Path:
     return reference.save(exercise, found.reference)
 
 
-def _unwritten(exercise: Exercise, source: str | None) -> Feedback | None:
+def _unwritten(exercise: Exercise | ExerciseFile, source: str | None) -> Feedback | None:
     """Feedback where there is nothing to run yet: no cell was run, or the stub is untouched."""
     expected = f"a cell that begins with %%exercise {exercise.id} and defines {exercise.function}"
     if source is None:
@@ -130,6 +137,43 @@ def _unwritten(exercise: Exercise, source: str | None) -> Feedback | None:
             untouched=True,
         )
     return None
+
+
+def feedback_on(exercise: ExerciseFile, path: Path, workspace: Workspace) -> Feedback | None:
+    """The feedback on a saved solution, or None where it is right: it is run beside the reference."""
+    reference = Workspace(workspace.path / "reference").save(exercise.id, exercise.reference)
+    beside = [] if exercise.expected is not None else [(exercise, reference)]
+    try:
+        *references, learner = behaviours([*beside, (exercise, path)], workspace)
+    except RanksFailed as failure:
+        return _feedback_on_failure(exercise, failure.report)
+    right, mistakes = references[0] if references else None, partial(known_mistakes, exercise, workspace)
+    return waited_for(diagnosis.judge(exercise, learner, right, mistakes), learner.source)
+
+
+def known_mistakes(exercise: ExerciseFile, workspace: Workspace) -> list[diagnosis.Known]:
+    """How the exercise's known mistakes behave; none where it trains for long, or the ranks were lost."""
+    if exercise.settings.facts_only:
+        return []
+    known = [mistake for mistake in exercise.mistakes if mistake.ends == "returns"]
+    folders = [Workspace(workspace.path / "reference" / f"mistake-{number}") for number, _ in enumerate(known)]
+    saved = [folder.save(exercise.id, mistake.source) for folder, mistake in zip(folders, known, strict=True)]
+    try:
+        seen = behaviours([(exercise, path) for path in saved], workspace)
+    except RanksFailed:
+        return []  # a busy machine; the verdict stands without them, and other causes are looked for
+    return [diagnosis.Known(behaviour, mistake.cause) for behaviour, mistake in zip(seen, known, strict=True)]
+
+
+def waited_for(feedback: Feedback | None, source: str) -> Feedback | None:
+    """The feedback, with a message that nobody waits for as its cause where there is one."""
+    begun = unwaited(source)
+    if not begun:
+        return feedback
+    if feedback is not None:
+        return replace(feedback, cause=_UNWAITED.format(begun))
+    headline = "The values are right by luck: a message is not waited for."
+    return Feedback(headline, "`.wait()` on what the call returns", begun, _UNWAITED.format(begun), 0)
 
 
 def judge(exercise: Exercise, outcome: Tried | RanksFailed) -> Feedback | None:
@@ -180,7 +224,7 @@ def _feedback_on_difference(exercise: Exercise, case: Case, trial: Trial, differ
     return Feedback(headline, difference.expected, difference.got, cause, rank, step, tensor, difference.index)
 
 
-def _feedback_on_failure(exercise: Exercise, report: Failure) -> Feedback:
+def _feedback_on_failure(exercise: Exercise | ExerciseFile, report: Failure) -> Feedback:
     who, hung = ("every rank", exercise.hung) if not exercise.pure else ("the call", "a loop that never ends")
     expected, got = f"{who} returns from {exercise.function}", report.message.splitlines()[0]
     step = None if report.step is None else str(report.step)

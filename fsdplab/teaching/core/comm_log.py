@@ -42,7 +42,7 @@ def to_one_rank_only(calls: Iterable[Call]) -> str:
     """The likely cause where only `dist.reduce` or `dist.gather` was called, which leave a result on one rank alone;
     else nothing.
     """
-    kinds = set(_kinds_of(calls))
+    kinds = set(kinds_of(calls))
     if not kinds & _TO_ONE_RANK or kinds & _ANYTHING_ELSE:
         return ""
     used = (kinds & _TO_ONE_RANK).pop()
@@ -52,7 +52,7 @@ def to_one_rank_only(calls: Iterable[Call]) -> str:
     )
 
 
-def _kinds_of(calls: Iterable[Call]) -> list[str]:
+def kinds_of(calls: Iterable[Call]) -> list[str]:
     """What was called, each kind once, without barriers and a driver's marks, which are broadcasts of one byte."""
     return list(dict.fromkeys(call.kind for call in calls if call.kind != "barrier" and call.nbytes != 1))
 
@@ -63,7 +63,7 @@ _CARRYING = {"all_to_all", "send", "recv"}  # whole gradients can travel by thes
 
 def nothing_added_up(calls: Iterable[Call]) -> str:
     """The likely cause where a sum over the ranks is wanted and no collective that adds up was called; else nothing."""
-    kinds = _kinds_of(calls)
+    kinds = kinds_of(calls)
     if any(kind in _ADDING | _CARRYING for kind in kinds):
         return ""
     if not kinds:

@@ -41,6 +41,7 @@ class Trial:
     returned: Any
     printed: str
     calls: tuple[Call, ...]
+    nothing: bool = False  # whether the function itself returned None
 
 
 @dataclass(frozen=True)

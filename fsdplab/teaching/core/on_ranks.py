@@ -7,6 +7,7 @@ back. Imports torch only, so that ranks start quickly.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib
 import io
@@ -22,7 +23,9 @@ import torch
 import torch.distributed as dist
 
 from fsdplab.sessions.staying.cell_code import FRESH_TITLE, cell_namespace, run_source
+from fsdplab.teaching.core import exercise_file
 from fsdplab.teaching.core.comm_log import WireLog
+from fsdplab.teaching.core.nonsense import NonsenseInNewMemory
 from fsdplab.teaching.core.quantities import plain
 from fsdplab.teaching.core.workspace import Workspace, load_function
 
@@ -31,6 +34,10 @@ GRACE = 2.0  # seconds more than the function's limit: a rank still inside it re
 
 class StillWaiting(RuntimeError):
     """A function that has not returned in time; the text ends with the learner's current line."""
+
+
+class Unreadable(TypeError):
+    """What the function returned cannot be read as the exercise reads it; the text begins with its type."""
 
 
 class LeftUnfinished(RuntimeError):
@@ -45,6 +52,64 @@ def call_recorded(payload: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """
     Workspace(Path(payload["workspace"])).make_importable()
     return [_run_program(program) for program in payload["programs"]]
+
+
+def call_exercises(payload: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """Call every program on every case of its exercise: `[program][case]`, what this rank observed and sent.
+
+    `payload["programs"]`: dicts with the `exercise`'s file, the file of the `solution`, and `time_limit` (seconds for
+    one case, from a common start).
+    """
+    Workspace(Path(payload["workspace"])).make_importable()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    found = []
+    for program in payload["programs"]:
+        exercise = exercise_file.Exercise(Path(program["exercise"]))
+        observed = Observed(exercise, Path(program["solution"]))
+        cases = exercise.module().cases(rank, ranks)
+        found.append([_seen_on_this_rank(name, observed, given, program) for name, *given in cases])
+    return found
+
+
+def _seen_on_this_rank(name: str, observed: Observed, given: list[Any], program: dict[str, Any]) -> dict[str, Any]:
+    with NonsenseInNewMemory():
+        seen = _run_case(observed, (given,), {"time_limit": program["time_limit"], "path": program["solution"]})
+    return {"case": name, "nothing": observed.nothing, **seen}
+
+
+class Observed:
+    """A solution, and what its exercise observes of it: `Observed(exercise, path)(arguments)` -> facts, or a value."""
+
+    def __init__(self, exercise: exercise_file.Exercise, path: Path) -> None:
+        self._path, self._returned, self._value = str(path), False, None
+        self._function = self._noted(with_plain_numbers(load_function(path, exercise.function)))
+        self._observe = getattr(exercise.module(), "observe", lambda function, *given: function(*given))
+
+    @property
+    def nothing(self) -> bool:
+        """Whether the function returned None when it was last called."""
+        return self._returned and self._value is None
+
+    def __call__(self, given: list[Any]) -> Any:
+        """What is seen of one call; Unreadable where the exercise cannot read what the function returned."""
+        self._returned = False
+        try:
+            return self._observe(self._function, *copy.deepcopy(given))
+        except Exception as error:
+            inside = any(frame.filename == self._path for frame in traceback.extract_tb(error.__traceback__))
+            if self._returned and not inside:
+                raise Unreadable(f"{type(self._value).__name__}: {type(error).__name__}: {error}") from error
+            raise
+
+    def _noted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def called(*arguments: Any, **named: Any) -> Any:
+            self._returned = False
+            self._value = function(*arguments, **named)
+            self._returned = True
+            return self._value
+
+        return called
 
 
 def _run_program(program: dict[str, Any]) -> list[dict[str, Any]]:
@@ -65,8 +130,8 @@ def with_plain_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with numpy's numbers in what it returns as Python's own, before a driver reads them."""
 
     @functools.wraps(function)
-    def called(*arguments: Any) -> Any:
-        return plain(function(*arguments))
+    def called(*arguments: Any, **named: Any) -> Any:
+        return plain(function(*arguments, **named))
 
     return called
 

@@ -11,7 +11,10 @@ import re
 from fsdplab.sessions.worker.collective_hooks import NoSuchRank
 
 OTHERWISE = "read the last line first: it names the error; the line above is yours"
+NOTHING = "the function returns nothing: end it with `return ...`"
 _CAUSES = (  # (what the error's line says, the likely cause), the first that fits
+    (r"Unreadable: NoneType", NOTHING),
+    (r"Unreadable", "what it returned is of another type than the statement asks for"),
     (
         NoSuchRank.__name__,
         "the ring is not closed: after the last rank comes rank 0, and before rank 0 the last one, so take"

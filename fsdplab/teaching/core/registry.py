@@ -6,17 +6,22 @@ They are the `ITEMS` of `exercises.py` in the notebook's lesson, or of `exercise
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import TypeVar, overload
 
 from .exercise import Choice, Exercise, Question
+from .exercise_file import Exercise as ExerciseFile
+from .questions_file import questions_of
 from .workspace import checked_id
 
-Item = Exercise | Question | Choice
+Item = Exercise | ExerciseFile | Question | Choice
 Kind = TypeVar("Kind", bound=Item)
 _LESSONS = Path(__file__).resolve().parents[1] / "lessons"
+_EXERCISES = _LESSONS.with_name("exercises")
 _registered: dict[str, Item] = {}
+_read: set[str] = set()
 
 
 def register(*items: Item) -> None:
@@ -27,10 +32,23 @@ def register(*items: Item) -> None:
         _registered[item.id] = item
 
 
+def items_in(folder: Path) -> Iterator[Item]:
+    """The exercises (`shard.py`) and questions (`questions.md`) of a notebook's folder, `05`."""
+    for path in sorted(folder.glob("*.py")):
+        yield ExerciseFile(path)
+    questions = folder / "questions.md"
+    if questions.is_file():
+        yield from questions_of(questions)
+
+
 def items_of(notebook: str) -> tuple[Item, ...]:
     """All items of a notebook, `items_of("01")`; empty where the course has none."""
+    if notebook not in _read:
+        _read.add(notebook)
+        register(*items_in(_EXERCISES / notebook))
     for file in (*_LESSONS.glob(f"nb{notebook}_*/exercises.py"), *_LESSONS.glob(f"nb*/exercises_{notebook}.py")):
-        register(*import_module(f"fsdplab.teaching.lessons.{file.parent.name}.{file.stem}").ITEMS)
+        items = import_module(f"fsdplab.teaching.lessons.{file.parent.name}.{file.stem}").ITEMS
+        register(*(item for item in items if not isinstance(_registered.get(item.id), ExerciseFile)))
     return tuple(item for item in _registered.values() if item.id.startswith(f"{notebook}."))
 
 
@@ -47,7 +65,10 @@ def find(exercise: str, kind: type | None = None) -> Item:
         near = difflib.get_close_matches(exercise, known, n=3, cutoff=0) or ["none in this notebook"]
         raise LookupError(f"there is no exercise {exercise!r}; near: {', '.join(near)}")
     item = known[exercise]
-    if kind is not None and not isinstance(item, kind):
-        verb, noun = ("check", "an exercise") if isinstance(item, Exercise) else ("answer", "a question")
+    kinds = (Exercise, ExerciseFile) if kind is Exercise else kind
+    if kinds is not None and not isinstance(item, kinds):
+        verb, noun = (
+            ("check", "an exercise") if isinstance(item, (Exercise, ExerciseFile)) else ("answer", "a question")
+        )
         raise LookupError(f"{exercise} is {noun}: use {verb}({exercise!r}, ...)")
     return item

@@ -12,7 +12,7 @@ import signal
 import threading
 import traceback
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,12 @@ from typing import Any
 from fsdplab.sessions import Failure, RanksFailed, call_on_ranks
 
 from .exercise import Call, Case, Exercise, Trial
-from .on_ranks import StillWaiting, portable, waited, with_driver, with_plain_numbers
+from .exercise_file import Exercise as ExerciseFile
+from .on_ranks import Observed, StillWaiting, portable, waited, with_driver, with_plain_numbers
 from .workspace import Workspace, load_function
 
 START_LIMIT = 90.0  # seconds for the ranks to start, on a busy machine too
+_MOST_CASES = 20  # of an exercise: the sum of their limits only ends what a rank's own clock could not
 ON_RANKS = Path(__file__).with_name("on_ranks.py")
 
 
@@ -34,6 +36,78 @@ class Tried:
     cases: tuple[Case, ...]
     trials: tuple[tuple[Trial, ...], ...]
     source: str = ""
+
+
+@dataclass(frozen=True)
+class Behaviour:
+    """What was seen of one solution: `trials[case][rank]`, the cases' names, and its source."""
+
+    cases: tuple[str, ...]
+    trials: tuple[tuple[Trial, ...], ...]
+    source: str
+
+
+def behaviours(solutions: Sequence[tuple[ExerciseFile, Path]], workspace: Workspace) -> list[Behaviour]:
+    """Run saved solutions of exercises with one number of ranks, in one launch, and pure ones here; RanksFailed when
+    one raises or hangs.
+    """
+    sent = [(exercise, path) for exercise, path in solutions if not exercise.pure]
+    on_ranks = iter(_seen_on_ranks(sent, workspace) if sent else ())
+    return [_seen_here(exercise, path) if exercise.pure else next(on_ranks) for exercise, path in solutions]
+
+
+def _seen_on_ranks(solutions: Sequence[tuple[ExerciseFile, Path]], workspace: Workspace) -> list[Behaviour]:
+    world_size = solutions[0][0].world_size
+    programs = [
+        {"exercise": str(exercise.path), "solution": str(path), "time_limit": exercise.time_limit}
+        for exercise, path in solutions
+    ]
+    payload = {"workspace": str(workspace.path), "programs": programs}
+    limit = START_LIMIT + sum(exercise.time_limit * _MOST_CASES for exercise, _ in solutions)
+    by_rank = call_on_ranks(ON_RANKS, "call_exercises", world_size=world_size, payload=payload, time_limit=limit)
+    return [
+        _behaviour([results[index] for results in by_rank], path.read_text(encoding="utf-8"))
+        for index, (_, path) in enumerate(solutions)
+    ]
+
+
+def _behaviour(by_rank: Sequence[Sequence[Mapping[str, Any]]], source: str) -> Behaviour:
+    """`[rank][case]` dicts as one record."""
+    trials = [
+        tuple(
+            Trial(
+                rank, seen["returned"], seen["printed"], tuple(Call(*call) for call in seen["calls"]), seen["nothing"]
+            )
+            for rank, seen in enumerate(at_case)
+        )
+        for at_case in zip(*by_rank, strict=True)
+    ]
+    return Behaviour(tuple(seen["case"] for seen in by_rank[0]), tuple(trials), source)
+
+
+def _seen_here(exercise: ExerciseFile, path: Path) -> Behaviour:
+    """What a pure function does in every case, called in this process; RanksFailed where it raises or does not end."""
+    try:
+        with _ended_after(exercise.time_limit, path):
+            observed, ranks = Observed(exercise, path), range(exercise.world_size)
+            seen = [_cases_here(exercise, observed, rank) for rank in ranks]
+    except Exception as error:  # whatever the learner's function raises is the feedback
+        message = f"{type(error).__name__}: {error}"
+        raise RanksFailed(Failure("raised", message, traceback=traceback.format_exc())) from None
+    return _behaviour(seen, path.read_text(encoding="utf-8"))
+
+
+def _cases_here(exercise: ExerciseFile, observed: Observed, rank: int) -> list[dict[str, Any]]:
+    seen = []
+    for name, *given in exercise.module().cases(rank, exercise.world_size):
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            returned = portable(observed(given))
+        printed_text = printed.getvalue()
+        seen.append(
+            {"case": name, "returned": returned, "printed": printed_text, "calls": (), "nothing": observed.nothing}
+        )
+    return seen
 
 
 def try_programs(programs: Sequence[tuple[Exercise, Path]], workspace: Workspace) -> list[Tried]:

@@ -164,10 +164,11 @@ def _tensor_difference(expected: torch.Tensor, got: Any, tolerance: float, name:
 
 def _unequal(expected: torch.Tensor, got: torch.Tensor, tolerance: float) -> torch.Tensor:
     """Where two tensors of one shape and dtype differ by more than the tolerance; NaN equals NaN."""
+    both_nan = (expected != expected) & (got != got)
     if not expected.is_floating_point() or not tolerance:
-        return (expected != got) & ~((expected != expected) & (got != got))
-    allowed = tolerance * expected.abs().max().item() if expected.numel() else 0.0
-    return ~((expected - got).abs() <= allowed)
+        return (expected != got) & ~both_nan
+    allowed = tolerance * expected.nan_to_num(0.0).abs().max().item() if expected.numel() else 0.0
+    return ~((expected - got).abs() <= allowed) & ~both_nan
 
 
 def _dict_difference(expected: dict[Any, Any], got: Any, tolerance: float, name: str) -> Difference | None:

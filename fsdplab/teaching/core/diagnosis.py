@@ -1,0 +1,258 @@
+"""One diagnosis for all exercises: what a solution did beside what the reference did, and the likely cause.
+
+`judge` returns the feedback on a solution, or None for a right one. The first fact that differs decides, and the cause
+is the first of these that holds: the function returned nothing, or another dtype; a known mistake does the same there
+(of several, the one that does the same at most places); no collective was called, or none that adds up; what the
+exercise says of this fact; another rank's value, or a constant factor. Right values that cost more bytes are told last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .comm_log import kinds_of, nothing_added_up, to_one_rank_only
+from .exercise import Call
+from .exercise_file import Exercise
+from .run_submission import Behaviour
+from .verdicts import Difference, Feedback, first_difference
+
+VALUE = "the returned value"
+OTHERWISE = "compare the two values, and what your function does on this rank with the statement, line by line"
+_SLACK = 1.01  # of bytes, for padding
+_SENT = {"all_reduce": 2.0, "recv": 0.0, "barrier": 0.0}  # times nbytes (n-1)/n; other collectives once
+_ADDING = {"reduce_scatter", "all_reduce", "reduce"}
+
+
+@dataclass(frozen=True)
+class Known:
+    """A known mistake, as it behaves."""
+
+    behaviour: Behaviour
+    cause: str
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The first place where a solution differs: the case and rank by number, the fact, and how."""
+
+    case: int
+    rank: int
+    fact: str
+    difference: Difference
+
+
+def judge(
+    exercise: Exercise, learner: Behaviour, reference: Behaviour | None, mistakes: Callable[[], Sequence[Known]]
+) -> Feedback | None:
+    """The feedback on a solution that returned, or None where it is right; `mistakes` are asked for if it is wrong.
+
+    `reference` may be None where the exercise says what is EXPECTED.
+    """
+    right = _expected(exercise, learner, reference)
+    place = _first_place(learner, right, exercise.tolerance)
+    if place is None:
+        return _feedback_on_bytes(exercise, learner, reference, mistakes)
+    cause = _cause(exercise, place, learner, right, reference, mistakes)
+    return _feedback(exercise, place, learner, cause)
+
+
+_Facts = Mapping[str, Any]
+_Right = Sequence[Sequence[_Facts]]  # [case][rank]
+
+
+def _expected(exercise: Exercise, learner: Behaviour, reference: Behaviour | None) -> _Right:
+    """The right facts at every place."""
+    if exercise.expected is not None:
+        return [[exercise.expected] * len(ranks) for ranks in learner.trials]
+    assert reference is not None, f"{exercise.id}: the reference was not run, and no EXPECTED stands in its file"
+    return [[_facts(trial.returned) for trial in ranks] for ranks in reference.trials]
+
+
+def _facts(value: Any) -> _Facts:
+    """The facts that an exercise observed, without those for its own sentences; or the value as the only fact."""
+    return (
+        value if isinstance(value, dict) and value and all(isinstance(name, str) for name in value) else {VALUE: value}
+    )
+
+
+def _compared(facts: _Facts) -> Iterator[str]:
+    return (name for name in facts if not name.startswith("_"))
+
+
+def _differs(right: _Facts, got: _Facts, fact: str, tolerance: float) -> Difference | None:
+    return first_difference(right.get(fact), got.get(fact), tolerance, fact)
+
+
+def _first_place(learner: Behaviour, right: _Right, tolerance: float) -> _Place | None:
+    for case, ranks in enumerate(right):
+        for rank, expected in enumerate(ranks):
+            got = _facts(learner.trials[case][rank].returned)
+            for fact in _compared(expected):
+                if fact not in got:
+                    whole = first_difference(dict(expected), learner.trials[case][rank].returned, tolerance, VALUE)
+                    return _Place(case, rank, fact, whole or Difference(fact, "keys", fact, "nothing of this name"))
+                if found := _differs(expected, got, fact, tolerance):
+                    return _Place(case, rank, fact, found)
+    return None
+
+
+def _cause(
+    exercise: Exercise,
+    place: _Place,
+    learner: Behaviour,
+    right: _Right,
+    reference: Behaviour | None,
+    mistakes: Callable[[], Sequence[Known]],
+) -> str:
+    trial, expected = learner.trials[place.case][place.rank], right[place.case][place.rank]
+    if trial.nothing and exercise.returns:
+        printed = f"; it printed {trial.printed.split()[0]!r} ..." if trial.printed.split() else ""
+        return f"the function returns nothing{printed}: end it with `return ...`"
+    if place.difference.problem == "dtype":
+        return "a buffer was made with torch's default dtype: make it like the input (new_empty, empty_like)"
+    right_calls = reference.trials[place.case][place.rank].calls if reference else ()
+    return (
+        _alike(exercise, place, learner, right, mistakes())
+        or _calls_missing(trial.calls, right_calls)
+        or exercise.says(place.fact, _facts(trial.returned), expected)
+        or _relation(exercise, place, learner, right)
+    )
+
+
+def _alike(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right, mistakes: Sequence[Known]) -> str:
+    """The cause of the known mistake that does the same here, and of several at most places; else nothing."""
+
+    def same(known: Known, case: int, rank: int) -> bool:
+        theirs, ours = (_facts(of.trials[case][rank].returned) for of in (known.behaviour, learner))
+        return _differs(theirs, ours, place.fact, exercise.tolerance) is None
+
+    places = [(case, rank) for case, ranks in enumerate(right) for rank in range(len(ranks))]
+    scored = [
+        (sum(same(known, *at) for at in places), known.cause)
+        for known in mistakes
+        if same(known, place.case, place.rank)
+    ]
+    return max(scored, key=lambda each: each[0])[1] if scored else ""
+
+
+def _calls_missing(calls: Sequence[Call], right: Sequence[Call]) -> str:
+    """The cause where the reference calls collectives, and this solution none, or none that does what is needed."""
+    wanted = set(kinds_of(right))
+    if not wanted:
+        return ""
+    if not kinds_of(calls):
+        return "no collective was called, so nothing came from the other ranks"
+    return to_one_rank_only(calls) or (nothing_added_up(calls) if wanted & _ADDING else "")
+
+
+def _relation(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right) -> str:
+    """What any wrong value may be to the right one: of another type, another rank's, a multiple; else what to do."""
+    if place.difference.problem in ("type", "keys", "length"):
+        return f"{place.difference.expected} is expected, this is {place.difference.got}"
+    case, ours = right[place.case], _facts(learner.trials[place.case][place.rank].returned).get(place.fact)
+    own = {place.fact: ours}
+    for rank, theirs in enumerate(case):
+        unlike = _differs(case[place.rank], theirs, place.fact, exercise.tolerance)
+        if unlike and _differs(theirs, own, place.fact, exercise.tolerance) is None:
+            return f"this is what rank {rank} must give"
+    factor = _factor(ours, case[place.rank][place.fact])
+    if factor and _everywhere(factor, exercise, place, learner, right):
+        return _factor_in_words(factor, len(case))
+    return OTHERWISE
+
+
+def _factor(got: Any, right: Any) -> float:
+    """By what a value is too large; 0 for what cannot be divided."""
+    with contextlib.suppress(TypeError, ValueError, ZeroDivisionError, RuntimeError):
+        return float((got * right).sum() / (right * right).sum()) if hasattr(got, "sum") else float(got / right)
+    return 0.0
+
+
+def _everywhere(factor: float, exercise: Exercise, place: _Place, learner: Behaviour, right: _Right) -> bool:
+    """Whether the value is this multiple of the right one at every place, and there is more than one."""
+    pairs = [
+        (expected[place.fact], _facts(learner.trials[case][rank].returned).get(place.fact))
+        for case, ranks in enumerate(right)
+        for rank, expected in enumerate(ranks)
+        if place.fact in expected
+    ]
+    tolerance = max(exercise.tolerance, 1e-6)
+    return len(pairs) > 1 and not any(first_difference(value * factor, got, tolerance) for value, got in pairs)
+
+
+def _factor_in_words(factor: float, ranks: int) -> str:
+    if ranks > 1 and abs(factor - ranks) < 1e-4 * ranks:
+        return f"this is {ranks} times what is expected, as a sum over the {ranks} ranks is that was not divided"
+    if ranks > 1 and abs(factor * ranks - 1) < 1e-4:
+        return f"what is expected is {ranks} times this: it was divided by the number of ranks, {ranks}, once too often"
+    return f"this is {factor:.4g} times what is expected"
+
+
+def _feedback(exercise: Exercise, place: _Place, learner: Behaviour, cause: str) -> Feedback:
+    difference, trial = place.difference, learner.trials[place.case][place.rank]
+    if trial.nothing and exercise.returns:
+        headline = f"{exercise.function} returns nothing (case: {learner.cases[place.case]})."
+    else:
+        verb = "returns" if place.fact == VALUE else "leads to"
+        what = {"keys": "a dict with other keys", "type": "something of another type"}.get(
+            difference.problem, f"a wrong {difference.problem}"
+        )
+        where = "" if exercise.world_size == 1 else f" {'for' if exercise.pure else 'on'} rank {place.rank}"
+        headline = f"{exercise.function} {verb} {what}{where} (case: {learner.cases[place.case]})."
+    named = difference.index is not None or place.fact != VALUE or "[" in difference.tensor
+    return Feedback(
+        headline,
+        difference.expected,
+        difference.got,
+        cause,
+        None if exercise.world_size == 1 else place.rank,
+        None,
+        difference.tensor if named else None,
+        difference.index,
+    )
+
+
+# ---- right values at more bytes
+
+
+def _feedback_on_bytes(
+    exercise: Exercise, learner: Behaviour, reference: Behaviour | None, mistakes: Callable[[], Sequence[Known]]
+) -> Feedback | None:
+    if reference is None or sent(learner) <= _SLACK * sent(reference):
+        return None
+    calls = [[trial.calls for trial in ranks] for ranks in learner.trials]
+    known = (
+        known.cause for known in mistakes() if [[t.calls for t in ranks] for ranks in known.behaviour.trials] == calls
+    )
+    otherwise = "fewer bytes bring the same values: what does every rank need, and what does it have already?"
+    return Feedback(
+        "The values are right, but more is sent than need be.",
+        f"{sent(reference):,.0f} bytes over all ranks",
+        f"{sent(learner):,.0f} bytes: {', '.join(_in_words(learner))}",
+        next(known, otherwise),
+        None if exercise.world_size == 1 else 0,
+    )
+
+
+def _in_words(behaviour: Behaviour) -> list[str]:
+    kinds = kinds_of(call for ranks in behaviour.trials for trial in ranks for call in trial.calls)
+    return [kind for kind in kinds if kind != "recv"]
+
+
+def sent(behaviour: Behaviour) -> float:
+    """Bytes that all ranks send in all cases, by the textbook: 2 b (n-1)/n for an all_reduce of b bytes."""
+    return sum(
+        call.nbytes
+        if call.kind == "send"
+        else _SENT.get(call.kind, 1.0)
+        * call.nbytes
+        * (len(ranks) if call.kind == "reduce_scatter" else 1)
+        * (len(ranks) - 1)
+        / len(ranks)
+        for ranks in behaviour.trials
+        for trial in ranks
+        for call in trial.calls
+    )

@@ -1,0 +1,278 @@
+"""An exercise is one Python file, `exercises/05/shard.py`, which a teacher reads from top to bottom.
+
+Its docstring holds the title, the statement and three hints. Then comes the reference. nbgrader's marks, `### BEGIN
+SOLUTION` and `### END SOLUTION`, enclose what learners write: in the stub `...` stands there, with the text that
+follows the mark as a comment. Three signs in the margin add what Python does not run:
+
+    rows = whole[rank * c : (rank + 1) * c]
+    #! rows = whole[:c]
+    #: every rank keeps the first rows; rank r begins at row r * c
+
+`#!` is a known mistake, in place of the line above it, and `#:` is what to say of it. A mistake that is a function of
+its own stands after a blank line behind the reference. `#: raises: ...` and `#: hangs: ...` are mistakes that do not
+return; `#: as above` repeats the cause before. `##` is a line of the stub, where the stub is working code.
+
+After `# ---- check: on 3 ranks, within 1e-6` come `cases(rank, n)`, which yields (name, *arguments), and perhaps
+`observe(function, *arguments) -> {fact: value}`, `SAYS = {fact: what to say where it is the first that differs}` and
+`EXPECTED = {fact: value}` where running the reference takes long. Otherwise the reference's results are expected.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+from .workspace import checked_id
+
+_CHECK = re.compile(r"^# ---- check(?:: (.*?))? *$", re.MULTILINE)
+_SETTINGS = {
+    "world_size": r"on (\d+) ranks?",
+    "tolerance": r"within ([\d.e+-]+)",
+    "time_limit": r"in (\d+) s",
+    "pure": r"(pure)",
+    "facts_only": r"(facts only)",
+}
+_ENDS = re.compile(r"(raises|hangs): *")
+_MARGIN = ("#! ", "#: ", "## ")
+HUNG = "deadlock: the ranks wait for each other, because some rank receives what no rank sends"
+
+
+class ExerciseError(ValueError):
+    """A file that is no exercise; the message names the file, the line, and what is expected there."""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A known wrong version of the whole source, the cause to name, and how it `ends`: "returns", "raises", "hangs"."""
+
+    source: str
+    cause: str
+    ends: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The line of the check: how many ranks, the relative tolerance, and the seconds that one case may take.
+
+    A `pure` function sends nothing: it is called in the notebook's process, once for each rank's arguments. With
+    `facts_only` the mistakes are not run to find the cause (an exercise that trains), only in the tests.
+    """
+
+    world_size: int = 1
+    tolerance: float = 0.0
+    time_limit: float = 12.0
+    pure: bool = False
+    facts_only: bool = False
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """The exercise in the file at `path`; its id is the folder's and the file's name, `05.shard`."""
+
+    path: Path
+
+    @property
+    def id(self) -> str:
+        """The id, as `check` takes it."""
+        return checked_id(f"{self.path.parent.name}.{self.path.stem}")
+
+    @property
+    def function(self) -> str:
+        """The name of the function to write."""
+        return self.path.stem
+
+    @cached_property
+    def text(self) -> str:
+        """The whole file."""
+        return self.path.read_text(encoding="utf-8")
+
+    @cached_property
+    def _paragraphs(self) -> list[str]:
+        return inspect.cleandoc(ast.get_docstring(ast.parse(self.text)) or "").split("\n\n")
+
+    @property
+    def title(self) -> str:
+        """The first line of the docstring."""
+        return self._paragraphs[0]
+
+    @property
+    def statement(self) -> str:
+        """What is to be written."""
+        return " ".join(" ".join(self._paragraphs[1:-1]).split())
+
+    @cached_property
+    def hints(self) -> tuple[str, ...]:
+        """A nudge, a pointer, and nearly the solution."""
+        return tuple(
+            " ".join(hint.split()) for hint in re.split(r"^\d\. ", self._paragraphs[-1], flags=re.MULTILINE)[1:]
+        )
+
+    @cached_property
+    def settings(self) -> Settings:
+        """What the line `# ---- check: ...` says; ExerciseError for words that are none."""
+        found = _CHECK.search(self.text)
+        if found is None:
+            raise ExerciseError(f"{self.path}: no line `# ---- check: ...`; the cases stand after it")
+        chosen: dict[str, Any] = {}
+        for words in filter(None, (found[1] or "").split(", ")):
+            fitting = [(name, match[1]) for name, form in _SETTINGS.items() if (match := re.fullmatch(form, words))]
+            if not fitting:
+                raise ExerciseError(
+                    f"{self.path}: {words!r} in the line of the check; expected `on 3 ranks`, `within 1e-6`, `in 30 s`,"
+                    " `pure` or `facts only`"
+                )
+            name, value = fitting[0]
+            chosen[name] = int(value) if name == "world_size" else value[0].isalpha() or float(value)
+        return Settings(**chosen)
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks, or for a pure function how many ranks' arguments."""
+        return self.settings.world_size
+
+    @property
+    def tolerance(self) -> float:
+        """By how much a number may differ, relative to the largest expected one."""
+        return self.settings.tolerance
+
+    @property
+    def time_limit(self) -> float:
+        """Seconds that one case may take, from a common start of the ranks."""
+        return self.settings.time_limit
+
+    @property
+    def pure(self) -> bool:
+        """Whether it is called in the notebook's process."""
+        return self.settings.pure
+
+    @property
+    def _starts(self) -> int:
+        """The number of lines up to the docstring's end."""
+        return ast.parse(self.text).body[0].end_lineno or 0
+
+    @cached_property
+    def _solution(self) -> list[str]:
+        """The lines between docstring and check."""
+        found = _CHECK.search(self.text)
+        return self.text[: found.start() if found else None].split("\n")[self._starts :]
+
+    def _kept(self, stub: bool = False, instead: tuple[int, list[str]] | None = None) -> str:
+        """The source: without margins, with `instead` in place of one line, or with gaps where learners write."""
+        kept: list[str] = []
+        gap: list[str] | None = None  # the stub's lines for the marked part that we are in
+        for number, line in enumerate(self._solution):
+            bare = line.lstrip()
+            indent = line[: len(line) - len(bare)]
+            if bare.startswith("### BEGIN SOLUTION"):
+                said = bare.removeprefix("### BEGIN SOLUTION").strip()
+                gap = [f"{indent}...  # {said}" if said else f"{indent}..."]
+                own: list[str] = []
+            elif bare.startswith("### END SOLUTION"):
+                kept += (own or gap or []) if stub else []
+                gap = None
+            elif bare.startswith("## ") or bare == "##":
+                own.append((indent + bare[3:]).rstrip())
+            elif not bare.startswith(_MARGIN) and not (stub and gap is not None):
+                kept += instead[1] if instead and instead[0] == number else [line]
+        return "\n".join(kept).strip("\n") + "\n"
+
+    @cached_property
+    def reference(self) -> str:
+        """The solution's source."""
+        return self._kept()
+
+    @cached_property
+    def stub(self) -> str:
+        """What a learner begins with."""
+        return self._kept(stub=True)
+
+    @cached_property
+    def mistakes(self) -> tuple[Mistake, ...]:
+        """The known mistakes, in the file's order."""
+        found: list[Mistake] = []
+        at = begun = 0
+        new: list[str] = []
+        said: list[str] = []
+        for number, line in enumerate([*self._solution, ""]):
+            bare = line.lstrip()
+            if said and not bare.startswith("#: "):  # a margin ends
+                found.append(self._mistake(at, new, " ".join(said), found, begun))
+                new, said = [], []
+            if bare.startswith("#! ") or bare == "#!":
+                begun = begun if new else number
+                new.append((line[: len(line) - len(bare)] + bare[3:]).rstrip())
+            elif bare.startswith("#: "):
+                said.append(bare[3:].strip())
+            elif not bare.startswith("## "):
+                if new:
+                    raise ExerciseError(f"{self.path}: the mistake {new[0].strip()!r} lacks its cause, a line `#: ...`")
+                at = number
+        return tuple(found)
+
+    def _mistake(self, at: int, new: list[str], said: str, before: list[Mistake], begun: int) -> Mistake:
+        if not new:
+            raise ExerciseError(f"{self.path}: the cause {said!r} stands under no mistake, a line `#! ...`")
+        ends = _ENDS.match(said)
+        cause = said[ends.end() :] if ends else said
+        if cause == "as above":
+            if not before:
+                raise ExerciseError(f"{self.path}: `#: as above` stands under the first mistake")
+            cause = before[-1].cause
+        source = self._kept(instead=(at, new))
+        return Mistake(source, cause, ends[1] if ends else "returns", self._starts + begun + 1)
+
+    @cached_property
+    def returns(self) -> bool:
+        """Whether the reference returns a value."""
+        return any(isinstance(node, ast.Return) and node.value for node in ast.walk(ast.parse(self.reference)))
+
+    def module(self) -> types.ModuleType:
+        """The whole file as a module: its cases and its observation."""
+        return _module(self.path)
+
+    @property
+    def expected(self) -> Mapping[str, Any] | None:
+        """The facts that a right solution leads to, where they stand in the file."""
+        found: Mapping[str, Any] | None = getattr(self.module(), "EXPECTED", None)
+        return found
+
+    def says(self, fact: str, got: Mapping[str, Any], right: Mapping[str, Any]) -> str:
+        """What the file says of a fact that differs, or nothing: a text, or a function of all facts, got and right."""
+        said: str | Callable[..., str] = getattr(self.module(), "SAYS", {}).get(fact, "")
+        return said if isinstance(said, str) else said(got, right)
+
+    @property
+    def hung(self) -> str:
+        """The likely cause where a check does not end."""
+        return str(getattr(self.module(), "SAYS", {}).get("hung", HUNG))
+
+    def complaints(self) -> list[str]:
+        """What the file lacks, a line each."""
+        found = [] if len(self.hints) == 3 else [f"{self.id}: expected three hints, 1. to 3., got {len(self.hints)}"]
+        found += [] if self.statement else [f"{self.id}: no statement between title and hints"]
+        found += [] if self.mistakes else [f"{self.id}: no known mistake, `#!` and `#:`"]
+        found += [] if self.stub != self.reference else [f"{self.id}: no part to write, ### BEGIN SOLUTION"]
+        return found
+
+
+@lru_cache
+def _module(path: Path) -> types.ModuleType:
+    return loaded(path.read_text(encoding="utf-8"), f"exercise_file_{path.parent.name}_{path.stem}", str(path))
+
+
+def loaded(source: str, name: str, file: str) -> types.ModuleType:
+    """A module made from a source text."""
+    made = types.ModuleType(name)
+    made.__file__ = file
+    sys.modules[name] = made  # dataclasses look their module up by name
+    exec(compile(source, file, "exec"), made.__dict__)
+    return made
