@@ -13,11 +13,11 @@ from collections import defaultdict
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
-import nbformat
 import pytest
 from nbformat.v4 import new_code_cell
 from nbval.plugin import IPyNbCell, IPyNbFile
 
+from fsdplab.teaching.authoring.course import read, tags_of
 from fsdplab.teaching.core.workspace import Workspace
 from tests.busy import pytest_addoption, pytest_runtestloop  # noqa: F401 (hooks)
 from tests.spread import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401 (hooks)
@@ -67,9 +67,9 @@ class BothEditions(IPyNbFile):
 
 def solve(notebook: Path, workspace: Workspace) -> None:
     """Leave the notebook's exercises in the folder as its teacher edition does: saved, and passed."""
-    for cell in nbformat.read(notebook, as_version=4).cells:
+    for cell in read(notebook).cells:
         first, _, body = cell.source.partition("\n")
-        if "solution" in cell.metadata.get("tags", ()) and first.startswith("%%exercise"):
+        if "solution" in tags_of(cell) and first.startswith("%%exercise"):
             exercise = first.split()[1]
             workspace.save(exercise, body)
             workspace.note_pass(exercise, body)

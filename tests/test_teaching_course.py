@@ -16,6 +16,7 @@ from fsdplab.teaching.__main__ import main
 from fsdplab.teaching.authoring import course, course_run
 from fsdplab.teaching.authoring.course import CourseError, build_course, check_sources, read
 from fsdplab.teaching.core import course_state
+from fsdplab.teaching.core.cell_runs import run_exercise
 from fsdplab.teaching.core.registry import find
 from tests import learner_edition
 
@@ -29,11 +30,17 @@ def tagged(cell, *tags):
     return cell
 
 
-def exercise_cells(stub=HELLO.stub, reference=HELLO.reference):
+def exercise_cells():
+    """A stub and its solution, as `read` makes them of the cell below."""
     return [
-        tagged(new_raw_cell(f"%%exercise 00.hello_ranks\n{stub}"), "stub"),
-        tagged(new_code_cell(f"%%exercise 00.hello_ranks\n{reference}"), "solution"),
+        tagged(new_raw_cell(f"%%exercise 00.hello_ranks\n{HELLO.stub}"), "stub"),
+        tagged(new_code_cell(f"%%exercise 00.hello_ranks\n{HELLO.reference}"), "solution"),
     ]
+
+
+def exercise_cell():
+    """The cell of an exercise as a source has it."""
+    return new_code_cell("%%exercise 00.hello_ranks\n# The stub and the solution stand in its file")
 
 
 def source(folder: Path, *cells, name="05_mine.ipynb") -> Path:
@@ -51,7 +58,7 @@ def texts(path: Path) -> list[tuple[str, str]]:
 def good(tmp_path) -> Path:
     noisy = new_code_cell("print(1)", outputs=[new_output("stream", text="1\n")], execution_count=3)
     remark = tagged(new_markdown_cell("Ask the room."), "teacher")
-    return source(tmp_path / "src", START, *exercise_cells(), remark, tagged(noisy, "nbval-ignore-output"))
+    return source(tmp_path / "src", START, exercise_cell(), remark, tagged(noisy, "nbval-ignore-output"))
 
 
 def test_each_notebook_ends_with_a_link_to_the_next():
@@ -74,7 +81,7 @@ def test_the_learner_edition_keeps_stubs_and_drops_solutions(good, tmp_path):
             .replace("import learner", "import teaching")
             .replace("learner.start", "teaching.start"),
         ),
-        ("code", f"%%exercise 00.hello_ranks\n{HELLO.stub}"),
+        ("code", f"%%exercise 00.hello_ranks\n{HELLO.stub.rstrip()}"),
         ("code", "print(1)"),
     ]
     notebook = read(built.notebooks[0])
@@ -87,7 +94,7 @@ def test_the_teacher_edition_keeps_solutions_and_drops_stubs(good, tmp_path):
     built = build_course(good, tmp_path / "out", "teacher")
     assert [text for _, text in texts(built.notebooks[0])] == [
         START.source,
-        f"%%exercise 00.hello_ranks\n{HELLO.reference}",
+        f"%%exercise 00.hello_ranks\n{HELLO.reference.rstrip()}",
         "Ask the room.",
         "print(1)",
     ]
@@ -112,11 +119,7 @@ def test_a_build_never_overwrites_a_learners_work(good, tmp_path):
             "cell 2: a stub without its solution",
         ),
         ([START, tagged(new_code_cell("answer(...)"), "stub"), exercise_cells()[1]], "cell 2: a stub is a raw cell"),
-        ([START, *exercise_cells(stub="def hello_ranks(): pass")], "cell 2: the stub of 00.hello_ranks differs"),
-        (
-            [START, *exercise_cells(reference="def hello_ranks(): pass")],
-            "cell 3: the solution of 00.hello_ranks differs",
-        ),
+        ([START, new_code_cell("%%exercise 00.helo\n# in its file")], "cell 2: there is no exercise '00.helo'"),
         ([START, new_code_cell("%%exercise 00.helo\nx = 1")], "cell 2: there is no exercise '00.helo'"),
         ([START, new_code_cell("%%exercise\nx = 1")], "cell 2: '%%exercise' is not an exercise id"),
         (exercise_cells(), 'expected one start cell with edition="teacher", found 0'),
@@ -128,6 +131,28 @@ def test_bad_sources_are_refused_by_notebook_and_cell(tmp_path, cells, complaint
     with pytest.raises(CourseError, match=complaint):
         build_course(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_exercises_cell_becomes_its_stub_and_its_solution(tmp_path):
+    stub, solution = read(source(tmp_path / "src", exercise_cell()) / "05_mine.ipynb").cells
+    assert (stub.cell_type, course.tags_of(stub), stub.source) == (
+        "raw", ("stub",), f"%%exercise 00.hello_ranks\n{HELLO.stub.rstrip()}"
+    )  # fmt: skip
+    assert (solution.cell_type, course.tags_of(solution), solution.source) == (
+        "code", ("solution",), f"%%exercise 00.hello_ranks\n{HELLO.reference.rstrip()}"
+    )  # fmt: skip
+    assert stub.id != solution.id
+
+
+def test_a_cell_of_comments_stands_for_the_reference_in_the_teacher_edition_only(tmp_path, capsys):
+    namespace = {}
+    course_state.open_course("teacher", tmp_path / "my_fsdp")
+    run_exercise("00.hello_ranks", "# in its file\n", namespace)
+    assert course_state.current().workspace.source_of("00.hello_ranks").strip() == HELLO.reference.strip()
+    course_state.open_course("learner", tmp_path / "other")
+    with pytest.raises(Exception, match="the cell must define hello_ranks"):
+        run_exercise("00.hello_ranks", "# in its file\n", {})
+    course_state._open.clear()
 
 
 def test_what_is_no_course_is_refused(good, tmp_path):
@@ -273,7 +298,7 @@ def learner_edition_of(shell, folder: Path, *cells) -> list[str]:
     return shell.user_ns["ran"]
 
 
-UNSOLVED = [*exercise_cells(), new_code_cell('teaching.check("00.hello_ranks")')]
+UNSOLVED = [exercise_cell(), new_code_cell('teaching.check("00.hello_ranks")')]
 UNANSWERED = [
     tagged(new_raw_cell('teaching.answer("01.busbw", ...)'), "stub"),
     tagged(new_code_cell('right = 0.8 * 1.5\nteaching.answer("01.busbw", right)'), "solution"),

@@ -3,7 +3,9 @@
 The sources in `notebooks/` are the teacher edition as they stand: CI and teachers run them unchanged. Tags say what
 differs. `solution` cells are for the teacher only; so are `teacher` cells (remarks, extra checks). A `stub` is what the
 learner gets in place of the solution that follows it; in the source it is a *raw* cell, which no runner executes, and
-the learner edition turns it into code. The start cell says `edition="teacher"`, and the build rewrites that one word.
+the learner edition turns it into code. An exercise's cell holds its name only, `%%exercise 05.shard`, and a comment:
+`read` puts the stub and the reference of the exercise's file in its place. The start cell says `edition="teacher"`,
+and the build rewrites that one word.
 """
 
 from __future__ import annotations
@@ -16,13 +18,14 @@ from pathlib import Path
 
 import nbformat
 from nbformat import NotebookNode
+from nbformat.v4 import new_raw_cell
 from nbformat.validator import normalize
 
 from fsdplab.common.files import read_file
 from fsdplab.teaching.core.course_state import EDITIONS
 from fsdplab.teaching.core.exercise import Exercise
 from fsdplab.teaching.core.registry import find
-from fsdplab.teaching.core.workspace import WorkspaceError, fingerprint
+from fsdplab.teaching.core.workspace import WorkspaceError, has_code
 
 DROPPED = {"learner": ("solution", "teacher"), "teacher": ("stub",)}
 EDITION_TAGS = ("solution", "stub", "teacher")
@@ -105,7 +108,36 @@ def read(path: Path) -> NotebookNode:
     except (nbformat.ValidationError, OSError, RecursionError, ValueError) as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
         raise CourseError(f"{path.name} is not a valid notebook: {why:.200}") from error
+    notebook.cells = [made for cell in notebook.cells for made in _with_exercise(cell)]
     return notebook
+
+
+def _with_exercise(cell: NotebookNode) -> list[NotebookNode]:
+    """An exercise's cell as its stub and its solution; any other cell, and one of an unknown exercise, as it is."""
+    if cell.cell_type != "code" or solved(cell.source) == cell.source:
+        return [cell]
+    head = cell.source.partition("\n")[0]
+    stub = new_raw_cell(f"{head}\n{find(exercise_named(cell.source), Exercise).stub.rstrip()}")
+    stub.update(id=f"{cell.id[:50]}-stub", metadata={**cell.metadata, "tags": ["stub"]})
+    solution = nbformat.from_dict(cell)
+    solution.update(source=solved(cell.source), metadata={**cell.metadata, "tags": ["solution"]})
+    return [stub, solution]
+
+
+def solved(source: str) -> str:
+    """The source of a cell that names an exercise and holds nothing but comments, with the reference in their place."""
+    try:
+        return f"{source.partition(chr(10))[0]}\n{find(exercise_named(source), Exercise).reference.rstrip()}"
+    except (WorkspaceError, LookupError):
+        return source
+
+
+def exercise_named(source: str) -> str:
+    """The id of the exercise that a cell of comments names; LookupError for any other cell."""
+    head, _, body = source.partition("\n")
+    if not head.startswith("%%exercise") or has_code(body):
+        raise LookupError("this cell names no exercise, or holds code of its own")
+    return head.removeprefix("%%exercise").strip()
 
 
 def _no_number(name: str) -> None:
@@ -191,18 +223,14 @@ def _cell_complaints(cells: Sequence[NotebookNode]) -> Iterator[tuple[int, str]]
 
 
 def _exercise_complaints(cell: NotebookNode) -> Iterator[str]:
-    """An exercise's cell holds what the registry holds: the two would drift apart otherwise."""
-    first, _, body = cell.source.partition("\n")
+    """An exercise's cell names one that there is."""
+    first = cell.source.partition("\n")[0]
     if cell.cell_type == "markdown" or not first.startswith("%%exercise"):
         return
     try:
-        exercise = find(first.split(maxsplit=1)[-1].strip(), Exercise)
+        find(first.split(maxsplit=1)[-1].strip(), Exercise)
     except (WorkspaceError, LookupError) as error:
         yield str(error)
-        return
-    for tag, text in (("stub", exercise.stub), ("solution", exercise.reference)):
-        if tag in tags_of(cell) and fingerprint(body) != fingerprint(text):
-            yield f"the {tag} of {exercise.id} differs from the one in the exercise's module; make them equal"
 
 
 def check_sources(source_dir: Path | str) -> list[str]:

@@ -28,7 +28,7 @@ from .exercise import Exercise
 from .registry import find
 from .run_submission import ON_RANKS
 from .waiting import doing
-from .workspace import WorkspaceError
+from .workspace import WorkspaceError, has_code
 
 MOST_RANKS = 16
 RANKS_TIME_LIMIT = 90.0
@@ -61,11 +61,16 @@ _staying: list[StayingRanks] = []  # one or none
 
 
 def run_exercise(line: str, cell: str, namespace: dict[str, Any]) -> None:
-    """`%%exercise ID`: save the cell as `my_fsdp/<id>.py`, where ranks can import it, and run it in `namespace` too."""
+    """`%%exercise ID`: save the cell as `my_fsdp/<id>.py`, where ranks can import it, and run it in `namespace` too.
+
+    In the teacher edition a cell of comments stands for the reference.
+    """
     try:
         found = find(line.strip(), Exercise)
     except (WorkspaceError, LookupError) as error:
         raise usage_error(f"%%exercise: {error}") from error
+    if not has_code(cell) and current().edition == "teacher":
+        cell = found.reference  # a source names the exercise only
     path = current().workspace.save(found.id, cell)
     exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), namespace)
     if found.function not in namespace:

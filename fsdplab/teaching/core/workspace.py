@@ -71,6 +71,11 @@ def load_function(path: Path, name: str) -> Callable[..., Any]:
     return found
 
 
+def has_code(source: str) -> bool:
+    """Whether anything stands in a source but comments and blank lines."""
+    return any(line.strip() and not line.lstrip().startswith("#") for line in source.splitlines())
+
+
 def fingerprint(source: str) -> str:
     """A hash of a source text without trailing blanks: a pass counts for this text only."""
     lines = [line.rstrip() for line in source.strip().splitlines()]
