@@ -21,7 +21,7 @@ from fsdplab.common.files import write_whole
 from fsdplab.figures.report.parts import in_script
 from fsdplab.figures.style import DARK_TEXT, FONT, TEXT
 from fsdplab.teaching.authoring.course import CourseError, notebooks_in, read
-from fsdplab.teaching.core.glossary import TERMS
+from fsdplab.teaching.core.glossary import terms
 from fsdplab.teaching.site.foreign_html import mark_of
 from fsdplab.teaching.site.lesson import Lesson, Section, code_colours, lesson_of
 
@@ -138,7 +138,7 @@ def _files(lessons: Sequence[Lesson], where: str) -> dict[str, str]:
         for place, lesson in enumerate(lessons)
     }
     files["index.html"] = page("index.html", lessons=lessons, title="The course")
-    files["glossary.html"] = page("glossary.html", terms=TERMS, title="Glossary")
+    files["glossary.html"] = page("glossary.html", terms=terms(), title="Glossary")
     files["real.html"] = page("real.html", lessons=lessons, where=where, title="What was real")
     files["site.css"] = str(_rendered("site.css", code_colours=Markup(code_colours())))
     files["site.js"] = _verbatim("plots.js") + _verbatim("site.js")
@@ -151,7 +151,7 @@ def _files(lessons: Sequence[Lesson], where: str) -> dict[str, str]:
 def _index(lessons: Sequence[Lesson]) -> list[dict[str, Any]]:
     """What the search looks through: every section of every page, and every term."""
     pages = [(lesson.page, lesson.label, lesson.sections) for lesson in lessons]
-    pages += [("glossary.html", "Glossary", tuple(Section(term.anchor, term.word, term.meaning) for term in TERMS))]
+    pages += [("glossary.html", "Glossary", tuple(Section(term.anchor, term.word, term.meaning) for term in terms()))]
     return [
         {"page": page, "title": title, "sections": [vars(part) for part in sections]} for page, title, sections in pages
     ]
