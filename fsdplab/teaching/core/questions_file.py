@@ -61,7 +61,7 @@ def questions_of(path: Path) -> Iterator[Question | Choice]:
         parts = [part.strip() for part in re.split(r"\n\n|\n(?=- |\d\. )", body) if part.strip()]
         try:
             yield _item(title.strip(), parts, block[1] if block else "")
-        except (IndexError, ValueError) as error:
+        except (IndexError, SyntaxError, ValueError) as error:
             raise ExerciseError(f"{path}: {title.strip()} cannot be read: {error}") from error
 
 

@@ -6,7 +6,7 @@ They are the `ITEMS` of `exercises.py` in the notebook's lesson, or of `exercise
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import TypeVar, overload
@@ -24,12 +24,26 @@ _registered: dict[str, Item] = {}
 _read: set[str] = set()
 
 
-def register(*items: Item) -> None:
-    """Add exercises, questions or choices, for a teacher's own notebooks too; an id may be registered once."""
-    for item in items:
+def register(*items: Item | Path | str) -> None:
+    """Add a folder of exercises, `register("my_course/21")`, for a teacher's own notebooks; or single items.
+
+    An id may be registered once; ValueError where a folder holds none.
+    """
+    for item in _each(items):
         if _registered.get(item.id, item) is not item:
             raise ValueError(f"{item.id} is registered already; give the new exercise an id of its own")
         _registered[item.id] = item
+
+
+def _each(items: Iterable[Item | Path | str]) -> Iterator[Item]:
+    for item in items:
+        if not isinstance(item, (str, Path)):
+            yield item
+            continue
+        found = list(items_in(Path(item)))
+        if not found:
+            raise ValueError(f"{item} holds no exercise (name.py) and no questions.md; its name is a notebook's number")
+        yield from found
 
 
 def items_in(folder: Path) -> Iterator[Item]:

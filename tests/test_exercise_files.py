@@ -1,0 +1,362 @@
+"""An exercise is one file: what its reader takes from it, which files it refuses, and how a wrong solution is led back
+to its cause.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdplab.teaching.core import answers, checking, registry, run_submission
+from fsdplab.teaching.core.exercise import Choice, Question
+from fsdplab.teaching.core.exercise_file import Exercise, ExerciseError
+from fsdplab.teaching.core.nonsense import NonsenseInNewMemory
+from fsdplab.teaching.core.questions_file import questions_of
+
+HEAD = '''"""Twice as much
+
+Write double(x): twice x.
+
+1. A nudge
+   on two lines.
+2. A pointer.
+3. `2 * x`.
+"""
+
+'''
+DOUBLE = (
+    HEAD
+    + '''import torch
+
+
+def double(x):
+    """Twice x."""
+    ### BEGIN SOLUTION  one line
+    made = 2 * x
+    #! made = 3 * x
+    #: this is three times
+    #! made = x
+    #: nothing was doubled
+    return made
+    #! print(made)
+    #: the function returns nothing
+    #! return made / 0
+    #: raises: ZeroDivisionError names the operation
+    ### END SOLUTION
+
+#! def double(x):
+#!     return x + x + x
+#: as above
+
+
+# ---- check: on 2 ranks, pure, within 1e-6, in 1 s
+
+
+def cases(rank, n):
+    yield "numbers", torch.tensor([1.0, 2.0]) * (rank + 1)
+    yield "more", torch.tensor([3.0]) * (rank + 1)
+'''
+)
+
+
+def exercise_of(folder: Path, text: str, name: str = "double") -> Exercise:
+    """The exercise 78.<name> with this text."""
+    path = folder / "78" / f"{name}.py"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    return Exercise(path)
+
+
+@pytest.fixture
+def double(tmp_path) -> Exercise:
+    return exercise_of(tmp_path, DOUBLE)
+
+
+def test_a_file_is_read_from_top_to_bottom(double):
+    assert (double.id, double.function, double.title) == ("78.double", "double", "Twice as much")
+    assert double.statement == "Write double(x): twice x."
+    assert double.hints == ("A nudge on two lines.", "A pointer.", "`2 * x`.")
+    assert double.stub == 'import torch\n\n\ndef double(x):\n    """Twice x."""\n    ...  # one line\n'
+    assert double.reference.endswith("    made = 2 * x\n    return made\n") and "#" not in double.reference
+    settings = double.settings
+    assert (settings.world_size, settings.tolerance, settings.time_limit, settings.pure) == (2, 1e-6, 1.0, True)
+    assert not settings.facts_only and double.complaints() == []
+
+
+def test_mistakes_stand_in_the_margin(double):
+    lines = double.text.split("\n")
+    found = [(known.source.strip().split("\n")[-1].strip(), known.cause, known.ends) for known in double.mistakes]
+    assert found == [
+        ("return made", "this is three times", "returns"),
+        ("return made", "nothing was doubled", "returns"),
+        ("print(made)", "the function returns nothing", "returns"),
+        ("return made / 0", "ZeroDivisionError names the operation", "raises"),
+        ("return x + x + x", "ZeroDivisionError names the operation", "returns"),
+    ]
+    assert all("#!" in lines[known.line - 1] for known in double.mistakes)
+    whole = double.mistakes[-1].source
+    assert whole.count("def double") == 2, "a function of its own comes after the reference and takes its place"
+    for known in double.mistakes:
+        compile(known.source, "mistake", "exec")
+
+
+def test_a_stub_may_be_code_that_works(tmp_path):
+    text = DOUBLE.replace("    made = 2 * x\n", "    ## made = x  # mend this\n    made = 2 * x\n")
+    assert exercise_of(tmp_path, text).stub.endswith("    made = x  # mend this\n")
+
+
+@pytest.mark.parametrize(
+    "old,new,says",
+    [
+        ("# ---- check: on 2 ranks, pure", "# ---- check: with 2 ranks, pure", "'with 2 ranks' in the line of the"),
+        ("# ---- check", "# checks", "no line `# ---- check: ...`"),
+        ("    #: nothing was doubled\n", "", "made = x' lacks its cause"),
+        ("    #! made = 3 * x\n    #: this", "    #: this", "stands under no mistake"),
+        ("    #: this is three times\n", "    #: as above\n", "under the first mistake"),
+    ],
+)
+def test_what_is_no_exercise_is_refused_with_what_is_expected(tmp_path, old, new, says):
+    exercise = exercise_of(tmp_path, DOUBLE.replace(old, new, 1))
+    with pytest.raises(ExerciseError, match=says):
+        assert exercise.settings and exercise.mistakes
+
+
+@pytest.mark.parametrize(
+    "old,new,says",
+    [
+        ("2. A pointer.\n", "", "expected three hints"),
+        ("Write double(x): twice x.\n\n", "", "no statement"),
+        ("### BEGIN SOLUTION", "# solution", "no part to write"),
+    ],
+)
+def test_what_an_exercise_lacks_is_told(tmp_path, old, new, says):
+    exercise = exercise_of(tmp_path, DOUBLE.replace(old, new, 1).replace("### END SOLUTION", "# the end"))
+    assert says in " ".join(exercise.complaints())
+
+
+def test_a_folder_of_exercises_is_registered(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "_registered", {})
+    exercise_of(tmp_path, DOUBLE)
+    registry.register(tmp_path / "78")
+    assert isinstance(registry.find("78.double"), Exercise)
+    with pytest.raises(ValueError, match="holds no exercise"):
+        registry.register(str(tmp_path / "79"))
+
+
+# --- one diagnosis for all
+
+
+def feedback(exercise: Exercise, workspace, body: str):
+    path = workspace.save(exercise.id, body if "def " in body else f"import torch\n\n\ndef double(x):\n    {body}\n")
+    return checking.feedback_on(exercise, path, workspace)
+
+
+@pytest.mark.parametrize(
+    "body,says",
+    [
+        ("return x + x", None),
+        ("print(2 * x)", "the function returns nothing; it printed 'tensor"),
+        ("return x / 0 + [1][2]", "there are fewer pieces"),
+        ("return (2 * x).double()", "torch's default dtype"),
+        ("return x * 3", "this is three times"),
+        ("return x.clone()", "nothing was doubled"),
+        ("return 10 * x", "this is 5 times what is expected"),
+        ("return torch.tensor([4.0, 8.0][: len(x)]) if len(x) > 1 else 2 * x", "this is what rank 1 must give"),
+        ("return 2 * x + 1", "compare the two values"),
+        ("return 'two'", "a tensor of shape [2] is expected"),
+        ("while True: pass", "a loop that never ends"),
+    ],
+)
+def test_a_wrong_solution_is_led_back_to_its_cause(double, workspace, body, says):
+    found = feedback(double, workspace, body)
+    assert found is None if says is None else says in found.cause, found
+
+
+def test_every_mistake_of_the_file_is_its_own_diagnosis(double, workspace):
+    for known in double.mistakes:
+        found = feedback(double, workspace, known.source)
+        assert found is not None and (known.cause in found.cause or known.cause.startswith("ZeroDivisionError")), known
+
+
+FACTS = (
+    DOUBLE.split("# ---- check")[0]
+    + """# ---- check: pure, facts only
+
+
+def cases(rank, n):
+    yield "a number", 4
+
+
+def observe(double, x):
+    value = double(x)
+    return {"it is even": value % 2 == 0, "_value": value, "what is missing": 8 - value}
+
+
+EXPECTED = {"it is even": True, "what is missing": 0}
+SAYS = {
+    "it is even": "an even number is twice something",
+    "what is missing": lambda got, right: f"{got['_value']} lacks {got['what is missing']}",
+}
+"""
+)
+
+
+@pytest.mark.parametrize(
+    "body,says",
+    [
+        ("return 8", None),
+        ("return 7", "an even number is twice something"),
+        ("return 6", "6 lacks 2"),
+        ("pass", "the function returns nothing"),
+        ("return [x]", "of another type than the statement asks for"),
+    ],
+)
+def test_facts_are_judged_in_their_order_and_named_with_their_numbers(tmp_path, workspace, body, says):
+    found = feedback(exercise_of(tmp_path, FACTS), workspace, body)
+    assert found is None if says is None else says in found.cause, found
+
+
+# --- on ranks
+
+MEAN = '''"""The mean over ranks
+
+Write mean(x): the mean of x over all ranks.
+
+1. A nudge.
+2. A pointer.
+3. Divide.
+"""
+
+import torch
+import torch.distributed as dist
+
+
+def mean(x):
+    """The mean over all ranks of x [2]."""
+    ### BEGIN SOLUTION
+    dist.all_reduce(x)
+    return x / dist.get_world_size()
+    #! return x
+    #: it was not divided
+    ### END SOLUTION
+
+
+# ---- check: on 2 ranks, within 1e-6
+
+
+def cases(rank, n):
+    yield "a vector", torch.arange(2.0) + 1 + 3 * rank
+'''
+MEANS = {
+    "return 3 * x": "no collective was called",
+    "dist.broadcast(x, src=0)\n    return x": "was called, which adds nothing up",
+    "dist.all_reduce(x)\n    return x + 0": "it was not divided",
+    "dist.all_reduce(x)\n    return x / 4": "once too often",
+    "dist.reduce(x, dst=0)\n    return x / 2": "leaves its result on one rank only",
+    "dist.all_reduce(x)\n    dist.all_reduce(x)\n    return x / 4": "fewer bytes bring the same values",
+    "work = dist.all_reduce(x, async_op=True)\n    return x / 2": "only begins the message",
+    "every = [torch.empty_like(x) for _ in range(2)]\n    dist.all_gather(every, x)\n    return sum(every) / 2": None,
+}
+
+
+@pytest.mark.parametrize("body,says", MEANS.items())
+def test_a_wrong_solution_on_ranks_is_led_back_to_its_cause(tmp_path, workspace, body, says):
+    exercise = exercise_of(tmp_path, MEAN, "mean")
+    found = feedback(
+        exercise, workspace, f"import torch\nimport torch.distributed as dist\n\n\ndef mean(x):\n    {body}\n"
+    )
+    assert found is None if says is None else says in found.cause, found
+
+
+def test_memory_that_promises_nothing_holds_nonsense():
+    with NonsenseInNewMemory():
+        made = torch.empty(2), torch.ones(2).new_empty(1), torch.empty_like(torch.ones(3, dtype=torch.int64))
+        whole = torch.zeros(2)
+    assert made[0].isnan().all() and made[1].isnan().all() and (made[2] == 113).all() and not whole.any()
+
+
+def test_what_a_call_changes_does_not_reach_the_next(tmp_path, workspace):
+    text = DOUBLE.replace('yield "numbers", torch.tensor', 'yield "numbers", WHOLE + 0 * torch.tensor', 1)
+    shared = exercise_of(tmp_path, text.replace("def cases", "WHOLE = torch.ones(2)\n\n\ndef cases"))
+    spoils = feedback(shared, workspace, "y = 2 * x\n    x.zero_()\n    return y")
+    assert spoils is None
+
+
+# --- questions
+
+QUESTIONS = """# Questions
+
+```python
+from math import pi as full
+```
+
+## 78.area
+
+How large
+is it?
+
+Right: `full * it["r"] ** 2` MB, within 2 %
+
+- `right / full`: the circle
+  is left out
+- `8 * right`: bits
+
+1. One.
+2. Two
+   lines.
+3. Three.
+
+Then: That is all.
+
+## 78.which
+
+Which?
+
+- a) this: or that
+  > no: a > b
+  > and so on
+- **b)** the other
+  > yes.
+"""
+
+
+def test_questions_are_read_from_markdown(tmp_path):
+    path = tmp_path / "questions.md"
+    path.write_text(QUESTIONS)
+    area, which = questions_of(path)
+    assert isinstance(area, Question) and isinstance(which, Choice)
+    assert (area.statement, area.unit, area.tolerance) == ("How large is it?", "MB", 0.02)
+    assert area.right({"r": 2}) == pytest.approx(12.566, 1e-3) and area.explanation == "That is all."
+    assert area.hints == ("One.", "Two lines.", "Three.")
+    causes = [answers.slip_behind(area, value, {"r": 2}) for value in (4, 100.53)]
+    assert causes == ["the circle is left out", "bits"]
+    assert (which.right, which.options["a"], which.because["a"]) == ("b", "this: or that", "no: a > b and so on")
+
+
+@pytest.mark.parametrize(
+    "old,new,says",
+    [
+        ("Right: `full", "Right: full", "78.area cannot be read: expected the statement, Right:"),
+        ("2. Two\n   lines.\n", "", "three hints"),
+        ("- **b)**", "- b)", "78.which cannot be read: expected options"),
+        ("  > yes.\n", "", "78.which cannot be read: expected options"),
+        ("full * it", "full * * it", "78.area cannot be read"),
+    ],
+)
+def test_a_question_that_cannot_be_read_is_named(tmp_path, old, new, says):
+    path = tmp_path / "questions.md"
+    path.write_text(QUESTIONS.replace(old, new, 1))
+    with pytest.raises(ExerciseError, match=says):
+        list(questions_of(path))
+
+
+def test_known_mistakes_are_run_only_where_something_differs(double, workspace, monkeypatch):
+    monkeypatch.setattr(checking, "known_mistakes", partial(pytest.fail, "a right solution needs no mistakes"))
+    assert feedback(double, workspace, "return 2 * x") is None
+    assert run_submission.behaviours([(double, workspace.file_of("78.double"))], workspace)[0].cases == (
+        "numbers",
+        "more",
+    )
