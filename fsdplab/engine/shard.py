@@ -16,18 +16,18 @@ from torch.nn.parameter import is_lazy
 
 from fsdplab.engine import compat
 from fsdplab.engine.compat import DataParallelMeshDims
+from fsdplab.engine.core.fewer_ranks import ShardsOverFewerRanks, smaller_mesh
 from fsdplab.engine.core.hooks import UnitHooks, bind_root, hooks_of
 from fsdplab.engine.core.memory import UnitMemory
 from fsdplab.engine.core.param import ShardedParam, Sites
+from fsdplab.engine.core.parted import PartedParam, in_its_form
 from fsdplab.engine.core.placement import Axes, axes_of, axes_of_info, local_part
 from fsdplab.engine.core.plan import UnitConfig
 from fsdplab.engine.core.policy import STRATEGIES, MixedPrecisionPolicy, OffloadPolicy, Strategy, strategy_named
 from fsdplab.engine.core.unit import ReduceOptions, Unit
 from fsdplab.engine.features.misuse_checks import warn_of_low_masters, watch_optimizers
 from fsdplab.engine.features.offload import storage_of
-from fsdplab.engine.features.partial_reshard import ShardsOverFewerRanks, ranks_after_forward, smaller_mesh
 from fsdplab.engine.features.recompute import recompute_of, recomputing
-from fsdplab.engine.features.tensor_subclasses import PlainParam, SubclassParam, gathers_itself
 from fsdplab.engine.module import FSDPModule, below, bound, sharded_class
 from fsdplab.engine.torch_api import torch_interop
 from fsdplab.engine.transport.selection import transport_of
@@ -134,8 +134,13 @@ def _after_forward(wanted: bool | int | None, axes: Axes) -> bool | int | None:
         )
     if axes.full is not None:
         raise NotImplementedError("reshard_after_forward as a number of ranks does not go with dp_mesh_dims")
-    ranks = ranks_after_forward(wanted, axes.shard_ranks)
-    return {1: False, axes.shard_ranks: True}.get(ranks, ranks)
+    ranks = axes.shard_ranks
+    if wanted < 1 or ranks % wanted:
+        raise ValueError(
+            f"If passing reshard_after_forward as an int, it should be a factor of {ranks}, not {wanted}: it says over"
+            f" how many of the {ranks} ranks a unit stays sharded after its forward"
+        )
+    return {1: False, ranks: True}.get(wanted, wanted)
 
 
 def _select(model: nn.Module, units: Units) -> list[nn.Module]:
@@ -267,13 +272,13 @@ def _sharded_param(
         )
     if not original.is_meta and original.device.type != config.device.type:
         compat.move_data(original, config.device)
-    parted = gathers_itself(original)
-    if parted and not config.strategy.shard_parameters:
+    param = in_its_form(ShardedParam(name, sites, original, config.axes, dim))
+    if isinstance(param, PartedParam) and not config.strategy.shard_parameters:
         raise ValueError(
             f"parameter {name!r} ({type(local_part(original)).__name__}) travels in a form of its own, which needs a "
             f"strategy that shards parameters; got {config.strategy.name}"
         )
-    return (SubclassParam if parted else PlainParam)(name, sites, original, config.axes, dim)
+    return param
 
 
 def _placed(

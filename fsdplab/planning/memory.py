@@ -5,7 +5,7 @@ alive while a unit computes. So there is a moment for the forward of every block
 those of the loss, the head, the root and the optimizer; the moment with most bytes is the peak.
 
 Sources: model states, Rajbhandari et al. 2020, section 3.1; activations, activations.py; a unit that is resharded to
-fewer ranks, engine/features/partial_reshard.py (PyTorch's `reshard_after_forward=m`); the first blocks recomputed,
+fewer ranks, engine/core/fewer_ranks.py (PyTorch's `reshard_after_forward=m`); the first blocks recomputed,
 Megatron-LM's `--recompute-method block`; the optimizer on the CPU, Ren et al. 2021 (ZeRO-Offload), section 3.
 """
 

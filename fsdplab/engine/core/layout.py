@@ -78,7 +78,8 @@ class Layout:
 
     slots: tuple[Slot, ...]
     ranks: int
-    alignment: int = 1
+    shard_bytes: int  # of one rank's shard, padding included
+    whole_bytes: int  # of memory that the whole takes
 
     @classmethod
     def of(cls, entries: Sequence[tuple[str, Sequence[int], int]], ranks: int, alignment: int = 0) -> Layout:
@@ -96,23 +97,7 @@ class Layout:
             slots.append(slot)
             offset += _aligned(slot.chunk_bytes, alignment)
             whole_offset += _aligned(ranks * slot.chunk_bytes, WHOLE_ALIGNED)
-        return cls(tuple(slots), ranks, alignment)
-
-    @cached_property
-    def shard_bytes(self) -> int:
-        """Bytes of one rank's shard, padding included."""
-        if not self.slots:
-            return 0
-        last = self.slots[-1]
-        return last.offset + _aligned(last.chunk_bytes, self.alignment)
-
-    @cached_property
-    def whole_bytes(self) -> int:
-        """Bytes of memory that the whole takes."""
-        if not self.slots:
-            return 0
-        last = self.slots[-1]
-        return last.whole_offset + _aligned(self.ranks * last.chunk_bytes, WHOLE_ALIGNED)
+        return cls(tuple(slots), ranks, offset, whole_offset)
 
     @property
     def total_bytes(self) -> int:

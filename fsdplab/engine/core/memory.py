@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Protocol
 
 import torch
 from torch._prims_common import make_contiguous_strides_for as contiguous_strides
@@ -19,28 +18,14 @@ from torch._prims_common import make_contiguous_strides_for as contiguous_stride
 from fsdplab.engine import compat, events
 from fsdplab.engine.core.average import Average, Marks, half
 from fsdplab.engine.core.buffers import UnshardedBuffer, chunks, cut_out, pack
+from fsdplab.engine.core.fewer_ranks import ShardsOverFewerRanks
 from fsdplab.engine.core.layout import Layout, Slot
 from fsdplab.engine.core.param import ShardedParam
+from fsdplab.engine.core.parted import in_its_form
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.plan import UnitConfig, UnitPlan, layout_of
 from fsdplab.engine.core.transport import CollectiveLabel, SendShard, Transport
 from fsdplab.engine.core.unit import Memory, ReduceOptions
-
-
-class FewerRanks(Protocol):
-    """Shards over fewer ranks, which a unit may keep from its forward to its backward."""
-
-    kept: bool
-    transport: Transport
-
-    def keep(self, whole: UnshardedBuffer) -> None:
-        """Copy this rank's rows out of the unsharded parameters and show them."""
-
-    def gather(self, whole: UnshardedBuffer, label: CollectiveLabel) -> Pending:
-        """Fill `whole`, laid out for all ranks, from what `keep` kept."""
-
-    def forget(self) -> None:
-        """Let the shards go."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +65,7 @@ class UnitMemory(Memory):
         self.name, self.config = name, config
         self.params: list[ShardedParam] = params
         self.places: Sequence[str] = ()  # what the root calls the modules; empty until there is a root
-        self.fewer_ranks: FewerRanks | None = None  # where it goes after its forward instead of to its shards
+        self.fewer_ranks: ShardsOverFewerRanks | None = None  # where it goes after its forward instead of to its shards
         self.keep_storage = False  # whether the unsharded parameters keep their memory when they are freed
         self._versions: list[int] = []  # of the shards, when they were unsharded
         self._partial_sum: torch.Tensor | None = None  # gradients summed over the shards, not yet over the replicas
@@ -133,7 +118,9 @@ class UnitMemory(Memory):
         return self._versions != [param.version for param in self.params]
 
     def find_replaced(self) -> bool:
-        self.params[:] = [param.find() for param in self.params]
+        for param in self.params:
+            param.find()
+        self.params[:] = [in_its_form(param) for param in self.params]
         if self.plan.is_outdated(self.params):
             self._lay_out()
         if self._settled and all(param.settled() for param in self.plan.plain):

@@ -58,11 +58,14 @@ class ShardedParam:
         if self._whole_at_rest:
             return
         original = self.at_rest
-        local = compat.own_storage(local_part(original).narrow(self.dim, start, stop - start))
+        local = self._rows_of(local_part(original), start, stop)
         self.at_rest = nn.Parameter(compat.dtensor_of(local, self.spec), requires_grad=original.requires_grad)
         compat.keep_gradient_dtype(original, self.at_rest).__dict__.update(original.__dict__)
-        mark_replaced(original)
+        original._replaced_by_shard = original.grad  # for those who still hold it, with the gradient that it had
         self.show(self.at_rest)
+
+    def _rows_of(self, original: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        return compat.own_storage(original.narrow(self.dim, start, stop - start))
 
     @property
     def local(self) -> torch.Tensor:
@@ -85,18 +88,21 @@ class ShardedParam:
             else:
                 setattr(module, attribute, parameter)
 
+    @property
+    def unsharded(self) -> nn.Parameter:
+        """The gathered form, once there has been a gather."""
+        assert self.gathered is not None, f"{self.name} was not gathered"
+        return self.gathered
+
     def show_gathered(self) -> None:
         """Make every site show the gathered form."""
-        gathered = self.gathered
-        assert gathered is not None, f"{self.name} was not gathered"
+        gathered = self.unsharded
         if gathered.requires_grad != self.at_rest.requires_grad:  # `torch.func` lets nobody set it
             gathered.requires_grad_(self.at_rest.requires_grad)
         self.show(gathered)
 
-    def find(self) -> ShardedParam:
-        """Take over the parameter that the sites show now: `to_empty`, `to` and assigned state dicts replace it. What
-        is returned takes the place of this.
-        """
+    def find(self) -> None:
+        """Take over the parameter that the sites show now: `to_empty`, `to` and assigned state dicts replace it."""
         for module, attribute in self._places():
             if attribute not in module._parameters:
                 raise RuntimeError(
@@ -106,7 +112,6 @@ class ShardedParam:
             self.at_rest = compat.keep_gradient_dtype(self.at_rest, module._parameters[attribute])
             self.dtype, self.spec = self.at_rest.dtype, getattr(self.at_rest, "_spec", None)
             break
-        return self
 
     def settled(self) -> bool:
         """Whether the shard at rest is where its unit expects it."""
@@ -141,8 +146,7 @@ class ShardedParam:
         ranks = self.axes.shard_ranks
         if not self.dim or ranks == 1:
             return
-        assert self.gathered is not None, f"{self.name} was not gathered"
-        value, rows, chunk = local_part(self.gathered), self.shape[0], -(-self.shape[0] // ranks)
+        value, rows, chunk = local_part(self.unsharded), self.shape[0], -(-self.shape[0] // ranks)
         each, begin = chunk * self.shape[1:].numel(), value.storage_offset()
         parts = [
             _alias(value, begin + rank * each, self._own_order((stop - start, *self.shape[1:])))
@@ -153,8 +157,7 @@ class ShardedParam:
 
     def write(self, whole: torch.Tensor) -> None:
         """Give the gathered form the values of `whole`."""
-        assert self.gathered is not None, f"{self.name} was not gathered"
-        value = local_part(self.gathered)
+        value = local_part(self.unsharded)
         _alias(value, value.storage_offset(), value.shape).copy_(whole)
 
     def _own_order(self, rows_first: Sequence[int]) -> tuple[int, ...]:
@@ -206,8 +209,3 @@ def _alias(like: torch.Tensor, offset: int, shape: Sequence[int], dtype: torch.d
     """Elements of the storage of `like`, from `offset` on, with a version counter of their own."""
     empty = torch.empty(0, dtype=dtype or like.dtype, device=like.device)
     return empty.set_(like.untyped_storage(), offset, tuple(shape))
-
-
-def mark_replaced(original: torch.Tensor) -> None:
-    """Note that a shard has taken the place of `original`, and the gradient that it had then."""
-    original._replaced_by_shard = original.grad

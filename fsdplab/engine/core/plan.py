@@ -4,7 +4,6 @@ buffer exists.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,8 +11,9 @@ from functools import cached_property
 import torch
 
 from fsdplab.engine.core.buffers import ShardStorage, same_order
-from fsdplab.engine.core.layout import SHARDS_ALIGNED, WHOLE_ALIGNED, Layout, Slot
+from fsdplab.engine.core.layout import SHARDS_ALIGNED, WHOLE_ALIGNED, Layout
 from fsdplab.engine.core.param import ShardedParam
+from fsdplab.engine.core.parted import PartedParam
 from fsdplab.engine.core.placement import Axes
 from fsdplab.engine.core.policy import MixedPrecisionPolicy, Strategy
 from fsdplab.engine.core.transport import Transport
@@ -48,32 +48,6 @@ class UnitConfig:
 def layout_of(params: Sequence[ShardedParam], dtypes: Sequence[torch.dtype], ranks: int, alignment: int = 0) -> Layout:
     """The layout of `params` in `dtypes`, cut over `ranks` ranks."""
     return Layout.of([(p.name, p.shape, dtype.itemsize) for p, dtype in zip(params, dtypes)], ranks, alignment)
-
-
-class PartedParam(ShardedParam, ABC):
-    """A parameter whose shard travels as plain tensors of its own choosing, its parts (a quantised weight's integers
-    and scales, say).
-    """
-
-    @abstractmethod
-    def prepare(self, config: UnitConfig) -> list[tuple[str, Sequence[int], int]]:
-        """Make the parts of the next gather; their (name, gathered shape, itemsize)."""
-
-    @abstractmethod
-    def write_parts(self, layout: Layout, target: torch.Tensor) -> None:
-        """Copy the parts to their places in this rank's shard (bytes)."""
-
-    @abstractmethod
-    def assemble(self, layout: Layout, whole: torch.Tensor) -> None:
-        """Make the gathered value out of everybody's parts."""
-
-    @abstractmethod
-    def release(self) -> None:
-        """Free what the gathered value was made of."""
-
-    @abstractmethod
-    def slots(self, layout: Layout) -> list[Slot]:
-        """Where the parts are in `layout`."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +116,7 @@ class UnitPlan:
             return self
         last = {id(slot) for param in self.parted for slot in param.slots(self.layout)}
         kept = [(slot.name, slot.shape, slot.itemsize) for slot in self.layout.slots if id(slot) not in last]
-        entries = [*kept, *(entry for param in self.parted for entry in param.prepare(config))]
+        entries = [*kept, *(entry for param in self.parted for entry in param.prepare(config.policy))]
         return replace(self, layout=Layout.of(entries, config.ranks, _alignment(self.parted, config)))
 
 

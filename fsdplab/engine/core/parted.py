@@ -1,4 +1,4 @@
-"""Parameters that travel in a form of their own: tensor subclasses with `fsdp_pre_all_gather` and
+"""Parameters that are sent in a form of their own: tensor subclasses with `fsdp_pre_all_gather` and
 `fsdp_post_all_gather`.
 
 A quantised weight, say, sends its packed integers and its scales, and is put together after the gather. The protocol is
@@ -17,11 +17,9 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.tensor import DTensor
 
-from fsdplab.engine import compat
 from fsdplab.engine.core.layout import Layout, Slot
-from fsdplab.engine.core.param import ShardedParam, Sites, mark_replaced
-from fsdplab.engine.core.placement import Axes, local_part
-from fsdplab.engine.core.plan import PartedParam, UnitConfig
+from fsdplab.engine.core.param import ShardedParam
+from fsdplab.engine.core.policy import MixedPrecisionPolicy
 
 
 def gathers_itself(parameter: torch.Tensor) -> bool:
@@ -36,60 +34,41 @@ def gathers_itself(parameter: torch.Tensor) -> bool:
     return has["fsdp_pre_all_gather"]
 
 
-class PlainParam(ShardedParam):
-    """A parameter that is sent as it is, until its shard is given the methods, which may be long after it was cut."""
-
-    def find(self) -> ShardedParam:
-        super().find()
-        return SubclassParam.of_shard(self) if gathers_itself(self.at_rest) else self
+def in_its_form(param: ShardedParam) -> ShardedParam:
+    """`param` as it is sent: its shard may be given the methods long after it was cut."""
+    known = isinstance(param, PartedParam)
+    return PartedParam(param) if not known and gathers_itself(param.at_rest) else param
 
 
-class SubclassParam(PartedParam):
-    """A parameter whose slice is sent as one or more plain tensors of its own choosing: its parts."""
+class PartedParam(ShardedParam):
+    """A parameter whose shard is sent as one or more plain tensors of its own choosing: its parts (a quantised weight's
+    integers and scales, say).
+    """
 
-    def __init__(self, name: str, sites: Sites, original: nn.Parameter, axes: Axes, dim: int | None = 0) -> None:
-        super().__init__(name, sites, original, axes, dim)
-        self._begin(original)
-
-    @classmethod
-    def of_shard(cls, param: ShardedParam) -> SubclassParam:
-        """The parameter of a shard that is cut already."""
-        made = cls.__new__(cls)
-        made.__dict__.update(param.__dict__)
-        made.gathered = None
-        made._begin(param.at_rest)
-        return made
-
-    def _begin(self, original: torch.Tensor) -> None:
-        self._size, self._stride = original.size(), original.stride()
+    def __init__(self, plain: ShardedParam) -> None:
+        self.__dict__.update(plain.__dict__)
+        self.gathered = None
+        self._size, self._stride = self.at_rest.size(), self.at_rest.stride()
         self._parts: tuple[torch.Tensor, ...] = ()
         self._remembered: Any = None
         self._outputs: list[torch.Tensor] = []  # everybody's parts, each in a storage that comes and goes
-        self._value: torch.Tensor | None = (
-            None  # what was made of them; longer than the parameter where rows are padded
-        )
+        self._value: torch.Tensor | None = None  # what was made of them; longer than `gathered` where rows are padded
         self._freed: tuple[torch.Tensor, ...] = ()
-        self._dtype_wanted: torch.dtype = original.dtype
+        self._dtype_wanted = self.dtype
 
-    def cut(self, start: int, stop: int) -> None:
-        """Leave rows [start, stop) at rest; like every slice, they lie in memory padded to the largest rank's rows."""
-        original, chunk = local_part(self.at_rest), -(-self.shape[0] // self.axes.shard_ranks)
-        padded = original.new_zeros((chunk, *original.shape[1:]))
-        if stop > start:
-            padded.narrow(0, 0, stop - start).copy_(original.narrow(0, start, stop - start))
-        shown = compat.dtensor_of(padded.narrow(0, 0, stop - start), self.spec)
-        before, self.at_rest = self.at_rest, nn.Parameter(shown, requires_grad=self.at_rest.requires_grad)
-        self.at_rest.__dict__.update(before.__dict__)
-        mark_replaced(before)
-        self.show(self.at_rest)
+    def _rows_of(self, original: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """They lie in memory padded to the largest rank's rows."""
+        padded = original.new_zeros((-(-self.shape[0] // self.axes.shard_ranks), *original.shape[1:]))
+        rows = padded.narrow(0, 0, stop - start)
+        return rows.copy_(original.narrow(0, start, stop - start)) if stop > start else rows
 
     def settled(self) -> bool:
         """It stays where it is: its storage is its own affair."""
         return True
 
-    def prepare(self, config: UnitConfig) -> list[tuple[str, Sequence[int], int]]:
-        """Ask for the parts; their (name, gathered shape, itemsize)."""
-        inner, mesh = self.local, config.axes.mesh
+    def prepare(self, policy: MixedPrecisionPolicy) -> list[tuple[str, Sequence[int], int]]:
+        """Ask for the parts of the next gather; their (name, gathered shape, itemsize)."""
+        inner, mesh = self.local, self.axes.mesh
         mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
         ask = inner.fsdp_pre_all_gather
         wanted = len(inspect.signature(ask).parameters)
@@ -99,19 +78,20 @@ class SubclassParam(PartedParam):
                 " fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy)"
             )
         place = next(iter(self._places()))[0]
-        more = () if wanted == 1 else (self._size, self._stride, place, config.policy)
+        more = () if wanted == 1 else (self._size, self._stride, place, policy)
         self._parts, self._remembered = ask(mesh, *more)
-        self._dtype_wanted = config.policy.param_dtype or self.dtype
-        return [self._entry(number, part, config.ranks) for number, part in enumerate(self._parts)]
+        self._dtype_wanted = policy.param_dtype or self.dtype
+        return [self._entry(number, part) for number, part in enumerate(self._parts)]
 
-    def _entry(self, number: int, part: torch.Tensor, ranks: int) -> tuple[str, Sequence[int], int]:
-        """A part with a row for each of this rank's may be shorter than on other ranks: it travels padded."""
+    def _entry(self, number: int, part: torch.Tensor) -> tuple[str, Sequence[int], int]:
+        """A part with a row for each of this rank's may be shorter than on other ranks: it is sent padded."""
+        ranks = self.axes.shard_ranks
         rows, chunk = part.shape[0], -(-self.shape[0] // ranks)
         rows = chunk if rows == self.local.shape[0] else rows
         return f"{self.name}[{number}]", (rows * ranks, *part.shape[1:]), part.element_size()
 
     def write_parts(self, layout: Layout, target: torch.Tensor) -> None:
-        """Copy the parts to their places in this rank's slice (bytes)."""
+        """Copy the parts to their places in this rank's shard (bytes)."""
         for slot, part in zip(self.slots(layout), self._parts):
             own = part.contiguous().reshape(-1).view(torch.uint8)
             target[slot.offset : slot.offset + own.numel()].copy_(own)

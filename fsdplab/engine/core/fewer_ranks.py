@@ -1,7 +1,7 @@
 """A unit that after its forward is resharded to fewer ranks, and gathered from those in the backward.
 
 `reshard_after_forward=m` trades memory for traffic: every rank keeps 1/m of the unit instead of 1/n, so the backward's
-gather stays within m ranks (the GPUs of one machine, say). The slices at rest are not touched.
+gather stays within m ranks (the GPUs of one machine, say). The shards at rest are not touched.
 """
 
 from __future__ import annotations
@@ -21,16 +21,6 @@ from fsdplab.engine.core.placement import Axes, local_part, spec_at_rest
 from fsdplab.engine.core.transport import CollectiveLabel, SendShard, Transport
 
 
-def ranks_after_forward(wanted: int, ranks: int) -> int:
-    """`wanted` if it divides `ranks`; a `ValueError` otherwise. 1 means: stay gathered; `ranks`: reshard as usual."""
-    if wanted < 1 or ranks % wanted:
-        raise ValueError(
-            f"If passing reshard_after_forward as an int, it should be a factor of {ranks}, not {wanted}: it says over"
-            f" how many of the {ranks} ranks that shard the slices stay cut"
-        )
-    return wanted
-
-
 @compat.with_real_tensors
 def smaller_mesh(mesh: DeviceMesh, ranks: int) -> DeviceMesh:
     """`mesh` as replicas x `ranks` neighbours; making it is collective over the mesh."""
@@ -38,41 +28,44 @@ def smaller_mesh(mesh: DeviceMesh, ranks: int) -> DeviceMesh:
 
 
 class ShardsOverFewerRanks:
-    """The slices that a unit keeps from its forward to its backward, cut over the ranks of `transport`."""
+    """The shards that a unit keeps from its forward to its backward, cut over the ranks of `transport`."""
 
     def __init__(self, params: Sequence[ShardedParam], mesh: DeviceMesh, transport: Transport) -> None:
         if any(param.whole_spec is not None for param in params):
             raise NotImplementedError("reshard_after_forward as a number of ranks does not go with DTensor parameters")
-        self.kept = False
         self._params, self._mesh, self.transport = params, mesh, transport
         self._layout = Layout.of([], transport.ranks)
-        self._slice: torch.Tensor | None = None
+        self._shard: torch.Tensor | None = None
+
+    @property
+    def kept(self) -> bool:
+        """Whether there are any."""
+        return self._shard is not None
 
     def keep(self, gathered: UnshardedBuffer) -> None:
         """Copy this rank's rows out of the gathered parameters and show them as DTensors of the smaller mesh."""
         layout, whole = gathered.layout, gathered.tensor
         entries = [(slot.name, slot.shape, slot.itemsize) for slot in layout.slots]
         self._layout = Layout.of(entries, self.transport.ranks)
-        self._slice = torch.zeros(self._layout.shard_bytes, dtype=torch.uint8, device=whole.device)
-        events.tag("gathered_parameters", self._slice, "")
+        self._shard = torch.zeros(self._layout.shard_bytes, dtype=torch.uint8, device=whole.device)
+        events.tag("gathered_parameters", self._shard, "")
         for param, part in zip(self._params, self._layout.slots):
             start, stop = part.span(self.transport.rank)
-            place = self._slice[part.offset : part.offset + (stop - start) * part.row_bytes]
-            value = param.rows_first(local_part(_gathered(param)))
+            place = self._shard[part.offset : part.offset + (stop - start) * part.row_bytes]
+            value = param.rows_first(local_part(param.unsharded))
             self._show(param, place.view(value.dtype).view(stop - start, *param.shape[1:]).copy_(value[start:stop]))
-        self.kept = True
 
     def _show(self, param: ShardedParam, rows: torch.Tensor) -> None:
-        spec = spec_at_rest(param.name, _gathered(param), Axes(self._mesh), param.dim)
+        spec = spec_at_rest(param.name, param.unsharded, Axes(self._mesh), param.dim)
         local = param.natural(rows).contiguous()
         param.show(nn.Parameter(compat.dtensor_of(local, spec), requires_grad=param.at_rest.requires_grad))
 
     def gather(self, whole: UnshardedBuffer, label: CollectiveLabel) -> Pending:
-        """Fill `whole`, laid out for all ranks, from the slices of the few."""
-        kept = self._slice
+        """Fill `whole`, laid out for all ranks, from the shards of the few."""
+        kept = self._shard
         assert kept is not None, "no forward has kept anything"
         near = UnshardedBuffer(self._layout, kept.device, label.unit, "communication_buffers")
-        dtypes = {_gathered(param).dtype for param in self._params}
+        dtypes = {param.unsharded.dtype for param in self._params}
         sent = kept.view(*dtypes) if len(dtypes) == 1 else kept
         pending = self.transport.all_gather(SendShard.of(sent), near, label)
 
@@ -80,16 +73,11 @@ class ShardsOverFewerRanks:
             pending.wait()
             _, source = whole.tensor, near.tensor  # the parameters are written through views of the whole
             for param, part in zip(self._params, near.layout.slots):
-                rows = source[part.whole_offset : part.whole_offset + part.nbytes].view(_gathered(param).dtype)
+                rows = source[part.whole_offset : part.whole_offset + part.nbytes].view(param.unsharded.dtype)
                 param.write(param.natural(rows.view(param.shape)))
 
         return Pending(finish, near, on_drop=pending.abandon)
 
     def forget(self) -> None:
-        """Let the slices go: a new forward begins, or the backward is over."""
-        self._slice, self.kept = None, False
-
-
-def _gathered(param: ShardedParam) -> nn.Parameter:
-    assert param.gathered is not None, f"{param.name} was not gathered"
-    return param.gathered
+        """Let the shards go: a new forward begins, or the backward is over."""
+        self._shard = None
