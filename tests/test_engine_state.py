@@ -455,15 +455,15 @@ def refusals(folder: Path) -> None:
         checkpoint.save(model, optimizer, folder / "good")
     before = whole(model, optimizer)
     for other, complaint in [
-        (Small(width=8), r"another model: 'blocks.0.0.weight' is \(5, 7\) in it and \(5, 8\) here"),
-        (Small(blocks=3), r"'blocks.2.0.bias' is absent in it and \(5,\) here \(4 differ in all\)"),
-        (Small(blocks=1), r"'blocks.1.0.bias' is \(5,\) in it and absent here"),
+        (Small(width=8), r"'blocks.0.0.weight' is \(5, 7\) torch.float32 in it and \(5, 8\) torch.float32 here"),
+        (Small(blocks=3), r"'blocks.2.0.bias' is absent in it and \(5,\) torch.float32 here \(4 differ in all\)"),
+        (Small(blocks=1), r"'blocks.1.0.bias' is \(5,\) torch.float32 in it and absent here"),
     ]:
         shard_model(other, "zero1")
         with pytest.raises(ValueError, match=complaint):
             checkpoint.load(other, torch.optim.AdamW(other.parameters()), folder / "good")
     with pytest.raises(
-        ValueError, match=r"another optimizer: 'blocks.0.0.bias.exp_avg' is \(5,\) in it and absent here"
+        ValueError, match=r"another optimizer: 'blocks.0.0.bias.exp_avg' is \(5,\) torch.float32 in it and absent here"
     ):
         checkpoint.load(model, torch.optim.SGD(model.parameters(), lr=1.0), folder / "good")
     assert differing(whole(model, optimizer), before) == [], "a refused load changed something"

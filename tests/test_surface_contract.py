@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdplab import engine
 from fsdplab.engine import MixedPrecisionPolicy, compat
-from fsdplab.engine.torch_api.custom_collectives import AllGatherIn, CustomTransport, GroupMemory, _stage_in
+from fsdplab.engine.torch_api.custom_collectives import CollectiveIn, CustomTransport, GroupMemory, _stage_in
 from fsdplab.engine.transport import staged
 from fsdplab.engine.transport.staged import StagedTransport, reduction_group
 from fsdplab.sessions.worker.collective_hooks import watch_collectives
@@ -291,7 +291,7 @@ def memory_of_the_group() -> None:
     assert len(memory.taken) == gathers + 2 * reductions, "gathers, and what reductions send and receive"
     assert memory.registered == gathers + 2 * reductions
     unit = model.blocks[0]._unit_hooks.unit
-    assert isinstance(unit.memory.config.shard.gather, AllGatherIn)
+    assert isinstance(unit.memory.config.shard.gather, CollectiveIn)
     model.blocks[0].set_custom_reduce_scatter(Noted())
     said = error_of(lambda: model.blocks[0].set_allocate_memory_from_process_group_for_comm(True))
     assert said == "AssertionError", said

@@ -24,12 +24,12 @@ from fsdplab.engine.features.checked_files import CheckedPlanner, CheckedReader,
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """Write `model` and `optimizer` to a new `folder`, every rank its own slices; all ranks must call it.
+    """Write `model` and `optimizer` to a new `folder`, every rank its own shards; all ranks must call it.
 
     Raises torch's `CheckpointException` ("Checkpoint already exists") where a checkpoint is: give every save its own
     folder.
     """
-    dcp.save(_slices(model, optimizer), storage_writer=dcp.FileSystemWriter(str(folder), overwrite=False))
+    dcp.save(_states(model, optimizer), storage_writer=dcp.FileSystemWriter(str(folder), overwrite=False))
     write_manifest(Path(folder))
 
 
@@ -45,7 +45,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path)
     metadata = _metadata(Path(folder), reader)
     check_files(Path(folder), metadata)
     entries = metadata.state_dict_metadata
-    state = _slices(model, optimizer)
+    state = _states(model, optimizer)
     _check("model", "model.", state["model"], entries)
     states = {f"{name}.{key}": value for name, each in state["optim"]["state"].items() for key, value in each.items()}
     _check("optimizer", "optim.state.", states, entries)
@@ -56,7 +56,7 @@ def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path)
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """A copy of the whole parameters and buffers in host memory on rank 0; {} elsewhere. All ranks must call it.
 
-    Gathered one at a time: beside its slices (and rank 0's result) a rank holds about one whole parameter.
+    Gathered one at a time: beside its shards (and rank 0's result) a rank holds about one whole parameter.
     """
     whole, first = {}, not dist.is_initialized() or dist.get_rank() == 0
     for name, value in get_model_state_dict(model).items():
@@ -66,7 +66,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     return whole
 
 
-def _slices(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Both states over the live memory; those of an optimizer that has not stepped are made, as zeros."""
     fresh, parameters = not optimizer.state, [each for group in optimizer.param_groups for each in group["params"]]
     gradients = [parameter.grad for parameter in parameters]
@@ -94,25 +94,16 @@ def _check(what: str, prefix: str, expected: dict[str, Any], entries: dict[str, 
     saved = {n.removeprefix(prefix): _kind_saved(e) for n, e in entries.items() if n.startswith(prefix)}
     here = {name: _kind(value) for name, value in expected.items()}
     if wrong := [name for name in sorted({*saved, *here}) if saved.get(name) != here.get(name)]:
-        got, wanted = _apart(saved.get(wrong[0]), here.get(wrong[0]))
+        got, wanted = (kinds.get(wrong[0], "absent") for kinds in (saved, here))
         raise ValueError(
             f"the checkpoint is of another {what}: {wrong[0]!r} is {got} in it and {wanted} here "
             f"({len(wrong)} differ in all); build the {what} that was saved"
         )
 
 
-def _kind(value: Any) -> tuple[Any, ...]:
-    """Shape and dtype; () of what is no tensor."""
-    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else ()
+def _kind(value: Any) -> str:
+    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, torch.Tensor) else "no tensor"
 
 
-def _apart(saved: tuple[Any, ...] | None, here: tuple[Any, ...] | None) -> tuple[Any, Any]:
-    """What of two kinds differs: the shapes, or the dtypes where these are equal."""
-    if saved and here and saved[0] == here[0]:
-        return saved[1], here[1]
-    shown = ["absent" if kind is None else kind[0] if kind else kind for kind in (saved, here)]
-    return shown[0], shown[1]
-
-
-def _kind_saved(entry: Any) -> tuple[Any, ...]:
-    return (tuple(entry.size), entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else ()
+def _kind_saved(entry: Any) -> str:
+    return f"{tuple(entry.size)} {entry.properties.dtype}" if isinstance(entry, TensorStorageMetadata) else "no tensor"

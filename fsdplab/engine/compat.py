@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.distributed.tensor.placement_types import _StridedShard
 
 from fsdplab.engine import events
 
@@ -94,11 +95,6 @@ def call_after_backward(function: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(function)
 
 
-def is_group_alive(group: dist.ProcessGroup) -> bool:
-    """Whether `group` has not been destroyed."""
-    return group in dist.distributed_c10d._world.pg_map
-
-
 def groups_alive() -> Container[dist.ProcessGroup]:
     """The groups that are not destroyed, now and later; where ranks are threads, those of this thread's rank."""
     return dist.distributed_c10d._world.pg_map
@@ -142,8 +138,6 @@ def concatenated(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 
 def strided_shard(dim: int, others: int) -> Shard:
     """The cut along `dim` of what `others` ranks to the right have cut already."""
-    from torch.distributed.tensor.placement_types import _StridedShard
-
     return _StridedShard(dim, split_factor=others)
 
 

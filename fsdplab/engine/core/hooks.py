@@ -207,21 +207,22 @@ class UnitHooks:
         return map_tensors((args, kwargs), lambda tensor: next(planted) if tensor.requires_grad else tensor)
 
 
-class _EndOfBackward(torch.autograd.Function):
-    """Identity on a unit's inputs whose backward says that the unit's own backward is over.
-
-    `torch.func` may transform it: it has a rule for vmap, and tangents pass as they are.
-    """
+class _Identity(torch.autograd.Function):
+    """An identity whose backward calls a unit's hooks. `torch.func` may transform it: it has a rule for vmap."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(hooks: UnitHooks, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return inputs
-
-    @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
         ctx.hooks = inputs[0]
+
+
+class _EndOfBackward(_Identity):
+    """On a unit's inputs: its backward says that the unit's own backward is over. Tangents pass as they are."""
+
+    @staticmethod
+    def forward(hooks: UnitHooks, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return inputs
 
     @staticmethod
     def jvp(ctx: Any, _: object, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -233,18 +234,12 @@ class _EndOfBackward(torch.autograd.Function):
         return None, *gradients
 
 
-class _BeginOfBackward(torch.autograd.Function):
-    """Identity on an output, and on its tangent, whose backward asks for the unit first."""
-
-    generate_vmap_rule = True
+class _BeginOfBackward(_Identity):
+    """On an output, and on its tangent: its backward asks for the unit first."""
 
     @staticmethod
     def forward(hooks: UnitHooks, output: torch.Tensor) -> torch.Tensor:
         return output
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        ctx.hooks = inputs[0]
 
     @staticmethod
     def jvp(ctx: Any, _: object, tangent: torch.Tensor | None) -> torch.Tensor | None:

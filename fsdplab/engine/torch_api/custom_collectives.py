@@ -91,30 +91,18 @@ class SymmetricMemory(GroupMemory):
             self._memory.rendezvous(tensor, group=group.group_name)
 
 
-class AllGatherIn:
-    """An all-gather into memory of a given kind."""
+class CollectiveIn:
+    """An all-gather or a reduce-scatter, which sums, between buffers in memory of a given kind."""
 
-    def __init__(self, memory: GroupMemory) -> None:
-        self.memory, self.allocate = memory, memory.allocate
-
-    def __call__(
-        self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-    ) -> Any:
-        self.memory.register(group, output)  # the gather is in place: the source is a part of it
-        return compat.all_gather_single(output, source, group=group, async_op=async_op)
-
-
-class ReduceScatterIn:
-    """A reduce-scatter out of memory of a given kind."""
-
-    def __init__(self, memory: GroupMemory) -> None:
-        self.memory, self.allocate = memory, memory.allocate
+    def __init__(self, memory: GroupMemory, collective: Callable[..., Any]) -> None:
+        self.memory, self.allocate, self._collective = memory, memory.allocate, collective
 
     def __call__(
-        self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+        self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, op: Any = None, *, async_op: bool
     ) -> Any:
-        self.memory.register(group, source, output)
-        return compat.reduce_scatter_single(output, source, group=group, op=op, async_op=async_op)
+        buffers = (output,) if source.numel() < output.numel() else (source, output)  # a gather is in place
+        self.memory.register(group, *buffers)
+        return self._collective(output, source, group=group, async_op=async_op)
 
 
 def use(unit: Unit, gather: Any = None, scatter: Any = None) -> None:
@@ -153,13 +141,14 @@ def allocate_symmetric(unit: Unit, backend: str) -> None:
 
 
 def _stage_in(unit: Unit, memory: GroupMemory) -> None:
-    use(unit, gather=AllGatherIn(memory), scatter=ReduceScatterIn(memory))
+    gather, scatter = (CollectiveIn(memory, each) for each in (compat.all_gather_single, compat.reduce_scatter_single))
+    use(unit, gather, scatter)
 
 
 def _check_not_custom(now: Transport, method: str) -> None:
     """An `AssertionError`, as PyTorch's, where the user's own collectives choose their memory themselves."""
     for comm in (now.gather, now.scatter) if isinstance(now, CustomTransport) else ():
-        if comm is not None and not isinstance(comm, (AllGatherIn, ReduceScatterIn)):
+        if comm is not None and not isinstance(comm, CollectiveIn):
             raise AssertionError(f"{method} cannot be used with a collective of your own ({type(comm).__name__})")
 
 

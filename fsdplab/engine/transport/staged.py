@@ -130,7 +130,7 @@ _reduction_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGrou
 
 def reduction_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """The one group of the same ranks for their reductions; making it is collective over `group`."""
-    if group not in _reduction_groups or not compat.is_group_alive(_reduction_groups[group]):
+    if group not in _reduction_groups or _reduction_groups[group] not in compat.groups_alive():
         members = dist.get_process_group_ranks(group)
         _reduction_groups[group] = dist.new_group(members, use_local_synchronization=True)
     return _reduction_groups[group]
