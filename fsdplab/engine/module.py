@@ -64,7 +64,7 @@ class FSDPModule(TorchFSDPModule):
         return None
 
     def reshard(self) -> None:
-        """Drop this unit's gathered parameters and show the slices."""
+        """Drop this unit's gathered parameters and show the shards."""
         for unit in units_under(self, recurse=False):
             unit.reshard_by_hand()
 
@@ -143,7 +143,7 @@ class FSDPModule(TorchFSDPModule):
     def set_all_reduce_hook(
         self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
     ) -> None:
-        """Call `hook` with the reduced slice of this unit before the optimizer's gradients are made from it."""
+        """Call `hook` with the reduced shard of this unit before the optimizer's gradients are made from it."""
         unit = self._only_unit("set_all_reduce_hook")
         if stream is not None and unit.memory.config.axes.mesh.ndim == 2:
             raise ValueError("stream cannot be set when using native HSDP")

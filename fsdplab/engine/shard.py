@@ -53,9 +53,9 @@ def fully_shard(
     it.
 
     Same arguments and effect as `torch.distributed.fsdp.fully_shard` (default mesh: all ranks): apply it to the blocks
-    first, then to the root; parameters become `Shard(0)` DTensors, the class becomes `FSDP<Name>`. On a 2-D mesh slices
+    first, then to the root; parameters become `Shard(0)` DTensors, the class becomes `FSDP<Name>`. On a 2-D mesh shards
     are cut over dimension 1 and replicated over dimension 0. `reshard_after_forward=None` drops every unit but the root
-    after its forward, an int keeps slices over that many ranks. Raises `ValueError` for containers without a forward,
+    after its forward, an int keeps shards over that many ranks. Raises `ValueError` for containers without a forward,
     meshes of more dimensions, and parameters that another unit holds. Example: Linear(4, 5) on 2 ranks leaves 3 and 2
     weight rows.
     """
@@ -100,7 +100,7 @@ def shard_model(
 
     `units` says what travels together: module classes, a predicate (name, module) -> bool, "auto" for every child of
     a ModuleList, or "root" for none of its own; whatever is left forms the root unit. On a 2-D mesh (replicas x shards)
-    slices are cut within a row of it (`hybrid_shard` needs one). `checkpoint` ("none", "full", "selective") says which
+    shards are cut within a row of it (`hybrid_shard` needs one). `checkpoint` ("none", "full", "selective") says which
     activations of the units below the root are computed again in the backward. `prefetch` units are gathered ahead.
     `transport` is "auto", "gloo", "shm", or "nccl". Raises `ValueError` for an unknown strategy or
     checkpoint, units that match nothing, or a negative prefetch. Build the optimizer afterwards.
@@ -223,7 +223,7 @@ def _check_shape(name: str, original: nn.Parameter) -> None:
 
 
 def _config(row: Strategy, axes: Axes, policy: MixedPrecisionPolicy, offload: OffloadPolicy, wanted: str) -> UnitConfig:
-    """Slices are cut over the last dimension of the mesh; over the one before it, and for rows that cut nothing,
+    """Shards are cut over the last dimension of the mesh; over the one before it, and for rows that cut nothing,
     replicas.
     """
     mesh = axes.mesh
@@ -232,18 +232,18 @@ def _config(row: Strategy, axes: Axes, policy: MixedPrecisionPolicy, offload: Of
     if row.in_groups and mesh.ndim == 1:
         raise ValueError(f"{row.name} needs a 2-D mesh: init_device_mesh(device_type, (replicas, ranks that shard))")
     device = compat.device_of(mesh.device_type)
-    *replicas, slices = [
+    *replicas, over_shards = [
         transport_of(group, device, wanted) if group.size() > 1 else None
         for group in map(mesh.get_group, range(mesh.ndim))
     ]
     storage = storage_of(offload, device, row)
-    if slices is not None and type(offload) is OffloadPolicy:
-        storage = slices.storage(device)
+    if over_shards is not None and type(offload) is OffloadPolicy:
+        storage = over_shards.storage(device)
     if not row.shard_optimizer:
-        return UnitConfig(row, policy, axes, device, storage, 0, None, slices)
+        return UnitConfig(row, policy, axes, device, storage, 0, None, over_shards)
     rank = mesh.get_local_rank(mesh.ndim - 1)
     over_replicas = replicas[0] if replicas else None
-    return UnitConfig(row, policy, axes, device, storage, rank, slices, over_replicas)
+    return UnitConfig(row, policy, axes, device, storage, rank, over_shards, over_replicas)
 
 
 def _owned(modules: Sequence[nn.Module], ignored: set[int]) -> dict[nn.Parameter, tuple[str, Sites]]:

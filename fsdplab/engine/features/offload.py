@@ -1,4 +1,4 @@
-"""Where slices rest when they do not rest on the device that computes: host memory, or files on a local drive.
+"""Where shards rest when they do not rest on the device that computes: host memory, or files on a local drive.
 
 Two policies: PyTorch's `CPUOffloadPolicy`, and `NVMeOffloadPolicy`, ZeRO-Infinity's idea (Rajbhandari et al. 2021,
 section 5): parameters at rest live in files, are read ahead of their gather and leave memory after it. Optimizer state
@@ -29,11 +29,11 @@ _ALIGNMENT = 64  # bytes: where a tensor may begin in a piece of memory
 
 @dataclass  # not frozen, as PyTorch's policies are not
 class NVMeOffloadPolicy(OffloadPolicy):
-    """Keep slices in files without a name in `folder`, one a unit and rank: a folder of a local drive, the faster the
+    """Keep shards in files without a name in `folder`, one a unit and rank: a folder of a local drive, the faster the
     better.
 
     With `keep_cached` the kernel may keep what it has room for in its page cache, which is faster while memory is
-    plentiful; without it a slice that nobody uses takes no memory once four more have been let go.
+    plentiful; without it a shard that nobody uses takes no memory once four more have been let go.
     """
 
     folder: str | os.PathLike[str]
@@ -43,9 +43,9 @@ class NVMeOffloadPolicy(OffloadPolicy):
 class HostStorage(ShardStorage):
     """Host memory, page-locked if `pin` and there is an accelerator to copy to.
 
-    Slices and gradients are copied beside what computes, on one stream for each direction. The host waits for them in
+    Shards and gradients are copied beside what computes, on one stream for each direction. The host waits for them in
     `settle` and in the `Pending` of `take` only: at the end of a backward, before an optimizer on the host reads
-    gradients and writes to slices.
+    gradients and writes to shards.
     """
 
     away = True
@@ -54,10 +54,10 @@ class HostStorage(ShardStorage):
     def __init__(self, pin: bool) -> None:
         super().__init__(torch.device("cpu"))
         self.pin = self.pin_gradients = pin and torch.accelerator.is_available()
-        self._sent: torch.cuda.Event | None = None  # the last copy of a slice to a device
+        self._sent: torch.cuda.Event | None = None  # the last copy of a shard to a device
         if pin and not self.pin:
             warnings.warn(
-                "pin_memory=True without an accelerator: nothing to copy to, so slices rest in ordinary memory; "
+                "pin_memory=True without an accelerator: nothing to copy to, so shards rest in ordinary memory; "
                 "give CPUOffloadPolicy(pin_memory=False)",
                 stacklevel=4,
             )
@@ -164,7 +164,7 @@ def _leaving(device: torch.device) -> _Leaving:
 
 @cache
 def _arriving(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which slices are copied to `device`."""
+    """The stream on which shards are copied to `device`."""
     return torch.cuda.Stream(device)
 
 
@@ -201,7 +201,7 @@ _order = _Order()  # of all units of this process, also where `fully_shard` gave
 
 
 def storage_of(policy: OffloadPolicy | None, device: torch.device, row: Strategy | None = None) -> ShardStorage:
-    """The storage that `policy` asks for, for slices that are computed on `device`.
+    """The storage that `policy` asks for, for shards that are computed on `device`.
 
     Raises `ValueError` for a policy that nobody knows, and where `row` keeps parameters whole: then there is nothing at
     rest to offload.
@@ -210,7 +210,7 @@ def storage_of(policy: OffloadPolicy | None, device: torch.device, row: Strategy
         return ShardStorage(device)
     if row is not None and not row.shard_parameters:
         raise ValueError(
-            f"offload_policy={policy!r} moves slices that rest, but {row.name} keeps parameters whole; use full_shard"
+            f"offload_policy={policy!r} moves shards that rest, but {row.name} keeps parameters whole; use full_shard"
             " or shard_grad_op, or offload_optimizer(optimizer, policy) for the optimizer state alone"
         )
     return away_from(policy)

@@ -144,7 +144,7 @@ class Group:
         self._unit.finish_unshard("forward")
 
     def reshard(self) -> None:
-        """Show the slices."""
+        """Show the shards."""
         self._unit.reshard("forward")
 
     def pre_backward(self, *_: Any) -> None:
@@ -197,7 +197,7 @@ class Param:
 
     @property
     def sharded_param(self) -> nn.Parameter:
-        """The slice that the optimizer updates."""
+        """The shard that the optimizer updates."""
         return self._param.at_rest
 
     @property

@@ -1,4 +1,4 @@
-"""How slices and gradients travel, behind the one interface of core/transport.py; begin in selection.py.
+"""How shards and gradients are sent, behind the one interface of core/transport.py; begin in selection.py.
 
 staged.py (NCCL), gloo.py and shared_memory/ are its forms; streams.py says who waits for a collective.
 """

@@ -26,7 +26,7 @@ Reduction = tuple[Callable[[bool], Any], Step, torch.Tensor]  # issue, complete,
 class StagedTransport(Transport):
     """Gathers and reduces through flat buffers, over one process group, for tensors on one device."""
 
-    _gathers_in_place = False  # whether this rank's slice must lie where the gather ends
+    _gathers_in_place = False  # whether this rank's shard must lie where the gather ends
     _overflows_in_float16 = True  # so that a part of the division comes before a reduce-scatter
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -39,9 +39,9 @@ class StagedTransport(Transport):
         )
 
     def all_gather(self, shard: SendShard, whole: UnshardedBuffer, label: CollectiveLabel) -> Pending:
-        """Gather every rank's slice, and unpack them into `whole` once somebody waits: until then its memory is free.
+        """Gather every rank's shard, and unpack them into `whole` once somebody waits: until then its memory is free.
 
-        A slice that has to be made (cast, or brought from the host) is made where its gather ends.
+        A shard that has to be made (cast, or brought from the host) is made where its gather ends.
         """
         layout, numel = whole.layout, shard.nbytes // shard.dtype.itemsize
         staging = self._staging(self.ranks * numel, shard.dtype, "gather")
@@ -67,7 +67,7 @@ class StagedTransport(Transport):
     def reduce_scatter(
         self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, average: Average
     ) -> Pending:
-        """Average every rank's `gradients` (None where one is missing), and leave this rank's slice in `output`."""
+        """Average every rank's `gradients` (None where one is missing), and leave this rank's shard in `output`."""
         before = half(average.factor) if output.dtype is torch.float16 and self._overflows_in_float16 else 1.0
         send = self._staging(self.ranks * output.numel(), output.dtype, "scatter")
         events.tag("communication_buffers", send, label.unit)

@@ -1,6 +1,6 @@
 """Memory of one rank that its peers read where it lies: one file without a name a rank and group.
 
-A slice that is gathered as it is need not be copied first: it rests in its owner's arena, and an all-gather says only
+A shard that is gathered as it is need not be copied first: it rests in its owner's arena, and an all-gather says only
 where. An arena is one `memfd`, so a group takes one descriptor of each rank however many units it has. The file grows
 by segments, mapped once each; ranges of whole pages are handed out, and when the last tensor over one is gone, its
 pages go back to the system and the range is used again. Peers map a segment when they first read from it.
