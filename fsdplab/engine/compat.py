@@ -136,9 +136,9 @@ def concatenated(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(list(meshes))
 
 
-def strided_shard(dim: int, others: int) -> Shard:
-    """The cut along `dim` of what `others` ranks to the right have cut already."""
-    return _StridedShard(dim, split_factor=others)
+def shard_beside(dim: int, others: int) -> Shard:
+    """The cut along `dim` of what `others` ranks have cut along it already."""
+    return _StridedShard(dim, split_factor=others) if others > 1 else Shard(dim)
 
 
 def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,6 +179,11 @@ def outside_transforms(function: Callable[..., Any]) -> Callable[..., Any]:
 def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor around `local` itself: no copy, no autograd, none of `from_local`'s checks."""
     return DTensor(local, spec, requires_grad=local.requires_grad)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` itself, or the local tensor of a DTensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

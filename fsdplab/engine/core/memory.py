@@ -147,6 +147,11 @@ class UnitMemory(Memory):
             events.tag("parameter_slices", self.shards, self.name)
         return self.shards
 
+    @property
+    def _kept(self) -> ShardsOverFewerRanks | None:
+        """The shards over fewer ranks, between a forward and a backward."""
+        return self.fewer_ranks if self.fewer_ranks is not None and self.fewer_ranks.kept else None
+
     # ---- unshard
 
     def prepare(self) -> None:
@@ -166,8 +171,8 @@ class UnitMemory(Memory):
         label = CollectiveLabel(self.name, phase)
         if self.shards is not None:
             self.config.storage.will_read(self.shards)
-        if self.fewer_ranks is not None and self.fewer_ranks.kept:
-            return self.fewer_ranks.gather(self.whole, label)
+        if self._kept is not None:
+            return self._kept.gather(self.whole, label)
         if self.config.shard is not None:
             return self.config.shard.all_gather(self._send_shard(), self.whole, label)
         if self.plan.aliased:
@@ -212,7 +217,7 @@ class UnitMemory(Memory):
 
     def arrived(self) -> None:
         self._lay_in_whole()
-        if self.fewer_ranks is None or not self.fewer_ranks.kept:
+        if self._kept is None:
             for param in self.plan.plain:
                 param.join()
 
@@ -246,7 +251,7 @@ class UnitMemory(Memory):
             self.fewer_ranks.keep(self.whole) if until_backward else self.fewer_ranks.forget()
 
     def show_own_shards(self) -> None:
-        if self.fewer_ranks is not None and self.fewer_ranks.kept:
+        if self._kept is not None:
             self.show_shards(until_backward=False)
 
     def free(self) -> None:

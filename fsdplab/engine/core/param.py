@@ -190,9 +190,8 @@ class ShardedParam:
 
     def give_gradient(self, local: torch.Tensor) -> None:
         """Add `local`, this rank's part of the reduced gradient, to what the optimizer will read."""
-        if self.at_rest.grad is not None:
-            held = self.at_rest.grad
-            (held._local_tensor if isinstance(held, DTensor) else held).add_(local)
+        if (held := self.at_rest.grad) is not None:
+            compat.local_of(held).add_(local)
         else:
             self.at_rest.grad = local if self.spec is None else compat.dtensor_of(local, self.spec)
         for hook in (getattr(self.at_rest, "_post_accumulate_grad_hooks", None) or {}).values():

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.distributed.tensor import DTensor
 
+from fsdplab.engine import compat
 from fsdplab.engine.core.layout import Layout, Slot
 from fsdplab.engine.core.param import ShardedParam
 from fsdplab.engine.core.policy import MixedPrecisionPolicy
@@ -24,7 +24,7 @@ from fsdplab.engine.core.policy import MixedPrecisionPolicy
 
 def gathers_itself(parameter: torch.Tensor) -> bool:
     """Whether `parameter` says itself how it is gathered: by its class, or by methods given to its local tensor."""
-    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    local = compat.local_of(parameter)
     has = {name: hasattr(local, name) for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather")}
     if len(set(has.values())) > 1:
         raise AssertionError(

@@ -9,11 +9,12 @@ to `Shard`. Same placements as PyTorch's FSDP2, so checkpoints are interchangeab
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fsdplab.engine import compat
@@ -81,7 +82,7 @@ def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
     """What this rank holds of `parameter` before it is sharded: its local tensor where it is a DTensor."""
-    return (parameter._local_tensor if isinstance(parameter, DTensor) else parameter).detach()
+    return compat.local_of(parameter).detach()
 
 
 def spec_at_rest(name: str, parameter: torch.Tensor, axes: Axes, dim: int) -> DTensorSpec:
@@ -93,8 +94,7 @@ def spec_at_rest(name: str, parameter: torch.Tensor, axes: Axes, dim: int) -> DT
         meta = TensorMeta(parameter.size(), parameter.stride(), parameter.dtype)
         return DTensorSpec(axes.mesh, (*replicas, Shard(dim)), tensor_meta=meta)
     spec = parameter._spec
-    others = spec.num_shards_map[dim]
-    cut = compat.strided_shard(dim, others) if others > 1 else Shard(dim)
+    cut = compat.shard_beside(dim, spec.num_shards_map[dim])
     joined = compat.concatenated([axes.mesh, spec.mesh])
     return DTensorSpec(joined, (*replicas, cut, *spec.placements), tensor_meta=spec.tensor_meta)
 
@@ -118,31 +118,20 @@ def _on_full_mesh(name: str, parameter: torch.Tensor, axes: Axes, dim: int) -> D
                 f" '{axes.full.mesh_dim_names[position]}' (index {position}) but got {placements[position]}, of"
                 f" parameter {name!r}"
             )
-    cut: dict[int, Shard] = {}
-    for position in axes.cut:
-        later = [j for j in range(position + 1, axes.full.ndim) if j not in axes.cut]
-        # strided or not: `is_shard` differs on that
-        right = [j for j in later if getattr(placements[j], "dim", None) == dim]
-        others = 1
-        for j in right:
-            others *= axes.full.size(j)
-        cut[position] = compat.strided_shard(dim, others) if others > 1 else Shard(dim)
-    return _joined_spec(parameter._spec, placements, axes, axes.full, cut)
-
-
-def _joined_spec(
-    spec: DTensorSpec, placements: list[Placement], axes: Axes, full: DeviceMesh, cut: dict[int, Shard]
-) -> DTensorSpec:
-    """The spec on the full mesh; several data-parallel dimensions that cut count as one, flattened."""
-    if len(axes.cut) <= 1:
-        placed = [cut.get(position, placement) for position, placement in enumerate(placements)]
-        return DTensorSpec(full, tuple(placed), tensor_meta=spec.tensor_meta)
-    meshes, placed = [axes.mesh], [*[Replicate()] * (axes.mesh.ndim - 1), cut[axes.cut[0]]]
-    for position, name in enumerate(full.mesh_dim_names):
-        if position not in axes.named:
-            meshes.append(full[name])
-            placed.append(placements[position])
-    return DTensorSpec(compat.concatenated(meshes), tuple(placed), tensor_meta=spec.tensor_meta)
+    meta = parameter._spec.tensor_meta
+    if not axes.cut:
+        return DTensorSpec(axes.full, tuple(placements), tensor_meta=meta)
+    first = axes.cut[0]
+    # by `dim`, because strided shards are no `is_shard`
+    right = (j for j in range(first + 1, axes.full.ndim) if getattr(placements[j], "dim", None) == dim)
+    placements[first] = compat.shard_beside(dim, prod(axes.full.size(j) for j in right))
+    if len(axes.cut) == 1:
+        return DTensorSpec(axes.full, tuple(placements), tensor_meta=meta)
+    # several dimensions that cut count as one, flattened
+    others = [j for j in range(axes.full.ndim) if j not in axes.named]
+    joined = compat.concatenated([axes.mesh, *(axes.full[axes.full.mesh_dim_names[j]] for j in others)])
+    placed = (*[Replicate()] * (axes.mesh.ndim - 1), placements[first], *(placements[j] for j in others))
+    return DTensorSpec(joined, placed, tensor_meta=meta)
 
 
 def wrapped(value: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:

@@ -40,7 +40,7 @@ def clip_grad_norm_(
             f"the total norm of {len(gradients)} gradients is {total.item()}; look for the step that made it so"
         )
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    local = [_local(gradient) for gradient in gradients]
+    local = [compat.local_of(gradient) for gradient in gradients]
     for device, dtype in {(each.device, each.dtype) for each in local}:
         same = [each for each in local if (each.device, each.dtype) == (device, dtype)]
         torch._foreach_mul_(same, scale.to(device))
@@ -50,10 +50,10 @@ def clip_grad_norm_(
 def _total_norm(
     gradients: list[torch.Tensor], p: float, groups: tuple[dist.ProcessGroup, ...], parameters: list[torch.Tensor]
 ) -> torch.Tensor:
-    device = next((_local(each).device for each in [*gradients, *parameters]), torch.device("cpu"))
+    device = next((compat.local_of(each).device for each in [*gradients, *parameters]), torch.device("cpu"))
     total = torch.zeros((), device=device)
     for cut, members in sorted(_by_cut(gradients).items(), key=lambda item: item[0][0]):
-        part = _power_sum([_local(each) for each in members], p, device)
+        part = _power_sum([compat.local_of(each) for each in members], p, device)
         for dimension in cut[1]:
             _combine(part, members[0].device_mesh.get_group(dimension), p)
         total = torch.maximum(total, part) if math.isinf(p) else total + part
@@ -91,7 +91,3 @@ def _combine(part: torch.Tensor, group: dist.ProcessGroup, p: float) -> None:
         dist.all_reduce(carried, op=dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group=group)
         if carried is not part:
             part.copy_(carried)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

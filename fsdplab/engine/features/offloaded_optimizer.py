@@ -85,6 +85,11 @@ class _Item:
     key: str
     value: torch.Tensor
 
+    @property
+    def local(self) -> torch.Tensor:
+        """What this rank holds of it."""
+        return compat.local_of(self.value)
+
 
 @dataclass
 class _Offloading:
@@ -139,7 +144,7 @@ class OffloadedOptimizer(Optimizer):
             for param in group["params"]:
                 if param.grad is None and not all_of_them:
                     continue
-                held = [_nbytes(item.value) for item in self._items([param])]
+                held = [item.local.nbytes for item in self._items([param])]
                 own = _nbytes(param) + (sum(held) if held else 2 * _nbytes(param))  # before the first step: as Adam's
                 if run and nbytes + own > self._offloading.part_bytes:
                     yield _Part(group, run)
@@ -153,7 +158,7 @@ class OffloadedOptimizer(Optimizer):
         """The state of `params` that has rows here; counters stay where they are."""
         found = [_Item(param, key, value) for param in params for key, value in self.state.get(param, {}).items()]
         return [
-            item for item in found if isinstance(item.value, torch.Tensor) and item.value.dim() and _nbytes(item.value)
+            item for item in found if isinstance(item.value, torch.Tensor) and item.value.dim() and item.local.nbytes
         ]
 
     def _step_on(self, part: _Part) -> None:
@@ -181,35 +186,35 @@ class OffloadedOptimizer(Optimizer):
         """
         items, resting = self._items(part.params), self._offloading.resting
         for tensor in (*part.params, *(item.value for item in items)):
-            mapped.bring_in(_local(tensor))
-        away = [item for item in items if _local(item.value).device != _local(item.param).device]
+            mapped.bring_in(compat.local_of(tensor))
+        away = [item for item in items if item.local.device != item.param.device]
         if not away:
             return
-        lift = self._lift_to(_local(away[0].param).device)
-        copies, part.arrived = lift.bring([_local(item.value) for item in away])
+        lift = self._lift_to(part.params[0].device)
+        copies, part.arrived = lift.bring([item.local for item in away])
         for item, copy in zip(away, copies):
-            resting[item.param, item.key] = _local(item.value)
+            resting[item.param, item.key] = item.local
             self.state[item.param][item.key] = _like(item.value, copy)
 
     def _put_away(self, part: _Part) -> None:
         """Begin to write what `part` changed, and move state that is new, or on a device, to where it rests."""
         storage = self._offloading.storage
-        leaving = [item for item in self._items(part.params) if not storage.holds(_local(item.value))]
+        leaving = [item for item in self._items(part.params) if not storage.holds(item.local)]
         rests = self._rests_of(leaving)
-        if leaving and _local(leaving[0].value).device.type == "cuda":
-            self._lift_to(_local(leaving[0].value).device).put_away([_local(item.value) for item in leaving], rests)
+        if leaving and leaving[0].local.device.type == "cuda":
+            self._lift_to(leaving[0].local.device).put_away([item.local for item in leaving], rests)
         else:
             for item, rest in zip(leaving, rests):
-                rest.copy_(_local(item.value))
+                rest.copy_(item.local)
         for item, rest in zip(leaving, rests):
             self.state[item.param][item.key] = _like(item.value, rest)
         for tensor in (*part.params, *(item.value for item in self._items(part.params))):
-            mapped.let_go(_local(tensor), storage.keep_cached)
+            mapped.let_go(compat.local_of(tensor), storage.keep_cached)
 
     def _rests_of(self, items: Sequence[_Item]) -> list[torch.Tensor]:
         """Where each of `items` rests: where it came from, or new memory, one piece for all that are new."""
         known = [self._offloading.resting.pop((item.param, item.key), None) for item in items]
-        new = [_local(item.value) for item, rest in zip(items, known) if rest is None]
+        new = [item.local for item, rest in zip(items, known) if rest is None]
         memory = lambda nbytes: self._offloading.storage.make(nbytes, "optimizer state")  # noqa: E731
         made = iter(end_to_end(new, memory) if new else [])
         return [next(made) if rest is None else rest for rest in known]
@@ -254,12 +259,8 @@ class _Lift:
         self._leaving.clear()
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def _nbytes(tensor: torch.Tensor) -> int:
-    return _local(tensor).nbytes
+    return compat.local_of(tensor).nbytes
 
 
 def _like(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
