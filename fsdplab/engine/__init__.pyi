@@ -1,0 +1,15 @@
+from fsdplab.engine.compat import DataParallelMeshDims as DataParallelMeshDims
+from fsdplab.engine.core.policy import STRATEGIES as STRATEGIES
+from fsdplab.engine.core.policy import CPUOffloadPolicy as CPUOffloadPolicy
+from fsdplab.engine.core.policy import MixedPrecisionPolicy as MixedPrecisionPolicy
+from fsdplab.engine.core.policy import OffloadPolicy as OffloadPolicy
+from fsdplab.engine.core.policy import Strategy as Strategy
+from fsdplab.engine.features.clipping import clip_grad_norm_ as clip_grad_norm_
+from fsdplab.engine.features.offload import NVMeOffloadPolicy as NVMeOffloadPolicy
+from fsdplab.engine.features.offloaded_optimizer import offload_optimizer as offload_optimizer
+from fsdplab.engine.module import FSDPModule as FSDPModule
+from fsdplab.engine.module import UnshardHandle as UnshardHandle
+from fsdplab.engine.module import register_fsdp_forward_method as register_fsdp_forward_method
+from fsdplab.engine.module import share_comm_ctx as share_comm_ctx
+from fsdplab.engine.shard import fully_shard as fully_shard
+from fsdplab.engine.shard import shard_model as shard_model
