@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from fsdplab.common.thinning import MAX_POINTS, downsample
 from fsdplab.engine.events import CATEGORIES, Tag
 from fsdplab.profiling.memory.blocks import LONG_AGO, NEVER, AllocatorEvent, blocks_of, united
-from fsdplab.profiling.memory.timeline import MAX_POINTS, TOLERANCE_NS, AccountingError, build_timeline, downsample
+from fsdplab.profiling.memory.timeline import TOLERANCE_NS, AccountingError, build_timeline
 
 pytestmark = pytest.mark.quick
 

@@ -144,7 +144,8 @@ def test_c1_a_replica_of_70_b_takes_1_12_tb():
 def test_c2_under_ddp_every_gpu_holds_it():
     peaks = [plan(**SEVENTY, gpus=gpus, strategy="no_shard") for gpus in (16, 256)]
     assert all(found.memory.peak.total > 16 * P and not found.fits for found in peaks)
-    assert "--strategy full_shard" not in (shortfall(peaks[0]) or "")
+    said = shortfall(peaks[0]) or ""
+    assert "needs CPU offload" in said and said.count("--strategy full_shard") == 1, "sharding alone is not enough"
 
 
 def test_c3_fully_sharded_over_16_it_is_70_gb_and_what_is_gathered():
@@ -212,6 +213,42 @@ def test_offload_takes_states_to_the_host_and_accumulation_keeps_gradients():
         loss["gradient_slices"] == stepping["gradient_slices"]
         and not here.memory.at("loss").by_category["gradient_slices"]
     )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_search_and_every_advice_leave_out_offload_that_a_strategy_cannot_do(strategy):
+    spec = plan_spec("llama-3.1-8b", "4090", gpus=2, strategy=strategy)
+    said = shortfall(plan_of(spec)) or ""
+    keeps_whole = strategy in ("no_shard", "zero1", "zero2")
+    assert ("a rank under --strategy full_shard" in said) == keeps_whole and "CPU offload" in said, said
+    offloaded = fit(plan_spec("llama-3.1-8b", "h100", gpus=16, offload=True)).candidates
+    assert {each.spec.strategy for each in offloaded} == {"shard_grad_op", "full_shard", "hybrid_shard"}
+
+
+def test_no_shard_keeps_a_quantised_base_whole_and_restores_a_matrix_at_a_time():
+    """nf4: 4.127 bits a weight of every matrix on every GPU, never sent; the widest matrix in bf16 while a block's
+    backward runs; adapters rest in float32, with a copy in bf16 that stays until their backward.
+    """
+    found = plan("llama-3.1-8b", "h100", gpus=8, strategy="no_shard", lora_rank=16, base_dtype="nf4")
+    shape = found.spec.model
+    matrices = [each for each in shape.block if each.is_matrix]
+    frozen, adapters = sum(each.count for each in matrices), sum(16 * sum(each.shape) for each in matrices)
+    others = shape.parameters - shape.layers * frozen
+    resting = found.memory.resting.by_category
+    assert resting["parameter_slices"] == pytest.approx(
+        shape.layers * (frozen * 4.127 / 8 + 4 * adapters) + 2 * others, rel=1e-6
+    )
+    inside = found.memory.at("backward of the last block").by_category["gathered_parameters"]
+    assert inside == 2 * shape.layers * adapters + 2 * shape.ffn * shape.width
+    (row,) = found.traffic
+    assert (row.kind, row.unit, row.wire_bytes) == ("all_reduce", "block", 2 * 4 * adapters * 7 // 8)
+
+
+def test_an_optimizer_reads_the_gradients_of_its_own_rows():
+    """zero1 keeps all gradients and updates a part of the parameters: that part's gradients are read."""
+    specs = (plan_spec("llama-3.1-8b", "h100", gpus=8, strategy=name) for name in ("zero1", "zero2"))
+    first, second = map(step_time_module.step_time, specs)
+    assert first.compute_s == second.compute_s
 
 
 def test_zeros_table_1():
@@ -411,6 +448,12 @@ def test_wrong_input_is_one_clear_line(choices, words, capsys):
     flags = [f"--{names.get(name, name).replace('_', '-')}={value}" for name, value in given.items()]
     code, _, said = ended(["plan", *flags], capsys)
     assert code == 2 and said.count("\n") == 1 and words in said
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "zero1", "zero2"])
+def test_what_keeps_parameters_whole_is_not_offloaded(strategy, capsys):
+    code, _, said = ended(["plan", "--model", "gpt2", "--strategy", strategy, "--offload"], capsys)
+    assert code == 2 and said.count("\n") == 1 and f"{strategy} keeps parameters whole; give --strategy" in said
 
 
 def test_an_impossible_request_says_what_is_missing_and_what_would_do():

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fsdplab import cli, figures
+from fsdplab.common.thinning import MAX_POINTS
 from fsdplab.engine.core.step import Schedule
 from fsdplab.figures.report.tabs import tabbed
 from fsdplab.figures.style import alt_text
@@ -353,6 +354,20 @@ def test_the_largest_row_of_memory_is_the_plans_peak(kind):
         assert times == sorted(times) and (times[0], times[-1]) == (0, length)
         resting = {name: rows[-1][name] for name in CATEGORIES}
         assert resting == pytest.approx(memory.resting.by_category, abs=1)
+
+
+def test_a_rank_has_as_many_rows_of_memory_as_a_measured_one_at_most():
+    """126 blocks have 512 moments."""
+    spec = plan_spec("llama-3.1-405b", "h100", gpus=512, checkpointing="full")
+    record, memory = simulate(spec, paces={3: 1.5}), memory_of(spec)
+    assert len(memory.moments) > MAX_POINTS
+    for rank in {row["rank"] for row in record.table("memory")}:
+        rows = [row for row in record.table("memory") if row["rank"] == rank]
+        assert MAX_POINTS - 4 <= len(rows) <= MAX_POINTS
+        (peak,) = [row for row in rows if row["is_peak"]]
+        assert {name: peak[name] for name in CATEGORIES} == pytest.approx(memory.peak.by_category, abs=1)
+        times = [row["time_ns"] for row in rows]
+        assert times == sorted(times) and times[0] == 0 < times[-1]
 
 
 def test_a_saved_record_is_read_back(tmp_path):

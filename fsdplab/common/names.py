@@ -43,6 +43,11 @@ class StrategyRow:
         return "gradients" not in self.cuts
 
     @property
+    def can_offload(self) -> bool:
+        """Whether all that rests on a rank is shards, which can rest in host memory."""
+        return "parameters" in self.cuts
+
+    @property
     def keeps_gathered(self) -> bool:
         """Whether what a unit gathers or casts for its forward stays until its backward; parameters that rest whole
         under zero1 and zero2 are neither gathered nor cast then.

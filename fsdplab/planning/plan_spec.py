@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from fsdplab.common.fields import option
-from fsdplab.common.names import IN_GROUPS, STRATEGIES, STRATEGIES_IN_WORDS, STRATEGY_ROWS, StrategyRow
+from fsdplab.common.names import IN_GROUPS, STRATEGIES, STRATEGIES_IN_WORDS, STRATEGY_ROWS, StrategyRow, strategies_that
 from fsdplab.common.words import did_you_mean
 from fsdplab.workloads.shapes import ModelShape
 
@@ -93,6 +93,11 @@ class PlanSpec:
         if self.base_dtype is not None and not self.lora_rank:
             raise PlanError(
                 f"--base-dtype {self.base_dtype} needs a frozen base, and all parameters are trained; give --lora-rank"
+            )
+        if self.offload and not self.row.can_offload:
+            raise PlanError(
+                f"--offload moves sharded slices, but {self.strategy} keeps parameters whole; give --strategy"
+                f" {' or '.join(strategies_that(lambda row: row.can_offload))}"
             )
 
     def _check_nodes(self) -> None:
@@ -231,8 +236,8 @@ class PlanSpec:
 
 
 def under_each_strategy(spec: PlanSpec) -> list[PlanSpec]:
-    """The plan under every strategy; those in groups of ranks only where there is more than one group."""
-    every = [spec.under(name) for name in STRATEGIES]
+    """The plan under every strategy that can do it; in groups of ranks only where there is more than one group."""
+    every = [spec.under(name) for name, row in STRATEGY_ROWS.items() if row.can_offload or not spec.offload]
     return [each for each in every if not each.row.in_groups or each.replicas > 1]
 
 

@@ -138,6 +138,10 @@ def shortfall(found: Plan) -> str | None:
     return f"{what} on a {size(card)} card, {size(peak.total - card)} too much in all; needs {advice}"
 
 
+# what need not be said beside something simpler: the cut of products that send; offload under another strategy
+_SIMPLER = {"tensor": "recompute", "offload": "shard"}
+
+
 def _ways(spec: PlanSpec) -> Iterator[str]:
     """Changes that make it fit, each tried: more GPUs, host memory, recomputation, smaller pieces, adapters."""
     gpus = least_gpus(spec)
@@ -147,8 +151,8 @@ def _ways(spec: PlanSpec) -> Iterator[str]:
         yield states
     found = set()
     for kind, changes in _changes(spec).items():
-        if kind == "tensor" and "recompute" in found:
-            continue  # simpler, and without traffic between the products
+        if _SIMPLER.get(kind) in found and not (kind == "offload" and spec.row.can_offload):
+            continue
         for words, changed in changes:
             if changed is not None and changed != spec and plan_memory_fits(changed):
                 host = host_bytes(changed) if kind == "offload" else 0
@@ -188,6 +192,7 @@ def _tensor(spec: PlanSpec, ways: int) -> tuple[str, PlanSpec | None]:
 def _changes_of_states(spec: PlanSpec) -> dict[str, list[tuple[str, PlanSpec | None]]]:
     full, small = replace(spec, checkpointing="full"), replace(spec, checkpointing="full", micro_batch=1)
     sharded = spec.under("full_shard")
+    able, under = (spec, "") if spec.row.can_offload else (sharded, " under --strategy full_shard")
     least = "--checkpointing full and --micro-batch 1" if spec.micro_batch > 1 else "--checkpointing full"
     found: dict[str, list[tuple[str, PlanSpec | None]]] = {
         "recompute": [("--checkpointing full", full), (least, small)],
@@ -196,8 +201,8 @@ def _changes_of_states(spec: PlanSpec) -> dict[str, list[tuple[str, PlanSpec | N
             ("--strategy full_shard with --checkpointing full", replace(sharded, checkpointing="full")),
         ],
         "offload": [
-            ("CPU offload {}", replace(spec, offload=True)),
-            (f"CPU offload {{}} with {least}", replace(small, offload=True)),
+            (f"CPU offload {{}}{under}", replace(able, offload=True)),
+            (f"CPU offload {{}}{under} with {least}", replace(able, checkpointing="full", micro_batch=1, offload=True)),
         ],
     }
     if not spec.lora_rank:

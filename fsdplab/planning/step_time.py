@@ -158,12 +158,11 @@ def _recomputed_share(spec: PlanSpec) -> float:
 
 
 def _optimizer_bytes(spec: PlanSpec) -> float:
-    """Bytes that the optimizer moves: gradient, parameter and state read, parameter and state written; three times as
-    much where its operators are not fused.
+    """Bytes that the optimizer moves for the elements that a rank updates: gradient, parameter and state read,
+    parameter and state written; three times as much where its operators are not fused.
     """
     every = all_units(spec)
-    gradients = every.kept_gradients if spec.sharing.reduces_once else every.gradient_slices
-    once = 2 * every.optimizer_state + 3 * gradients
+    once = 2 * every.optimizer_state + 3 * every.gradient_slices
     return 3 * once if spec.optimizer == "adamw-foreach" else once
 
 

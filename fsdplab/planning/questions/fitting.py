@@ -203,11 +203,12 @@ def _optimizer_crossing(spec: PlanSpec) -> float:
 
 
 def _saved_on_card(spec: PlanSpec, rows: Sequence[Cells]) -> str:
-    card, optimizer, every = rows
+    card, optimizer, *every = rows
+    also = [f"; all states there save {row[_SAVED]} ({row.verdict}) and send {row[_CROSSES]}" for row in every]
     return (
         f"The optimizer on the CPU saves {optimizer[_SAVED]} of {card[PEAK]} at the peak ({optimizer.verdict})"
-        f" and sends {optimizer[_CROSSES]} over the host's link each step: {seconds(optimizer.number(_CROSSING))}; all"
-        f" states there save {every[_SAVED]} ({every.verdict}) and send {every[_CROSSES]}"
+        f" and sends {optimizer[_CROSSES]} over the host's link each step: {seconds(optimizer.number(_CROSSING))}"
+        f"{''.join(also) or f'; {spec.strategy} keeps parameters whole, so all states cannot rest there'}"
     )
 
 
@@ -217,7 +218,7 @@ OPTIMIZER_ON_CPU = Question(
         Column("on the CPU"), PEAK, FITS, Column(_SAVED, "bytes"), Column(_HOST, "bytes"), Column(_CROSSES, "bytes"),
         Column(_CROSSING, "seconds"),
     ),
-    rows=lambda spec: [_placed(name, spec) for name in (_CARD, _OPTIMIZER, _ALL)],
+    rows=lambda spec: [_placed(name, spec) for name in (_CARD, _OPTIMIZER, _ALL)[: 2 + spec.row.can_offload]],
     sentence=_saved_on_card,
     base=lambda spec: (replace(spec, offload=False), _ASSUMED),
     beside=(Panel((_HOST,)),),

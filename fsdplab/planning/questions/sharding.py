@@ -228,7 +228,7 @@ _BY_ZERO1 = "sent by zero1"
 def _accumulated(spec: PlanSpec, count: int) -> Row:
     """So many micro-batches a step, of the same size, beside what zero1 would send."""
     each = replace(spec, grad_accum=count)
-    once = sum(row.step_bytes for row in plan_traffic(each.under("zero1")))
+    once = sum(row.step_bytes for row in plan_traffic(replace(each, offload=False).under("zero1")))
     return facts.row(each, **{"micro-batches": count, _BY_ZERO1: once})
 
 

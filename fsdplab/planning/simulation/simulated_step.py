@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdplab.common.names import CATEGORIES
+from fsdplab.common.thinning import downsample
 from fsdplab.engine.core.step import Schedule
 from fsdplab.planning.memory import Memory, memory_of_program
 from fsdplab.planning.plan_spec import PlanError, PlanSpec
@@ -167,16 +168,19 @@ def _step_row(spec: PlanSpec, log: RankLog) -> Row:
 
 
 def _memory_rows(memory: Memory, log: RankLog) -> list[Row]:
-    """The moments of the plan at the times that the simulation gives them; the first of the largest is the peak."""
+    """The moments of the plan at the times that the simulation gives them, as many as a measured timeline has at most;
+    the first of the largest is the peak.
+    """
     resting, *passing, stepping = memory.moments
     timed = [(0.0, resting), *((log.passed[each.place], each) for each in passing), (log.end, stepping)]
+    timed.append((log.end, resting))
     return [
         {
             "time_ns": nanoseconds(time),
             **{name: round(each.by_category[name]) for name in CATEGORIES},
             "is_peak": each is memory.peak,
         }
-        for time, each in [*timed, (log.end, resting)]
+        for time, each in (timed[place] for place in downsample([each.total for _, each in timed]))
     ]
 
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fsdplab.common.names import CATEGORIES
+from fsdplab.common.thinning import downsample
 from fsdplab.profiling.memory.blocks import LONG_AGO, NEVER, AllocatorEvent, Blocks, blocks_of
 
 if TYPE_CHECKING:
     from fsdplab.engine.events import Tag  # which imports torch
 
-MAX_POINTS = 500
 # profiler and clock agree within microseconds; a busy machine may stop a thread between the two readings
 TOLERANCE_NS = 200_000
 
@@ -130,17 +130,6 @@ def build_timeline(
         start_ns=start_ns,
         **measured,
     )
-
-
-def downsample(totals: Sequence[int], limit: int = MAX_POINTS) -> list[int]:
-    """At most `limit` indices: first, last, the first peak, the lowest and highest of each of equal windows."""
-    if len(totals) <= limit:
-        return list(range(len(totals)))
-    values = np.asarray(totals)
-    kept = {0, len(values) - 1, int(values.argmax())}
-    for window in np.array_split(np.arange(len(values)), (limit - len(kept)) // 2):
-        kept |= {int(window[values[window].argmin()]), int(window[values[window].argmax()])}
-    return sorted(kept)
 
 
 def _strays(blocks: Blocks, tags: Sequence[Tag], start_ns: int) -> list[AllocatorEvent]:
