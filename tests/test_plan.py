@@ -369,7 +369,9 @@ def test_on_a_slow_link_communication_hides_all_but_the_ends_of_compute():
 
 def test_on_a_fast_enough_link_only_the_first_gathers_and_the_last_reductions_are_exposed():
     spec = plan_spec("llama-2-7b", "h100-80gb", gpus=8, micro_batch=8)
-    rows = {(row.unit, row.kind): plan_traffic.seconds_each(spec, row) for row in plan_traffic.plan_traffic(spec)}
+    rows = {
+        (row.unit, row.kind): plan_traffic.transfer_of(spec, row).seconds for row in plan_traffic.plan_traffic(spec)
+    }
     ends = rows["root", "all_gather"] + rows["block", "all_gather"]
     ends += rows["block", "reduce_scatter"] + rows["root", "reduce_scatter"]
     assert plan_of(spec).time.exposed_s == pytest.approx(ends, rel=1e-6)
@@ -378,7 +380,7 @@ def test_on_a_fast_enough_link_only_the_first_gathers_and_the_last_reductions_ar
 def test_without_prefetch_every_gather_is_exposed():
     spec = plan_spec("llama-2-7b", "h100-80gb", gpus=8, micro_batch=8)
     gather = next(
-        plan_traffic.seconds_each(spec, row)
+        plan_traffic.transfer_of(spec, row).seconds
         for row in plan_traffic.plan_traffic(spec)
         if (row.unit, row.kind) == ("block", "all_gather")
     )

@@ -19,12 +19,12 @@ from fsdplab.figures.view import provenance, views
 from fsdplab.planning import PlanError
 from fsdplab.planning.memory import memory_of
 from fsdplab.planning.planner import plan_spec
+from fsdplab.planning.program import work as work_module
 from fsdplab.planning.simulation import (
     StepWork,
     Transfer,
     UnitWork,
     classes,
-    program,
     simulate,
     simulate_work,
     simulated_step,
@@ -165,7 +165,7 @@ def test_gathered_units_are_at_most_the_prefetched_ones_and_one(depth):
 
 
 def test_the_schedule_is_the_engines():
-    assert program.Schedule is Schedule
+    assert work_module.Schedule is Schedule
 
 
 def issued(record: RunRecord) -> list[tuple[str, str, str]]:

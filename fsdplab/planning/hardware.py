@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from fsdplab.common.words import near
 
-from .links import PRESETS, LinkError, LinkSpec
+from .links import NETWORK_S, PRESETS, LinkError, LinkSpec
 
 _GIB = 2**30
 _NODE = 8  # GPUs of a node unless the text says otherwise: HGX, DGX and the clouds' machines
@@ -41,6 +41,20 @@ class Gpu:
     source: str
     die: str = ""
     product_flops: float | None = None
+
+    def ring_over_nodes(self, members: int) -> LinkSpec:
+        """The link of a ring with so many members in each node, as one GPU sees it.
+
+        The ring enters a node once, and the network cards of all its members there carry their part of its bytes (NCCL
+        runs one ring a card): 8 GPUs with 50 GB/s each give a rank 400 GB/s, not 50, and at most what their own link
+        has. Latency is the mean over the ring's hops, of which one in `members` leaves its node: (7 x 3.4 + 14) / 8 =
+        4.7 us. Raises LinkError where no network is known.
+        """
+        if self.nic_bytes_per_s is None:
+            raise LinkError(f"no network between nodes is known for {self.name}; give one node")
+        joined, inside = members * self.nic_bytes_per_s, self.link
+        latency = ((members - 1) * inside.latency_s + NETWORK_S) / members
+        return LinkSpec("network", joined if members == 1 else min(joined, inside.bytes_per_s), latency)
 
 
 def _gpu(
@@ -174,28 +188,12 @@ class Cluster:
     @property
     def network(self) -> LinkSpec | None:
         """The link of one GPU to those in other nodes: its share of the node's network cards; None on one node."""
-        if self.nodes == 1:
-            return None
-        if self.gpu.nic_bytes_per_s is None:
-            raise LinkError(f"no network between nodes is known for {self.gpu.name}; give one node")
-        return LinkSpec("network", self.gpu.nic_bytes_per_s, PRESETS["ib400"].latency_s)
+        return None if self.nodes == 1 else self.gpu.ring_over_nodes(1)
 
     @property
     def link(self) -> LinkSpec:
-        """The link of a ring over all GPUs, as one GPU sees it: the slow axis.
-
-        Over several nodes that is the network, but all network cards of a node carry their part of the same ring's
-        bytes (NCCL runs one ring a card, and each ring enters a node once): 8 GPUs with 50 GB/s each give a rank 400
-        GB/s, not 50. Latency is the mean over a ring's hops, of which one in `gpus_per_node` leaves its node: (7 x 3.4
-        + 14) / 8 = 4.7 us.
-        """
-        inside, network, per_node = self.gpu.link, self.network, self.gpus_per_node
-        if network is None:
-            return inside
-        latency = ((per_node - 1) * inside.latency_s + network.latency_s) / per_node
-        joined = per_node * network.bytes_per_s
-        together = joined if per_node == 1 else min(joined, inside.bytes_per_s)
-        return LinkSpec("network", together, latency)
+        """The link of a ring over all GPUs, as one GPU sees it: the slow axis."""
+        return self.gpu.link if self.nodes == 1 else self.gpu.ring_over_nodes(self.gpus_per_node)
 
 
 def find_gpu(name: str) -> Gpu:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from fsdplab.common.words import did_you_mean
 
-_NVLINK_S, _PCIE_S, _NETWORK_S = 3.4e-6, 5.7e-6, 14.0e-6
+_NVLINK_S, _PCIE_S, NETWORK_S = 3.4e-6, 5.7e-6, 14.0e-6
 
 
 class LinkError(ValueError):
@@ -64,8 +64,8 @@ PRESETS: dict[str, LinkSpec] = {
         LinkSpec("pcie3", 15.75e9, _PCIE_S),
         LinkSpec("pcie4", 31e9, _PCIE_S),
         LinkSpec("pcie5", 63e9, _PCIE_S),
-        LinkSpec("ib400", 50e9, _NETWORK_S),
-        LinkSpec("ib200", 25e9, _NETWORK_S),
+        LinkSpec("ib400", 50e9, NETWORK_S),
+        LinkSpec("ib200", 25e9, NETWORK_S),
         LinkSpec("eth100", 12.5e9, 20e-6),
         LinkSpec("eth25", 3.125e9, 20e-6),
         LinkSpec("eth10", 1.25e9, 30e-6),
@@ -120,7 +120,7 @@ def ring_steps(kind: str, ranks: int) -> int:
     >>> ring_steps("all_gather", 8), ring_steps("all_reduce", 8), ring_steps("all_gather", 1)
     (7, 14, 0)
     """
-    per_rank = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
+    per_rank = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "ring": 1}  # ring attention's
     if kind not in per_rank:
         raise LinkError(f"no ring is known for {kind!r}; expected one of {', '.join(per_rank)}")
     return per_rank[kind] * (ranks - 1)

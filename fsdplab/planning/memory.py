@@ -12,9 +12,10 @@ Megatron-LM's `--recompute-method block`; the optimizer on the CPU, Ren et al. 2
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
+from typing import NamedTuple
 
 from fsdplab.common.names import CATEGORIES
 
@@ -32,18 +33,17 @@ FRAMEWORK_BYTES = 2**30
 RESERVED_OVER_USED = 59.41 / 49.54
 
 
-@dataclass(frozen=True)
-class Moment:
+class Moment(NamedTuple):
     """Bytes by category on one rank at one instant of a step. `place`: that of the last operation before it in the last
     micro-batch; -1 before the step. `notable`: whether it is one of the few at which most peaks lie.
     """
 
     name: str
     by_category: dict[str, float]
-    place: int = field(default=-1, compare=False)
-    notable: bool = field(default=True, compare=False)
+    place: int = -1
+    notable: bool = True
 
-    @cached_property
+    @property
     def total(self) -> float:
         """All bytes."""
         return sum(self.by_category.values())
@@ -109,8 +109,8 @@ def memory_of(spec: PlanSpec, blocks_per_unit: float = 1.0, variant: Variant = A
 
     What is gathered, and the gradients that wait for their reduction, are a unit's; activations are a block's.
     """
-    units, trained = len(_units(spec.model.layers, blocks_per_unit)), (not spec.lora_rank, True)
-    program = program_of_blocks(variant.sharing(spec), units, trained, spec.prefetch, min(spec.grad_accum, 3))
+    units, trained = len(_units(spec, blocks_per_unit)), (not spec.lora_rank, True)
+    program = program_of_blocks(units, trained, variant.sharing(spec), spec.prefetch, min(spec.grad_accum, 3))
     return memory_of_program(program, spec, blocks_per_unit, variant)
 
 
@@ -130,11 +130,11 @@ class _Part:
     behind: float = 1.0
 
 
-def _units(layers: int, blocks_per_unit: float) -> dict[str, list[_Part]]:
+def _units(spec: PlanSpec, blocks_per_unit: float) -> dict[str, list[_Part]]:
     """The units below the root, and what each holds."""
     together, parts = max(1, round(blocks_per_unit)), max(1, round(1 / blocks_per_unit))
     shares = [(part / parts, (part + 1) / parts) for part in range(parts)]
-    every = [_Part(block, *share) for block in range(layers) for share in shares]
+    every = [_Part(block, *share) for block in range(spec.model.layers) for share in shares]
     groups = [every[first : first + together] for first in range(0, len(every), together)]
     return {f"{BLOCK}s.{number}": group for number, group in enumerate(groups)}
 
@@ -149,7 +149,7 @@ class _Step:
         self.activations = Activations(spec, recomputed)
         self.block, root = unit_bytes(spec.model.block, spec, adapted=True), unit_bytes(spec.model.root, spec)
         self.all: UnitBytes = self.block.times(layers) + root
-        self.units = _units(layers, blocks_per_unit)
+        self.units = _units(spec, blocks_per_unit)
         self.sizes = dict.fromkeys(self.units, self._buffers(self.block.times(blocks_per_unit)))
         self.sizes[ROOT] = self._buffers(root)
         head = spec.model.root[:1] if spec.model.tied else spec.model.root[-1:]

@@ -22,7 +22,8 @@ from .hardware import parse_cluster
 from .links import LinkSpec, ring_steps, transfer_s
 from .plan_spec import PlanError, PlanSpec
 from .plan_traffic import LINK_EFFICIENCY
-from .simulation.work import ROOT, Transfer, work_of
+from .program import ROOT, Transfer
+from .step_time import work_of
 from .windtunnel import TARGET_TOKENS, wind_tunnel
 
 PHASES = ("forward", "backward")

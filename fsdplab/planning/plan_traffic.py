@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 
 from fsdplab.workloads.shapes import Parameter
 
-from .links import LinkSpec, ring_steps, transfer_s
+from .links import LinkSpec, ring_steps
 from .plan_spec import BASE_BYTES, PlanSpec
+from .program import Transfer
 from .traffic import Traffic, UnitShapes, step_traffic
 from .unit_bytes import adapters
 
@@ -55,30 +56,27 @@ def axis_link(spec: PlanSpec, axis: str) -> LinkSpec:
     """The link of a rank along an axis, at what collectives reach of it.
 
     Axes lie inside each other: tensor, context, shard, replicate. Where an axis stays inside a node, it has the GPUs'
-    own link. Where it leaves, its ring enters a node once and all network cards of its members there carry a part
-    (hardware.py): 8 members of a node reach 8 times one card's rate, at most their own link's.
+    own link; where it leaves, that of a ring over nodes (hardware.py).
     """
     inner, ranks = _inner_size(spec, axis), _size(spec, axis)
     link, per_node = spec.gpu.link, min(spec.gpus, spec.gpus_per_node)
     if inner * ranks > per_node and spec.gpu.nic_bytes_per_s is not None:
-        members = max(1, per_node // inner)
-        rate = min(members * spec.gpu.nic_bytes_per_s, link.bytes_per_s)
-        latency = ((members - 1) * link.latency_s + _NETWORK_S) / members
-        link = LinkSpec("network", rate, latency)
+        link = spec.gpu.ring_over_nodes(max(1, per_node // inner))
     return replace(link, bytes_per_s=link.bytes_per_s * LINK_EFFICIENCY)
 
 
-def seconds_each(spec: PlanSpec, row: AxisTraffic) -> float:
-    """Seconds of one collective of the row, on an otherwise free link."""
-    steps = row.ranks - 1 if row.kind == "ring" else ring_steps(row.kind, row.ranks)
-    return transfer_s(axis_link(spec, row.axis), row.wire_bytes, steps)
+def transfer_of(spec: PlanSpec, row: AxisTraffic) -> Transfer:
+    """One collective of the row, on an otherwise free link."""
+    link = axis_link(spec, row.axis)
+    latency_s = link.latency_s * ring_steps(row.kind, row.ranks)
+    return Transfer(row.kind, row.wire_bytes, link.bytes_per_s, latency_s, row.axis)
 
 
 def latency_s(spec: PlanSpec, rows: Sequence[AxisTraffic]) -> float:
     """Seconds of a step's communication, as if alone, that no bandwidth shortens: a ring over 2,048 ranks has 2,047
     steps.
     """
-    return sum(row.count * seconds_each(spec, replace(row, wire_bytes=0.0)) for row in rows)
+    return sum(row.count * transfer_of(spec, row).latency_s for row in rows)
 
 
 def inline_counts(spec: PlanSpec, row: AxisTraffic) -> tuple[int, int]:
@@ -93,7 +91,6 @@ def inline_counts(spec: PlanSpec, row: AxisTraffic) -> tuple[int, int]:
 
 # collectives of tensor and context parallelism in one forward of a unit, of each kind; the backward has the others
 _IN_FORWARD = {("tensor", "block"): 2, ("tensor", "root"): 1, ("context", "block"): 1}
-_NETWORK_S = 14.0e-6  # NCCL's own constant of a network's step, as in links.py
 
 
 def _size(spec: PlanSpec, axis: str) -> int:

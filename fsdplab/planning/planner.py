@@ -7,6 +7,7 @@ GPU-hours; and where it does not fit, what is missing and what would fit.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -221,24 +222,16 @@ def plan_memory_fits(spec: PlanSpec) -> bool:
 
 
 def least_gpus(spec: PlanSpec) -> int | None:
-    """The fewest GPUs on which the same choices fit: whole nodes beyond the first; None where no number does."""
+    """The fewest GPUs on which the same choices fit: whole nodes beyond the first; None where no number does. Memory
+    falls with GPUs, so it is found by halving.
+    """
     step = spec.tensor_parallel * spec.context_parallel * (spec.shard_size or 1)
-    inside = list(range(step, min(spec.gpus_per_node, _MOST_GPUS) + 1, step))
-    nodes = range(2 * spec.gpus_per_node, _MOST_GPUS + 1, spec.gpus_per_node) if spec.gpu.nic_bytes_per_s else range(0)
-    if (found := _least(inside, spec)) is not None:
-        return found
-    return _least([each for each in nodes if each % step == 0], spec)
-
-
-def _least(counts: list[int], spec: PlanSpec) -> int | None:
-    """The first count that fits; memory falls with GPUs, so by halving."""
+    counts, per_node = [*range(step, min(spec.gpus_per_node, _MOST_GPUS) + 1, step)], math.lcm(spec.gpus_per_node, step)
+    if spec.gpu.nic_bytes_per_s:
+        counts += range(max(per_node, 2 * spec.gpus_per_node), _MOST_GPUS + 1, per_node)
     if not counts or not _fits_on(counts[-1], spec):
         return None
-    low, high = 0, len(counts) - 1
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if _fits_on(counts[middle], spec) else (middle + 1, high)
-    return counts[low]
+    return counts[bisect_left(counts, True, key=lambda gpus: _fits_on(gpus, spec))]
 
 
 def _fits_on(gpus: int, spec: PlanSpec) -> bool:

@@ -11,16 +11,17 @@ stand in the way of the next product, so no compute hides them; the others, on l
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from fsdplab.planning.program.duration import BLOCK, ROOT, program_of_blocks, seconds_of
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from .efficiency import efficiency_of
 from .hardware import Gpu
 from .plan_spec import PlanError, PlanSpec
-from .plan_traffic import AxisTraffic, inline_counts, plan_traffic, seconds_each
+from .plan_traffic import AXES, AxisTraffic, axis_link, inline_counts, plan_traffic, transfer_of
+from .program import BLOCK, ROOT, Holds, StepWork, Transfer, UnitWork, program_of_blocks, seconds_of
 from .unit_bytes import adapters, all_units
 
+_MOST_PASSES = 10_000  # of a simulated step: each costs some milliseconds, and thousands of bytes of its record
 # FLOP/s that flash attention reaches of the data sheet's: "only 35%" of an H100 (Shah et al. 2024, FlashAttention-3,
 # abstract, of FlashAttention-2), 50 to 73% of an A100 (Dao 2023, FlashAttention-2, abstract)
 _ATTENTION_EFFICIENCY = {"H100": 0.35, "H200": 0.35}
@@ -42,13 +43,69 @@ class StepTime:
 
 def step_time(spec: PlanSpec, efficiency: float | None = None) -> StepTime:
     """The step's seconds; `efficiency` replaces the fitted one. Raises PlanError for a GPU of unknown FLOP/s."""
+    rows, count, layers = plan_traffic(spec), spec.grad_accum, spec.model.layers
     compute = Compute(spec, efficiency)
-    rows = plan_traffic(spec)
-    through_s, micro_s = _micro_batches(spec, compute, rows)
-    alone_s = sum(row.count * seconds_each(spec, row) for row in rows)
-    compute_s = micro_s + compute.optimizer_s
-    step_s = through_s + compute.optimizer_s
+    root, block = compute.units(rows)
+    program = program_of_blocks(layers, (not spec.lora_rank, True), spec.sharing, spec.prefetch, min(count, 3))
+    each = [seconds_of(operations, root, block) for operations in program]
+    step_s = sum(each) + (count - len(each)) * each[len(each) // 2] + compute.optimizer_s  # the middle ones are alike
+    micro_s = root.forward_s + root.backward_s + layers * (block.forward_s + block.backward_s)
+    compute_s = count * micro_s + compute.optimizer_s
+    alone_s = sum(row.count * transfer_of(spec, row).seconds for row in rows)
     return StepTime(step_s, compute_s, alone_s, step_s - compute_s)
+
+
+def work_of(spec: PlanSpec, efficiency: float | None = None, in_flight: int = 1) -> StepWork:
+    """What the units of a plan's step compute and send; raises PlanError for a GPU of unknown FLOP/s, and for a step of
+    too many events.
+    """
+    if (passes := spec.model.layers * spec.grad_accum) > _MOST_PASSES:
+        raise PlanError(
+            f"a simulated step has {spec.model.layers:,} blocks x {spec.grad_accum:,} micro-batches = {passes:,}"
+            f" passes; expected at most {_MOST_PASSES:,}: give fewer --grad-accum, since those in the middle are alike"
+        )
+    compute = Compute(spec, efficiency)
+    root, block = compute.units(plan_traffic(spec))
+    return StepWork(
+        root=root, blocks=tuple(replace(block, name=f"{BLOCK}s.{index}") for index in range(spec.model.layers)),
+        optimizer_s=compute.optimizer_s, prefetch=spec.prefetch, micro_batches=spec.grad_accum, in_flight=in_flight,
+        sharing=spec.sharing, shards=spec.shards, replicas=spec.replicas,
+    )  # fmt: skip
+
+
+def _unit(spec: PlanSpec, rows: Sequence[AxisTraffic], unit: str, forward_s: float, backward_s: float) -> UnitWork:
+    sent: dict[tuple[str, bool], list[Transfer]] = {}
+    forward: list[Transfer] = []
+    backward: list[Transfer] = []
+    for row in rows:
+        if row.unit == unit:
+            first, then = inline_counts(spec, row)
+            transfer = transfer_of(spec, row)
+            forward += [transfer] * first
+            backward += [transfer] * then
+            if not first:
+                sent.setdefault((row.axis, row.kind == "all_gather"), []).append(transfer)
+    gather, reduce, across = (
+        _joined(sent.get(key, [])) for key in (("shard", True), ("shard", False), ("replicate", False))
+    )
+    holds = Holds(gradients=unit != ROOT or not spec.lora_rank)
+    inline = tuple(forward), tuple(backward)
+    return UnitWork(unit, forward_s, backward_s, gather, reduce, across, *inline, holds)
+
+
+def _joined(each: Sequence[Transfer]) -> Transfer | None:
+    """What a unit sends in two parts, behind each other, as one: a frozen base and its adapters."""
+    if not each:
+        return None
+    return replace(
+        each[0], wire_bytes=sum(one.wire_bytes for one in each), latency_s=sum(one.latency_s for one in each)
+    )
+
+
+def on_links_of(spec: PlanSpec, work: StepWork) -> StepWork:
+    """The same work with the bandwidths of `spec`, which may differ from the work's own plan in these alone."""
+    rates = {axis: axis_link(spec, axis).bytes_per_s for axis in AXES}
+    return work.on_links(lambda each: replace(each, bytes_per_s=rates[each.axis]))
 
 
 def peak_flops(gpu: Gpu) -> float:
@@ -112,6 +169,13 @@ class Compute:
         self.head_forward_s, self.head_backward_s = self._head_s()
         self.optimizer_s = _optimizer_bytes(spec) / self.bytes_per_s
 
+    def units(self, rows: Sequence[AxisTraffic]) -> tuple[UnitWork, UnitWork]:
+        """The root and a block, with what they send of `rows`."""
+        return (
+            _unit(self.spec, rows, ROOT, self.head_forward_s, self.head_backward_s),
+            _unit(self.spec, rows, BLOCK, self.forward_s, self.backward_s),
+        )
+
     def _products_s(self) -> float:
         return 2 * _multiplied(self.spec) * self.spec.tokens / self.flops
 
@@ -164,29 +228,3 @@ def _optimizer_bytes(spec: PlanSpec) -> float:
     every = all_units(spec)
     once = 2 * every.optimizer_state + 3 * every.gradient_slices
     return 3 * once if spec.optimizer == "adamw-foreach" else once
-
-
-def _micro_batches(spec: PlanSpec, compute: Compute, rows: list[AxisTraffic]) -> tuple[float, float]:
-    """Seconds of all micro-batches, and those of their compute; micro-batches in the middle are alike."""
-    seconds = _seconds(spec, compute, rows)
-    count, layers = spec.grad_accum, spec.model.layers
-    program = program_of_blocks(spec.sharing, layers, (not spec.lora_rank, True), spec.prefetch, min(count, 3))
-    each = [seconds_of(operations, seconds) for operations in program]
-    alone = compute.head_forward_s + compute.head_backward_s + layers * (compute.forward_s + compute.backward_s)
-    return sum(each) + (count - len(each)) * each[len(each) // 2], count * alone
-
-
-def _seconds(spec: PlanSpec, compute: Compute, rows: list[AxisTraffic]) -> dict[tuple[str, str], float]:
-    """Seconds of each operation of the root and of a block. A forward or a backward has with it the collectives that
-    stand between its products; what a unit sends in two parts (a frozen base, its adapters) travels as one.
-    """
-    found = {
-        (ROOT, "forward"): compute.head_forward_s, (ROOT, "backward"): compute.head_backward_s,
-        (BLOCK, "forward"): compute.forward_s, (BLOCK, "backward"): compute.backward_s,
-    }  # fmt: skip
-    for row in rows:
-        once, inline = seconds_each(spec, row), inline_counts(spec, row)
-        parts = zip(("forward", "backward"), inline) if row.axis not in ("shard", "replicate") else [(row.kind, 1)]
-        for what, number in parts:
-            found[row.unit, what] = found.get((row.unit, what), 0.0) + number * once
-    return found

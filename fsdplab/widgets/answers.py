@@ -20,9 +20,8 @@ from fsdplab.engine.core.step import Schedule
 from fsdplab.planning.links import LinkSpec, parse_link
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import LINK_EFFICIENCY
-from fsdplab.planning.simulation import on_links_of, simulate, simulate_program, work_of
-from fsdplab.planning.simulation.program import RankLog, Span, program_of
-from fsdplab.planning.simulation.work import ROOT
+from fsdplab.planning.program import ROOT, program_of
+from fsdplab.planning.simulation import RankLog, Span, on_links_of, simulate, simulate_program, work_of
 from fsdplab.records import RunRecord
 from fsdplab.sessions.prediction import Prediction, predict
 from fsdplab.sessions.spec import RunSpec

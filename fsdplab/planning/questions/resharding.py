@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from fsdplab.planning.memory import Variant, memory_of
 from fsdplab.planning.plan_spec import PlanError, PlanSpec
-from fsdplab.planning.plan_traffic import plan_traffic, seconds_each
+from fsdplab.planning.plan_traffic import plan_traffic, transfer_of
 from fsdplab.planning.simulation import simulate_work, work_of
 
 from . import facts
@@ -50,7 +50,7 @@ def _over(spec: PlanSpec, ranks: int) -> Row:
     gathers = [row for row in plan_traffic(near) if (row.unit, row.axis, row.kind) == ("block", "shard", "all_gather")]
     return {
         _RANKS: ranks, **facts.of_memory(memory, spec), _MORE: memory.peak.total / planned.peak.total - 1,
-        _GATHER: sum(seconds_each(near, row) for row in gathers),
+        _GATHER: sum(transfer_of(near, row).seconds for row in gathers),
     }  # fmt: skip
 
 

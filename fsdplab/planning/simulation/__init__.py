@@ -4,10 +4,13 @@
 than the others, gathers and reductions on communicators of their own, any prefetch depth. The result is a run record.
 """
 
+from fsdplab.planning.program import StepWork, Transfer, UnitWork
+from fsdplab.planning.step_time import on_links_of, work_of
+
+from .ranks import RankLog, Span
 from .simulated_step import Simulated, simulate, simulate_program, simulate_work
-from .work import StepWork, Transfer, UnitWork, on_links_of, work_of
 
 __all__ = [
-    "Simulated", "StepWork", "Transfer", "UnitWork", "on_links_of", "simulate", "simulate_program", "simulate_work",
-    "work_of",
+    "RankLog", "Simulated", "Span", "StepWork", "Transfer", "UnitWork", "on_links_of", "simulate", "simulate_program",
+    "simulate_work", "work_of",
 ]  # fmt: skip

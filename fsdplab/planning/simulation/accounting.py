@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .network import Collective
-from .program import RankLog, Span
+from .ranks import RankLog, Span
 
 _ENOUGH = 0.1  # computing of a tenth of the exposed time is something to hide behind, as for measured steps
 

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from .work import Transfer
+from fsdplab.planning.program import Transfer
 
 Action = Callable[[], None]
 

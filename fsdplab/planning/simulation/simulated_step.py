@@ -18,17 +18,17 @@ from fsdplab.engine.core.step import Schedule
 from fsdplab.planning.memory import Memory, memory_of_program
 from fsdplab.planning.plan_spec import PlanError, PlanSpec
 from fsdplab.planning.plan_traffic import bytes_by_axis, plan_traffic
-from fsdplab.planning.program import Operation
+from fsdplab.planning.program import Operation, StepWork, program_of
+from fsdplab.planning.step_time import work_of
 from fsdplab.records import RunRecord, Spread, Summary
 from fsdplab.records.summary import Comm, Peak, Profile, SimulatedRanks
 
 from .accounting import nanoseconds
 from .classes import rank_classes
 from .network import Clock, Network
-from .program import Rank, RankLog, program_of
+from .ranks import Rank, RankLog
 from .tables import STEP, Row, tables_of
 from .trees import with_trees
-from .work import StepWork, work_of
 
 _MOST_IN_FLIGHT = 10_000
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -50,7 +50,7 @@ class Simulated:
 
 def simulate_work(
     work: StepWork, *, communicators: int = 1, paces: Mapping[int, float] | None = None,
-    schedule: Callable[[int], Schedule] = Schedule,
+    schedule: Callable[[int], Schedule] | None = None,
 ) -> Simulated:  # fmt: skip
     """Simulate a step of units whose costs are given; `paces` are those of slow ranks, over `shards` x `replicas`.
 
@@ -58,7 +58,8 @@ def simulate_work(
 
     Two blocks of 1 s forward and 2 s backward without communication take 6 s, and the optimizer's time.
     """
-    return simulate_program(work, program_of(work, schedule(work.prefetch)), communicators, paces)
+    program = program_of(work, schedule(work.prefetch) if schedule else None)
+    return simulate_program(work, program, communicators, paces)
 
 
 def simulate_program(
@@ -81,7 +82,7 @@ def simulate_program(
 def simulate(
     spec: PlanSpec, *, communicators: int = 1, in_flight: int = 1, paces: Mapping[int, float] | None = None,
     trees: bool = False, efficiency: float | None = None, folder: str | Path | None = None,
-    schedule: Callable[[int], Schedule] = Schedule, streams: bool = True,
+    schedule: Callable[[int], Schedule] | None = None, streams: bool = True,
 ) -> RunRecord:  # fmt: skip
     """A record of one simulated step of `spec`, not saved: `.save()` writes it to `folder`.
 

@@ -12,7 +12,7 @@ from fsdplab.records import LANES
 from fsdplab.records.tables import IDLE_PARTS
 
 from .accounting import Account, account, by_cell, cause_of, nanoseconds
-from .program import RankLog
+from .ranks import RankLog
 
 Row = dict[str, Any]
 STEP = 0  # the number of the one step

@@ -12,24 +12,13 @@ from dataclasses import replace
 from math import ceil, log2
 
 from fsdplab.planning.links import ring_steps
-
-from .work import StepWork, Transfer, UnitWork
+from fsdplab.planning.program import StepWork, Transfer
 
 
 def with_trees(work: StepWork) -> StepWork:
     """The same step, each all-reduce by a ring or by trees, whichever is faster."""
-    return replace(
-        work,
-        root=_of_unit(work.root, work.shards, work.replicas),
-        blocks=tuple(_of_unit(unit, work.shards, work.replicas) for unit in work.blocks),
-    )
-
-
-def _of_unit(unit: UnitWork, shards: int, replicas: int) -> UnitWork:
-    reduce, across = unit.reduce, unit.across
-    if reduce and reduce.kind == "all_reduce":
-        reduce = faster_all_reduce(reduce, shards)
-    return replace(unit, reduce=reduce, across=across and faster_all_reduce(across, replicas))
+    ranks = {"shard": work.shards, "replicate": work.replicas}
+    return work.on_links(lambda each: faster_all_reduce(each, ranks[each.axis]) if each.kind == "all_reduce" else each)
 
 
 def faster_all_reduce(ring: Transfer, ranks: int) -> Transfer:

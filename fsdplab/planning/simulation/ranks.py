@@ -6,14 +6,12 @@ On the streams of a GPU an all-reduce over replicas is issued behind its reduce-
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from fsdplab.engine.core.step import Schedule
-from fsdplab.planning.program import Compute, Holds, Issue, Move, Operation, Wait, record_step
+from fsdplab.planning.program import Compute, Issue, Move, Operation, StepWork, Transfer, UnitWork, Wait
 
 from .classes import RankClass
 from .network import Clock, Collective, Network
-from .work import StepWork, Transfer, UnitWork
 
 Pauses = Iterator["float | Collective"]  # seconds to compute, or a collective to wait for
 
@@ -40,21 +38,6 @@ class RankLog:
     life: list[tuple[str, str, str, float]] = field(default_factory=list)  # unit, state, phase, time
     passed: list[float] = field(default_factory=list)  # when each operation of the last micro-batch was over
     end: float = 0.0
-
-
-def program_of(work: StepWork, schedule: Schedule) -> list[list[Operation]]:
-    """The operations of each micro-batch of a step of `work`; whether ranks shard and replicate follows from what its
-    units send.
-    """
-    shards = any(unit.gather or unit.scatters for unit in work.units)
-    replicates = any(unit.all_reduce for unit in work.units)
-    sharing = replace(work.sharing, shards=shards, replicates=replicates)
-    holds = {}
-    for unit in work.units:
-        trained = bool(unit.reduce or unit.across) or unit.holds.gradients and not (shards or replicates)
-        parameters = bool(unit.gather) or trained or unit.holds.parameters and not shards
-        holds[unit.name] = Holds(parameters, trained)
-    return record_step(holds, sharing, schedule, micro_batches=work.micro_batches, in_flight=work.in_flight)
 
 
 class Rank:
