@@ -21,7 +21,6 @@ from fsdplab.records import CAUSES, LANES, PARTS_OF_EXPOSED, RunRecord
 from fsdplab.sessions import RunSpec, SpecError, compare, run
 from fsdplab.sessions.compare_runs import link_text
 from fsdplab.sessions.trace_tables import blocked, overhead
-from fsdplab.sessions.worker.emulated_network import scaled_card
 
 TINY = RunSpec(model="gpt-tiny", steps=2, profile=2, device="cpu", batch_size=2, sequence_length=32)
 PARTS = ("compute_only_ns", "overlapped_ns", "exposed_ns", "other_ns")
@@ -164,7 +163,7 @@ def test_the_card_of_a_wind_tunnel_is_as_full() -> None:
     spec = RunSpec(model="gpt-20m", emulate="8xH100", as_model="llama-3.1-8b", device="cpu")
     state = 16 * 21_600_000 / 2  # of full sharding, a rank of two
     there = 16 * 8_030_000_000 / 8 / 80e9
-    assert scaled_card(spec) == pytest.approx(state / there, rel=0.15)
+    assert spec.scaled_card(spec, spec.world_size) == pytest.approx(state / there, rel=0.15)
 
 
 @pytest.mark.parametrize(

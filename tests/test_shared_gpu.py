@@ -8,7 +8,7 @@ import torch
 from fsdplab.cli.progress import headline
 from fsdplab.engine.transport.selection import TRANSPORTS, transport_of
 from fsdplab.sessions import RunSpec, SpecError, run
-from fsdplab.sessions.spec import run_spec
+from fsdplab.sessions.spec import gpus as driver
 from fsdplab.sessions.spec.gpus import EXCLUSIVE
 from fsdplab.sessions.spec.sharing import carrier, nccl_variables
 from fsdplab.sessions.worker.rank_process import backend_of_cells
@@ -23,10 +23,9 @@ def gpus(monkeypatch):
     """`gpus(1, NEW)`: this machine has one GPU, and torch that version of NCCL."""
 
     def there_are(count, nccl=OLD):
-        monkeypatch.setattr(run_spec, "usable_gpus", lambda: count)
-        monkeypatch.setattr(run_spec, "why_no_gpu", lambda: "there is none")
-        for module in (run_spec, __import__("fsdplab.sessions.spec.sharing", fromlist=[""])):
-            monkeypatch.setattr(module, "nccl_version", lambda: nccl)
+        monkeypatch.setattr(driver, "usable_gpus", lambda: count)
+        monkeypatch.setattr(driver, "why_no_gpu", lambda: "there is none")
+        monkeypatch.setattr(driver, "nccl_version", lambda: nccl)
 
     return there_are
 
@@ -145,7 +144,7 @@ def test_ranks_on_one_gpu_train_as_the_cpu_twin(engine, world_size):
 
 def test_a_gpu_in_exclusive_mode_is_not_shared(gpus, monkeypatch):
     gpus(1)
-    monkeypatch.setattr(run_spec, "compute_mode", lambda gpu: EXCLUSIVE)
+    monkeypatch.setattr(driver, "compute_mode", lambda gpu: EXCLUSIVE)
     with pytest.raises(SpecError, match="2 ranks on 1 GPU, but the compute mode is EXCLUSIVE_PROCESS: .* nvidia-smi"):
         spec(device="cuda")
     assert spec(device="cuda", world_size=1).device_type == "cuda"

@@ -28,7 +28,7 @@ from fsdplab.sessions.launch import launcher, turns, warm
 from fsdplab.sessions.launch.launcher import RunningRanks
 from fsdplab.sessions.launch.mailbox import HeartbeatWriter, Mailbox, read_heartbeats
 from fsdplab.sessions.launch.turns import WAITING, OwnTurns, Turns, fifos_in
-from fsdplab.sessions.spec.run_spec import least_bytes
+from fsdplab.sessions.spec.pairs import least_bytes
 from tests.leftovers import processes_of
 
 WORKER = str(Path(__file__).with_name("turns_worker.py"))

@@ -58,10 +58,10 @@ def one_line(error: Any) -> str:
     return f"{error.format_message().rstrip('.')}; see `{path} --help`"
 
 
-def _as_flag(told: str) -> str:
+def _as_flag(told: str, field: str) -> str:
     """`world_size is 0; ...` as `--world-size is 0; ...`, which is what was given."""
-    field, is_, rest = told.partition(" is ")
-    return f"--{field.replace('_', '-')} is {rest}" if is_ and field.isidentifier() else told
+    start = f"{field} is "
+    return f"--{start.replace('_', '-')}{told.removeprefix(start)}" if told.startswith(start) else told
 
 
 @contextmanager
@@ -75,7 +75,7 @@ def refusals() -> Iterator[None]:
     try:
         yield
     except SpecError as error:
-        refuse(_as_flag(str(error)))
+        refuse(_as_flag(str(error), error.field))
     except (RecordError, TextError, TraceError) as error:
         refuse(str(error))
     except RanksFailed as error:

@@ -8,7 +8,7 @@ from typing import Any
 from fsdplab.cli.errors import refusals, refuse
 from fsdplab.common.names import STRATEGIES
 from fsdplab.common.sizes import parse_size
-from fsdplab.sessions.spec.run_spec import near_matches
+from fsdplab.sessions.spec import Network, Placement, WorkloadPart, near_matches
 
 
 def parse_card(text: str) -> int | None:
@@ -27,24 +27,22 @@ def card_of(text: str, common: dict[str, Any], otherwise: str) -> int | None:
         return parse_card(text)
     if not (common["emulate"] and common["as_model"]):
         return parse_card(otherwise)
-    from fsdplab.sessions import RunSpec
-    from fsdplab.sessions.worker.emulated_network import scaled_card
-
-    names = ("emulate", "as_model", "model", "world_size", "device")
     with refusals():
-        return scaled_card(RunSpec(**{name: common[name] for name in names}))
+        network = Network(emulate=common["emulate"], as_model=common["as_model"])
+        ranks = Placement(world_size=common["world_size"]).world_size
+        return network.scaled_card(WorkloadPart(model=common["model"]), ranks)
 
 
 def link_of(common: dict[str, Any], engines: list[str], otherwise: str) -> str | None:
     """The emulated link; `none` is none, and `auto` is `otherwise` between CPU ranks that can be put behind it."""
-    from fsdplab.sessions.spec.run_spec import ON_SHARED_MEMORY, RunSpec
+    from fsdplab.sessions.spec.choices import ON_SHARED_MEMORY
 
     link = common["link"]
     if link != "auto":
         return None if link is None or link.strip().lower() == "none" else str(link)
     apart = common["emulate"] or common["link_across"] or any(engine not in ON_SHARED_MEMORY for engine in engines)
     with refusals():
-        device = RunSpec(world_size=common["world_size"], device=common["device"]).device_type
+        device = Placement(world_size=common["world_size"], device=common["device"]).device_type
     return None if apart or device != "cpu" else otherwise
 
 

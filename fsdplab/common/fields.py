@@ -6,6 +6,9 @@ from dataclasses import field
 from typing import Any
 
 
-def option(default: Any, help_text: str) -> Any:
-    """A field with its default and its help text."""
-    return field(default=default, metadata={"help": help_text})
+def option(default: Any, help_text: str, **expected: Any) -> Any:
+    """A field with its default, its help text, and what is expected of its value.
+
+    `sessions/spec/rules.py` checks what is expected: `one_of=("cpu", "cuda")`, `least=1`, `most=100`, `above=0`.
+    """
+    return field(default=default, metadata={"help": help_text, **expected})

@@ -30,7 +30,7 @@ from fsdplab.engine import events
 from fsdplab.sessions.launch.launcher import run_ranks
 from fsdplab.sessions.launch.live_output import Tail
 from fsdplab.sessions.launch.mailbox import Mailbox, read_lines
-from fsdplab.sessions.spec import RunSpec, SpecError
+from fsdplab.sessions.spec import EngineChoice, RunSpec, SpecError
 from fsdplab.sessions.spec.sharing import nccl_variables
 from fsdplab.sessions.worker.emulated_network import EmulatedNetwork
 from fsdplab.sessions.worker.engines import TrainingSetup, adamw, build, micro_batches, workload_of
@@ -184,7 +184,7 @@ class Alone:
         return total
 
 
-def _autocast(spec: RunSpec, model: nn.Module) -> nn.Module:
+def _autocast(spec: EngineChoice, model: nn.Module) -> nn.Module:
     """In bf16 a rank alone computes with bfloat16 parameters: the least that any engine could do."""
     return model.to(torch.bfloat16) if spec.precision == "bf16" else model
 

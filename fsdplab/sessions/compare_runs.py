@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from fsdplab.common.machine import free_memory
@@ -25,10 +25,10 @@ from fsdplab.sessions.launch.failure_report import RanksFailed
 from fsdplab.sessions.launch.launcher import starts_elsewhere
 from fsdplab.sessions.launch.turns import fifos_in
 from fsdplab.sessions.run_and_record import WORKER, OnStep, StartedRun, end_runs, run
-from fsdplab.sessions.spec import RunSpec, SpecError
-from fsdplab.sessions.spec.run_spec import least_bytes
+from fsdplab.sessions.spec import RunSpec, SpecError, WorkloadPart
+from fsdplab.sessions.spec.pairs import least_bytes
 
-SAME = ("model", "text", "seed", "batch_size", "sequence_length", "micro_batches", "world_size")
+SAME = (*(each.name for each in fields(WorkloadPart)), "world_size")
 
 OnRecord = Callable[[RunRecord], None]
 OnProgress = Callable[[RunSpec, int, int, float], None]
@@ -289,7 +289,8 @@ def _check_same(specs: Sequence[RunSpec]) -> None:
         if len(values) > 1:
             raise SpecError(
                 f"runs to compare must train the same thing, but {name} is {' and '.join(values)}; give all of them the"
-                f" same {name}"
+                f" same {name}",
+                name,
             )
 
 

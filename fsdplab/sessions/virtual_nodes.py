@@ -30,7 +30,8 @@ from fsdplab.sessions.launch.failure_report import RanksFailed
 from fsdplab.sessions.launch.launcher import Process, rank_environment, ranks_started_by
 from fsdplab.sessions.launch.mailbox import Mailbox
 from fsdplab.sessions.run_and_record import WORKER, OnProgress, run
-from fsdplab.sessions.spec import RunSpec, SpecError
+from fsdplab.sessions.spec import RunSpec, SpecError, check_whole
+from fsdplab.sessions.spec.rules import Rule
 
 MOST_NODES = 8
 _LEAST_BYTES_PER_S = 125e3  # 1 Mbit/s; below, the rendezvous times out
@@ -118,31 +119,42 @@ def why_no_nodes() -> str | None:
     return None if tried.returncode == 0 else output[-1] if output else f"the trial ended with {tried.returncode}"
 
 
+_ON_NODES = (
+    Rule(
+        ("engine",), lambda s: s.engine != "twin", "the twin is one process, which has no nodes", "give another engine"
+    ),
+    Rule(
+        ("device",), lambda s: s.device_type == "cpu",
+        "nodes are made for CPU ranks, whose gloo packets can be shaped, but this run is on cuda", "give device='cpu'",
+    ),
+    Rule(
+        ("transport",), lambda s: s.transport != "shm", "transport is shm, which does not reach from node to node",
+        "leave transport='auto'",
+    ),
+    Rule(
+        ("link", "emulate"), lambda s: not s.linked,
+        "the spec has an emulated link as well as nodes with a real one",
+        "give the link to the nodes and leave the spec's out",
+    ),
+)  # fmt: skip
+
+
 def check_nodes(spec: RunSpec, nodes: int, ranks_per_node: int, link: LinkSpec | None) -> None:
     """Raise SpecError when `spec` cannot run on such nodes, without starting anything."""
-    for name, got, least in (("nodes", nodes, 2), ("ranks_per_node", ranks_per_node, 1)):
-        if isinstance(got, bool) or not isinstance(got, int) or got < least:
-            raise SpecError(f"{name} is {got!r}; expected a whole number of at least {least}")
+    check_whole("nodes", nodes, 2)
+    check_whole("ranks_per_node", ranks_per_node, 1)
     if nodes > MOST_NODES:
-        raise SpecError(f"nodes is {nodes}; expected at most {MOST_NODES}, since all of them share this machine")
+        raise SpecError(
+            f"nodes is {nodes}; expected at most {MOST_NODES}, since all of them share this machine", "nodes"
+        )
     if spec.world_size != nodes * ranks_per_node:
         raise SpecError(
             f"world_size is {spec.world_size}, but {nodes} nodes x {ranks_per_node} ranks are {nodes * ranks_per_node};"
-            " give that"
+            " give that",
+            "world_size",
         )
-    if spec.engine == "twin":
-        raise SpecError("the twin is one process, which has no nodes; give another engine")
-    if spec.device_type != "cpu":
-        raise SpecError(
-            "nodes are made for CPU ranks, whose gloo packets can be shaped, but this run is on cuda; give device='cpu'"
-        )
-    if spec.transport == "shm":
-        raise SpecError("transport is shm, which does not reach from node to node; leave transport='auto'")
-    if spec.linked:
-        raise SpecError(
-            "the spec has an emulated link as well as nodes with a real one; give the link to the nodes and leave the"
-            " spec's out"
-        )
+    for rule in _ON_NODES:
+        rule.check(spec)
     _check_link(link)
 
 
@@ -150,11 +162,12 @@ def _check_link(link: LinkSpec | None) -> None:
     if link is None:
         return
     if link.bytes_per_s < _LEAST_BYTES_PER_S:
-        raise SpecError(f"link {link.name} carries {link.words}; nodes need at least 1mbit to find each other")
+        raise SpecError(f"link {link.name} carries {link.words}; nodes need at least 1mbit to find each other", "link")
     if link.latency_s > _OWN_LATENCY_S:
         raise SpecError(
             f"link {link.name} has a latency of {link.latency_s * 1e6:g} us, but between nodes only bandwidth is"
-            " shaped; give the bandwidth alone, or an emulated link"
+            " shaped; give the bandwidth alone, or an emulated link",
+            "link",
         )
 
 

@@ -1,8 +1,8 @@
 """The choices of the strategy lab, its presets, and the runs that they describe.
 
 A preset is a machine with the choices that it begins with. The laptop's runs can be simulated and measured; those on
-GPUs are simulated by the planner. A wrong choice gives one line at one control. `RunSpec` checks whether a run is
-possible, but does not name a control: the error is shown at the first one whose default would make the run possible.
+GPUs are simulated by the planner. A wrong choice gives one line at one control: that of the field that `RunSpec`
+blames.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def check(choices: Choices, fixed: Mapping[str, Any] | None = None) -> Request:
         try:
             specs.append(_spec(choices, strategy, engine, fixed or {}))
         except SpecError as error:
-            return Request(errors={_to_blame(choices, strategy, engine, fixed or {}): str(error)})
+            return Request(errors={_to_blame(error, choices, fixed or {}): str(error)})
     return Request(tuple(specs), left_out=_left_out(choices))
 
 
@@ -363,27 +363,15 @@ def at_bandwidth(plan: PlanSpec, bytes_per_s: float) -> PlanSpec:
     return replace(plan, gpu=replace(gpu, link=replace(gpu.link, bytes_per_s=bytes_per_s)))
 
 
-def _to_blame(choices: Choices, strategy: str, engine: str, fixed: Mapping[str, Any]) -> str:
-    """The control whose default would have made this run possible; the engines where none would."""
-    for name in (
-        "shard_size",
-        "checkpoint",
-        "prefetch",
-        "units",
-        "precision",
-        "link",
-        "tunnel",
-        "as_model",
-        "card",
-        "tokens",
-        "ranks",
-        "model",
-    ):
-        default = getattr(Choices(), name)
-        try:
-            if getattr(choices, name) != default:
-                _spec(replace(choices, **{name: default}), strategy, engine, fixed)
-                return name
-        except SpecError:
-            continue
-    return "engines"
+# the controls whose names are not those of the fields that they set
+_CONTROLS = {
+    "world_size": "ranks", "sequence_length": "tokens", "batch_size": "tokens", "emulate": "tunnel",
+    "strategy": "strategies", "engine": "engines",
+}  # fmt: skip
+
+
+def _to_blame(error: SpecError, choices: Choices, fixed: Mapping[str, Any]) -> str:
+    """The control of the first field to blame that is not at its default; the engines where there is none."""
+    controls = [_CONTROLS.get(name, name) for name in error.fields if name not in fixed]
+    moved = [name for name in controls if hasattr(choices, name) and getattr(choices, name) != getattr(Choices(), name)]
+    return moved[0] if moved else "engines"

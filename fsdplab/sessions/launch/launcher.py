@@ -255,13 +255,13 @@ def begin_starter() -> None:
 
 def _starter(start: str, on_look: Callable[[], None]) -> Start:
     if start not in STARTS:
-        raise SpecError(f"unknown start {start!r}; expected one of {', '.join(STARTS)}")
+        raise SpecError(f"unknown start {start!r}; expected one of {', '.join(STARTS)}", "start")
     _check_loopback()
     if start == "torchrun":
         return start_torchrun
     refused = warm.why_not()
     if refused and start == "warm":
-        raise SpecError(f"start is 'warm', but {refused}; give start='auto' or 'torchrun'")
+        raise SpecError(f"start is 'warm', but {refused}; give start='auto' or 'torchrun'", "start")
     return start_torchrun if refused else partial(_start_warm, on_look, start == "auto")
 
 
@@ -273,7 +273,7 @@ def _start_warm(
         return warm.start(program, mailbox, world_size, environment, on_look)
     except warm.StarterFailed as failed:
         if not may_fall_back:
-            raise SpecError(f"start is 'warm', but {failed}; give start='torchrun'") from failed
+            raise SpecError(f"start is 'warm', but {failed}; give start='torchrun'", "start") from failed
         warnings.warn(f"ranks are started by torchrun, which takes seconds: {failed}", RuntimeWarning, stacklevel=5)
     return start_torchrun(program, mailbox, world_size)
 

@@ -6,7 +6,7 @@ through host memory. The processes take turns on the GPU, so such runs are label
 
 from __future__ import annotations
 
-from fsdplab.sessions.spec.gpus import nccl_version
+from fsdplab.sessions.spec import gpus
 from fsdplab.sessions.spec.run_spec import RunSpec
 
 
@@ -14,7 +14,7 @@ def carrier(spec: RunSpec) -> dict[str, str]:
     """The backend in a record's environment where ranks share a GPU."""
     if not spec.shares_a_gpu:
         return {}
-    by = f"nccl {'.'.join(map(str, nccl_version()))}" if spec.backend == "nccl" else "gloo through host memory"
+    by = f"nccl {'.'.join(map(str, gpus.nccl_version()))}" if spec.backend == "nccl" else "gloo through host memory"
     return {"backend": f"{by}, several ranks on one GPU"}
 
 

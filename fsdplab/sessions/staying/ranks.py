@@ -195,7 +195,7 @@ class StayingRanks:
         chosen = list(range(self.world_size)) if ranks is None else list(ranks)
         unknown = [rank for rank in chosen if not 0 <= rank < self.world_size]
         if unknown or not chosen or len(set(chosen)) < len(chosen):
-            raise SpecError(f"ranks is {chosen}; expected some of {list(range(self.world_size))}, each once")
+            raise SpecError(f"ranks is {chosen}; expected some of {list(range(self.world_size))}, each once", "ranks")
         return sorted(chosen)
 
 

@@ -16,45 +16,10 @@ import torch.distributed as dist
 
 from fsdplab.engine.emulation.link import Link, emulate, emulate_group
 from fsdplab.engine.transport.shared_memory.process_group import SharedMemoryGroup
-from fsdplab.planning.hardware import parse_cluster
 from fsdplab.planning.links import LinkSpec, parse_link
-from fsdplab.planning.windtunnel import TARGET_TOKENS, Target, card_for, link_for, wind_tunnel
+from fsdplab.planning.windtunnel import link_for
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.worker.rank_process import RankContext
-from fsdplab.workloads import preset
-
-
-def target_of(spec: RunSpec) -> Target:
-    """One step of `spec.as_model` on `spec.emulate`, full sharding's own: all strategies of a comparison meet the same
-    network.
-    """
-    machine, model = _imitated(spec)
-    shape = preset(model)
-    return wind_tunnel(
-        parse_cluster(machine),
-        target_parameters=shape.parameters,
-        target_layers=shape.layers,
-        tokens_per_gpu=TARGET_TOKENS,
-    )
-
-
-def scaled_card(spec: RunSpec) -> int:
-    """The emulated card of a wind tunnel: as full of this model's state as the target's card is of the target's
-    model.
-    """
-    shape = preset(_imitated(spec)[1])
-    return card_for(
-        target_of(spec),
-        parameters_here=preset(spec.model).parameters,
-        target_parameters=shape.parameters,
-        ranks=spec.world_size,
-    )
-
-
-def _imitated(spec: RunSpec) -> tuple[str, str]:
-    """The machine and the model that a wind tunnel imitates."""
-    assert spec.emulate is not None and spec.as_model is not None, "the spec has no wind tunnel"
-    return spec.emulate, spec.as_model
 
 
 @dataclass
@@ -75,17 +40,14 @@ class EmulatedNetwork:
 
     def warmed_up(self, model: torch.nn.Module) -> None:
         """The warm-up has ended: choose and place the wind tunnel's link."""
-        if not self.spec.emulate or self.spec.link or self.context.world_size == 1:
+        target = self.spec.target
+        if target is None or self.spec.link or self.context.world_size == 1:
             return
         slowest = torch.tensor(statistics.median(self.computing), device=self.context.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         wire, collectives = full_shard_traffic(self.spec)
         self.chosen = link_for(
-            target_of(self.spec),
-            compute_s=slowest.item(),
-            wire_bytes=wire,
-            collectives=collectives,
-            ranks=self.context.world_size,
+            target, compute_s=slowest.item(), wire_bytes=wire, collectives=collectives, ranks=self.context.world_size
         )
         self._place(model)
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdplab.sessions.spec import RunSpec
+from fsdplab.sessions.spec import EngineChoice, RunSpec, Sharding, WorkloadPart
 from fsdplab.sessions.worker.rank_process import RankContext
 from fsdplab.workloads import ByteText
 from fsdplab.workloads.compiled import compile_blocks
@@ -61,9 +61,9 @@ class TrainingSetup:
     train_step: TrainStep
 
 
-def workload_of(spec: RunSpec) -> Workload:
+def workload_of(part: WorkloadPart) -> Workload:
     """What the run trains."""
-    return OnText(spec.model, _text(spec.text), spec.batch_size, spec.sequence_length)
+    return OnText(part.model, _text(part.text), part.batch_size, part.sequence_length)
 
 
 @cache
@@ -96,7 +96,7 @@ def held(spec: RunSpec, device: torch.device, model: nn.Module, workload: Worklo
     return _HOLDERS[spec.engine](spec, device, model, workload)
 
 
-def adamw(spec: RunSpec, model: nn.Module, workload: Workload) -> torch.optim.AdamW:
+def adamw(spec: EngineChoice, model: nn.Module, workload: Workload) -> torch.optim.AdamW:
     """The optimizer of every engine."""
     if spec.optimizer == "adamw-foreach":
         return torch.optim.AdamW(model.parameters(), lr=spec.learning_rate, foreach=True)
@@ -170,18 +170,19 @@ def _lab(spec: RunSpec, device: torch.device, model: nn.Module, workload: Worklo
     return Held(sharded, announce)
 
 
-def units_of(spec: RunSpec, model: nn.Module, workload: Workload) -> Literal["root"] | tuple[type[nn.Module], ...]:
+def units_of(spec: Sharding, model: nn.Module, workload: Workload) -> Literal["root"] | tuple[type[nn.Module], ...]:
     """The `units` argument of `shard_model`."""
     if spec.units == "model":
         return "root"
     return (nn.Linear,) if spec.units == "linear" else workload.units(model)
 
 
-def _mesh(spec: RunSpec, device: torch.device) -> DeviceMesh:
+def _mesh(spec: Sharding, device: torch.device) -> DeviceMesh:
     """All ranks in a line; for a strategy with groups, replicas x ranks of a shard group."""
     if not spec.row.in_groups:
         return init_device_mesh(device.type, (dist.get_world_size(),))
-    return init_device_mesh(device.type, (spec.replicas, spec.shard_size), mesh_dim_names=("replicate", "shard"))
+    replicas = dist.get_world_size() // spec.shard_size
+    return init_device_mesh(device.type, (replicas, spec.shard_size), mesh_dim_names=("replicate", "shard"))
 
 
 def _ddp(spec: RunSpec, device: torch.device, model: nn.Module, workload: Workload) -> Held:

@@ -20,7 +20,7 @@ from fsdplab.planning.planner import plan_spec
 from fsdplab.planning.step_time import peak_flops
 from fsdplab.records import RunRecord, known
 from fsdplab.sessions import RunSpec
-from fsdplab.sessions.worker.emulated_network import target_of
+from fsdplab.sessions.spec import Network
 from fsdplab.teaching.core.display import Note, Table, table
 
 from .figures import block_figure
@@ -109,7 +109,8 @@ def tunnel(**choices: Any) -> RunSpec:
 
 def asked(record: RunRecord) -> float:
     """Time of messages in % of that of compute, as the wind tunnel asks for it: the large job's, on any machine."""
-    return 100 * target_of(RunSpec(**{name: record.spec[name] for name in (*JOB, "emulate", "as_model")})).ratio
+    target = Network(emulate=record.spec["emulate"], as_model=record.spec["as_model"]).target
+    return 100 * known(target).ratio
 
 
 def hundredths(record: RunRecord) -> float:

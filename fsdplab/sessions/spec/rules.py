@@ -1,0 +1,114 @@
+"""Checks of a spec: what each field may hold stands with the field, and a condition between fields is a row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from fsdplab.common.names import STRATEGY_ROWS
+from fsdplab.common.words import did_you_mean, squeezed
+
+Words = str | Callable[[Any], str]
+
+
+class SpecError(ValueError):
+    """An invalid run; the message is one line: what happened, got, expected, what to do.
+
+    `fields` are those whose change would mend it, the likeliest first; () where no field is to blame.
+    """
+
+    def __init__(self, message: str, *fields: str) -> None:
+        super().__init__(message)
+        self.fields = fields
+
+    @property
+    def field(self) -> str:
+        """The field to blame; "" where there is none."""
+        return self.fields[0] if self.fields else ""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A condition that a spec must fulfil, and the two halves of the error where it does not.
+
+    `message` and `remedy` are functions of the spec, or templates in which `{s.units}` is a field or property of it.
+    """
+
+    fields: tuple[str, ...]
+    holds: Callable[[Any], bool]
+    message: Words
+    remedy: Words
+
+    def check(self, spec: object) -> None:
+        """SpecError unless the condition is fulfilled."""
+        if not self.holds(spec):
+            raise SpecError(f"{_words(self.message, spec)}; {_words(self.remedy, spec)}", *self.fields)
+
+
+@dataclass(frozen=True)
+class Readable:
+    """A condition that `read` checks by reading fields: one of these errors is the error of the spec."""
+
+    fields: tuple[str, ...]
+    read: Callable[[Any], object]
+    errors: tuple[type[Exception], ...]
+
+    def check(self, spec: object) -> None:
+        """SpecError where the fields cannot be read."""
+        try:
+            self.read(spec)
+        except self.errors as error:
+            raise SpecError(str(error), *self.fields) from error
+
+
+Rules = Sequence[Rule | Readable]
+
+
+def _words(words: Words, spec: object) -> str:
+    return words.format(s=spec) if isinstance(words, str) else words(spec)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """A dataclass whose fields and rules are checked when it is made; a class that inherits has the rules of all."""
+
+    RULES: ClassVar[Rules] = ()
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            check_value(each.name, getattr(self, each.name), each.default, **each.metadata)
+        for part in reversed(type(self).__mro__):
+            for rule in vars(part).get("RULES", ()):
+                rule.check(self)
+
+
+def check_value(
+    name: str, got: object, default: object, *, one_of: Sequence[object] = (), least: int | None = None,
+    most: int | None = None, above: float | None = None, remark: str = "", help: str = "",
+) -> None:  # fmt: skip
+    """SpecError unless the value of a field is what its `option` expects; a default is always allowed."""
+    if one_of and got not in one_of:
+        words = [str(word) for word in one_of]
+        raise SpecError(f"unknown {name} {got!r}{near_matches(got, words)}; expected one of {', '.join(words)}", name)
+    if above is not None and (isinstance(got, bool) or not isinstance(got, (int, float)) or not above < got < math.inf):
+        raise SpecError(f"{name} is {got!r}; expected a number above {above:g}", name)
+    if least is not None and not (default is None and got is None):
+        check_whole(name, got, least, most, remark)
+
+
+def check_whole(name: str, got: object, least: int, most: int | None = None, remark: str = "") -> None:
+    """SpecError unless `got` is a whole number of at least `least`, and at most `most`."""
+    if isinstance(got, bool) or not isinstance(got, int) or got < least:
+        raise SpecError(f"{name} is {got!r}; expected a whole number of at least {least}{remark}", name)
+    if most is not None and got > most:
+        raise SpecError(f"{name} is {str(got)[:40]}; expected at most {most:,}", name)
+
+
+def near_matches(got: object, expected: Sequence[str]) -> str:
+    """What was probably meant, in brackets; empty where nothing is near. Who writes zero3 means full_shard."""
+    for row in STRATEGY_ROWS.values():
+        if row.name in expected and row.known_as and squeezed(str(got)) == squeezed(row.known_as):
+            return f" ({row.known_as} is {row.name} here)"
+    return did_you_mean(got, expected)
