@@ -188,7 +188,7 @@ def test_version_help_and_the_installed_script(capsys):
     [
         (["compare"], [*STRATEGIES, "fsdplab compare --world-size 4"]),
         (["run"], [*STRATEGIES, "--offload", "fsdplab run hybrid_shard"]),
-        (["bench"], [*STRATEGIES, "fsdplab bench --compile"]),
+        (["bench"], [*STRATEGIES, "fsdplab bench --compile blocks"]),
         (["report"], ["fsdplab report rank0.json rank1.json"]),
         (["course"], ["build", "test", "site"]),
         (["course", "build"], ["--edition", "fsdplab course build"]),
@@ -196,9 +196,9 @@ def test_version_help_and_the_installed_script(capsys):
         (["course", "site"], ["fsdplab course site"]),
         (["gpu-check"], ["--parts", "fsdplab gpu-check --device cpu"]),
         (["lab"], ["fsdplab lab --edition teacher"]),
-        (["doctor"], ["fsdplab doctor --json"]),
+        (["doctor"], ["fsdplab doctor --json -"]),
         (["plan"], ["step", "fit", "sweep", "simulate", "ask", "validate", "fsdplab plan --model llama-3.1-70b"]),
-        (["plan", "step"], [*STRATEGIES, "--checkpointing", "fsdplab plan --model llama-3.1-70b"]),
+        (["plan", "step"], [*STRATEGIES, "--checkpoint", "fsdplab plan --model llama-3.1-70b"]),
     ],
     ids=" ".join,
 )
@@ -278,7 +278,7 @@ def test_quiet_prints_the_table_only_and_verbose_every_step(tmp_path, capsys):
 
 
 def test_doctor_says_what_is_here(capsys):
-    code, out, _ = ended(["doctor", "--json"], capsys)
+    code, out, _ = ended(["doctor", "--json", "-"], capsys)
     found = json.loads(out)
     assert code == 0 and set(found) == {"format", "findings", "real", "emulated", "simulated", "verdict"}
     by_name = {item["name"]: item for item in found["findings"]}

@@ -126,7 +126,7 @@ def test_requests_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_engines_of_a_bench_take_turns_with_compiled_blocks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bench.json"
     small = ["--model", "gpt-tiny", "--strategies", "full_shard", "--sequence-length", "32", "--rounds", "2"]
-    code, out, err = ended(["bench", "--compile", *small, "--json", str(file)], capsys)
+    code, out, err = ended(["bench", "--compile", "blocks", *small, "--json", str(file)], capsys)
     assert code == 0, err
     bench = json.loads(file.read_text())
     assert bench["spec"]["compile"] == "blocks" and "compiled blocks" in out

@@ -374,7 +374,7 @@ def test_the_models_of_others_may_begin_with_a_byte_order_mark(tmp_path: Path, c
         "intermediate_size": 128, "vocab_size": 256,
     }  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8-sig")
-    code, out, err = ended(["plan", "--model", str(tmp_path / "config.json"), "--gpus", "2"], capsys)
+    code, out, err = ended(["plan", "--model", str(tmp_path / "config.json"), "--world-size", "2"], capsys)
     assert code == 0 and "fits" in out, err
 
 

@@ -23,7 +23,7 @@ from fsdplab.planning.fit import fit
 from fsdplab.planning.hardware import GPUS, find_gpu
 from fsdplab.planning.links import LinkSpec
 from fsdplab.planning.memory import FRAMEWORK_BYTES
-from fsdplab.planning.plan_spec import CHECKPOINTINGS, MASTERS, OPTIMIZERS
+from fsdplab.planning.plan_spec import CHECKPOINTINGS, MASTERS, OPTIMIZERS, flag_of
 from fsdplab.planning.planner import plan_of, plan_spec, shortfall
 from fsdplab.workloads import shapes
 from fsdplab.workloads.errors import ModelError
@@ -418,11 +418,11 @@ def test_context_parallelism_cuts_the_sequence_and_shares_states():
         (dict(gpu="h200-80gb"), "did you mean"),
         (dict(model="llama-3.1-70"), "did you mean llama-3.1-70b"),
         (dict(model="no/such/config.json"), "No such file"),
-        (dict(gpus=0), "--gpus is 0"),
-        (dict(gpus=-8), "--gpus is -8"),
-        (dict(gpus=10**30), "--gpus is 1000"),
-        (dict(micro_batch=0), "--micro-batch is 0"),
-        (dict(seq=10**9), "--seq is 1000000000"),
+        (dict(gpus=0), "--world-size is 0"),
+        (dict(gpus=-8), "--world-size is -8"),
+        (dict(gpus=10**30), "--world-size is 1000"),
+        (dict(micro_batch=0), "--batch-size is 0"),
+        (dict(seq=10**9), "--sequence-length is 1000000000"),
         (dict(seq=200_000), "longer than the 131072 positions"),
         (dict(gpus=12), "12 GPUs do not fill nodes of 8"),
         (dict(gpus=8, tensor_parallel=3), "groups of 3 x 1; give a multiple of 3"),
@@ -432,7 +432,7 @@ def test_context_parallelism_cuts_the_sequence_and_shares_states():
         (dict(gpus=16, shard_size=8), "--shard-size is hybrid_shard's"),
         (dict(strategy="fullshard"), "did you mean full_shard"),
         (dict(checkpointing="some"), "none, products, selective, attention, full"),
-        (dict(param_dtype="fp8"), "--param-dtype is 'fp8'"),
+        (dict(param_dtype="fp8"), "--precision is 'fp8'"),
         (dict(optimizer="lion"), "adamw"),
         (dict(gpu="4090", gpus=16), "no network between nodes is known for RTX 4090"),
         (dict(base_dtype="nf4"), "give --lora-rank"),
@@ -446,8 +446,7 @@ def test_wrong_input_is_one_clear_line(choices, words, capsys):
     with pytest.raises((ModelError, PlanError, HardwareError)) as refused:
         plan(**given)
     assert words in str(refused.value) and "\n" not in str(refused.value)
-    names = {"tensor_parallel": "tp", "context_parallel": "cp"}
-    flags = [f"--{names.get(name, name).replace('_', '-')}={value}" for name, value in given.items()]
+    flags = [f"{flag_of(name)}={value}" for name, value in given.items()]
     code, _, said = ended(["plan", *flags], capsys)
     assert code == 2 and said.count("\n") == 1 and words in said
 
@@ -482,7 +481,7 @@ def ended(arguments, capsys):
 
 def test_the_command_prints_a_table_and_writes_json(capsys, tmp_path):
     path = tmp_path / "plan.json"
-    given = ["--model", "llama-3.1-70b", "--gpu", "h100-80gb", "--gpus", "8", "--strategy", "full_shard"]
+    given = ["--model", "llama-3.1-70b", "--gpu", "h100-80gb", "--world-size", "8", "--strategy", "full_shard"]
     code, out, _ = ended(["plan", *given, "--tokens", "15e12", "--json", str(path)], capsys)
     assert code == 0 and all(each.replace("_", " ") in out for each in CATEGORIES)
     assert "does not fit" in out and "GPU-hours" in out and "predicted" in out
@@ -505,13 +504,13 @@ def test_fit_is_the_cheapest_that_fits_and_the_fewest_gpus(capsys):
     best = found.best.spec
     assert not plan_of(replace(best, micro_batch=best.micro_batch + 1)).fits, "the micro-batch is the largest"
     assert found.fewest.fits and found.fewest.spec.gpus == 2
-    code, out, _ = ended(["plan", "fit", "--model", "llama-3.1-8b", "--gpus", "16"], capsys)
+    code, out, _ = ended(["plan", "fit", "--model", "llama-3.1-8b", "--world-size", "16"], capsys)
     assert code == 0 and "cheapest" in out and "fewest GPUs: 2" in out and "hybrid_shard" in out
 
 
 def test_a_sweep_is_a_table_and_a_figure(capsys, tmp_path):
     path, rows = tmp_path / "sweep.html", tmp_path / "rows.json"
-    given = ["sweep", "gpus=8..64", "--model", "llama-3.1-70b", "--checkpointing", "full"]
+    given = ["sweep", "gpus=8..64", "--model", "llama-3.1-70b", "--checkpoint", "full"]
     code, out, _ = ended(["plan", *given, "--figure", str(path), "--json", str(rows)], capsys)
     assert code == 0 and out.count("does not fit") == 2 and "gpus 64" in out
     found = [row["memory_bytes"]["total"] for row in json.loads(rows.read_text())["rows"]]
@@ -523,7 +522,7 @@ def test_a_sweep_is_a_table_and_a_figure(capsys, tmp_path):
 @pytest.mark.parametrize(
     "arguments,words",
     [
-        (["sweep", "gpu=8..64"], "did you mean gpus"),
+        (["sweep", "world=8..64"], "did you mean world-size"),
         (["--tokens", "-5"], "--tokens is -5.0"),
         (["--tokens", "nan"], "--tokens is nan"),
         (["--tokens", "1e400"], "--tokens is inf"),
@@ -545,7 +544,7 @@ def test_wrong_sweeps_and_targets_are_refused(arguments, words, capsys):
 @pytest.mark.parametrize(
     "before,now",
     [
-        (["--gpus", "16", "--fit"], ["fit", "--gpus", "16"]),
+        (["--world-size", "16", "--fit"], ["fit", "--world-size", "16"]),
         (["--sweep", "gpus=8,16", "--model", "gpt2"], ["sweep", "gpus=8,16", "--model", "gpt2"]),
         (["--model", "gpt2", "--sweep=gpus=8,16"], ["sweep", "gpus=8,16", "--model", "gpt2"]),
         (["--ask"], ["ask"]), (["--ask", "peak", "--model", "gpt2"], ["ask", "peak", "--model", "gpt2"]),
@@ -559,12 +558,6 @@ def test_a_flag_of_before_is_the_command_of_today_with_a_note(before, now, capsy
     timed = re.compile(r"schedule, in [^;]*;")  # how long a simulation took
     assert code == again == 0 and timed.sub("", out) == timed.sub("", expected) and not quiet
     assert note.count("\n") == 1 and f"is now plan {now[0]}" in note
-
-
-def test_what_runs_call_otherwise_has_that_name_too(capsys):
-    ours = printed("--gpus", "16", "--micro-batch", "2", "--seq", "512", "--grad-accum", "4", capsys=capsys)
-    theirs = ["-n", "16", "--batch-size", "2", "--sequence-length", "512", "--micro-batches", "4"]
-    assert printed(*theirs, capsys=capsys) == ours
 
 
 def printed(*flags, capsys):
@@ -594,11 +587,15 @@ def test_a_step_with_states_in_host_memory_is_a_lower_bound_and_says_why(capsys)
 
 
 def test_one_rank_sends_nothing_and_many_wait_for_the_latency_of_rings(capsys):
-    assert "exposed none communication alone none: no rank sends anything" in printed("--gpus", "1", capsys=capsys)
-    large = printed("--model", "llama-3.1-405b", "--gpus", "16384", "--tp", "8", "--seq", "8192", capsys=capsys)
+    assert "exposed none communication alone none: no rank sends anything" in printed(
+        "--world-size", "1", capsys=capsys
+    )
+    large = printed(
+        "--model", "llama-3.1-405b", "--world-size", "16384", "--tp", "8", "--sequence-length", "8192", capsys=capsys
+    )
     # 127 rings of gathers twice or once and of reductions, 2,047 steps of 14 us each
     assert "(10.9 s of it the latency of rings)" in large
-    assert "latency" not in printed("--gpus", "8", capsys=capsys)
+    assert "latency" not in printed("--world-size", "8", capsys=capsys)
 
 
 def test_advice_for_a_long_sequence_is_to_cut_it_and_says_nothing_twice(capsys):
@@ -606,8 +603,8 @@ def test_advice_for_a_long_sequence_is_to_cut_it_and_says_nothing_twice(capsys):
     assert (shortfall(long) or "").endswith("needs --tp 4")
     assert plan_of(replace(long.spec, tensor_parallel=4)).fits and plan_of(replace(long.spec, context_parallel=8)).fits
     alone = shortfall(plan("llama-3.1-8b", "4090", gpus=1, lora_rank=16, base_dtype="nf4")) or ""
-    assert "--strategy full_shard" not in alone and "--micro-batch 1" not in alone and "--tp" not in alone
-    assert "context 45.1 GB" in printed("--gpus", "64", "--seq", "131072", "--cp", "8", capsys=capsys)
+    assert "--strategy full_shard" not in alone and "--batch-size 1" not in alone and "--tp" not in alone
+    assert "context 45.1 GB" in printed("--world-size", "64", "--sequence-length", "131072", "--cp", "8", capsys=capsys)
 
 
 def test_an_efficiency_is_fitted_or_carried_over_from_the_nearest_card_or_assumed():
@@ -628,21 +625,21 @@ def test_no_step_is_faster_than_products_alone_were_measured_to_be():
 
 @pytest.mark.parametrize("form", [[], ["fit"], ["sweep", "seq=512,1024"], ["simulate"]])
 def test_every_form_says_where_its_figures_and_its_efficiency_are_from(form, capsys):
-    code, printed, _ = ended(["plan", *form, "--gpu", "h200", "--seq", "512"], capsys)
+    code, printed, _ = ended(["plan", *form, "--gpu", "h200", "--sequence-length", "512"], capsys)
     out = " ".join(printed.split())
     assert code == 0 and "0.485 of 989 TFLOP/s: carried over from H100 SXM 80GB, the same die GH100" in out
     assert "predicted, in closed form" in out or "is simulated, the second predicted" in out
 
 
 def test_a_gpu_of_unknown_speed_has_memory_and_no_time(capsys):
-    code, out, _ = ended(["plan", "--model", "gpt2", "--gpu", "a10g", "--gpus", "1"], capsys)
+    code, out, _ = ended(["plan", "--model", "gpt2", "--gpu", "a10g", "--world-size", "1"], capsys)
     assert code == 0 and "no bf16 FLOP/s are known" in out
 
 
 @pytest.mark.parametrize(
     "arguments,printed",
     [
-        (["step", "--help"], "--checkpointing"), ([], "tokens/s a GPU"), (["sweep", "gpus=8,16"], "gpus 16"),
+        (["step", "--help"], "--checkpoint"), ([], "tokens/s a GPU"), (["sweep", "gpus=8,16"], "gpus 16"),
         (["ask", "hybrid"], "hybrid_shard pays"), (["simulate"], "closed form"),
     ],
     ids=["help", "plan", "sweep", "ask", "simulate"],

@@ -395,7 +395,7 @@ def test_the_command_lists_the_questions(capsys, tmp_path):
 
 def test_the_command_answers_with_a_table_json_and_a_figure(capsys, tmp_path):
     picture, path = tmp_path / "a.html", tmp_path / "a.json"
-    given = ["plan", "ask", "hybrid", "--model", "llama-3.1-70b", "--gpus", "16"]
+    given = ["plan", "ask", "hybrid", "--model", "llama-3.1-70b", "--world-size", "16"]
     code, out, _ = ended([*given, "--figure", str(picture), "--json", str(path)], capsys)
     found = json.loads(path.read_text())
     assert code == 0 and found["sentence"][:60] in out and "network of a GPU" in out and "provenance: predicted" in out

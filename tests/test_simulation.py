@@ -470,7 +470,7 @@ def ended(arguments, capsys):
 
 def test_the_command_prints_the_simulated_step_beside_the_closed_form(capsys, tmp_path):
     page, path = tmp_path / "step.html", tmp_path / "step.json"
-    given = ["simulate", "--model", "llama-3.1-405b", "--gpus", "10000", "--html", str(page), "--json", str(path)]
+    given = ["simulate", "--model", "llama-3.1-405b", "--world-size", "10000", "--html", str(page), "--json", str(path)]
     code, out, _ = ended(given, capsys)
     found = json.loads(path.read_text())
     simulated, closed = found["simulated"], found["closed_form"]
@@ -483,7 +483,7 @@ def test_the_command_prints_the_simulated_step_beside_the_closed_form(capsys, tm
 
 
 def test_the_command_shows_that_the_two_agree_with_tensor_parallelism(capsys):
-    code, out, _ = ended(["simulate", "--gpus", "64", "--tp", "8"], capsys)
+    code, out, _ = ended(["simulate", "--world-size", "64", "--tp", "8"], capsys)
     (step,) = [line for line in out.splitlines() if line.strip().startswith("step ")]
     assert code == 0 and step.split()[-1] == "+0.0%" and "64 ranks of 1 kind" in out
 
@@ -492,7 +492,7 @@ def test_the_command_shows_that_the_two_agree_with_tensor_parallelism(capsys):
     "arguments,words",
     [
         (["simulate", "--gpu", "a10g"], "no bf16 FLOP/s are known for A10G"),
-        (["simulate", "--gpus", "12"], "12 GPUs do not fill nodes of 8"),
+        (["simulate", "--world-size", "12"], "12 GPUs do not fill nodes of 8"),
         (["simulate", "--html", "/no/such/folder/a.html"], "--html /no/such/folder/a.html cannot be written"),
     ],
     ids=str,

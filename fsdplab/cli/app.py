@@ -12,17 +12,28 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from fsdplab import __version__
 from fsdplab.cli.errors import USAGE_ERROR, interrupted, one_line, refuse, refuse_for
-from fsdplab.cli.options import OF_A_RUN, SETTINGS, examples, settings_of
-from fsdplab.cli.parse import card_of, check_strategies, link_of, names, whole_numbers
+from fsdplab.cli.old_names import as_today
+from fsdplab.cli.options import OF_A_RUN, SETTINGS, Json, examples, settings_of
+from fsdplab.cli.parse import card_of, check_strategies, link_of, names, one_strategy, whole_numbers
 from fsdplab.cli.plan.commands import app as plan
 from fsdplab.cli.terminal import show_what_can_be_shown, signals_as_exceptions
 from fsdplab.common.names import OVER_ALL_RANKS, STRATEGIES, STRATEGIES_IN_WORDS
-from fsdplab.sessions.spec import ENGINES, ENGINES_IN_WORDS, PEERS
+from fsdplab.sessions.spec import PEERS
+
+
+class _App(TyperGroup):
+    """The group of all commands, which takes flags by their names of before too."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, as_today(args))
+
 
 app = typer.Typer(
+    cls=_App,
     help="A laboratory for Fully Sharded Data Parallel training.",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
@@ -36,9 +47,6 @@ Card = Annotated[
     ),
 ]
 Html = Annotated[Path | None, typer.Option("--html", help="Write a standalone page: table, figures, what was real.")]
-Json = Annotated[
-    str | None, typer.Option("--json", help="Write the comparison as JSON to a file, or to stdout with -.")
-]
 Force = Annotated[bool, typer.Option("--force", help="Replace an earlier record in that folder.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only: no progress, legend or findings.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print also every step, and what the ranks printed.")]
@@ -110,12 +118,14 @@ def compare(
         "fsdplab run zero2 --nodes 2 --ranks-per-node 2 --link 200mbit --out runs/two-nodes",
     )
 )
-@settings_of(*OF_A_RUN, "checkpoint", "offload", "transport", profile=2)
+@settings_of("strategy", "engine", *OF_A_RUN, "checkpoint", "offload", "transport", profile=2)
 def run(
-    strategy: Annotated[
-        str, typer.Argument(help=f"{STRATEGIES_IN_WORDS}.", autocompletion=lambda: list(STRATEGIES))
-    ] = "full_shard",
-    engine: Annotated[str, typer.Option(help=f"{ENGINES_IN_WORDS}.", autocompletion=lambda: list(ENGINES))] = "lab",
+    named: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[STRATEGY]", help="The strategy; the same as --strategy.", autocompletion=lambda: list(STRATEGIES)
+        ),
+    ] = None,
     settings: dict[str, Any] = SETTINGS,
     nodes: Annotated[
         int,
@@ -131,12 +141,13 @@ def run(
     verbose: Verbose = False,
 ) -> None:
     """Run one strategy and record it in a folder, for `fsdplab report` and the notebooks."""
+    strategy = settings["strategy"] = one_strategy(named, settings["strategy"])
     begin_warm(settings["start"], [strategy])
     from fsdplab.cli.outputs import Detail
     from fsdplab.cli.run import record_on_nodes, record_run, where
 
-    settings |= {"strategy": strategy, "engine": engine, "card": card_of(card, settings, "none")}
-    place, detail = where(out, Path("runs") / f"{strategy}-{engine}", force), Detail.of(quiet, verbose)
+    settings["card"] = card_of(card, settings, "none")
+    place, detail = where(out, Path("runs") / f"{strategy}-{settings['engine']}", force), Detail.of(quiet, verbose)
     if nodes != 1 or ranks_per_node is not None:
         record_on_nodes(settings, nodes, ranks_per_node, place, detail)
     else:
@@ -203,10 +214,12 @@ def report(
     report_records(records, outputs, Exports(tensorboard, perfetto, csv, snapshot), options, tables)
 
 
-@app.command(epilog=examples("fsdplab bench", "fsdplab bench --link 400MB/s --prefetch 0,1", "fsdplab bench --compile"))
+@app.command(
+    epilog=examples("fsdplab bench", "fsdplab bench --link 400MB/s --prefetch 0,1", "fsdplab bench --compile blocks")
+)
 @settings_of(
-    "world_size", "model", "batch_size", "sequence_length", "precision", "optimizer", "transport", "link", "device",
-    "start", "time_limit", model="gpt-25m", batch_size=4, sequence_length=256, time_limit=900.0,
+    "world_size", "model", "batch_size", "sequence_length", "precision", "optimizer", "compile", "transport", "link",
+    "device", "start", "time_limit", model="gpt-25m", batch_size=4, sequence_length=256, time_limit=900.0,
 )  # fmt: skip
 def bench(
     strategies: Annotated[
@@ -219,25 +232,22 @@ def bench(
         str, typer.Option(help="Of the other engines: auto (gloo or nccl), or shm for torch's own.")
     ] = "auto",
     prefetch: Annotated[str, typer.Option(help="Units gathered ahead; several numbers give a row each: 0,1.")] = "1",
-    compile: Annotated[
-        bool, typer.Option("--compile", help="torch.compile makes one graph of each block, under every engine.")
-    ] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write medians and ratios to this file.")] = None,
+    json_file: Json = None,
 ) -> None:
     """Time engines in turn in one run, and report ratios of medians."""
     begin_warm(settings["start"], names(strategies))
     from fsdplab.cli.bench import bench_engines
 
-    settings |= {"memory": False, "compile": "blocks" if compile else "none"}
+    settings |= {"memory": False}
     bench_engines(names(strategies), names(engines), settings, rounds, json_file, peer_transport, names(prefetch))
 
 
 app.add_typer(plan, name="plan")
 
 
-@app.command(epilog=examples("fsdplab doctor", "fsdplab doctor --json"))
+@app.command(epilog=examples("fsdplab doctor", "fsdplab doctor --json -"))
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
+    json_file: Json = None,
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure this machine, so that compare predicts step times; 10 s.")
     ] = False,
@@ -248,11 +258,11 @@ def doctor(
         begin_warm("auto")
         from fsdplab.cli.calibrate import calibrate_here
 
-        calibrate_here(world_size, as_json)
+        calibrate_here(world_size, json_file)
         return
     from fsdplab.cli.doctor import show_capabilities
 
-    show_capabilities(as_json)
+    show_capabilities(json_file)
 
 
 @app.command(epilog=examples("fsdplab lab", "fsdplab lab --edition teacher --no-browser --port 8899"))

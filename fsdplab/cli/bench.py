@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.progress import Progress
 from rich.table import Table
 
 from fsdplab.cli.errors import refusals, refuse
-from fsdplab.cli.outputs import Outputs, check_file
+from fsdplab.cli.plan.targets import Targets
 from fsdplab.cli.terminal import look_for_signals
-from fsdplab.common.files import write_output
 from fsdplab.common.names import OVER_ALL_RANKS
 from fsdplab.records import FORMAT
 from fsdplab.sessions.spec import ENGINES, PEERS
@@ -27,13 +24,14 @@ BESIDE = ("alone", "torch-ddp", "torch-fsdp2")  # ratios are to the medians of t
 
 
 def bench_engines(
-    strategies: list[str], engines: list[str], common: dict[str, Any], rounds: int, json_file: Path | None,
+    strategies: list[str], engines: list[str], common: dict[str, Any], rounds: int, json_file: str | None,
     peer_transport: str = "auto", prefetches: Sequence[str] = ("1",),
 ) -> None:  # fmt: skip
     """Run the lab's strategies and the other engines in turn, print the ratios, and write them as JSON if asked."""
     from fsdplab.sessions import RunSpec, bench
 
-    console = Outputs().console()
+    targets = Targets(json_file)
+    console = targets.console()
     with refusals():
         transport = common.pop("transport")
         pairs = [(name, strategy) for name in engines for strategy in _strategies(name)]
@@ -45,8 +43,7 @@ def bench_engines(
             for name in strategies
             for text in prefetches
         ]
-        if json_file is not None:
-            check_file("--json", json_file)
+        targets.check()
         with Progress(console=console, transient=True) as progress:
             task = progress.add_task("rounds", total=None)
             result = bench(
@@ -63,8 +60,7 @@ def bench_engines(
         f" {result.floor * 1e3:.0f} ms",
         highlight=False,
     )
-    if json_file is not None:
-        write_output(json_file, json.dumps(_as_dict(result), indent=1) + "\n")
+    targets.write(_as_dict(result))
 
 
 def _strategies(name: str) -> tuple[str, ...]:

@@ -5,7 +5,6 @@ At the user's wish (`fsdplab doctor --calibrate`), and by itself before the firs
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -13,9 +12,9 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from fsdplab.cli.console import console_beside
 from fsdplab.cli.errors import failed, refuse
 from fsdplab.cli.outputs import Detail
+from fsdplab.cli.plan.targets import Targets
 from fsdplab.common.sizes import seconds, three_digits
 from fsdplab.records import FORMAT
 from fsdplab.sessions import RanksFailed
@@ -27,11 +26,12 @@ from fsdplab.sessions.spec import RunSpec
 MOST_RANKS = 64
 
 
-def calibrate_here(ranks: int, as_json: bool) -> None:
+def calibrate_here(ranks: int, json_file: str | None) -> None:
     """Measure on so many ranks, keep the figures, and show them; nothing is kept where a rank fails."""
     if not 1 <= ranks <= MOST_RANKS:
         refuse(f"--world-size is {ranks}; expected a whole number of ranks from 1 to {MOST_RANKS}")
-    console, start = console_beside("-" if as_json else None), time.monotonic()
+    targets, start = Targets(json_file).check(), time.monotonic()
+    console = targets.console()
     with console.status(f"calibrating {ranks} ranks at once") as status:
         try:
             found = calibrate(ranks, lambda what: status.update(f"calibrating {ranks} ranks at once: {what}"))
@@ -42,9 +42,7 @@ def calibrate_here(ranks: int, as_json: bool) -> None:
         keep(found, path)
     except OSError as error:
         refuse(f"{path} cannot be written ({error.strerror or error}); set XDG_CACHE_HOME to a folder that can")
-    if as_json:
-        print(json.dumps({"format": FORMAT, "calibration": asdict(found)}, indent=1))
-        return
+    targets.write({"format": FORMAT, "calibration": asdict(found)})
     console.print(_table(found))
     console.print(
         f"measured in {seconds(time.monotonic() - start)} on {ranks} ranks at once and kept in {path}; compare now"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import json
 import os
 import platform
 import shutil
@@ -16,8 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from fsdplab import __version__
-from fsdplab.cli.console import console_beside
 from fsdplab.cli.errors import refuse
+from fsdplab.cli.plan.targets import Targets
 from fsdplab.cli.verdict import readiness, verdict_lines
 from fsdplab.common.sizes import size
 from fsdplab.records import FORMAT
@@ -199,20 +198,19 @@ def reality(found: list[Capability]) -> Mapping[str, str]:
     }
 
 
-def show_capabilities(as_json: bool) -> None:
-    """Print the findings and the verdict as a table, or as JSON: `{"format": 1, "findings": [...], "real": ...,
-    "emulated": ..., "simulated": ..., "verdict": [{"use": ..., "lacks": ..., "remedy": ...}, ...]}`.
+def show_capabilities(json_file: str | None) -> None:
+    """Print the findings and the verdict as a table, and write them as JSON if asked: `{"format": 1, "findings": [...],
+    "real": ..., "emulated": ..., "simulated": ..., "verdict": [{"use": ..., "lacks": ..., "remedy": ...}, ...]}`.
     """
+    targets = Targets(json_file).check()
     found = capabilities()
     verdict = readiness({item.name: item.present for item in found}, {item.name: item.note for item in found})
-    if as_json:
-        said = {"findings": [asdict(item) for item in found], **reality(found)}
-        print(json.dumps({"format": FORMAT, **said, "verdict": [asdict(each) for each in verdict]}, indent=1))
-        return
+    said = {"findings": [asdict(item) for item in found], **reality(found)}
+    targets.write({"format": FORMAT, **said, "verdict": [asdict(each) for each in verdict]})
     table = Table("", "there", "found", "note", box=None, pad_edge=False)
     for item in found:
         table.add_row(item.name, WORD[item.present], escape(item.value), escape(item.note))
-    console = console_beside(None)
+    console = targets.console()
     console.print(table)
     for word, what in reality(found).items():
         console.print(f"\n[bold]{word}[/]: {what}", highlight=False)

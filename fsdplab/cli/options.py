@@ -6,53 +6,88 @@ A command takes some with `@settings_of("world_size", "model", profile=2)`, and 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import wraps
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from fsdplab.cli.errors import refuse
 from fsdplab.common.names import STRATEGIES
-from fsdplab.planning.plan_spec import PlanSpec
-from fsdplab.sessions.spec import RunSpec
+from fsdplab.planning.plan_spec import AS_IN_A_RUN, PlanSpec, flag_of
+from fsdplab.sessions.spec import RunSpec, SpecError
+from fsdplab.sessions.spec.rules import check_value
 
 SETTINGS: dict[str, Any] = {}  # marks the place of the flags in a command's parameters; never passed on
 
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag: its type, its default, its help, and its names where it has more than that of the field."""
+    """One flag: its type, its default, its help, and its names where it has others than that of the field.
+
+    `one_of` are its known values; `read` makes the field's value of the flag's.
+    """
 
     type: Any
     default: Any
     help: str
     names: tuple[str, ...] = ()
+    one_of: Sequence[Any] = ()
+    read: Callable[[Any], Any] = lambda given: given
 
 
 def _fields(spec: type, names: Mapping[str, tuple[str, ...]]) -> dict[str, Flag]:
     """The fields of a spec that have a help text."""
     types = get_type_hints(spec)
-    told = [each for each in fields(spec) if "help" in each.metadata]
-    return {each.name: Flag(types[each.name], each.default, each.metadata["help"], names.get(each.name, ()))
-            for each in told}  # fmt: skip
+    return {
+        each.name: Flag(
+            types[each.name], each.default, each.metadata["help"], names.get(each.name, ()),
+            each.metadata.get("one_of", ()),
+        )
+        for each in fields(spec)
+        if "help" in each.metadata
+    }  # fmt: skip
+
+
+def _other_than(none: str, name: str) -> Callable[[str], bool]:
+    """Reads a choice of a run that is yes or no in a plan: `--compile blocks`."""
+
+    def read(given: str) -> bool:
+        try:
+            check_value(name, given, none, one_of=RUN[name].one_of)
+        except SpecError as error:
+            refuse(str(error))
+        return given != none
+
+    return read
 
 
 RUN = _fields(RunSpec, {"world_size": ("--world-size", "-n"), "as_model": ("--as",)})
 _PLAN = _fields(
     PlanSpec,
-    {  # what `run` and `compare` call otherwise has that name too
-        "gpus": ("--gpus", "--world-size", "-n"), "micro_batch": ("--micro-batch", "--batch-size"),
-        "grad_accum": ("--grad-accum", "--micro-batches"), "flash": ("--flash/--no-flash",),
-        "tensor_parallel": ("--tp",), "context_parallel": ("--cp",),
+    {
+        **{own: RUN[name].names or (flag_of(own),) for own, name in AS_IN_A_RUN.items()},
+        "flash": ("--flash/--no-flash",), "tensor_parallel": ("--tp",), "context_parallel": ("--cp",),
     },
 )  # fmt: skip
 PLAN = {
     "model": Flag(str, "llama-3.1-8b", "A model such as llama-3.1-70b, or the config.json of a Hugging Face model."),
     "gpu": Flag(str, "h100-80gb", "The kind of GPU, such as h100-80gb, a100-40gb or 4090."),
     **_PLAN,
-    "seq": Flag(int | None, None, _PLAN["seq"].help, ("--seq", "--sequence-length")),
-}
+    "seq": replace(_PLAN["seq"], type=int | None, default=None),
+    "compile": replace(RUN["compile"], read=_other_than("none", "compile")),
+    "offload": Flag(
+        str, "none", "Where shards, gradients and optimizer state are kept: none (the GPU) or cpu.",
+        one_of=RUN["offload"].one_of, read=_other_than("none", "offload"),
+    ),
+    "strategy": replace(_PLAN["strategy"], one_of=STRATEGIES),
+}  # fmt: skip
+
+Json = Annotated[
+    str | None,
+    typer.Option("--json", metavar="FILE|-", help="Write the answer as JSON to a file, or to stdout with -."),
+]
 
 # Flags of all commands that run; the order is that of `--help`.
 OF_A_RUN = (
@@ -78,7 +113,7 @@ def settings_of(
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def wrapper(**given: Any) -> None:
-            command(settings={name: given.pop(name) for name in names}, **given)
+            command(settings={name: of[name].read(given.pop(name)) for name in names}, **given)
 
         own = inspect.signature(command, eval_str=True).parameters
         flags = {name: _parameter(name, of[name], defaults.get(name, of[name].default)) for name in names}
@@ -94,7 +129,7 @@ def settings_of(
 
 
 def _parameter(name: str, flag: Flag, default: Any) -> inspect.Parameter:
-    complete = (lambda: list(STRATEGIES)) if name == "strategy" else None
+    complete = (lambda: [str(word) for word in flag.one_of]) if flag.one_of else None
     option = typer.Option(*flag.names, help=flag.help, autocompletion=complete)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[flag.type, option]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdplab.cli.errors import refusals, refuse
+from fsdplab.cli.options import RUN
 from fsdplab.common.names import STRATEGIES
 from fsdplab.common.sizes import parse_size
 from fsdplab.sessions.spec import Network, Placement, WorkloadPart, near_matches
@@ -57,6 +58,13 @@ def check_strategies(found: Sequence[str]) -> None:
         if name not in STRATEGIES:
             near = near_matches(name, tuple(STRATEGIES))
             refuse(f"unknown strategy {name!r}{near}; expected one of {', '.join(STRATEGIES)}")
+
+
+def one_strategy(named: str | None, flag: str) -> str:
+    """The strategy of `run zero1` or of `run --strategy zero1`; two different ones are an error."""
+    if named and flag not in (named, RUN["strategy"].default):
+        refuse(f"{named} and --strategy {flag} were given; expected one strategy")
+    return named or flag
 
 
 def whole_numbers(flag: str, text: str) -> list[int]:

@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 
 from fsdplab.common.words import did_you_mean
 
-from .plan_spec import CHECKPOINTINGS, PlanError, PlanSpec, under_each_strategy
+from .plan_spec import CHECKPOINTINGS, PlanError, PlanSpec, flag_of, under_each_strategy
 from .planner import Plan, least_gpus, plan_memory_fits, plan_of
 
 _MOST_SEQUENCES = 2**12
 SWEPT = ("gpus", "seq", "micro_batch", "grad_accum", "tensor_parallel", "prefetch", "lora_rank")
-_SHORT = {"tp": "tensor_parallel"}
+_FIELDS = {flag_of(name)[2:].replace("-", "_"): name for name in SWEPT}  # by what the flag is called
 _MOST_VALUES = 64
 
 
@@ -94,19 +94,20 @@ def _fewest(spec: PlanSpec) -> Plan | None:
 
 
 def parse_sweep(text: str) -> tuple[str, list[int]]:
-    """`gpus=8..1024` (doubling) or `seq=1024,4096,8192` -> the choice and its values; raises PlanError.
+    """`world-size=8..1024` (doubling) or `seq=1024,4096,8192` -> the field and its values; raises PlanError.
 
-    >>> parse_sweep("gpus=8..64")
+    >>> parse_sweep("world-size=8..64")
     ('gpus', [8, 16, 32, 64])
     """
     name, equals, values = text.partition("=")
     name = name.strip().replace("-", "_")
-    name = _SHORT.get(name, name)
+    name = _FIELDS.get(name, name)
     if not equals or name not in SWEPT:
-        meant = did_you_mean(name, SWEPT)
+        known = [flag_of(each)[2:] for each in SWEPT]
+        meant = did_you_mean(name, known)
         raise PlanError(
-            f"sweep is {text[:60]!r}{meant}; expected one of {', '.join(SWEPT)} and its values, such as gpus=8..1024"
-            " or seq=1024,4096"
+            f"sweep is {text[:60]!r}{meant}; expected one of {', '.join(known)} and its values, such as"
+            " world-size=8..1024 or sequence-length=1024,4096"
         )
     if span := re.fullmatch(r"\s*(\d{1,9})\s*\.\.\s*(\d{1,9})\s*", values, re.ASCII):
         low, high = int(span[1]), int(span[2])

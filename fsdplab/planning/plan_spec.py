@@ -31,7 +31,12 @@ _LARGEST = {
     "gpus": 10**6, "gpus_per_node": 10**6, "seq": 10**8, "micro_batch": 10**6, "grad_accum": 10**6,
     "tensor_parallel": 10**4, "context_parallel": 10**4, "prefetch": 100,
 }  # fmt: skip
-_FLAGS = {"tensor_parallel": "--tp", "context_parallel": "--cp"}
+# fields that are the same thing as a field of a run, whose name their flags have
+AS_IN_A_RUN = {
+    "gpus": "world_size", "seq": "sequence_length", "micro_batch": "batch_size", "grad_accum": "micro_batches",
+    "param_dtype": "precision", "checkpointing": "checkpoint",
+}  # fmt: skip
+_SHORT = {"tensor_parallel": "tp", "context_parallel": "cp"}
 
 
 class PlanError(ValueError):
@@ -147,7 +152,7 @@ class PlanSpec:
         if self.seq > shape.context:
             raise PlanError(
                 f"a sequence of {self.seq} tokens is longer than the {shape.context} positions of {shape.name}; give"
-                " a shorter --seq"
+                " a shorter --sequence-length"
             )
         if self.seq % self.context_parallel:
             raise PlanError(
@@ -241,19 +246,21 @@ def under_each_strategy(spec: PlanSpec) -> list[PlanSpec]:
     return [each for each in every if not each.row.in_groups or each.replicas > 1]
 
 
+def flag_of(name: str) -> str:
+    """The flag of a field: `flag_of("seq") == "--sequence-length"`."""
+    return f"--{AS_IN_A_RUN.get(name, _SHORT.get(name, name)).replace('_', '-')}"
+
+
 def _check_count(name: str, value: object, most: int, least: int = 1) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        shown = str(value)[:30]
-        flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
-        raise PlanError(f"{flag} is {shown}; expected a whole number from {least} to {most:,}")
+        raise PlanError(f"{flag_of(name)} is {str(value)[:30]}; expected a whole number from {least} to {most:,}")
 
 
 def _check_word(name: str, value: object, known: tuple[str | None, ...]) -> None:
     if value not in known:
         words = [word for word in known if word]
         meant = did_you_mean(value, words)
-        flag = name.replace("_", "-")
-        raise PlanError(f"--{flag} is {value!r}{meant}; expected one of {', '.join(words)}")
+        raise PlanError(f"{flag_of(name)} is {value!r}{meant}; expected one of {', '.join(words)}")
 
 
 def _largest_divisor(shape: ModelShape, below: int) -> int:

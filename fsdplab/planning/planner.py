@@ -184,7 +184,7 @@ def _changes(spec: PlanSpec) -> dict[str, list[tuple[str, PlanSpec | None]]]:
 def _tensor(spec: PlanSpec, ways: int) -> tuple[str, PlanSpec | None]:
     """Activations of a sequence that is cut; None where heads or GPUs cannot be."""
     try:
-        more = "" if spec.checkpointing == "full" else " with --checkpointing full"
+        more = "" if spec.checkpointing == "full" else " with --checkpoint full"
         return f"--tp {ways}{more}", replace(spec, tensor_parallel=ways, checkpointing="full")
     except PlanError:
         return "", None
@@ -194,12 +194,12 @@ def _changes_of_states(spec: PlanSpec) -> dict[str, list[tuple[str, PlanSpec | N
     full, small = replace(spec, checkpointing="full"), replace(spec, checkpointing="full", micro_batch=1)
     sharded = spec.under("full_shard")
     able, under = (spec, "") if spec.row.can_offload else (sharded, " under --strategy full_shard")
-    least = "--checkpointing full and --micro-batch 1" if spec.micro_batch > 1 else "--checkpointing full"
+    least = "--checkpoint full and --batch-size 1" if spec.micro_batch > 1 else "--checkpoint full"
     found: dict[str, list[tuple[str, PlanSpec | None]]] = {
-        "recompute": [("--checkpointing full", full), (least, small)],
+        "recompute": [("--checkpoint full", full), (least, small)],
         "shard": [
             ("--strategy full_shard", sharded),
-            ("--strategy full_shard with --checkpointing full", replace(sharded, checkpointing="full")),
+            ("--strategy full_shard with --checkpoint full", replace(sharded, checkpointing="full")),
         ],
         "offload": [
             (f"CPU offload {{}}{under}", replace(able, offload=True)),

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperGroup
 
 from fsdplab.cli.errors import refuse
-from fsdplab.cli.options import PLAN, SETTINGS, examples, settings_of
+from fsdplab.cli.options import PLAN, SETTINGS, Json, examples, settings_of
 
 _WERE_FLAGS = {"--fit": "fit", "--sweep": "sweep", "--simulate": "simulate", "--ask": "ask", "--validate": "validate"}
 
@@ -26,7 +26,7 @@ class _Plan(TyperGroup):
 
 
 def _with_command(args: list[str], commands: tuple[str, ...]) -> list[str]:
-    """`["--gpus", "8", "--fit"]` -> `["fit", "--gpus", "8"]`; what a value follows keeps it."""
+    """`["--world-size", "8", "--fit"]` -> `["fit", "--world-size", "8"]`; what a value follows keeps it."""
     if args and args[0] in (*commands, "--help", "-h"):
         return args
     given = [word for word in args if word.partition("=")[0] in _WERE_FLAGS]
@@ -49,15 +49,14 @@ app = typer.Typer(
     help="Predict memory, traffic and step time of a training job, and say what fits: nothing is run. Without a"
     " command it plans one step, with the flags of `plan step`.",
     epilog=examples(
-        "fsdplab plan --model llama-3.1-70b --gpu h100-80gb --gpus 16 --checkpointing full",
-        "fsdplab plan fit --model llama-3.1-8b --gpus 16",
-        "fsdplab plan sweep gpus=8..1024 --model llama-3.1-70b --checkpointing full --figure sweep.html",
-        "fsdplab plan ask hybrid --model llama-3.1-70b --gpus 16 --figure hybrid.html",
+        "fsdplab plan --model llama-3.1-70b --gpu h100-80gb --world-size 16 --checkpoint full",
+        "fsdplab plan fit --model llama-3.1-8b --world-size 16",
+        "fsdplab plan sweep world-size=8..1024 --model llama-3.1-70b --checkpoint full --figure sweep.html",
+        "fsdplab plan ask hybrid --model llama-3.1-70b --world-size 16 --figure hybrid.html",
     ),
 )
 
 Tokens = Annotated[float | None, typer.Option(help="Tokens of the whole training, such as 15e12: hours and GPU-hours.")]
-Json = Annotated[str | None, typer.Option("--json", help="Write the answer as JSON to a file, or to stdout with -.")]
 Figure = Annotated[
     Path | None, typer.Option(help="Write a figure as .html; its camera button saves an SVG.")
 ]  # fmt: skip
@@ -65,8 +64,8 @@ Figure = Annotated[
 
 @app.command(
     epilog=examples(
-        "fsdplab plan --model llama-3.1-70b --gpu h100-80gb --gpus 16 --checkpointing full",
-        "fsdplab plan --model mistral-7b --gpu 4090 --gpus 4 --lora-rank 16 --base-dtype nf4 --json -",
+        "fsdplab plan --model llama-3.1-70b --gpu h100-80gb --world-size 16 --checkpoint full",
+        "fsdplab plan --model mistral-7b --gpu 4090 --world-size 4 --lora-rank 16 --base-dtype nf4 --json -",
     )
 )
 @settings_of(*PLAN, of=PLAN)
@@ -78,7 +77,7 @@ def step(settings: dict[str, Any] = SETTINGS, tokens: Tokens = None, json_file: 
     show_plan(settings, tokens, json_file)
 
 
-@app.command(epilog=examples("fsdplab plan fit --model llama-3.1-8b --gpus 16"))
+@app.command(epilog=examples("fsdplab plan fit --model llama-3.1-8b --world-size 16"))
 @settings_of(*PLAN, of=PLAN)
 def fit(settings: dict[str, Any] = SETTINGS, tokens: Tokens = None, json_file: Json = None) -> None:
     """Search the cheapest strategy, the largest micro-batch and the fewest GPUs."""
@@ -90,12 +89,12 @@ def fit(settings: dict[str, Any] = SETTINGS, tokens: Tokens = None, json_file: J
 
 
 @app.command(
-    epilog=examples("fsdplab plan sweep gpus=8..1024 --model llama-3.1-70b --checkpointing full --figure sweep.html")
+    epilog=examples("fsdplab plan sweep world-size=8..1024 --model llama-3.1-70b --checkpoint full --figure sweep.html")
 )
 @settings_of(*PLAN, of=PLAN)
 def sweep(
     values: Annotated[
-        str, typer.Argument(help="One choice and its values: gpus=8..1024 (doubling), or seq=1024,4096.")
+        str, typer.Argument(help="A flag and its values: world-size=8..1024 (doubling), or sequence-length=1024,4096.")
     ],
     settings: dict[str, Any] = SETTINGS,
     json_file: Json = None,
@@ -107,7 +106,7 @@ def sweep(
     show_sweep(settings, values, json_file, figure)
 
 
-@app.command(epilog=examples("fsdplab plan simulate --model llama-3.1-405b --gpus 10000 --html step.html"))
+@app.command(epilog=examples("fsdplab plan simulate --model llama-3.1-405b --world-size 10000 --html step.html"))
 @settings_of(*PLAN, of=PLAN)
 def simulate(
     settings: dict[str, Any] = SETTINGS,
@@ -122,7 +121,7 @@ def simulate(
     show_simulation(settings, json_file, html_file)
 
 
-@app.command(epilog=examples("fsdplab plan ask", "fsdplab plan ask hybrid --model llama-3.1-70b --gpus 16"))
+@app.command(epilog=examples("fsdplab plan ask", "fsdplab plan ask hybrid --model llama-3.1-70b --world-size 16"))
 @settings_of(*PLAN, of=PLAN)
 def ask(
     question: Annotated[str | None, typer.Argument(help="A question's name; without one they are listed.")] = None,

@@ -21,7 +21,9 @@ def show_questions(json_file: str | None) -> None:
     console.print(_questions(LISTED))
     console.print("and five more:")
     console.print(_questions(more, numbered=False))
-    console.print("answer one for a plan: fsdplab plan ask hybrid --model llama-3.1-70b --gpus 16", highlight=False)
+    console.print(
+        "answer one for a plan: fsdplab plan ask hybrid --model llama-3.1-70b --world-size 16", highlight=False
+    )
     targets.write({name: question.asked for name, question in QUESTIONS.items()})
 
 

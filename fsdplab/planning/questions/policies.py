@@ -27,7 +27,7 @@ def _under(names: Sequence[str], column: str) -> Callable[[PlanSpec], list[Row]]
 
 def _saved_and_paid(spec: PlanSpec, rows: Sequence[Cells]) -> str:
     none, full = rows[0], rows[-1]
-    choice = f"the fastest that fits is --checkpointing {facts.fastest(rows)['checkpointing']}"
+    choice = f"the fastest that fits is --checkpoint {facts.fastest(rows)['checkpointing']}"
     return (
         f"Full checkpointing lowers the peak from {none[PEAK]} to {full[PEAK]} and lengthens the step from"
         f" {none[STEP]} to {full[STEP]}; {choice if any(row.fits for row in rows) else 'none of them fits'}"
@@ -40,7 +40,7 @@ def _compared(spec: PlanSpec, rows: Sequence[Cells]) -> str:
     return (
         f"Keeping all matrix products peaks at {products[PEAK]} and takes {products[STEP]} a step, every other one"
         f" {every_other[PEAK]} and {every_other[STEP]}, attention alone {attention[PEAK]} and {attention[STEP]},"
-        f" against {none[PEAK]} and {none[STEP]} without checkpointing; {facts.near_the_fastest(best)} --checkpointing"
+        f" against {none[PEAK]} and {none[STEP]} without checkpointing; {facts.near_the_fastest(best)} --checkpoint"
         f" {best['policy']} needs least memory"
     )
 
@@ -68,7 +68,7 @@ SELECTIVE = Question(
 
 def _recomputing(spec: PlanSpec) -> tuple[PlanSpec, str]:
     policy = "full" if spec.checkpointing == "none" else spec.checkpointing
-    return replace(spec, checkpointing=policy), f"a block that is recomputed has --checkpointing {policy}"
+    return replace(spec, checkpointing=policy), f"a block that is recomputed has --checkpoint {policy}"
 
 
 def _first_blocks(spec: PlanSpec) -> list[Row]:

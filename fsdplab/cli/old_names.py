@@ -1,0 +1,42 @@
+"""Flags' names of before: they work until the next version, with a note on stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+
+# command -> old name -> the name that all commands have now
+RENAMED: Mapping[str, Mapping[str, str]] = {
+    "plan": {
+        "--gpus": "--world-size", "--seq": "--sequence-length", "--micro-batch": "--batch-size",
+        "--grad-accum": "--micro-batches", "--param-dtype": "--precision", "--checkpointing": "--checkpoint",
+    },
+}  # fmt: skip
+# command -> a flag that had no value before -> the value that it stood for
+WITHOUT_VALUE: Mapping[str, Mapping[str, str]] = {
+    "bench": {"--compile": "blocks"}, "doctor": {"--json": "-"}, "plan": {"--compile": "blocks", "--offload": "cpu"},
+}  # fmt: skip
+
+
+def as_today(args: Sequence[str]) -> list[str]:
+    """The arguments of `fsdplab` with today's names of flags: `["plan", "--seq", "8"]` -> `["plan",
+    "--sequence-length", "8"]`.
+    """
+    command = args[0] if args else ""
+    renamed, values = RENAMED.get(command, {}), WITHOUT_VALUE.get(command, {})
+    found: list[str] = []
+    for place, word in enumerate(args):
+        flag, equals, value = word.partition("=")
+        if flag in renamed:
+            _note(f"{command} {flag} is now {renamed[flag]}")
+            word = f"{renamed[flag]}{equals}{value}"
+        found.append(word)
+        following = args[place + 1] if place + 1 < len(args) else "--"
+        if word in values and following != "-" and following.startswith("-"):
+            found.append(values[word])
+            _note(f"{command} {word} takes a value now, such as {word} {values[word]}")
+    return found
+
+
+def _note(words: str) -> None:
+    print(f"fsdplab: {words}; the form of before works until the next version", file=sys.stderr)
