@@ -453,7 +453,7 @@ def test_wrong_input_is_one_clear_line(choices, words, capsys):
 
 @pytest.mark.parametrize("strategy", ["no_shard", "zero1", "zero2"])
 def test_what_keeps_parameters_whole_is_not_offloaded(strategy, capsys):
-    code, _, said = ended(["plan", "--model", "gpt2", "--strategy", strategy, "--offload"], capsys)
+    code, _, said = ended(["plan", "--model", "gpt2", "--strategy", strategy, "--offload", "cpu"], capsys)
     assert code == 2 and said.count("\n") == 1 and f"{strategy} keeps parameters whole; give --strategy" in said
 
 
