@@ -13,7 +13,7 @@ from fsdplab.common.words import did_you_mean
 from fsdplab.planning.plan_spec import PlanError, PlanSpec
 from fsdplab.planning.step_time import peak_flops
 
-from . import fitting, policies, resharding, sharding, units
+from . import fitting, sharding, units
 from .answer import Answer, Column, Panel, Question
 
 __all__ = ["LISTED", "QUESTIONS", "Answer", "Column", "Panel", "Question", "ask"]
@@ -25,14 +25,14 @@ QUESTIONS: dict[str, Question] = {
     "sequence": fitting.SEQUENCE,
     "world_size": fitting.WORLD_SIZE,
     "optimizer_on_cpu": fitting.OPTIMIZER_ON_CPU,
-    "checkpointing": policies.CHECKPOINTING,
-    "policies": policies.SELECTIVE,
-    "mixed_policies": policies.MIXED,
+    "checkpointing": units.CHECKPOINTING,
+    "policies": units.SELECTIVE,
+    "mixed_policies": units.MIXED,
     "reduction": sharding.REDUCTION,
     "precision": sharding.PRECISION,
     "hybrid": sharding.GROUPS,
-    "smaller_mesh": resharding.SMALLER_MESH,
-    "no_reshard": resharding.NO_RESHARD,
+    "smaller_mesh": units.SMALLER_MESH,
+    "no_reshard": units.NO_RESHARD,
     # beside the list
     "strategy": sharding.STRATEGY,
     "prefetch": sharding.PREFETCH,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import MISSING
@@ -34,16 +34,35 @@ _WRITTEN = {
 }  # fmt: skip
 
 
+_KINDS = {
+    "bytes": "peak, most activations, most gathered, sent, gathered at once, states, all else, saved, crosses a step,"
+    " host memory of a rank, largest buffer, sent in reductions, sent by zero1, at the peak",
+    "seconds": "step, exposed time, on the host's link, gather of a block, full_shard, hybrid_shard",
+    "share": "exposed, more at the peak, of the card",
+    "number": "tokens/s a GPU, tokens, forward, backward",
+    "rate": "network of a GPU",
+    "count": "units, micro-batch, sequence, GPUs, ranks, blocks recomputed, units ahead, micro-batches,"
+    " ranks of a group",
+    "verdict": "fits",
+}
+_KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names.split(", ")}
+
+
 @dataclass(frozen=True)
 class Column:
-    """A column's heading, and how its values are written: bytes, rate, seconds, share, number, count, words, verdict.
+    """A column by its heading; `kind` is how its values are written: bytes, rate, seconds, share, number, count, words,
+    verdict.
 
-    >>> Column("peak", "bytes").text(59_400_000_000)
-    '59.4 GB'
+    >>> Column("peak").text(59_400_000_000), Column("policy").kind
+    ('59.4 GB', 'words')
     """
 
     name: str
-    kind: str = "words"
+
+    @property
+    def kind(self) -> str:
+        """Words, where the heading is of no number."""
+        return _KIND_OF.get(self.name, "words")
 
     def text(self, value: Value) -> str:
         """A cell; a dash for what is not known."""
@@ -87,6 +106,12 @@ class Cells:
         return "it fits" if self.fits else "it does not fit"
 
 
+class Varied(Protocol):
+    """What a row is about."""
+
+    def cells(self, columns: Sequence[str]) -> Row: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Question:
     """A question in one line, and how it is answered for a plan's spec: each variant is a row of `columns`, the first
@@ -94,35 +119,36 @@ class Question:
     for a cell.
 
     `base` gives the spec that is answered for, and a remark; it raises PlanError where there is no answer. Under the
-    line of the card a figure shows the columns `on_card`, and `beside` it other panels. `simulated` columns are of a
-    simulated step. A `timed` answer needs the GPU's FLOP/s.
+    line of the card a figure shows the column `on_card`, and `beside` it other panels, a column by its name.
+    `simulated` columns are of a simulated step. A `timed` answer needs the GPU's FLOP/s.
     """
 
     asked: str
-    columns: Sequence[Column]
-    rows: Callable[[PlanSpec], Sequence[Row]]
+    columns: Sequence[str]
+    variants: Callable[[PlanSpec], Sequence[Varied]]
     sentence: str | Callable[[PlanSpec, Sequence[Cells]], str]
+    beside: Sequence[Panel | str]
     base: Callable[[PlanSpec], tuple[PlanSpec, str]] = lambda spec: (spec, "")
-    on_card: tuple[str, ...] = ("peak",)
-    beside: tuple[Panel, ...] = ()
+    on_card: str = "peak"
     simulated: tuple[str, ...] = ()
     timed: bool = True
 
     def answer(self, name: str, spec: PlanSpec) -> Answer:
         """The answer about `spec`; PlanError where a variant contradicts itself."""
         base, note = self.base(spec)
-        rows, columns = self.rows(base), {column.name: column for column in self.columns}
-        cells, said = [Cells(row, columns) for row in rows], self.sentence
-        card = spec.gpu.memory_bytes
-        under = [Panel(self.on_card, limit=(float(card), f"card {size(card)}"))] if self.on_card else []
+        rows = [variant.cells(self.columns) for variant in self.variants(base)]
+        columns, said = {name: Column(name) for name in self.columns}, self.sentence
+        cells, card = [Cells(row, columns) for row in rows], spec.gpu.memory_bytes
+        panels = [Panel((self.on_card,), limit=(float(card), f"card {size(card)}"))] if self.on_card else []
+        panels += [Panel((each,)) if isinstance(each, str) else each for each in self.beside]
         return Answer(
             question=name,
             asked=self.asked,
             spec=base,
             sentence=said.format(spec=base, rows=cells) if isinstance(said, str) else said(base, cells),
-            columns=tuple(self.columns),
+            columns=tuple(columns.values()),
             rows=tuple(tuple(row[each] for each in columns) for row in rows),
-            panels=(*under, *self.beside),
+            panels=tuple(panels),
             simulated=self.simulated,
             note=note,
         )

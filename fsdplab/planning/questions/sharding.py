@@ -13,9 +13,8 @@ from fsdplab.planning.plan_spec import PlanError, PlanSpec, under_each_strategy
 from fsdplab.planning.plan_traffic import plan_traffic
 from fsdplab.planning.step_time import step_time
 
-from . import facts
-from .answer import Cells, Column, Panel, Question, Row
-from .facts import ACTIVATIONS, EXPOSED, FITS, GATHERED, PEAK, SENT, SPEED, STEP
+from .answer import Cells, Panel, Question
+from .cells import ACTIVATIONS, ALIKE, EXPOSED, FITS, GATHERED, PEAK, SENT, SPEED, STEP, Case, fastest
 
 # ---- strategies
 
@@ -24,19 +23,20 @@ def _of_strategies(spec: PlanSpec, rows: Sequence[Cells]) -> str:
     fitting, least = [row for row in rows if row.fits], min(rows, key=lambda row: row.number(PEAK))
     if not fitting:
         return f"No strategy fits; {least['strategy']} needs least: {least[PEAK]} at the peak"
-    best, names = facts.fastest(rows), facts.joined([row["strategy"] for row in fitting])
+    *names, last = [row["strategy"] for row in fitting]
+    said, best = " and ".join(filter(None, [", ".join(names), last])), fastest(rows)
     return (
-        f"Of those that fit ({names}) none is over a percent faster than {best['strategy']}, with {best[SPEED]}"
+        f"Of those that fit ({said}) none is over a percent faster than {best['strategy']}, with {best[SPEED]}"
         f" tokens/s a GPU and {best[PEAK]} at the peak; {least['strategy']} needs least: {least[PEAK]}"
     )
 
 
 STRATEGY = Question(
     asked="Which of the model's states should be sharded?",
-    columns=facts.columns(Column("strategy"), PEAK, SENT, STEP, EXPOSED, SPEED, FITS),
-    rows=lambda spec: [facts.row(each, strategy=each.strategy) for each in under_each_strategy(spec)],
+    columns=("strategy", PEAK, SENT, STEP, EXPOSED, SPEED, FITS),
+    variants=lambda spec: [Case(each.strategy, each) for each in under_each_strategy(spec)],
     sentence=_of_strategies,
-    beside=(Panel((SPEED,)),),
+    beside=(SPEED,),
 )
 
 
@@ -60,35 +60,36 @@ def _over_nodes(spec: PlanSpec) -> tuple[PlanSpec, str]:
     return base, note
 
 
-def _of_networks(spec: PlanSpec) -> list[Row]:
+def _of_networks(spec: PlanSpec) -> list[Case]:
     """Networks of different speed, and the one where the two strategies cross."""
     crossing = _crossing_rate(spec)
-    return [_both(spec, each) for each in sorted({*_networks(spec), *([crossing] if crossing else [])})]
+    rates = sorted({*_networks(spec), *([crossing] if crossing else [])})
+    return [Case(rate, spec, known=_steps_of_both(spec, rate)) for rate in rates]
 
 
 def _networks(spec: PlanSpec) -> list[float]:
     return [(spec.gpu.nic_bytes_per_s or 0.0) * 2.0**power for power in range(-4, 3)]
 
 
-def _both(spec: PlanSpec, network: float) -> Row:
+def _steps_of_both(spec: PlanSpec, network: float) -> dict[str, float]:
     """Seconds of a step under both, where the network gives each GPU so many bytes a second."""
     at = replace(spec, gpu=replace(spec.gpu, nic_bytes_per_s=network))
-    return {_NETWORK: network} | {name: step_time(at.under(name)).step_s for name in BOTH}
-
-
-def _pays(row: Row) -> bool:
-    """Whether hybrid_shard's step is shorter by a percent."""
-    return float(row[HYBRID] or 0) < facts.ALIKE * float(row[FULL] or 0)
+    return {name: step_time(at.under(name)).step_s for name in BOTH}
 
 
 def _crossing_rate(spec: PlanSpec) -> float | None:
-    """The rate below which hybrid_shard pays; None where there is none."""
+    """The rate below which hybrid_shard's step is shorter by a percent; None where there is none."""
+
+    def pays(rate: float) -> bool:
+        steps = _steps_of_both(spec, rate)
+        return steps[HYBRID] < ALIKE * steps[FULL]
+
     low, high = 1e8, 1e12
-    if not _pays(_both(spec, low)) or _pays(_both(spec, high)):
+    if not pays(low) or pays(high):
         return None
     for _ in range(30):
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if _pays(_both(spec, middle)) else (low, middle)
+        low, high = (middle, high) if pays(middle) else (low, middle)
     return low
 
 
@@ -97,7 +98,7 @@ def _where_hybrid_pays(spec: PlanSpec, rows: Sequence[Cells]) -> str:
     crossing = next((row for row in rows if row.number(_NETWORK) not in usual), None)
     if crossing is not None:
         return f"hybrid_shard pays where the network gives a GPU less than {crossing[_NETWORK]}"
-    pays = [row for row in rows if _pays(row.values)]
+    pays = [row for row in rows if row.number(HYBRID) < ALIKE * row.number(FULL)]
     if 0 < len(pays) < len(rows):
         return f"hybrid_shard pays at {len(pays)} of the {len(rows)} rates of the network that were tried"
     return f"hybrid_shard pays at {'every' if pays else 'no'} rate of the network that was tried"
@@ -113,37 +114,36 @@ def _here(spec: PlanSpec, rows: Sequence[Cells]) -> str:
 
 GROUPS = Question(
     asked="When does hybrid sharding make sense?",
-    columns=(Column(_NETWORK, "rate"), *(Column(name, "seconds") for name in BOTH)),
-    rows=_of_networks,
+    columns=(_NETWORK, *BOTH),
+    variants=_of_networks,
     sentence=_here,
     base=_over_nodes,
-    on_card=(),
+    on_card="",
     beside=(Panel(BOTH, kind="lines", title="step"),),
 )
 
 
 # ---- how far ahead
 
-
 PREFETCH = Question(
     asked="How far ahead should units be gathered?",
-    columns=facts.columns(Column("units ahead", "count"), PEAK, GATHERED, STEP, EXPOSED, SPEED, FITS),
-    rows=lambda spec: [facts.row(replace(spec, prefetch=depth), **{"units ahead": depth}) for depth in (0, 1, 2, 4)],
+    columns=("units ahead", PEAK, GATHERED, STEP, EXPOSED, SPEED, FITS),
+    variants=lambda spec: [Case(depth, replace(spec, prefetch=depth)) for depth in (0, 1, 2, 4)],
     sentence=(
         "Without prefetch {rows[0][exposed]} of a step is exposed communication, with one unit gathered ahead"
         " {rows[1][exposed]}, with four {rows[3][exposed]}, for which a rank gathers at most {rows[0][most gathered]},"
         " {rows[1][most gathered]} and {rows[3][most gathered]}"
     ),
-    beside=(Panel((STEP,)),),
+    beside=(STEP,),
 )
 
 
-def _of_tokens(spec: PlanSpec) -> list[Row]:
+def _of_tokens(spec: PlanSpec) -> list[Case]:
     """Communication over compute of a block, around the tokens where it is 1."""
     found = overlap_of(spec)
     middle = found.crossover_tokens or spec.tokens
     tokens = sorted({middle * 2.0**power for power in range(-3, 4)} | {float(spec.tokens)})
-    return [{"tokens": each, **{phase: found.ratio(phase, each) for phase in PHASES}} for each in tokens]
+    return [Case(each, spec, known={phase: found.ratio(phase, each) for phase in PHASES}) for each in tokens]
 
 
 def _hides_from(spec: PlanSpec, rows: Sequence[Cells]) -> str:
@@ -160,41 +160,28 @@ def _hides_from(spec: PlanSpec, rows: Sequence[Cells]) -> str:
 
 OVERLAP = Question(
     asked="From which batch on does communication hide behind compute?",
-    columns=(Column("tokens", "number"), *(Column(phase, "number") for phase in PHASES)),
-    rows=_of_tokens,
+    columns=("tokens", *PHASES),
+    variants=_of_tokens,
     sentence=_hides_from,
     base=lambda spec: (spec, "" if spec.prefetch else "without prefetch no gather is hidden, whatever the ratio"),
-    on_card=(),
+    on_card="",
     beside=(Panel(PHASES, "lines", (1.0, "as long as compute"), "communication / compute"),),
 )
 
 
 # ---- what is sent
 
-_BUFFER, _REDUCED = "largest buffer", "sent in reductions"
-
-
-def _reduced(spec: PlanSpec) -> Row:
-    memory = memory_of(spec)
-    axes = [row for row in plan_traffic(spec) if row.axis in ("shard", "replicate")]
-    return {
-        "reduced in": spec.reduce_dtype, **facts.of_memory(memory, spec),
-        _BUFFER: max(each.by_category["communication_buffers"] for each in memory.moments),
-        _REDUCED: sum(row.step_bytes for row in axes if row.kind != "all_gather"),
-    }  # fmt: skip
-
-
 REDUCTION = Question(
     asked="What does gradient reduction in fp32 do to the memory?",
-    columns=facts.columns(Column("reduced in"), PEAK, Column(_BUFFER, "bytes"), Column(_REDUCED, "bytes"), FITS),
-    rows=lambda spec: [_reduced(replace(spec, reduce_dtype=dtype)) for dtype in ("bf16", "fp32")],
+    columns=("reduced in", PEAK, "largest buffer", "sent in reductions", FITS),
+    variants=lambda spec: [Case(dtype, replace(spec, reduce_dtype=dtype)) for dtype in ("bf16", "fp32")],
     sentence=(
         "Reducing gradients in fp32 instead of bf16 takes {rows[1][largest buffer]} instead of {rows[0][largest"
         " buffer]} for the largest reduction's buffer, and the peak is {rows[1][peak]} instead of {rows[0][peak]}"
         " ({rows[1].verdict}); a rank's reductions send {rows[1][sent in reductions]} instead of {rows[0][sent in"
         " reductions]}"
     ),
-    beside=(Panel((_BUFFER,)),),
+    beside=("largest buffer",),
     timed=False,
 )
 
@@ -212,48 +199,49 @@ def _in_dtypes(spec: PlanSpec, param: str, reduced: str, master: str) -> PlanSpe
 
 PRECISION = Question(
     asked="What does another mixed precision policy do to the peak memory?",
-    columns=facts.columns(Column("precision"), PEAK, SENT, STEP, SPEED, FITS),
-    rows=lambda spec: [facts.row(_in_dtypes(spec, *kinds), precision=name) for name, kinds in _PRECISIONS.items()],
+    columns=("precision", PEAK, SENT, STEP, SPEED, FITS),
+    variants=lambda spec: [Case(name, _in_dtypes(spec, *kinds)) for name, kinds in _PRECISIONS.items()],
     sentence=(
         "The peak is {rows[0][peak]} in fp32, {rows[1][peak]} computing in bf16 over fp32 masters, {rows[2][peak]}"
         " where gradients are reduced in bf16 too and {rows[3][peak]} without masters; a step takes {rows[0][step]},"
         " {rows[1][step]}, {rows[2][step]} and {rows[3][step]}"
     ),
-    beside=(Panel((STEP,)),),
+    beside=(STEP,),
 )
 
 _BY_ZERO1 = "sent by zero1"
 
 
-def _accumulated(spec: PlanSpec, count: int) -> Row:
+def _accumulated(spec: PlanSpec) -> list[Case]:
     """So many micro-batches a step, of the same size, beside what zero1 would send."""
-    each = replace(spec, grad_accum=count)
-    once = sum(row.step_bytes for row in plan_traffic(replace(each, offload=False).under("zero1")))
-    return facts.row(each, **{"micro-batches": count, _BY_ZERO1: once})
+    every = [replace(spec, grad_accum=count) for count in (1, 2, 4, 8)]
+    once = [plan_traffic(replace(each, offload=False).under("zero1")) for each in every]
+    sent = [sum(row.step_bytes for row in rows) for rows in once]
+    return [Case(each.grad_accum, each, known={_BY_ZERO1: nbytes}) for each, nbytes in zip(every, sent)]
 
 
 ACCUMULATION = Question(
     asked="What does gradient accumulation change?",
-    columns=facts.columns(Column("micro-batches", "count"), PEAK, SENT, Column(_BY_ZERO1, "bytes"), STEP, SPEED, FITS),
-    rows=lambda spec: [_accumulated(spec, count) for count in (1, 2, 4, 8)],
+    columns=("micro-batches", PEAK, SENT, _BY_ZERO1, STEP, SPEED, FITS),
+    variants=_accumulated,
     sentence=(
         "From 1 to 8 micro-batches a step {spec.strategy} sends {rows[0][sent]} and {rows[3][sent]}, where zero1 sends"
         " {rows[0][sent by zero1]} and {rows[3][sent by zero1]}; throughput goes from {rows[0][tokens/s a GPU]} to"
         " {rows[3][tokens/s a GPU]} tokens/s a GPU and the peak from {rows[0][peak]} to {rows[3][peak]}"
     ),
-    on_card=(),
-    beside=(Panel((SENT, _BY_ZERO1), title="sent a step"), Panel((SPEED,))),
+    on_card="",
+    beside=(Panel((SENT, _BY_ZERO1), title="sent a step"), SPEED),
 )
 
 _WAYS = "ranks of a group"
 
 
-def _of_tensor_groups(spec: PlanSpec) -> list[Row]:
+def _of_tensor_groups(spec: PlanSpec) -> list[Case]:
     """Tensor parallelism inside a node at the same micro-batch of each group."""
-    found: list[Row] = []
+    found = []
     for ways in (1, 2, 4, 8):
         try:
-            found.append(facts.row(replace(spec, tensor_parallel=ways), **{_WAYS: ways}))
+            found.append(Case(ways, replace(spec, tensor_parallel=ways)))
         except PlanError:  # heads or GPUs that it does not divide
             continue
     return found
@@ -273,8 +261,8 @@ def _largest_group(spec: PlanSpec, rows: Sequence[Cells]) -> str:
 
 TENSOR = Question(
     asked="Does tensor parallelism inside a node help?",
-    columns=facts.columns(Column(_WAYS, "count"), PEAK, ACTIVATIONS, STEP, EXPOSED, SPEED, FITS),
-    rows=_of_tensor_groups,
+    columns=(_WAYS, PEAK, ACTIVATIONS, STEP, EXPOSED, SPEED, FITS),
+    variants=_of_tensor_groups,
     sentence=_largest_group,
-    beside=(Panel((SPEED,)),),
+    beside=(SPEED,),
 )
