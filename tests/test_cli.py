@@ -22,6 +22,7 @@ from fsdplab import cli
 from fsdplab.cli.outputs import Detail, show
 from fsdplab.cli.parse import names, parse_card
 from fsdplab.cli.progress import ProgressTable
+from fsdplab.cli.runs import parts_of_runs
 from fsdplab.cli.verdict import readiness, verdict_lines
 from fsdplab.common.places import how_to_install
 from fsdplab.figures.view import RunView
@@ -294,12 +295,16 @@ def test_doctor_says_what_is_here(capsys):
 def test_the_verdict_says_what_to_do_about_what_lacks():
     names = ("gloo", "plotly", "jupyterlab", "ipywidgets", "pandas", "deepspeed", "GPUs")
     notes = {name: f"note on {name}" for name in names}
-    assert verdict_lines(readiness(dict.fromkeys(names, True), notes)) == [
+
+    def said(present):
+        return [f"{line.label}: {line.text}" for line in verdict_lines(readiness(present, notes))]
+
+    assert said(dict.fromkeys(names, True)) == [
         "ready for: plans and recorded runs (plan, report); training on CPU ranks (compare, run, bench); pages and"
         " figures (--html, --figure); the course (lab, course); DeepSpeed beside our engine (--engines deepspeed-3);"
         " training on GPUs (gpu-check, --device cuda)"
     ]
-    lacking = verdict_lines(readiness({**dict.fromkeys(names, True), "gloo": False, "pandas": False}, notes))
+    lacking = said({**dict.fromkeys(names, True), "gloo": False, "pandas": False})
     assert lacking[1:] == [
         "not for: training on CPU ranks (compare, run, bench): lacks gloo; do: note on gloo",
         f"not for: the course (lab, course): lacks pandas; do: {how_to_install('lab')}",
@@ -443,13 +448,14 @@ def test_a_terminal_of_80_columns_breaks_no_number_from_its_unit():
     summary = Summary(Spread.of([1.2, 1.2, 1.5, 1.8]), peak_memory_bytes=Peak(373_000_000), comm=comm, steady=clock)
     view = RunView("shard_grad_op", "lab", 2, summary, spec={"card": 330_000_000}, matches=True)
     console = Console(width=80, file=io.StringIO())
-    show(console, [view, replace(view, strategy="full_shard", note="prefetch 0")], None, Detail.QUIET)
+    both = [view, replace(view, strategy="full_shard", note="prefetch 0")]
+    show(console, parts_of_runs(both, None, Detail.QUIET))
     shown = console.file.getvalue()
     for whole in ("shard_grad_op ", "129 MB ", " 1.48 s ", " 65 % ", "1.35 s ±14 %", "Losses agree with the unsharded"):
         assert whole in shown, shown
     assert max(map(len, shown.splitlines())) <= 80
     console = Console(width=80, file=io.StringIO())
-    show(console, [view, replace(view, matches=False)], None, Detail.QUIET)
+    show(console, parts_of_runs([view, replace(view, matches=False)], None, Detail.QUIET))
     assert "Losses agree" not in console.file.getvalue() and "its losses differ" in console.file.getvalue()
 
 

@@ -549,6 +549,7 @@ def test_wrong_sweeps_and_targets_are_refused(arguments, words, capsys):
         (["--model", "gpt2", "--sweep=gpus=8,16"], ["sweep", "gpus=8,16", "--model", "gpt2"]),
         (["--ask"], ["ask"]), (["--ask", "peak", "--model", "gpt2"], ["ask", "peak", "--model", "gpt2"]),
         (["--model", "gpt2", "--simulate"], ["simulate", "--model", "gpt2"]),
+        (["--model", "gpt2", "--ask=peak"], ["ask", "peak", "--model", "gpt2"]),
     ],
     ids=" ".join,
 )  # fmt: skip
@@ -558,6 +559,13 @@ def test_a_flag_of_before_is_the_command_of_today_with_a_note(before, now, capsy
     timed = re.compile(r"schedule, in [^;]*;")  # how long a simulation took
     assert code == again == 0 and timed.sub("", out) == timed.sub("", expected) and not quiet
     assert note.count("\n") == 1 and f"is now plan {now[0]}" in note
+
+
+@pytest.mark.parametrize("given", ["--fit=yes", "--fit=", "--simulate=1"])
+def test_a_value_of_a_flag_of_before_that_took_none_is_refused(given, capsys):
+    code, out, said = ended(["plan", "--model", "gpt2", given], capsys)
+    flag, _, value = given.partition("=")
+    assert (code, out) == (2, "") and said.count("\n") == 1 and f"{flag} is {value!r}" in said, said
 
 
 def printed(*flags, capsys):

@@ -71,7 +71,7 @@ def test_the_environment_may_have_ranks_share(gpus, monkeypatch):
 )
 def test_the_headline_says_why_ranks_run_where_they_do(gpus, count, wanted, said):
     gpus(count)
-    line = headline(spec(**wanted), None)
+    line = headline(spec(**wanted), None).text
     assert line.endswith(f"({said})" if said else "no emulated card")
 
 

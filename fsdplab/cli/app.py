@@ -15,14 +15,15 @@ import typer
 from typer.core import TyperGroup
 
 from fsdplab import __version__
-from fsdplab.cli.errors import USAGE_ERROR, interrupted, one_line, refuse, refuse_for
+from fsdplab.cli.errors import USAGE_ERROR, as_flag, failed, interrupted, one_line, refuse, refuse_for
 from fsdplab.cli.old_names import as_today
 from fsdplab.cli.options import OF_A_RUN, SETTINGS, Json, examples, settings_of
 from fsdplab.cli.parse import card_of, check_strategies, link_of, names, one_strategy, whole_numbers
 from fsdplab.cli.plan.commands import app as plan
 from fsdplab.cli.terminal import show_what_can_be_shown, signals_as_exceptions
+from fsdplab.common.errors import RunError, UserError
 from fsdplab.common.names import OVER_ALL_RANKS, STRATEGIES, STRATEGIES_IN_WORDS
-from fsdplab.sessions.spec import PEERS
+from fsdplab.sessions.spec import PEERS, SpecError
 
 
 class _App(TyperGroup):
@@ -107,7 +108,7 @@ def compare(
 
     settings["card"] = card_of(card, settings, "330MB")
     settings["link"] = link_of(settings, names(engines), "150MB/s")
-    outputs = Outputs(json_file, html_file, keep, Detail.of(quiet, verbose), force)
+    outputs = Outputs(json_file, html_file, keep=keep, detail=Detail.of(quiet, verbose), force=force)
     compare_runs(names(strategies), names(engines), settings, outputs)
 
 
@@ -237,9 +238,11 @@ def bench(
     """Time engines in turn in one run, and report ratios of medians."""
     begin_warm(settings["start"], names(strategies))
     from fsdplab.cli.bench import bench_engines
+    from fsdplab.cli.outputs import Outputs
 
     settings |= {"memory": False}
-    bench_engines(names(strategies), names(engines), settings, rounds, json_file, peer_transport, names(prefetch))
+    outputs = Outputs(json_file)
+    bench_engines(names(strategies), names(engines), settings, rounds, outputs, peer_transport, prefetch)
 
 
 app.add_typer(plan, name="plan")
@@ -256,13 +259,17 @@ def doctor(
     """Show what this machine can do, and what is real, emulated or simulated on it."""
     if calibrate:
         begin_warm("auto")
+    from fsdplab.cli.outputs import Outputs
+
+    outputs = Outputs(json_file).check()
+    if calibrate:
         from fsdplab.cli.calibrate import calibrate_here
 
-        calibrate_here(world_size, json_file)
-        return
-    from fsdplab.cli.doctor import show_capabilities
+        calibrate_here(world_size, outputs)
+    else:
+        from fsdplab.cli.doctor import capabilities_answer
 
-    show_capabilities(json_file)
+        outputs.give(capabilities_answer())
 
 
 @app.command(epilog=examples("fsdplab lab", "fsdplab lab --edition teacher --no-browser --port 8899"))
@@ -316,6 +323,12 @@ def main(arguments: list[str] | None = None) -> None:
             sys.stdout.flush()
         except USAGE_ERROR as error:
             refuse(one_line(error))
+        except SpecError as error:
+            refuse(as_flag(str(error), error.field))
+        except UserError as error:
+            refuse(str(error))
+        except RunError as error:
+            failed(str(error))
         except (KeyboardInterrupt, typer.Abort):
             interrupted(signals.number)
         except OSError as error:

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from rich.console import Console
-from rich.table import Table
 
-from fsdplab.cli.errors import failed, refuse
-from fsdplab.cli.outputs import Detail
-from fsdplab.cli.plan.targets import Targets
+from fsdplab.cli.answer import Answer, Line, Table
+from fsdplab.cli.errors import refuse
+from fsdplab.cli.outputs import Detail, Outputs, show
+from fsdplab.common.errors import RunError
 from fsdplab.common.sizes import seconds, three_digits
 from fsdplab.records import FORMAT
 from fsdplab.sessions import RanksFailed
@@ -26,30 +26,26 @@ from fsdplab.sessions.spec import RunSpec
 MOST_RANKS = 64
 
 
-def calibrate_here(ranks: int, json_file: str | None) -> None:
-    """Measure on so many ranks, keep the figures, and show them; nothing is kept where a rank fails."""
+def calibrate_here(ranks: int, outputs: Outputs) -> None:
+    """Measure on so many ranks, keep the figures, and give them; nothing is kept where a rank fails."""
     if not 1 <= ranks <= MOST_RANKS:
         refuse(f"--world-size is {ranks}; expected a whole number of ranks from 1 to {MOST_RANKS}")
-    targets, start = Targets(json_file).check(), time.monotonic()
-    console = targets.console()
-    with console.status(f"calibrating {ranks} ranks at once") as status:
+    start, what = time.monotonic(), f"calibrating {ranks} ranks at once"
+    with outputs.console().status(what) as status:
         try:
-            found = calibrate(ranks, lambda what: status.update(f"calibrating {ranks} ranks at once: {what}"))
+            found = calibrate(ranks, lambda now: status.update(f"{what}: {now}"))
         except RanksFailed as error:
-            failed(f"the calibration did not end, and nothing is kept: {error}")
+            raise RunError(f"the calibration did not end, and nothing is kept: {error}") from error
     path = calibration_file()
     try:
         keep(found, path)
     except OSError as error:
         refuse(f"{path} cannot be written ({error.strerror or error}); set XDG_CACHE_HOME to a folder that can")
-    targets.write({"format": FORMAT, "calibration": asdict(found)})
-    console.print(_table(found))
-    console.print(
+    kept = (
         f"measured in {seconds(time.monotonic() - start)} on {ranks} ranks at once and kept in {path}; compare now"
-        " predicts step times on as many ranks",
-        highlight=False,
-        markup=False,
+        " predicts step times on as many ranks"
     )
+    outputs.give(Answer((_table(found), Line(kept)), {"format": FORMAT, "calibration": asdict(found)}))
 
 
 def calibrate_if_needed(specs: Sequence[RunSpec], console: Console, detail: Detail) -> None:
@@ -61,21 +57,22 @@ def calibrate_if_needed(specs: Sequence[RunSpec], console: Console, detail: Deta
         if find_calibration(ranks).calibration is not None or ranks > MOST_RANKS:
             continue
         if detail is not Detail.QUIET:
-            console.print(f"calibrating {ranks} ranks of this machine for its predictions: 10 s, once", highlight=False)
+            show(console, [Line(f"calibrating {ranks} ranks of this machine for its predictions: 10 s, once")])
         try:
             keep(calibrate(ranks))
         except (RanksFailed, OSError) as error:
-            console.print(f"no step time is predicted: {' '.join(str(error).split())[:200]}", markup=False)
+            show(console, [Line(f"no step time is predicted: {' '.join(str(error).split())[:200]}")])
 
 
 def _table(found: Calibration) -> Table:
-    table = Table("one rank", "rate", box=None, pad_edge=False)
+    rows = []
     for itemsize, name in (("4", "fp32"), ("2", "bf16")):
         for row in found.rates.products.get(itemsize, ()):
             speeds = f"{three_digits(row.forward / 1e9)} and {three_digits(row.backward / 1e9)} GFLOP/s"
-            table.add_row(f"matrix products, {name}, {row.tokens} tokens", f"{speeds}, forward and backward")
+            rows.append((f"matrix products, {name}, {row.tokens} tokens", f"{speeds}, forward and backward"))
     for kind, (each, a_byte) in found.rates.collectives.items():
         speed = f"{three_digits(1e-9 / a_byte)} GB/s" if a_byte else "no limit seen"
-        table.add_row(kind, f"{seconds(each)} each, and {speed}")
-    table.add_row("optimizer (AdamW)", f"{three_digits(1e-6 / found.rates.optimizer_element_s)} M elements/s")
-    return table
+        rows.append((kind, f"{seconds(each)} each, and {speed}"))
+    rows.append(("optimizer (AdamW)", f"{three_digits(1e-6 / found.rates.optimizer_element_s)} M elements/s"))
+    columns = ("one rank", "rate")
+    return Table(columns, rows, words=columns, folds=columns)

@@ -8,19 +8,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-
+from fsdplab.cli.answer import Line
 from fsdplab.cli.calibrate import calibrate_if_needed
-from fsdplab.cli.errors import refusals, refuse
-from fsdplab.cli.outputs import Detail, Outputs, end_if_failed, print_drift, print_findings, print_output_of_ranks, show
+from fsdplab.cli.errors import refuse
+from fsdplab.cli.outputs import Detail, Outputs, show
 from fsdplab.cli.progress import ProgressTable, headline
+from fsdplab.cli.runs import answer_of_runs, end_if_failed
 from fsdplab.cli.terminal import look_for_signals
 from fsdplab.common.names import IN_GROUPS
 from fsdplab.common.temporary import folder_of_this_process
 from fsdplab.figures.conclusion import change_words
-from fsdplab.figures.view import SETTINGS, RunView, with_verdicts
-from fsdplab.records import RunRecord, comparison_json
+from fsdplab.figures.view import SETTINGS, views
+from fsdplab.records import RunRecord
 from fsdplab.sessions.spec import ENGINES, PEERS, RunSpec
 
 
@@ -28,22 +27,20 @@ def compare_runs(strategies: list[str], engines: list[str], common: dict[str, An
     """Run every strategy on the lab's engine and every other engine, then the twin;
     show, write, exit 1 if one failed.
     """
-    with refusals():
-        specs = _without_twice([_variant(text, common) for text in strategies]) + [
-            _peer(name, common) for name in engines
-        ]
-        # what is profiled has been trained by then: the twin needs no more steps for a verdict on the losses
-        as_twin = dict(memory=False, profile=0)
-        twin = RunSpec(engine="twin", **own("full_shard", dict(common, card=None, prefetch=1)) | as_twin)
-        if not specs:
-            refuse("nothing to compare; expected strategies or engines, such as --strategies no_shard,full_shard")
+    variants = dict.fromkeys(_variant(text, common) for text in strategies)
+    specs = [*variants, *(_peer(name, common) for name in engines)]
+    if not specs:
+        refuse("nothing to compare; expected strategies or engines, such as --strategies no_shard,full_shard")
+    # what is profiled has been trained by then: the twin needs no more steps for a verdict on the losses
+    as_twin = dict(memory=False, profile=0)
+    twin = RunSpec(engine="twin", **own("full_shard", dict(common, card=None, prefetch=1)) | as_twin)
     from fsdplab.sessions import compare
     from fsdplab.sessions.compare_runs import folders_of
 
     console = outputs.check().console()
     if outputs.detail is not Detail.QUIET:
-        console.print(headline(twin, common["card"]), highlight=False)
-    with refusals(), _folder(outputs, [*specs, twin]) as folder:
+        show(console, [headline(twin, common["card"])])
+    with _folder(outputs, [*specs, twin]) as folder:
         calibrate_if_needed(specs, console, outputs.detail)
         planned = dict(zip(folders_of([*specs, twin], folder), [*specs, twin]))
         with ProgressTable(console, planned, outputs.detail) as progress:
@@ -56,7 +53,10 @@ def compare_runs(strategies: list[str], engines: list[str], common: dict[str, An
                 on_progress=progress.step,
                 on_look=look_for_signals,
             )
-        _conclude(records[:-1], records[-1], console, outputs)
+        reference = records[-1] if records[-1].status == "finished" else None
+        next_steps = [] if outputs.detail is Detail.QUIET else [*_next_steps(records[:-1], outputs)]
+        outputs.give(answer_of_runs(records[:-1], reference, outputs.detail, next_steps))
+        end_if_failed(records)
 
 
 def _peer(engine: str, common: dict[str, Any]) -> RunSpec:
@@ -65,12 +65,8 @@ def _peer(engine: str, common: dict[str, Any]) -> RunSpec:
         refuse(
             f"--engines has {engine!r}; expected some of {', '.join(PEERS)} (the lab's own engine runs --strategies)"
         )
-    return RunSpec(
-        engine=engine,
-        **own(
-            ENGINES[engine][0], dict(common, prefetch=1, units=common["units"] if engine == "torch-fsdp2" else "auto")
-        ),
-    )
+    units = common["units"] if engine == "torch-fsdp2" else "auto"
+    return RunSpec(engine=engine, **own(ENGINES[engine][0], dict(common, prefetch=1, units=units)))
 
 
 def _variant(text: str, common: dict[str, Any]) -> RunSpec:
@@ -87,10 +83,6 @@ def _setting(text: str, edit: str) -> tuple[str, Any]:
         able = ", ".join(each for each in SETTINGS if each not in ("model", "world_size"))
         refuse(f"--strategies has {text!r}; expected settings such as full_shard:prefetch=0, of {able}")
     return name, int(value) if value.isascii() and value.isdigit() else value
-
-
-def _without_twice(specs: list[RunSpec]) -> list[RunSpec]:
-    return list(dict.fromkeys(specs))
 
 
 def own(strategy: str, common: dict[str, Any]) -> dict[str, Any]:
@@ -114,32 +106,12 @@ def _folder(outputs: Outputs, specs: Sequence[RunSpec]) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _say_best_change(console: Console, shown: Sequence[RunView]) -> None:
-    """The one most valuable change to the most sharded run, with its gain."""
-    if words := change_words(shown):
-        console.print(escape(words), highlight=False)
-
-
-def _say_where_next(console: Console, outputs: Outputs) -> None:
-    page = f"open {outputs.html_file}" if outputs.html_file else "fsdplab compare --html page.html"
-    console.print(
+def _next_steps(records: Sequence[RunRecord], outputs: Outputs) -> Iterator[Line]:
+    """The most valuable change to the most sharded run, with its gain; and where to see more."""
+    if words := change_words(views(records)):
+        yield Line(words)
+    page = f"open {outputs.page_file}" if outputs.page_file else "fsdplab compare --html page.html"
+    yield Line(
         f"Next: timelines, memory and all findings: {page}; every number: --verbose; learn why: fsdplab lab.",
-        highlight=False, markup=False, style="dim",
-    )  # fmt: skip
-
-
-def _conclude(records: list[RunRecord], twin: RunRecord, console: Console, outputs: Outputs) -> None:
-    """Show and write the whole comparison; a run that failed ends the command with its report and exit code 1."""
-    reference = twin if twin.status == "finished" else None
-    comparison = comparison_json(records, reference)
-    shown = with_verdicts(records, comparison)
-    show(console, shown, reference, outputs.detail)
-    print_drift(console, comparison)
-    if outputs.detail is not Detail.QUIET:
-        print_findings(console, records, outputs.detail)
-        _say_best_change(console, shown)
-        _say_where_next(console, outputs)
-    if outputs.detail is Detail.VERBOSE:
-        print_output_of_ranks(console, records)
-    outputs.write(comparison, shown, records)
-    end_if_failed([*records, twin])
+        mood="dim",
+    )

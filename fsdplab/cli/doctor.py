@@ -11,12 +11,9 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from types import ModuleType
 
-from rich.markup import escape
-from rich.table import Table
-
 from fsdplab import __version__
+from fsdplab.cli.answer import Answer, Line, Part, Table
 from fsdplab.cli.errors import refuse
-from fsdplab.cli.plan.targets import Targets
 from fsdplab.cli.verdict import readiness, verdict_lines
 from fsdplab.common.sizes import size
 from fsdplab.records import FORMAT
@@ -35,7 +32,6 @@ SEVERAL = "ranks on one GPU"
 IPC = "CUDA IPC"
 _NO_GPU = "use a machine with an NVIDIA GPU and a CUDA build of torch; recorded GPU runs open here"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-WORD = {True: "[green]yes[/]", False: "[yellow]no[/]"}
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,7 @@ class Capability:
 
 def capabilities() -> list[Capability]:
     """All capabilities, in the order of the table."""
-    return [*_machine(), *_torch(), _browser(), *_packages()]
+    return [*_machine(), *_torch(), _browser(), *map(_package, PACKAGES)]
 
 
 def _machine() -> list[Capability]:
@@ -67,12 +63,7 @@ def _machine() -> list[Capability]:
 def _torch() -> list[Capability]:
     try:
         import torch
-    except (
-        ImportError,
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # a broken install; or a TORCH_... of no such value
+    except (ImportError, OSError, RuntimeError, ValueError) as error:  # a broken install, or a wrong TORCH_...
         refuse(f"torch cannot be imported: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
 
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
@@ -172,10 +163,6 @@ def _browser() -> Capability:
     )
 
 
-def _packages() -> list[Capability]:
-    return [_package(name) for name in PACKAGES]
-
-
 def _package(name: str) -> Capability:
     try:
         return Capability(name, True, importlib.metadata.version(name))
@@ -198,24 +185,16 @@ def reality(found: list[Capability]) -> Mapping[str, str]:
     }
 
 
-def show_capabilities(json_file: str | None) -> None:
-    """Print the findings and the verdict as a table, and write them as JSON if asked: `{"format": 1, "findings": [...],
-    "real": ..., "emulated": ..., "simulated": ..., "verdict": [{"use": ..., "lacks": ..., "remedy": ...}, ...]}`.
+def capabilities_answer() -> Answer:
+    """The findings and the verdict; as JSON `{"format": 1, "findings": [...], "real": ..., "emulated": ...,
+    "simulated": ..., "verdict": [{"use": ..., "lacks": ..., "remedy": ...}, ...]}`.
     """
-    targets = Targets(json_file).check()
     found = capabilities()
     verdict = readiness({item.name: item.present for item in found}, {item.name: item.note for item in found})
+    columns = ("", "there", "found", "note")
+    rows = [(item.name, "yes" if item.present else "no", item.value, item.note) for item in found]
+    real = [part for word, what in reality(found).items() for part in (Line(""), Line(what, word))]
+    table = Table(columns, rows, columns, folds=columns[1:])
+    parts: list[Part] = [table, *real, Line(""), *verdict_lines(verdict)]
     said = {"findings": [asdict(item) for item in found], **reality(found)}
-    targets.write({"format": FORMAT, **said, "verdict": [asdict(each) for each in verdict]})
-    table = Table("", "there", "found", "note", box=None, pad_edge=False)
-    for item in found:
-        table.add_row(item.name, WORD[item.present], escape(item.value), escape(item.note))
-    console = targets.console()
-    console.print(table)
-    for word, what in reality(found).items():
-        console.print(f"\n[bold]{word}[/]: {what}", highlight=False)
-    console.print()
-    for line in verdict_lines(verdict):
-        name, _, rest = line.partition(": ")
-        has_command = name != "ready for"  # which a line break would spoil
-        console.print(f"[bold]{name}[/]: {escape(rest)}", highlight=False, soft_wrap=has_command)
+    return Answer(parts, {"format": FORMAT, **said, "verdict": [asdict(each) for each in verdict]})

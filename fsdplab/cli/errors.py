@@ -6,8 +6,6 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import typer
@@ -58,27 +56,7 @@ def one_line(error: Any) -> str:
     return f"{error.format_message().rstrip('.')}; see `{path} --help`"
 
 
-def _as_flag(told: str, field: str) -> str:
+def as_flag(told: str, field: str) -> str:
     """`world_size is 0; ...` as `--world-size is 0; ...`, which is what was given."""
     start = f"{field} is "
     return f"--{start.replace('_', '-')}{told.removeprefix(start)}" if told.startswith(start) else told
-
-
-@contextmanager
-def refusals() -> Iterator[None]:
-    """Around a run: an invalid request becomes one line and exit code 2, a failure its report and exit code 1."""
-    from fsdplab.profiling.traces.chrome import TraceError
-    from fsdplab.records import RecordError
-    from fsdplab.sessions import RanksFailed, SpecError
-    from fsdplab.workloads import TextError
-
-    try:
-        yield
-    except SpecError as error:
-        refuse(_as_flag(str(error), error.field))
-    except (RecordError, TextError, TraceError) as error:
-        refuse(str(error))
-    except RanksFailed as error:
-        failed(str(error))
-    except OSError as error:  # a folder that cannot be written, a full disk
-        refuse_for(error)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
-from fsdplab.cli.errors import refusals, refuse
+from fsdplab.cli.answer import Line
+from fsdplab.cli.errors import refuse
 from fsdplab.cli.outputs import check_file, check_folder
 from fsdplab.figures.view import view
 from fsdplab.records import RunRecord
@@ -35,32 +34,27 @@ class Exports:
         if self.perfetto:
             check_file("--perfetto", self.perfetto)
 
-    def write(self, records: Sequence[RunRecord], console: Console) -> None:
-        """Write the requested exports and print how to open them; a record without a trace is an error."""
+    def write(self, records: Sequence[RunRecord]) -> Iterator[Line]:
+        """Write the requested exports and yield how to open each; a record without a trace is an error."""
         from fsdplab.profiling.exports import export_csv, export_perfetto, export_snapshots, export_tensorboard
 
-        with refusals():
-            if self.tensorboard:
-                _each(records, self.tensorboard, export_tensorboard)
-                _say(console, f"TensorBoard: tensorboard --logdir {self.tensorboard}   (pip install torch-tb-profiler)")
-            if self.perfetto:
-                if len(records) > 1:
-                    refuse(f"--perfetto writes one trace, but {len(records)} records were given; give one at a time")
-                export_perfetto(records[0], self.perfetto)
-                _say(console, f"Perfetto: open {self.perfetto} in https://ui.perfetto.dev or chrome://tracing")
-            if self.csv:
-                _each(records, self.csv, export_csv)
-                _say(console, f"tables: {self.csv}")
-            if self.snapshot:
-                _each(records, self.snapshot, export_snapshots)
-                _say(console, f"memory snapshots: {self.snapshot}, to open in https://pytorch.org/memory_viz")
+        if self.tensorboard:
+            _export(records, self.tensorboard, export_tensorboard)
+            yield Line(f"TensorBoard: tensorboard --logdir {self.tensorboard}   (pip install torch-tb-profiler)")
+        if self.perfetto:
+            if len(records) > 1:
+                refuse(f"--perfetto writes one trace, but {len(records)} records were given; give one at a time")
+            export_perfetto(records[0], self.perfetto)
+            yield Line(f"Perfetto: open {self.perfetto} in https://ui.perfetto.dev or chrome://tracing")
+        if self.csv:
+            _export(records, self.csv, export_csv)
+            yield Line(f"tables: {self.csv}")
+        if self.snapshot:
+            _export(records, self.snapshot, export_snapshots)
+            yield Line(f"memory snapshots: {self.snapshot}, to open in https://pytorch.org/memory_viz")
 
 
-def _say(console: Console, text: str) -> None:
-    console.print(text, highlight=False, markup=False)
-
-
-def _each(records: Sequence[RunRecord], folder: Path, export: Callable[[RunRecord, Path], object]) -> None:
+def _export(records: Sequence[RunRecord], folder: Path, export: Callable[[RunRecord, Path], object]) -> None:
     """One record into the folder itself, several into a folder each, named as the run as far as a name of it can be."""
     folder.mkdir(parents=True, exist_ok=True)
     for number, record in enumerate(records):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fsdplab.cli.errors import refusals, refuse
+from fsdplab.cli.errors import refuse
 from fsdplab.cli.options import RUN
 from fsdplab.common.names import STRATEGIES
 from fsdplab.common.sizes import parse_size
@@ -28,10 +28,9 @@ def card_of(text: str, common: dict[str, Any], otherwise: str) -> int | None:
         return parse_card(text)
     if not (common["emulate"] and common["as_model"]):
         return parse_card(otherwise)
-    with refusals():
-        network = Network(emulate=common["emulate"], as_model=common["as_model"])
-        ranks = Placement(world_size=common["world_size"]).world_size
-        return network.scaled_card(WorkloadPart(model=common["model"]), ranks)
+    network = Network(emulate=common["emulate"], as_model=common["as_model"])
+    ranks = Placement(world_size=common["world_size"]).world_size
+    return network.scaled_card(WorkloadPart(model=common["model"]), ranks)
 
 
 def link_of(common: dict[str, Any], engines: list[str], otherwise: str) -> str | None:
@@ -42,8 +41,7 @@ def link_of(common: dict[str, Any], engines: list[str], otherwise: str) -> str |
     if link != "auto":
         return None if link is None or link.strip().lower() == "none" else str(link)
     apart = common["emulate"] or common["link_across"] or any(engine not in ON_SHARED_MEMORY for engine in engines)
-    with refusals():
-        device = Placement(world_size=common["world_size"], device=common["device"]).device_type
+    device = Placement(world_size=common["world_size"], device=common["device"]).device_type
     return None if apart or device != "cpu" else otherwise
 
 

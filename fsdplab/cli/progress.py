@@ -12,7 +12,9 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from fsdplab.cli.outputs import Detail, board
+from fsdplab.cli.answer import Line
+from fsdplab.cli.outputs import Detail, drawn
+from fsdplab.cli.runs import board
 from fsdplab.common.sizes import size
 from fsdplab.common.words import plural
 from fsdplab.figures.table import peak_of, step_of
@@ -105,7 +107,7 @@ class ProgressTable:
             self._live.update(self._draw())
 
     def _draw(self) -> Group:
-        return Group(board(self._shown), self._now)
+        return Group(drawn(board(self._shown)), self._now)
 
 
 def _which(spec: RunSpec, step: int, steps: int) -> str:
@@ -124,14 +126,14 @@ def _to_come(spec: RunSpec) -> RunView:
     return RunView(spec.strategy, spec.engine, spec.world_size, summary, WAITING, spec.as_dict())
 
 
-def headline(spec: RunSpec, card: int | None) -> str:
-    """One line on the run that starts."""
+def headline(spec: RunSpec, card: int | None) -> Line:
+    """The model, ranks, batch and precision of the run that starts, and what is emulated."""
     links = [words for words in (spec.link, spec.link_across and f"{spec.link_across} across groups") if words]
     parts = [f"a link of {' and '.join(links)}"] * bool(links) + [f"a card of {size(card)}"] * bool(card)
     emulated = f"emulated: {', '.join(parts)}" if parts else "no emulated card"
-    work = (
-        f"{spec.model}, {plural(spec.world_size, 'rank')} on {spec.device_type}, batch {spec.batch_size} x"
-        f" {spec.sequence_length} a rank, {spec.precision}"
-    )
     why = f" ({spec.why_this_device})" if spec.why_this_device else ""
-    return f"[bold]{work}, {plural(spec.steps, 'timed step')}[/], {emulated}{why}"
+    return Line(
+        f"{spec.model}, {plural(spec.world_size, 'rank')} on {spec.device_type}, batch {spec.batch_size} x"
+        f" {spec.sequence_length} a rank, {spec.precision}, {plural(spec.steps, 'timed step')}, {emulated}{why}",
+        mood="bold",
+    )

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table as Grid
-from rich.text import Text
-
-from fsdplab.cli.errors import refuse
+from fsdplab.cli import answer
+from fsdplab.cli.answer import Line, Part
 from fsdplab.cli.exports import Exports
-from fsdplab.cli.outputs import Detail, Outputs, end_if_failed, print_drift, print_findings, print_output_of_ranks, show
+from fsdplab.cli.outputs import Detail, Outputs, show
+from fsdplab.cli.runs import answer_of_runs, end_if_failed
 from fsdplab.common.words import harmless
 from fsdplab.figures.trace_tables import cells, left_out
-from fsdplab.figures.view import views, with_verdicts
-from fsdplab.profiling.tables import Table, TablesOf
-from fsdplab.records import RecordError, RunRecord, comparison_json
+from fsdplab.figures.view import views
+from fsdplab.profiling.tables import Table, tables_of_pair, tables_of_record
+from fsdplab.records import RunRecord
 
 
 @dataclass(frozen=True)
@@ -42,85 +40,56 @@ def report_records(
     twins = [record for record in loaded if record.spec.get("engine") == "twin"]
     records = [record for record in loaded if record not in twins] or loaded
     reference = next((twin for twin in twins if twin.status == "finished"), None)
-    comparison = comparison_json(records, reference)
-    shown = with_verdicts(records, comparison)
-    show(outputs.console(), shown, reference, outputs.detail)
-    print_drift(outputs.console(), comparison)
-    if outputs.detail is not Detail.QUIET:
-        print_notes(outputs.console(), records)
-        print_findings(outputs.console(), records, outputs.detail)
-    tables_of = _print_tables(outputs.console(), records) if tables else None
-    if outputs.detail is Detail.VERBOSE:
-        print_output_of_ranks(outputs.console(), records)
-    outputs.write(comparison, shown, records, tables_of)
-    exports.write(records, outputs.console())
+    made = _tables_of(records) if tables else {}
+    shown = [*_shown_tables(records, made)] if tables else []
+    tables_of = (lambda record: made[id(record)]) if tables else None
+    outputs.give(answer_of_runs(records, reference, outputs.detail, shown, tables_of))
+    show(outputs.console(), exports.write(records))
     end_if_failed(loaded)
 
 
-def _print_tables(console: Console, records: Sequence[RunRecord]) -> TablesOf:
-    """Print the tables of every record's traces, and return where they are, for a page: they take long to make."""
-    from fsdplab.profiling.tables import tables_of_pair, tables_of_record
-    from fsdplab.profiling.traces.chrome import TraceError
+def _tables_of(records: Sequence[RunRecord]) -> dict[int, list[Table]]:
+    """The tables of every record's traces, by the record's id: they take long to make, and the page shows them too."""
     from fsdplab.sessions.device_peak import peak_of
 
+    return {id(record): tables_of_record(record, peak_of(record)) for record in records}
+
+
+def _shown_tables(records: Sequence[RunRecord], made: Mapping[int, Sequence[Table]]) -> Iterator[Part]:
+    """The tables of each record, then those of each other record beside the first."""
     labels = [shown.label for shown in views(records)]
-    try:
-        made = {id(record): tables_of_record(record, peak_of(record)) for record in records}
-        pairs = [tables_of_pair(records[0], other) for other in records[1:]]
-    except (RecordError, TraceError) as error:
-        refuse(str(error))
-    for name, record in zip(labels, records):
-        _print_each(console, name, made[id(record)])
-    for name, found in zip(labels[1:], pairs):
-        _print_each(console, f"{name} beside {labels[0]}", found)
-    return lambda record: made[id(record)]
+    for label, record in zip(labels, records):
+        yield from _shown(label, made[id(record)])
+    for label, record in zip(labels[1:], records[1:]):
+        yield from _shown(f"{label} beside {labels[0]}", tables_of_pair(records[0], record))
 
 
-def _print_each(console: Console, name: str, tables: Sequence[Table]) -> None:
-    for each in tables:
-        console.print(f"\n{name}: {each.title}", style="bold", highlight=False, markup=False)
-        console.print(each.sentence, highlight=False, markup=False)
-        if each.rows:
-            console.print(_grid(each))
-        for note in filter(None, (left_out(each), *each.notes)):
-            console.print(note, style="dim", highlight=False, markup=False)
-
-
-def _grid(shown: Table) -> Grid:
-    grid = Grid(box=None, pad_edge=False, header_style="bold")
-    for column in shown.columns:
-        grid.add_column(column.heading, justify="right" if column.unit else "left", overflow="fold")
-    for row in cells(shown):
-        grid.add_row(*map(Text, row))
-    return grid
-
-
-def print_notes(console: Console, records: Sequence[RunRecord]) -> None:
-    """What the tables of foreign traces leave out, a line each."""
-    for record in records:
-        for note in record.summary.traces.notes if record.summary.traces else ():
-            console.print(f"note: {note}", highlight=False, markup=False)
+def _shown(name: str, tables: Sequence[Table]) -> Iterator[Part]:
+    for table in tables:
+        yield Line(f"\n{name}: {table.title}", mood="bold")
+        yield Line(table.sentence)
+        if table.rows:
+            headings = [column.heading for column in table.columns]
+            words = [column.heading for column in table.columns if not column.unit]
+            yield answer.Table(headings, cells(table), words, folds=headings)
+        for note in filter(None, (left_out(table), *table.notes)):
+            yield Line(note, mood="dim")
 
 
 def load_all(paths: Sequence[Path], options: TraceOptions, detail: Detail) -> list[RunRecord]:
     """Folders are records, or hold records, or one run's traces; files are traces, all of one run."""
-    from fsdplab.profiling import AccountingError
-    from fsdplab.profiling.traces.chrome import TraceError
     from fsdplab.profiling.traces.import_traces import record_of_traces
 
-    try:
-        paths = [own for path in map(_its_record, paths) for own in _records_below(path) or [path]]
-        runs = _runs_of_traces(paths)
-        loaded = [RunRecord.load(path) for path in paths if not _is_one_trace(path) and not _traces_below(path)]
-        progress = None if detail is Detail.QUIET else _print_progress
-        traced = [
-            record_of_traces(run, ranks=options.ranks, comm_patterns=options.comm_patterns, progress=progress)
-            for run in runs
-        ]
-        _name_apart(traced)
-        return loaded + traced
-    except (AccountingError, RecordError, TraceError) as error:
-        refuse(str(error))
+    paths = [own for path in map(_its_record, paths) for own in _records_below(path) or [path]]
+    runs = _runs_of_traces(paths)
+    loaded = [RunRecord.load(path) for path in paths if not _is_one_trace(path) and not _traces_below(path)]
+    progress = None if detail is Detail.QUIET else _print_progress
+    traced = [
+        record_of_traces(run, ranks=options.ranks, comm_patterns=options.comm_patterns, progress=progress)
+        for run in runs
+    ]
+    _name_apart(traced)
+    return loaded + traced
 
 
 def _name_apart(traced: Sequence[RunRecord]) -> None:

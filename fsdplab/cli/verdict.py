@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from fsdplab.cli.answer import Line
 from fsdplab.common.places import how_to_install, shared_folder
 
 
@@ -62,8 +63,12 @@ def _with_notebooks(course: Readiness) -> Readiness:
     return Readiness(course.use, f"notebooks in {folder}", "install fsdplab again, from a wheel or a whole clone")
 
 
-def verdict_lines(found: list[Readiness]) -> list[str]:
-    """`ready for: a; b`, then `not for: c (lacks d); do: e` for each that is not ready."""
+def verdict_lines(found: list[Readiness]) -> list[Line]:
+    """`ready for: a; b`, then `not for: c: lacks d; do: e` for each that is not ready, unbroken as it has a command."""
     ready = "; ".join(each.use for each in found if each.ready)
-    absent = [f"not for: {each.use}: lacks {each.lacks}; do: {each.remedy}" for each in found if not each.ready]
-    return [f"ready for: {ready or 'nothing yet'}", *absent]
+    absent = [
+        Line(f"{each.use}: lacks {each.lacks}; do: {each.remedy}", "not for", whole=True)
+        for each in found
+        if not each.ready
+    ]
+    return [Line(ready or "nothing yet", "ready for"), *absent]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from fsdplab.common.errors import UserError
 from fsdplab.common.words import near
 
 from .links import NETWORK_S, PRESETS, LinkError, LinkSpec
@@ -19,7 +20,7 @@ _GIB = 2**30
 _NODE = 8  # GPUs of a node unless the text says otherwise: HGX, DGX and the clouds' machines
 
 
-class HardwareError(ValueError):
+class HardwareError(UserError, ValueError):
     """An invalid cluster; the message is one line: what happened, got, expected, what to do."""
 
 

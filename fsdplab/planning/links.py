@@ -13,12 +13,13 @@ import math
 import re
 from dataclasses import dataclass, replace
 
+from fsdplab.common.errors import UserError
 from fsdplab.common.words import did_you_mean
 
 _NVLINK_S, _PCIE_S, NETWORK_S = 3.4e-6, 5.7e-6, 14.0e-6
 
 
-class LinkError(ValueError):
+class LinkError(UserError, ValueError):
     """An invalid link; the message is one line: what happened, got, expected, what to do."""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from fsdplab.common.errors import UserError
 from fsdplab.common.fields import option
 from fsdplab.common.names import IN_GROUPS, STRATEGIES, STRATEGIES_IN_WORDS, STRATEGY_ROWS, StrategyRow, strategies_that
 from fsdplab.common.words import did_you_mean
@@ -39,7 +40,7 @@ AS_IN_A_RUN = {
 _SHORT = {"tensor_parallel": "tp", "context_parallel": "cp"}
 
 
-class PlanError(ValueError):
+class PlanError(UserError, ValueError):
     """An invalid plan; the message is one line: what happened, got, expected, what to do."""
 
 

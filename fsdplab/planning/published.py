@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from fsdplab.common.errors import UserError
 from fsdplab.common.files import read_file
 from fsdplab.common.names import IN_GROUPS, OVER_ALL_RANKS, STRATEGY_ROWS, UNSHARDED
 from fsdplab.workloads.shapes import ModelShape
@@ -33,7 +34,7 @@ _NEAR_COUNT = 0.02  # of a stated number of parameters, what a shape may differ 
 _GIB = 2**30
 
 
-class PublishedError(ValueError):
+class PublishedError(UserError, ValueError):
     """A file of measurements that is not usable, or a row; the message is one line."""
 
 

@@ -31,6 +31,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from fsdplab.common.errors import UserError
+
 from ..common.names import STRATEGIES, STRATEGY_ROWS
 from .hardware import Cluster
 from .links import LinkSpec, ring_steps, transfer_s
@@ -41,7 +43,7 @@ _PART_BYTES = 4  # of parameters, gradients and each of Adam's two moments, a pa
 _PARTS = {"parameters": 1, "gradients": 1, "optimizer": 2}
 
 
-class WindTunnelError(ValueError):
+class WindTunnelError(UserError, ValueError):
     """An invalid wind tunnel; the message is one line: what happened, got, expected, what to do."""
 
 

@@ -16,13 +16,14 @@ from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
+from fsdplab.common.errors import UserError
 from fsdplab.common.files import read_file, write_whole
 from fsdplab.common.names import CATEGORIES
 
 from .typed import shown
 
 
-class RecordError(RuntimeError):
+class RecordError(UserError, RuntimeError):
     """A record folder is missing, damaged or of another kind; the message names the file and the remedy."""
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from fsdplab.common.errors import UserError
 
-class ModelError(ValueError):
+
+class ModelError(UserError, ValueError):
     """An invalid shape or an unknown model; the message is one line: what happened, got, expected, what to do."""
 
 
-class TextError(ValueError):
+class TextError(UserError, ValueError):
     """Text that cannot be trained on: missing, unreadable, empty, or too short."""

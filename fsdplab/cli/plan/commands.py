@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -15,7 +15,11 @@ from typer.core import TyperGroup
 from fsdplab.cli.errors import refuse
 from fsdplab.cli.options import PLAN, SETTINGS, Json, examples, settings_of
 
+if TYPE_CHECKING:
+    from fsdplab.cli.outputs import Outputs
+
 _WERE_FLAGS = {"--fit": "fit", "--sweep": "sweep", "--simulate": "simulate", "--ask": "ask", "--validate": "validate"}
+_WITHOUT_VALUE = ("--fit", "--simulate")
 
 
 class _Plan(TyperGroup):
@@ -35,13 +39,15 @@ def _with_command(args: list[str], commands: tuple[str, ...]) -> list[str]:
         return args if named else ["step", *args]
     if len(given) > 1:
         refuse(f"{' and '.join(given)} were given; expected one of them, or none for the plan of a step")
-    flag, _, value = given[0].partition("=")
+    flag, equals, value = given[0].partition("=")
     command, place = _WERE_FLAGS[flag], args.index(given[0])
     before, after = args[:place], args[place + 1 :]
-    if flag == "--sweep" and not value:
-        value, after = (after[0], after[1:]) if after else ("", [])
+    if equals and flag in _WITHOUT_VALUE:
+        refuse(f"{flag} is {value!r}; expected no value: fsdplab plan {command}")
+    if flag == "--sweep" and not equals:
+        value, after = "".join(after[:1]), after[1:]
     print(f"fsdplab: plan {flag} is now plan {command}; the flag works until the next version", file=sys.stderr)
-    return [command, *([value] if flag == "--sweep" else []), *before, *after]
+    return [command, *([value] if equals or flag == "--sweep" else []), *before, *after]
 
 
 app = typer.Typer(
@@ -57,9 +63,14 @@ app = typer.Typer(
 )
 
 Tokens = Annotated[float | None, typer.Option(help="Tokens of the whole training, such as 15e12: hours and GPU-hours.")]
-Figure = Annotated[
-    Path | None, typer.Option(help="Write a figure as .html; its camera button saves an SVG.")
-]  # fmt: skip
+Figure = Annotated[Path | None, typer.Option(help="Write a figure as .html; its camera button saves an SVG.")]
+
+
+def _outputs(json_file: str | None, page: Path | None = None, flag: str = "--html") -> Outputs:
+    """The checked targets of an answer."""
+    from fsdplab.cli.outputs import Outputs
+
+    return Outputs(json_file, page, flag).check()
 
 
 @app.command(
@@ -71,21 +82,20 @@ Figure = Annotated[
 @settings_of(*PLAN, of=PLAN)
 def step(settings: dict[str, Any] = SETTINGS, tokens: Tokens = None, json_file: Json = None) -> None:
     """Plan one step: memory by category beside the card, traffic, time, and what would fit. The default command."""
-    from fsdplab.cli.plan.step import check_tokens, show_plan
+    outputs = _outputs(json_file)
+    from fsdplab.cli.plan.step import step_answer
 
-    check_tokens(tokens)
-    show_plan(settings, tokens, json_file)
+    outputs.give(step_answer(settings, tokens))
 
 
 @app.command(epilog=examples("fsdplab plan fit --model llama-3.1-8b --world-size 16"))
 @settings_of(*PLAN, of=PLAN)
 def fit(settings: dict[str, Any] = SETTINGS, tokens: Tokens = None, json_file: Json = None) -> None:
     """Search the cheapest strategy, the largest micro-batch and the fewest GPUs."""
-    from fsdplab.cli.plan.search import show_fit
-    from fsdplab.cli.plan.step import check_tokens
+    outputs = _outputs(json_file)
+    from fsdplab.cli.plan.search import fit_answer
 
-    check_tokens(tokens)
-    show_fit(settings, tokens, json_file)
+    outputs.give(fit_answer(settings, tokens))
 
 
 @app.command(
@@ -101,9 +111,10 @@ def sweep(
     figure: Figure = None,
 ) -> None:
     """Plan for each value of one choice."""
-    from fsdplab.cli.plan.search import show_sweep
+    outputs = _outputs(json_file, figure, "--figure")
+    from fsdplab.cli.plan.search import sweep_answer
 
-    show_sweep(settings, values, json_file, figure)
+    outputs.give(sweep_answer(settings, values))
 
 
 @app.command(epilog=examples("fsdplab plan simulate --model llama-3.1-405b --world-size 10000 --html step.html"))
@@ -116,9 +127,10 @@ def simulate(
     ] = None,
 ) -> None:
     """Simulate the step event by event, beside the closed form."""
-    from fsdplab.cli.plan.simulation import show_simulation
+    outputs = _outputs(json_file, html_file)
+    from fsdplab.cli.plan.simulation import simulation_answer
 
-    show_simulation(settings, json_file, html_file)
+    outputs.give(simulation_answer(settings))
 
 
 @app.command(epilog=examples("fsdplab plan ask", "fsdplab plan ask hybrid --model llama-3.1-70b --world-size 16"))
@@ -130,12 +142,10 @@ def ask(
     figure: Figure = None,
 ) -> None:
     """Answer a question about a plan, such as hybrid, or list them: 14 of tuning, and five more."""
-    from fsdplab.cli.plan.questions import show_answer, show_questions
+    outputs = _outputs(json_file, figure, "--figure")
+    from fsdplab.cli.plan.questions import question_answer, questions_answer
 
-    if question is None:
-        show_questions(json_file)
-    else:
-        show_answer(question, settings, json_file, figure)
+    outputs.give(questions_answer() if question is None else question_answer(question, settings))
 
 
 @app.command(epilog=examples("fsdplab plan validate", "fsdplab plan validate measured.csv --figure validation.html"))
@@ -145,6 +155,7 @@ def validate(
     figure: Figure = None,
 ) -> None:
     """Predict published measurements, and say how far off the predictions are."""
-    from fsdplab.cli.plan.validation import show_validation
+    outputs = _outputs(json_file, figure, "--figure")
+    from fsdplab.cli.plan.validation import validation_answer
 
-    show_validation(file, json_file, figure)
+    outputs.give(validation_answer(file))

@@ -9,8 +9,13 @@ from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import size, three_digits
 from fsdplab.figures.lines import line, points
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.style import CATEGORY_COLOURS, mark_level, titled
+from fsdplab.figures.style import CAMERA, CATEGORY_COLOURS, mark_level, titled
 from fsdplab.planning.planner import Plan
+
+
+def page_of(figure: go.Figure) -> str:
+    """A page of its own that shows one figure."""
+    return str(figure.to_html(include_plotlyjs="cdn", config=CAMERA))
 
 
 def sweep_figure(name: str, values: Sequence[int], plans: Sequence[Plan]) -> go.Figure:

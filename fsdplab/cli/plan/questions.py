@@ -3,56 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from fsdplab.cli.plan.targets import Targets, grid, refusals
+from fsdplab.cli.answer import Answer, Line, Part, Table
 from fsdplab.planning.planner import plan_spec
-from fsdplab.planning.questions import LISTED, QUESTIONS, Answer, ask
+from fsdplab.planning.questions import LISTED, QUESTIONS, ask
 
 
-def show_questions(json_file: str | None) -> None:
-    """Print every question with its name."""
-    targets = Targets(json_file).check()
-    console = targets.console()
+def questions_answer() -> Answer:
+    """Every question with its name."""
     more = [name for name in QUESTIONS if name not in LISTED]
-    console.print(_questions(LISTED))
-    console.print("and five more:")
-    console.print(_questions(more, numbered=False))
-    console.print(
-        "answer one for a plan: fsdplab plan ask hybrid --model llama-3.1-70b --world-size 16", highlight=False
+    parts = (
+        _questions(LISTED, [str(number) for number in range(1, len(LISTED) + 1)]),
+        Line("and five more:"),
+        _questions(more, [""] * len(more)),
+        Line("answer one for a plan: fsdplab plan ask hybrid --model llama-3.1-70b --world-size 16"),
     )
-    targets.write({name: question.asked for name, question in QUESTIONS.items()})
+    return Answer(parts, {name: question.asked for name, question in QUESTIONS.items()})
 
 
-def _questions(names: Sequence[str], numbered: bool = True) -> Table:
-    table = Table(box=None, show_header=False)
-    table.add_column(justify="right", width=2)
-    table.add_column(style="bold", width=max(map(len, QUESTIONS)))
-    for number, name in enumerate(names, 1):
-        table.add_row(str(number) if numbered else "", name, QUESTIONS[name].asked)
-    return table
+def _questions(names: Sequence[str], numbers: Sequence[str]) -> Table:
+    width = max(map(len, QUESTIONS))
+    rows = [(number.rjust(2), name.ljust(width), QUESTIONS[name].asked) for number, name in zip(numbers, names)]
+    return Table(("number", "name", "question"), rows, words=("name", "question"), folds=("question",), header=False)
 
 
-def show_answer(name: str, settings: dict[str, Any], json_file: str | None, figure: Path | None) -> None:
-    """Answer one question for a plan, print it, and write JSON and a figure if asked."""
-    targets = Targets(json_file, figure).check()
-    with refusals():
-        answer = ask(name, plan_spec(**settings))
-    console = targets.console()
-    console.print(f"[bold]{answer.asked}[/]", highlight=False)
-    console.print(f"{answer.sentence}.", highlight=False, markup=False)
-    words = [column.name for column in answer.columns if column.kind in ("words", "verdict")]
-    console.print(grid([column.name for column in answer.columns], answer.texts(), words))
-    if answer.note:
-        console.print(f"note: {answer.note}", highlight=False, markup=False)
-    console.print(f"provenance: {answer.provenance}", highlight=False, markup=False)
-    targets.write(answer.as_dict(), lambda: _figure(answer))
+def question_answer(name: str, settings: dict[str, Any]) -> Answer:
+    """The answer to one question about a plan."""
+    found = ask(name, plan_spec(**settings))
+    words = [column.name for column in found.columns if column.kind in ("words", "verdict")]
+    parts: list[Part] = [
+        Line(found.asked, mood="bold"),
+        Line(f"{found.sentence}."),
+        Table([column.name for column in found.columns], found.texts(), words),
+        *([Line(found.note, "note")] if found.note else []),
+        Line(found.provenance, "provenance"),
+    ]
 
+    def page() -> str:
+        from fsdplab.cli.plan.figures import page_of
+        from fsdplab.figures.plots.answers import answer_figure
 
-def _figure(answer: Answer) -> Any:
-    from fsdplab.figures.plots.answers import answer_figure
+        return page_of(answer_figure(found))
 
-    return answer_figure(answer)
+    return Answer(parts, found.as_dict(), page)

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from fsdplab.cli.outputs import Outputs
-from fsdplab.cli.plan.targets import Targets, grid, print_provenance, refusals
-from fsdplab.common.files import write_output
+from fsdplab.cli.answer import Answer, Line, Table
+from fsdplab.cli.plan.provenance import provenance
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import MISSING, plural
 from fsdplab.planning.planner import Plan, plan_of, plan_spec
@@ -23,29 +18,29 @@ from fsdplab.records import RunRecord, comparison_json, known
 _FIELDS = ("step_time_s", "tokens_per_s", "peak_memory_bytes", "comm", "formula_bytes_per_step", "simulated")
 
 
-def show_simulation(settings: dict[str, Any], json_file: str | None, html_file: Path | None) -> None:
-    """Simulate one step of a plan, print it beside the closed form, and write the page and JSON if asked."""
-    Outputs(html_file=html_file).check()
-    targets = Targets(json_file).check()
-    with refusals():
-        spec = plan_spec(**settings)
-        peak_flops(spec.gpu)
-        began = time.perf_counter()
-        found, record = plan_of(spec), simulate(spec)
-        took = time.perf_counter() - began
-    console = targets.console()
-    console.print(_table(found, record))
-    _print_how(console, found, record, took)
-    targets.write(_as_dict(found, record))
-    if html_file is not None:
+def simulation_answer(settings: dict[str, Any]) -> Answer:
+    """One step of a plan, simulated, beside the closed form; the page has its timeline."""
+    spec = plan_spec(**settings)
+    peak_flops(spec.gpu)
+    began = time.perf_counter()
+    found, record = plan_of(spec), simulate(spec)
+    took = time.perf_counter() - began
+    columns = ("of one step", "simulated", "closed form", "difference")
+    where = "the first column is simulated, the second predicted in closed form"
+    parts = (
+        Table(columns, [_row(*pair) for pair in _pairs(found, record)], words=("of one step",)),
+        Line(_how(record, took), "simulated"),
+        provenance([found], where),
+    )
+    simulated = {name: part for name, part in record.summary.as_dict().items() if name in _FIELDS}
+
+    def page() -> str:
         from fsdplab.figures import comparison_page
 
-        write_output(html_file, comparison_page(comparison_json([record]), [record]))
+        return comparison_page(comparison_json([record]), [record])
 
-
-def _table(found: Plan, record: RunRecord) -> Table:
-    columns = ("of one step", "simulated", "closed form", "difference")
-    return grid(columns, (_row(*pair) for pair in _pairs(found, record)), words=("of one step",))
+    data = {"simulated": simulated, "closed_form": found.as_dict(), "provenance": record.provenance}
+    return Answer(parts, data, page)
 
 
 def _row(name: str, write: Callable[[float], str], simulated: float, closed: float) -> Sequence[str]:
@@ -67,18 +62,11 @@ def _pairs(found: Plan, record: RunRecord) -> Iterator[tuple[str, Callable[[floa
     yield "peak memory of a rank", size, peak, found.memory.peak.total
 
 
-def _print_how(console: Console, found: Plan, record: RunRecord, took: float) -> None:
+def _how(record: RunRecord, took: float) -> str:
     simulated = known(record.summary.simulated)
     ranks = sum(simulated.ranks.values())
-    console.print(
-        f"simulated: {ranks:,} {'rank' if ranks == 1 else 'ranks'} of {plural(len(simulated.ranks), 'kind')},"
+    return (
+        f"{ranks:,} {'rank' if ranks == 1 else 'ranks'} of {plural(len(simulated.ranks), 'kind')},"
         f" {simulated.operations:,} events with the engine's own schedule, in {seconds(took)}; memory is the closed"
-        " form's, at the instants that the simulation gives it",
-        highlight=False,
+        " form's, at the instants that the simulation gives it"
     )
-    print_provenance(console, [found], "the first column is simulated, the second predicted in closed form")
-
-
-def _as_dict(found: Plan, record: RunRecord) -> dict[str, Any]:
-    simulated = {name: part for name, part in record.summary.as_dict().items() if name in _FIELDS}
-    return {"simulated": simulated, "closed_form": found.as_dict(), "provenance": record.provenance}

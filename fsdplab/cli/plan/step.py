@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
-
+from fsdplab.cli.answer import Answer, Line, Table
 from fsdplab.cli.errors import refuse
-from fsdplab.cli.plan.targets import PREDICTED, Targets, grid, reached_words, refusals
+from fsdplab.cli.plan.provenance import PREDICTED, reached_words
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size, three_digits
+from fsdplab.common.words import MISSING
 from fsdplab.planning.links import HOST_LINK
 from fsdplab.planning.memory import host_crossing
 from fsdplab.planning.plan_spec import PlanSpec
@@ -20,7 +18,6 @@ from fsdplab.planning.plan_traffic import latency_s
 from fsdplab.planning.planner import Plan, plan_of, plan_spec, shortfall
 from fsdplab.planning.step_time import StepTime
 
-_WIDTH = 110
 _BAR = 30  # columns of a whole card
 _NOTHING_S = 1e-9  # what is exposed below this is a rounding error
 _MUCH = 0.1  # part of all communication from which on latency is told
@@ -32,19 +29,13 @@ def check_tokens(tokens: float | None) -> None:
         refuse(f"--tokens is {tokens!r}; expected a number from 1 to 1e18, such as 15e12")
 
 
-def show_plan(settings: dict[str, Any], tokens: float | None, json_file: str | None) -> None:
-    """Plan one step, print the table, and write JSON if asked."""
-    targets = Targets(json_file).check()
-    with refusals():
-        found = plan_of(plan_spec(**settings))
-        answer = found.as_dict(tokens)
-        missing = shortfall(found)
-    console = targets.console(_WIDTH)
-    console.print(f"[bold]{escape(_headline(found))}[/]", highlight=False)
-    console.print(_memory_table(found))
-    _print_card(console, found, missing)
-    console.print(grid(("name", "value"), _times(found, tokens), words=("name", "value"), header=False))
-    targets.write(answer)
+def step_answer(settings: dict[str, Any], tokens: float | None) -> Answer:
+    """The plan of one step."""
+    check_tokens(tokens)
+    found = plan_of(plan_spec(**settings))
+    times = Table(("name", "value"), [*_times(found, tokens)], ("name", "value"), folds=("value",), header=False)
+    parts = (Line(_headline(found), mood="bold"), _memory_table(found), _card(found), times)
+    return Answer(parts, found.as_dict(tokens))
 
 
 def _headline(found: Plan) -> str:
@@ -60,30 +51,24 @@ def _headline(found: Plan) -> str:
 
 def _memory_table(found: Plan) -> Table:
     """Categories at the peak and between steps."""
-    table = Table(box=None, header_style="bold")
-    for name in ("memory of a rank", "between steps", "at the peak"):
-        table.add_column(name, justify="left" if name == "memory of a rank" else "right", no_wrap=True)
-    table.add_column("of the card", no_wrap=True)
     peak, resting, card = found.memory.peak, found.memory.resting, found.spec.gpu.memory_bytes
+    rows = []
     for name, row in CATEGORY_ROWS.items():
         here, rests = peak.by_category[name], resting.by_category[name]
         bar = "#" * min(_BAR, round(_BAR * here / card))
-        table.add_row(row.words, size(rests) if rests else "-", size(here) if here else "-", bar)
-    table.add_row("total", size(resting.total), size(peak.total), f"{peak.total / card:.0%}", style="bold")
-    return table
+        rows.append((row.words, size(rests) if rests else MISSING, size(here) if here else MISSING, bar))
+    rows.append(("total", size(resting.total), size(peak.total), f"{peak.total / card:.0%}"))
+    columns = ("memory of a rank", "between steps", "at the peak", "of the card")
+    return Table(columns, rows, words=("memory of a rank", "of the card"))
 
 
-def _print_card(console: Console, found: Plan, missing: str | None) -> None:
+def _card(found: Plan) -> Line:
     memory, card = found.memory, found.spec.gpu.memory_bytes
-    if missing:
-        console.print(f"[bold red]does not fit[/]: {escape(missing)}", highlight=False)
-        return
+    if missing := shortfall(found):
+        return Line(missing, "does not fit", "bad")
     left = card - memory.peak.total
     tight = "" if memory.reserved_bytes <= card else "; tight: fragments of the allocator may take more than is left"
-    console.print(
-        f"[bold green]fits[/]: {size(left)} of {size(card)} are left at the peak, in the {memory.peak.name}{tight}",
-        highlight=False,
-    )
+    return Line(f"{size(left)} of {size(card)} are left at the peak, in the {memory.peak.name}{tight}", "fits", "good")
 
 
 def _times(found: Plan, tokens: float | None) -> Iterator[tuple[str, str]]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fsdplab.common.errors import UserError
 from fsdplab.common.names import CATEGORIES
 from fsdplab.common.thinning import downsample
 from fsdplab.profiling.memory.blocks import LONG_AGO, NEVER, AllocatorEvent, Blocks, blocks_of
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 TOLERANCE_NS = 200_000
 
 
-class AccountingError(AssertionError):
+class AccountingError(UserError, AssertionError):
     """The categories of a timeline do not add up to its total, or something in it is negative."""
 
 

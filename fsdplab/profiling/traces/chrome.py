@@ -23,6 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from fsdplab.common.errors import UserError
 from fsdplab.common.files import check_is_file
 
 LATEST_NS = 2**62  # sums of two times fit 64 bits
@@ -38,7 +39,7 @@ _SPACE = re.compile(r"\s*")
 _AGAIN = "export it again with prof.export_chrome_trace(...), or copy it again from where it was made"
 
 
-class TraceError(RuntimeError):
+class TraceError(UserError, RuntimeError):
     """A trace file is missing, damaged, empty, not a trace, or without events to analyse; one line, with the remedy."""
 
 

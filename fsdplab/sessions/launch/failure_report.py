@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from fsdplab.common.errors import RunError
 from fsdplab.common.processes import name_of, processor_seconds, send
 from fsdplab.sessions.launch.mailbox import Heartbeat, Mailbox, read_heartbeats, read_lines
 from fsdplab.sessions.launch.stacks import readable, waits_for_device, waits_for_others
@@ -44,7 +45,7 @@ class Failure:
         return asdict(self)
 
 
-class RanksFailed(RuntimeError):
+class RanksFailed(RunError, RuntimeError):
     """A run ended early; `.report` is the Failure, `str()` the whole report, `.record` the record of the run if there
     is one.
     """

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+from fsdplab.common.errors import UserError
 from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.common.words import did_you_mean, squeezed
 
 Words = str | Callable[[Any], str]
 
 
-class SpecError(ValueError):
+class SpecError(UserError, ValueError):
     """An invalid run; the message is one line: what happened, got, expected, what to do.
 
     `fields` are those whose change would mend it, the likeliest first; () where no field is to blame.

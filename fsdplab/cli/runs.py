@@ -1,0 +1,162 @@
+"""The answer of `run`, `compare` and `report`: finished runs as a table, with their verdicts, findings and legend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fsdplab.cli.answer import Answer, Line, Part, Table
+from fsdplab.cli.outputs import Detail
+from fsdplab.common.errors import RunError
+from fsdplab.common.words import plural
+from fsdplab.figures.conclusion import clock_words, conclusion
+from fsdplab.figures.fastest import core_words, step_words
+from fsdplab.figures.table import EVERY_COLUMN, NUMBERS, SPLIT, WRAPPED, brief, cells, legend
+from fsdplab.figures.view import RunView, provenance, view, views, with_verdicts
+from fsdplab.records import RunRecord, comparison_json, drift_sentence
+
+if TYPE_CHECKING:
+    from fsdplab.profiling.tables import TablesOf
+
+_MOST_WHOLE = 7  # a table of so few columns fits 80 characters, and breaks names there but no number from its unit
+
+
+def answer_of_runs(
+    records: Sequence[RunRecord], reference: RunRecord | None, detail: Detail, more: Sequence[Part] = (),
+    tables_of: TablesOf | None = None,
+) -> Answer:  # fmt: skip
+    """The runs beside their reference (the finished record of the twin), then `more`; findings unless quiet.
+
+    `tables_of` returns the tables of a record's traces for the page, where they have been made.
+    """
+    comparison = comparison_json(records, reference)
+    shown = with_verdicts(records, comparison)
+    parts: list[Part] = [*parts_of_runs(shown, reference, detail)]
+    if drift := drift_sentence(comparison):
+        parts.append(Line(drift, mood="bold"))
+    if detail is not Detail.QUIET:
+        parts += [*_notes(records), *_findings(records, detail)]
+    parts += more
+    if detail is Detail.VERBOSE:
+        parts += _output_of_ranks(records)
+
+    def page() -> str:
+        from fsdplab.figures import comparison_page
+
+        return comparison_page(comparison, shown, records=records, tables_of=tables_of)
+
+    return Answer(parts, comparison, page)
+
+
+def parts_of_runs(shown: Sequence[RunView], reference: RunRecord | None, detail: Detail) -> Iterator[Part]:
+    """What the ranks lacked of cores, the answer in one sentence, the table, and what its times are; verbose also every
+    column, the legend, and what was measured, emulated or simulated.
+    """
+    core = core_words(shown)
+    if core:
+        yield Line(core, mood="bad")
+    if sentence := conclusion(shown):
+        yield Line(sentence, mood="bold")
+    yield board(shown)
+    if shown and all(run.matches for run in shown):
+        yield Line("Losses agree with the unsharded twin's.")
+    if detail is not Detail.QUIET:
+        yield from _clocks(shown, measured=not core)
+    if detail is Detail.VERBOSE:
+        yield from _explained(shown, reference)
+    for run in shown:
+        if run.matches is False:
+            yield Line(f"{run.label}: its losses differ from the reference's beyond rounding", mood="bad")
+
+
+def board(shown: Sequence[RunView]) -> Table:
+    """The comparison in six columns, which fit a terminal; a line below says whether the losses agree."""
+    return _table(shown, [name for name in brief(shown)[1:] if name != "losses"])
+
+
+def _table(shown: Sequence[RunView], columns: Sequence[str]) -> Table:
+    rows = [(run.label, *cells(run, columns)) for run in shown]
+    named = ("run", *columns)
+    folds = ("run", "peak", *WRAPPED) if len(named) <= _MOST_WHOLE else named
+    return Table(named, rows, [name for name in named if name not in NUMBERS], folds, ruled=True)
+
+
+def _clocks(shown: Sequence[RunView], measured: bool) -> Iterator[Line]:
+    """What the simulated times are, and how far the measured ones differ."""
+    if clock := clock_words(shown):
+        yield Line(clock)
+    timed = [run for run in shown if run.step_median and run.engine != "twin"]
+    if len(timed) > 1 and measured:
+        shares = [run.summary.cpu_share for run in timed if run.summary.cpu_share is not None]
+        cores = f"; ranks had a core for at least {100 * min(shares):.0f} % of their steps" if shares else ""
+        yield Line(f"Measured: {step_words(timed)}{cores}.")
+
+
+def _explained(shown: Sequence[RunView], reference: RunRecord | None) -> Iterator[Part]:
+    """Every column, as two tables (memory, and all else), what they mean, and where the numbers are from."""
+    memory = ("peak", SPLIT, "predicted")
+    yield _table(shown, [name for name in EVERY_COLUMN if name not in (*memory, "strategy", "engine")])
+    yield _table(shown, memory)
+    yield Line(legend(EVERY_COLUMN), mood="dim")
+    for word, what in provenance(list(shown)):
+        yield Line(what, word)
+    if reference is not None:
+        steps = plural(len(reference.summary.losses), "step")
+        yield Line(f"of {steps}, beside the unsharded twin, one process that replays every rank's batches", "losses")
+
+
+def _notes(records: Sequence[RunRecord]) -> Iterator[Line]:
+    """What the tables of traces leave out."""
+    for record in records:
+        for note in record.summary.traces.notes if record.summary.traces else ():
+            yield Line(note, "note")
+
+
+def _findings(records: Sequence[RunRecord], detail: Detail) -> Iterator[Line]:
+    """Of several runs the three costliest findings in all; verbose, or of one run, at most five a run."""
+    from fsdplab.figures.findings import costliest
+
+    if len(records) == 1 or detail is Detail.VERBOSE:
+        yield from _all_findings(records)
+        return
+    for number, (label, finding) in enumerate(costliest(records), start=1):
+        yield Line(f"{number}. {label}: {finding.title}.")
+        yield Line(f"   -> {finding.remedy}", mood="dim")
+
+
+def _all_findings(records: Sequence[RunRecord]) -> Iterator[Line]:
+    from fsdplab.figures.findings import findings_by_run
+    from fsdplab.profiling.findings import profiling_cost
+
+    costs = {shown.label: profiling_cost(record) for shown, record in zip(views(records), records)}
+    for label, found in findings_by_run(records):
+        memory = ", and what fills its memory" if any(finding.of == "memory" for finding in found) else ""
+        yield Line(f"\n{label}: what a step lost time to{memory}", mood="bold")
+        if cost := costs.get(label):
+            yield Line(f"  {cost}")
+        for number, finding in enumerate(found, start=1):
+            yield Line(f"  {number}. {finding.title}. {finding.text}")
+            yield Line(f"     -> {finding.remedy}", mood="dim")
+        if not found:
+            yield Line("  nothing stands out in the profiled steps")
+
+
+def _output_of_ranks(records: Sequence[RunRecord]) -> Iterator[Line]:
+    """The output of the ranks, each line with its run and rank."""
+    for record in records:
+        for path in sorted((record.path / "ranks").glob("rank*.*")):
+            for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+                yield Line(f"{view(record).label}, {path.stem}: {line}")
+
+
+def end_if_failed(records: Sequence[RunRecord]) -> None:
+    """Raise a RunError with the reports of the runs that failed; do nothing where none did."""
+    failed = [record for record in records if record.status == "failed"]
+    reports = [f"{view(record).label}: {_report(record.failure or {})}" for record in failed]
+    if reports:
+        raise RunError("\n\n".join(reports))
+
+
+def _report(failure: Mapping[str, Any]) -> str:
+    """The report of a failed run: the message, then the traceback."""
+    return "\n".join(text for text in (failure.get("message"), failure.get("traceback")) if text)
