@@ -144,15 +144,16 @@ def run(
     """Run one strategy and record it in a folder, for `fsdplab report` and the notebooks."""
     strategy = settings["strategy"] = one_strategy(named, settings["strategy"])
     begin_warm(settings["start"], [strategy])
-    from fsdplab.cli.outputs import Detail
-    from fsdplab.cli.run import record_on_nodes, record_run, where
+    from fsdplab.cli.outputs import Detail, Outputs
+    from fsdplab.cli.run import folder_of, record_on_nodes, record_run
 
     settings["card"] = card_of(card, settings, "none")
-    place, detail = where(out, Path("runs") / f"{strategy}-{settings['engine']}", force), Detail.of(quiet, verbose)
+    folder = folder_of(out, Path("runs") / f"{strategy}-{settings['engine']}", force)
+    outputs = Outputs(keep=folder, detail=Detail.of(quiet, verbose), force=force)
     if nodes != 1 or ranks_per_node is not None:
-        record_on_nodes(settings, nodes, ranks_per_node, place, detail)
+        record_on_nodes(settings, nodes, ranks_per_node, outputs)
     else:
-        record_run(settings, place, detail)
+        record_run(settings, outputs)
 
 
 @app.command(

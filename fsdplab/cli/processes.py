@@ -13,9 +13,8 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from fsdplab.cli.errors import interrupted
+from fsdplab.cli.terminal import SIGNALS
 from fsdplab.common.pythons import run_of, with_this_checkout
-
-_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 def run_module(module: str, arguments: Sequence[str], instead: Mapping[int, int] | None = None) -> int:
@@ -35,7 +34,7 @@ def run_module(module: str, arguments: Sequence[str], instead: Mapping[int, int]
         process.send_signal((instead or {}).get(number, number))
 
     before = {
-        number: signal.signal(number, hand_on) for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN
+        number: signal.signal(number, hand_on) for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN
     }
     try:
         code = process.wait()

@@ -79,14 +79,24 @@ def _shown(name: str, tables: Sequence[Table]) -> Iterator[Part]:
 def load_all(paths: Sequence[Path], options: TraceOptions, detail: Detail) -> list[RunRecord]:
     """Folders are records, or hold records, or one run's traces; files are traces, all of one run."""
     from fsdplab.profiling.traces.import_traces import record_of_traces
+    from fsdplab.profiling.traces.ranks_of_files import traces_in
 
-    paths = [own for path in map(_its_record, paths) for own in _records_below(path) or [path]]
-    runs = _runs_of_traces(paths)
-    loaded = [RunRecord.load(path) for path in paths if not _is_one_trace(path) and not _traces_below(path)]
+    loaded: list[RunRecord] = []
+    files: list[Path] = []
+    folders: list[list[Path]] = []
+    for path in map(_its_record, paths):
+        if path.exists() and not path.is_dir():
+            files.append(path)
+        elif below := _records_below(path):
+            loaded += map(RunRecord.load, below)
+        elif path.is_dir() and not (path / "run.json").exists() and (traces := traces_in(path)):
+            folders.append(traces)
+        else:
+            loaded.append(RunRecord.load(path))
     progress = None if detail is Detail.QUIET else _print_progress
     traced = [
         record_of_traces(run, ranks=options.ranks, comm_patterns=options.comm_patterns, progress=progress)
-        for run in runs
+        for run in [*([files] if files else []), *folders]
     ]
     _name_apart(traced)
     return loaded + traced
@@ -112,24 +122,6 @@ def _records_below(path: Path) -> list[Path]:
         return []
     found = [own.parent for own in path.glob("*/run.json")]
     return sorted(found, key=lambda own: (len(own.name.partition("-")[0]), own.name))
-
-
-def _runs_of_traces(paths: Sequence[Path]) -> list[list[Path]]:
-    """The traces of each run: all files are one run, each folder of traces another."""
-    files = [path for path in paths if _is_one_trace(path)]
-    return [run for run in [files, *map(_traces_below, paths)] if run]
-
-
-def _is_one_trace(path: Path) -> bool:
-    """Whether a path is to be read as a trace; what is no file at all is refused as such by its reader."""
-    return path.exists() and not path.is_dir()
-
-
-def _traces_below(path: Path) -> list[Path]:
-    """The traces of a folder that is no record."""
-    from fsdplab.profiling.traces.ranks_of_files import traces_in
-
-    return traces_in(path) if path.is_dir() and not (path / "run.json").exists() else []
 
 
 def _print_progress(done: int, of: int, path: Path) -> None:

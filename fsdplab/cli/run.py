@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,45 +16,34 @@ from fsdplab.cli.terminal import look_for_signals
 from fsdplab.records import RunRecord
 
 
-@dataclass(frozen=True)
-class Where:
-    """Where a record goes: the folder, and whether it may replace an earlier record there."""
-
-    folder: Path
-    force: bool
-
-
-def where(out: Path | None, default: Path, force: bool) -> Where:
+def folder_of(out: Path | None, default: Path, force: bool) -> Path:
     """`--out`, or a folder below runs/ that is free: an earlier record stays unless it is to be replaced."""
     from fsdplab.records.folder import free_folder
 
-    return Where(out or (default if force else free_folder(default)), force)
+    return out or (default if force else free_folder(default))
 
 
-def record_run(
-    settings: dict[str, Any], place: Where, detail: Detail, runner: Callable[..., RunRecord] | None = None
-) -> None:
-    """Run one spec into a folder that `fsdplab report` reads, and show its row; `runner` is `sessions.run` unless
-    given.
+def record_run(settings: dict[str, Any], outputs: Outputs, runner: Callable[..., RunRecord] | None = None) -> None:
+    """Run one spec into the folder `outputs.keep`, which `fsdplab report` reads, and show its row; `runner` is
+    `sessions.run` unless given.
     """
     from fsdplab.records.folder import claim_folder
     from fsdplab.sessions import RunSpec, run
 
-    outputs, spec = Outputs(detail=detail), RunSpec(**settings)
-    folder = claim_folder(place.folder, replace=place.force)
+    console, spec, detail = outputs.console(), RunSpec(**settings), outputs.detail
+    assert outputs.keep is not None, "every run is recorded"
+    folder = claim_folder(outputs.keep, replace=outputs.force)
     if detail is not Detail.QUIET:
-        show(outputs.console(), [headline(spec, spec.card)])
-    with ProgressTable(outputs.console(), {folder: spec}, detail) as progress:
+        show(console, [headline(spec, spec.card)])
+    with ProgressTable(console, {folder: spec}, detail) as progress:
         record = (runner or run)(
             spec, directory=folder, on_progress=lambda *where: progress.step(spec, *where), on_look=look_for_signals
         )
     outputs.give(answer_of_runs([record], None, detail))
-    show(outputs.console(), [Line(f"recorded in {folder}; show it again with: fsdplab report {folder}")])
+    show(console, [Line(f"recorded in {folder}; show it again with: fsdplab report {folder}")])
 
 
-def record_on_nodes(
-    common: dict[str, Any], nodes: int, ranks_per_node: int | None, place: Where, detail: Detail
-) -> None:
+def record_on_nodes(common: dict[str, Any], nodes: int, ranks_per_node: int | None, outputs: Outputs) -> None:
     """Record one run on `nodes` network namespaces, or behind an emulated link where these cannot be made."""
     from fsdplab.planning.links import parse_link
     from fsdplab.sessions import RunSpec
@@ -66,14 +54,14 @@ def record_on_nodes(
     if (why := why_no_nodes()) is not None:
         instead = "the link between all ranks is emulated instead"
         print(f"fsdplab: no nodes can be made here ({why}); {instead}", file=sys.stderr)
-        record_run(settings, place, detail)
+        record_run(settings, outputs)
         return
     link = parse_link(common["link"]) if common["link"] else None
 
     def on_nodes(spec: RunSpec, **how: Any) -> RunRecord:
         return run_nodes(spec, nodes, each, link, **how)
 
-    record_run(dict(settings, link=None), place, detail, on_nodes)
+    record_run(dict(settings, link=None), outputs, on_nodes)
 
 
 def _ranks_of_a_node(ranks: int, nodes: int, given: int | None) -> int:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 _PLAIN = {"–": "-", "…": "...", "µ": "u", "×": "x", "→": "->", "·": "|", "≤": "<=", "≥": ">=", "²": "2"}
-_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 _CLEANING_S = 15.0  # ending ranks is bounded by ten seconds; a signal after this long is taken again
 
 
@@ -83,7 +83,7 @@ def signals_as_exceptions(until_the_end: bool) -> Iterator[Signals]:
     if threading.current_thread() is not threading.main_thread():
         yield of_this_command
         return
-    taken = [number for number in _SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    taken = [number for number in SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
     before = {number: signal.signal(number, of_this_command.take) for number in taken}
     try:
         yield of_this_command
