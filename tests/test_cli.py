@@ -19,9 +19,10 @@ from rich.console import Console
 
 import fsdplab
 from fsdplab import cli
-from fsdplab.cli.outputs import Detail, show
+from fsdplab.cli.outputs import Detail
 from fsdplab.cli.parse import names, parse_card
 from fsdplab.cli.progress import ProgressTable
+from fsdplab.cli.render import show
 from fsdplab.cli.runs import parts_of_runs
 from fsdplab.cli.verdict import readiness, verdict_lines
 from fsdplab.common.places import how_to_install

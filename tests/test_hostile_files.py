@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fsdplab.cli.errors import failed, refuse
-from fsdplab.cli.outputs import SafeConsole
+from fsdplab.cli.render import SafeConsole
 from fsdplab.common.files import check_is_file, read_file
 from fsdplab.common.words import harmless
 from fsdplab.gpu_check.__main__ import main as gpu_check

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,8 +17,10 @@ from typer.core import TyperGroup
 
 from fsdplab import __version__
 from fsdplab.cli.errors import USAGE_ERROR, as_flag, failed, interrupted, one_line, refuse, refuse_for
+from fsdplab.cli.exports import Exports
 from fsdplab.cli.old_names import as_today
-from fsdplab.cli.options import OF_A_RUN, SETTINGS, Json, examples, settings_of
+from fsdplab.cli.options import OF_A_RUN, SETTINGS, examples, exports_of, outputs_of, settings_of
+from fsdplab.cli.outputs import Outputs
 from fsdplab.cli.parse import card_of, check_strategies, link_of, names, one_strategy, whole_numbers
 from fsdplab.cli.plan.commands import app as plan
 from fsdplab.cli.terminal import show_what_can_be_shown, signals_as_exceptions
@@ -47,10 +50,6 @@ Card = Annotated[
         " to run)."
     ),
 ]
-Html = Annotated[Path | None, typer.Option("--html", help="Write a standalone page: table, figures, what was real.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace an earlier record in that folder.")]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Print the result only: no progress, legend or findings.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print also every step, and what the ranks printed.")]
 
 
 def begin_warm(start: str, strategies: Sequence[str] = ()) -> None:
@@ -81,6 +80,7 @@ def top(
         "fsdplab compare --world-size 4 --strategies full_shard,hybrid_shard --shard-size 2 --html page.html",
     )
 )
+@outputs_of("json", "html", "keep", "force", "quiet", "verbose")
 @settings_of(*OF_A_RUN, profile=2, sequence_length=128, link="auto")
 def compare(
     strategies: Annotated[
@@ -94,21 +94,14 @@ def compare(
     engines: Annotated[str, typer.Option(help=f"Other engines beside them, comma-separated: {', '.join(PEERS)}.")] = "",
     settings: dict[str, Any] = SETTINGS,
     card: Card = "auto",
-    json_file: Json = None,
-    html_file: Html = None,
-    keep: Annotated[Path | None, typer.Option(help="Keep the run records in this folder.")] = None,
-    force: Force = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    outputs: Outputs = Outputs(),
 ) -> None:
     """Train one model on one text under several strategies, and compare time, memory, traffic and losses."""
     begin_warm(settings["start"], names(strategies))
     from fsdplab.cli.compare import compare_runs
-    from fsdplab.cli.outputs import Detail, Outputs
 
     settings["card"] = card_of(card, settings, "330MB")
     settings["link"] = link_of(settings, names(engines), "150MB/s")
-    outputs = Outputs(json_file, html_file, keep=keep, detail=Detail.of(quiet, verbose), force=force)
     compare_runs(names(strategies), names(engines), settings, outputs)
 
 
@@ -119,6 +112,7 @@ def compare(
         "fsdplab run zero2 --nodes 2 --ranks-per-node 2 --link 200mbit --out runs/two-nodes",
     )
 )
+@outputs_of("force", "quiet", "verbose")
 @settings_of("strategy", "engine", *OF_A_RUN, "checkpoint", "offload", "transport", profile=2)
 def run(
     named: Annotated[
@@ -137,19 +131,16 @@ def run(
     out: Annotated[
         Path | None, typer.Option(help="Folder of the record; default: a new one, runs/<strategy>-<engine>.")
     ] = None,
-    force: Force = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
+    outputs: Outputs = Outputs(),
 ) -> None:
     """Run one strategy and record it in a folder, for `fsdplab report` and the notebooks."""
     strategy = settings["strategy"] = one_strategy(named, settings["strategy"])
     begin_warm(settings["start"], [strategy])
-    from fsdplab.cli.outputs import Detail, Outputs
     from fsdplab.cli.run import folder_of, record_on_nodes, record_run
 
     settings["card"] = card_of(card, settings, "none")
-    folder = folder_of(out, Path("runs") / f"{strategy}-{settings['engine']}", force)
-    outputs = Outputs(keep=folder, detail=Detail.of(quiet, verbose), force=force)
+    folder = folder_of(out, Path("runs") / f"{strategy}-{settings['engine']}", outputs.force)
+    outputs = replace(outputs, keep=folder)
     if nodes != 1 or ranks_per_node is not None:
         record_on_nodes(settings, nodes, ranks_per_node, outputs)
     else:
@@ -164,6 +155,8 @@ def run(
         "fsdplab report runs/full_shard-lab --perfetto trace.json.gz",
     )
 )
+@outputs_of("html", "json", "quiet", "verbose")
+@exports_of
 def report(
     records: Annotated[
         list[Path],
@@ -172,18 +165,8 @@ def report(
             " a folder of them."
         ),
     ],
-    html_file: Html = None,
-    json_file: Json = None,
-    tensorboard: Annotated[
-        Path | None, typer.Option(help="Write a log folder that TensorBoard's profiler plugin opens.")
-    ] = None,
-    perfetto: Annotated[
-        Path | None, typer.Option(help="Write one trace of all ranks for Perfetto or chrome://tracing.")
-    ] = None,
-    csv: Annotated[Path | None, typer.Option(help="Write the tables as CSV files into this folder.")] = None,
-    snapshot: Annotated[
-        Path | None, typer.Option(help="Write CUDA memory snapshots for PyTorch's memory viewer into this folder.")
-    ] = None,
+    outputs: Outputs = Outputs(),
+    exports: Exports = Exports(),
     tables: Annotated[
         bool,
         typer.Option(
@@ -201,24 +184,20 @@ def report(
             " does not say which (my_dispatch=all_to_all). May be given several times."
         ),
     ] = None,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
 ) -> None:
     """Show recorded runs, or traces, as a table with findings, a standalone page or JSON; a record of the twin serves
     as the reference.
     """
-    from fsdplab.cli.exports import Exports
-    from fsdplab.cli.outputs import Detail, Outputs
     from fsdplab.cli.report import TraceOptions, report_records
 
-    outputs = Outputs(json_file, html_file, detail=Detail.of(quiet, verbose))
     options = TraceOptions(whole_numbers("--ranks", ranks) if ranks else None, comm_pattern or [])
-    report_records(records, outputs, Exports(tensorboard, perfetto, csv, snapshot), options, tables)
+    report_records(records, outputs, exports, options, tables)
 
 
 @app.command(
     epilog=examples("fsdplab bench", "fsdplab bench --link 400MB/s --prefetch 0,1", "fsdplab bench --compile blocks")
 )
+@outputs_of("json")
 @settings_of(
     "world_size", "model", "batch_size", "sequence_length", "precision", "optimizer", "compile", "transport", "link",
     "device", "start", "time_limit", model="gpt-25m", batch_size=4, sequence_length=256, time_limit=900.0,
@@ -234,15 +213,13 @@ def bench(
         str, typer.Option(help="Of the other engines: auto (gloo or nccl), or shm for torch's own.")
     ] = "auto",
     prefetch: Annotated[str, typer.Option(help="Units gathered ahead; several numbers give a row each: 0,1.")] = "1",
-    json_file: Json = None,
+    outputs: Outputs = Outputs(),
 ) -> None:
     """Time engines in turn in one run, and report ratios of medians."""
     begin_warm(settings["start"], names(strategies))
     from fsdplab.cli.bench import bench_engines
-    from fsdplab.cli.outputs import Outputs
 
     settings |= {"memory": False}
-    outputs = Outputs(json_file)
     bench_engines(names(strategies), names(engines), settings, rounds, outputs, peer_transport, prefetch)
 
 
@@ -250,8 +227,9 @@ app.add_typer(plan, name="plan")
 
 
 @app.command(epilog=examples("fsdplab doctor", "fsdplab doctor --json -"))
+@outputs_of("json")
 def doctor(
-    json_file: Json = None,
+    outputs: Outputs = Outputs(),
     calibrate: Annotated[
         bool, typer.Option("--calibrate", help="Measure this machine, so that compare predicts step times; 10 s.")
     ] = False,
@@ -260,10 +238,6 @@ def doctor(
     """Show what this machine can do, and what is real, emulated or simulated on it."""
     if calibrate:
         begin_warm("auto")
-    from fsdplab.cli.outputs import Outputs
-
-    outputs = Outputs(json_file).check()
-    if calibrate:
         from fsdplab.cli.calibrate import calibrate_here
 
         calibrate_here(world_size, outputs)

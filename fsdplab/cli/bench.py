@@ -40,7 +40,6 @@ def bench_engines(
     ours = [
         RunSpec(strategy=name, transport=transport, prefetch=count, **common) for name in strategies for count in ahead
     ]
-    outputs.check()
     with Progress(console=outputs.console(), transient=True) as progress:
         task = progress.add_task("rounds", total=None)
         result = bench(

@@ -13,7 +13,8 @@ from rich.console import Console
 
 from fsdplab.cli.answer import Answer, Line, Table
 from fsdplab.cli.errors import refuse
-from fsdplab.cli.outputs import Detail, Outputs, show
+from fsdplab.cli.outputs import Detail, Outputs
+from fsdplab.cli.render import show
 from fsdplab.common.errors import RunError
 from fsdplab.common.sizes import seconds, three_digits
 from fsdplab.records import FORMAT

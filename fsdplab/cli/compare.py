@@ -11,8 +11,9 @@ from typing import Any
 from fsdplab.cli.answer import Line
 from fsdplab.cli.calibrate import calibrate_if_needed
 from fsdplab.cli.errors import refuse
-from fsdplab.cli.outputs import Detail, Outputs, show
+from fsdplab.cli.outputs import Detail, Outputs
 from fsdplab.cli.progress import ProgressTable, headline
+from fsdplab.cli.render import show
 from fsdplab.cli.runs import answer_of_runs, end_if_failed
 from fsdplab.cli.terminal import look_for_signals
 from fsdplab.common.names import IN_GROUPS
@@ -37,7 +38,7 @@ def compare_runs(strategies: list[str], engines: list[str], common: dict[str, An
     from fsdplab.sessions import compare
     from fsdplab.sessions.compare_runs import folders_of
 
-    console = outputs.check().console()
+    console = outputs.console()
     if outputs.detail is not Detail.QUIET:
         show(console, [headline(twin, common["card"])])
     with _folder(outputs, [*specs, twin]) as folder:
@@ -110,7 +111,7 @@ def _next_steps(records: Sequence[RunRecord], outputs: Outputs) -> Iterator[Line
     """The most valuable change to the most sharded run, with its gain; and where to see more."""
     if words := change_words(views(records)):
         yield Line(words)
-    page = f"open {outputs.page_file}" if outputs.page_file else "fsdplab compare --html page.html"
+    page = f"open {outputs.html}" if outputs.html else "fsdplab compare --html page.html"
     yield Line(
         f"Next: timelines, memory and all findings: {page}; every number: --verbose; learn why: fsdplab lab.",
         mood="dim",

@@ -6,12 +6,15 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fsdplab.cli.answer import Line
 from fsdplab.cli.errors import refuse
 from fsdplab.cli.outputs import check_file, check_folder
-from fsdplab.figures.view import view
-from fsdplab.records import RunRecord
+from fsdplab.common.fields import option
+
+if TYPE_CHECKING:
+    from fsdplab.records import RunRecord
 
 _ODD = re.compile(r"[^\w.]+")  # in the name of a folder; a record may have any text for its strategy
 _LONGEST_NAME = 80
@@ -21,18 +24,19 @@ _LONGEST_NAME = 80
 class Exports:
     """The targets of exported traces and tables; None: no export."""
 
-    tensorboard: Path | None = None
-    perfetto: Path | None = None
-    csv: Path | None = None
-    snapshot: Path | None = None
+    tensorboard: Path | None = option(None, "Write a log folder that TensorBoard's profiler plugin opens.")
+    perfetto: Path | None = option(None, "Write one trace of all ranks for Perfetto or chrome://tracing.")
+    csv: Path | None = option(None, "Write the tables as CSV files into this folder.")
+    snapshot: Path | None = option(None, "Write CUDA memory snapshots for PyTorch's memory viewer into this folder.")
 
-    def check(self) -> None:
+    def check(self) -> Exports:
         """Fail, before anything is read or written, for a target that cannot be written."""
         for flag, folder in (("--tensorboard", self.tensorboard), ("--csv", self.csv), ("--snapshot", self.snapshot)):
             if folder:
                 check_folder(flag, folder)
         if self.perfetto:
             check_file("--perfetto", self.perfetto)
+        return self
 
     def write(self, records: Sequence[RunRecord]) -> Iterator[Line]:
         """Write the requested exports and yield how to open each; a record without a trace is an error."""
@@ -56,6 +60,8 @@ class Exports:
 
 def _export(records: Sequence[RunRecord], folder: Path, export: Callable[[RunRecord, Path], object]) -> None:
     """One record into the folder itself, several into a folder each, named as the run as far as a name of it can be."""
+    from fsdplab.figures.view import view
+
     folder.mkdir(parents=True, exist_ok=True)
     for number, record in enumerate(records):
         name = f"{number}-{_ODD.sub('-', view(record).label)[:_LONGEST_NAME]}"

@@ -14,6 +14,8 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from fsdplab.cli.errors import refuse
+from fsdplab.cli.exports import Exports
+from fsdplab.cli.outputs import Outputs
 from fsdplab.common.names import STRATEGIES
 from fsdplab.planning.plan_spec import AS_IN_A_RUN, PlanSpec, flag_of
 from fsdplab.sessions.spec import RunSpec, SpecError
@@ -26,7 +28,7 @@ SETTINGS: dict[str, Any] = {}  # marks the place of the flags in a command's par
 class Flag:
     """One flag: its type, its default, its help, and its names where it has others than that of the field.
 
-    `one_of` are its known values; `read` makes the field's value of the flag's.
+    `one_of` are its known values; `read` makes the field's value of the flag's; `metavar` stands for the value in help.
     """
 
     type: Any
@@ -35,15 +37,17 @@ class Flag:
     names: tuple[str, ...] = ()
     one_of: Sequence[Any] = ()
     read: Callable[[Any], Any] = lambda given: given
+    metavar: str | None = None
 
 
-def _fields(spec: type, names: Mapping[str, tuple[str, ...]]) -> dict[str, Flag]:
+def _fields(spec: type, names: Mapping[str, tuple[str, ...]] = {}) -> dict[str, Flag]:
     """The fields of a spec that have a help text."""
     types = get_type_hints(spec)
     return {
         each.name: Flag(
-            types[each.name], each.default, each.metadata["help"], names.get(each.name, ()),
-            each.metadata.get("one_of", ()),
+            types[each.name], each.default, each.metadata["help"],
+            names.get(each.name, each.metadata.get("flags", ())), each.metadata.get("one_of", ()),
+            metavar=each.metadata.get("metavar"),
         )
         for each in fields(spec)
         if "help" in each.metadata
@@ -84,10 +88,8 @@ PLAN = {
     "strategy": replace(_PLAN["strategy"], one_of=STRATEGIES),
 }  # fmt: skip
 
-Json = Annotated[
-    str | None,
-    typer.Option("--json", metavar="FILE|-", help="Write the answer as JSON to a file, or to stdout with -."),
-]
+_OUTPUTS = _fields(Outputs)
+_EXPORTS = _fields(Exports)
 
 # Flags of all commands that run; the order is that of `--help`.
 OF_A_RUN = (
@@ -103,9 +105,9 @@ def examples(*lines: str) -> str:
 
 
 def settings_of(
-    *names: str, of: Mapping[str, Flag] = RUN, **defaults: Any
+    *names: str, of: Mapping[str, Flag] = RUN, into: str = "settings", made: Callable[..., Any] = dict, **defaults: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let a command take these fields as flags; it gets them together as `settings`.
+    """Let a command take these fields as flags; it gets them together as `settings`, or as what is `made` of them.
 
     `defaults` replace those of the spec. A `--card` is not among them: as a flag it is a text ("300MB").
     """
@@ -113,14 +115,14 @@ def settings_of(
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def wrapper(**given: Any) -> None:
-            command(settings={name: of[name].read(given.pop(name)) for name in names}, **given)
+            command(**{into: made(**{name: of[name].read(given.pop(name)) for name in names})}, **given)
 
         own = inspect.signature(command, eval_str=True).parameters
         flags = {name: _parameter(name, of[name], defaults.get(name, of[name].default)) for name in names}
         parameters: dict[str, inspect.Parameter] = {}
         for name, parameter in own.items():
             keyword = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            parameters |= flags if name == "settings" else {name: keyword}
+            parameters |= flags if name == into else {name: keyword}
         wrapper.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
         wrapper.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
         return wrapper
@@ -128,9 +130,19 @@ def settings_of(
     return decorate
 
 
+def outputs_of(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Let a command take these targets as flags; it gets them as `outputs`, known to be writable."""
+    return settings_of(*names, of=_OUTPUTS, into="outputs", made=lambda **given: Outputs(**given).check())
+
+
+def exports_of(command: Callable[..., None]) -> Callable[..., None]:
+    """Let a command take the targets of exports as flags; it gets them as `exports`, likewise."""
+    return settings_of(*_EXPORTS, of=_EXPORTS, into="exports", made=lambda **given: Exports(**given).check())(command)
+
+
 def _parameter(name: str, flag: Flag, default: Any) -> inspect.Parameter:
     complete = (lambda: [str(word) for word in flag.one_of]) if flag.one_of else None
-    option = typer.Option(*flag.names, help=flag.help, autocompletion=complete)
+    option = typer.Option(*flag.names, help=flag.help, metavar=flag.metavar, autocompletion=complete)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[flag.type, option]
     )

@@ -13,7 +13,8 @@ from rich.live import Live
 from rich.text import Text
 
 from fsdplab.cli.answer import Line
-from fsdplab.cli.outputs import Detail, drawn
+from fsdplab.cli.outputs import Detail
+from fsdplab.cli.render import drawn
 from fsdplab.cli.runs import board
 from fsdplab.common.sizes import size
 from fsdplab.common.words import plural

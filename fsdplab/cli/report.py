@@ -10,7 +10,8 @@ from pathlib import Path
 from fsdplab.cli import answer
 from fsdplab.cli.answer import Line, Part
 from fsdplab.cli.exports import Exports
-from fsdplab.cli.outputs import Detail, Outputs, show
+from fsdplab.cli.outputs import Detail, Outputs
+from fsdplab.cli.render import show
 from fsdplab.cli.runs import answer_of_runs, end_if_failed
 from fsdplab.common.words import harmless
 from fsdplab.figures.trace_tables import cells, left_out
@@ -34,8 +35,6 @@ def report_records(
 
     Where a run has failed it ends with its report and exit code 1, as the command did that recorded it.
     """
-    outputs.check()
-    exports.check()
     loaded = load_all(paths, options or TraceOptions(), outputs.detail)
     twins = [record for record in loaded if record.spec.get("engine") == "twin"]
     records = [record for record in loaded if record not in twins] or loaded

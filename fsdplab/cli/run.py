@@ -9,8 +9,9 @@ from typing import Any
 
 from fsdplab.cli.answer import Line
 from fsdplab.cli.errors import refuse
-from fsdplab.cli.outputs import Detail, Outputs, show
+from fsdplab.cli.outputs import Detail, Outputs
 from fsdplab.cli.progress import ProgressTable, headline
+from fsdplab.cli.render import show
 from fsdplab.cli.runs import answer_of_runs
 from fsdplab.cli.terminal import look_for_signals
 from fsdplab.records import RunRecord

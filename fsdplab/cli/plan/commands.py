@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from fsdplab.cli.errors import refuse
-from fsdplab.cli.options import PLAN, SETTINGS, Json, examples, settings_of
-
-if TYPE_CHECKING:
-    from fsdplab.cli.outputs import Outputs
+from fsdplab.cli.options import PLAN, SETTINGS, examples, outputs_of, settings_of
+from fsdplab.cli.outputs import Outputs
 
 _WERE_FLAGS = {"--fit": "fit", "--sweep": "sweep", "--simulate": "simulate", "--ask": "ask", "--validate": "validate"}
 _WITHOUT_VALUE = ("--fit", "--simulate")
@@ -63,14 +61,6 @@ app = typer.Typer(
 )
 
 Tokens = Annotated[float | None, typer.Option(help="Tokens of the whole training, such as 15e12: hours and GPU-hours.")]
-Figure = Annotated[Path | None, typer.Option(help="Write a figure as .html; its camera button saves an SVG.")]
-
-
-def _outputs(json_file: str | None, page: Path | None = None, flag: str = "--html") -> Outputs:
-    """The checked targets of an answer."""
-    from fsdplab.cli.outputs import Outputs
-
-    return Outputs(json_file, page, flag).check()
 
 
 @app.command(
@@ -79,20 +69,20 @@ def _outputs(json_file: str | None, page: Path | None = None, flag: str = "--htm
         "fsdplab plan --model mistral-7b --gpu 4090 --world-size 4 --lora-rank 16 --base-dtype nf4 --json -",
     )
 )
+@outputs_of("json")
 @settings_of(*PLAN, of=PLAN)
-def step(settings: dict[str, Any] = SETTINGS, tokens: Tokens = None, json_file: Json = None) -> None:
+def step(settings: dict[str, Any] = SETTINGS, tokens: Tokens = None, outputs: Outputs = Outputs()) -> None:
     """Plan one step: memory by category beside the card, traffic, time, and what would fit. The default command."""
-    outputs = _outputs(json_file)
     from fsdplab.cli.plan.step import step_answer
 
     outputs.give(step_answer(settings, tokens))
 
 
 @app.command(epilog=examples("fsdplab plan fit --model llama-3.1-8b --world-size 16"))
+@outputs_of("json")
 @settings_of(*PLAN, of=PLAN)
-def fit(settings: dict[str, Any] = SETTINGS, tokens: Tokens = None, json_file: Json = None) -> None:
+def fit(settings: dict[str, Any] = SETTINGS, tokens: Tokens = None, outputs: Outputs = Outputs()) -> None:
     """Search the cheapest strategy, the largest micro-batch and the fewest GPUs."""
-    outputs = _outputs(json_file)
     from fsdplab.cli.plan.search import fit_answer
 
     outputs.give(fit_answer(settings, tokens))
@@ -101,61 +91,52 @@ def fit(settings: dict[str, Any] = SETTINGS, tokens: Tokens = None, json_file: J
 @app.command(
     epilog=examples("fsdplab plan sweep world-size=8..1024 --model llama-3.1-70b --checkpoint full --figure sweep.html")
 )
+@outputs_of("json", "figure")
 @settings_of(*PLAN, of=PLAN)
 def sweep(
     values: Annotated[
         str, typer.Argument(help="A flag and its values: world-size=8..1024 (doubling), or sequence-length=1024,4096.")
     ],
     settings: dict[str, Any] = SETTINGS,
-    json_file: Json = None,
-    figure: Figure = None,
+    outputs: Outputs = Outputs(),
 ) -> None:
     """Plan for each value of one choice."""
-    outputs = _outputs(json_file, figure, "--figure")
     from fsdplab.cli.plan.search import sweep_answer
 
     outputs.give(sweep_answer(settings, values))
 
 
 @app.command(epilog=examples("fsdplab plan simulate --model llama-3.1-405b --world-size 10000 --html step.html"))
+@outputs_of("json", "html")
 @settings_of(*PLAN, of=PLAN)
-def simulate(
-    settings: dict[str, Any] = SETTINGS,
-    json_file: Json = None,
-    html_file: Annotated[
-        Path | None, typer.Option("--html", help="Write a standalone page with the simulated timeline.")
-    ] = None,
-) -> None:
+def simulate(settings: dict[str, Any] = SETTINGS, outputs: Outputs = Outputs()) -> None:
     """Simulate the step event by event, beside the closed form."""
-    outputs = _outputs(json_file, html_file)
     from fsdplab.cli.plan.simulation import simulation_answer
 
     outputs.give(simulation_answer(settings))
 
 
 @app.command(epilog=examples("fsdplab plan ask", "fsdplab plan ask hybrid --model llama-3.1-70b --world-size 16"))
+@outputs_of("json", "figure")
 @settings_of(*PLAN, of=PLAN)
 def ask(
     question: Annotated[str | None, typer.Argument(help="A question's name; without one they are listed.")] = None,
     settings: dict[str, Any] = SETTINGS,
-    json_file: Json = None,
-    figure: Figure = None,
+    outputs: Outputs = Outputs(),
 ) -> None:
     """Answer a question about a plan, such as hybrid, or list them: 14 of tuning, and five more."""
-    outputs = _outputs(json_file, figure, "--figure")
     from fsdplab.cli.plan.questions import question_answer, questions_answer
 
     outputs.give(questions_answer() if question is None else question_answer(question, settings))
 
 
 @app.command(epilog=examples("fsdplab plan validate", "fsdplab plan validate measured.csv --figure validation.html"))
+@outputs_of("json", "figure")
 def validate(
     file: Annotated[Path | None, typer.Argument(help="A CSV with the columns of data/published.csv.")] = None,
-    json_file: Json = None,
-    figure: Figure = None,
+    outputs: Outputs = Outputs(),
 ) -> None:
     """Predict published measurements, and say how far off the predictions are."""
-    outputs = _outputs(json_file, figure, "--figure")
     from fsdplab.cli.plan.validation import validation_answer
 
     outputs.give(validation_answer(file))
