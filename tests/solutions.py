@@ -6,11 +6,12 @@ A check must accept every right answer, whoever wrote it, and tell of every know
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from fsdplab.teaching.core import answers, checking, diagnosis, exercise_file, run_submission
 from fsdplab.teaching.core.exercise import Exercise, Question, Wrong
@@ -120,10 +121,25 @@ def _seen_together(todo: Sequence[Solution], paths: Sequence[Path], workspace: W
             for mistake in exercise.mistakes
             if mistake.ends == "returns" and not exercise.settings.facts_only
         ]
-        learner, reference = by_key[each.key], by_key.get((exercise.id, "the reference"))
+        learner = by_key[each.key]
+        reference = by_key[exercise.id, "the reference"] if exercise.expected is None else None
         feedback = diagnosis.judge(exercise, learner, reference, lambda known=known: known)
         found[each.key] = checking.waited_for(feedback, learner.source)
     return found
+
+
+def in_all_cases(exercise: exercise_file.Exercise) -> list[object]:
+    """What the reference of a pure exercise gives in every case, as its file observes it."""
+    module, function = exercise.module(), function_of(exercise)
+    observe = getattr(module, "observe", lambda function, *given: function(*given))
+    return [observe(function, *given) for _, *given in module.cases(0, exercise.world_size)]
+
+
+def function_of(exercise: exercise_file.Exercise) -> Callable[..., Any]:
+    """The reference as a function."""
+    space: dict = {}
+    exec(exercise.reference, space)
+    return space[exercise.function]
 
 
 def try_ended(exercise: Exercise, known: Wrong, workspace: Workspace, hangs_for: float = 4.0) -> Feedback:

@@ -14,13 +14,12 @@ from fsdplab.profiling.traces.overlap import analyse_trace
 from fsdplab.records import RecordError
 from fsdplab.teaching import reading
 from fsdplab.teaching.core import answers, registry
-from fsdplab.teaching.core.exercise import Choice, Exercise, Question
-from tests.solutions import must_name_each_slip, solutions_of
+from fsdplab.teaching.core.exercise import Question
+from tests.solutions import function_of, in_all_cases, must_name_each_slip, solutions_of
 
 ITEMS = registry.items_of("08")
-WAITED = registry.find("08.waited", Exercise)
+WAITED = registry.find("08.waited")
 QUESTIONS = [item for item in ITEMS if isinstance(item, Question)]
-CHOICES = [item for item in ITEMS if isinstance(item, Choice)]
 RIGHT = {
     "one part after the other": (
         "def waited(issued, peer_issued, taken, delivered, needed):\n    at = max(issued, needed)\n"
@@ -46,10 +45,14 @@ def test_right_splits_pass_and_wrong_ones_are_diagnosed(tried, solution):
     solution.must_report(tried[solution.key], names_rank=False)
 
 
+def test_the_expected_splits_are_right():
+    """(peer, queue, link) of every case, counted by hand."""
+    by_hand = [(0, 0, 5), (4, 0, 5), (0, 4, 5), (2, 3, 5), (0, 0, 5), (0, 0, 2), (0, 2, 5), (4, 0, 5), (0, 0, 0)]
+    assert in_all_cases(WAITED) == [dict(zip(reading.WAITS, parts)) for parts in by_hand]
+
+
 def test_the_reference_splits_the_recorded_waits(record):
-    namespace: dict = {}
-    exec(WAITED.reference, namespace)
-    rows = reading.waits_table(record, namespace["waited"]).rows
+    rows = reading.waits_table(record, function_of(WAITED)).rows
     assert len(rows) == 8
     for *_, peer, queue, link, exposed, _cause in rows:
         assert float(peer) + float(queue) + float(link) == pytest.approx(float(exposed), abs=0.7)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from fsdplab.figures import alt_text
 from fsdplab.sessions import RunSpec, run
 from fsdplab.teaching import reading_memory
-from fsdplab.teaching.core import answers, registry
-from fsdplab.teaching.core.exercise import Choice, Exercise, Question
+from fsdplab.teaching.core import registry
+from fsdplab.teaching.core.exercise import Question
 from fsdplab.teaching.core.training_on_ranks import complaint
-from fsdplab.teaching.lessons.nb09_memory import on_ranks
-from fsdplab.teaching.lessons.nb09_memory.on_ranks import BLOCK_BYTES, ROOT_BYTES
-from tests.solutions import solutions_of
+from tests.solutions import function_of, in_all_cases, must_name_each_slip, solutions_of
 
-ITEMS = registry.items_of("09")
-EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
-QUESTIONS = [item for item in ITEMS if isinstance(item, Question)]
-CHOICES = [item for item in ITEMS if isinstance(item, Choice)]
+HOLDING, SLIM = EXERCISES = registry.find("09.holding"), registry.find("09.slim")
+LIMITS = SLIM.module()
+QUESTIONS = [item for item in registry.items_of("09") if isinstance(item, Question)]
 RIGHT = {  # other right answers than the references
     "09.holding": {
         "the newest row of each": (
@@ -60,8 +55,14 @@ def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, solution):
     ],
 )
 def test_choices_outside_the_job_are_refused(choices, says):
-    assert says in complaint(choices, on_ranks.JOB, on_ranks.CHOICES)
-    assert complaint({"prefetch": 1}, on_ranks.JOB, on_ranks.CHOICES) == ""
+    assert says in complaint(choices, LIMITS.JOB, LIMITS.CHOICES)
+    assert complaint({"prefetch": 1}, LIMITS.JOB, LIMITS.CHOICES) == ""
+
+
+def test_the_expected_units_are_right():
+    held = ["blocks.0, blocks.1, root", "", "root", "root", "blocks.1, root"]
+    held += ["blocks.1, root", "blocks.0, blocks.1, root", ""]
+    assert in_all_cases(HOLDING) == [{"units": units} for units in held]
 
 
 # --- the records that the notebook reads
@@ -69,7 +70,7 @@ def test_choices_outside_the_job_are_refused(choices, says):
 
 @pytest.fixture(scope="module")
 def base():
-    return run(reading_memory.job(prefetch=1))
+    return run(RunSpec(**LIMITS.JOB, prefetch=1))
 
 
 @pytest.fixture(scope="module")
@@ -80,13 +81,11 @@ def large():
 
 @pytest.mark.timeout(300)
 def test_the_gathered_bytes_at_the_peak_have_names(base):
-    namespace: dict = {}
-    exec(registry.find("09.holding").reference, namespace)
     row, sizes = reading_memory.peak_row(base), reading_memory.unit_bytes(base)
-    held = namespace["holding"](reading_memory.life_of(base, row["rank"]), row["time_ns"])
+    held = function_of(HOLDING)(reading_memory.life_of(base, row["rank"]), row["time_ns"])
     assert len(held) == 3 and "root" in held and row["gathered_parameters"] == sum(sizes[unit] for unit in held)
-    assert sizes["root"] == ROOT_BYTES and sizes["blocks.0"] == BLOCK_BYTES, "the constants of the check"
-    table = str(reading_memory.gathered_table(base, namespace["holding"]))
+    assert sizes["root"] == LIMITS.ROOT_BYTES and sizes["blocks.0"] == LIMITS.BLOCK_BYTES, "the constants of the check"
+    table = str(reading_memory.gathered_table(base, function_of(HOLDING)))
     assert "15.38" in table.splitlines()[-2] and "15.38 MB of gathered" in table
 
 
@@ -109,20 +108,7 @@ def test_tables_and_sentences_say_the_record(base, large):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("item", QUESTIONS, ids=lambda item: item.id)
 def test_questions_accept_the_right_number_and_name_each_slip(course, base, large, item):
-    record = large if item.id == "09.crossover" else base
-    right = item.right(record)
-    assert answers.grade_answer(item.id, right, record).passed
-    for slip in item.slips:
-        wrong = right * slip.factor if slip.factor else slip.value(record)
-        verdict = answers.grade_answer(item.id, wrong, record)
-        assert not verdict.passed and slip.cause in str(verdict)
-
-
-def test_the_limits_lie_between_the_runs():
-    assert (
-        on_ranks.GATHERED_LIMIT == 2 * BLOCK_BYTES + ROOT_BYTES
-        and replace(reading_memory.job(), prefetch=2).prefetch == 2
-    )
+    must_name_each_slip(item, large if item.id == "09.crossover" else base)
 
 
 def test_no_instant_is_later_than_the_end_of_its_phase(monkeypatch):

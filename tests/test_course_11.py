@@ -13,14 +13,12 @@ from fsdplab.records.summary import Comm, Peak
 from fsdplab.sessions import RunSpec, compare
 from fsdplab.teaching import reading_choices
 from fsdplab.teaching.core import answers, registry, training_on_ranks
-from fsdplab.teaching.core.exercise import Choice, Exercise, Question
+from fsdplab.teaching.core.exercise import Question
 from fsdplab.teaching.lessons.nb11_shoot_out import on_ranks
 from tests.solutions import must_name_each_slip, solutions_of
 
-ITEMS = registry.items_of("11")
-CHOOSE = registry.find("11.choose", Exercise)
-QUESTIONS = [item for item in ITEMS if isinstance(item, Question)]
-CHOICES = [item for item in ITEMS if isinstance(item, Choice)]
+CHOOSE = registry.find("11.choose")
+QUESTIONS = [item for item in registry.items_of("11") if isinstance(item, Question)]
 NOTEBOOK = next((Path(__file__).resolve().parents[1] / "notebooks").glob("11_*.ipynb"))
 RIGHT = {
     "parameters whole, gradients sharded": "def choose():\n    return {'strategy': 'zero2'}\n",
@@ -95,6 +93,10 @@ def test_tables_and_front():
 )
 def test_choices_outside_the_job_are_refused(choices, says):
     assert says in training_on_ranks.complaint(choices, on_ranks.JOB, on_ranks.CHOICES)
+
+
+def test_the_statement_names_the_card():
+    assert f"a card of {on_ranks.CARD / 1e6:g} MB" in CHOOSE.statement
 
 
 def test_hidden_is_a_part_of_the_passage():

@@ -13,7 +13,7 @@ import pytest
 from fsdplab.sessions import RunSpec, compare
 from fsdplab.sessions.steady_card import steady
 from fsdplab.teaching import overlapping, overlapping_axes, reading, reading_choices
-from fsdplab.teaching.lessons.nb11_shoot_out import exercises as shoot_out
+from fsdplab.teaching.core import registry
 from tests.busy import busy_cores
 
 SMALL = dict(model="gpt-tiny", batch_size=2, sequence_length=32, steps=1, warmup=1, link="20MB/s", device="cpu")
@@ -47,9 +47,9 @@ def test_shoot_out_bytes_and_times_do_not_know_the_load(strategies):
 def test_the_choices_of_the_shoot_out_are_right_on_the_card():
     """What the answers of 11.defend claim of the lesson's own job, and what the recap says."""
     on_card = [steady(reading_choices.job(strategy=name)) for name in reading_choices.STRATEGIES]
-    by_name = {card.spec["strategy"]: card for card in on_card}
-    assert "zero2" in reading_choices.least(on_card, reading_choices.step_s), shoot_out.defend.options["d"]
-    assert by_name["full_shard"].summary.comm.overlap > 0.5, shoot_out.defend.options["c"]
+    options, by_name = registry.find("11.defend").options, {card.spec["strategy"]: card for card in on_card}
+    assert "zero2" in reading_choices.least(on_card, reading_choices.step_s), options["d"]
+    assert by_name["full_shard"].summary.comm.overlap > 0.5, options["c"]
     assert "no_shard" not in reading_choices.least(on_card, reading_choices.exposed)
     assert reading_choices.exposed_ratio(on_card) == pytest.approx(1.41, abs=0.01)
 

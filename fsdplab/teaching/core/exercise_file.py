@@ -181,7 +181,7 @@ class Exercise:
                 gap = None
             elif bare.startswith("## ") or bare == "##":
                 own.append((indent + bare[3:]).rstrip())
-            elif not bare.startswith(_MARGIN) and not (stub and gap is not None):
+            elif not (bare.startswith(_MARGIN) or bare == "#!") and not (stub and gap is not None):
                 kept += instead[1] if instead and instead[0] == number else [line]
         return "\n".join(kept).strip("\n") + "\n"
 

@@ -88,12 +88,16 @@ def _question(id: str, parts: list[str], names: str) -> Question:
         id=id,
         statement=" ".join(parts[:given]),
         unit=right[2] or "",
-        expected=lambda it: expected(it, None),
+        expected=(lambda it: expected(it, None)) if _is_about_data(right[1]) else expected(None, None),
         slips=tuple(Slip(slip[2], value=_slip(_expression(slip[1], names), expected)) for slip in slips),
         hints=hints,  # three, as was checked
         tolerance=float(right[3]) / 100,
         explanation=" ".join(then),
     )
+
+
+def _is_about_data(source: str) -> bool:
+    return "it" in compile(source, source, "eval").co_names
 
 
 def _slip(wrong: _Expression, right: _Expression) -> Callable[[Any], float]:

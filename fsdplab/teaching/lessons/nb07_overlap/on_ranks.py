@@ -16,7 +16,7 @@ of the count.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -139,21 +139,6 @@ def complaint(settings: Any) -> str:
             return f"{name}={value!r}; expected one of {', '.join(map(repr, SETTINGS[name]))}"
     missing = [name for name in SETTINGS if name not in settings]
     return f"{', '.join(missing)} missing; give a value for each" if missing else ""
-
-
-def drive_hide(hide: Callable[[], Any]) -> dict[str, Any]:
-    """The exposed time of the learner's settings: the excess over the target in ms, 0 where it is met; the split is
-    printed.
-    """
-    settings = hide()
-    refused = complaint(settings)
-    if refused:
-        return {"settings": refused, "milliseconds over the target": None}
-    tried = on_this_rank(settings)
-    exposed = sum(tried["exposed"].values())
-    split = ", ".join(f"{name} {value:.0f}" for name, value in tried["exposed"].items())
-    print(f"{dict(settings)}\n{exposed:.0f} of {tried['communication_ms']:.0f} ms exposed: {split}")
-    return {"settings": "", "milliseconds over the target": max(0, round(exposed) - TARGET_MS)}
 
 
 def on_this_rank(payload: Mapping[str, Any]) -> dict[str, Any]:

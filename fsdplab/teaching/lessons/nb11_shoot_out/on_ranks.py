@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from fsdplab.engine import STRATEGIES
@@ -17,32 +16,24 @@ HIDDEN_AT_LEAST = 0.2
 CHOICES = ("strategy", "prefetch", "link_queues", "units")
 
 
-def drive_choose(choose: Callable[..., Any]) -> dict[str, Any]:
-    """A few steps with the chosen settings behind the link: bytes beyond the card, time on the link, and whether
-    gathers were hidden. What does not fit the card is not timed.
+def tried(choices: Any) -> dict[str, Any]:
+    """What a few steps with these settings come to behind the link: bytes beyond the card, ms on the link beyond what
+    must be, and whether gathers were hidden. What does not fit the card is not timed.
     """
-    choices = choose()
-    refused = complaint(choices, JOB, CHOICES)
-    nothing = {"bytes over the card": None, "ms on the link too many": None, "gathers are hidden": None}
-    if refused:
-        return {"choices": refused, **nothing}
+    if refused := complaint(choices, JOB, CHOICES):
+        return {"choices": refused}
     training = Training(spec := RunSpec(**{**JOB, **choices}))
+    peak = training.measured().peak_total
+    over, seen = training.most_of_ranks(max(0, peak - CARD)), f"peak {peak / 1e6:.0f} MB"
+    if over:
+        return {"choices": "", "bytes over the card": over, "_seen": seen}
     # the others gather once, after the optimizer: no setting moves that
     gathers_units = STRATEGIES[spec.strategy].shard_parameters
-    peak = training.measured()
-    over = training.most_of_ranks(max(0, peak.peak_total - CARD))
-    if over:
-        print(f"peak {peak.peak_total / 1e6:.0f} MB")
-        return {"choices": "", **nothing, "bytes over the card": over}
     on_the_link, hidden = training.clocked(steps=3 if gathers_units else 1)
-    print(
-        f"peak {peak.peak_total / 1e6:.0f} MB, {1e3 * on_the_link:.0f} ms a step on the link, {hidden:.0%} of a typical"
-        " gather hidden"
-    )
-    too_long = max(0, round(1e3 * (on_the_link - LINK_SECONDS)))
     return {
         "choices": "",
         "bytes over the card": 0,
-        "ms on the link too many": too_long,
+        "ms on the link too many": max(0, round(1e3 * (on_the_link - LINK_SECONDS))),
         "gathers are hidden": hidden >= HIDDEN_AT_LEAST or not gathers_units,
+        "_seen": f"{seen}, {1e3 * on_the_link:.0f} ms a step on the link, {hidden:.0%} of a typical gather hidden",
     }

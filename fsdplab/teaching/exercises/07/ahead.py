@@ -1,0 +1,60 @@
+"""The prefetch rule
+
+Write ahead(order, position, depth): the units to gather now, while order[position] computes.
+
+1. Which unit is needed next? It stands right behind the one that computes.
+2. A slice of a list: from position + 1 on, and `depth` names long.
+3. order[position + 1 : position + 1 + depth]: a slice may end behind the list, and is then shorter.
+"""
+
+
+def ahead(order, position, depth):
+    """The units to gather now, while order[position] computes: those of the next `depth` places."""
+    ### BEGIN SOLUTION  order: the names of the units, as this phase will use them
+    return order[position + 1 : position + 1 + depth]
+    #! return order[position : position + depth]
+    #: order[position] computes now, so it is whole already: begin with the unit behind it
+    #! return order[position + 1 :]
+    #: all later units would be whole at once, which full sharding is to avoid: at most `depth` of them
+    #! return order[max(0, position - depth) : position]
+    #: `order` is already the order of this phase, in the backward too: do not turn it round
+    #! return sorted(order[position + 1 : position + 1 + depth])
+    #: as above
+    #! return order[position + 1 : position + 1 + min(1, depth)]
+    #: only one unit is gathered ahead; `depth` may be more
+    #! return order[min(position + 1, len(order) - 1)]
+    #: return a list of names, empty where nothing is to be gathered
+    ### END SOLUTION
+
+
+# ---- check: pure
+
+FORWARD = ["root", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]
+BACKWARD = ["root", "blocks.3", "blocks.2", "blocks.1", "blocks.0"]
+
+
+def cases(rank, n):
+    for name, order, position, depth in (
+        ("one ahead, in the forward", FORWARD, 1, 1),
+        ("two ahead, in the forward", FORWARD, 1, 2),
+        ("one ahead, in the backward", BACKWARD, 1, 1),
+        ("two ahead, in the backward", BACKWARD, 1, 2),
+        ("two ahead, one unit is left", BACKWARD, 3, 2),
+        ("the last unit", FORWARD, 4, 1),
+        ("none ahead", FORWARD, 2, 0),
+    ):
+        yield f"{name}: order={order}, position={position}, depth={depth}", order, position, depth
+
+
+def observe(ahead, order, position, depth):
+    names = ahead(order, position, depth)
+    return {"units": ", ".join(map(str, names)) if isinstance(names, list) else names}
+
+
+SAYS = {
+    "units": lambda got, right: (
+        "count from position + 1, and stop after `depth` names, or where the list ends"
+        if isinstance(got["units"], str)
+        else "return a list of names, empty where nothing is to be gathered"
+    )
+}

@@ -1,0 +1,86 @@
+"""Exposed time
+
+Write exposed(communication, compute): how many ms a message is on its way while nothing is computed, |M without C|.
+Times are in ms, with fractions.
+
+1. Between two neighbouring edges (starts and ends of any interval) nothing changes. What must hold of such a piece, so
+   that it counts?
+2. Sort all edges. A piece between two of them counts if it lies in some interval of communication and in none of
+   compute.
+3. `for start, end in zip(edges, edges[1:])`: add end - start if any(a <= start and end <= b for a, b in communication)
+   and not the same for compute.
+"""
+
+
+def exposed(communication, compute):
+    """Ms in which a message is on its way and nothing is computed; lists of (start, end), in any order."""
+    ### BEGIN SOLUTION
+    edges = sorted({edge for interval in [*communication, *compute] for edge in interval})
+    #! edges = sorted({min(edge for interval in compute for edge in interval)})
+    #: raises: read the last line first
+    #! length = lambda spans: sum(b - a for a, b in spans)
+    #! return length(communication) - length(compute)
+    #: durations were subtracted; what counts is when: compute hides only the message that is on its way at that
+    #: instant
+    #! length = lambda spans: sum(b - a for a, b in spans)
+    #! return max(0, length(communication) - length(compute))
+    #: durations were subtracted; what counts is when: compute hides only the message that is on its way at that
+    #: instant
+    #! hidden = lambda a, b, spans: sum(max(0, min(b, d) - max(a, c)) for c, d in spans)
+    #! return sum(b - a - hidden(a, b, compute) for a, b in communication)
+    #: an instant was counted twice: intervals of one list may overlap each other (two messages, two streams); take
+    #: their union first
+    #! hidden = lambda a, b, spans: sum(max(0, min(b, d) - max(a, c)) for c, d in spans)
+    #! return sum(b - a - hidden(a, b, compute[:1]) for a, b in communication)
+    #: several intervals of compute lie under the messages, in any order: is each of them looked at?
+    #! held = lambda spans: {t for a, b in spans for t in range(int(a), int(b))}
+    #! return len(held(communication) - held(compute))
+    #: times are not whole numbers, so instants cannot be counted one by one: go from edge to edge
+    #! held = lambda spans: {t for a, b in spans for t in range(a, b)}
+    #! return len(held(communication) - held(compute))
+    #: raises: read the last line first
+    total = 0
+    #! hidden = lambda a, b, spans: sum(max(0, min(b, d) - max(a, c)) for c, d in spans)
+    #! moving = [(a, b) for a, b in zip(edges, edges[1:]) if any(c <= a and b <= d for c, d in communication)]
+    #! return sum(b - a for a, b in moving) - sum(hidden(a, b, compute) for a, b in communication)
+    #: an instant of compute was taken away twice: intervals of one list may overlap each other; take their union first
+    #! pieces = list(zip(edges, edges[1:]))
+    #! moving, computing = ({(a, b) for a, b in pieces if any(c <= a and b <= d for c, d in spans)}
+    #!                      for spans in (communication, compute))
+    #! return sum(b - a for a, b in communication) - sum(b - a for a, b in moving & computing)
+    #: an instant was counted twice where two messages travel at once: take the union of the messages first
+    for start, end in zip(edges, edges[1:]):  # between two edges nothing begins and nothing ends
+        moving = any(a <= start and end <= b for a, b in communication)
+        computing = any(a <= start and end <= b for a, b in compute)
+        total += (end - start) * (moving and not computing)
+        #! total += (end - start) * (moving and computing)
+        #: this is the hidden part (M and C); exposed is M without C
+        #! total += (end - start) * (computing and not moving)
+        #: this is compute without communication; exposed is the other way round: M without C
+        #! total += (end - start) * moving
+        #: this is all communication: take out the instants in which something is computed
+    return total
+    #! return [total]
+    #: one number is expected: a duration
+    ### END SOLUTION
+
+
+# ---- check: within 1e-9, pure
+
+SCALE = 1.375  # whoever counts whole milliseconds must learn it here, before a step's nanoseconds fill the memory
+
+
+def cases(rank, n):
+    for name, moved, computed in (
+        ("a message, half under compute", [(0, 10)], [(4, 25)]),
+        ("compute in two pieces under one message", [(0, 20)], [(2, 6), (10, 13)]),
+        ("compute that came before the message", [(50, 60)], [(0, 40)]),
+        ("two messages at once", [(0, 10), (5, 15)], [(13, 30)]),
+        ("two streams that compute at once, unsorted", [(30, 40), (0, 10)], [(5, 9), (2, 7), (35, 60)]),
+        ("no compute", [(3, 5), (9, 10)], []),
+        ("no communication", [], [(3, 5)]),
+    ):
+        yield name, *([(a * SCALE, b * SCALE) for a, b in spans] for spans in (moved, computed))
+
+
+SAYS = {"the returned value": "draw both lists on one axis: exposed is where only a message is drawn"}

@@ -1,0 +1,69 @@
+"""Where the wait went
+
+Write waited(...): how many ms a rank waited for its peer, in the link's queue, and on the link.
+
+1. A message has four instants in a row: issued, issued by the last rank, taken, delivered. Three spans.
+2. The second instant is max(issued, peer_issued). Of each span only what lies behind `needed` counts.
+3. For a span from start to end: max(0, end - max(start, needed)).
+"""
+
+
+def waited(issued, peer_issued, taken, delivered, needed):
+    """Where the wait from `needed` to `delivered` went, in ms: for the peer, in the queue, on the link."""
+    ### BEGIN SOLUTION
+    ## ...  # before `needed` the rank computes, so nothing of that counts
+    ## return {"peer": ..., "queue": ..., "link": ...}
+    complete = max(issued, peer_issued)  # from now on the link may take it
+    spans = {"peer": (issued, complete), "queue": (complete, taken), "link": (taken, delivered)}
+    #! spans = {"peer": (issued, complete), "queue": (issued, taken), "link": (taken, delivered)}
+    #: the queue begins when the last rank has issued: until then the link was not asked by all
+    #! spans = {"peer": (issued, issued), "queue": (complete, taken), "link": (taken, delivered)}
+    #: the wait for the peer is missing: it lasts until the last rank has issued, max(issued, peer_issued)
+    #! spans = {"peer": (issued, complete), "queue": (taken, taken), "link": (complete, delivered)}
+    #: the time in the queue was given to the link: the message queues from when both have issued until it is taken
+    #! spans = {"peer": (issued, complete), "queue": (complete, taken), "link": (issued, delivered)}
+    #: the link carries the message only from `taken` on
+    return {name: max(0, end - max(start, needed)) for name, (start, end) in spans.items()}
+    #! return {name: end - start for name, (start, end) in spans.items()}
+    #: before `needed` the rank computed: cut every span at `needed`
+    #! return {name: max(0, end - start) for name, (start, end) in spans.items()}
+    #: as above
+    #! return {name: end - max(start, needed) for name, (start, end) in spans.items()}
+    #: a part is below zero: where a span ends before the wait begins, none of it counts (max(0, ...))
+    #! return sum(max(0, end - max(start, needed)) for start, end in spans.values())
+    #: return a dict with the names peer, queue, link, a number of ms each
+    ### END SOLUTION
+
+
+# ---- check: pure
+
+
+def cases(rank, n):
+    for name, times in (
+        ("needed when issued, on a free link", (10, 10, 10, 15, 10)),
+        ("the peer came late", (10, 14, 14, 19, 10)),
+        ("the link carried something else", (10, 10, 14, 19, 10)),
+        ("a late peer, then a busy link", (10, 12, 15, 20, 10)),
+        ("the peer was there before", (10, 7, 10, 15, 10)),
+        ("issued ahead, needed while it travels", (10, 10, 10, 15, 13)),
+        ("issued ahead, needed while it queues", (10, 10, 14, 19, 12)),
+        ("issued ahead, needed before the peer came", (10, 16, 16, 21, 12)),
+        ("issued early enough: hidden", (10, 10, 10, 15, 18)),
+    ):
+        named = zip(("issued", "peer", "taken", "delivered", "needed"), times, strict=True)
+        yield f"{name}: {', '.join(f'{instant} {time}' for instant, time in named)}", *times
+
+
+def said(got, right):
+    """What is wrong with a part, by the sum of all."""
+    parts = [got.get(name) for name in right]
+    if not all(isinstance(part, (int, float)) for part in parts):
+        return "return a dict with the names peer, queue, link, a number of ms each"
+    if min(parts) < 0:
+        return "a part is below zero: where a span ends before the wait begins, none of it counts (max(0, ...))"
+    if sum(parts) != sum(right.values()):
+        return f"the parts sum to {sum(parts)}, and the rank waited for {sum(right.values())}: from needed to delivered"
+    return "the sum is right, but a part has another's time: peer until both have issued, queue until taken, then link"
+
+
+SAYS = dict.fromkeys(("peer", "queue", "link"), said)

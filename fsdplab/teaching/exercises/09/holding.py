@@ -1,0 +1,86 @@
+"""Which units are whole at an instant
+
+Write holding(life, at): the units whose whole parameters take memory at an instant.
+
+1. A unit's state at an instant is what its last row before that instant says.
+2. Go through the rows in order, up to `at`, and keep the newest state of each unit in a dict. Two of the three states
+   take memory.
+3. state[row["unit"]] = row["state"] for rows with time_ns <= at; then all units whose state is not "sharded".
+"""
+
+
+def holding(life, at):
+    """The names of the units whose whole parameters take memory at instant `at`."""
+    ### BEGIN SOLUTION  life: dicts with "unit", "state" and "time_ns", in order of time
+    state = {}
+    #! return [row["unit"] for row in life if row["time_ns"] <= at and row["state"] == "unsharding"]
+    #: a unit is named twice, or after it was dropped: it is one unit. Remember its newest state only
+    #! return [row["unit"] for row in life if row["time_ns"] <= at and row["state"] != "sharded"]
+    #: as above
+    #! state = {row["unit"]: row["state"] for row in life if row["time_ns"] < at}
+    #! return [unit for unit, now in state.items() if now != "sharded"]
+    #: a row at the very instant `at` counts already: compare with <=
+    #! state = {row["unit"]: row["state"] for row in life}
+    #! return [unit for unit, now in state.items() if now != "sharded"]
+    #: `at` was not used: rows after the instant must not count
+    #! state = {row["unit"]: row["state"] for row in life if row["time_ns"] == at}
+    #! return [unit for unit, now in state.items() if now != "sharded"]
+    #: the newest row of a unit may be older than `at`: all rows up to the instant count
+    for row in life:
+        if row["time_ns"] <= at:
+            state[row["unit"]] = row["state"]
+    return [unit for unit, now in state.items() if now != "sharded"]
+    #! return [unit for unit, now in state.items() if now == "unsharded"]
+    #: units on their way are missing: the memory that a gather fills is there from the moment it is issued
+    #! return [unit for unit, now in state.items() if now == "unsharding"]
+    #: units that have arrived are missing: a unit takes memory until it is dropped
+    #! return [unit for unit, now in state.items() if now == "sharded"]
+    #: these are the units that were dropped: those with another state take memory
+    #! return list(state)
+    #: a unit that was gathered may have been dropped again: only its newest state before `at` counts
+    #! return len([unit for unit, now in state.items() if now != "sharded"])
+    #: return the names: a list, or a set, of texts
+    ### END SOLUTION
+
+
+# ---- check: pure
+
+from collections.abc import Iterable
+
+STEP = (
+    (1, "root", "unsharding"), (3, "root", "unsharded"), (3, "blocks.0", "unsharding"), (6, "blocks.0", "unsharded"),
+    (6, "blocks.1", "unsharding"), (9, "blocks.0", "sharded"), (10, "blocks.1", "unsharded"),
+    (14, "blocks.1", "sharded"), (16, "blocks.1", "unsharding"), (19, "blocks.1", "unsharded"),
+    (20, "blocks.0", "unsharding"), (24, "blocks.1", "sharded"), (25, "blocks.0", "unsharded"),
+    (29, "blocks.0", "sharded"), (31, "root", "sharded"),
+)  # fmt: skip
+
+
+def cases(rank, n):
+    life = [
+        {"unit": unit, "state": state, "phase": "forward" if time < 16 else "backward", "time_ns": time}
+        for time, unit, state in STEP
+    ]
+    for name, at in (
+        ("one block whole, the next on its way", 8),
+        ("before anything is gathered", 0),
+        ("the root is on its way", 2),
+        ("after the forward of the last block", 15),
+        ("the instant of a reshard", 9),
+        ("the instant of a gather", 16),
+        ("in the backward: both blocks", 22),
+        ("the end of the step", 40),
+    ):
+        yield f"{name}, at = {at}", life, at
+
+
+def observe(holding, life, at):
+    got = holding(life, at)
+    many = isinstance(got, Iterable) and not isinstance(got, (str, bytes))
+    return {"units": ", ".join(sorted(map(str, got))) if many else got}
+
+
+SAYS = {
+    "units": "go through the rows up to `at`, and note for each unit the newest state; it holds memory unless that is"
+    " sharded"
+}
