@@ -5,22 +5,20 @@ All solutions that return are tried in one launch; one that raises and one that 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-import torch
 from IPython.core.interactiveshell import InteractiveShell
 
 from fsdplab import teaching
-from fsdplab.sessions import Failure, RanksFailed
+from fsdplab.sessions import Failure
 from fsdplab.teaching import collectives
 from fsdplab.teaching.core import cell_runs, checking, on_ranks, raised, registry, run_submission
 from fsdplab.teaching.core.course_state import open_course
-from fsdplab.teaching.core.exercise import Call, Case, Exercise, Trial, Wrong
-from fsdplab.teaching.core.workspace import Workspace
-from tests.solutions import solutions_of
+from fsdplab.teaching.core.exercise import Case, Exercise, Trial
+from fsdplab.teaching.core.exercise_file import Mistake
+from tests.solutions import solutions_of, try_ended
 
-EXERCISES = [item for notebook in ("00", "01") for item in registry.items_of(notebook) if isinstance(item, Exercise)]
+RING = registry.find("01.ring_all_gather")
+EXERCISES = [registry.find("00.hello_ranks"), RING]
 RIGHT = {  # other right answers than the reference
     "01.ring_all_gather": {
         "the other way round": (
@@ -65,46 +63,50 @@ def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, solution):
     solution.must_report(tried[solution.key])
 
 
-def wrong(exercise: str, ends: str) -> Wrong:
-    return [known for known in registry.find(exercise).wrong if known.ends == ends][-1]
+def ended(ends: str, line: str) -> Mistake:
+    """The ring's known mistake that ends so and has this line."""
+    return next(known for known in RING.mistakes if known.ends == ends and line in known.source)
 
 
-@pytest.mark.parametrize("name", ["sends past the last rank", "receives from before the first"])
-def test_a_message_to_no_rank_is_explained(workspace, name):
+@pytest.mark.parametrize("line", ["dst=rank + 1)", "src=rank - 1)"])
+def test_a_message_to_no_rank_is_explained(workspace, line):
     """gloo ends the process with SIGSEGV; the call is refused before."""
-    exercise = registry.find("01.ring_all_gather")
-    known = next(known for known in exercise.wrong if known.name == name)
-    path = Workspace(workspace.path / "nobody").save(exercise.id, known.source)
-    feedback = checking.judge(exercise, run_submission.try_one(exercise, path, workspace))
-    assert known.says in feedback.cause
+    known = ended("raises", line)
+    feedback = try_ended(RING, known, workspace)
+    assert known.cause in feedback.cause
     assert (
         "which does not exist: there are ranks 0 to 2" in feedback.got and 'ring_all_gather.py", line 1' in feedback.got
     )
 
 
 def test_a_check_that_raises_shows_the_learners_line_and_unlocks_a_hint(course):
-    known = wrong("01.ring_all_gather", "raises")
-    course.workspace.save("01.ring_all_gather", known.source)
-    report = str(checking.grade("01.ring_all_gather", hints=1))
-    assert known.says in report and "NameError: name 'dist' is not defined" in report
-    assert "01.ring_all_gather.py" in report and "rank, n = dist.get_rank(), dist.get_world_size()" in report
-    assert "Hint 1 (a nudge)" in report and course.workspace.failed_tries("01.ring_all_gather") == 1
+    known = ended("raises", "sending = isend(")
+    course.workspace.save(RING.id, known.source)
+    report = str(checking.grade(RING.id, hints=1))
+    assert known.cause in report and "NameError: name 'isend' is not defined" in report
+    assert "01.ring_all_gather.py" in report and "sending = isend(whole[(rank - step) % n]" in report
+    assert "Hint 1 (a nudge)" in report and course.workspace.failed_tries(RING.id) == 1
 
 
-@pytest.mark.parametrize(
-    "name,line",
-    [
-        ("send before receive", "dist.send(whole[(rank - step) % n]"),
-        ("receive before send", "dist.recv(whole[(rank - step - 1) % n]"),
-    ],
-)
-def test_a_check_that_hangs_ends_within_its_limit_and_shows_the_line(workspace, name, line):
-    exercise = replace(registry.find("01.ring_all_gather"), time_limit=3.0)
-    known = next(known for known in exercise.wrong if known.name == name)
-    path = Workspace(workspace.path / "hangs").save(exercise.id, known.source)
-    feedback = checking.judge(exercise, run_submission.try_one(exercise, path, workspace))
-    assert known.says in feedback.cause and "did not return within 3 s" in feedback.headline
-    assert "01.ring_all_gather.py" in feedback.got and f"line 11: {line}" in feedback.got
+@pytest.mark.parametrize("line", ["dist.send(whole[(rank - step) % n]", "dist.recv(whole[(rank - step - 1) % n]"])
+def test_a_check_that_hangs_ends_within_its_limit_and_shows_the_line(workspace, line):
+    known = next(known for known in RING.mistakes if f"step in range(n - 1):\n        {line}" in known.source)
+    feedback = try_ended(RING, known, workspace, hangs_for=3.0)
+    assert known.ends == "hangs" and known.cause in feedback.cause
+    assert "did not return within 3 s" in feedback.headline
+    assert "01.ring_all_gather.py" in feedback.got and f": {line}" in feedback.got
+
+
+def test_the_references_give_what_torch_and_arithmetic_give(workspace):
+    seen = run_submission.behaviours(
+        [(exercise, workspace.save(exercise.id, exercise.reference)) for exercise in EXERCISES], workspace
+    )
+    hello, ring = ([[trial.returned for trial in ranks] for ranks in behaviour.trials] for behaviour in seen)
+    assert [facts["the returned value"] for facts in hello[0]] == ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]
+    for rank, facts in enumerate(ring[1]):  # whole numbers: 1000 * owner + place
+        own = [facts["the own block"], *(facts[f"the block that step {step} brings"] for step in range(2))]
+        owners = [(rank - far) % 3 for far in range(3)]
+        assert [block.tolist() for block in own] == [[1000 * owner + i for i in range(4)] for owner in owners]
 
 
 def test_a_rank_that_returned_and_still_waits_is_told_apart(monkeypatch):
@@ -140,7 +142,7 @@ def test_a_rank_that_returned_and_still_waits_is_told_apart(monkeypatch):
     ],
 )
 def test_every_way_to_fail_has_a_cause(failure, cause):
-    feedback = checking.judge(registry.find("01.ring_all_gather"), RanksFailed(failure))
+    feedback = checking.feedback_on_failure(RING, failure)
     assert cause in feedback.cause and feedback.rank == failure.rank
 
 
@@ -254,16 +256,3 @@ def test_the_ring_is_counted(course):
     count = collectives.count_ring(megabytes=0.3, world_size=3)
     assert count.sent == (200_000,) * 3 and count.sends == (2,) * 3 and count.megabytes == 0.2
     assert "200,000" in str(count) and "the reference ring" in str(count)
-
-
-def test_rules_judge_hand_written_trials():
-    exercise = registry.find("01.ring_all_gather")
-    case = exercise.cases()[0]
-    sends = (Call("send", 24, 1), Call("recv", 24, 2)) * 2
-    right = [
-        Trial(rank, torch.empty(0), "", tuple(replace(c, peer=(c.peer + rank) % 3) for c in sends)) for rank in range(3)
-    ]
-    assert exercise.rules(case, right) is None
-    both_ways = [*right[:2], replace(right[2], calls=(Call("send", 24, 0), Call("send", 24, 1)))]
-    assert "to everybody" in exercise.rules(case, both_ways).cause and exercise.rules(case, both_ways).rank == 2
-    assert "does the whole work" in exercise.rules(case, [replace(right[0], calls=(Call("all_to_all", 24),))]).cause

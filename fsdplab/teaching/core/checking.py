@@ -146,7 +146,7 @@ def feedback_on(exercise: ExerciseFile, path: Path, workspace: Workspace) -> Fee
     try:
         *references, learner = behaviours([*beside, (exercise, path)], workspace)
     except RanksFailed as failure:
-        return _feedback_on_failure(exercise, failure.report)
+        return feedback_on_failure(exercise, failure.report)
     right, mistakes = references[0] if references else None, partial(known_mistakes, exercise, workspace)
     return waited_for(diagnosis.judge(exercise, learner, right, mistakes), learner.source)
 
@@ -179,7 +179,7 @@ def waited_for(feedback: Feedback | None, source: str) -> Feedback | None:
 def judge(exercise: Exercise, outcome: Tried | RanksFailed) -> Feedback | None:
     """The first error in the ranks' results, or None: values first, then the exercise's rules."""
     if isinstance(outcome, RanksFailed):
-        return _feedback_on_failure(exercise, outcome.report)
+        return feedback_on_failure(exercise, outcome.report)
     begun = unwaited(outcome.source)
     for case, trials in zip(outcome.cases, outcome.trials, strict=True):
         for trial in trials:
@@ -224,7 +224,8 @@ def _feedback_on_difference(exercise: Exercise, case: Case, trial: Trial, differ
     return Feedback(headline, difference.expected, difference.got, cause, rank, step, tensor, difference.index)
 
 
-def _feedback_on_failure(exercise: Exercise | ExerciseFile, report: Failure) -> Feedback:
+def feedback_on_failure(exercise: Exercise | ExerciseFile, report: Failure) -> Feedback:
+    """The feedback on a solution that did not return on all ranks: it raised, waits for a message, or ended a rank."""
     who, hung = ("every rank", exercise.hung) if not exercise.pure else ("the call", "a loop that never ends")
     expected, got = f"{who} returns from {exercise.function}", report.message.splitlines()[0]
     step = None if report.step is None else str(report.step)

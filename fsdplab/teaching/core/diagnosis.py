@@ -144,7 +144,8 @@ def _calls_missing(calls: Sequence[Call], right: Sequence[Call]) -> str:
     if not wanted:
         return ""
     if not kinds_of(calls):
-        return "no collective was called, so nothing came from the other ranks"
+        missing = "no message was sent" if wanted <= {"send", "recv"} else "no collective was called"
+        return f"{missing}, so nothing came from the other ranks"
     return to_one_rank_only(calls) or (nothing_added_up(calls) if wanted & _ADDING else "")
 
 

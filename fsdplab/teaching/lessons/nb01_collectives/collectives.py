@@ -10,15 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-import torch
-
 from fsdplab.sessions import call_on_ranks
 from fsdplab.teaching.core.checking import solution_file
 from fsdplab.teaching.core.course_state import current
 from fsdplab.teaching.core.display import Table, table
-from fsdplab.teaching.core.exercise import Case, Exercise
-from fsdplab.teaching.core.registry import find
-from fsdplab.teaching.core.run_submission import ON_RANKS, as_program
 from fsdplab.teaching.core.waiting import doing
 
 from .ring import ring_figure
@@ -104,12 +99,10 @@ class RingCount:
 @doing("gathering with the ring on real ranks")
 def count_ring(exercise: str = "01.ring_all_gather", megabytes: float = 12, world_size: int = 3) -> RingCount:
     """Gather P = `megabytes` MB with the learner's ring (or the reference) on real ranks, and count what each sends."""
-    found, path, workspace = find(exercise, Exercise), solution_file(exercise), current().workspace
+    path, workspace = solution_file(exercise), current().workspace
     elements = int(megabytes * 1e6 / 4 / world_size)
-    case = Case("one gather", tuple((torch.full((elements,), float(rank)),) for rank in range(world_size)), ())
-    payload = {"workspace": str(workspace.path), "programs": [as_program(found, path, [case])]}
-    by_rank = call_on_ranks(ON_RANKS, "call_recorded", world_size=world_size, payload=payload, time_limit=TIME_LIMIT)
-    sent = [[nbytes for kind, nbytes, _ in results[0][0]["calls"] if kind == "send"] for results in by_rank]
+    payload = {"workspace": str(workspace.path), "solution": str(path), "elements": elements}
+    sent = call_on_ranks(ON_THE_RANKS, "sent", world_size=world_size, payload=payload, time_limit=TIME_LIMIT)
     whose = "your ring" if path.parent == workspace.path else "the reference ring"
     return RingCount(whose, elements * world_size * 4, tuple(map(len, sent)), tuple(map(sum, sent)))
 

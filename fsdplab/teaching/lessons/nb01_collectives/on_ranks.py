@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fsdplab.engine import compat
+from fsdplab.teaching.core.comm_log import WireLog
+from fsdplab.teaching.core.workspace import Workspace, load_function
 
 
 def watch(payload: dict[str, Any]) -> dict[str, list[float]]:
@@ -42,6 +45,18 @@ def compose(payload: dict[str, Any]) -> dict[str, Any]:
         "largest": float((in_two - at_once).abs().max()),
         "sample": at_once[:3].tolist(),
     }
+
+
+def sent(payload: dict[str, Any]) -> list[int]:
+    """Bytes of each message that this rank sends while the learner's ring gathers `payload["elements"]` floats a rank.
+
+    `payload["solution"]` is the learner's file, `payload["workspace"]` its folder.
+    """
+    Workspace(Path(payload["workspace"])).make_importable()
+    ring_all_gather = load_function(Path(payload["solution"]), "ring_all_gather")
+    with WireLog() as log:
+        ring_all_gather(torch.full((payload["elements"],), float(dist.get_rank())))
+    return [call.nbytes for call in log.calls if call.kind == "send"]
 
 
 def reduce_scatter(whole: torch.Tensor) -> torch.Tensor:
