@@ -20,7 +20,7 @@ from fsdplab.records import RunRecord
 from fsdplab.sessions import RanksFailed, RunSpec, call_on_ranks, run
 from fsdplab.sessions.launch import launcher, warm
 from fsdplab.sessions.launch.failure_report import PostMortem, computing, hung, too_slow
-from fsdplab.sessions.launch.launcher import RankActivity, RunningRanks, how_it_ended
+from fsdplab.sessions.launch.launcher import RankActivity, RunningRanks
 from fsdplab.sessions.launch.mailbox import HeartbeatWriter, Mailbox, read_heartbeats
 from tests.leftovers import processes_of
 from tests.test_sessions import CLOSED, SLEEPING, WAITING, heartbeat
@@ -200,7 +200,7 @@ def test_a_lost_launcher_is_blamed_unless_a_rank_failed_by_itself(
 ) -> None:
     post_mortem = PostMortem(exits, notes, {0: heartbeat(0), 1: heartbeat(1)})
     monkeypatch.setattr(launcher, "gather", lambda *_: post_mortem)
-    report = how_it_ended(Lost(), Mailbox(tmp_path), 2)
+    report = RunningRanks(Lost(), Mailbox(tmp_path), 2, 60.0).how_it_ended()
     assert (report.kind, report.rank) == ("died", rank)
     assert report.message.startswith("The launcher of the ranks was killed by SIGTERM") == (rank is None)
 

@@ -348,7 +348,7 @@ def test_a_rank_that_dies_between_two_cells_is_named_at_the_next() -> None:
 
 def test_stopped_ranks_are_gone_with_their_folder() -> None:
     ranks = StayingRanks.start(3, "warm")
-    pids, folder = pids_of(ranks), ranks._living.mailbox.folder
+    pids, folder = pids_of(ranks), ranks._living.ranks.mailbox.folder
     assert folder.stat().st_mode & 0o777 == 0o700
     ranks.stop()
     ranks.stop()

@@ -5,6 +5,7 @@ leaving anything.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import signal
@@ -228,14 +229,17 @@ def test_a_forked_caller_has_a_starter_of_its_own(tmp_path: Path) -> None:
 import os, sys
 from pathlib import Path
 from fsdplab.sessions.launch import warm
+from fsdplab.sessions.launch.mailbox import Mailbox
 folder = Path(sys.argv[1])
 warm._BOOT = sys.argv[2]
 
-def forked_by(log):
-    process = warm.start_process([str(folder / "program.py")], folder / log, folder, os.environ)
+def forked_by(name):
+    mailbox = Mailbox(folder / name)
+    mailbox.folder.mkdir()
+    process = warm.start([str(folder / "program.py")], mailbox, 1, os.environ, lambda: None)
     process.wait(60.0)
     assert process.exits == {0: 0}
-    assert int((folder / log).read_text()) == warm.starter_pid()
+    assert int(mailbox.agent_log.read_text()) == warm.starter_pid()
     return warm.starter_pid()
 
 mine = forked_by("first")
@@ -251,6 +255,24 @@ assert forked_by("again") == mine
     command = [sys.executable, "-c", code, str(tmp_path), OF_LITTLE]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_a_starter_has_sent_is_read_though_it_has_left_a_packet_unread() -> None:
+    """The caller asks for the end as the last rank ends: the exit codes count, not the connection that was reset."""
+    own, theirs = warm._packet_sockets()
+    ranks = warm.WarmRanks(None, own, Path(os.devnull))  # type: ignore[arg-type]
+    ranks.terminate()
+    for message in ({"pids": [7]}, {"left": {0: 0}}, {"exits": {0: 0}}):
+        theirs.send(json.dumps(message).encode())
+    theirs.close()
+    assert ranks.wait(5.0) == 0 and (ranks.pids, ranks.exits, ranks.lost) == ([7], {0: 0}, None)
+
+
+def test_an_environment_may_be_longer_than_a_packet(starter: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(8):
+        monkeypatch.setenv(f"LONG_{number}", "x" * 100_000)
+    assert call("look")[0]["environment"]["LONG_7"] == "x" * 100_000
+    assert warm.starter_pid() == starter
 
 
 def test_what_a_process_reads_when_it_starts_gets_a_new_starter(starter: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from fsdplab.records.folder import claim_folder, is_written
 from fsdplab.records.summary import Link
 from fsdplab.records.typed import read
 from fsdplab.sessions.launch.failure_report import RanksFailed
-from fsdplab.sessions.launch.launcher import RunningRanks, end_ranks, start_agent
+from fsdplab.sessions.launch.launcher import RunningRanks, end_ranks
 from fsdplab.sessions.launch.live_output import Tail
 from fsdplab.sessions.launch.mailbox import Mailbox, read_heartbeats, read_lines
 from fsdplab.sessions.launch.turns import Turns
@@ -90,12 +90,13 @@ class StartedRun:
         self._took_turns = False
         self._turns = Turns(self.mailbox, spec.processes) if in_turns else None
         try:
-            agent = start_agent([*program, str(self.mailbox.folder)], self.mailbox, spec.processes, spec.start, look)
+            self._ranks = RunningRanks.start(
+                [*program, str(self.mailbox.folder)], self.mailbox, spec.processes, spec.time_limit, spec.start, look
+            )
         except BaseException:
             if self._turns is not None:
                 self._turns.close()
             raise
-        self._ranks = RunningRanks(agent, self.mailbox, spec.processes, spec.time_limit, look)
 
     def ready(self) -> bool:
         """Watch the run until all its ranks wait for their turn; False where it has ended instead. RanksFailed as

@@ -36,13 +36,8 @@ class Agent(Protocol):
     def kill(self) -> None: ...
 
 
-def end(agent: Agent, ranks: Sequence[int]) -> None:
-    """End the agent and its ranks (process ids) and return once all are gone, after at most about ten seconds."""
-    end_all([(agent, ranks)])
-
-
 def end_all(running: Sequence[tuple[Agent, Sequence[int]]]) -> None:
-    """End several agents and their ranks, in the time of one."""
+    """End agents and their ranks (process ids), and return once all are gone, after at most about ten seconds."""
     known = [(agent, {*ranks, *agent.started()}) for agent, ranks in running]
     # without a known rank they may be starting
     asked = [agent for agent, ranks in known if agent.poll() is None and not (ranks and all(map(gone, ranks)))]

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 from fsdplab.common.processes import descendants, gone, name_of
 from fsdplab.common.pythons import run_of, with_this_checkout
@@ -41,7 +42,6 @@ from fsdplab.sessions.launch.failure_report import (
 )
 from fsdplab.sessions.launch.mailbox import RANKS_STORE, Heartbeat, Mailbox, read_heartbeats
 from fsdplab.sessions.launch.program import as_ranks_of_torchrun
-from fsdplab.sessions.launch.turns import Turns
 from fsdplab.sessions.spec import STARTS, SpecError
 
 _LOOK_EVERY_S = 0.05
@@ -106,18 +106,24 @@ def run_ranks(
     `on_look` is called about twenty times a second while the ranks run. An exception in it, Ctrl-C included, ends the
     ranks too.
     """
-    ranks = RunningRanks(
-        start_agent(program, mailbox, world_size, start, on_look), mailbox, world_size, time_limit, on_look
-    )
+    ranks = RunningRanks.start(program, mailbox, world_size, time_limit, start, on_look)
     try:
         ranks.watch()
     finally:
         end_ranks([ranks])
 
 
+class Waiting(Protocol):
+    """When all ranks of a run wait for their caller, who then leaves them alone: for a turn, or for a cell."""
+
+    @property
+    def all_wait(self) -> bool: ...
+    def look(self, within_s: float) -> None: ...
+
+
 @dataclass
 class RunningRanks:
-    """The ranks of one run, which `start_agent` has started, `watch` follows and `end_ranks` ends."""
+    """The ranks of one run, which `start` has started, `watch` follows and `end_ranks` ends."""
 
     agent: Agent
     mailbox: Mailbox
@@ -128,9 +134,20 @@ class RunningRanks:
     ended: bool = False
     _used: float = 0.0  # seconds of the time limit
 
-    def watch(self, turns: Turns | None = None) -> bool:
-        """Watch the ranks until they have ended (False), or all of them wait for their turn (True); RanksFailed where
-        they fail or hang.
+    @classmethod
+    def start(
+        cls, program: Sequence[str], mailbox: Mailbox, world_size: int, time_limit: float, start: str = "auto",
+        on_look: Callable[[], None] = lambda: None,
+    ) -> RunningRanks:  # fmt: skip
+        """Start ranks and return at once; the caller watches them, and ends them."""
+        mailbox.folder.mkdir(parents=True, exist_ok=True)
+        mailbox.folder.chmod(0o700)  # the ranks rendezvous in a file of it
+        agent = (_other_start.get() or _starter(start, on_look))(program, mailbox, world_size)
+        return cls(agent, mailbox, world_size, time_limit, on_look)
+
+    def watch(self, turns: Waiting | None = None) -> bool:
+        """Watch the ranks until they have ended (False), or all of them wait (True); RanksFailed where they fail or
+        hang.
 
         The time between two calls is none of the ranks', and does not count for the time limit.
         """
@@ -143,7 +160,22 @@ class RunningRanks:
             raise RanksFailed(failure)
         return turns is not None and turns.all_wait
 
-    def _watch(self, turns: Turns | None, deadline: float) -> Failure | None:
+    def running(self, within_s: float = _LOOK_EVERY_S) -> bool:
+        """Whether the agent still runs after `within_s` seconds."""
+        try:
+            self.agent.wait(within_s)
+        except subprocess.TimeoutExpired:
+            return True
+        return False
+
+    def how_it_ended(self) -> Failure:
+        """The report of ranks that have ended without finishing their work."""
+        post_mortem = gather(self.mailbox, self.world_size)
+        if self.agent.lost and not blames_a_rank(post_mortem):
+            return lost_agent(self.agent.lost, post_mortem)
+        return failed_first(post_mortem)
+
+    def _watch(self, turns: Waiting | None, deadline: float) -> Failure | None:
         while self._runs_on(turns):
             self._look()
             if self.activity.finished(self.world_size) or turns is not None and turns.all_wait:
@@ -154,12 +186,12 @@ class RunningRanks:
                 return failure
         return self._ended()
 
-    def _runs_on(self, turns: Turns | None) -> bool:
-        """Whether the agent still runs, after a twentieth of a second or as soon as all ranks wait for their turn."""
+    def _runs_on(self, turns: Waiting | None) -> bool:
+        """Whether the agent still runs, after a twentieth of a second or as soon as all ranks wait."""
         if turns is None:
-            return still_running(self.agent)
+            return self.running()
         turns.look(_LOOK_EVERY_S)
-        return still_running(self.agent, 0.0)
+        return self.running(0.0)
 
     def _look(self) -> None:
         self.activity.look(read_heartbeats(self.mailbox, self.world_size))
@@ -168,8 +200,7 @@ class RunningRanks:
     def _ended(self) -> Failure | None:
         """The outcome once the agent has ended: after all ranks, or after one failed and it has ended the others."""
         self._look()
-        finished = self.activity.finished(self.world_size)
-        return None if finished else how_it_ended(self.agent, self.mailbox, self.world_size)
+        return None if self.activity.finished(self.world_size) else self.how_it_ended()
 
     def _late(self) -> Failure | None:
         """The outcome of a run whose time is up: it may end just now, and may be slow or hung."""
@@ -200,7 +231,7 @@ class RunningRanks:
         used meanwhile.
         """
         since, began, before = self.activity.last, time.monotonic(), used_so_far(self.activity.heartbeats)
-        while self.activity.last == since and time.monotonic() < began + _GRACE_S and still_running(self.agent):
+        while self.activity.last == since and time.monotonic() < began + _GRACE_S and self.running():
             self._look()
         used, lasted = used_so_far(self.activity.heartbeats), max(time.monotonic() - began, _LOOK_EVERY_S)
         return {rank: (used[rank] - before[rank]) / lasted for rank in before if rank in used}
@@ -237,15 +268,6 @@ def ranks_started_by(start: Start) -> Iterator[None]:
 def starts_elsewhere() -> bool:
     """Whether this is inside `ranks_started_by`."""
     return _other_start.get() is not None
-
-
-def start_agent(
-    program: Sequence[str], mailbox: Mailbox, world_size: int, start: str, on_look: Callable[[], None] = lambda: None
-) -> Agent:
-    """Start ranks and return at once: the caller watches them and ends them (ending.py)."""
-    mailbox.folder.mkdir(parents=True, exist_ok=True)
-    mailbox.folder.chmod(0o700)  # the ranks rendezvous in a file of it
-    return (_other_start.get() or _starter(start, on_look))(program, mailbox, world_size)
 
 
 def begin_starter() -> None:
@@ -355,20 +377,3 @@ def _check_loopback() -> None:
 
 def _loopback() -> str | None:
     return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-
-
-def how_it_ended(agent: Agent, mailbox: Mailbox, world_size: int) -> Failure:
-    """The report of ranks that have ended without finishing their work."""
-    post_mortem = gather(mailbox, world_size)
-    if agent.lost and not blames_a_rank(post_mortem):
-        return lost_agent(agent.lost, post_mortem)
-    return failed_first(post_mortem)
-
-
-def still_running(agent: Agent, within_s: float = _LOOK_EVERY_S) -> bool:
-    """Whether the agent still runs after `within_s` seconds."""
-    try:
-        agent.wait(within_s)
-    except subprocess.TimeoutExpired:
-        return True
-    return False

@@ -5,8 +5,14 @@
 
 The starter imports torch and the rank side of fsdplab and does nothing else: no process group, no CUDA context, no
 thread. So a fork is as good as a fresh process, and runs cannot affect each other. It talks to its caller (warm.py)
-over socket pairs: one for requests, and one a run for process ids and exit codes. The end of a run's socket ends the
-run's ranks; the end of the caller ends everything, and its temporary folders are removed, for it may have been killed.
+over pairs of packet sockets, on which a message is one packet of JSON:
+
+    control    from the starter: {"ready": pid, "why_not": why it cannot fork, or None}, once
+               from the caller: a byte with two descriptors, of a run's own socket and of a file with its request
+    a run's    from the starter: {"pids": [...]}, {"left": {rank: exit code}} as ranks end, {"exits": ...} of all
+               from the caller: a byte asks the ranks to end; the socket's end kills them
+
+The end of the caller ends everything, and its temporary folders are removed, for it may have been killed.
 
 Why not Python's own means: multiprocessing's forkserver is shared with the user's code; its children keep it alive, so
 ranks that hang would survive `kill -9` of the caller; it keeps the environment of its start and cannot be restarted.
@@ -50,7 +56,6 @@ RANK_SIDE = (
 _OTHERS_FOLLOW_S = 0.2  # after one rank ended badly, the others may still write their failures
 _TERM_S = 2.0  # then they are asked to end, and this much later killed
 _CALLER_ENDS_S = 1.0
-_WHOLE_MESSAGE = b"\n"
 _DRIVER = "libcuda.so.1"
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED: what the driver answers in a child of a process that has used it
 
@@ -191,9 +196,9 @@ class _Starter:
         return True
 
     def _accept(self) -> None:
-        """Accept a request: a descriptor of the run's own socket, which carries the rest."""
+        """Accept a request, and fork its ranks."""
         try:
-            message, descriptors, _, _ = socket.recv_fds(self.control, 1, 1)
+            message, descriptors, _, _ = socket.recv_fds(self.control, 1, 2)
         except ConnectionError:
             message = b""
         if not message:  # the caller has closed its side and uses another starter now
@@ -201,15 +206,13 @@ class _Starter:
             self.selector.unregister(self.control)
             return
         run = _Run(socket.socket(fileno=descriptors[0]))
-        request = receive(run.socket)
-        if request is None:  # the caller gave up meanwhile
-            run.socket.close()
-            return
+        with open(descriptors[1], encoding="utf-8") as file:
+            request = json.load(file)
         self.runs.append(run)
         self.selector.register(run.socket, selectors.EVENT_READ, run)
         sys.stdout.flush()
         sys.stderr.flush()
-        for rank in range(request["world_size"] or 1):
+        for rank in range(request["world_size"]):
             pid = os.fork()
             if pid == 0:
                 self._become_rank(request, rank)
@@ -286,9 +289,8 @@ def _leave(*_: object) -> NoReturn:
 
 
 def be_rank(request: Mapping[str, Any], rank: int) -> NoReturn:
-    """Run as rank `rank` of the request in this forked process, with its own session, environment, folder and program.
-
-    A world size of 0 asks for one process that is no rank.
+    """Run as rank `rank` of the request in this forked process, with its own session, environment, folder and
+    program.
     """
     os.setsid()
     starter, world_size = os.getppid(), request["world_size"]
@@ -303,9 +305,7 @@ def be_rank(request: Mapping[str, Any], rank: int) -> NoReturn:
         AGENT_PID: starter,
     }
     os.environ.clear()
-    os.environ.update(request["environment"])
-    if world_size:
-        os.environ.update({name: str(value) for name, value in variables.items()})
+    os.environ.update(request["environment"], **{name: str(value) for name, value in variables.items()})
     _inherit(request)
     _as_if_fresh()
     run_and_end(request["program"])
@@ -343,20 +343,6 @@ def _as_if_fresh() -> None:
 
 def _send(to: socket.socket, message: Mapping[str, Any]) -> None:
     try:
-        to.sendall(json.dumps(message).encode() + _WHOLE_MESSAGE)
+        to.send(json.dumps(message).encode())
     except OSError:  # the caller is gone; the loop sees it
         pass
-
-
-def receive(source: socket.socket) -> dict[str, Any] | None:
-    """Wait for one message; None when the other side closed before it was complete."""
-    text = b""
-    while not text.endswith(_WHOLE_MESSAGE):
-        try:
-            part = source.recv(1 << 16)
-        except ConnectionError:
-            return None
-        if not part:
-            return None
-        text += part
-    return json.loads(text)

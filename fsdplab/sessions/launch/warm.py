@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import math
 import os
 import resource
 import select
@@ -31,7 +30,6 @@ from fsdplab.common.processes import name_of
 from fsdplab.common.pythons import SAFE_PATH
 from fsdplab.common.temporary import folder_of_this_process
 from fsdplab.sessions.launch.mailbox import Mailbox
-from fsdplab.sessions.launch.starter import receive
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 # Variables that a process reads once, at its start or when it loads a library. Ranks get all others from the caller.
@@ -65,9 +63,8 @@ class StarterFailed(RuntimeError):
 class WarmRanks:
     """The forked ranks of one run, used like one process: it has ended when all of them have."""
 
-    def __init__(self, starter: _Starter, own: socket.socket, exits_file: Path | None) -> None:
+    def __init__(self, starter: _Starter, own: socket.socket, exits_file: Path) -> None:
         self._starter, self._socket, self._exits_file = starter, own, exits_file
-        self._unread = b""
         self._ended = False
         self.pids: list[int] = []
         self.exits: dict[int, int] = {}
@@ -90,18 +87,10 @@ class WarmRanks:
             raise subprocess.TimeoutExpired("ranks", timeout)
         return 0
 
-    def first_pid(self) -> int:
-        """The process id of rank 0, as soon as it is forked; StarterFailed where the starter ended before."""
-        while not self.pids and not self._ended:
-            self._read_message(math.inf)
-        if not self.pids:
-            raise StarterFailed(self.lost or "nothing was forked")
-        return self.pids[0]
-
     def terminate(self) -> None:
         """Ask all ranks to end; two seconds later they are killed."""
         try:
-            self._socket.sendall(b"end")
+            self._socket.send(b"e")
         except OSError:
             pass  # the starter is gone, and its ranks with it
 
@@ -127,30 +116,19 @@ class WarmRanks:
 
     def _read_message(self, timeout: float) -> bool:
         """Read the starter's next message; False if none came within `timeout` seconds."""
-        readable, _, _ = select.select([self._socket], [], [], None if timeout == math.inf else max(0.0, timeout))
-        if not readable:
+        if not select.select([self._socket], [], [], max(0.0, timeout))[0]:
             return False
-        try:
-            part = self._socket.recv(1 << 16)
-        except ConnectionError:
-            part = b""
-        self._take(part) if part else self._lose()
+        if (message := receive(self._socket)) is None:
+            self._lose()
+            return True
+        self.pids = message.get("pids", self.pids)
+        self.left = {int(rank): code for rank, code in message.get("left", self.left).items()}
+        if "exits" in message:
+            self.exits = {int(rank): code for rank, code in message["exits"].items()}
+            if bad := {rank: code for rank, code in self.exits.items() if code}:
+                write_whole(self._exits_file, json.dumps(bad))
+            self._finish()
         return True
-
-    def _take(self, part: bytes) -> None:
-        *whole, self._unread = (self._unread + part).split(b"\n")
-        for message in map(json.loads, whole):
-            if "left" in message:
-                self.left = {int(rank): code for rank, code in message["left"].items()}
-            self.pids = message.get("pids", self.pids)
-            if "exits" in message:
-                self.exits = {int(rank): code for rank, code in message["exits"].items()}
-                self._note_exits({rank: code for rank, code in self.exits.items() if code})
-                self._finish()
-
-    def _note_exits(self, bad: Mapping[int, int]) -> None:
-        if bad and self._exits_file is not None:
-            write_whole(self._exits_file, json.dumps(bad))
 
     def _lose(self) -> None:
         self.lost = (
@@ -170,7 +148,7 @@ class _Starter:
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.owner, self.key = os.getpid(), _key(environment)
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the starter)
-        self._control, theirs = socket.socketpair()
+        self._control, theirs = _packet_sockets()
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, str(theirs.fileno()), str(os.getpid()), str(folder_of_this_process())],
@@ -207,12 +185,16 @@ class _Starter:
                 self._ready = message
         return bool(self._ready)
 
-    def fork(self, request: Mapping[str, object], exits_file: Path | None) -> WarmRanks:
-        """Send a request, with a socket for this run alone."""
-        own, theirs = socket.socketpair()
+    def fork(self, request: Mapping[str, object], exits_file: Path) -> WarmRanks:
+        """Send a request, with a socket for this run alone; in a file, for the environment may be longer than a
+        packet.
+        """
+        own, theirs = _packet_sockets()
         try:
-            socket.send_fds(self._control, [b"r"], [theirs.fileno()])
-            own.sendall(json.dumps(request).encode() + b"\n")
+            with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
+                json.dump(request, file)
+                file.seek(0)
+                socket.send_fds(self._control, [b"r"], [theirs.fileno(), file.fileno()])
         except OSError as error:
             own.close()
             raise StarterFailed(f"the warm starter {self.how_it_ended()}") from error
@@ -258,6 +240,19 @@ class _Starter:
         return f": {lines[-1]}" if lines else ""
 
 
+def _packet_sockets() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def receive(source: socket.socket) -> dict[str, Any] | None:
+    """The next message of the starter; None when it has closed its side."""
+    while True:
+        try:
+            return json.loads(source.recv(1 << 20) or "null")
+        except ConnectionResetError:  # it has left a packet unread; those that it has sent are still to be read
+            continue
+
+
 _lock = threading.Lock()
 _starters: list[_Starter] = []  # the last one gets requests; earlier ones only finish their runs
 
@@ -290,38 +285,11 @@ def start(
     While the starter still imports, `on_look()` is called about twenty times a second until it is ready.
     """
     mailbox.agent_log.touch()
-    return _fork(program, world_size, mailbox.agent_log, _inherited(), environment, on_look, mailbox.exits)
-
-
-def start_process(program: Sequence[str], log: Path, folder: Path, environment: Mapping[str, str]) -> WarmRanks:
-    """Fork one process that is no rank of a run, in a folder of its own; what it prints goes to `log`. StarterFailed if
-    that fails.
-    """
-    return _fork(program, 0, log, {**_inherited(), "folder": str(folder)}, environment, lambda: None, None)
-
-
-def _fork(
-    program: Sequence[str],
-    world_size: int,
-    log: Path,
-    inherited: Mapping[str, object],
-    environment: Mapping[str, str],
-    on_look: Callable[[], None],
-    exits: Path | None,
-) -> WarmRanks:
     with _lock:
         starter = _fitting(environment)
     starter.wait_until_ready(on_look)
-    return starter.fork(
-        {
-            "program": list(program),
-            "world_size": world_size,
-            "log": str(log),
-            "environment": dict(environment),
-            **inherited,
-        },
-        exits,
-    )
+    ranks = {"program": list(program), "world_size": world_size, "log": str(mailbox.agent_log)}
+    return starter.fork({**ranks, "environment": dict(environment), **_inherited()}, mailbox.exits)
 
 
 def _inherited() -> dict[str, object]:

@@ -11,11 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdplab.common.processes import gone, send
-from fsdplab.sessions.launch.ending import Agent
 from fsdplab.sessions.launch.failure_report import Failure, PostMortem, ask_for_stacks, failed_first
-from fsdplab.sessions.launch.launcher import RankActivity, how_it_ended, still_running
+from fsdplab.sessions.launch.launcher import RankActivity, RunningRanks
 from fsdplab.sessions.launch.live_output import LiveOutput, Tail
-from fsdplab.sessions.launch.mailbox import Heartbeat, Mailbox, read_heartbeats
+from fsdplab.sessions.launch.mailbox import Heartbeat, read_heartbeats
 from fsdplab.sessions.launch.stacks import waits_for_others
 from fsdplab.sessions.staying.cell_code import show_source, source_of, title
 from fsdplab.sessions.staying.cell_reports import interrupted, raised, waiting_for_ever
@@ -34,13 +33,19 @@ _PATIENCE_S, _LONG_PATIENCE_S = 2.0, 5.0
 class Living:
     """The handles of ranks that stay."""
 
-    agent: Agent
-    mailbox: Mailbox
-    world_size: int
-    pids: dict[int, int]
+    ranks: RunningRanks
     requests: list[int]  # file descriptors, by rank: the writing end of its FIFO
     ends: list[Tail]  # by rank: its results, a line a cell
     output: LiveOutput
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The process id of each rank."""
+        return {rank: heartbeat.pid for rank, heartbeat in sorted(self.ranks.activity.heartbeats.items())}
+
+    def heartbeats(self) -> dict[int, Heartbeat]:
+        """The latest heartbeats."""
+        return read_heartbeats(self.ranks.mailbox, self.ranks.world_size)
 
     def missing(self) -> list[int]:
         """The ranks that have died."""
@@ -49,21 +54,14 @@ class Living:
     def death(self) -> Failure:
         """The report after a rank died: waits a moment for its exit code, and shows what was still printed."""
         first, began = next(iter(self.missing()), None), time.monotonic()
-        while still_running(self.agent, _LOOK_EVERY_S) and (first is None or self.agent.left.get(first) != 0):
+        while self.ranks.running(_LOOK_EVERY_S) and (first is None or self.ranks.agent.left.get(first) != 0):
             if time.monotonic() - began > (_OTHERS_GONE_S if len(self.missing()) > 1 else _OTHERS_FOLLOW_S):
                 break
         self.output.flush()
-        if self.agent.poll() is not None:
-            return how_it_ended(self.agent, self.mailbox, self.world_size)
-        return failed_first(
-            PostMortem(
-                heartbeats={
-                    rank: heartbeat
-                    for rank, heartbeat in read_heartbeats(self.mailbox, self.world_size).items()
-                    if rank == first
-                }
-            )
-        )
+        if self.ranks.agent.poll() is not None:
+            return self.ranks.how_it_ended()
+        of_first = {rank: heartbeat for rank, heartbeat in self.heartbeats().items() if rank == first}
+        return failed_first(PostMortem(heartbeats=of_first))
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,7 @@ class CellWatch:
     def send(self, source: str) -> None:
         """Write the source, then start the ranks."""
         show_source(source, title(self.number))
-        source_of(self.living.mailbox, self.number).write_text(source, encoding="utf-8")
+        source_of(self.living.ranks.mailbox, self.number).write_text(source, encoding="utf-8")
         for rank in self.ranks:
             os.write(self.living.requests[rank], f"{self.number}\n".encode())
 
@@ -98,7 +96,7 @@ class CellWatch:
         """Return when the cell has ended or failed."""
         deadline = time.monotonic() + time_limit
         while True:
-            running = still_running(self.living.agent, _LOOK_EVERY_S)
+            running = self.living.ranks.running(_LOOK_EVERY_S)
             self._look()
             if not self.unfinished():
                 return self._ended()
@@ -115,11 +113,11 @@ class CellWatch:
         heartbeats, before = self._heartbeats(), dict(self.results)
         if not heartbeats:
             return self._ended()
-        stacks = ask_for_stacks(self.living.mailbox, heartbeats)
+        stacks = ask_for_stacks(self.living.ranks.mailbox, heartbeats)
         for heartbeat in heartbeats.values():
             send(heartbeat.pid, signal.SIGINT)
         deadline = time.monotonic() + _ANSWER_WITHIN_S
-        while self.unfinished() and time.monotonic() < deadline and still_running(self.living.agent, _LOOK_EVERY_S):
+        while self.unfinished() and time.monotonic() < deadline and self.living.ranks.running(_LOOK_EVERY_S):
             self._look()
         self.living.output.flush()
         deaf = self.unfinished()
@@ -133,7 +131,7 @@ class CellWatch:
         for rank in self.unfinished():  # before the output: a rank prints before it reports its end
             for line in self.living.ends[rank].lines():
                 self._read_result(rank, line)
-        self.activity.look(read_heartbeats(self.living.mailbox, self.living.world_size))
+        self.activity.look(self.living.heartbeats())
         before = self.living.output.lines
         self.living.output.look()
         if self.living.output.lines > before:
@@ -149,7 +147,7 @@ class CellWatch:
         return Outcome(raised(self.results))
 
     def _heartbeats(self) -> dict[int, Heartbeat]:
-        heartbeats = {**self.activity.heartbeats, **read_heartbeats(self.living.mailbox, self.living.world_size)}
+        heartbeats = {**self.activity.heartbeats, **self.living.heartbeats()}
         return {rank: heartbeats[rank] for rank in self.unfinished()}
 
     def _stuck(self) -> Failure | None:
@@ -157,14 +155,14 @@ class CellWatch:
         patience = _PATIENCE_S if any(result["error"] for result in self.results.values()) else _LONG_PATIENCE_S
         heartbeats = self._heartbeats()
         if (
-            len(heartbeats) == self.living.world_size
+            len(heartbeats) == self.living.ranks.world_size
             or self.activity.idle < patience
             or time.monotonic() < self._ask_again
         ):
             return None
         self._ask_again = time.monotonic() + patience
-        stacks = ask_for_stacks(self.living.mailbox, heartbeats)
+        stacks = ask_for_stacks(self.living.ranks.mailbox, heartbeats)
         if not all(waits_for_others(stacks.get(rank, "")) for rank in heartbeats):
             return None
         self.living.output.flush()
-        return waiting_for_ever(heartbeats, stacks, self.results, self.living.world_size)
+        return waiting_for_ever(heartbeats, stacks, self.results, self.living.ranks.world_size)

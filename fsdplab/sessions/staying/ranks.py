@@ -18,17 +18,15 @@ import itertools
 import os
 import shutil
 import threading
-import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from fsdplab.common.temporary import temporary_folder
-from fsdplab.sessions.launch.ending import Agent, end
-from fsdplab.sessions.launch.failure_report import Failure, RanksFailed, ask_for_stacks, gather, hung, not_started
-from fsdplab.sessions.launch.launcher import how_it_ended, start_agent, still_running
+from fsdplab.sessions.launch.failure_report import Failure, RanksFailed
+from fsdplab.sessions.launch.launcher import RunningRanks, end_ranks
 from fsdplab.sessions.launch.live_output import LiveOutput, OnOutput, Tail
 from fsdplab.sessions.launch.mailbox import Mailbox, read_heartbeats
 from fsdplab.sessions.spec import SpecError, check_whole
@@ -38,6 +36,7 @@ from fsdplab.sessions.staying.cell_watch import CellWatch, Living, Outcome
 
 CELL_LIMIT_S = 90.0
 _START_LIMIT_S = 90.0
+_LOOK_EVERY_S = 0.01
 _PROGRAM = ("-m", "fsdplab.sessions.staying.cell_loop")
 _numbers = itertools.count(1)  # of all cells of this process, so that titles are unique
 _STOPPED = Failure("died", "The ranks were stopped, and what they held is gone.")
@@ -76,7 +75,7 @@ class StayingRanks:
 
     def __init__(self, living: Living) -> None:
         """Use `StayingRanks.start`."""
-        self.world_size = living.world_size
+        self.world_size = living.ranks.world_size
         self.failure: Failure | None = None
         self._living = living
         self._last_results: dict[int, dict[str, Any]] = {}  # by rank: the result of its last cell
@@ -96,17 +95,16 @@ class StayingRanks:
         mailbox = Mailbox(temporary_folder("ranks"))
         (mailbox.folder / "before.py").write_text(before, encoding="utf-8")
         requests = [_fifo(mailbox, rank) for rank in range(world_size)]
-        agent: Agent | None = None
+        running: list[RunningRanks] = []
         try:
-            agent = start_agent([*_PROGRAM, str(mailbox.folder)], mailbox, world_size, start)
-            pids = _wait_until_idle(agent, mailbox, world_size, time_limit)
+            running.append(RunningRanks.start([*_PROGRAM, str(mailbox.folder)], mailbox, world_size, time_limit, start))
+            if not running[0].watch(_Idle(running[0])):
+                raise RanksFailed(running[0].how_it_ended())
         except BaseException:
-            _clear(agent, mailbox, world_size, requests)
+            _clear(mailbox, running, requests)
             raise
         ends = [Tail(mailbox.of(rank, "cells")) for rank in range(world_size)]
-        return cls(
-            Living(agent, mailbox, world_size, pids, requests, ends, LiveOutput(mailbox, world_size, print_labelled))
-        )
+        return cls(Living(running[0], requests, ends, LiveOutput(mailbox, world_size, print_labelled)))
 
     def run(
         self,
@@ -135,13 +133,13 @@ class StayingRanks:
     @property
     def alive(self) -> bool:
         """Whether all ranks are there and can run a cell."""
-        if self.failure is None and (self._living.missing() or self._living.agent.poll() is not None):
+        if self.failure is None and (self._living.missing() or self._living.ranks.agent.poll() is not None):
             self._end(self._living.death())
         return self.failure is None
 
     def status(self) -> list[RankStatus]:
         """The state of each rank."""
-        alive, heartbeats = self.alive, read_heartbeats(self._living.mailbox, self.world_size)
+        alive, heartbeats = self.alive, read_heartbeats(self._living.ranks.mailbox, self.world_size)
         found = []
         for rank, pid in self._living.pids.items():
             last, heartbeat = self._last_results.get(rank, {}), heartbeats.get(rank)
@@ -205,30 +203,30 @@ def _fifo(mailbox: Mailbox, rank: int) -> int:
     return os.open(path, os.O_RDWR | os.O_CLOEXEC)  # for writing alone, open would wait for the rank
 
 
-def _wait_until_idle(agent: Agent, mailbox: Mailbox, world_size: int, time_limit: float) -> dict[int, int]:
-    """The process ids of the ranks, when all wait for their first cell."""
-    deadline = time.monotonic() + time_limit
-    while still_running(agent, 0.01):
-        heartbeats = read_heartbeats(mailbox, world_size)
-        if len(heartbeats) == world_size and all(heartbeat.phase == IDLE for heartbeat in heartbeats.values()):
-            return {rank: heartbeat.pid for rank, heartbeat in heartbeats.items()}
-        if time.monotonic() > deadline:
-            post_mortem = gather(mailbox, world_size)
-            if len(heartbeats) < world_size:
-                raise RanksFailed(not_started(post_mortem, time_limit, world_size))
-            raise RanksFailed(hung(replace(post_mortem, stacks=ask_for_stacks(mailbox, heartbeats)), time_limit))
-    raise RanksFailed(how_it_ended(agent, mailbox, world_size))
+@dataclass(frozen=True)
+class _Idle:
+    """Whether all ranks wait for their first cell, by their heartbeats."""
+
+    ranks: RunningRanks
+
+    @property
+    def all_wait(self) -> bool:
+        heartbeats = self.ranks.activity.heartbeats
+        return len(heartbeats) == self.ranks.world_size and all(each.phase == IDLE for each in heartbeats.values())
+
+    def look(self, within_s: float) -> None:
+        """A moment later the ranks are looked at again; their start takes a tenth of a second."""
+        self.ranks.running(min(within_s, _LOOK_EVERY_S))
 
 
 def _end(owner: int, living: Living) -> None:
     if os.getpid() == owner:  # not in a process that was forked from it
-        _clear(living.agent, living.mailbox, living.world_size, living.requests)
+        _clear(living.ranks.mailbox, [living.ranks], living.requests)
 
 
-def _clear(agent: Agent | None, mailbox: Mailbox, world_size: int, requests: Sequence[int]) -> None:
-    """End the ranks and delete their files."""
-    if agent is not None:
-        end(agent, [heartbeat.pid for heartbeat in read_heartbeats(mailbox, world_size).values()])
+def _clear(mailbox: Mailbox, running: Sequence[RunningRanks], requests: Sequence[int]) -> None:
+    """End the ranks, if they were started, and delete their files."""
+    end_ranks(running)
     for descriptor in requests:
         os.close(descriptor)
     shutil.rmtree(mailbox.folder, ignore_errors=True)
