@@ -489,8 +489,10 @@ def caller_of(code: str, folder: Path) -> subprocess.Popen[bytes]:
     begun = f"{folder}/starter"
     beginning = f"""
 import os
+from pathlib import Path
 from fsdplab.sessions import RunSpec, run
 from fsdplab.sessions.launch import warm
+from fsdplab.sessions.launch.mailbox import Mailbox
 from fsdplab.sessions.launch.launcher import begin_starter
 begin_starter()
 open({begun + ".new"!r}, "w").write(str(warm.starter_pid()))
@@ -511,7 +513,8 @@ def ended_with_its_starter(caller: subprocess.Popen[bytes], how: signal.Signals,
 
 @SIGNALS
 def test_a_caller_that_ends_while_its_starter_imports_takes_it_along(how: signal.Signals, tmp_path: Path) -> None:
-    caller = caller_of("warm.start_process(['none'], '/none', '/none', os.environ)", tmp_path)
+    wait = f"warm.start(['none'], Mailbox(Path({str(tmp_path)!r})), 1, os.environ, lambda: None)"
+    caller = caller_of(wait, tmp_path)
     assert until((tmp_path / "starter").exists, 60.0)
     assert ended_with_its_starter(caller, how, tmp_path)
 
