@@ -8,7 +8,7 @@ from string import Formatter
 
 import pytest
 
-from fsdplab.cli.errors import as_flag
+from fsdplab.cli.options import in_flags
 from fsdplab.sessions import RunSpec, SpecError
 from fsdplab.sessions.compare_runs import SAME
 from fsdplab.sessions.spec import EngineChoice, Measuring, Network, Placement, Sharding, WorkloadPart
@@ -116,12 +116,30 @@ def test_runs_are_compared_on_one_workload() -> None:
     assert SAME == ("model", "text", "seed", "batch_size", "sequence_length", "micro_batches", "world_size")
 
 
-def test_the_command_line_names_the_flag_of_the_field_to_blame() -> None:
-    for wrong, said in (
-        ({"world_size": 0}, "--world-size is 0; expected"),
-        ({"engine": "torch-fsdp2", "prefetch": 2}, "--prefetch is 2, but engine torch-fsdp2"),
-        ({"engine": "torch-ddp"}, "engine torch-ddp cannot do full_shard"),
-    ):
-        with pytest.raises(SpecError) as raised:
-            RunSpec(**wrong)
-        assert as_flag(str(raised.value), raised.value.field).startswith(said)
+@pytest.mark.parametrize(
+    "wrong,said",
+    [
+        ({"world_size": 0}, "--world-size is 0; expected a whole number of at least 1"),
+        (
+            {"engine": "torch-fsdp2", "prefetch": 2},
+            "--prefetch is 2, but engine torch-fsdp2 has its own rule; leave --prefetch 1, or give --engine lab",
+        ),
+        (
+            {"engine": "torch-fsdp1", "units": "linear"},
+            "--units is linear, but engine torch-fsdp1 has its own; leave --units auto, or give --engine lab or"
+            " torch-fsdp2",
+        ),
+        (
+            {"engine": "torch-ddp"},
+            "engine torch-ddp cannot do full_shard; expected no_shard; give --strategy no_shard, or --engine lab",
+        ),
+        (
+            {"emulate": "8xH100"},
+            "--emulate 8xH100, --as None; give both, such as --emulate 8xH100, --as llama-3.1-8b, or none of them",
+        ),
+    ],
+)
+def test_the_command_line_names_flags_where_python_names_fields(wrong: dict, said: str) -> None:
+    with pytest.raises(SpecError) as raised:
+        RunSpec(**wrong)
+    assert in_flags(raised.value) == said

@@ -16,10 +16,10 @@ import typer
 from typer.core import TyperGroup
 
 from fsdplab import __version__
-from fsdplab.cli.errors import USAGE_ERROR, as_flag, failed, interrupted, one_line, refuse, refuse_for
+from fsdplab.cli.errors import USAGE_ERROR, failed, interrupted, one_line, refuse, refuse_for
 from fsdplab.cli.exports import Exports
 from fsdplab.cli.old_names import as_today
-from fsdplab.cli.options import OF_A_RUN, SETTINGS, examples, exports_of, outputs_of, settings_of
+from fsdplab.cli.options import OF_A_RUN, SETTINGS, examples, exports_of, in_flags, outputs_of, settings_of
 from fsdplab.cli.outputs import Outputs
 from fsdplab.cli.parse import card_of, check_strategies, link_of, names, one_strategy, whole_numbers
 from fsdplab.cli.plan.commands import app as plan
@@ -299,7 +299,7 @@ def main(arguments: list[str] | None = None) -> None:
         except USAGE_ERROR as error:
             refuse(one_line(error))
         except SpecError as error:
-            refuse(as_flag(str(error), error.field))
+            refuse(in_flags(error))
         except UserError as error:
             refuse(str(error))
         except RunError as error:

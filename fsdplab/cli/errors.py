@@ -54,9 +54,3 @@ def one_line(error: Any) -> str:
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "fsdplab"
     return f"{error.format_message().rstrip('.')}; see `{path} --help`"
-
-
-def as_flag(told: str, field: str) -> str:
-    """`world_size is 0; ...` as `--world-size is 0; ...`, which is what was given."""
-    start = f"{field} is "
-    return f"--{start.replace('_', '-')}{told.removeprefix(start)}" if told.startswith(start) else told

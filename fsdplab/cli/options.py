@@ -6,6 +6,7 @@ A command takes some with `@settings_of("world_size", "model", profile=2)`, and 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import wraps
@@ -97,6 +98,18 @@ OF_A_RUN = (
     "prefetch", "units", "shard_size", "profile", "link", "link_across", "link_queues", "emulate", "as_model", "text",
     "seed", "device", "start", "time_limit",
 )  # fmt: skip
+
+
+def in_flags(error: SpecError) -> str:
+    """The error of a run in the flags that were given: `--world-size is 0`, and `give --engine lab` for
+    `give engine='lab'`.
+    """
+    flags = {name: flag.names[0] if flag.names else f"--{name.replace('_', '-')}" for name, flag in RUN.items()}
+    told, field = str(error), error.field
+    if told.startswith(f"{field} is "):
+        told = told.replace(field, flags.get(field, f"--{field.replace('_', '-')}"), 1)
+    told = re.sub(rf"\b({'|'.join(flags)})=", lambda found: f"{flags[found[1]]} ", told)
+    return re.sub(r"(--[\w-]+ |\bor )'([^']*)'", r"\1\2", told)
 
 
 def examples(*lines: str) -> str:

@@ -175,7 +175,7 @@ def _left_early(post_mortem: PostMortem) -> Failure | None:
     heartbeat = quitters[0]
     how = "with exit code 0 before its work was done (sys.exit or os._exit)"
     message = f"Rank {heartbeat.rank} left{_where(heartbeat.step, heartbeat.phase)} {how}.{_after(asdict(heartbeat))}"
-    return Failure("died", message, heartbeat.rank, heartbeat.step, heartbeat.phase, heartbeat.collective)
+    return _at(heartbeat, "died", message, heartbeat.rank)
 
 
 def _raised(rank: int, post_mortem: PostMortem) -> Failure:
@@ -207,7 +207,7 @@ def _died(rank: int, post_mortem: PostMortem) -> Failure:
         f"Rank {rank} died{_where(heartbeat.step, heartbeat.phase)}: it ended with"
         f" {_exit(code)}.{hint}{_after(asdict(heartbeat))}{_ENDED}"
     )
-    return Failure("died", message, rank, heartbeat.step, heartbeat.phase, heartbeat.collective)
+    return _at(heartbeat, "died", message, rank)
 
 
 def lost_agent(how: str, post_mortem: PostMortem) -> Failure:
@@ -215,14 +215,7 @@ def lost_agent(how: str, post_mortem: PostMortem) -> Failure:
     heartbeat = min(post_mortem.heartbeats.values(), key=_progress, default=None)
     if heartbeat is None:
         return Failure("died", how)
-    return Failure(
-        "died",
-        f"{how} The run was{_where(heartbeat.step, heartbeat.phase) or ' starting'}.",
-        None,
-        heartbeat.step,
-        heartbeat.phase,
-        heartbeat.collective,
-    )
+    return _at(heartbeat, "died", f"{how} The run was{_where(heartbeat.step, heartbeat.phase) or ' starting'}.", None)
 
 
 def not_started(post_mortem: PostMortem, time_limit: float, world_size: int) -> Failure:
@@ -245,8 +238,12 @@ def hung(post_mortem: PostMortem, idle_s: float) -> Failure:
         f"{subject}{_where(heartbeat.step, heartbeat.phase)}: no progress for {idle_s:.0f}"
         f" s{waited}.{_after(asdict(heartbeat))}{_ENDED}"
     )
-    stood = _stood(post_mortem, ranks)
-    return Failure("hung", message, rank, heartbeat.step, heartbeat.phase, heartbeat.collective, stood)
+    return _at(heartbeat, "hung", message, rank, _stood(post_mortem, ranks))
+
+
+def _at(heartbeat: Heartbeat, kind: str, message: str, rank: int | None, traceback: str | None = None) -> Failure:
+    """A report with the position of a heartbeat."""
+    return Failure(kind, message, rank, heartbeat.step, heartbeat.phase, heartbeat.collective, traceback)
 
 
 def _stood(post_mortem: PostMortem, ranks: Sequence[int]) -> str:
@@ -273,7 +270,7 @@ def too_slow(post_mortem: PostMortem, time_limit: float) -> Failure:
         " give a longer time limit or fewer steps."
     )
     stood = None if rank is None else _stood(post_mortem, [rank])
-    return Failure("timeout", message, heartbeat.rank, heartbeat.step, heartbeat.phase, heartbeat.collective, stood)
+    return _at(heartbeat, "timeout", message, heartbeat.rank, stood)
 
 
 # Between two looks a rank that waits uses next to nothing, one that computes what others leave it of a core.
