@@ -34,22 +34,9 @@ from fsdplab.sessions.launch.mailbox import Mailbox
 _PACKAGE = Path(__file__).resolve().parents[2]
 # Variables that a process reads once, at its start or when it loads a library. Ranks get all others from the caller.
 _READ_AT_START = (
-    "LD_",
-    "PYTHON",
-    "TORCH_",
-    "TORCHDYNAMO_",
-    "PYTORCH_",
-    "KINETO_",
-    "MALLOC_",
-    "MKL_",
-    "KMP_",
-    "GOMP_",
-    "OPENBLAS_",
-    "ATEN_",
-    "DNNL_",
-    "ONEDNN_",
-    "GLIBC_",
-)
+    "LD_", "PYTHON", "TORCH_", "TORCHDYNAMO_", "PYTORCH_", "KINETO_", "MALLOC_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_",
+    "ATEN_", "DNNL_", "ONEDNN_", "GLIBC_",
+)  # fmt: skip
 _READY_WITHIN_S = 120.0
 _GONE_WITHIN_S = 3.0
 _LOOK_EVERY_S = 0.05

@@ -17,21 +17,7 @@ from fsdplab.planning.windtunnel import TARGET_TOKENS, Target, WindTunnelError, 
 from fsdplab.workloads.errors import ModelError, TextError
 from fsdplab.workloads.shapes import preset
 
-from . import gpus
-from .choices import (
-    CHECKPOINTS,
-    COMPILES,
-    DEVICES,
-    ENGINES,
-    ENGINES_IN_WORDS,
-    OFFLOADABLE,
-    OFFLOADS,
-    OPTIMIZERS,
-    PRECISIONS,
-    STARTS,
-    TRANSPORTS,
-    UNITS,
-)
+from . import choices, gpus
 from .rules import Checked, Readable, Rule, Rules
 
 # Step whose memory is measured: the first has made the optimizer's state and recorded the order of the units, so the
@@ -85,11 +71,13 @@ class Sharding(Checked):
     strategy: str = option("full_shard", f"{STRATEGIES_IN_WORDS}.", one_of=STRATEGIES)
     shard_size: int | None = option(None, "Ranks of one shard group of hybrid_shard.", least=1)
     units: str = option(
-        "auto", "FSDP units: auto (each block), linear (each linear layer) or model (the whole model).", one_of=UNITS
+        "auto",
+        "FSDP units: auto (each block), linear (each linear layer) or model (the whole model).",
+        one_of=choices.UNITS,
     )
     prefetch: int = option(1, "Units that the lab's engine gathers ahead; 0: none.", least=0, most=_MANY)
     offload: str = option(
-        "none", "Where the lab keeps shards and optimizer state: none (the device) or cpu.", one_of=OFFLOADS
+        "none", "Where the lab keeps shards and optimizer state: none (the device) or cpu.", one_of=choices.OFFLOADS
     )
 
     @property
@@ -104,9 +92,9 @@ class Sharding(Checked):
             f"leave it out, or give strategy={IN_GROUPS[0]!r}",
         ),
         Rule(
-            ("offload", "strategy"), lambda s: s.offload == "none" or s.strategy in OFFLOADABLE,
+            ("offload", "strategy"), lambda s: s.offload == "none" or s.strategy in choices.OFFLOADABLE,
             "offload moves shards, but {s.strategy} keeps parameters whole",
-            f"give strategy={' or '.join(map(repr, OFFLOADABLE))}",
+            f"give strategy={' or '.join(map(repr, choices.OFFLOADABLE))}",
         ),
     )  # fmt: skip
 
@@ -118,17 +106,17 @@ class EngineChoice(Checked):
     `compile="blocks"` makes one graph of each block's forward.
     """
 
-    engine: str = option("lab", f"{ENGINES_IN_WORDS}.", one_of=tuple(ENGINES))
-    precision: str = option("fp32", "fp32, or bf16 (compute in bf16, float32 masters).", one_of=PRECISIONS)
-    optimizer: str = option("adamw", "adamw (fused) or adamw-foreach.", one_of=OPTIMIZERS)
+    engine: str = option("lab", f"{choices.ENGINES_IN_WORDS}.", one_of=tuple(choices.ENGINES))
+    precision: str = option("fp32", "fp32, or bf16 (compute in bf16, float32 masters).", one_of=choices.PRECISIONS)
+    optimizer: str = option("adamw", "adamw (fused) or adamw-foreach.", one_of=choices.OPTIMIZERS)
     learning_rate: float = option(3e-4, "AdamW's learning rate.", above=0)
     checkpoint: str = option(
-        "none", "Activations that the lab recomputes: none, selective or full.", one_of=CHECKPOINTS
+        "none", "Activations that the lab recomputes: none, selective or full.", one_of=choices.CHECKPOINTS
     )
     compile: str = option(
-        "none", "none, or blocks (torch.compile makes one graph of each block's forward).", one_of=COMPILES
+        "none", "none, or blocks (torch.compile makes one graph of each block's forward).", one_of=choices.COMPILES
     )
-    transport: str = option("auto", "How bytes move: auto, shm, gloo or nccl.", one_of=TRANSPORTS)
+    transport: str = option("auto", "How bytes move: auto, shm, gloo or nccl.", one_of=choices.TRANSPORTS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -230,11 +218,11 @@ class Placement(Checked):
     """
 
     world_size: int = option(2, "Ranks: real processes on this machine.", least=1, most=100_000)
-    device: str = option("auto", "auto, cpu or cuda.", one_of=DEVICES)
+    device: str = option("auto", "auto, cpu or cuda.", one_of=choices.DEVICES)
     time_limit: float = option(120.0, "Seconds after which one run is ended with a report.", above=0)
     start: str = option(
         "auto", "How ranks are started: warm (forked), torchrun (new Pythons), or auto (warm if possible).",
-        one_of=STARTS,
+        one_of=choices.STARTS,
     )  # fmt: skip
 
     @property

@@ -190,26 +190,20 @@ def _gather(group: dist.ProcessGroup, nbytes: int) -> Callable[[], float]:
     return once
 
 
-def _reduce(group: dist.ProcessGroup, nbytes: int) -> Callable[[], float]:
-    transport, layout = transport_of(group, _CPU), _layout(nbytes, group.size())
+def _reduce(group: dist.ProcessGroup, nbytes: int, all_reduces: bool = False) -> Callable[[], float]:
+    transport, layout = transport_of(group, _CPU), _layout(nbytes, 1 if all_reduces else group.size())
+    send = transport.all_reduce_packed if all_reduces else transport.reduce_scatter
     gradient = torch.zeros(layout.slots[0].shape)
 
     def once() -> float:
         output = torch.empty(layout.shard_bytes // 4)
-        return _timed(lambda: transport.reduce_scatter(layout, [gradient], output, _LABEL, Average(2.0)).wait())
+        return _timed(lambda: send(layout, [gradient], output, _LABEL, Average(2.0)).wait())
 
     return once
 
 
 def _all_reduce(group: dist.ProcessGroup, nbytes: int) -> Callable[[], float]:
-    transport, layout = transport_of(group, _CPU), _layout(nbytes, 1)
-    gradient = torch.zeros(layout.slots[0].shape)
-
-    def once() -> float:
-        output = torch.empty(layout.shard_bytes // 4)
-        return _timed(lambda: transport.all_reduce_packed(layout, [gradient], output, _LABEL, Average(2.0)).wait())
-
-    return once
+    return _reduce(group, nbytes, all_reduces=True)
 
 
 # ---- the engine and the optimizer
