@@ -14,7 +14,7 @@ import pytest
 
 from fsdplab import cli
 from fsdplab.common.names import CATEGORIES, STRATEGIES
-from fsdplab.planning import HardwareError, PlanError, efficiency, plan, plan_traffic, planner
+from fsdplab.planning import HardwareError, PlanError, efficiency, memory, plan, plan_traffic, planner
 from fsdplab.planning import fit as fit_module
 from fsdplab.planning import step_time as step_time_module
 from fsdplab.planning.activations import block_tensors, computed_per_token, kept_per_token
@@ -506,6 +506,18 @@ def test_fit_is_the_cheapest_that_fits_and_the_fewest_gpus(capsys):
     assert found.fewest.fits and found.fewest.spec.gpus == 2
     code, out, _ = ended(["plan", "fit", "--model", "llama-3.1-8b", "--world-size", "16"], capsys)
     assert code == 0 and "cheapest" in out and "fewest GPUs: 2" in out and "hybrid_shard" in out
+
+
+def test_a_search_walks_through_few_steps(monkeypatch):
+    """What cannot hold its states needs no step to know: of 50 steps of a 405B model half are left. Over 65,536 ranks
+    its matrices were padded to four times their size, so that no number of GPUs was found.
+    """
+    walked = []
+    walk = memory.memory_of_program
+    monkeypatch.setattr(memory, "memory_of_program", lambda *given: walked.append(1) or walk(*given))
+    found = fit(plan_spec("llama-3.1-405b", "h100", gpus=512))
+    assert found.best is not None and found.fewest is not None and found.fewest.spec.gpus <= 512
+    assert len(walked) < 30
 
 
 def test_a_sweep_is_a_table_and_a_figure(capsys, tmp_path):

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 
 from fsdplab.common.words import did_you_mean
 
+from .memory import fits_card
 from .plan_spec import CHECKPOINTINGS, PlanError, PlanSpec, flag_of, under_each_strategy
-from .planner import Plan, least_gpus, plan_memory_fits, plan_of
+from .planner import Plan, least_gpus, plan_of
 
 _MOST_SEQUENCES = 2**12
 SWEPT = ("gpus", "seq", "micro_batch", "grad_accum", "tensor_parallel", "prefetch", "lora_rank")
@@ -56,7 +57,7 @@ def _variants(spec: PlanSpec) -> list[PlanSpec]:
 
 def largest_micro_batch(spec: PlanSpec) -> PlanSpec | None:
     """`spec` with the largest micro-batch that fits; None where not even one sequence does."""
-    most = largest_that_fits(lambda count: plan_memory_fits(replace(spec, micro_batch=count)), _MOST_SEQUENCES)
+    most = largest_that_fits(lambda count: fits_card(replace(spec, micro_batch=count)), _MOST_SEQUENCES)
     return replace(spec, micro_batch=most) if most else None
 
 

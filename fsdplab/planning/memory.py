@@ -160,14 +160,7 @@ class _Step:
         if spec.checkpointing != "none" and 0 < recomputed < layers:
             self.names[recomputed - 1] = "the last recomputed block"
         self.names[layers - 1] = "the last block"
-        self.now, self.place = self._resting(), -1
-
-    def _resting(self) -> dict[str, float]:
-        found = dict.fromkeys(CATEGORIES, 0.0) | {"other": float(FRAMEWORK_BYTES)}
-        if not self.spec.offload:
-            found["parameter_slices"] = self.all.parameter_slices
-            found["optimizer_state"] = 0.0 if self.variant.optimizer_on_cpu else self.all.optimizer_state
-        return found
+        self.now, self.place = _resting(spec, self.all, variant), -1
 
     def _buffers(self, unit: UnitBytes) -> dict[str, tuple[str, int]]:
         """Category and bytes of each buffer that a unit takes."""
@@ -258,6 +251,21 @@ class _Step:
         first, last = self.units[unit][0], self.units[unit][-1]
         named = last if last.block == self.spec.model.layers - 1 else first
         return self._of_block("reduction", named.block, first.before == 0.0)
+
+
+def fits_card(spec: PlanSpec, variant: Variant = AS_PLANNED) -> bool:
+    """Whether the peak is within the card; what rests is less than that, and takes no step to know."""
+    card = spec.gpu.memory_bytes
+    resting = sum(_resting(spec, all_units(spec), variant).values())
+    return resting <= card and memory_of(spec, variant=variant).peak.total <= card
+
+
+def _resting(spec: PlanSpec, units: UnitBytes, variant: Variant) -> dict[str, float]:
+    found = dict.fromkeys(CATEGORIES, 0.0) | {"other": float(FRAMEWORK_BYTES)}
+    if not spec.offload:
+        found["parameter_slices"] = units.parameter_slices
+        found["optimizer_state"] = 0.0 if variant.optimizer_on_cpu else units.optimizer_state
+    return found
 
 
 def host_bytes(spec: PlanSpec) -> float:

@@ -18,7 +18,7 @@ from fsdplab.workloads.shapes import ModelShape
 
 from .efficiency import Efficiency, efficiency_of
 from .hardware import find_gpu
-from .memory import Memory, host_bytes, host_crossing, memory_of
+from .memory import Memory, fits_card, host_bytes, host_crossing, memory_of
 from .plan_spec import PlanError, PlanSpec
 from .plan_traffic import AxisTraffic, bytes_by_axis, plan_traffic
 from .step_time import StepTime, has_known_flops, model_flops, peak_flops, step_time
@@ -155,7 +155,7 @@ def _ways(spec: PlanSpec) -> Iterator[str]:
         if _SIMPLER.get(kind) in found and not (kind == "offload" and spec.row.can_offload):
             continue
         for words, changed in changes:
-            if changed is not None and changed != spec and plan_memory_fits(changed):
+            if changed is not None and changed != spec and fits_card(changed):
                 host = host_bytes(changed) if kind == "offload" else 0
                 found.add(kind)
                 yield words.format(f"of {size(host)} a rank")
@@ -216,19 +216,17 @@ def _changes_of_states(spec: PlanSpec) -> dict[str, list[tuple[str, PlanSpec | N
     return found
 
 
-def plan_memory_fits(spec: PlanSpec) -> bool:
-    """Whether the peak of a spec is within its card."""
-    return memory_of(spec).peak.total <= spec.gpu.memory_bytes
-
-
 def least_gpus(spec: PlanSpec) -> int | None:
-    """The fewest GPUs on which the same choices fit: whole nodes beyond the first; None where no number does. Memory
-    falls with GPUs, so it is found by halving.
+    """The fewest GPUs on which the same choices fit: whole nodes beyond the first; None where no number does.
+
+    Memory falls with GPUs, so it is found by halving: up to a rank a row of the model's matrices, beyond which padding
+    grows.
     """
-    step = spec.tensor_parallel * spec.context_parallel * (spec.shard_size or 1)
-    counts, per_node = [*range(step, min(spec.gpus_per_node, _MOST_GPUS) + 1, step)], math.lcm(spec.gpus_per_node, step)
+    step, per_node = spec.tensor_parallel * spec.context_parallel * (spec.shard_size or 1), spec.gpus_per_node
+    counts, whole = [*range(step, min(per_node, _MOST_GPUS) + 1, step)], math.lcm(per_node, step)
     if spec.gpu.nic_bytes_per_s:
-        counts += range(max(per_node, 2 * spec.gpus_per_node), _MOST_GPUS + 1, per_node)
+        most = min(_MOST_GPUS, max(2 * per_node, spec.model.width * spec.tensor_parallel))
+        counts += range(max(whole, 2 * per_node), most + 1, whole)
     if not counts or not _fits_on(counts[-1], spec):
         return None
     return counts[bisect_left(counts, True, key=lambda gpus: _fits_on(gpus, spec))]
@@ -236,6 +234,6 @@ def least_gpus(spec: PlanSpec) -> int | None:
 
 def _fits_on(gpus: int, spec: PlanSpec) -> bool:
     try:
-        return plan_memory_fits(replace(spec, gpus=gpus))
+        return fits_card(replace(spec, gpus=gpus))
     except PlanError:
         return False

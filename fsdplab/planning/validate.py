@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .memory import FRAMEWORK_BYTES, memory_of
+from .memory import FRAMEWORK_BYTES, fits_card, memory_of
 from .published import Case, read_published
 from .step_time import step_time
 
@@ -112,7 +112,7 @@ def validate(path: Path) -> Validation:
     efficiencies = _fitted(timed, parts)
     rows = [row for case in cases for row in _memory_rows(case)]
     rows += [_time_row(case, parts[case.id], efficiencies.get(case.spec.gpu.name)) for case in timed]
-    large = [case.id for case in timed if memory_of(case.spec).peak.total > case.spec.gpu.memory_bytes]
+    large = [case.id for case in timed if not fits_card(case.spec)]
     return Validation(tuple(rows), efficiencies, (*left_out, *unpredicted), len(timed), tuple(large))
 
 

@@ -9,9 +9,9 @@ from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds
 from fsdplab.planning.fit import largest_micro_batch, largest_that_fits
 from fsdplab.planning.links import HOST_LINK
-from fsdplab.planning.memory import Variant, memory_of
+from fsdplab.planning.memory import Variant, fits_card, memory_of
 from fsdplab.planning.plan_spec import PlanError, PlanSpec
-from fsdplab.planning.planner import least_gpus, plan_memory_fits, plan_of, shortfall
+from fsdplab.planning.planner import least_gpus, plan_of, shortfall
 
 from .answer import Cells, Question
 from .cells import ACTIVATIONS, EXPOSED, FITS, PEAK, SPEED, STEP, Case
@@ -42,7 +42,7 @@ def _most(spec: PlanSpec, rows: Sequence[Cells]) -> str:
     return (
         f"A rank holds {total['at the peak']} at its peak ({memory_of(spec).peak.name}), {total['of the card']} of the"
         f" card, most of it {most['memory of a rank']} ({most['at the peak']}):"
-        f" {'it fits' if plan_memory_fits(spec) else 'it does not fit'}"
+        f" {'it fits' if fits_card(spec) else 'it does not fit'}"
     )
 
 
@@ -90,7 +90,7 @@ def _sequences(spec: PlanSpec) -> list[Case]:
     """Sequences up to the longest that fits, or to the model's context."""
     step = _SEQUENCE_STEP * spec.context_parallel
     most = largest_that_fits(
-        lambda count: plan_memory_fits(replace(spec, seq=count * step)), max(1, spec.model.context // step)
+        lambda count: fits_card(replace(spec, seq=count * step)), max(1, spec.model.context // step)
     )
     tried = {spec.seq, *(step * count for count in _doubled(1, most)[-6:]), (most + 1) * step}
     return [Case(tokens, replace(spec, seq=tokens)) for tokens in sorted(tried) if tokens <= spec.model.context]

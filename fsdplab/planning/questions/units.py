@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fsdplab.planning.fit import largest_that_fits
-from fsdplab.planning.memory import Variant, memory_of
+from fsdplab.planning.memory import Variant, fits_card, memory_of
 from fsdplab.planning.plan_spec import CHECKPOINTINGS, POLICIES, PlanError, PlanSpec
 from fsdplab.planning.plan_traffic import plan_traffic
 from fsdplab.planning.program import StepWork, Transfer
@@ -159,12 +159,9 @@ def _recomputing(spec: PlanSpec) -> tuple[PlanSpec, str]:
 
 def _first_blocks(spec: PlanSpec) -> list[Case]:
     """The first k blocks recomputed and the others not, around the fewest that fit."""
-    layers, card = spec.model.layers, spec.gpu.memory_bytes
-
-    def fits_without(count: int) -> bool:
-        return memory_of(spec, variant=Variant(recomputed_blocks=layers - count)).peak.total <= card
-
-    least = layers - largest_that_fits(fits_without, layers)
+    layers = spec.model.layers
+    kept = largest_that_fits(lambda count: fits_card(spec, Variant(recomputed_blocks=layers - count)), layers)
+    least = layers - kept
     counts = {0, layers // 4, layers // 2, 3 * layers // 4, layers, least, max(0, least - 1)}
     keeping, again = work_of(replace(spec, checkpointing="none")), work_of(spec).blocks
     mixed = {count: replace(keeping, blocks=(*again[:count], *keeping.blocks[count:])) for count in sorted(counts)}
