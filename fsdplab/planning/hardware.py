@@ -58,23 +58,20 @@ class Gpu:
         return LinkSpec("network", joined if members == 1 else min(joined, inside.bytes_per_s), latency)
 
 
-def _gpu(
-    name: str,
-    memory_gib: float,
-    tflops: float | None,
-    hbm_tb: float,
-    link: LinkSpec,
-    nic_gbit: float | None,
-    source: str,
-    die: str = "",
-    product_tflops: float | None = None,
-) -> Gpu:
-    flops, nic, products = tflops and tflops * 1e12, nic_gbit and nic_gbit * 1e9 / 8, product_tflops
-    return Gpu(name, int(memory_gib * _GIB), flops, hbm_tb * 1e12, link, nic, source, die, products and products * 1e12)
-
-
 # seven links of 64 GB/s: one peer alone sees one; latency assumed NVLink's
-_XGMI = LinkSpec("xgmi", 448e9, PRESETS["nvlink4"].latency_s)
+_LINKS = PRESETS | {"xgmi": LinkSpec("xgmi", 448e9, PRESETS["nvlink4"].latency_s)}
+
+
+def _gpu(
+    name: str, memory_gib: float, tflops: float | None, hbm_tb: float, link: str, nic_gbit: float | None, source: str,
+    die: str = "", product_tflops: float | None = None,
+) -> Gpu:  # fmt: skip
+    """A row of the table, in the units of data sheets."""
+    flops, nic, products = tflops and tflops * 1e12, nic_gbit and nic_gbit * 1e9 / 8, product_tflops
+    rates = flops, hbm_tb * 1e12, _LINKS[link], nic
+    return Gpu(name, int(memory_gib * _GIB), *rates, source, die, products and products * 1e12)
+
+
 _QUOTED = "stas00/ml-engineering, compute/accelerator and network, quoting the vendor's page"
 # Rates of products alone: the same source's measurements of its own (mamf-finder).
 
@@ -82,80 +79,27 @@ _QUOTED = "stas00/ml-engineering, compute/accelerator and network, quoting the v
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
-        _gpu(
-            "H100 SXM 80GB",
-            80,
-            989,
-            3.35,
-            PRESETS["nvlink4"],
-            400,
-            "nvidia.com/data-center/h100 (prints 1979 with sparsity); DGX H100 user guide",
-            "GH100",
-            794.5,
-        ),
-        _gpu(
-            "H100 SXM 96GB",
-            95.04,
-            None,
-            2.4,
-            PRESETS["nvlink4"],
-            400,
-            "torchtitan's benchmarks; no public data sheet",
-            "GH100",
-        ),
-        _gpu(
-            "H200 SXM 141GB", 139, 989, 4.8, PRESETS["nvlink4"], 400, f"nvidia.com/data-center/h200; {_QUOTED}", "GH100"
-        ),
-        _gpu(
-            "A100 SXM 40GB",
-            40,
-            312,
-            1.555,
-            PRESETS["nvlink3"],
-            50,
-            "NVIDIA A100 whitepaper; network of an AWS p4d: 4 x 100 Gb/s for 8 GPUs",
-            "GA100",
-        ),
-        _gpu(
-            "A100 SXM 80GB",
-            80,
-            312,
-            2.0,
-            PRESETS["nvlink3"],
-            200,
-            "nvidia.com/data-center/a100; network of HDR class, varies from 50 to 200 Gb/s",
-            "GA100",
-            271.2,
-        ),
-        _gpu(
-            "B200 SXM", 180, 2250, 8.0, PRESETS["nvlink5"], 400, f"NVIDIA DGX B200 data sheet; {_QUOTED}", "GB100", 1745
-        ),
-        _gpu(
-            "RTX 4090",
-            24,
-            165.2,
-            1.008,
-            PRESETS["pcie4"],
-            None,
-            "NVIDIA Ada whitepaper v2.1, appendix A (BF16 with FP32 accumulate)",
-        ),
-        _gpu(
-            "RTX 3090",
-            24,
-            71,
-            0.936,
-            PRESETS["pcie4"],
-            None,
-            "NVIDIA GA102 whitepaper v2, half of the FP16 rate; NVLink joins two only",
-        ),
-        _gpu("L40S", 48, 362, 0.864, PRESETS["pcie4"], None, "nvidia.com/data-center/l40s (362 dense)"),
-        _gpu(
-            "A10G", 24, None, 0.6, PRESETS["pcie4"], None, "AWS G5; sources for bf16 disagree (62.5 to 125): measure it"
-        ),
-        _gpu("T4", 16, None, 0.32, PRESETS["pcie3"], None, "NVIDIA T4 data sheet: no bf16, 65 TFLOP/s in fp16"),
-        _gpu("MI300X", 191.98, 1307.4, 5.3, _XGMI, 400, f"amd.com/instinct/mi300x; {_QUOTED}", "", 668.4),
+        _gpu("H100 SXM 80GB", 80, 989, 3.35, "nvlink4", 400,
+             "nvidia.com/data-center/h100 (prints 1979 with sparsity); DGX H100 user guide", "GH100", 794.5),
+        _gpu("H100 SXM 96GB", 95.04, None, 2.4, "nvlink4", 400, "torchtitan's benchmarks; no public data sheet",
+             "GH100"),
+        _gpu("H200 SXM 141GB", 139, 989, 4.8, "nvlink4", 400, f"nvidia.com/data-center/h200; {_QUOTED}", "GH100"),
+        _gpu("A100 SXM 40GB", 40, 312, 1.555, "nvlink3", 50,
+             "NVIDIA A100 whitepaper; network of an AWS p4d: 4 x 100 Gb/s for 8 GPUs", "GA100"),
+        _gpu("A100 SXM 80GB", 80, 312, 2.0, "nvlink3", 200,
+             "nvidia.com/data-center/a100; network of HDR class, varies from 50 to 200 Gb/s", "GA100", 271.2),
+        _gpu("B200 SXM", 180, 2250, 8.0, "nvlink5", 400, f"NVIDIA DGX B200 data sheet; {_QUOTED}", "GB100", 1745),
+        _gpu("RTX 4090", 24, 165.2, 1.008, "pcie4", None,
+             "NVIDIA Ada whitepaper v2.1, appendix A (BF16 with FP32 accumulate)"),
+        _gpu("RTX 3090", 24, 71, 0.936, "pcie4", None,
+             "NVIDIA GA102 whitepaper v2, half of the FP16 rate; NVLink joins two only"),
+        _gpu("L40S", 48, 362, 0.864, "pcie4", None, "nvidia.com/data-center/l40s (362 dense)"),
+        _gpu("A10G", 24, None, 0.6, "pcie4", None,
+             "AWS G5; sources for bf16 disagree (62.5 to 125): measure it"),
+        _gpu("T4", 16, None, 0.32, "pcie3", None, "NVIDIA T4 data sheet: no bf16, 65 TFLOP/s in fp16"),
+        _gpu("MI300X", 191.98, 1307.4, 5.3, "xgmi", 400, f"amd.com/instinct/mi300x; {_QUOTED}", "", 668.4),
     )
-}
+}  # fmt: skip
 # Usual short names, squeezed, and their rows.
 _SHORT = {
     "h100": "H100 SXM 80GB", "h100sxm": "H100 SXM 80GB", "h10080gb": "H100 SXM 80GB", "h10096gb": "H100 SXM 96GB",
@@ -177,9 +121,8 @@ class Cluster:
     @property
     def name(self) -> str:
         """`8xH100 SXM 80GB`, or `8x8xH100 SXM 80GB` for eight nodes."""
-        return (
-            f"{self.gpus}x{self.gpu.name}" if self.nodes == 1 else f"{self.nodes}x{self.gpus_per_node}x{self.gpu.name}"
-        )
+        gpus = f"{self.gpus}" if self.nodes == 1 else f"{self.nodes}x{self.gpus_per_node}"
+        return f"{gpus}x{self.gpu.name}"
 
     @property
     def nodes(self) -> int:
