@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from statistics import fmean, harmonic_mean
 from typing import Any
 
@@ -86,32 +86,19 @@ class Rates:
 
         FLOP/s by their seconds: 50 and 100 GFLOP/s are 66.7.
         """
-        products = {
-            size: tuple(
-                ProductRate(row.tokens, *(_mean_rate(getattr(each.products[size][at], way) for each in ranks)
-                                          for way in _WAYS))
-                for at, row in enumerate(rows)
-            )
-            for size, rows in ranks[0].products.items()
-        }  # fmt: skip
-        return cls(
-            products, _means([each.block_s for each in ranks]), _means([each.elementwise_s for each in ranks]),
-            fmean(each.root_s for each in ranks), fmean(each.unit_s for each in ranks),
-            {kind: (fmean(each.collectives[kind][0] for each in ranks),
-                    fmean(each.collectives[kind][1] for each in ranks)) for kind in KINDS},
-            fmean(each.optimizer_element_s for each in ranks), _means([each.optimizer_parameter_s for each in ranks]),
-        )  # fmt: skip
+        return cls.of(_mean([asdict(each) for each in ranks]))
 
 
-_WAYS = ("forward", "backward")
-
-
-def _mean_rate(rates: Iterable[float]) -> float:
-    return harmonic_mean(list(rates))
-
-
-def _means(tables: Sequence[dict[str, float]]) -> dict[str, float]:
-    return {name: fmean(each[name] for each in tables) for name in tables[0]}
+def _mean(values: Sequence[Any], name: str = "") -> Any:
+    """Of alike tables and lists, entry by entry."""
+    first = values[0]
+    if isinstance(first, Mapping):
+        return {key: _mean([each[key] for each in values], key) for key in first}
+    if isinstance(first, (list, tuple)):
+        return [_mean(each) for each in zip(*values)]
+    if name in ("forward", "backward"):
+        return harmonic_mean(values)
+    return first if name == "tokens" else fmean(values)
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from fsdplab.workloads.shapes import Parameter
 
 from .links import LinkSpec, ring_steps
-from .plan_spec import BASE_BYTES, PlanSpec
+from .plan_spec import PlanSpec
 from .program import Transfer
 from .traffic import Traffic, UnitShapes, step_traffic
-from .unit_bytes import adapters
+from .unit_bytes import adapters, frozen_bytes, frozen_parts
 
 AXES = ("shard", "replicate", "tensor", "context")
 # Of a link's data sheet, what collectives reach: 376 to 380 of 450 GB/s measured between two GPUs (NVIDIA/nccl #1264).
@@ -132,14 +132,11 @@ def _rows(parameters: Sequence[Parameter], unit: str, spec: PlanSpec, itemsize: 
 
 def _lora_rows(parameters: Sequence[Parameter], unit: str, spec: PlanSpec) -> list[Traffic]:
     """A frozen base is gathered, in its own bytes, and never reduced; adapters are gathered and reduced."""
-    matrices = [each for each in parameters if each.is_matrix and unit == "block"]
-    width = BASE_BYTES[spec.base_dtype or spec.param_dtype]
-    packed = round(sum(each.count for each in matrices) * width)
-    packed += sum(each.count for each in parameters if each not in matrices) * spec.param_bytes
+    adapted = unit == "block"
+    packed = sum(frozen_bytes(*part) for part in frozen_parts(parameters, spec, adapted))
     base = _rows([Parameter("base", (packed,))], unit, spec, 1)
-    return [row for row in base if row.kind == "all_gather"] + _rows(
-        adapters(matrices, spec.lora_rank), unit, spec, spec.param_bytes
-    )
+    trained = adapters(parameters, spec.lora_rank) if adapted else []
+    return [row for row in base if row.kind == "all_gather"] + _rows(trained, unit, spec, spec.param_bytes)
 
 
 # ---- activations

@@ -150,16 +150,13 @@ def _ways(spec: PlanSpec) -> Iterator[str]:
         yield f"{gpus} cards"
     elif states := _cards_for_states(spec):
         yield states
-    found = set()
-    for kind, changes in _changes(spec).items():
-        if _SIMPLER.get(kind) in found and not (kind == "offload" and spec.row.can_offload):
-            continue
-        for words, changed in changes:
-            if changed is not None and changed != spec and fits_card(changed):
-                host = host_bytes(changed) if kind == "offload" else 0
-                found.add(kind)
-                yield words.format(f"of {size(host)} a rank")
-                break
+    found = set[str]()
+    for kind, words, changes in _changes(spec):
+        simpler = _SIMPLER.get(kind) in found and not (kind == "offload" and spec.row.can_offload)
+        changed = None if simpler or kind in found else _changed(spec, changes)
+        if changed is not None and changed != spec and fits_card(changed):
+            found.add(kind)
+            yield words.format(f"of {size(host_bytes(changed))} a rank")
 
 
 def _cards_for_states(spec: PlanSpec) -> str | None:
@@ -173,47 +170,39 @@ def _cards_for_states(spec: PlanSpec) -> str | None:
     return f"{slices} cards for the parameter slices and {every} for all states"
 
 
-def _changes(spec: PlanSpec) -> dict[str, list[tuple[str, PlanSpec | None]]]:
-    """By kind, what to try, the least change first; `{}` in its words stands for the host memory."""
-    tried = _changes_of_states(spec)
-    if spec.row.saves_most:
-        del tried["shard"]
-    return tried | {"tensor": [_tensor(spec, ways) for ways in (2, 4, 8) if ways > spec.tensor_parallel]}
-
-
-def _tensor(spec: PlanSpec, ways: int) -> tuple[str, PlanSpec | None]:
-    """Activations of a sequence that is cut; None where heads or GPUs cannot be."""
-    try:
-        more = "" if spec.checkpointing == "full" else " with --checkpoint full"
-        return f"--tp {ways}{more}", replace(spec, tensor_parallel=ways, checkpointing="full")
-    except PlanError:
-        return "", None
-
-
-def _changes_of_states(spec: PlanSpec) -> dict[str, list[tuple[str, PlanSpec | None]]]:
-    full, small = replace(spec, checkpointing="full"), replace(spec, checkpointing="full", micro_batch=1)
-    sharded = spec.under("full_shard")
-    able, under = (spec, "") if spec.row.can_offload else (sharded, " under --strategy full_shard")
-    least = "--checkpoint full and --batch-size 1" if spec.micro_batch > 1 else "--checkpoint full"
-    found: dict[str, list[tuple[str, PlanSpec | None]]] = {
-        "recompute": [("--checkpoint full", full), (least, small)],
-        "shard": [
-            ("--strategy full_shard", sharded),
-            ("--strategy full_shard with --checkpoint full", replace(sharded, checkpointing="full")),
-        ],
-        "offload": [
-            (f"CPU offload {{}}{under}", replace(able, offload=True)),
-            (f"CPU offload {{}}{under} with {least}", replace(able, checkpointing="full", micro_batch=1, offload=True)),
-        ],
-    }
+def _changes(spec: PlanSpec) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """What to try, of each kind the least change first; `{}` in its words stands for the host memory."""
+    full: dict[str, Any] = {"checkpointing": "full"}
+    sharded: dict[str, Any] = {"strategy": "full_shard", "shard_size": None}
+    small, least = full, "--checkpoint full"
+    if spec.micro_batch > 1:
+        small, least = full | {"micro_batch": 1}, f"{least} and --batch-size 1"
+    yield "recompute", "--checkpoint full", full
+    yield "recompute", least, small
+    if not spec.row.saves_most:
+        yield "shard", "--strategy full_shard", sharded
+        yield "shard", "--strategy full_shard with --checkpoint full", sharded | full
+    moved, there = sharded | {"offload": True}, "CPU offload {} under --strategy full_shard"
+    if spec.row.can_offload:
+        moved, there = {"offload": True}, "CPU offload {}"
+    yield "offload", there, moved
+    yield "offload", f"{there} with {least}", moved | small
     if not spec.lora_rank:
-        words = "a frozen base in nf4 (--base-dtype nf4 --lora-rank 16)"
-        base = dict(lora_rank=16, base_dtype="nf4")
-        found["adapters"] = [
-            (words, replace(spec, **base)),  # type: ignore[arg-type]
-            (f"{words} with {least}", replace(small, **base)),  # type: ignore[arg-type]
-        ]
-    return found
+        base, words = {"lora_rank": 16, "base_dtype": "nf4"}, "a frozen base in nf4 (--base-dtype nf4 --lora-rank 16)"
+        yield "adapters", words, base
+        yield "adapters", f"{words} with {least}", base | small
+    more = "" if spec.checkpointing == "full" else " with --checkpoint full"
+    for ways in (2, 4, 8):
+        if ways > spec.tensor_parallel:
+            yield "tensor", f"--tp {ways}{more}", full | {"tensor_parallel": ways}
+
+
+def _changed(spec: PlanSpec, changes: dict[str, Any]) -> PlanSpec | None:
+    """None where the changes contradict the rest: heads or GPUs that are not to be cut."""
+    try:
+        return replace(spec, **changes)
+    except PlanError:
+        return None
 
 
 def least_gpus(spec: PlanSpec) -> int | None:
@@ -233,7 +222,5 @@ def least_gpus(spec: PlanSpec) -> int | None:
 
 
 def _fits_on(gpus: int, spec: PlanSpec) -> bool:
-    try:
-        return fits_card(replace(spec, gpus=gpus))
-    except PlanError:
-        return False
+    changed = _changed(spec, {"gpus": gpus})
+    return changed is not None and fits_card(changed)

@@ -128,7 +128,7 @@ def model_flops(spec: PlanSpec) -> float:
     """
     shape = spec.model
     multiplied = shape.layers * _multiplied(spec) * spec.tensor_parallel + shape.vocabulary * shape.width
-    trained = shape.layers * _adapted(spec)
+    trained = shape.layers * sum(each.count for each in adapters(shape.block, spec.lora_rank))
     a_token = 2 * _passes(spec) * multiplied + 6 * trained + 12 * shape.layers * shape.query_width * spec.seq
     return a_token * spec.step_tokens
 
@@ -136,12 +136,6 @@ def model_flops(spec: PlanSpec) -> float:
 def _passes(spec: PlanSpec) -> int:
     """Products of a matrix in a step: one forward, one for the gradient of its input, one for its own if it has one."""
     return 2 if spec.lora_rank else 3
-
-
-def _adapted(spec: PlanSpec) -> int:
-    """Elements of one block's adapters."""
-    matrices = [each for each in spec.model.block if each.is_matrix]
-    return sum(each.count for each in adapters(matrices, spec.lora_rank)) if spec.lora_rank else 0
 
 
 def _multiplied(spec: PlanSpec) -> float:

@@ -7,7 +7,7 @@ byte.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 
@@ -53,18 +53,33 @@ def unit_bytes(parameters: Sequence[Parameter], spec: PlanSpec, *, adapted: bool
     held = [each.on(spec.tensor_parallel) for each in parameters]
     if not spec.lora_rank:
         return _trained(held, spec)
+    base = UnitBytes()
+    for frozen, itemsize in frozen_parts(held, spec, adapted):
+        base += _frozen(frozen, itemsize, spec)
+    return base + _trained(adapters(held, spec.lora_rank) if adapted else [], spec)
+
+
+def frozen_parts(
+    held: Sequence[Parameter], spec: PlanSpec, adapted: bool
+) -> Iterator[tuple[Sequence[Parameter], float]]:
+    """What LoRA freezes of a unit, with the bytes of an element: matrices that have adapters, and the rest."""
     matrices = [each for each in held if each.is_matrix and adapted]
-    others = [each for each in held if each not in matrices]
-    base = _frozen(matrices, BASE_BYTES[spec.base_dtype or spec.param_dtype], spec)
-    return base + _frozen(others, spec.param_bytes, spec) + _trained(adapters(matrices, spec.lora_rank), spec)
+    yield matrices, BASE_BYTES[spec.base_dtype or spec.param_dtype]
+    yield [each for each in held if each not in matrices], spec.param_bytes
 
 
-def adapters(matrices: Iterable[Parameter], rank: int) -> list[Parameter]:
-    """LoRA's two factors of each matrix (Hu et al. 2021): rank x (in + out) elements."""
+def frozen_bytes(parameters: Sequence[Parameter], itemsize: float) -> int:
+    """Whole bytes of them all, packed."""
+    return math.ceil(sum(each.count for each in parameters) * itemsize)
+
+
+def adapters(parameters: Iterable[Parameter], rank: int) -> list[Parameter]:
+    """LoRA's two factors of each matrix among them (Hu et al. 2021): rank x (in + out) elements."""
     found = []
-    for each in matrices:
-        found.append(Parameter(f"{each.name}.lora_a", (rank, each.shape[1])))
-        found.append(Parameter(f"{each.name}.lora_b", (each.shape[0], rank)))
+    for each in parameters:
+        if each.is_matrix:
+            found.append(Parameter(f"{each.name}.lora_a", (rank, each.shape[1])))
+            found.append(Parameter(f"{each.name}.lora_b", (each.shape[0], rank)))
     return found
 
 
@@ -91,7 +106,7 @@ _layout = lru_cache(maxsize=256)(Layout.of)  # of a block and of a root, whateve
 
 def _frozen(parameters: Sequence[Parameter], itemsize: float, spec: PlanSpec) -> UnitBytes:
     """Parameters without gradients and optimizer state; a quantised matrix is computed with one at a time."""
-    whole = math.ceil(sum(each.count for each in parameters) * itemsize)
+    whole = frozen_bytes(parameters, itemsize)
     largest = max((each.count for each in parameters), default=0)
     restored = largest * spec.param_bytes if itemsize != spec.param_bytes else 0
     if "parameters" in spec.sharing.cuts and (spec.sharing.shards or spec.offload):

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -80,13 +80,8 @@ class Validation:
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
-        rows = [
-            {"id": row.id, "source": row.source, "quantity": row.quantity, "gpu": row.gpu, "predicted": row.predicted,
-             "published": row.published, "ratio": row.ratio, "part": row.part}
-            for row in self.rows
-        ]  # fmt: skip
         return {
-            "rows": rows,
+            "rows": [{**asdict(row), "ratio": row.ratio} for row in self.rows],
             "memory": self._summary("memory"),
             "memory_of_arithmetic": self._summary("memory (arithmetic)"),
             "tokens_per_s": self._summary("tokens/s"),
