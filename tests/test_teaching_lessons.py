@@ -18,11 +18,11 @@ from IPython.core.interactiveshell import InteractiveShell
 from fsdplab import RunSpec, teaching
 from fsdplab.figures import alt_text
 from fsdplab.sessions import run_and_record
-from fsdplab.teaching import collectives, composing, mini_fsdp, overlapping_axes, tour
+from fsdplab.teaching import collectives, composing, one_unit, overlapping_axes, tour, whole_model
 from fsdplab.teaching.core import diagrams, display, exploring, glossary, registry, waiting
 from fsdplab.teaching.core.exercise import Exercise
 from fsdplab.teaching.lessons.nb01_collectives.ring import ring_cells
-from fsdplab.teaching.lessons.nb05_06_mini_fsdp.schedules import MEMORY_TARGET, ScheduleError, play, shortest, waits
+from fsdplab.teaching.lessons.nb06_whole_model.schedules import MEMORY_TARGET, ScheduleError, play, shortest, waits
 from fsdplab.teaching.lessons.nb12_hybrid import figures as nb12_figures
 from fsdplab.teaching.lessons.nb16_composition import figures as nb16_figures
 
@@ -53,7 +53,7 @@ def test_a_rings_picture_follows_the_rule(ranks):
 
 
 DIAGRAMS = [
-    collectives.ring_figure, mini_fsdp.life_diagram, overlapping_axes.gradient_diagram, composing.token_diagram,
+    collectives.ring_figure, one_unit.life_diagram, overlapping_axes.gradient_diagram, composing.token_diagram,
     composing.pipeline_diagram,
 ]  # fmt: skip
 
@@ -149,12 +149,12 @@ def test_the_clock_of_the_puzzle():
 
 
 def test_a_schedule_is_drawn_and_one_that_cannot_run_says_why():
-    figure = mini_fsdp.schedule_figure(schedule_of(PUZZLE.stub))
+    figure = whole_model.schedule_figure(schedule_of(PUZZLE.stub))
     assert "48 ms (target 28)" in figure.layout.title.text and "waits" in [trace.name for trace in figure.data]
     assert "reduce 0 from 46 to 48" in alt_text(figure)
     with pytest.raises(ScheduleError, match="entry 0, forward 0: its parameters are not gathered"):
         play([("forward", 0)], 4)
-    assert "its parameters are not gathered" in alt_text(mini_fsdp.schedule_figure([("forward", 0)]))
+    assert "its parameters are not gathered" in alt_text(whole_model.schedule_figure([("forward", 0)]))
 
 
 def test_the_engine_runs_the_schedule(tmp_path):
@@ -163,7 +163,7 @@ def test_the_engine_runs_the_schedule(tmp_path):
 
     course_state.open_course("learner", tmp_path / "my_fsdp")
     try:
-        rows = mini_fsdp.run_schedule(blocks=3, width=8).rows
+        rows = whole_model.run_schedule(blocks=3, width=8).rows
     finally:
         course_state._open.clear()
     assert [row[1:] for row in rows] == [("0 of 108", "3.00", "3")] * 2

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from fsdplab.common.files import write_whole
 from fsdplab.sessions import Failure, RanksFailed
 
 from . import diagnosis
@@ -28,7 +29,7 @@ from .registry import find
 from .run_submission import Tried, behaviours, try_one
 from .verdicts import Difference, Feedback, Verdict, first_difference
 from .waiting import doing
-from .workspace import Workspace, fingerprint, load_function
+from .workspace import Workspace, fingerprint, function_name, load_function
 
 _WRONG = {"keys": "a dict with other keys", "type": "something of another type"}
 _WAITS = {"wait", "is_completed", "synchronize", "get_future"}
@@ -115,6 +116,30 @@ def solution_file(exercise: str) -> Path:
         return workspace.file_of(exercise)
     reference = Workspace(workspace.path / "reference")
     return reference.save(exercise, found.reference)
+
+
+_IN_USE = '''\
+"""The functions in use, yours where their checks passed. Written by the course; edit the exercises instead."""
+
+from pathlib import Path
+
+from fsdplab.teaching.core.workspace import load_function
+
+HERE = Path(__file__).parent
+'''
+
+
+def use(*exercises: str, more: str = "") -> None:
+    """Say whose functions are in use, and let cells on ranks say `from my_fsdp.in_use import shard`; `more` is Python
+    that makes something of them there.
+    """
+    workspace, lines = current().workspace, [_IN_USE]
+    for exercise in exercises:
+        solution(exercise)
+        name, file = function_name(exercise), solution_file(exercise).relative_to(workspace.path).as_posix()
+        lines.append(f'{name} = load_function(HERE / "{file}", "{name}")\n')
+    workspace.open()
+    write_whole(workspace.path / "in_use.py", "".join(lines) + more)
 
 
 def _unwritten(exercise: Exercise | ExerciseFile, source: str | None) -> Feedback | None:

@@ -71,6 +71,20 @@ def nothing_added_up(calls: Iterable[Call]) -> str:
     return f"only {' and '.join(kinds)} was called, which adds nothing up over the ranks: a reduce_scatter does"
 
 
+_TIMES = {"all_reduce": 2, "recv": 0, "barrier": 0}
+
+
+def bytes_sent(call: Call, ranks: int) -> float:
+    """Bytes that one rank sends in a call, by the textbook: 2 b (n-1)/n for an all_reduce of b bytes, b for a send, b
+    (n-1)/n for another collective. A reduce_scatter's b is logged as its output, one block of n:
+    `bytes_sent(Call("reduce_scatter", 4), 3) == 8`.
+    """
+    if call.kind == "send":
+        return call.nbytes
+    whole = call.nbytes * (ranks if call.kind == "reduce_scatter" else 1)
+    return _TIMES.get(call.kind, 1) * whole * (ranks - 1) / ranks
+
+
 class WireLog(TorchDispatchMode):
     """`with WireLog() as log: ...`, then `log.calls`: one `Call` an operation, in the order of issue.
 

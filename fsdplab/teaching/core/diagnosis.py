@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .comm_log import kinds_of, nothing_added_up, to_one_rank_only
+from .comm_log import bytes_sent, kinds_of, nothing_added_up, to_one_rank_only
 from .exercise import Call
 from .exercise_file import Exercise
 from .run_submission import Behaviour
@@ -22,7 +22,6 @@ from .verdicts import Difference, Feedback, first_difference
 VALUE = "the returned value"
 OTHERWISE = "compare the two values, and what your function does on this rank with the statement, line by line"
 _SLACK = 1.01  # of bytes, for padding
-_SENT = {"all_reduce": 2.0, "recv": 0.0, "barrier": 0.0}  # times nbytes (n-1)/n; other collectives once
 _ADDING = {"reduce_scatter", "all_reduce", "reduce"}
 
 
@@ -123,18 +122,21 @@ def _cause(
 
 
 def _alike(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right, mistakes: Sequence[Known]) -> str:
-    """The cause of the known mistake that does the same here, and of several at most places; else nothing."""
+    """The cause of the known mistake that does the same here; of several, at most places, then in most facts."""
 
-    def same(known: Known, case: int, rank: int) -> bool:
-        theirs, ours = (_facts(of.trials[case][rank].returned) for of in (known.behaviour, learner))
-        return _differs(theirs, ours, place.fact, exercise.tolerance) is None
+    def same(known: Known, case: int, rank: int, fact: str) -> bool:
+        theirs, ours = (of.trials[case][rank] for of in (known.behaviour, learner))
+        unlike = _differs(_facts(theirs.returned), _facts(ours.returned), fact, exercise.tolerance)
+        return theirs.nothing == ours.nothing and unlike is None
 
     places = [(case, rank) for case, ranks in enumerate(right) for rank in range(len(ranks))]
-    scored = [
-        (sum(same(known, *at) for at in places), known.cause)
-        for known in mistakes
-        if same(known, place.case, place.rank)
-    ]
+    facts = list(_compared(right[place.case][place.rank]))
+
+    def score(known: Known) -> tuple[int, int]:
+        at_places = sum(same(known, *at, place.fact) for at in places)
+        return at_places, sum(same(known, *at, fact) for at in places for fact in facts)
+
+    scored = [(score(known), known.cause) for known in mistakes if same(known, place.case, place.rank, place.fact)]
     return max(scored, key=lambda each: each[0])[1] if scored else ""
 
 
@@ -244,16 +246,5 @@ def _in_words(behaviour: Behaviour) -> list[str]:
 
 
 def sent(behaviour: Behaviour) -> float:
-    """Bytes that all ranks send in all cases, by the textbook: 2 b (n-1)/n for an all_reduce of b bytes."""
-    return sum(
-        call.nbytes
-        if call.kind == "send"
-        else _SENT.get(call.kind, 1.0)
-        * call.nbytes
-        * (len(ranks) if call.kind == "reduce_scatter" else 1)
-        * (len(ranks) - 1)
-        / len(ranks)
-        for ranks in behaviour.trials
-        for trial in ranks
-        for call in trial.calls
-    )
+    """Bytes that all ranks send in all cases."""
+    return sum(bytes_sent(call, len(ranks)) for ranks in behaviour.trials for trial in ranks for call in trial.calls)

@@ -1,4 +1,4 @@
-"""An exercise is one Python file, `exercises/05/shard.py`, which a teacher reads from top to bottom.
+"""An exercise is one Python file, `teaching/exercises/05/shard.py`, which a teacher reads from top to bottom.
 
 Its docstring holds the title, the statement and three hints. Then comes the reference. nbgrader's marks, `### BEGIN
 SOLUTION` and `### END SOLUTION`, enclose what learners write: in the stub `...` stands there, with the text that
@@ -209,7 +209,8 @@ class Exercise:
                 new, said = [], []
             if bare.startswith("#! ") or bare == "#!":
                 begun = begun if new else number
-                new.append((line[: len(line) - len(bare)] + bare[3:]).rstrip())
+                replaced = self._solution[at]  # its indent counts: a formatter moves a comment under `if` to the right
+                new.append((replaced[: len(replaced) - len(replaced.lstrip())] + bare[3:]).rstrip())
             elif bare.startswith("#: "):
                 said.append(bare[3:].strip())
             elif not bare.startswith("## "):

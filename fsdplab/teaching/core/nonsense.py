@@ -7,6 +7,7 @@ wrong function is right by luck on one machine and wrong on the next. Here it is
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,12 +15,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 _EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 _NUMBER = 113  # in place of a whole number
+_resize = torch.UntypedStorage.resize_
 
 
 class NonsenseInNewMemory(TorchDispatchMode):
     """`with NonsenseInNewMemory(): torch.empty(2)` is [nan, nan]; the result of `dist.reduce` is nonsense on all ranks
-    but `dst`.
+    but `dst`, and so is what a storage gains by `resize_`.
     """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._resizing = mock.patch.object(torch.UntypedStorage, "resize_", _resized)  # no operation that a mode sees
+
+    def __enter__(self) -> NonsenseInNewMemory:
+        self._resizing.start()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._resizing.stop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))
@@ -39,3 +54,11 @@ def _spoil(tensor: torch.Tensor) -> None:
     if tensor.device.type != "meta" and tensor.numel():
         inexact = tensor.is_floating_point() or tensor.is_complex()
         tensor.fill_(float("nan") if inexact else tensor.dtype == torch.bool or _NUMBER)
+
+
+def _resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
+    before = storage.nbytes()
+    returned = _resize(storage, nbytes)
+    if nbytes > before and storage.device.type != "meta":
+        torch.empty(0, dtype=torch.uint8).set_(storage)[before:].fill_(0xFF)  # NaN, or -1
+    return returned

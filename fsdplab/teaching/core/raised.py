@@ -79,6 +79,25 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
         "there are fewer pieces, or fewer dimensions, than this index: `torch.chunk` and `split` give fewer pieces than"
         " ranks where the rows run out, and a tensor may have one dimension only",
     ),
+    (
+        r"after before_(forward|backward): ",
+        "the hook has run and the unit still has no memory: both hooks that come before a use call"
+        " `unshard(unit.mine, unit.whole)`, unless the unit stayed gathered",
+    ),
+    (
+        r"was called with other arguments; write",
+        "a hook hands over the unit's own tensors, in the order of the function's parameters: the slice, then the"
+        " whole",
+    ),
+    (
+        r"hooks returned .* return before_forward",
+        "`hooks` returns the four functions themselves, not what they return: `return before_forward, after_forward,"
+        " before_backward, after_backward`",
+    ),
+    (
+        r"is never called, so nothing would gather it",
+        "this module only holds others and is never called itself: choose the modules in it",
+    ),
     (r"(?i)timed out|timeout", "a rank waited for a message that no rank sent"),
 )  # fmt: skip
 

@@ -6,21 +6,25 @@ the largest chain of units, and a step has three collectives a unit (the root ha
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import nn
 
 from fsdplab.common.sizes import size
 from fsdplab.common.words import MISSING
+from fsdplab.figures.bars import Part, stacked_bars
+from fsdplab.figures.lines import points
+from fsdplab.figures.plotly_go import go
+from fsdplab.figures.style import DARK_INK, titled
 from fsdplab.planning import UnitShapes, step_traffic
 from fsdplab.teaching.core.display import Table, table
 from fsdplab.workloads import build_model
 
 from .engine import Wanted, chosen
 
-TARGET = 6_500_000  # bytes gathered, for exercise 06.choose_units
-LIMIT = 80  # collectives a step, for the same
 FLOAT = 4
+COLOURS = ("#0064c8", "#6cc4f0", "#f09a1a", "#0aa06c", "#cc7fa8", "#ebdf6a", "#b84a0a")  # the root's, then the others'
 
 CHOICES: dict[str, Wanted] = {
     "the whole model": lambda name, module: False,
@@ -63,20 +67,13 @@ def plan(model_name: str, is_unit: Wanted) -> Plan:
         name: [(str(index), tuple(parameter.shape)) for index, parameter in enumerate(own)]
         for name, _, own in chosen(build_model(model_name, device="meta"), is_unit)
     }
-    held = {name: FLOAT * sum(_product(shape) for _, shape in own) for name, own in shapes.items()}
+    held = {name: FLOAT * sum(math.prod(shape) for _, shape in own) for name, own in shapes.items()}
     below = [name for name in held if name != "root"]
     chain = max(
         (sum(held[other] for other in below if f"{name}.".startswith(f"{other}.")) for name in below), default=0
     )
     units = tuple(UnitShapes(name, tuple(own)) for name, own in shapes.items())
     return Plan(tuple(held.items()), chain, 3 * len(below) + 2 * ("root" in held), units)
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    count = 1
-    for length in shape:
-        count *= length
-    return count
 
 
 def choices_table(model: str = "gpt-20m", **more: Wanted) -> Table:
@@ -119,3 +116,55 @@ def largest_modules(model: str = "gpt-20m") -> Table:
         rows,
         f"Computed for {model} in fp32: one of its {built.config.layers} blocks, and what lies outside them.",
     )
+
+
+def choices_figure(
+    model: str = "gpt-20m", target: int | None = None, measured: dict[str, float] | None = None, **more: Wanted
+) -> go.Figure:
+    """Root and largest unit of each choice of units (the whole model left out), with a target line and measured peaks
+    (MB).
+    """
+    asked = {name: is_unit for name, is_unit in {**CHOICES, **more}.items() if name != "the whole model"}
+    plans = {name.replace("_", " "): plan(model, is_unit) for name, is_unit in asked.items()}
+    ends = {name: f"<b>{size(each.peak)} · {each.collectives} collectives</b>" for name, each in plans.items()}
+    parts = [
+        Part("root", COLOURS[0], [each.root / 1e6 for each in plans.values()]),
+        Part("largest unit, with units around it", COLOURS[1], [each.chain / 1e6 for each in plans.values()]),
+    ]
+    levels = {f"target {size(target)}": target / 1e6} if target else {}
+    figure = stacked_bars(ends, parts, "gathered parameters at the peak (MB)", "%{x:.3f} MB", levels=levels)
+    if measured:
+        figure.add_trace(_ticks(measured))
+    title = _chosen(plans, target) if more else _extremes(plans)
+    return titled(
+        figure, title, _conditions(model, measured), _spoken_choices(plans, target), height=140 + 52 * len(plans)
+    )
+
+
+def _conditions(model: str, measured: dict[str, float] | None) -> str:
+    return f"Computed for {model} in fp32, nothing gathered ahead" + (
+        "; ticks are measured on CPU ranks" if measured else ""
+    )
+
+
+def _chosen(plans: dict[str, Plan], target: int | None) -> str:
+    name, last = list(plans.items())[-1]
+    verdict = "" if not target else ", under the target" if last.peak <= target else ", over the target"
+    return f"{name}: {size(last.peak)} gathered in {last.collectives} collectives{verdict}"
+
+
+def _extremes(plans: dict[str, Plan]) -> str:
+    low, high = min(plans, key=lambda name: plans[name].peak), max(plans, key=lambda name: plans[name].peak)
+    summary = [f"{name}: {size(plans[name].peak)} and {plans[name].collectives}" for name in (high, low)]
+    return " collectives; ".join(summary)
+
+
+def _spoken_choices(plans: dict[str, Plan], target: int | None) -> str:
+    summary = "; ".join(f"{name} {size(each.peak)} with {each.collectives} collectives" for name, each in plans.items())
+    return f"Bars of gathered bytes: {summary}." + (f" Target {size(target)}." if target else "")
+
+
+def _ticks(measured: dict[str, float]) -> go.Scatter:
+    rows, tick = [name.replace("_", " ") for name in measured], dict(color=DARK_INK, width=3)
+    look = dict(marker=dict(symbol="line-ns", line=tick), hovertemplate="%{y}<br>measured %{x:.3f} MB<extra></extra>")
+    return points("measured", DARK_INK, list(measured.values()), rows, 26, **look)

@@ -1,0 +1,75 @@
+"""Use after reshard must raise
+
+Write guarded(whole, name): it returns `whole` where its memory is there, and raises a helpful RuntimeError where it is
+not.
+
+1. What differs between a gathered and a dropped tensor? Not its shape.
+2. `whole.untyped_storage().nbytes()` counts the bytes behind it. Do not read the tensor, and do not print it.
+3. If that is 0, `raise RuntimeError(f"{name} ... unshard ...")`; else return `whole`.
+"""
+
+import torch
+
+
+def guarded(whole, name):
+    """`whole` where its memory is there; else a RuntimeError with `name` and what to call first."""
+    ### BEGIN SOLUTION
+    if whole.untyped_storage().nbytes() == 0:
+        #! if False:
+        #: a tensor without memory passed the guard: its shape is unchanged, so numel, shape and nbytes say nothing; ask
+        #: its storage
+        #! if whole.numel() == 0:
+        #: as above
+        #! if whole.nbytes == 0:
+        #: as above
+        #! if whole.untyped_storage().nbytes() == 0 or not whole.any():
+        #: the guard raised although the memory is there: what counts are the bytes of the storage, not what is in them
+        #! if True:
+        #: as above
+        raise RuntimeError(f"{name} was resharded and holds no memory: call unshard before you use it")
+        #! raise RuntimeError("call unshard first")
+        #: the message must say which tensor: it holds `name`
+        #! raise RuntimeError(f"{name} is not there")
+        #: the message must say what to do: it holds the word unshard
+        #! raise ValueError(f"{name} was resharded: call unshard before you use it")
+        #: it raises ValueError; the statement asks for a RuntimeError
+    return whole
+    #! whole
+    #: the function returns nothing
+    #! return whole.clone()
+    #: where the memory is there, return `whole` itself: nothing is printed, copied or changed
+    ### END SOLUTION
+
+
+# ---- check: on 2 ranks, in 30 s
+
+
+def cases(rank, n):
+    yield "gathered", torch.arange(6.0).reshape(3, 2), "blocks.3.weight", False
+    yield "all zeros, but gathered", torch.zeros(3), "blocks.3.weight", False
+    yield "resharded", torch.arange(6.0).reshape(3, 2), "blocks.3.weight", True
+
+
+def observe(guarded, whole, name, dropped):
+    whole = whole.clone()
+    if dropped:
+        whole.untyped_storage().resize_(0)
+    try:
+        got = guarded(whole, name)
+    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+        end = "raises RuntimeError" if isinstance(error, RuntimeError) else f"raises {type(error).__name__}"
+        said = {"the message holds the name": name in str(error)}
+        return {"the guard": end, **said, "the message says unshard": "unshard" in str(error).lower()}
+    return {"the guard": "returns", "it returns the tensor itself": got is whole, "content": None if dropped else whole}
+
+
+SAYS = {
+    "the guard": lambda got, right: (
+        f"it {got['the guard']}; here it {right['the guard'].replace('raises', 'must raise')}"
+    ),
+    "the message holds the name": "the message must say which tensor: it holds `name`",
+    "the message says unshard": "the message must say what to do: it holds the word unshard",
+    "it returns the tensor itself": "where the memory is there, return `whole` itself: nothing is printed, copied or"
+    " changed",
+    "content": "the guard changed what is in the tensor; it only looks at the memory behind it",
+}

@@ -1,0 +1,99 @@
+"""Gather the whole
+
+Write unshard(mine, whole): give `whole` its memory back and fill it from the slices of all ranks.
+
+1. The ranks hold the rows in order, rank 0 the first ones. Which rows of the joined slices are padding?
+2. Gather into a tensor of n * c rows: `dist.all_gather(pieces, mine)` fills a list of n tensors, and
+   `list(padded.chunk(n))` is such a list, of views. Then copy its first `len(whole)` rows into `whole`, in place.
+3. `padded = mine.new_empty(n * len(mine), *mine.shape[1:])`, `dist.all_gather(list(padded.chunk(n)), mine)`, and at
+   the end `whole.copy_(padded[: len(whole)])`.
+"""
+
+import torch
+import torch.distributed as dist
+
+
+def unshard(mine, whole):
+    """Fill `whole` [rows, ...], which has a shape and no memory, from every rank's `mine` [c, ...]."""
+    n = dist.get_world_size()
+    ### BEGIN SOLUTION  gather n slices of c rows: n * c rows, which may be more than `whole` has
+    padded = mine.new_empty(n * len(mine), *mine.shape[1:])
+    dist.all_gather(list(padded.chunk(n)), mine)
+    #! padded.zero_()
+    #! padded[: len(mine)] = mine
+    #: no collective was called, so nothing came from the other ranks
+    #! dist.all_gather(list(padded.chunk(n))[::-1], mine)
+    #: the first rows are not those of rank 0: join the slices in rank order, 0 first
+    #! padded.zero_()
+    #! padded.chunk(n)[dist.get_rank()].copy_(mine)
+    #! dist.all_reduce(padded)
+    #: sums are not needed to collect rows, and an all_reduce moves twice the bytes: use all_gather
+    #! dist.gather(mine, list(padded.chunk(n)) if dist.get_rank() == 0 else None, dst=0)
+    #: `dist.gather` leaves its result on one rank only (`dst`); here every rank needs all rows: all_gather
+    #! dist.all_gather(list(padded.chunk(n)), mine)
+    #! dist.all_gather(list(padded.chunk(n)), mine)
+    #: it was gathered more than once, or more than the slices: one all_gather brings everything
+    ### END SOLUTION
+    whole.untyped_storage().resize_(whole.nbytes)  # memory again, with nothing useful in it
+    #! whole.data = padded[: len(whole)].clone()
+    #: `whole` looks at new memory now, while what autograd kept looks at the old, empty storage: resize that storage
+    #: and copy into it
+    #! whole = padded[: len(whole)].clone()
+    #: `whole` itself is still empty: `whole = ...` gives the name to another tensor. Resize the storage of the tensor
+    #: that was handed in, and write into it, `whole.copy_(...)`
+    ### BEGIN SOLUTION
+    whole.copy_(padded[: len(whole)])
+    #! pass
+    #: `whole` has memory, but nothing was written into it after the resize: what is copied before is lost, and `whole
+    #: = ...` gives the name to another tensor; write into the memory, `whole.copy_(...)`
+    #! whole = padded[: len(whole)]
+    #: as above
+    #! whole.zero_()
+    #: `whole` has memory, but nothing was copied into it after the resize
+    #! whole.copy_(padded[len(padded) - len(whole) :])
+    #: the first rows are not those of rank 0: join the slices in rank order, 0 first, and leave the padding out at
+    #: the end
+    #! whole.zero_()
+    #! whole[: len(mine)] = padded[: len(mine)]
+    #: rows are missing: join n slices of c rows in rank order, then take the first `len(whole)` rows, which leaves the
+    #: padding out
+    #! whole.copy_(padded)
+    #: raises: padding that was not left out
+    ### END SOLUTION
+
+
+# ---- check: on 3 ranks, in 30 s
+
+
+def cases(rank, n):
+    for name, whole in (
+        ("floats [7, 2]: 3, 3 and 1 rows", 1 + torch.arange(14.0).reshape(7, 2)),
+        ("whole numbers [4]: 2, 2 and no rows", 10 + torch.arange(4)),
+        ("doubles [6, 1]: 2 rows each", 0.5 + torch.arange(6.0, dtype=torch.float64).reshape(6, 1)),
+    ):
+        c = -(-len(whole) // n)
+        padded = torch.cat([whole, whole.new_zeros(n * c - len(whole), *whole.shape[1:])])
+        yield name, padded[rank * c : (rank + 1) * c].clone(), len(whole)
+
+
+def observe(unshard, mine, rows):
+    whole = mine.new_zeros(rows, *mine.shape[1:])
+    kept, needed = whole[1:], whole.nbytes  # autograd keeps such views
+    whole.untyped_storage().resize_(0)
+    unshard(mine, whole)
+    seen = {}
+    for name, tensor in {"whole": whole, "what autograd kept": kept}.items():
+        there = tensor.untyped_storage().nbytes() >= needed  # else nobody may read it
+        seen |= {f"memory behind {name}": there, f"rows of {name}": tensor if there else None}
+    return seen
+
+
+SAYS = {
+    "memory behind whole": "`whole` itself is still empty: fill the tensor that was handed in (`whole.copy_(...)`)",
+    "rows of whole": "rows are missing or misplaced: join n slices of c rows in rank order, then take the first"
+    " `len(whole)` rows, which leaves the padding out",
+    "memory behind what autograd kept": "`whole` looks at new memory now, while what autograd kept looks at the old,"
+    " empty storage: resize that storage and copy into it",
+    "rows of what autograd kept": "`whole` looks at new memory now: copy into the storage that was there",
+    "hung": "some rank does not take part: every rank calls all_gather, also one whose slice is all padding",
+}

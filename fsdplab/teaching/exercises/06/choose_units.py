@@ -1,0 +1,71 @@
+"""Meet a memory target
+
+Choose units for gpt-20m so that at most 6.5 MB are gathered at any moment, with at most 80 collectives a step.
+
+1. Two forces: large units hold much memory at once, small ones need many messages. The figure shows where the blocks
+   stand.
+2. A block has two halves that run one after the other. Look at the names in the table above.
+3. Units named "...attention" and "...feed_forward": test `name.endswith(...)`, which takes a tuple of endings.
+"""
+
+
+def choose_units(name, module):
+    """True where `module`, called `name` in the model, is to be a unit of its own."""
+    ### BEGIN SOLUTION  name is such as "blocks.3.feed_forward.up", type(module).__name__ such as "GPTBlock" or "Linear"
+    return name.endswith((".attention", ".feed_forward"))
+    #! return False
+    #: everything is one unit, the root: the whole model is gathered at once. Return True for some modules
+    #! return type(module).__name__ == "GPTBlock"
+    #: at most 6,500,000 bytes gathered: a unit is gathered while it runs, and with it the root and every unit around
+    #: it; what no unit claims belongs to the root. The largest unit must be smaller
+    #! return type(module).__name__ == "GPTBlock" or name.endswith(".feed_forward")
+    #: as above
+    #! return name.endswith(".feed_forward")
+    #: as above
+    #! return type(module).__name__ == "Linear"
+    #: at most 80 collectives a step: units this small send many small messages; join what is used together
+    #! return name == "blocks"
+    #: raises: this module only holds others and is never called itself
+    ### END SOLUTION
+
+
+# ---- check: on 2 ranks, in 60 s, facts only
+
+TARGET, LIMIT = 6_500_000, 80  # bytes gathered, collectives a step
+
+
+def cases(rank, n):
+    yield "gpt-20m, one step", "gpt-20m"
+
+
+def observe(choose_units, model):
+    from fsdplab.teaching.lessons.nb06_whole_model.on_ranks import largest_gathered, one_backward
+
+    engine = one_backward(choose_units, model)
+    peak, collectives = largest_gathered(engine.log.rows), sum(row["what"] != "reshard" for row in engine.log.rows)
+    return {
+        "bytes over the target": max(0, peak - TARGET),
+        "collectives over the limit": max(0, collectives - LIMIT),
+        "_seen": f"{len(engine.units)} units, {peak:,} bytes gathered at the peak, {collectives} collectives",
+        "_units": len(engine.units),
+    }
+
+
+def too_large(got, right):
+    if got["_units"] == 1:
+        return "everything is one unit, the root: the whole model is gathered at once. Return True for some modules"
+    return (
+        f"at most {TARGET:,} bytes gathered: a unit is gathered while it runs, and with it the root and every unit"
+        " around it; what no unit claims belongs to the root. The largest unit must be smaller"
+        f" ({got['_seen']})"
+    )
+
+
+EXPECTED = {"bytes over the target": 0, "collectives over the limit": 0}
+SAYS = {
+    "bytes over the target": too_large,
+    "collectives over the limit": lambda got, right: (
+        f"at most {LIMIT} collectives a step: units this small send many small messages; join what is used together"
+        f" ({got['_seen']})"
+    ),
+}

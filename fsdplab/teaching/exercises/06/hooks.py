@@ -1,0 +1,177 @@
+"""Four hooks make an engine
+
+Write the bodies of the four hooks. With your five functions they train a GPT as the unsharded twin does.
+
+1. Follow one block through a step in the figure of 05: at which of the four moments is it gathered, and at which
+   dropped?
+2. Before each use `unshard(unit.mine, unit.whole)`, after it `reshard(unit.whole)`. The optimizer updates `unit.mine`
+   and reads `unit.mine.grad`. The root (`unit.is_root`) stays from forward to backward.
+3. after_backward is two lines: `reshard(unit.whole)` and `unit.mine.grad = reduce(unit.take_gradient())`; the other
+   three have one call each, two of them under `if not unit.is_root:`.
+"""
+
+
+def hooks(unit, unshard, reshard, reduce):
+    """Four functions for one unit: before and after its forward, before and after its backward."""
+
+    def before_forward():  # the module is about to read its parameters
+        ### BEGIN SOLUTION
+        unshard(unit.mine, unit.whole)
+        #! pass
+        #: raises: the hook has run and the unit still has no memory
+        #! unshard(unit.whole, unit.mine)
+        #: raises: a hook hands over the unit's own tensors, in the order of the function's parameters
+        ### END SOLUTION
+
+    def after_forward():  # nobody reads them until backward; but the root's backward begins at once
+        ### BEGIN SOLUTION
+        if not unit.is_root:
+            #! if False:
+            #: blocks stay gathered from forward to backward, so the whole model is in memory: drop every unit but the
+            #: root in after_forward
+            #! reshard(unit.whole)
+            #! if False:
+            #: raises: the hook has run and the unit still has no memory
+            reshard(unit.whole)
+        ### END SOLUTION
+
+    def before_backward():  # autograd is about to read them again
+        ### BEGIN SOLUTION
+        if not unit.is_root:
+            #! if True:
+            #: one gather too many: after its forward the root stays, because its backward begins at once; so it is
+            #: neither dropped there nor gathered again
+            #! if False:
+            #: raises: the hook has run and the unit still has no memory
+            unshard(unit.mine, unit.whole)
+        ### END SOLUTION
+
+    def after_backward():  # the whole gradient is there: unit.take_gradient() hands it over, flat
+        ### BEGIN SOLUTION
+        reshard(unit.whole)
+        #! pass
+        #: something stays gathered after the step: after_backward drops the unit as well, the root too
+        #! if not unit.is_root:
+        #!     reshard(unit.whole)
+        #: as above
+        unit.mine.grad = reduce(unit.take_gradient())
+        #! pass
+        #: the first loss is right and no gradient was reduced, so the ranks' gradients stayed apart: after_backward
+        #: hands the whole gradient to `reduce`, and sets `unit.mine.grad` to what it returns
+        #! unit.mine.grad = unit.take_gradient()[: len(unit.mine)]
+        #: as above
+        #! if not unit.is_root:
+        #!     unit.mine.grad = reduce(unit.take_gradient())
+        #: the first loss is right, but only 2 of 3 units reduced a gradient: every unit does in after_backward, the
+        #: root too
+        #! unit.mine.grad = reduce(unit.take_gradient()) / 2
+        #: the first loss is right, the first update is not: the optimizer reads `unit.mine.grad`; set it to what
+        #: `reduce` returns
+        #! unit.mine.grad = reduce(unit.take_gradient()) * 2
+        #: as above
+        #! unit.mine.grad = reduce(unit.take_gradient()) * 2 - 1e-3
+        #: as above
+        #! reduce(unit.take_gradient())
+        #: as above
+        #! unit.mine.data = reduce(unit.take_gradient())
+        #: as above
+        ### END SOLUTION
+
+    return before_forward, after_forward, before_backward, after_backward
+    #! return before_forward, after_forward
+    #: raises: `hooks` returns the four functions themselves
+
+
+#! def hooks(unit, unshard, reshard, reduce):
+#!     def gather():
+#!         unshard(unit.mine, unit.whole)
+#!
+#!     def after_backward():
+#!         reshard(unit.whole)
+#!         unit.mine.grad = reduce(unit.take_gradient())
+#!
+#!     return gather, lambda: reshard(unit.whole), gather, after_backward
+#: one gather too many: after its forward the root stays, because its backward begins at once; so it is neither
+#: dropped there nor gathered again
+#! def hooks(unit, unshard, reshard, reduce):
+#!     def after_backward():
+#!         reshard(unit.whole)
+#!         unit.mine.grad = reduce(unit.take_gradient())
+#!
+#!     return lambda: unshard(unit.mine, unit.whole), lambda: None, lambda: None, after_backward
+#: blocks stay gathered from forward to backward, so the whole model is in memory: drop every unit but the root in
+#: after_forward
+
+
+# ---- check: on 2 ranks, in 60 s, facts only
+
+WORK = {"ranks": 2, "model": "gpt-tiny", "steps": 3, "batch_size": 2, "sequence_length": 32, "seed": 1}
+SGD = {"optimizer": "SGD", "learning_rate": 0.1}  # Adam hides a gradient's wrong factor
+
+
+def cases(rank, n):
+    yield "gpt-tiny, 3 steps", {**WORK, **SGD}
+
+
+def observe(hooks, work):
+    from fsdplab.teaching.lessons.nb06_whole_model.on_ranks import beside_the_twin
+
+    return beside_the_twin(hooks, work)
+
+
+LOSSES = "loss minus the twin's, by step"
+EXPECTED = {
+    LOSSES: [0.0, 0.0, 0.0],
+    "gathers in a step": 5,  # two of each block, one of the root
+    "reductions in a step": 3,
+    "bytes gathered after a step": 0,
+    "bytes gathered at the peak": 364_288,  # the root and a block
+    "parameters that differ from the twin's": [],
+}
+
+
+def wrong_loss(got, right):
+    step = next(number for number, apart in enumerate(got[LOSSES]) if apart != 0)
+    if step == 0:
+        return (
+            "already the first forward is wrong, before any update: parameters changed, or were read before they were"
+            " gathered"
+        )
+    reduced, units = got["reductions in a step"], right["reductions in a step"]
+    if not reduced:
+        return (
+            "the first loss is right and no gradient was reduced, so the ranks' gradients stayed apart: after_backward"
+            " hands the whole gradient to `reduce`, and sets `unit.mine.grad` to what it returns"
+        )
+    if reduced < units:
+        return (
+            f"the first loss is right, but only {reduced} of {units} units reduced a gradient: every unit does in"
+            " after_backward, the root too"
+        )
+    return (
+        "the first loss is right, the first update is not: the optimizer reads `unit.mine.grad`; set it to what"
+        " `reduce` returns"
+    )
+
+
+KEPT = (
+    "blocks stay gathered from forward to backward, so the whole model is in memory: drop every unit but the root in"
+    " after_forward"
+)
+SAYS = {
+    LOSSES: wrong_loss,
+    "gathers in a step": lambda got, right: (
+        "one gather too many: after its forward the root stays, because its backward begins at once; so it is neither"
+        " dropped there nor gathered again"
+        if got["gathers in a step"] > right["gathers in a step"]
+        else KEPT
+    ),
+    "reductions in a step": "every unit reduces once a step, in after_backward",
+    "bytes gathered after a step": "something stays gathered after the step: after_backward drops the unit as well, the"
+    " root too",
+    "bytes gathered at the peak": KEPT,
+    "parameters that differ from the twin's": "losses agree and parameters do not: what after_backward leaves in"
+    " `unit.mine.grad` is not this rank's slice of the mean gradient",
+    "hung": "the ranks gather or reduce different units at the same time: call the same functions in the same order on"
+    " every rank",
+}

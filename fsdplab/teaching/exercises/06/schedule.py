@@ -1,0 +1,151 @@
+"""Order a step
+
+Order gathers, drops and reductions: at most 3 blocks in memory, and no time beyond the first gather, the computation
+and the last reduction.
+
+1. A message that is listed before a computation travels while it runs. Which gather could you list earlier?
+2. Forward: list `gather i + 1` before `forward i`. Backward: `gather i - 1` before `backward i`. The link sends in the
+   order of the list, and a gradient is in memory until its reduction has ended.
+3. Keep the last block from its forward to its backward. Before `backward i` list `reduce i + 1` first, then
+   `gather i - 1`; `reduce 0` ends the list.
+"""
+
+
+def schedule(n):
+    """One step of n blocks as a list of (action, block), in order."""
+    ### BEGIN SOLUTION
+    ## steps = []
+    ## for i in range(n):
+    ##     steps += [("gather", i), ("forward", i), ("drop", i)]
+    ## for i in reversed(range(n)):
+    ##     steps += [("gather", i), ("backward", i), ("drop", i), ("reduce", i)]
+    ## return steps
+    steps = [("gather", 0)]
+    #! steps = [("gather", 0), ("drop", 0), ("gather", 0)]
+    #: its gather is still under way; nothing has used it
+    #! n, steps = 4, [("gather", 0)]
+    #: now comes forward 4: forward runs from block 0 up, backward down again
+    for i in range(n - 1):
+        #! for i in range(n):
+        #: there are blocks 0 to 3
+        steps += [("gather", i + 1), ("forward", i), ("drop", i)]
+        #! steps += [("gather", i), ("forward", i), ("drop", i)]
+        #: it is gathered already
+    steps += [("forward", n - 1)]  # its backward comes at once: it stays
+    #! steps += [("forward", n - 1), ("drop", n - 1), ("gather", n - 1)]
+    #: what is dropped and gathered again at once costs a message
+    #! pass
+    #: now comes forward 3: forward runs from block 0 up, backward down again
+    #! steps += [("foward", n - 1)]
+    #: the actions are gather, forward, drop, backward, reduce
+    for i in reversed(range(n)):
+        #! for i in range(n):
+        #: it has no gradient to reduce: its backward comes first, and one reduction is enough
+        if i < n - 1:
+            steps += [("reduce", i + 1)]
+            #! pass
+            #: was never reduced, so its optimizer would do nothing
+            #! steps += [("reduce", i)]
+            #: it has no gradient to reduce: its backward comes first, and one reduction is enough
+        if i > 0:
+            steps += [("gather", i - 1)]
+            #! pass
+            #: its parameters are not gathered
+        steps += [("backward", i), ("drop", i)]
+        #! steps += [("backward", i)]
+        #: is still gathered: drop it, the optimizer works on slices
+    return [*steps, ("reduce", 0)]
+    #! return [*steps, "reduce 0"]
+    #: expected a pair such as ("gather", 0)
+    #! print([*steps, ("reduce", 0)])
+    #: the function returns nothing
+    ### END SOLUTION
+
+
+#! def schedule(n):
+#!     steps = []
+#!     for i in range(n):
+#!         steps += [("gather", i), ("forward", i), ("drop", i)]
+#!     for i in reversed(range(n)):
+#!         steps += [("gather", i), ("backward", i), ("drop", i), ("reduce", i)]
+#!     return steps  # as it was
+#: look for the red pieces in the figure. A gather hides behind the computation that is listed after it
+#! def schedule(n):
+#!     steps = [("gather", i) for i in range(n)] + [("forward", i) for i in range(n)]
+#!     for i in reversed(range(n)):
+#!         steps += [("backward", i), ("drop", i), ("reduce", i)]
+#!     return steps
+#: gather one block ahead and not more
+#! def schedule(n):
+#!     steps = [("gather", 0)]
+#!     for i in range(n - 1):
+#!         steps += [("gather", i + 1), ("forward", i), ("drop", i)]
+#!     steps += [("forward", n - 1)]
+#!     for i in reversed(range(n)):
+#!         if i < n - 1:
+#!             steps += [("reduce", i + 1), ("gather", i)]
+#!         steps += [("backward", i), ("drop", i)]
+#!     return [*steps, ("reduce", 0)]
+#: look for the red pieces in the figure. A gather hides behind the computation that is listed after it
+#! def schedule(n):
+#!     steps = [("gather", 0)]
+#!     for i in range(n - 1):
+#!         steps += [("gather", i + 1), ("forward", i), ("drop", i)]
+#!     steps += [("forward", n - 1)]
+#!     for i in reversed(range(n)):
+#!         if i > 0:
+#!             steps += [("gather", i - 1)]
+#!         if i < n - 1:
+#!             steps += [("reduce", i + 1)]
+#!         steps += [("backward", i), ("drop", i)]
+#!     return [*steps, ("reduce", 0)]
+#: send a finished gradient's reduction before the next gather, or it waits in memory
+
+
+# ---- check: pure, facts only
+
+NOTHING = "nothing: every entry can run"
+
+
+def cases(rank, n):
+    yield "4 and 6 blocks", (4, 6)
+
+
+def observe(schedule, sizes):
+    from fsdplab.teaching.lessons.nb06_whole_model.schedules import MEMORY_TARGET, ScheduleError, play, shortest
+
+    problem, late, large = NOTHING, {}, {}
+    for blocks in sizes:
+        try:
+            played = play(schedule(blocks), blocks)
+        except ScheduleError as error:
+            problem = f"{blocks} blocks, {error}"
+            break
+        late[f"{blocks} blocks"] = max(0, played.milliseconds - shortest(blocks))
+        large[f"{blocks} blocks"] = max(0, played.peak - MEMORY_TARGET)
+    return {"what cannot run": problem, "blocks over the memory target": large, "ms over the time target": late}
+
+
+def too_many_blocks(got, right):
+    over = max(got["blocks over the memory target"].values())
+    return (
+        f"{3 + over} blocks in memory at once, the target is 3: gather one block ahead and not more, and send a"
+        " finished gradient's reduction before the next gather, or it waits in memory"
+    )
+
+
+def too_late(got, right):
+    blocks, over = next((name, ms) for name, ms in got["ms over the time target"].items() if ms)
+    return (
+        f"{blocks} take {over} ms more than the target: look for the red pieces in the figure. A gather hides behind"
+        " the computation that is listed after it; and what is dropped and gathered again at once costs a message"
+    )
+
+
+MET = {"4 blocks": 0, "6 blocks": 0}
+EXPECTED = {"what cannot run": NOTHING, "blocks over the memory target": MET, "ms over the time target": MET}
+SAYS = {
+    "what cannot run": lambda got, right: got["what cannot run"],
+    "blocks over the memory target": too_many_blocks,
+    "ms over the time target": too_late,
+}

@@ -1,0 +1,93 @@
+"""The part of lesson 05 that runs on the ranks: one layer's life with the learner's functions, beside a whole one."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdplab.teaching.core.course_state import open_course
+from fsdplab.teaching.core.in_use import functions
+
+
+def read_dropped(payload: None) -> float:
+    """Read a tensor whose memory was given back. This ends the process."""
+    whole = torch.ones(1000, 1000)
+    whole.untyped_storage().resize_(0)
+    return whole.sum().item()
+
+
+def layer_life(payload: dict[str, Any]) -> dict[str, Any]:
+    """One Linear's training step on this rank with the learner's functions, and how far it is from the whole layer's.
+
+    `payload`: workspace, parts (ids of exercises), rows, columns. Returns the bytes held after each moment, and the
+    largest differences.
+    """
+    open_course(workspace=payload["workspace"])
+    parts = SimpleNamespace(**functions(*payload["parts"]))
+    layer, twin, inputs = _layer_and_twin(payload["rows"], payload["columns"])
+    moments, outputs, gradients = _life(layer, inputs[dist.get_rank()], parts)
+    expected, whole_gradient = _of_the_twin(twin, inputs)
+    mine = parts.shard(whole_gradient, dist.get_rank(), dist.get_world_size())
+    differences = {"output": outputs - expected[dist.get_rank()], "gradient slice": gradients - mine}
+    return {"moments": moments, "differences": {name: float(value.abs().max()) for name, value in differences.items()}}
+
+
+def _layer_and_twin(rows: int, columns: int) -> tuple[nn.Linear, nn.Linear, list[torch.Tensor]]:
+    torch.manual_seed(0)
+    layer, twin = nn.Linear(columns, rows, bias=False), nn.Linear(columns, rows, bias=False)
+    twin.load_state_dict(layer.state_dict())
+    return layer, twin, [torch.randn(8, columns, requires_grad=True) for _ in range(dist.get_world_size())]
+
+
+def _life(
+    layer: nn.Linear, x: torch.Tensor, parts: SimpleNamespace
+) -> tuple[list[dict[str, Any]], torch.Tensor, torch.Tensor]:
+    """The life in time order, (moments, output, this rank's slice of the mean gradient)."""
+    weight, whole = layer.weight, layer.weight.data
+    moments: list[dict[str, Any]] = []
+    reduced: torch.Tensor | None = None
+
+    def note(moment: str) -> None:
+        gradient = 0 if weight.grad is None else weight.grad.nbytes
+        held = {
+            "parameter_slices": mine.nbytes,
+            "gathered_parameters": whole.untyped_storage().nbytes(),
+            "whole_gradients": gradient,
+        }
+        moments.append({"moment": moment, **held, "gradient_slices": 0 if reduced is None else reduced.nbytes})
+
+    mine = parts.shard(whole, dist.get_rank(), dist.get_world_size())
+    parts.reshard(whole)
+    note("shard (at rest)")
+    parts.unshard(mine, whole)
+    note("unshard")
+    y = layer(x)
+    note("forward")
+    parts.reshard(whole)
+    note("reshard")
+    parts.unshard(mine, whole)
+    note("unshard again")
+    y.square().sum().backward()
+    note("backward")
+    parts.reshard(whole)
+    note("reshard again")
+    reduced = parts.reduce(weight.grad)
+    note("reduce")
+    weight.grad = None
+    note("at rest again")
+    return moments, y.detach(), reduced
+
+
+def _of_the_twin(twin: nn.Linear, inputs: list[torch.Tensor]) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The whole layer's outputs for every rank's input, and the mean of its gradients."""
+    outputs, total = [], torch.zeros_like(twin.weight)
+    for x in inputs:
+        twin.weight.grad = None
+        outputs.append(twin(x))
+        outputs[-1].square().sum().backward()
+        total += twin.weight.grad
+    return [output.detach() for output in outputs], total / len(inputs)

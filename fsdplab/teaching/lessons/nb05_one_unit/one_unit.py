@@ -1,0 +1,179 @@
+"""Lesson 05: what one sharded layer holds, moment by moment: drawn from the rule, then measured on real ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdplab.common.sizes import size
+from fsdplab.common.words import plural
+from fsdplab.figures.bars import Part, stacked_bars
+from fsdplab.figures.lanes import Span, lane
+from fsdplab.figures.plotly_go import go
+from fsdplab.figures.style import CATEGORY_COLOURS, titled
+from fsdplab.sessions import RanksFailed, call_on_ranks
+from fsdplab.teaching.core.course_state import current
+from fsdplab.teaching.core.diagrams import HeldCell, cells_in_time
+from fsdplab.teaching.core.display import Note, Table, present, table
+from fsdplab.teaching.core.waiting import doing
+
+ON_THE_RANKS = Path(__file__).with_name("on_ranks.py")
+TIME_LIMIT = 150.0
+PARTS = ("05.shard", "05.unshard", "05.reshard", "05.guarded", "05.reduce")
+
+
+# ---- which rows each rank keeps
+
+
+def rows_figure(rows: int, ranks: int) -> go.Figure:
+    """Every rank's c = ceil(rows / n) places: rows of the tensor, as torch.chunk cuts them, then padding."""
+    c = -(-rows // ranks)
+    places = [(rank, place, rank * c + place) for rank in range(ranks) for place in range(c)]
+    own = [Span(f"rank {rank}", place, 1, str(row)) for rank, place, row in places if row < rows]
+    padding = [Span(f"rank {rank}", place, 1, "0") for rank, place, row in places if row >= rows]
+    kinds = (("row of the tensor", CATEGORY_COLOURS["parameter_slices"], own), ("padding", "#d0d4d9", padding))
+    hover = "%{{y}}, {} %{{text}}<extra></extra>"
+    figure = go.Figure([lane(name, colour, cells, hovertemplate=hover.format(name)) for name, colour, cells in kinds])
+    shown = range(0, c, max(1, c // 16))
+    figure.update_xaxes(
+        title="place in the slice", range=[0, c], tickvals=[place + 0.5 for place in shown],
+        ticktext=[str(place) for place in shown], showgrid=False, zeroline=False,
+    )  # fmt: skip
+    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
+    figure.update_layout(barmode="overlay")
+    empty = sum(rank * c >= rows for rank in range(ranks))
+    title = f"{rows} rows on {ranks} ranks: c = {c}, {plural(len(padding), 'padding row')}"
+    title += f", {plural(empty, 'rank')} without a row" if empty else ""
+    held = "; ".join(
+        f"rank {rank} " + (f"rows {rank * c} to {min(rows, (rank + 1) * c) - 1}" if rank * c < rows else "no row")
+        for rank in range(ranks)
+    )
+    alt = f"Cells of {c} places for each rank. {held}. {title}."
+    return titled(figure, title, "Computed: every rank sends c rows", alt, 110 + 34 * ranks)
+
+
+# ---- one layer's life, drawn
+
+MOMENTS = ("shard", "unshard", "forward", "reshard", "unshard", "backward", "reshard", "reduce")
+_GATHERED = (1, 2, 4, 5)  # moments at which the whole weight is there
+_GRADIENT = (5, 6)  # moments at which autograd's whole gradient is there
+_KINDS = {
+    "its own slice": CATEGORY_COLOURS["parameter_slices"],
+    "gathered weight": CATEGORY_COLOURS["gathered_parameters"],
+    "whole gradient": CATEGORY_COLOURS["whole_gradients"],
+    "slice of the mean gradient": CATEGORY_COLOURS["gradient_slices"],
+}
+
+
+def life_cells(rank: int) -> Iterator[HeldCell]:
+    """All that one of two ranks holds, moment by moment; its slice is there from the first to the last."""
+    other = 1 - rank
+    for moment, name in enumerate(MOMENTS):
+        yield HeldCell(f"rank {rank}: slice", moment, "its own slice", f"half {rank}")
+        if moment in _GATHERED:
+            arrives = name == "unshard"
+            yield HeldCell(f"rank {rank}: weight, half {rank}", moment, "gathered weight", "own" if arrives else "")
+            came = "received" if arrives else ""
+            yield HeldCell(f"rank {rank}: weight, half {other}", moment, "gathered weight", came)
+        if moment in _GRADIENT:
+            yield HeldCell(f"rank {rank}: gradient", moment, "whole gradient", "whole")
+    yield HeldCell(f"rank {rank}: gradient", len(MOMENTS) - 1, "slice of the mean gradient", f"half {rank}")
+
+
+def life_diagram() -> go.Figure:
+    """The eight moments of a layer on two ranks, with a play button."""
+    things = ("slice", "weight, half 0", "weight, half 1", "gradient")
+    rows = [f"rank {rank}: {thing}" for rank in range(2) for thing in things]
+    return cells_in_time(
+        [*life_cells(0), *life_cells(1)], rows, MOMENTS, _KINDS,
+        "A layer on two ranks: whole while it computes, half of it at rest",
+        "Drawn from the rule, nothing was run: what is in memory after each call",
+        "Cells of memory on two ranks over eight calls. The own slice is always there. After each unshard, and during"
+        " forward and backward, both halves of the weight are there, one of them from the other rank; reshard drops"
+        " them. Backward leaves a whole gradient, which reduce turns into this rank's half of the mean.",
+    )  # fmt: skip
+
+
+# ---- one layer's life, measured
+
+
+@doing("reading a tensor without memory, in a process of its own")
+def read_dropped() -> None:
+    """Read a tensor without memory, in a process of its own, and show how that process ends."""
+    try:
+        call_on_ranks(ON_THE_RANKS, "read_dropped", world_size=1, time_limit=TIME_LIMIT)
+        outcome = "It returned a number: this torch noticed, or read whatever lay there."
+    except RanksFailed as failure:
+        outcome = failure.report.message.splitlines()[0]
+    present(Note(("whole.untyped_storage().resize_(0); whole.sum()", outcome)))
+
+
+@dataclass(frozen=True, repr=False)
+class Life:
+    """One layer's training step on rank 0: bytes held after each moment, and the differences from the whole layer."""
+
+    weight_bytes: int
+    ranks: int
+    moments: tuple[dict[str, Any], ...]
+    differences: dict[str, float]
+    provenance: dict[str, str] = field(
+        default_factory=lambda: {"bytes held by a layer": "measured", "difference from the whole layer": "measured"}
+    )
+
+    @property
+    def peak_megabytes(self) -> float:
+        """Most that the layer's weight and gradient held at once, MB."""
+        return max(held(moment) for moment in self.moments) / 1e6
+
+    def table(self) -> Table:
+        """The largest difference from the unsharded layer, over all ranks."""
+        rows = [[name, f"{value:g}"] for name, value in self.differences.items()]
+        return table(["", "largest difference from the whole layer"], rows, f"Measured on {self.ranks} real ranks.")
+
+    def __repr__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+
+def held(moment: dict[str, Any]) -> int:
+    """All bytes that a moment of a layer's life names."""
+    return sum(value for name, value in moment.items() if name != "moment")
+
+
+@doing("one layer's training step on real ranks")
+def life_of_a_layer(rows: int = 1025, columns: int = 512, world_size: int = 2) -> Life:
+    """One Linear of `rows` x `columns`, sharded, through a training step on real ranks with the functions in use."""
+    payload = {"workspace": str(current().workspace.path), "parts": PARTS, "rows": rows, "columns": columns}
+    by_rank = call_on_ranks(ON_THE_RANKS, "layer_life", world_size=world_size, payload=payload, time_limit=TIME_LIMIT)
+    worst = {name: max(each["differences"][name] for each in by_rank) for name in by_rank[0]["differences"]}
+    return Life(4 * rows * columns, world_size, tuple(by_rank[0]["moments"]), worst)
+
+
+def layer_figure(life: Life) -> go.Figure:
+    """Bytes of one layer's weight and gradient after each moment of its life, stacked by kind, in time order from the
+    top.
+    """
+    kinds = [name for name in life.moments[0] if name != "moment"]
+    names = [moment["moment"] for moment in life.moments]
+    totals = [held(moment) for moment in life.moments]
+    parts = [
+        Part(kind.replace("_", " "), CATEGORY_COLOURS[kind], [moment[kind] / 1e6 for moment in life.moments])
+        for kind in kinds
+    ]
+    whole = 2 * life.weight_bytes
+    levels = {f"unsharded: {size(whole)}": whole / 1e6}
+    ends = {name: f"<b>{size(total)}</b>" for name, total in zip(names, totals)}
+    figure = stacked_bars(ends, parts, "bytes held by one rank (MB)", "%{x:.3f} MB", levels=levels)
+    rest, peak = totals[-1], max(totals)
+    title = f"A weight of {size(life.weight_bytes)} and its gradient: {size(rest)} at rest, {size(peak)} at the peak"
+    summary = "; ".join(f"{name} {size(total)}" for name, total in zip(names, totals))
+    subtitle = (
+        f"Measured on rank 0 of {life.ranks} CPU ranks: storages after each call; the messages' own buffers are"
+        " left out"
+    )
+    alt = f"Bars from top to bottom in time order: {summary}. Unsharded {size(whole)}."
+    return titled(figure, title, subtitle, alt, height=140 + 34 * len(names))

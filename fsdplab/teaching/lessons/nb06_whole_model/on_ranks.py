@@ -1,0 +1,273 @@
+"""The part of lesson 06 that runs on the ranks: whole models under three engines, and a schedule of the learner's.
+
+The engines are the learner's, the lab's own (`shard_model`), and the unsharded twin. All read the same text from the
+same seeds, so that their losses and parameters can be compared bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdplab.engine import events, shard_model
+from fsdplab.teaching.core.course_state import open_course
+from fsdplab.teaching.core.in_use import functions
+from fsdplab.teaching.lessons.nb06_whole_model.engine import MiniFSDP, MiniUnit, Parts
+from fsdplab.workloads import ByteText, block_types, build_model, loss_of
+from fsdplab.workloads.twin import replay_gradients
+
+Work = dict[str, Any]
+PARTS = ("05.shard", "05.unshard", "05.reshard", "05.guarded", "05.reduce")
+LOSSES, ROUNDING = "loss minus the twin's, by step", 1e-6
+
+
+def parts(**given: Callable[..., Any]) -> Parts:
+    """The learner's functions where their checks passed, else the references; those in `given` as they are."""
+    ids = PARTS if "hooks" in given else (*PARTS, "06.hooks")
+    return Parts(**functions(*ids), **given)
+
+
+# ---- whole models
+
+
+def batch(text: ByteText, work: Work, step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """The batch of a rank at a step."""
+    return text.batch(step, rank, work["ranks"], work["batch_size"], work["sequence_length"], seed=work["seed"])
+
+
+def optimizer_of(work: Work, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """`work["optimizer"]`, AdamW unless it says SGD: Adam hides a gradient's wrong factor, which a check must not."""
+    kind: type[torch.optim.Optimizer] = getattr(torch.optim, work.get("optimizer", "AdamW"))
+    return kind(parameters, lr=work["learning_rate"], fused=True)
+
+
+def losses_of(
+    model: nn.Module, parameters: Iterable[Tensor], work: Work, log: Any, finish: Callable[[], None] = lambda: None
+) -> list[float]:
+    """This rank's losses of a training; `log.step` is set before each step, `finish` called after each backward."""
+    text, optimizer, losses = ByteText.from_standard_library(), optimizer_of(work, parameters), []
+    for step in range(work["steps"]):
+        log.step = step
+        loss = loss_of(model, *batch(text, work, step, dist.get_rank()))
+        loss.backward()
+        finish()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def trained(own: Parts, work: Work, is_unit: Callable[..., bool] | None = None) -> tuple[MiniFSDP, list[float]]:
+    """Train under the learner's engine (blocks as units unless told otherwise); the engine and this rank's losses."""
+    model = build_model(work["model"], seed=work["seed"])
+    engine = MiniFSDP(model, is_unit or (lambda name, module: isinstance(module, block_types(model))), own)
+    return engine, losses_of(model, engine.parameters(), work, engine.log, engine.finish_backward)
+
+
+def lab_trained(work: Work, is_unit: Callable[..., bool] | None, prefetch: int) -> dict[str, Any]:
+    """The same training under the lab's own engine, followed by its events."""
+    model, seen = build_model(work["model"], seed=work["seed"]), Listener()
+    shard_model(model, "full_shard", units=is_unit or block_types(model), prefetch=prefetch)
+    stop = events.subscribe(seen)
+    losses = losses_of(model, model.parameters(), work, seen)
+    stop()
+    parameters = {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
+    return {"losses": losses, "rows": seen.rows, "ledger": seen.ledger, "parameters": parameters}
+
+
+def twin_trained(work: Work) -> dict[str, Any]:
+    """The same training without ranks: each of `work["ranks"]` batches in turn, gradients averaged in rank order."""
+    text, model = ByteText.from_standard_library(), build_model(work["model"], seed=work["seed"])
+    optimizer, ranks = optimizer_of(work, model.parameters()), range(work["ranks"])
+    by_rank: list[list[float]] = [[] for _ in ranks]
+
+    def noted(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = loss_of(model, tokens, targets)
+        min(by_rank, key=len).append(loss.item())  # ranks are replayed in order
+        return loss
+
+    for step in range(work["steps"]):
+        replay_gradients(model, [[batch(text, work, step, rank)] for rank in ranks], noted)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"by_rank": by_rank, "parameters": {name: value.detach() for name, value in model.named_parameters()}}
+
+
+def train_all(payload: dict[str, Any]) -> dict[str, Any]:
+    """Train under every engine of `payload["engines"]` in turn: losses, rows of the log, differences from the twin."""
+    open_course(workspace=payload["workspace"])
+    work = payload["work"]
+    is_unit = functions("06.choose_units")["choose_units"] if payload["own_units"] else None
+    done: dict[str, Any] = {}
+    if "mine" in payload["engines"]:
+        engine, losses = trained(parts(), work, is_unit)
+        done["mine"] = {"losses": losses, "rows": engine.log.rows, "parameters": engine.whole_parameters()}
+    if "lab" in payload["engines"]:
+        done["lab"] = lab_trained(work, is_unit, payload["prefetch"])
+    if "twin" in payload["engines"]:
+        done["twin"] = twin_trained(work)
+    parameters = {name: run.pop("parameters") for name, run in done.items()}
+    for name in [name for name in ("mine", "lab") if name in done and "twin" in done]:
+        done[name]["differs"] = difference(parameters[name], parameters["twin"])
+    return done
+
+
+def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, Any]:
+    """The largest difference over all parameters, and how many floats differ at all."""
+    apart = {name: (ours[name] - theirs[name]).abs() for name in theirs}
+    return {
+        "largest": max(float(value.max()) for value in apart.values()),
+        "floats": sum(int((value > 0).sum()) for value in apart.values()),
+        "of": sum(value.numel() for value in apart.values()),
+    }
+
+
+class Listener:
+    """The lab's events as rows like those of the learner's log, and its ledger."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.rows: list[dict[str, Any]] = []
+        self.ledger: list[dict[str, Any]] = []
+        self._held: dict[str, int] = {}
+
+    def __call__(self, event: events.Event) -> None:
+        if isinstance(event, events.Collective):
+            bytes_of = {"logical_bytes": event.logical_bytes, "wire_bytes": event.wire_bytes}
+            self.ledger.append(
+                {"step": self.step, "unit": event.unit, "phase": event.phase, "kind": event.kind, **bytes_of}
+            )
+        elif isinstance(event, events.Tag) and event.category == "gathered_parameters":
+            self._held[event.unit] = event.nbytes
+            self._row(event.unit, "unshard", "")
+        elif isinstance(event, events.Transition) and event.after == "sharded":
+            self._held[event.unit] = 0
+            self._row(event.unit, "reshard", event.phase)
+
+    def _row(self, unit: str, what: str, phase: str) -> None:
+        self.rows.append({"step": self.step, "phase": phase, "unit": unit, "what": what, "gathered": dict(self._held)})
+
+
+def one_backward(is_unit: Callable[..., bool], preset: str) -> MiniFSDP:
+    """One forward and backward of a model under the learner's engine, on random tokens and with no optimizer."""
+    model = build_model(preset, seed=0)
+    engine = MiniFSDP(model, is_unit, parts())
+    tokens = torch.randint(0, model.config.vocabulary, (1, 16), generator=torch.Generator().manual_seed(0))
+    loss_of(model, tokens, tokens).backward()
+    engine.finish_backward()
+    return engine
+
+
+def largest_gathered(rows: list[dict[str, Any]]) -> int:
+    """Most bytes that all units together had gathered at any moment."""
+    return max((sum(row["gathered"].values()) for row in rows), default=0)
+
+
+# ---- what the checks see
+
+
+def beside_the_twin(hooks: Callable[..., Any], work: Work) -> dict[str, Any]:
+    """Train a small GPT under the learner's engine with these hooks, and the twin beside it: what differs, what one
+    step did.
+
+    The twin runs here and not in the notebook's process: another number of threads sums in another order.
+    """
+    engine, losses = trained(parts(hooks=hooks), work)
+    last = [row for row in engine.log.rows if row["step"] == work["steps"] - 1]
+    kept, twin, ours = sum(unit.gathered_bytes for unit in engine.units), twin_trained(work), engine.whole_parameters()
+    apart = [loss - expected for loss, expected in zip(losses, twin["by_rank"][dist.get_rank()], strict=True)]
+    return {
+        LOSSES: [0.0 if abs(value) <= ROUNDING else value for value in apart],
+        "gathers in a step": sum(row["what"] == "unshard" for row in last),
+        "reductions in a step": sum(row["what"] == "reduce" for row in last),
+        "bytes gathered after a step": kept,
+        "bytes gathered at the peak": largest_gathered(last),
+        "parameters that differ from the twin's": [
+            name
+            for name, value in twin["parameters"].items()
+            # a key's bias moves all scores of a query alike, so its gradient is mere rounding
+            if not name.endswith("key.bias") and not (ours[name] - value).abs().max() <= ROUNDING
+        ],
+    }
+
+
+# ---- the puzzle on real blocks, where every message is waited for: order and memory are real, time is not looked at
+
+
+def scheduled(payload: dict[str, Any]) -> dict[str, Any]:
+    """One step of `blocks` blocks in the order of the learner's schedule: the most that was in memory, in blocks, and
+    how many floats of this rank's gradient slices differ from the unsharded twin's.
+    """
+    open_course(workspace=payload["workspace"])
+    blocks, width, own = payload["blocks"], payload["width"], parts(hooks=lambda *arguments: ())
+    steps = functions("06.schedule")["schedule"](blocks)
+    expected = _slices_of_the_twin(_blocks(blocks, width), own)
+    step = _Step(_blocks(blocks, width), _batch(dist.get_rank(), width), own)
+    held = [step.take(action, block) for action, block in steps]
+    differing = [int((unit.mine.grad != right).sum()) for unit, right in zip(step.units, expected, strict=True)]
+    return {"peak": max(held), "differing": sum(differing), "of": sum(len(right) for right in expected)}
+
+
+def _blocks(count: int, width: int) -> list[nn.Sequential]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(count)]
+
+
+def _batch(rank: int, width: int) -> Tensor:
+    return torch.randn(8, width, generator=torch.Generator().manual_seed(rank))
+
+
+class _Step:
+    """The blocks of one rank, its activations, and the actions on them."""
+
+    def __init__(self, blocks: Sequence[nn.Module], batch: Tensor, parts: Parts) -> None:
+        self.blocks, self.parts, self.x = blocks, parts, batch
+        self.units = [MiniUnit(f"block {i}", list(block.parameters()), parts) for i, block in enumerate(blocks)]
+        self.inputs: dict[int, Tensor] = {}
+        self.outputs: dict[int, Tensor] = {}
+
+    def take(self, action: str, block: int) -> float:
+        """Do one action; what is in memory after it (gathered blocks and whole gradients), in blocks."""
+        getattr(self, f"_{action}")(block)
+        size = max(unit.whole.nbytes for unit in self.units)
+        return sum(unit.gathered_bytes for unit in self.units) / size + self._gradient_bytes() / size
+
+    def _gradient_bytes(self) -> int:
+        gradients = [parameter.grad for block in self.blocks for parameter in block.parameters()]
+        return sum(gradient.nbytes for gradient in gradients if gradient is not None)
+
+    def _gather(self, block: int) -> None:
+        self.parts.unshard(self.units[block].mine.detach(), self.units[block].whole)
+
+    def _drop(self, block: int) -> None:
+        self.parts.reshard(self.units[block].whole)
+
+    def _forward(self, block: int) -> None:
+        self.inputs[block] = self.x.detach().requires_grad_()
+        self.outputs[block] = self.blocks[block](self.inputs[block])
+        self.x = self.outputs[block]
+
+    def _backward(self, block: int) -> None:
+        last = block == len(self.blocks) - 1
+        whole = self.outputs[block].square().mean() if last else self.outputs[block]
+        whole.backward(None if last else self.inputs[block + 1].grad)
+
+    def _reduce(self, block: int) -> None:
+        self.units[block].mine.grad = self.parts.reduce(self.units[block].take_gradient())
+
+
+def _slices_of_the_twin(blocks: Sequence[nn.Module], parts: Parts) -> list[Tensor]:
+    """This rank's slices of the mean gradient, by the unsharded blocks on every rank's batch in turn."""
+    ranks, width = dist.get_world_size(), next(blocks[0].parameters()).shape[1]
+    model = nn.Sequential(*blocks)
+    totals = [torch.zeros(sum(each.numel() for each in block.parameters())) for block in blocks]
+    for rank in range(ranks):
+        model.zero_grad()
+        model(_batch(rank, width)).square().mean().backward()
+        for total, block in zip(totals, blocks, strict=True):
+            total += torch.cat([each.grad.flatten() for each in block.parameters() if each.grad is not None])
+    return [parts.shard(total / ranks, dist.get_rank(), ranks) for total in totals]
