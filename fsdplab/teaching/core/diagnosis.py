@@ -227,8 +227,12 @@ def _feedback_on_bytes(
     if reference is None or sent(learner) <= _SLACK * sent(reference):
         return None
     calls = [[trial.calls for trial in ranks] for ranks in learner.trials]
+    right = _expected(exercise, learner, reference)
     known = (
-        known.cause for known in mistakes() if [[t.calls for t in ranks] for ranks in known.behaviour.trials] == calls
+        known.cause
+        for known in mistakes()
+        if [[trial.calls for trial in ranks] for ranks in known.behaviour.trials] == calls
+        and _first_place(known.behaviour, right, exercise.tolerance) is None
     )
     otherwise = "fewer bytes bring the same values: what does every rank need, and what does it have already?"
     return Feedback(

@@ -26,7 +26,6 @@ from fsdplab.workloads.twin import replay_gradients
 SMALL = gpt("small", layers=2, width=24, heads=2, vocabulary=258, context=36)
 RATE = 0.5  # of the plain SGD in a check's steps
 NOISE = 1e-6  # a gradient with a smaller norm is rounding
-SHARED = "parameters and their rows share memory"
 MARK = 1  # bytes of the broadcast that a driver puts between parts of a step, for the rules to tell them apart
 
 
@@ -80,54 +79,6 @@ def _gradients(model: nn.Module, steps: int, after_backward: Callable[[], None])
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)  # what a learner left in a list must not fail before values are compared
     return seen
-
-
-def spans(function: Callable[[int, int, int], Any], questions: list[tuple[int, int]]) -> dict[str, list[Any]]:
-    """`function(rows, rank, n)` for every rank of every question (rows, n)."""
-    return {f"{rows} rows on {n} ranks": [edges(function(rows, rank, n)) for rank in range(n)] for rows, n in questions}
-
-
-def edges(span: Any) -> Any:
-    """A returned (start, stop) to be compared: a tensor of two as a list, and a fraction as a text, because 4.0 equals
-    4 and yet cuts no tensor.
-    """
-    span = span.tolist() if isinstance(span, Tensor) else span
-    return (
-        [repr(edge) if isinstance(edge, float) else edge for edge in span] if isinstance(span, (list, tuple)) else span
-    )
-
-
-def window(parameter: Tensor, rank: int, ranks: int) -> nn.Parameter:
-    """A parameter of its own for this rank's rows, on the same memory; the rows must divide evenly."""
-    rows = len(parameter) // ranks
-    return nn.Parameter(parameter.detach()[rank * rows : (rank + 1) * rows])
-
-
-def reduced(function: Callable[[nn.Parameter, nn.Parameter], Any], gradient: Tensor) -> dict[str, Any]:
-    """Both gradients after `function(parameter, mine)`."""
-    parameter = nn.Parameter(torch.zeros_like(gradient))
-    parameter.grad, mine = gradient.clone(), window(parameter, dist.get_rank(), dist.get_world_size())
-    function(parameter, mine)
-    return {"mine.grad": mine.grad, "parameter.grad": parameter.grad}
-
-
-def stepped(function: Callable[..., Any], wholes: list[Tensor], gradients: list[Tensor], steps: int) -> dict[str, Any]:
-    """The parameters after `steps` calls of `function(pairs, optimizer)` with plain SGD (rate 1) on this rank's rows,
-    and whether each still shares its memory with them.
-    """
-    parameters = [nn.Parameter(whole.clone()) for whole in wholes]
-    pairs = [(parameter, window(parameter, dist.get_rank(), dist.get_world_size())) for parameter in parameters]
-    optimizer = torch.optim.SGD([mine for _, mine in pairs], lr=1.0)
-    after: dict[str, Any] = {}
-    for step in range(steps):
-        for (_, mine), gradient in zip(pairs, gradients, strict=True):
-            mine.grad = gradient.clone()
-        function(pairs, optimizer)
-        after |= {
-            f"step {step}, parameter {index}": parameter.detach().clone() for index, parameter in enumerate(parameters)
-        }
-    shared = [parameter.untyped_storage().data_ptr() == mine.untyped_storage().data_ptr() for parameter, mine in pairs]
-    return {**after, SHARED: shared}
 
 
 def train(payload: dict[str, Any]) -> list[dict[str, Any]]:

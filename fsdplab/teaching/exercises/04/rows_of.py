@@ -1,0 +1,105 @@
+"""Who owns which rows?
+
+Write rows_of(rows, rank, n): the rows [start, stop) that a rank owns, in blocks of ceil(rows / n).
+
+1. How large is a full block? Where would block number `rank` begin if there were rows without end?
+2. A block has -(-rows // n) rows (rounded up). It runs from rank * size to (rank + 1) * size, unless the rows end
+   before.
+3. `size = -(-rows // n)`, then `return min(rank * size, rows), min((rank + 1) * size, rows)`.
+"""
+
+
+def rows_of(rows, rank, n):
+    """The rows [start, stop) that `rank` owns: blocks of ceil(rows / n), the last ones short or empty."""
+    ### BEGIN SOLUTION
+    size = -(-rows // n)  # rounded up
+    #! size = rows // n
+    #: has no owner, so nobody would ever update it
+    #! size = rows / n
+    #: row numbers are whole
+    return min(rank * size, rows), min((rank + 1) * size, rows)
+    #! return rank * size, min((rank + 1) * size, rows)
+    #: a rank with no rows must get start == stop
+    #! return rank * size, (rank + 1) * size
+    #: clamp the ends with min(..., rows)
+    #! return min(rank * size, rows), min((rank + 1) * size, rows) - 1
+    #: `stop` is not included, as in a slice
+    #! return min(rank * size, rows), min((rank + 1) * size + 1, rows)
+    #: has two owners
+    #! return min(rank * size, rows), size
+    #: a rank with no rows must get start == stop
+    #! return min(rank * size, rows) / 1, min((rank + 1) * size, rows) / 1
+    #: row numbers are whole
+    #! return (rank - 1) * size, min(rank * size, rows)
+    #: a start below 0: ranks count from 0
+    #! return min((rank + 1) * size, rows), min(rank * size, rows)
+    #: return `start, stop`, in this order
+    #! return min(rank * size, rows)
+    #: return two whole numbers
+    #! print(size)
+    #: the function returns nothing
+    ### END SOLUTION
+
+
+#! def rows_of(rows, rank, n):
+#!     whole, rest = divmod(rows, n)
+#!     start = rank * whole + min(rank, rest)
+#!     return start, start + whole + (rank < rest)
+#: balanced, and every row has one owner
+#! def rows_of(rows, rank, n):
+#!     size = rows // n
+#!     return rank * size, rows if rank == n - 1 else (rank + 1) * size
+#: the short block comes first
+
+
+# ---- check: pure, facts only
+
+
+def cases(rank, n):
+    for rows, ranks in ((6, 3), (8, 2), (10, 3), (4, 3), (2, 4), (1, 3), (257, 8)):
+        yield f"{rows} rows on {ranks} ranks", rows, ranks
+
+
+def observe(rows_of, rows, n):
+    spans = [rows_of(rows, rank, n) for rank in range(n)]
+    spans = [span.tolist() if hasattr(span, "tolist") else span for span in spans]
+    whole = all(isinstance(span, (list, tuple)) and all(isinstance(edge, int) for edge in span) for span in spans)
+    return {"(start, stop) of every rank": spans if whole else str(spans), "_rows": rows}  # 4.0 cuts no tensor
+
+
+def fault(got, right):
+    spans, rows = got["(start, stop) of every rank"], got["_rows"]
+    if "." in str(spans):
+        return "row numbers are whole: `//` divides without a fraction, and -(-rows // n) rounds up"
+    if isinstance(spans, str) or any(len(span) != 2 for span in spans):
+        return "return two whole numbers, `start, stop`; the rows are those of `tensor[start:stop]`"
+    size = right["(start, stop) of every rank"][0][1]
+    sizes = [stop - start for start, stop in spans]
+    owners = [sum(start <= row < stop for start, stop in spans) for row in range(rows)]
+    ends = "(`stop` is not included, as in a slice)"
+    for holds, cause in (
+        (min(spans)[0] < 0, "a start below 0: ranks count from 0, so rank 0 owns the first rows"),
+        (max(sizes) < 0, "every start lies behind its stop: return `start, stop`, in this order"),
+        (min(sizes) < 0, "a rank with no rows must get start == stop: clamp both ends to `rows`"),
+        (max(map(max, spans)) > rows, f"there are only {rows} rows: clamp the ends with min(..., rows)"),
+        (
+            0 in owners,
+            f"row {[*owners, 0].index(0)} has no owner, so nobody would ever update it (rounded down?) {ends}",
+        ),
+        (max(owners) > 1, f"row {owners.index(max(owners))} has two owners {ends}"),
+        (
+            sizes == sorted(sizes),
+            "every row has one owner, but the short block comes first; the first ranks have full ones",
+        ),
+        (
+            max(sizes) == size,
+            "balanced, and every row has one owner; but then a block does not begin at rank * ceil(rows / n), where an"
+            " all_gather puts it. Full blocks first, the rest is short",
+        ),
+    ):
+        if holds:
+            return cause
+    return "every row has one owner, but a full block has ceil(rows / n) rows"
+
+
+SAYS = {"(start, stop) of every rank": fault}

@@ -1,0 +1,109 @@
+"""A local step, then an all-gather
+
+Write step_and_gather(pairs, optimizer): the optimizer updates this rank's rows, then every parameter is whole and new
+on every rank.
+
+1. After the optimizer's step, which rows of a parameter are new on this rank, and who has the others?
+2. `parameter.detach().chunk(n)` is a list of windows on the parameter's memory, block r for rank r: an all_gather into
+   that list needs no copying afterwards.
+3. `optimizer.step()` once; then for every pair `dist.all_gather(list(parameter.detach().chunk(dist.get_world_size())),
+   mine.detach())`.
+"""
+
+import torch.distributed as dist
+
+
+def step_and_gather(pairs, optimizer):
+    """Update this rank's rows, then gather every rank's into the parameters; pairs: (parameter, mine)."""
+    ### BEGIN SOLUTION  one step, then an all_gather into every parameter
+    optimizer.step()
+    #! pass
+    #: nothing has changed: the optimizer was not asked to step, or its gradients were gone by then (`zero_grad` comes
+    #: after the step)
+    #! optimizer.zero_grad()
+    #! optimizer.step()
+    #: as above
+    for parameter, mine in pairs:
+        #! for parameter, mine in pairs[:1]:
+        #: another rank's rows are still the old ones: gather after the step, and into every parameter itself (a chunk
+        #: of `parameter.detach()` is a window on it)
+        blocks = list(parameter.detach().chunk(dist.get_world_size()))
+        #! blocks = list(parameter.detach().clone().chunk(dist.get_world_size()))
+        #: another rank's rows are still the old ones: gather after the step, and into every parameter itself (a chunk
+        #: of `parameter.detach()` is a window on it)
+        dist.all_gather(blocks, mine.detach())
+        #! pass
+        #: another rank's rows are still the old ones: gather after the step, and into every parameter itself (a chunk
+        #: of `parameter.detach()` is a window on it)
+        #! blocks = [mine.detach().clone() for _ in blocks]
+        #! dist.all_gather(blocks, mine.detach())
+        #! parameter.data = __import__("torch").cat(blocks)
+        #: the values are right, but the parameter has new memory now, beside that of `mine`: gather into the
+        #: parameter's own memory (a chunk of `parameter.detach()` is a window on it)
+        #! dist.all_gather(blocks[1:] + blocks[:1], mine.detach().clone())
+        #: these are another rank's rows: block r of the list belongs to rank r
+        #! for rank, block in enumerate(blocks):
+        #!     block.mul_(rank == dist.get_rank())
+        #! dist.all_reduce(parameter.detach())
+        #: an all_gather brings every rank the others' rows once; adding up zero-filled wholes sends more
+        #! dist.all_gather(blocks, mine.detach())
+        #! dist.all_gather(blocks, mine.detach())
+        #: an all_gather brings every rank the others' rows once; gathering twice sends more
+        #! dist.all_reduce(parameter.detach())
+        #! parameter.detach().div_(len(blocks))
+        #: other numbers: perhaps a sum where the rows themselves are wanted
+    ### END SOLUTION
+
+
+#! def step_and_gather(pairs, optimizer):
+#!     for parameter, mine in pairs:
+#!         dist.all_gather(list(parameter.detach().chunk(dist.get_world_size())), mine.detach())
+#!     optimizer.step()
+#: another rank's rows are still the old ones: gather after the step, and into every parameter itself (a chunk of
+#: `parameter.detach()` is a window on it)
+#! def step_and_gather(pairs, optimizer):
+#!     for parameter, mine in pairs:
+#!         optimizer.step()
+#!         dist.all_gather(list(parameter.detach().chunk(dist.get_world_size())), mine.detach())
+#: these rows were stepped twice: one optimizer.step() for all pairs, not one a pair
+
+
+# ---- check: on 3 ranks
+
+STEPS = 2
+
+
+def cases(rank, n):
+    import torch
+
+    wholes = [100.0 * torch.arange(1, 13).reshape(6, 2), 100.0 * torch.arange(1, 4)]
+    yield "a matrix [6, 2] and a bias [3]", wholes, rank + 1.0  # every rank lowers its rows by one, two, three
+
+
+def observe(step_and_gather, wholes, gradient):
+    import torch
+
+    parameters = [torch.nn.Parameter(whole) for whole in wholes]
+    own = [torch.nn.Parameter(whole.chunk(dist.get_world_size())[dist.get_rank()]) for whole in wholes]  # same memory
+    optimizer, seen = torch.optim.SGD(own, lr=1.0), {}
+    for step in range(STEPS):
+        for mine in own:
+            mine.grad = torch.full_like(mine, gradient)
+        step_and_gather(list(zip(parameters, own)), optimizer)
+        seen |= {f"step {step}, parameter {at}": whole.detach().clone() for at, whole in enumerate(parameters)}
+    shared = [a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() for a, b in zip(parameters, own)]
+    return {**seen, "parameters and their rows share memory": shared}
+
+
+SAYS = {
+    "parameters and their rows share memory": "the values are right, but the parameter has new memory now, beside that"
+    " of `mine`: gather into the parameter's own memory (a chunk of `parameter.detach()` is a window on it)",
+    **{
+        f"step {step}, parameter {at}": "after the step every rank's new rows are to stand in the parameter, block r"
+        " from rank r: which rows are old here, stepped twice, or another rank's?"
+        for step in range(STEPS)
+        for at in range(2)
+    },
+    "hung": "deadlock: a rank waits in a collective that another rank never calls; every rank must make the same calls"
+    " in the same order",
+}
