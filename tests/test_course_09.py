@@ -62,7 +62,7 @@ def test_choices_outside_the_job_are_refused(choices, says):
 def test_the_expected_units_are_right():
     held = ["blocks.0, blocks.1, root", "", "root", "root", "blocks.1, root"]
     held += ["blocks.1, root", "blocks.0, blocks.1, root", ""]
-    assert in_all_cases(HOLDING) == [{"units": units} for units in held]
+    assert [seen["units"] for seen in in_all_cases(HOLDING)] == held
 
 
 # --- the records that the notebook reads

@@ -14,14 +14,22 @@ def ahead(order, position, depth):
     return order[position + 1 : position + 1 + depth]
     #! return order[position : position + depth]
     #: order[position] computes now, so it is whole already: begin with the unit behind it
+    #! return order[position : position + 1 + depth]
+    #: as above
     #! return order[position + 1 :]
     #: all later units would be whole at once, which full sharding is to avoid: at most `depth` of them
     #! return order[max(0, position - depth) : position]
     #: `order` is already the order of this phase, in the backward too: do not turn it round
+    #! return order[position + 1 : position + 1 + depth][::-1]
+    #: as above
     #! return sorted(order[position + 1 : position + 1 + depth])
     #: as above
     #! return order[position + 1 : position + 1 + min(1, depth)]
     #: only one unit is gathered ahead; `depth` may be more
+    #! return order[position + 1 : position + depth]
+    #: one unit too few: a slice ends before its second number
+    #! return order[position + 1 : position + 2 + depth]
+    #: one unit too many: a slice ends before its second number
     #! return order[min(position + 1, len(order) - 1)]
     #: return a list of names, empty where nothing is to be gathered
     ### END SOLUTION
@@ -48,13 +56,10 @@ def cases(rank, n):
 
 def observe(ahead, order, position, depth):
     names = ahead(order, position, depth)
-    return {"units": ", ".join(map(str, names)) if isinstance(names, list) else names}
+    return {"a list": isinstance(names, list), "units": ", ".join(map(str, names)) if names else ""}
 
 
 SAYS = {
-    "units": lambda got, right: (
-        "count from position + 1, and stop after `depth` names, or where the list ends"
-        if isinstance(got["units"], str)
-        else "return a list of names, empty where nothing is to be gathered"
-    )
+    "a list": "return a list of names, empty where nothing is to be gathered",
+    "units": "count from position + 1, and stop after `depth` names, or where the list ends",
 }

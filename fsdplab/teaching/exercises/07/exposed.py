@@ -36,6 +36,9 @@ def exposed(communication, compute):
     #! held = lambda spans: {t for a, b in spans for t in range(int(a), int(b))}
     #! return len(held(communication) - held(compute))
     #: times are not whole numbers, so instants cannot be counted one by one: go from edge to edge
+    #! held = lambda spans: {t for a, b in spans for t in range(round(a), round(b))}
+    #! return len(held(communication) - held(compute))
+    #: as above
     #! held = lambda spans: {t for a, b in spans for t in range(a, b)}
     #! return len(held(communication) - held(compute))
     #: raises: read the last line first
@@ -83,4 +86,16 @@ def cases(rank, n):
         yield name, *([(a * SCALE, b * SCALE) for a, b in spans] for spans in (moved, computed))
 
 
-SAYS = {"the returned value": "draw both lists on one axis: exposed is where only a message is drawn"}
+def observe(exposed, communication, compute):
+    return {"ms": exposed(communication, compute), "_pieces": len(compute)}
+
+
+def said(got, right):
+    if not isinstance(got["ms"], (int, float)):
+        return "one number is expected: a duration"
+    if got["_pieces"] > 1:
+        return "several intervals of compute lie under the messages, in any order: is each of them looked at?"
+    return "draw both lists on one axis: exposed is where only a message is drawn"
+
+
+SAYS = {"ms": said}

@@ -77,10 +77,11 @@ def cases(rank, n):
 def observe(holding, life, at):
     got = holding(life, at)
     many = isinstance(got, Iterable) and not isinstance(got, (str, bytes))
-    return {"units": ", ".join(sorted(map(str, got))) if many else got}
+    return {"several names": many, "units": ", ".join(sorted(map(str, got))) if many else got}
 
 
 SAYS = {
+    "several names": "return the names: a list, or a set, of texts",
     "units": "go through the rows up to `at`, and note for each unit the newest state; it holds memory unless that is"
-    " sharded"
+    " sharded",
 }
