@@ -14,6 +14,7 @@ OTHERWISE = "read the last line first: it names the error; the line above is you
 NOTHING = "the function returns nothing: end it with `return ...`"
 _CAUSES = (  # (what the error's line says, the likely cause), the first that fits
     (r"Unreadable: NoneType", NOTHING),
+    (r"Unreadable: \S+ RuntimeError", "the error came when what it returned was used; the error's own words say why"),
     (r"Unreadable", "what it returned is of another type than the statement asks for"),
     (
         NoSuchRank.__name__,

@@ -72,10 +72,11 @@ class Training:
         with MemoryRecorder(
             model=self._setup.model,
             optimizer=self._setup.optimizer,
-            engine="lab",
+            engine=self.spec.engine,
             device=torch.device("cpu"),
             tags=self._tags,
             ignore=[self._text.data],
+            offloaded=self.spec.offload != "none",
         ) as recorder:
             self._step()
         self._tags.close()
