@@ -12,12 +12,14 @@ from fsdplab.figures import alt_text
 from fsdplab.sessions import RunSpec, run
 from fsdplab.teaching import overlapping_axes as axes
 from fsdplab.teaching.core import answers, registry
-from fsdplab.teaching.core.exercise import Exercise
-from fsdplab.teaching.lessons.nb12_hybrid import exercises, gradient_diagram, on_ranks
+from fsdplab.teaching.core.exercise_file import Exercise
+from fsdplab.teaching.lessons.nb12_hybrid import gradient_diagram, on_ranks
 from tests.solutions import must_name_each_slip, solutions_of
 
 ITEMS = registry.items_of("12")
 EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
+TRAFFIC = registry.find("12.traffic").module().traffic
+NETWORKS = [given[1:] for given in registry.find("12.mesh_for").module().cases(0, 4)]
 RIGHT = {  # other right answers than the references
     "12.traffic": {
         "the other way round": (
@@ -54,9 +56,13 @@ def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, solution):
     solution.must_report(tried[solution.key])
 
 
+def test_a_worked_example():
+    assert TRAFFIC(1200, 2, 2) == {"within": 1800.0, "across": 600.0}
+
+
 def test_the_question_accepts_the_right_number_and_names_each_slip(course):
     assert answers.grade_answer("12.node", 1.5875).passed and answers.grade_answer("12.node", "1.6x").passed
-    must_name_each_slip(exercises.node)
+    must_name_each_slip(registry.find("12.node"))
 
 
 # --- meshes
@@ -84,25 +90,13 @@ def test_an_axis_gets_the_link_of_its_ranks():
     )
 
 
-@pytest.mark.parametrize("name", list(exercises._NETWORKS))
-def test_the_reference_is_the_best_of_all_meshes(name):
-    ranks, per_node, state, card = exercises._NETWORKS[name]
-    space: dict = {}
-    exec(exercises.mesh_for.reference, space)
-    rows = space["mesh_for"](ranks, per_node, state, card)
-    assert state / len(rows[0]) <= card and on_ranks.expected_ms(rows, per_node) == on_ranks.best_ms(
-        ranks, per_node, state, card
-    )
-
-
-def test_the_best_mesh_is_far_from_the_second_best():
-    for ranks, per_node, state, card in exercises._NETWORKS.values():
-        sizes = [s for s in (1, 2, 4) if state / s <= card]
-        costs = sorted(
-            on_ranks.expected_ms([list(range(first, first + s)) for first in range(0, ranks, s)], per_node)
-            for s in sizes
-        )
-        assert len(costs) == 1 or costs[1] > 1.2 * costs[0]
+@pytest.mark.parametrize("network", NETWORKS, ids=str)
+def test_the_reference_is_the_best_of_all_meshes_that_fit_and_the_second_best_is_far(network):
+    ranks, per_node, state, card = network
+    meshes = [[list(range(first, first + s)) for first in range(0, ranks, s)] for s in (1, 2, 4) if state / s <= card]
+    best, *others = sorted(meshes, key=lambda rows: on_ranks.expected_ms(rows, per_node))
+    assert registry.find("12.mesh_for").module().mesh_for(*network) == best
+    assert all(on_ranks.expected_ms(rows, per_node) > 1.2 * on_ranks.expected_ms(best, per_node) for rows in others)
 
 
 @pytest.mark.parametrize("replicas,shard_group", [(2, 2), (3, 2), (2, 4)])
@@ -138,7 +132,7 @@ def small():
 def test_the_ledger_follows_the_formula_but_for_the_root(small):
     for record in small:
         P = axes.parameter_bytes(record)
-        formula, sent = exercises.traffic_reference(P, *axes.groups_of(record)), axes.sent(record)
+        formula, sent = TRAFFIC(P, *axes.groups_of(record)), axes.sent(record)
         root = P - 4 * 2 * 12 * 64 * 64  # everything but the blocks' matrices; their norms and biases are the rest
         assert sent["across"] == pytest.approx(formula["across"], rel=0.01)
         assert formula["within"] - root <= sent["within"] < formula["within"]
@@ -159,7 +153,7 @@ def test_figures_and_sentences_come_from_the_records(small):
     steps = [1e3 * record.summary.step_time_s.median for record in small]
     assert f"{steps[0]:.0f} ms against {steps[1]:.0f}" in str(axes.raw_words(full, hybrid))
     assert "a rank" in str(axes.weighed(full, hybrid))
-    table = axes.beside_the_formula(exercises.traffic_reference, [full, hybrid])
+    table = axes.beside_the_formula(TRAFFIC, [full, hybrid])
     assert [row[1:3] for row in table.rows] == [("4", "1"), ("2", "2")]
     assert axes.steps({"full": full}).rows[0][2] == "emulated" and axes.memory_figure([full, hybrid]).data
 
@@ -175,7 +169,7 @@ def test_on_the_steady_card_gathers_of_hybrid_sharding_hide():
     assert kinds == [*gathers, "reduce_scatter in backward", "all_reduce in backward"]
     assert all(float(row[3]) <= 1 for row in rows if row[0] == "hybrid_shard" and "all_gather" in row[1])
     # bytes over bandwidth: the all-reduce of a half of the parameters, of which both nodes send one
-    moved = exercises.traffic_reference(axes.parameter_bytes(hybrid), 2, 2)["across"]
+    moved = TRAFFIC(axes.parameter_bytes(hybrid), 2, 2)["across"]
     assert float(rows[-1][2]) == pytest.approx(moved / 400e6 * 1e3, rel=0.02)
 
 

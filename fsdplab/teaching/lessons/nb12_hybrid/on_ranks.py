@@ -7,7 +7,7 @@ else slow. The time on the links is the emulated clock's: bytes over bandwidth, 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from fsdplab.engine.transport.selection import forget_destroyed
 BLOCKS, WIDTH = 4, 64
 P = 4 * BLOCKS * WIDTH * WIDTH  # bytes of all parameters
 FAST, SLOW = Link(16e6), Link(1.6e6)
-SLACK = 1.02  # times the best mesh's communication that passes
 Rows = list[list[int]]
 
 
@@ -53,27 +52,6 @@ def expected_ms(rows: Rows, per_node: int) -> float:
     r, s = len(rows), len(rows[0])
     within, across = axes(rows, per_node)
     return 1e3 * (3 * P * (s - 1) / s / within.bytes_per_s + 2 * (P / s) * (r - 1) / r / across.bytes_per_s)
-
-
-def best_ms(ranks: int, per_node: int, state: float, card: float) -> float:
-    """The least communication of all meshes of neighbouring ranks whose slices fit the card."""
-    sizes = [s for s in range(1, ranks + 1) if ranks % s == 0 and state / s <= card]
-    return min(expected_ms([list(range(first, first + s)) for first in range(0, ranks, s)], per_node) for s in sizes)
-
-
-def drive_mesh(mesh_for: Callable[..., Any], ranks: int, per_node: int, state: int, card: int) -> dict[str, Any]:
-    """What the learner's mesh costs: MB over the card,
-    and ms on the links over the best mesh's (0 where within 2 %).
-    """
-    rows = mesh_for(ranks, per_node, state, card)
-    refused = complaint(rows, ranks)
-    if refused:
-        return {"mesh": refused, "MB over the card": None, "ms over the best mesh": None}
-    rows = [list(row) for row in rows]
-    spent, best = on_the_links_ms(rows, per_node), best_ms(ranks, per_node, state, card)
-    print(f"{rows}\n{spent:.0f} ms of communication a step, the best mesh that fits {best:.0f} ms")
-    over = 0 if spent <= SLACK * best else round(spent - best)
-    return {"mesh": "", "MB over the card": max(0, round(state / len(rows[0]) - card)), "ms over the best mesh": over}
 
 
 def on_the_links_ms(rows: Rows, per_node: int) -> float:

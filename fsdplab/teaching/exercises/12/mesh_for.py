@@ -1,0 +1,89 @@
+"""The mesh for a network
+
+Write mesh_for(ranks, per_node, state, card): rows of ranks whose slices fit the card, with the least time on the links.
+
+1. Which of the two rings carries more bytes a step? It should find the fast link. And what, if the slices are then
+   still too large?
+2. A row is one node: gathers stay on the fast link, and across goes P/s. Only where state / per_node exceeds the card
+   must a row span nodes.
+3. Begin with group = per_node, and double it while state / group > card.
+"""
+
+
+def mesh_for(ranks, per_node, state, card):
+    """Rows of ranks, each a shard group; the first per_node of the ranks are on node 0, and so on.
+
+    state: MB of model state to cut over the ranks of a row. card: MB that a rank has for its slice.
+    """
+    ### BEGIN SOLUTION
+    ## group = ...  # ranks in a row
+    group = per_node
+    #! group = ranks
+    #: a row spans nodes
+    #! group = 2
+    #: a row spans nodes
+    #! group = 1
+    #: rows are shorter than a node
+    while state / group > card:
+        group *= 2
+        #! break
+        #: a rank keeps more of the state than its card has
+    ### END SOLUTION
+    return [list(range(first, first + group)) for first in range(0, ranks, group)]
+    #! return [list(range(first, ranks, ranks // group)) for first in range(ranks // group)]
+    #: a row has ranks of different nodes
+    #! return [list(range(group))]
+    #: each of the ranks 0 to 3 belongs to exactly one row
+    #! return [list(range(1)), list(range(1, ranks))]
+    #: the rows of a mesh are equally long
+    #! return group
+    #: expected a list of rows, each a list of ranks
+
+
+# ---- check: on 4 ranks, within 0.02, in 30 s, facts only
+
+
+def cases(rank, n):
+    yield "two nodes of two, half the state fits", 4, 2, 64, 40
+    yield "two nodes of two, all of it would fit", 4, 2, 64, 80
+    yield "two nodes of two, a quarter fits", 4, 2, 64, 20
+    yield "one node of four, a quarter fits", 4, 4, 64, 20
+    yield "four nodes of one, all of it fits", 4, 1, 64, 80
+
+
+def observe(mesh_for, ranks, per_node, state, card):
+    from fsdplab.teaching.lessons.nb12_hybrid import on_ranks
+
+    rows = mesh_for(ranks, per_node, state, card)
+    if refused := on_ranks.complaint(rows, ranks):
+        return {"mesh": refused}
+    s, over = len(rows[0]), max(0, state / len(rows[0]) - card)
+    spans = s > per_node
+    mixed = not spans and s > 1 and not on_ranks.on_one_node(rows, per_node)
+    moved = on_ranks.on_the_links_ms(rows, per_node)
+    return {"mesh": "", "MB over the card": over, "ms on the links": moved, "_mixed": mixed, "_spans": spans}
+
+
+def slow(got, right):
+    if got["_mixed"]:
+        return (
+            "a row has ranks of different nodes, so gathers and reductions cross the slow link: the ranks of one node"
+            " belong in one row"
+        )
+    if got["_spans"]:
+        return (
+            "a row spans nodes, so gathers and reductions go at the slow link's pace, and the card does not ask for it:"
+            " shorter rows"
+        )
+    return (
+        "rows are shorter than a node: then more of the gradient, P/s a rank, is all-reduced over the slow link. Shard"
+        " over the whole node, even where it would fit without"
+    )
+
+
+SAYS = {
+    "mesh": lambda got, right: got["mesh"],
+    "MB over the card": "a rank keeps more of the state than its card has, state / (ranks in a row): longer rows",
+    "ms on the links": slow,
+    "hung": "the ranks wait for each other: return the same rows on every rank",
+}
