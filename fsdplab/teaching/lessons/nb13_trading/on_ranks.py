@@ -7,20 +7,14 @@ gradient a tied weight got, how far a measured peak exceeds the card. Time is me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdplab.engine import FSDPModule, events, shard_model
-from fsdplab.profiling import MemoryRecorder, MemoryTimeline, TagLog
-from fsdplab.sessions import RunSpec
-from fsdplab.sessions.worker.engines import build
-from fsdplab.teaching.core.training_on_ranks import complaint
+from fsdplab.engine import events, shard_model
 from fsdplab.workloads import ByteText, ModelShape, block_types, build_model, loss_of
 from fsdplab.workloads.shapes import gpt
 
@@ -96,26 +90,6 @@ def shard(model: nn.Module) -> nn.Module:
     return shard_model(model, "full_shard", units=block_types(model))
 
 
-def drive_fine_tune(fine_tune: Callable[..., Any]) -> dict[str, Any]:
-    """Train two steps with the optimizer that the function returns: what moved, what was reduced, what the optimizer
-    keeps.
-    """
-    model = adapted_model()
-    names, before = adapters_of(model), _whole(model)
-    optimizer = fine_tune(model, shard)
-    made = isinstance(optimizer, torch.optim.Optimizer)
-    ledger = train(model, optimizer if made else torch.optim.SGD([nn.Parameter(torch.zeros(1))]))
-    moved = [name for name, value in _whole(model).items() if not torch.equal(value, before[name])]
-    return {
-        "an optimizer was returned": made,
-        "the model is sharded": isinstance(model, FSDPModule),
-        "adapters that did not move": [name for name in names if name not in moved],
-        "frozen parameters that moved": [name for name in moved if name not in names],
-        "bytes reduced in a step": ledger.logical.get("reduce_scatter", 0),
-        "bytes of optimizer state": state_bytes(optimizer) if made else 0,
-    }
-
-
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Ledger:
     """A few steps; the ledger of the last one."""
     ledger = Ledger()
@@ -134,11 +108,6 @@ def _local(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-def _whole(model: nn.Module) -> dict[str, Tensor]:
-    whole = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.named_parameters()}
-    return {name: value.detach().clone() for name, value in whole.items()}
-
-
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of an optimizer's state on this rank, step counters left out."""
     values = [
@@ -148,76 +117,6 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
         if isinstance(value, Tensor) and value.dim()
     ]
     return sum(_local(value).nbytes for value in values)
-
-
-def drive_tied(shard_tied: Callable[..., Any]) -> dict[str, Any]:
-    """One backward of a GPT with tied embeddings, sharded by the function: which gradient the tied weight has in the
-    end.
-    """
-    model, ledger = build_model(TIED), Ledger()
-    shard_tied(model)
-    units = sum(isinstance(block, FSDPModule) for block in model.blocks)
-    loss = _loss(model, 0)
-    events.flush()
-    gathered = ledger.logical.get("all_gather", 0)
-    loss.backward()
-    ledger.stop()
-    gradient = model.token_embedding.weight.grad
-    return {
-        "blocks that are units": units,
-        "the model is a unit": isinstance(model, FSDPModule),
-        "head and embedding show one parameter": model.head.weight is model.token_embedding.weight,
-        "bytes gathered in the forward": gathered,
-        "gradient of the tied weight": gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient,
-    }
-
-
-def drive_norm(global_norm: Callable[..., Any], gradients: Sequence[Tensor]) -> Any:
-    """The norm as a plain number, where it is one."""
-    got = global_norm(list(gradients))
-    return got.item() if isinstance(got, Tensor) and got.numel() == 1 else got
-
-
-def drive_fit(fit: Callable[..., Any]) -> dict[str, Any]:
-    """Two steps of the job with the chosen means: by how much the measured peak exceeds the card."""
-    choices = fit()
-    refused = complaint(choices, JOB, CHOICES)
-    if refused:
-        return {"choices": refused, "bytes over the card": None}
-    timeline = measured(RunSpec(**JOB, **choices, device="cpu"))
-    held = sorted(((nbytes, name) for name, nbytes in timeline.peak.items() if nbytes > 1e6), reverse=True)
-    print(", ".join(f"{name.replace('_', ' ')} {nbytes / 1e6:.0f} MB" for nbytes, name in held))
-    return {"choices": "", "bytes over the card": max(0, timeline.peak_total - CARD)}
-
-
-def measured(spec: RunSpec) -> MemoryTimeline:
-    """The memory of the second step on this rank, as a run's record has it; the first, which makes the optimizer's
-    state, needs few tokens.
-    """
-    device, rank, ranks = torch.device("cpu"), dist.get_rank(), dist.get_world_size()
-    tags, text = TagLog(), ByteText.from_standard_library()
-    heartbeat = SimpleNamespace(enter=lambda *_: None)
-    # Any: the part of a RankContext that a setup reads; this heartbeat is not read
-    context: Any = SimpleNamespace(device=device, rank=rank, world_size=ranks, heartbeat=heartbeat)
-    setup = build(spec, context)
-
-    def step(number: int, batch_size: int, sequence_length: int) -> None:
-        setup.train_step([[text.batch(number, rank, ranks, batch_size, sequence_length)]])
-
-    step(0, 1, 8)
-    offloaded = spec.offload != "none"
-    with MemoryRecorder(
-        model=setup.model,
-        optimizer=setup.optimizer,
-        engine=spec.engine,
-        device=device,
-        tags=tags,
-        ignore=[text.data],
-        offloaded=offloaded,
-    ) as recorder:
-        step(1, spec.batch_size, spec.sequence_length)
-    tags.close()
-    return recorder.timeline
 
 
 def frozen_costs(payload: None) -> dict[str, dict[str, int]]:

@@ -18,11 +18,11 @@ from fsdplab.teaching.core.display import Note, Table, table
 from fsdplab.teaching.core.waiting import doing
 from fsdplab.workloads import preset
 
-from .figures import KEPT, choices_of, kept_figure, memory_figure
+from .figures import choices_of, kept_figure, memory_figure
 from .on_ranks import CARD, JOB, TIED
 
 __all__ = [
-    "CARD", "TIED", "bus_table", "bytes_each_reference", "frozen_costs", "job", "kept_figure", "memory_figure",
+    "CARD", "TIED", "bus_table", "frozen_costs", "job", "kept_figure", "memory_figure",
     "prices", "seen", "changed",
 ]  # fmt: skip
 
@@ -38,13 +38,6 @@ def job(card: int | None = None, **choices: Any) -> RunSpec:
 
 
 # ---- precision
-
-
-def bytes_each_reference(cut: Sequence[str], n: int) -> dict[str, float]:
-    """Bytes a parameter in mixed precision on one of n ranks: `bytes_each_reference(["optimizer"], 4)["master"] ==
-    1.0`.
-    """
-    return {name: nbytes / n if state in cut else float(nbytes) for name, (state, nbytes) in KEPT.items()}
 
 
 # ---- prices

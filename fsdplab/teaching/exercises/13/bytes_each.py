@@ -1,0 +1,68 @@
+"""Bytes a parameter in mixed precision
+
+Write bytes_each(cut, n): how many bytes a parameter each of the four kept things costs one rank.
+
+1. Two questions for each line: how many bytes has the format, and which of the three states does it go with?
+2. Who reads and writes the master? Not the forward: it reads the bf16 copy. So with which of the three is the master
+   cut?
+3. Master and moments take share["optimizer"]; the working copy share["parameters"]; the gradient share["gradients"].
+   Bytes: 2, 4, 4, 8.
+"""
+
+
+def bytes_each(cut, n):
+    """Bytes a parameter on one of n ranks; `cut` may name "parameters", "gradients" and "optimizer"."""
+    share = {state: 1 / n if state in cut else 1 for state in ("parameters", "gradients", "optimizer")}
+    #! share = {state: 1 / n for state in ("parameters", "gradients", "optimizer")}
+    #: everything is cut here: what is in `cut` is divided by n, what is not stays whole
+    return {
+        ### BEGIN SOLUTION
+        ## "working copy": ...,  # bf16, what forward and backward read
+        ## "gradient": ...,  # fp32, as it is reduced
+        ## "master": ...,  # fp32, what the optimizer updates
+        ## "moments": ...,  # fp32, Adam's two
+        "working copy": 2 * share["parameters"],
+        #! "working copy": 4 * share["parameters"],
+        #: the copy that forward and backward read is bf16: 2 bytes
+        #! "working copy": 2,
+        #: the working copy is whole here: what is in `cut` is divided by n, what is not stays whole
+        "gradient": 4 * share["gradients"],
+        #! "gradient": 2 * share["gradients"],
+        #: 2 bytes is what backward leaves in bf16; the ranks average in fp32, and that average is what is kept
+        #! "gradient": 4 * share["optimizer"],
+        #: the gradient is cut here: what is in `cut` is divided by n, what is not stays whole
+        "master": 4 * share["optimizer"],
+        #! "master": 4 * share["parameters"],
+        #: the master belongs to the optimizer: only the optimizer reads and writes it, so it is cut when the optimizer
+        #: is, however whole the parameters are
+        #! "master": 4,
+        #: as above
+        #! "master": ...,
+        #: a number of bytes is expected in place of the dots
+        "moments": 8 * share["optimizer"],
+        #! "moments": 4 * share["optimizer"],
+        #: Adam keeps two moments a parameter, 4 bytes each
+        #! "moments": 12 * share["optimizer"],
+        #: the master has a line of its own; the moments are two numbers of 4 bytes
+        ### END SOLUTION
+    }
+
+
+#! def bytes_each(cut, n):
+#!     return 2 + 4 + 4 + 8
+#: return the dict with its four names, a number of bytes each
+
+# ---- check: pure, within 1e-9
+
+
+def cases(rank, n):
+    yield "no_shard on 4 ranks", [], 4
+    yield "zero1 on 4 ranks", ["optimizer"], 4
+    yield "zero2 on 4 ranks", ["gradients", "optimizer"], 4
+    yield "full_shard on 8 ranks", ["parameters", "gradients", "optimizer"], 8
+
+
+SAYS = dict.fromkeys(
+    ("working copy", "gradient", "master", "moments"),
+    "count the bytes of its format (bf16 2, fp32 4), then multiply by the share that a rank keeps",
+)

@@ -1,0 +1,103 @@
+"""Train the adapters only
+
+Write fine_tune(model, shard): freeze all but the adapters, shard the model with shard(model), return an AdamW over what
+is trained.
+
+1. Three lines of work: freeze, shard, build the optimizer. Two orders are wrong: which, and why?
+2. Freezing is `parameter.requires_grad_(False)`. shard(model) replaces the parameters by slices, so an optimizer that
+   was built before it holds the old ones.
+3. In a loop over model.named_parameters(): `parameter.requires_grad_("adapter" in name)`. Then shard(model). Then AdamW
+   over the parameters with requires_grad.
+"""
+
+import torch
+
+
+def fine_tune(model, shard):
+    """Freeze all but the adapters, call shard(model) once, and return an AdamW over what is trained."""
+    ### BEGIN SOLUTION  adapters are the parameters with "adapter" in their name
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("adapter" in name)
+        #! pass
+        #: weights outside the adapters are trained too
+        #! parameter.requires_grad_("adapter" not in name)
+        #: adapters are frozen or not in the optimizer
+        #! parameter.requires_grad_("adapter_up" in name)
+        #: as above
+        #! parameter.requires_grad_("adapter" in name or name.endswith("bias"))
+        #: weights outside the adapters are trained too
+        #! parameter.requires_grad_(False)
+        #: raises: read the last line
+    shard(model)
+    #! optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
+    #! shard(model)
+    #! return optimizer
+    #: raises: built before the model was sharded
+    #! pass
+    #: shard(model) was not called
+    #! shard(model.requires_grad_(True))
+    #! return torch.optim.AdamW([each for name, each in model.named_parameters() if "adapter" in name], lr=1e-2)
+    #: leaving a parameter out of the optimizer does not freeze it
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=1e-2)
+    #! return torch.optim.SGD(trained, lr=1e-2)
+    #: train all of them with AdamW
+    #! torch.optim.AdamW(trained, lr=1e-2)
+    #: the function returns nothing
+    ### END SOLUTION
+
+
+# ---- check: on 2 ranks, in 20 s, facts only
+
+from fsdplab.engine import FSDPModule
+from fsdplab.teaching.lessons.nb13_trading.on_ranks import adapted_model, adapters_of, shard, state_bytes, train
+
+
+def cases(rank, n):
+    yield ("two steps of a small GPT with adapters",)
+
+
+def observe(fine_tune):
+    model = adapted_model()
+    names, before = adapters_of(model), whole(model)
+    optimizer = fine_tune(model, shard)
+    made = isinstance(optimizer, torch.optim.Optimizer)
+    ledger = train(model, optimizer if made else torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
+    moved = [name for name, value in whole(model).items() if not torch.equal(value, before[name])]
+    return {
+        "an optimizer was returned": made,
+        "the model is sharded": isinstance(model, FSDPModule),
+        "adapters that did not move": [name for name in names if name not in moved],
+        "frozen parameters that moved": [name for name in moved if name not in names],
+        "bytes reduced in a step": ledger.logical.get("reduce_scatter", 0),
+        "bytes of optimizer state": state_bytes(optimizer) if made else 0,
+    }
+
+
+def whole(model):
+    each = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in model.named_parameters()}
+    return {name: value.detach().clone() for name, value in each.items()}
+
+
+FEWER = "fewer bytes are reduced, or more are kept, than the adapters have: train all of them with AdamW, nothing else"
+
+
+def reduced(got, right):
+    if got["bytes reduced in a step"] < right["bytes reduced in a step"]:
+        return FEWER
+    return (
+        "right weights move, but gradients of the others are computed, held and reduced for nothing"
+        f" ({got['bytes reduced in a step']:,} bytes): leaving a parameter out of the optimizer does not freeze it,"
+        " requires_grad_(False) does"
+    )
+
+
+SAYS = {
+    "an optimizer was returned": "return the optimizer: `return torch.optim.AdamW(...)`",
+    "the model is sharded": "shard(model) was not called, so every rank trains a whole model of its own",
+    "adapters that did not move": "adapters are frozen or not in the optimizer; they are what shall be trained",
+    "frozen parameters that moved": "weights outside the adapters are trained too: set requires_grad_(False) on them",
+    "bytes reduced in a step": reduced,
+    "bytes of optimizer state": FEWER,
+    "hung": "the ranks make different calls: shard the same modules in the same order on every rank",
+}

@@ -1,0 +1,83 @@
+"""One norm for all ranks
+
+Write global_norm(gradients): the norm of the whole gradient from this rank's slices, equal on every rank, with one
+collective.
+
+1. The norm is the root of a sum of squares. Which part of that sum can a rank compute alone?
+2. Each rank adds the squares of its own slices (in fp32); one all_reduce adds the ranks' sums; then everybody takes the
+   root. A rank with no rows calls too, with 0.
+3. `total = torch.zeros(())`, in a loop `total += gradient.float().square().sum()`, then `dist.all_reduce(total)` and
+   `return total.sqrt()`.
+"""
+
+import torch
+import torch.distributed as dist
+
+
+def global_norm(gradients):
+    """The 2-norm of the whole gradient, equal on every rank, from this rank's slices (perhaps none)."""
+    ### BEGIN SOLUTION
+    total = torch.zeros(())
+    #! total = torch.zeros(())
+    #! if not gradients:
+    #!     return total
+    #: hangs: a rank without gradients must take part too, with a sum of 0
+    for gradient in gradients:
+        total += gradient.float().square().sum()
+        #! total += gradient.float().norm()
+        #: the tensors' norms were added; squares add, norms do not
+        #! total = total.bfloat16() + gradient.square().sum()
+        #: the squares were summed or sent in bf16, which keeps 8 bits: convert with .float() first
+    dist.all_reduce(total)
+    #! total = total
+    #: this is the norm of this rank's slices alone. Every rank would scale by another number, and the slices would no
+    #: longer belong to one model
+    #! total = total.sqrt()
+    #! dist.all_reduce(total)
+    #! return total
+    #: norms were added; squares add, norms do not: all_reduce the sum of squares, then take the root
+    #! dist.all_reduce(total)
+    #! total /= dist.get_world_size()
+    #: the sum of squares was averaged over the ranks: each rank has other rows, so nothing is counted twice
+    #! dist.all_reduce(total, dist.ReduceOp.MAX)
+    #: the largest rank's norm is not the whole one: add the squares
+    #! every = [None] * dist.get_world_size()
+    #! dist.all_gather_object(every, [gradient.tolist() for gradient in gradients])
+    #! total = sum((torch.tensor(values).square().sum() for one in every for values in one), torch.zeros(()))
+    #: the ranks need to exchange one number only: add up the squares of all tensors first, then all_reduce that sum
+    #: once
+    return total.sqrt()
+    #! return total
+    #: this is the sum of squares; take the root in the end
+    #! total.sqrt()
+    #: the function returns nothing
+    ### END SOLUTION
+
+
+# ---- check: on 2 ranks, within 1e-5
+
+
+def cases(rank, n):
+    two = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])], [torch.tensor([12.0])]
+    yield "slices of two parameters", two[rank]
+    yield "a rank without rows", ([torch.tensor([-3.0, 4.0])], [])[rank]
+    yield "bf16 gradients", [torch.full((5000,), 0.0123).bfloat16()]  # a sum in bf16 would lose such small squares
+
+
+def observe(global_norm, gradients):
+    from fsdplab.teaching.core.comm_log import WireLog
+
+    with WireLog() as log:
+        norm = global_norm(gradients)
+    sent = [call for call in log.calls if call.kind != "barrier"]
+    number = norm.item() if isinstance(norm, torch.Tensor) and norm.numel() == 1 else norm
+    return {"norm": number, "more than one number sent": len(sent) > 1 or sum(call.nbytes for call in sent) > 64}
+
+
+SAYS = {
+    "norm": "sum of squares over all tensors and all ranks, then the root",
+    "more than one number sent": "the ranks need to exchange one number only: add up the squares of all tensors first,"
+    " then all_reduce that sum once",
+    "hung": "a rank waits in a collective that another never calls: a rank without gradients must take part too, with a"
+    " sum of 0",
+}
