@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdplab.engine import FSDPModule, events, fully_shard
+from fsdplab.engine import events, fully_shard
 from fsdplab.teaching.core.workspace import Workspace, load_function
 from fsdplab.workloads import build_model, loss_of
 from fsdplab.workloads.moe import MoE, build_moe, moe_loss_of, spread_experts
@@ -38,24 +38,6 @@ def tokens_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 # ---- drivers of the exercises
-
-
-def composed(compose: Callable[[nn.Module, DeviceMesh], nn.Module]) -> dict[str, Any]:
-    """The result of the learner's `compose(model, mesh)` on a 2 x 2 mesh, and whether it trains as the twin."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = compose(build_model("gpt-tiny"), mesh)
-    if model is None:
-        return {"model": None}
-    drift = beside_twin(model, build_model("gpt-tiny"), loss_of, mesh["dp"].get_local_rank(), 2)["drift"]
-    units = sum(isinstance(module, FSDPModule) for module in model.modules())
-    rest = at_rest(model.blocks[0].attention.query.weight)
-    return {"a query weight at rest": rest, "units": units, "trains as the twin": drift < NEAR}
-
-
-def averaged(average_expert: Callable[[Tensor, dist.ProcessGroup], Tensor], gradient: Tensor) -> Tensor:
-    """The learner's average of an expert's gradient; the group holds the ranks that share its experts."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
-    return average_expert(gradient.clone(), mesh["efsdp"].get_group())
 
 
 # ---- trainings

@@ -1,0 +1,75 @@
+"""The groups around a rank
+
+Write groups_of(rank, shape): for each axis of the mesh, the ranks that a collective over that axis joins with `rank`.
+
+1. Draw 2 x 2: the ranks 0 1 above 2 3. Who differs from rank 3 in the row only? In the column only?
+2. A step along an axis moves on by the product of all later sizes; on the last axis that is 1.
+3. `stride = prod(shape[axis + 1 :])`; the place on the axis is `rank // stride % size`; go back so many strides and
+   list `size` ranks.
+"""
+
+from math import prod
+
+
+def groups_of(rank, shape):
+    """For each axis of a row-major mesh: the ranks that differ from `rank` on that axis only, in order."""
+    groups = []
+    for axis, size in enumerate(shape):
+        ### BEGIN SOLUTION  how far apart are neighbours on this axis? where does the group begin?
+        stride = prod(shape[axis + 1 :])
+        #! stride = prod(shape[:axis])
+        #: the wrong stride: in a row-major mesh the last axis holds neighbours, so a step on an axis is as long as all
+        #: later axes together
+        #! stride = 1
+        #: as above
+        first = rank - rank // stride % size * stride
+        #! first = 0
+        #: the rank is not in its own group: go back from it to the group's first rank, `rank // stride % size` strides
+        #! first = rank - rank // stride * stride
+        #: as above
+        #! first = rank
+        #: the group begins at the rank itself: go back from it to the group's first rank, `rank // stride % size`
+        #: strides
+        groups.append([first + step * stride for step in range(size)])
+        #! groups.append([first + step * stride for step in reversed(range(size))])
+        #: the right ranks in another order: a group counts upwards along its axis
+        #! groups.append([first + step * stride for step in range(size + 1)])
+        #: a group has as many ranks as its axis has places
+        #! groups.append(stride)
+        #: return a list with one list of ranks for each axis
+        ### END SOLUTION
+    return groups
+    #! return groups[-1:]
+    #: a mesh has one group an axis around each rank: append one an axis
+
+
+# ---- check: pure
+
+
+def cases(rank, n):
+    for shape, chosen in ([2, 2], range(4)), ([1, 4], range(4)), ([2, 3, 4], (0, 7, 13, 23)):
+        for each in chosen:
+            yield f"rank {each} of {' x '.join(map(str, shape))}", each, shape
+
+
+def observe(groups_of, rank, shape):
+    groups = groups_of(rank, shape)
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in groups):
+        return {"groups": groups}
+    return {"groups": len(groups)} | {f"group on axis {axis}": list(group) for axis, group in enumerate(groups)}
+
+
+def on_axis(axis):
+    def said(got, right):
+        group, expected = got[f"group on axis {axis}"], right[f"group on axis {axis}"]
+        if sorted(group) == expected:
+            return "the right ranks in another order: a group counts upwards along its axis"
+        if len(group) != len(expected):
+            return f"the group has {len(group)} ranks, the axis {len(expected)} places"
+        return "how long is a step on this axis, and where on it does the rank stand?"
+
+    return said
+
+
+SAYS = {"groups": lambda got, right: f"return a list with one list of ranks for each axis, here {right['groups']}"}
+SAYS |= {f"group on axis {axis}": on_axis(axis) for axis in range(3)}
