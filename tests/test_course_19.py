@@ -9,18 +9,21 @@ import pytest
 from fsdplab.figures import alt_text
 from fsdplab.teaching import sizing
 from fsdplab.teaching.core import registry
-from fsdplab.teaching.core.exercise import Exercise
-from fsdplab.teaching.lessons.nb19_planning_at_scale import exercises
+from fsdplab.teaching.core.exercise_file import Exercise
 from fsdplab.teaching.lessons.nb19_planning_at_scale import order as ordering
 from tests.solutions import must_name_each_slip, solutions_of
 
 ITEMS = registry.items_of("19")
 EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
+ORDER = """
+def order():
+    return {"gpu": "h100", "gpus": 128, "strategy": "full_shard", "micro_batch": 1, "checkpointing": "selective"}
+"""
 RIGHT = {  # other right orders than the reference
     "19.order": {
-        "more of the slower cards": exercises._order(gpu="a100", gpus=192),
-        "just in time": exercises._order(gpus=72),
-        "as many as the step allows": exercises._order(gpus=768),
+        "more of the slower cards": ORDER.replace("h100", "a100").replace("128", "192"),
+        "just in time": ORDER.replace("128", "72"),
+        "as many as the step allows": ORDER.replace("128", "768"),
         "worked out, in numpy": (
             "import numpy as np\n\n\ndef order():\n    gpus = 8 * np.ceil(np.float64(95) / 8)\n"
             "    return dict(gpu='h100', gpus=gpus, strategy='full_shard', micro_batch=np.int64(1),\n"
@@ -38,12 +41,12 @@ def test_right_orders_pass_and_wrong_ones_are_told_why(tried, solution):
 
 
 def test_the_question_accepts_the_right_number_and_names_each_slip(course):
-    must_name_each_slip(exercises.late, sizing.published())
+    must_name_each_slip(registry.find("19.late"), sizing.published())
 
 
 def test_the_stub_does_not_pass():
     space: dict = {}
-    exec(exercises.order.stub, space)
+    exec(registry.find("19.order").stub, space)
     assert "does not fit" in ordering.verdict(space["order"]())
 
 

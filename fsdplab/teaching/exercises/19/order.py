@@ -1,0 +1,78 @@
+"""Order the hardware
+
+Write order(): cards and settings with which 100 billion tokens are trained within 21 days and $107,000, with at most
+4,000,000 tokens a step.
+
+1. First make it fit: which strategy keeps no state whole, and on how many cards? `sizing.fewest` says more.
+2. Then time: days are nearly proportional to 1 / GPUs, and the bill hardly changes. Then the bill: what is computed
+   twice is paid for twice.
+3. full_shard with selective checkpointing and micro-batches of 1; on H100, 128 of them are in time.
+"""
+
+
+def order():
+    """Cards and settings for the job."""
+    return {
+        ### BEGIN SOLUTION
+        ## "gpu": "h100",  # "h100" at 3.00 $ an hour, "a100" (80 GB) at 1.50 $
+        ## "gpus": 16,  # whole nodes of 8
+        ## "strategy": "zero2",  # no_shard, zero1, zero2, shard_grad_op, full_shard, hybrid_shard
+        ## "micro_batch": 1,  # sequences of 4,096 tokens that a rank computes at once
+        ## "checkpointing": "full",  # none, selective, full
+        "gpu": "h100",  # "h100" at 3.00 $ an hour, "a100" (80 GB) at 1.50 $
+        #! "gpu": "h200",
+        #: expected one of h100, a100
+        "gpus": 128,  # whole nodes of 8
+        #! "gpus": 48,
+        #: more GPUs
+        #! "gpus": 1024,
+        #: fewer GPUs, or a smaller micro-batch
+        #! "gpus": 100,
+        #: do not fill nodes
+        #! "gpus": 0,
+        #: a whole number above 0
+        #! "gpus": "128",
+        #: a whole number above 0
+        "strategy": "full_shard",  # no_shard, zero1, zero2, shard_grad_op, full_shard, hybrid_shard
+        #! "strategy": "no_shard",
+        #: it does not fit
+        #! "strategy": "zero2",
+        #: it does not fit
+        #! "strategy": "hybrid_shard",
+        #: it does not fit
+        "micro_batch": 1,  # sequences of 4,096 tokens that a rank computes at once
+        #! "micro_batch": 8,
+        #: it does not fit
+        "checkpointing": "selective",  # none, selective, full
+        #! "checkpointing": "none",
+        #: it does not fit
+        #! "checkpointing": "full",
+        #: full checkpointing computes every forward twice
+        #! "checkpointing": "selective", "gpu": "a100", "gpus": 96,
+        #: more GPUs
+        ### END SOLUTION
+    }
+
+
+#! def order():
+#!     return {"gpu": "h100", "gpus": 128}
+#: missing or unknown
+
+#! def order():
+#!     return ["h100", 128]
+#: expected a dict
+
+# ---- check: pure, in 60 s, facts only
+
+from fsdplab.teaching.lessons.nb19_planning_at_scale.order import verdict
+
+
+def cases(rank, n):
+    yield ("the job",)
+
+
+def observe(order):
+    return {"the order": verdict(order())}
+
+
+SAYS = {"the order": lambda got, right: got["the order"]}
