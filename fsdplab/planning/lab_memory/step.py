@@ -6,6 +6,8 @@ first warm-up step of a run does; the second is the one whose memory a run measu
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -126,43 +128,43 @@ class _Play:
         begin_micro_batch(self.order, self.sharing, last)
         tape = Tape(self.book, self.run.batch * self.run.sequence, self.run.itemsize, self._gradient)
         if self.run.units == "linear":
-            tape.on_product = partial(self._around_product, tape)
-        self._forward_and_loss(tape)
+            tape.around_product = partial(self._around_product, tape)
+        loss(tape, self._forward(tape))
         self.order.begin_backward()
         tape.backward()
         self.order.end_backward()
 
-    def _forward_and_loss(self, tape: Tape) -> None:
-        loss(tape, self._forward(tape))
-
     def _forward(self, tape: Tape) -> Value:
         run, shape = self.run, self.run.shape
-        self._enter(ROOT)
-        x = embedded(tape, shape, run.sequence)
-        for layer in range(shape.layers):
-            x = self._block(tape, x, f"blocks.{layer}.")
-        norm = tape.layer_norm if shape.norm_bias else tape.rms_norm
-        logits = tape.linear(
-            norm(x, "final_norm"), shape.vocabulary, "token_embedding" if shape.tied else "head", False
-        )
-        tape.then(partial(self._before_backward, ROOT))
-        self._leave(ROOT)
-        return logits
+        with self._forward_of(tape, ROOT):
+            x = embedded(tape, shape, run.sequence)
+            for layer in range(shape.layers):
+                x = self._block(tape, x, f"blocks.{layer}.")
+            norm = tape.layer_norm if shape.norm_bias else tape.rms_norm
+            head = "token_embedding" if shape.tied else "head"
+            return tape.linear(norm(x, "final_norm"), shape.vocabulary, head, False)
 
     def _block(self, tape: Tape, x: Value, prefix: str) -> Value:
-        run, name = self.run, unit_of(self.run, f"{prefix}up.weight")
+        run = self.run
         if run.units != "block":
             return block(tape, x, run.shape, run.sequence, prefix)
-        tape.then(partial(self._after_backward, name))
-        self._enter(name)
-        y = (
-            self._checkpointed(tape, x, prefix)
-            if run.checkpoint != "none"
-            else block(tape, x, run.shape, run.sequence, prefix)
-        )
-        tape.then(partial(self._before_backward, name))
-        self._leave(name)
-        return y
+        with self._forward_of(tape, unit_of(run, f"{prefix}up.weight")):
+            if run.checkpoint != "none":
+                return self._checkpointed(tape, x, prefix)
+            return block(tape, x, run.shape, run.sequence, prefix)
+
+    @contextmanager
+    def _forward_of(self, tape: Tape, name: str) -> Iterator[None]:
+        """A unit's forward: what autograd calls in training before and behind it, and on the tape before and behind its
+        backward; that of the root ends with the whole backward.
+        """
+        unit = self.order.units[name]
+        if name != ROOT:
+            tape.then(partial(self.order.after_backward, unit))
+        self.order.before_forward(unit)
+        yield
+        tape.then(partial(self.order.before_backward, unit))
+        self.order.after_forward(unit, will_backward=True)
 
     def _checkpointed(self, tape: Tape, x: Value, prefix: str) -> Value:
         """A block whose forward is computed again in its backward, but for what selective checkpointing saves."""
@@ -184,31 +186,10 @@ class _Play:
         tape.then(partial(again, result.edge))
         return result
 
-    def _around_product(self, tape: Tape, name: str, begins: bool) -> None:
-        """A linear layer that is a unit begins its forward, or ends it."""
+    def _around_product(self, tape: Tape, name: str) -> AbstractContextManager[None]:
+        """Around a linear layer, which may be a unit."""
         unit = unit_of(self.run, f"{name}.weight")
-        if unit == ROOT:
-            return
-        if begins:
-            tape.then(partial(self._after_backward, unit))
-            self._enter(unit)
-        else:
-            tape.then(partial(self._before_backward, unit))
-            self._leave(unit)
-
-    # ---- what autograd calls in training
-
-    def _enter(self, name: str) -> None:
-        self.order.before_forward(self.order.units[name])
-
-    def _leave(self, name: str) -> None:
-        self.order.after_forward(self.order.units[name], will_backward=True)
-
-    def _before_backward(self, name: str) -> None:
-        self.order.before_backward(self.order.units[name])
-
-    def _after_backward(self, name: str) -> None:
-        self.order.after_backward(self.order.units[name])
+        return nullcontext() if unit == ROOT else self._forward_of(tape, unit)
 
     def _gradient(self, name: str, nbytes: int) -> None:
         self.units[unit_of(self.run, name)].gradient(name, nbytes)

@@ -10,7 +10,8 @@ Letters: N tokens, C channels, b bytes of an element.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 from .held import Book, Held
@@ -77,7 +78,7 @@ class Tape:
         self.keeps, self.kept_products, self.again = keeps, kept_products, again
         self._nodes: list[Node | Callable[[], None]] = []
         self._products = 0
-        self.on_product: Callable[[str, bool], None] = lambda name, begins: None  # a linear layer that is a unit
+        self.around_product: Callable[[str], AbstractContextManager[None]] = lambda name: nullcontext()
 
     # ---- the tape itself
 
@@ -113,23 +114,37 @@ class Tape:
         """A new result."""
         return Value(self.hold(channels, itemsize), channels)
 
+    def gradients(
+        self, *of: tuple[Edge, float, int | None], beside: Sequence[float] = (), parameters: Mapping[str, int] = {},
+    ) -> Callable[[Held], Given]:  # fmt: skip
+        """A backward that makes new gradients, each of so many channels, and those of parameters, of so many bytes;
+        `beside` them all there are tensors of so many channels in float32, until it ends.
+        """
+
+        def run(_: Held) -> Given:
+            given = [(edge, self.hold(channels, itemsize), True) for edge, channels, itemsize in of]
+            temporary = [self.hold(channels, 4) for channels in beside]
+            for name, nbytes in parameters.items():
+                self.on_gradient(name, nbytes)
+            del temporary
+            return given
+
+        return run
+
     # ---- operators
 
     def linear(self, x: Value, width: int, name: str, bias: bool, last: bool = False) -> Value:
         """A product with a weight of C x width; it saves what it reads."""
-        self.on_product(name, True)
-        y = self._product(width, name, last)
-        b, read, edge = self.itemsize, x.width, x.edge
+        with self.around_product(name):
+            y = self._product(width, name, last)
+            weights = {f"{name}.weight": x.width * width * self.itemsize}
+            weights |= {f"{name}.bias": width * self.itemsize} if bias else {}
+            made = self.gradients((x.edge, x.width, None), parameters=weights)
 
-        def run(_: Held) -> Given:
-            gradient = self.hold(read)
-            self.on_gradient(f"{name}.weight", read * width * b)
-            if bias:
-                self.on_gradient(f"{name}.bias", width * b)
-            return [(edge, gradient, False)]  # a view of two dimensions as three: never summed in place
+            def run(gradient: Held) -> Given:  # a view of two dimensions as three: never summed in place
+                return [(edge, held, False) for edge, held, _ in made(gradient)]
 
-        self.note(y, run, x.held)
-        self.on_product(name, False)
+            self.note(y, run, x.held)
         return y
 
     def _product(self, width: int, name: str, last: bool) -> Value:
@@ -155,29 +170,27 @@ class Tape:
 
     def pointwise(self, x: Value) -> Value:
         """GELU or SiLU: one result, what it reads is saved."""
-        y, edge, width = self.value(x.width), x.edge, x.width
-        self.note(y, lambda _: [(edge, self.hold(width), True)], x.held)
+        y = self.value(x.width)
+        self.note(y, self.gradients((x.edge, x.width, None)), x.held)
         return y
 
     def times(self, a: Value, b: Value) -> Value:
         """A product element by element; both factors are saved."""
-        y, first, second, width = self.value(a.width), a.edge, b.edge, a.width
-        self.note(y, lambda _: [(first, self.hold(width), True), (second, self.hold(width), True)], a.held, b.held)
+        y = self.value(a.width)
+        self.note(y, self.gradients((a.edge, a.width, None), (b.edge, a.width, None)), a.held, b.held)
         return y
 
     def layer_norm(self, x: Value, name: str) -> Value:
         """LayerNorm: saves what it reads, a mean and a deviation a token."""
-        y, edge, width, b = self.value(x.width), x.edge, x.width, self.itemsize
-        mean, deviation = self.hold(1), self.hold(1)
+        y, nbytes = self.value(x.width), x.width * self.itemsize
+        made = self.gradients((x.edge, x.width, None), parameters={f"{name}.weight": nbytes, f"{name}.bias": nbytes})
 
-        def run(_: Held) -> Given:
-            gradient = self.hold(width)
-            self.on_gradient(f"{name}.weight", width * b)
-            self.on_gradient(f"{name}.bias", width * b)
-            self.book.hold(2 * width * b, WHAT)  # the sums of one thread
-            return [(edge, gradient, True)]
+        def run(gradient: Held) -> Given:
+            given = made(gradient)
+            self.book.hold(2 * nbytes, WHAT)  # the sums of one thread
+            return given
 
-        self.note(y, run, x.held, mean, deviation)
+        self.note(y, run, x.held, self.hold(1), self.hold(1))
         return y
 
     def rms_norm(self, x: Value, name: str) -> Value:
@@ -191,74 +204,39 @@ class Tape:
         """A copy in another dtype; the value itself where it has that."""
         if x.held.nbytes == int(self.tokens * x.width) * itemsize:
             return x
-        y, edge, width = self.value(x.width, itemsize), x.edge, x.width
-        before = x.held.nbytes // max(1, self.tokens * width)
-        self.note(y, lambda _: [(edge, self.hold(width, before), True)])
+        y, before = self.value(x.width, itemsize), x.held.nbytes // max(1, self.tokens * x.width)
+        self.note(y, self.gradients((x.edge, x.width, before)))
         return y
 
     def _inverse_root(self, x: Value) -> Value:
         square = self.hold(x.width, 4)
         mean = self.hold(1, 4)
-        y, edge, width = self.value(1, 4), x.edge, x.width
+        y = self.value(1, 4)
         del square, mean
-
-        def run(_: Held) -> Given:
-            spread = self.hold(width, 4)
-            power, doubled = self.hold(width, 4), self.hold(width, 4)
-            gradient = self.hold(width, 4)
-            del spread, power, doubled
-            return [(edge, gradient, True)]
-
-        self.note(y, run, x.held, y.held)
+        self.note(y, self.gradients((x.edge, x.width, 4), beside=3 * [x.width]), x.held, y.held)
         return y
 
     def _scaled(self, x: Value, root: Value) -> Value:
-        y, edge, scale, width = self.value(x.width, 4), x.edge, root.edge, x.width
-
-        def run(_: Held) -> Given:
-            gradient, product = self.hold(width, 4), self.hold(width, 4)
-            total = self.hold(1, 4)
-            del product
-            return [(edge, gradient, True), (scale, total, True)]
-
-        self.note(y, run, x.held, root.held)
+        y = self.value(x.width, 4)
+        made = self.gradients((x.edge, x.width, 4), (root.edge, 1, 4), beside=[x.width])
+        self.note(y, made, x.held, root.held)
         return y
 
     def _weighted(self, x: Value, name: str) -> Value:
-        y, edge, width, b = self.value(x.width, 4), x.edge, x.width, self.itemsize
-
-        def run(_: Held) -> Given:
-            gradient, product = self.hold(width, 4), self.hold(width, 4)
-            self.on_gradient(f"{name}.weight", width * b)
-            del product
-            return [(edge, gradient, True)]
-
-        self.note(y, run, x.held)
+        y, weight = self.value(x.width, 4), {f"{name}.weight": x.width * self.itemsize}
+        self.note(y, self.gradients((x.edge, x.width, 4), beside=[x.width], parameters=weight), x.held)
         return y
 
     def rotary(self, x: Value) -> Value:
         """Turn pairs of channels: products with float32 tables, of half the channels each."""
-        half, edge, width = x.width / 2, x.edge, x.width
-        halves = []
+        half, halves = x.width / 2, []
         for _ in range(2):
             first, second = self.hold(half, 4), self.hold(half, 4)
             halves.append(self.hold(half, 4))
             del first, second
-        turned = self.value(width, 4)
+        turned = self.value(x.width, 4)
         halves.clear()
-
-        def run(_: Held) -> Given:
-            kept = [self.hold(half, 4), self.hold(half, 4)]
-            negative = self.hold(half, 4)
-            product = self.hold(half, 4)
-            del negative, product
-            product = self.hold(half, 4)
-            del product
-            gradient = self.hold(width, 4)
-            kept.clear()
-            return [(edge, gradient, True)]
-
-        self.note(turned, run)
+        self.note(turned, self.gradients((x.edge, x.width, 4), beside=[half, half]))
         return self.cast(turned, self.itemsize)
 
     def attention(self, q: Value, k: Value, v: Value, heads: int, sequence: int, head_width: int) -> Value:
@@ -274,10 +252,10 @@ class Tape:
             self.book.hold(rows * (columns + 2 + head_width) * 4, WHAT)
         if self.kept_products is not None and not self.again:
             self.kept_products |= {"attention": y.held, "statistics": statistics}
-        edges = [(each.edge, each.width) for each in (q, k, v)]
+        made = self.gradients(*((each.edge, each.width, None) for each in (q, k, v)))
 
-        def run(_: Held) -> Given:
-            given = [(edge, self.hold(width), True) for edge, width in edges]
+        def run(gradient: Held) -> Given:
+            given = made(gradient)
             self.book.hold(2 * rows * columns * 4, WHAT)
             return given
 
@@ -292,8 +270,8 @@ class Tape:
 
     def reordered(self, x: Value) -> Value:
         """A view whose gradient must be copied into the order of dimensions that a product reads."""
-        y, edge, width = Value(x.held, x.width), x.edge, x.width
-        self.note(y, lambda _: [(edge, self.hold(width), True)])
+        y = Value(x.held, x.width)
+        self.note(y, self.gradients((x.edge, x.width, None)))
         return y
 
 

@@ -7,7 +7,6 @@ its beginning, the rank waits for its peers.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -114,11 +113,3 @@ def cause_of(passage: Passage, computed: Sequence[Span]) -> str:
     )
     late = passage.collective.on_demand and before > _ENOUGH * exposed
     return "late_start" if late else "nothing_to_hide_behind"
-
-
-def by_cell(passages: Sequence[Passage]) -> dict[tuple[str, str, str], list[Passage]]:
-    """The collectives of each unit, phase and kind."""
-    cells: dict[tuple[str, str, str], list[Passage]] = defaultdict(list)
-    for each in passages:
-        cells[each.collective.unit, each.collective.phase, each.collective.transfer.kind].append(each)
-    return cells

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from fsdplab.common.rows import grouped
 from fsdplab.records import LANES
 from fsdplab.records.tables import IDLE_PARTS
 
-from .accounting import Account, account, by_cell, cause_of, nanoseconds
+from .accounting import Account, Passage, account, cause_of, nanoseconds
 from .ranks import RankLog
 
 Row = dict[str, Any]
@@ -83,7 +84,7 @@ def _breakdown(found: Account) -> Row:
 def _exposed(log: RankLog, found: Account) -> list[Row]:
     """One row a unit, phase and kind; of several collectives the most exposed one gives the cause."""
     rows = []
-    for (unit, phase, kind), members in by_cell(found.passages).items():
+    for (unit, phase, kind), members in grouped(found.passages, _cell_of).items():
         worst = max(members, key=lambda each: each.exposed_ns)
         rows.append(
             {
@@ -95,3 +96,7 @@ def _exposed(log: RankLog, found: Account) -> list[Row]:
             }
         )  # fmt: skip
     return rows
+
+
+def _cell_of(passage: Passage) -> tuple[str, str, str]:
+    return passage.collective.unit, passage.collective.phase, passage.collective.transfer.kind
