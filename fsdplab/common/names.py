@@ -48,13 +48,6 @@ class StrategyRow:
         return "parameters" in self.cuts
 
     @property
-    def keeps_gathered(self) -> bool:
-        """Whether what a unit gathers or casts for its forward stays until its backward; parameters that rest whole
-        under zero1 and zero2 are neither gathered nor cast then.
-        """
-        return not self.reshards_after_forward and self.cuts in ((), STATES)
-
-    @property
     def saves_most(self) -> bool:
         """Whether a rank keeps least: all states are sharded over all ranks, and units are resharded."""
         return self.cuts == STATES and self.reshards_after_forward and not self.in_groups
