@@ -18,7 +18,6 @@ import torch
 
 from fsdplab.common.processes import _all, gone
 from fsdplab.gpu_check import __main__ as command
-from fsdplab.gpu_check import probes
 from fsdplab.gpu_check.__main__ import PARTS, chosen, main, run_check
 from fsdplab.gpu_check.check import FORMAT, Check, CheckError, Part, Sheet, open_check, shown, table
 from fsdplab.gpu_check.foundations import furthest, source_digest
@@ -34,6 +33,7 @@ from fsdplab.gpu_check.measures import (
 )
 from fsdplab.gpu_check.on_ranks import _case, _wrong
 from fsdplab.records import RunRecord, Summary
+from fsdplab.sessions import gpu_probes as probes
 from fsdplab.sessions.spec import gpus
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,4 +1,4 @@
-"""`fsdplab bench`: engines taking turns in one run, shown as ratios of medians."""
+"""`fsdplab bench`: engines take turns in one run, and their median steps are compared as ratios."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Calibration: measures this machine in some seconds, and keeps the figures for predictions.
+"""Measures how fast this machine computes and communicates, and keeps the figures for predictions of step times.
 
-At the user's wish (`fsdplab doctor --calibrate`), and by itself before the first comparison that needs it.
+`fsdplab doctor --calibrate` does it, and so does the first comparison that needs the figures. It takes 10 seconds.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_RANKS = 64
 
 
 def calibrate_here(ranks: int, outputs: Outputs) -> None:
-    """Measure on so many ranks, keep the figures, and give them; nothing is kept where a rank fails."""
+    """Measure on `ranks` ranks, keep the figures, and show them. Nothing is kept if a rank fails."""
     if not 1 <= ranks <= MOST_RANKS:
         refuse(f"--world-size is {ranks}; expected a whole number of ranks from 1 to {MOST_RANKS}")
     start, what = time.monotonic(), f"calibrating {ranks} ranks at once"
@@ -52,7 +52,7 @@ def calibrate_here(ranks: int, outputs: Outputs) -> None:
 def calibrate_if_needed(specs: Sequence[RunSpec], console: Console, detail: Detail) -> None:
     """Calibrate this machine once for each number of ranks whose step times are predicted from a calibration.
 
-    Behind a link the steady card tells the time, so nothing is needed then. Where it fails the runs go on without.
+    Behind a link step times are simulated, so no calibration is needed. If it fails, runs have no predicted step time.
     """
     for ranks in sorted({spec.world_size for spec in specs if needs_calibration(spec)}):
         if find_calibration(ranks).calibration is not None or ranks > MOST_RANKS:

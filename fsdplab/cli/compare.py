@@ -1,4 +1,4 @@
-"""`fsdplab compare`: rows that appear as runs warm up and are completed as they end, then the whole comparison."""
+"""`fsdplab compare`: runs several strategies and engines side by side, shows their progress, then the comparison."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from fsdplab.sessions.spec import ENGINES, PEERS, RunSpec
 
 
 def compare_runs(strategies: list[str], engines: list[str], common: dict[str, Any], outputs: Outputs) -> None:
-    """Run every strategy on the lab's engine and every other engine, then the twin;
-    show, write, exit 1 if one failed.
+    """Run every strategy on the lab's engine, every other engine, and the twin; then show and write the comparison.
+
+    Raises RunError with the reports of the runs that failed.
     """
     variants = dict.fromkeys(_variant(text, common) for text in strategies)
     specs = [*variants, *(_peer(name, common) for name in engines)]

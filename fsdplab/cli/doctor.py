@@ -1,4 +1,4 @@
-"""What this machine can do: `fsdplab doctor` looks up or tries each capability, and ends in a verdict."""
+"""`fsdplab doctor`: looks up or tries each capability of this machine, and says what the machine is ready for."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _torch() -> list[Capability]:
 
 
 def _gloo() -> Capability:
-    """Form a group of one rank and reduce one number, which needs everything that a CPU run needs."""
+    """Form a group of one rank and reduce a tensor, which needs everything that a CPU run needs."""
     import torch
     import torch.distributed as dist
 
@@ -110,7 +110,7 @@ def _transport() -> Capability:
 
 def _gpus(torch: ModuleType) -> list[Capability]:
     """The GPUs, NCCL and CUDA IPC, looked at by processes of their own: this one never has a CUDA context."""
-    from fsdplab.gpu_check.probes import ask
+    from fsdplab.sessions.gpu_probes import ask
     from fsdplab.sessions.spec.gpus import driver_complaint, driver_cuda
 
     if torch.version.cuda is None:

@@ -34,13 +34,13 @@ def failed(report: str) -> NoReturn:
 
 
 def interrupted(number: int | None) -> NoReturn:
-    """Ctrl-C, or the signal of that number: no traceback, the shell's usual code."""
+    """Exit after Ctrl-C, or after the signal of that number, with the code that shells use and without a traceback."""
     print("fsdplab: interrupted", file=sys.stderr)
     raise SystemExit(128 + (number or signal.SIGINT))
 
 
 def refuse_for(error: OSError) -> NoReturn:
-    """Exit for an error of the system, with the file's name; a full disk or a closed pipe may be that of stdout."""
+    """Exit for an error of the operating system, and name its file; stdout may be a full disk or a closed pipe."""
     if error.filename is None and (is_full(error) or isinstance(error, BrokenPipeError)):
         # what is left in its buffer would fail again when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -50,7 +50,7 @@ def refuse_for(error: OSError) -> NoReturn:
 
 
 def one_line(error: Any) -> str:
-    """A usage error with the command it belongs to and where its flags are listed."""
+    """The text of a usage error, with the command whose help lists the flags."""
     context = getattr(error, "ctx", None)
     path = context.command_path if context else "fsdplab"
     return f"{error.format_message().rstrip('.')}; see `{path} --help`"

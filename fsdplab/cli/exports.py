@@ -1,4 +1,4 @@
-"""Records for other tools: a log folder for TensorBoard, one trace of all ranks for Perfetto, tables as CSV."""
+"""Exports records to other tools: TensorBoard, Perfetto, CSV files and PyTorch's memory viewer."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Exports:
     snapshot: Path | None = option(None, "Write CUDA memory snapshots for PyTorch's memory viewer into this folder.")
 
     def check(self) -> Exports:
-        """Fail, before anything is read or written, for a target that cannot be written."""
+        """Refuse a target that cannot be written, before anything is read."""
         for flag, folder in (("--tensorboard", self.tensorboard), ("--csv", self.csv), ("--snapshot", self.snapshot)):
             if folder:
                 check_folder(flag, folder)
@@ -59,7 +59,7 @@ class Exports:
 
 
 def _export(records: Sequence[RunRecord], folder: Path, export: Callable[[RunRecord, Path], object]) -> None:
-    """One record into the folder itself, several into a folder each, named as the run as far as a name of it can be."""
+    """Export one record into the folder itself, and each of several records into a subfolder named after its run."""
     from fsdplab.figures.view import view
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Opening the course: JupyterLab on the notebooks, and the course's own tools, each in a separate process."""
+"""Opens the course in JupyterLab, and runs the course's own tools, each in a separate process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SETTINGS = Path(__file__).with_name("jupyter")
 
 
 def find_notebooks(folder: Path | None) -> Path:
-    """The folder given, else a course here or this copy's own; an error if it has none."""
+    """The given folder, or else the course of the working folder or of this installation."""
     place = folder or course_folder()
     if place.is_dir() and any(place.rglob("*.ipynb")):
         return place
@@ -46,15 +46,16 @@ def open_lab(folder: Path | None, browser: bool, port: int | None, edition: str)
 
 
 def _use_settings_of_the_course() -> None:
-    """Let JupyterLab begin with the settings in `jupyter/` (its question about news would cover a corner of the page);
-    those that the learner has chosen come before them.
+    """Add the settings in `jupyter/` to JupyterLab's, after those of the learner.
+
+    They turn off its question about news, which would cover a corner of the page.
     """
     known = os.environ.get("JUPYTER_CONFIG_PATH")
     os.environ["JUPYTER_CONFIG_PATH"] = os.pathsep.join(filter(None, [known, str(_SETTINGS)]))
 
 
 def _check_free(port: int) -> None:
-    """Refuse a port that another program uses, or that this user may not; JupyterLab would take another one."""
+    """Refuse a port that is in use or not permitted, because JupyterLab would silently take another one."""
     try:
         with socket.socket() as trial:
             trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # one that was closed a moment ago is free

@@ -1,4 +1,4 @@
-"""Texts of the command line -> values: sizes, and comma-separated names."""
+"""Parses flags whose text is not the value: sizes, links, comma-separated names and numbers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Parts of the command line that run in a separate process: JupyterLab, the course, the check of a GPU.
+"""Runs a module in a separate process: JupyterLab, the course, the check of a GPU.
 
-The command line must not import them, or they are other programs. Each has a session of its own, so that Ctrl-C in a
-terminal reaches this process alone and is handed on once, and it ends with this process, even after `kill -9`.
+The process has a session of its own, so that Ctrl-C in a terminal reaches this process alone, which passes it on once.
+It ends with this process, even after `kill -9`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from fsdplab.common.pythons import run_of, with_this_checkout
 def run_module(module: str, arguments: Sequence[str], instead: Mapping[int, int] | None = None) -> int:
     """Run `python -m module ...` and return its exit code; 128 + n where signal n killed it.
 
-    SIGINT, SIGTERM and SIGHUP are handed on, as the signal that `instead` has for them; what they end exits as an
-    interrupted command does, unless the module has an exit code of its own.
+    SIGINT, SIGTERM and SIGHUP are passed on, as the signal that `instead` maps them to. A module that they end
+    without an exit code of its own exits as an interrupted command does.
     """
     got: list[int] = []
     command = run_of("fsdplab.sessions.launch.parent_death", str(os.getpid()), module, *arguments)

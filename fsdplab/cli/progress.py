@@ -1,4 +1,4 @@
-"""The output while runs go on: a live table in a terminal, else one line a run."""
+"""Shows the progress of runs: a live table in a terminal, or else one line per run."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ WAITING, MEASURING = "waits", "measuring"  # in the place of the step time: of a
 
 
 class ProgressTable:
-    """A row for each planned run, by the folder of its record: with its simulated step at once, and completed as it is
-    measured; and the progress of the current one. `detail` says how much.
+    """A row for each planned run, by the folder of its record, and the progress of the current run.
+
+    A row has its simulated step at once, and its measured values when they are known. `detail` is how much is printed.
     """
 
     def __init__(self, console: Console, planned: Mapping[Path, RunSpec], detail: Detail = Detail.NORMAL) -> None:
@@ -68,7 +69,7 @@ class ProgressTable:
         return sum(row.status not in (WAITING, MEASURING) for row in self._rows.values())
 
     def note(self, sentence: str) -> None:
-        """One sentence on how the runs go on."""
+        """Show a sentence about how the runs continue."""
         if self._live:
             self._now = Text(sentence, style="dim")
             self._live.update(self._draw())

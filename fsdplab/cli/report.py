@@ -1,4 +1,4 @@
-"""`fsdplab report`: recorded runs and traces of PyTorch's profiler, shown and exported."""
+"""`fsdplab report`: loads recorded runs and traces of PyTorch's profiler, shows them, and exports them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fsdplab.records import RunRecord
 
 @dataclass(frozen=True)
 class TraceOptions:
-    """What the files of foreign traces do not tell: their ranks, in the files' order, and kernels that communicate."""
+    """What trace files may lack: their ranks, in the order of the files, and the names of kernels that communicate."""
 
     ranks: Sequence[int] | None = None
     comm_patterns: Sequence[str] = ()
@@ -31,9 +31,9 @@ class TraceOptions:
 def report_records(
     paths: Sequence[Path], outputs: Outputs, exports: Exports, options: TraceOptions | None = None, tables: bool = False
 ) -> None:
-    """Load recorded runs, show them, write the requested files; a finished record of the twin is the reference.
+    """Load recorded runs, show them, and write the requested files. A finished record of the twin is the reference.
 
-    Where a run has failed it ends with its report and exit code 1, as the command did that recorded it.
+    Raises RunError with the reports of the runs that failed.
     """
     loaded = load_all(paths, options or TraceOptions(), outputs.detail)
     twins = [record for record in loaded if record.spec.get("engine") == "twin"]

@@ -1,4 +1,4 @@
-"""`fsdplab run`: one run, recorded in a folder; on this machine, or on several nodes with a real link between them."""
+"""`fsdplab run`: records one run in a folder, on this machine or on virtual nodes with a real link between them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def record_run(settings: dict[str, Any], outputs: Outputs, runner: Callable[...,
 
 
 def record_on_nodes(common: dict[str, Any], nodes: int, ranks_per_node: int | None, outputs: Outputs) -> None:
-    """Record one run on `nodes` network namespaces, or behind an emulated link where these cannot be made."""
+    """Record one run on `nodes` network namespaces, or behind an emulated link if namespaces cannot be made."""
     from fsdplab.planning.links import parse_link
     from fsdplab.sessions import RunSpec
     from fsdplab.sessions.virtual_nodes import run_nodes, why_no_nodes

@@ -1,7 +1,7 @@
-"""The two sides of the command line that are not its own: what a terminal can show, and the signals that end a command.
+"""Adapts commands to their terminal: the characters that it can show, and the signals that end a command.
 
-A terminal whose encoding lacks a sign (`LC_ALL=C`) gets a plain one. Ctrl-C, SIGTERM and SIGHUP all end a command as
-an exception does: ranks are ended and temporary folders removed on the way.
+Where the terminal's encoding lacks a character (`LC_ALL=C`), an ASCII replacement is printed. Ctrl-C, SIGTERM and
+SIGHUP all end a command as an exception does: ranks are ended and temporary folders removed on the way.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Ended(KeyboardInterrupt):
 
 
 def show_what_can_be_shown() -> None:
-    """Print plain signs for those that the encoding of stdout or stderr lacks."""
+    """Replace characters that the encoding of stdout or stderr lacks by ASCII ones."""
     codecs.register_error("fsdplab.plain", _plain)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -44,7 +44,7 @@ def _plain(error: UnicodeError) -> tuple[str, int]:
 
 
 class Signals:
-    """What the signals of one command have asked for; `number` is the first, None while there was none."""
+    """The signals that one command has received. `number` is the first of them, or None."""
 
     def __init__(self) -> None:
         self.number: int | None = None

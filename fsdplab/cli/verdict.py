@@ -1,4 +1,4 @@
-"""What a machine is ready for, from what `fsdplab doctor` found on it, and what to do about the rest."""
+"""Which uses of fsdplab a machine is ready for, given its capabilities, and how to make it ready for the others."""
 
 from __future__ import annotations
 

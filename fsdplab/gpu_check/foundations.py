@@ -12,8 +12,8 @@ from fsdplab.common.names import IN_GROUPS, OVER_ALL_RANKS
 from fsdplab.common.temporary import temporary_folder
 from fsdplab.gpu_check.check import Refused
 from fsdplab.gpu_check.part import Work, first_line
-from fsdplab.gpu_check.probes import ask
 from fsdplab.sessions import RanksFailed
+from fsdplab.sessions.gpu_probes import ask
 from fsdplab.sessions.launch.launcher import run_ranks
 from fsdplab.sessions.launch.mailbox import Mailbox, read_lines
 from fsdplab.sessions.run_and_record import WORKER

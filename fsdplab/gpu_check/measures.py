@@ -115,14 +115,10 @@ def communication(record: RunRecord) -> Communication:
     rows = {(row["rank"], row["step"]): list[tuple[int, int]]() for row in breakdown}
     for row in record.table("ledger"):
         rows.get((row["rank"], row["step"]), []).append((row["start_ns"], row["end_ns"]))
-    ledger, trace = sum(length(union(spans)) for spans in rows.values()), sum(map(communicating_ns, breakdown))
+    ledger = sum(length(union(spans)) for spans in rows.values())
+    trace = sum(int(row["exposed_ns"] + row["overlapped_ns"]) for row in breakdown)
     steps, count = len(rows), sum(map(len, rows.values()))
     return Communication(ledger / steps / 1e9, trace / steps / 1e9, count / steps, bool(record.spec.get("link")))
-
-
-def communicating_ns(row: dict[str, Any]) -> int:
-    """Communication of one rank and step by the trace."""
-    return int(row["exposed_ns"] + row["overlapped_ns"])
 
 
 # ---- 6. speed

@@ -3,7 +3,7 @@
 A GPU in compute mode EXCLUSIVE_PROCESS takes one process: a context in `fsdplab doctor`, or in the process that starts
 the ranks, would keep the rank out. A driver that hangs or crashes ends a child only.
 
-    python -m fsdplab.gpu_check.probes NAME DEVICE      prints one line of JSON
+    python -m fsdplab.sessions.gpu_probes NAME DEVICE      prints one line of JSON
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def ask(probe: str, device: str = "cuda", limit_s: float = LIMIT_S) -> Found:
 
     `ask("ipc")` is `{"refused": ""}` where a second process can open the memory of a GPU.
     """
-    command = run_of("fsdplab.gpu_check.probes", probe, device)
+    command = run_of("fsdplab.sessions.gpu_probes", probe, device)
     try:
         done = subprocess.run(
             command, env=with_this_checkout(os.environ), stdin=subprocess.DEVNULL, capture_output=True, text=True,
