@@ -319,4 +319,4 @@ def test_rows_that_each_rank_keeps():
 
 def test_a_crash_of_the_ranks_is_still_the_feedback(course):
     failure = Failure("died", "Rank 0 died: it ended with SIGSEGV.", 0)
-    assert "crash" in checking._feedback_on_failure(registry.find("06.hooks"), failure).cause
+    assert "crash" in checking.feedback_on_failure(registry.find("06.hooks"), failure).cause
