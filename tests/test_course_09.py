@@ -91,7 +91,6 @@ def test_the_gathered_bytes_at_the_peak_have_names(base):
 
 @pytest.mark.timeout(300)
 def test_tables_and_sentences_say_the_record(base, large):
-    assert reading_memory.phase_at(base, reading_memory.instant(base)) == "backward"
     places = [reading_memory.place_of(run, reading_memory.instant(run)) for run in (base, large)]
     done = [int(place.partition(", ")[2].partition("%")[0]) for place in places]
     assert places[0].startswith("in the backward") and done[0] > 60, places

@@ -1,12 +1,12 @@
 """Lesson 07 in the notebook's process: one job behind an emulated link, and how much of its communication shows.
 
 M are the instants in which a message is on its way, C those in which the rank computes: what is exposed is M without C.
-Every sentence under a figure is made here, from the record beside it; what is judged about time comes from the steady
-card, whose times are the same on every machine.
+What is judged about time comes from the steady card, whose times are the same on every machine.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -15,128 +15,61 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from fsdplab.common.sizes import seconds
 from fsdplab.engine.core.step import Schedule
 from fsdplab.figures import alt_text, rank_timeline
 from fsdplab.figures.fastest import fastest_words
-from fsdplab.figures.profile_data import COLLECTIVES, breakdown_of, duration, percent, timeline_of, worst_cells
+from fsdplab.figures.lines import line
+from fsdplab.figures.plotly_go import go
+from fsdplab.figures.profile_data import COLLECTIVES, breakdown_of, percent, timeline_of, worst_cells
+from fsdplab.figures.style import GRID, titled
 from fsdplab.figures.view import view
-from fsdplab.planning.links import parse_link
 from fsdplab.profiling.intervals import length
 from fsdplab.profiling.step_summary import StepSummary
 from fsdplab.records import RunRecord, known
 from fsdplab.sessions import RunSpec, call_on_ranks
-from fsdplab.sessions.steady_card import GIGAFLOPS, steady
-from fsdplab.teaching.core.display import Note, Shown, Table, table
+from fsdplab.sessions.steady_card import steady
+from fsdplab.teaching.core.display import Shown, Table, table
 from fsdplab.teaching.core.waiting import doing
 
-from .figures import Curves, exposed_curves
 from .on_ranks import TARGET_MS, complaint
 
 __all__ = [
-    "LINK",
-    "LINKS",
-    "TARGET_MS",
-    "TOKENS",
-    "banner",
-    "by_hand",
-    "card_note",
-    "explained",
-    "exposed_over_links",
-    "factor",
-    "inflation",
-    "on_the_card",
-    "on_the_link_ns",
-    "raw_words",
-    "seen",
-    "steady",
-    "timeline_at",
-    "with_rule",
-    "worst_place",
-]
+    "LINKS", "TARGET_MS", "TOKENS", "by_cause", "by_hand", "exposed_over_links", "inflation", "on_the_card",
+    "on_the_link_ns", "split", "steady", "timeline_at", "with_rule",
+]  # fmt: skip
 
 ON_THE_RANKS = Path(__file__).with_name("on_ranks.py")
 TIME_LIMIT = 150.0
-LINK = "400MB/s"
-MS, MB = 1e6, 1e6  # nanoseconds, bytes
+MS = 1e6  # nanoseconds
 Row = dict[str, Any]
 Intervals = list[tuple[int, int]]
 InMs = list[tuple[float, float]]
 
 
-def banner(link: str = LINK) -> Note:
-    """The network of the notebook's runs; shown before the first of them."""
-    words = parse_link(link).words
-    return Note(
-        (
-            f"Network of this notebook: an emulated link of {words} between the ranks.",
-            (
-                "Ranks, bytes and computing are real. How long a message takes is the link's: latency + bytes /"
-                " bandwidth, one after the other."
-            ),
-        )
-    )
-
-
-# ---- what a figure showed, in a sentence
-
-
-def _split(record: RunRecord) -> StepSummary:
+def split(record: RunRecord) -> StepSummary:
     """The breakdown of a run that was profiled."""
-    split = breakdown_of(record)
-    assert split is not None, "the lesson's runs are profiled"
-    return split
-
-
-def explained(record: RunRecord) -> Note:
-    """Where the exposed time of a run on the steady card comes from: bytes over the link's rate."""
-    sent, link = known(record.summary.comm.bytes_per_step), parse_link(record.spec["link"])
-    exposed, carried = on_the_link_ns(record), _split(record).communication_ns
-    return Note(
-        (
-            f"{sent / MB:.0f} MB at {link.words} keep the link busy for {duration(carried)}. For {duration(exposed)} of"
-            f" it ({percent(exposed, carried)}) the rank computes nothing: the answer to the prediction.",
-        )
-    )
-
-
-def seen(record: RunRecord, on_card: RunRecord) -> Note:
-    """A measured step beside the same one on the steady card: exposed on the link, and what the card does not have."""
-    split, card = _split(record), _split(on_card)
-    waiting = known(split.waiting_ns) + known(split.no_core_ns)
-    return Note(
-        (
-            f"Exposed on the link: {duration(on_the_link_ns(record))} of a step of {duration(split.step_ns)} here,"
-            f" {duration(on_the_link_ns(on_card))} of {duration(card.step_ns)} on the steady card.",
-            f"Besides, the rank copies for {duration(known(split.copying_ns))} and waits for {duration(waiting)}, for"
-            " the other rank or for a core: the steady card has none of that.",
-        )
-    )
+    found = breakdown_of(record)
+    assert found is not None, "the lesson's runs are profiled"
+    return found
 
 
 def on_the_link_ns(record: RunRecord) -> float:
     """Exposed ns of the profiled step in which a message moves: the one number that the lesson calls exposed."""
-    return known(_split(record).on_link_ns)
+    return known(split(record).on_link_ns)
 
 
-def worst_place(record: RunRecord) -> Note:
-    """The unit and collective that are exposed longest, and the usual cause of all exposed time."""
+def by_cause(record: RunRecord) -> Table:
+    """The exposed time of a step by its cause, the most frequent first."""
     _, _, cells = worst_cells(record)
-    by_cause: dict[str, float] = defaultdict(float)
+    spent: dict[str, float] = defaultdict(float)
     for cell in cells:
-        by_cause[cell.shown_cause] += cell.exposed_ns
-    place, cause = max(cells, key=lambda cell: cell.exposed_ns), max(by_cause, key=by_cause.__getitem__)
-    alike = sum(cell.exposed_ns > 0.99 * place.exposed_ns for cell in cells)
-    longest = "the longest is" if alike == 1 else f"{alike} of {len(cells)} are as long as the longest, such as"
-    share = percent(by_cause[cause], sum(by_cause.values()))
-    where = f"{place.kind} of {place.unit or 'the root'} in {place.phase}"
-    return Note(
-        (
-            (
-                f"Seen here: {longest} the {where}, {duration(place.exposed_ns)} a step. Most frequent"
-                f" cause: {cause.replace('_', ' ')}, {share} of the exposed time."
-            ),
-        )
-    )
+        spent[cell.shown_cause.replace("_", " ")] += cell.exposed_ns
+    rows = [
+        [cause, f"{exposed / MS:.1f}", percent(exposed, sum(spent.values()))]
+        for cause, exposed in sorted(spent.items(), key=lambda each: -each[1])
+    ]
+    return table(["cause", "exposed, ms a step", "share"], rows)
 
 
 def by_hand(exposed: Callable[[InMs, InMs], float], record: RunRecord) -> Table:
@@ -184,34 +117,26 @@ def inflation(runs: Mapping[str, RunRecord]) -> Table:
     """Forward and backward of each run beside the first one's, which sends nothing;
     with the step and what was hidden.
     """
-    base = computing_ms(next(iter(runs.values())))
+    first = next(iter(runs.values()))
     rows = []
     for name, record in runs.items():
-        split = _split(record)
-        hidden = percent(split.overlapped_ns, split.communication_ns) if split.communication_ns else "nothing sent"
-        computed = computing_ms(record)
-        rows.append(
-            [
-                name,
-                f"{computed:.0f}",
-                f"{computed / base:.2f}",
-                hidden,
-                f"{1e3 * known(record.summary.step_time_s.median):.0f}",
-            ]
-        )
-    header = ["run", "forward + backward, ms", "compute inflation", "communication hidden", "step, ms"]
-    return table(
-        header,
-        rows,
-        "Measured on this machine, computing under the profiler; the link of the emulated row is emulated.",
-    )
-
-
-def raw_words(runs: Mapping[str, RunRecord]) -> Note:
-    """The step of each run of several ranks beside the first one's, which sends nothing."""
-    first, *others = (replace(view(record), strategy=name, engine="lab") for name, record in runs.items())
-    ratios = ", ".join(f"{run.label} {known(run.step_median) / known(first.step_median):.2f} times" for run in others)
-    return Note((f"Steps beside that of {first.label}: {ratios} as long. Of these, {fastest_words(others)}.",))
+        own, computed, step = split(record), computing_ms(record), known(record.summary.step_time_s.median)
+        hidden = percent(own.overlapped_ns, own.communication_ns) if own.communication_ns else "nothing sent"
+        beside = [computed / computing_ms(first), step / known(first.summary.step_time_s.median)]
+        rows.append([name, f"{computed:.0f}", f"{beside[0]:.2f}", hidden, f"{1e3 * step:.0f}", f"{beside[1]:.2f}"])
+    header = [
+        "run",
+        "forward + backward, ms",
+        "compute inflation",
+        "communication hidden",
+        "step, ms",
+        "times the first",
+    ]
+    others = [
+        replace(view(record), strategy=name, engine="lab") for name, record in runs.items() if record is not first
+    ]
+    caption = "Measured on this machine, computing under the profiler; the link of the emulated row is emulated."
+    return table(header, rows, f"{caption} Of the runs that send, {fastest_words(others)}.")
 
 
 # ---- what no schedule can hide
@@ -220,6 +145,56 @@ def raw_words(runs: Mapping[str, RunRecord]) -> Note:
 def least_exposed_ms(compute_ms: float, communication_ms: float) -> float:
     """The exposed time that even a perfect schedule leaves: `least_exposed_ms(300, 500) == 200`."""
     return max(0.0, communication_ms - compute_ms)
+
+
+# (MB/s of the link, exposed ms, ms of all communication) points by the schedule's name
+Curves = Mapping[str, list[tuple[int, float, float]]]
+_LINES = (("#e01f3d", 3, "solid"), ("#4aa3e0", 3, "solid"), ("#6b7380", 2, "dash"))  # colour, width, dash
+
+
+def exposed_curves(curves: Curves, link: int, tokens: int) -> go.Figure:
+    """Exposed part of the communication (y) over the link (x), a line a schedule; `link` is marked, and the title has
+    its ms.
+
+    The axis is in doublings of the slowest link: as much width from 25 to 50 MB/s as from 3,200 to 6,400.
+    """
+    links = sorted({at for points in curves.values() for at, _, _ in points})
+    places = {at: math.log2(at / links[0]) for at in links}
+    lines = zip(curves.items(), _LINES, strict=True)
+    figure = go.Figure([_line(name, points, places, look) for (name, points), look in lines])
+    names = dict(tickmode="array", tickvals=list(places.values()), ticktext=[f"{at:,}" for at in links])
+    figure.update_xaxes(title_text="link (MB/s)", range=[-0.3, places[links[-1]] + 0.3], **names)
+    figure.update_yaxes(title_text="exposed, % of communication", range=[-3, 105])
+    figure.add_shape(
+        type="line", x0=places[link], x1=places[link], y0=0, y1=1, yref="paper", line=dict(color=GRID, width=4)
+    )
+    title, where, alt = _words(curves, link, tokens)
+    return titled(figure, title, where, alt, 324)
+
+
+def _line(
+    name: str, points: list[tuple[int, float, float]], places: dict[int, float], look: tuple[str, int, str]
+) -> go.Scatter:
+    colour, width, dash = look
+    shares = [100 * shown / moved for _, shown, moved in points]
+    return line(
+        name, colour, [places[at] for at, _, _ in points], shares, width, dash,
+        customdata=[list(point) for point in points],
+        hovertemplate=f"{name}, %{{customdata[0]}} MB/s<br>%{{customdata[1]:.1f}} of %{{customdata[2]:.1f}} ms"
+        "<extra></extra>",
+    )  # fmt: skip
+
+
+def _words(curves: Curves, link: int, tokens: int) -> tuple[str, str, str]:
+    """(title, conditions, alternative text) with the numbers of the marked link."""
+    here = {name: next(each[1:] for each in points if each[0] == link) for name, points in curves.items()}
+    parts = {name: seconds(shown / 1e3) if shown else "0 ms" for name, (shown, _) in here.items()}
+    moved = seconds(next(iter(here.values()))[1] / 1e3)
+    exposed = ", ".join(f"{part} ({name})" for name, part in list(parts.items())[:2])
+    title = f"{link:,} MB/s, {tokens} tokens: messages take {moved}; exposed are {exposed}"
+    least = f"at least {list(parts.values())[-1]} under any schedule"
+    where = f"{least}; a step on the steady card, simulated with the engine's own schedule"
+    return title, where, f"Lines of exposed time over the link. {title}; {least}."
 
 
 LINKS = (25, 50, 100, 200, 400, 800, 1600, 3200, 6400)  # MB/s
@@ -270,22 +245,6 @@ def _lengths_ms(record: RunRecord) -> tuple[float, float]:
 
 
 # ---- the steady card's timeline
-
-
-def card_note(link: str = LINK) -> Note:
-    """The card on which the lesson compares schedules."""
-    words = parse_link(link).words
-    return Note(
-        (
-            f"The steady card computes {GIGAFLOPS:g} GFLOP/s in fp32, behind the same link of {words}.",
-            "Simulated: its clock. Real: the engine's own order of gathers and reductions.",
-        )
-    )
-
-
-def factor(late: RunRecord, early: RunRecord) -> float:
-    """How many times as long `late` is exposed as `early`."""
-    return known(late.summary.comm.exposed_s) / known(early.summary.comm.exposed_s)
 
 
 Rule = Callable[[list[str], int, int], list[str]]

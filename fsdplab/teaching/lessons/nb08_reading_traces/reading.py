@@ -7,49 +7,32 @@ All learners read the same trace, so that each question has one answer: it was r
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from fsdplab.common.places import shared_folder
+from fsdplab.figures.profile_data import COLLECTIVES
 from fsdplab.profiling.exports import traces_of
 from fsdplab.profiling.findings import findings
 from fsdplab.profiling.intervals import clip, length
-from fsdplab.profiling.step_summary import exposed_cells, step_summary
+from fsdplab.profiling.step_summary import exposed_cells
 from fsdplab.profiling.traces.chrome import ChromeTrace, nanoseconds
 from fsdplab.profiling.traces.overlap import TraceAnalysis, analyse_trace
 from fsdplab.records import RecordError, RunRecord, known
-from fsdplab.sessions import RunSpec
 from fsdplab.sessions.steady_card import GIGAFLOPS, steady
 from fsdplab.teaching.core.course_state import current
 from fsdplab.teaching.core.display import Note, Table, table
 
 __all__ = [
-    "at", "breakdown", "clock_table", "diagnosis", "exports", "gaps", "job", "key", "parts_table", "transfers",
-    "ranges", "recorded",
-    "saved_percent", "seen", "sets", "steady", "trace_of", "waits_table", "worst",
+    "at", "breakdown", "clock_table", "diagnosis", "exports", "gaps", "key", "parts_table", "ranges", "recorded",
+    "sets", "steady", "transfers", "waits_table", "worst",
 ]  # fmt: skip
 
 RECORDED = shared_folder("data") / "traces-08"
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "other_communication")
 PARTS = ("compute_only", "overlapped", "exposed", "other")
 WAITS = ("peer", "queue", "link")
 MS = 1e6
 Row = dict[str, Any]
-
-
-def job(prefetch: int = 0) -> RunSpec:
-    """The lesson's run: two blocks behind a slow, emulated link; the recorded one gathers nothing ahead."""
-    return RunSpec(
-        model="gpt-tiny",
-        batch_size=16,
-        sequence_length=128,
-        steps=4,
-        link="150mbit",
-        prefetch=prefetch,
-        profile=1,
-        device="cpu",
-    )
 
 
 def recorded() -> RunRecord:
@@ -59,11 +42,6 @@ def recorded() -> RunRecord:
             f"the recorded trace of lesson 08 is not in {RECORDED}; install fsdplab again, from a wheel or a clone"
         )
     return RunRecord.load(RECORDED)
-
-
-def trace_of(record: RunRecord, rank: int = 0) -> Path:
-    """The trace file of one rank, as PyTorch's profiler wrote it."""
-    return traces_of(record)[rank]
 
 
 def exports() -> Path:
@@ -127,23 +105,6 @@ def parts_table(record: RunRecord, rank: int = 0) -> Table:
     return table(["part of the step", "ms"], [*rows, ["other", "?"], ["the step", _ms(row["step_ns"])]], caption)
 
 
-def seen(record: RunRecord) -> Note:
-    """The numbers of the step bar: of the rank that is exposed longest."""
-    summary = step_summary(record.table("breakdown"))
-    assert summary is not None, "the lesson's runs are profiled"
-    rank, row = summary.rank, asdict(summary)
-    talk = row["overlapped_ns"] + row["exposed_ns"]
-    return Note(
-        (
-            (
-                f"Rank {rank}: the step took {_ms(row['step_ns'])} ms and computed for {_ms(row['compute_ns'])} of"
-                f" them. Of {_ms(talk)} ms of communication {row['overlapped_ns'] / talk:.0%} ran under computing;"
-                f" {_ms(row['exposed_ns'])} ms ({row['exposed_ns'] / row['step_ns']:.0%} of the step) are exposed."
-            ),
-        )
-    )
-
-
 # ---- gaps and causes
 
 
@@ -166,25 +127,10 @@ def transfers(record: RunRecord, rank: int = 0) -> Table:
     analysis = _analysed(record, rank)
     begin = next(row["start_ns"] for row in analysis.rows("timeline") if row["lane"] == "step")
     computing = [(row["start_ns"], row["end_ns"]) for row in analysis.rows("timeline") if row["lane"] == "compute"]
-    rows = [
-        _transfer(row, begin, computing)
-        for row in sorted(analysis.rows("collectives"), key=lambda row: row["issue_ns"])
-    ]
-    header = [
-        "unit",
-        "phase",
-        "collective",
-        "issued",
-        "link takes it",
-        "delivered",
-        "exposed, ms",
-        "computing before, ms",
-    ]
-    return table(
-        header,
-        rows,
-        f"Rank {rank}, ms since the step began. Issued and computing: measured; the link's times: emulated.",
-    )
+    rows = [_transfer(row, begin, computing) for row in _messages(record, rank)]
+    header = ["unit", "phase", "collective", "issued", "link takes it", "delivered", "exposed, ms"]
+    caption = f"Rank {rank}, ms since the step began. Issued and computing: measured; the link's times: emulated."
+    return table([*header, "computing before, ms"], rows, caption)
 
 
 def _transfer(row: Row, begin: int, computing: Sequence[tuple[int, int]]) -> list[str]:
@@ -194,7 +140,7 @@ def _transfer(row: Row, begin: int, computing: Sequence[tuple[int, int]]) -> lis
 
 
 def _analysed(record: RunRecord, rank: int) -> TraceAnalysis:
-    return analyse_trace(trace_of(record, rank), ledger=record.table("ledger"), life=record.table("life"), rank=rank)
+    return analyse_trace(traces_of(record)[rank], ledger=record.table("ledger"), life=record.table("life"), rank=rank)
 
 
 def at(record: RunRecord, percent_of_step: int) -> Table:
@@ -282,12 +228,6 @@ def clock_table(runs: Sequence[RunRecord], on_card: Sequence[RunRecord]) -> Tabl
     )
     header = ["prefetch", "kB sent a step", "exposed on the steady card, ms", "exposed, measured here, ms"]
     return table(header, rows, caption)
-
-
-def saved_percent(before: RunRecord, after: RunRecord) -> float:
-    """How much less is exposed, in percent: 30 ms before and 21 after are 30 %."""
-    was, now = (known(run.summary.comm.exposed_s) for run in (before, after))
-    return 100 * (1 - now / was)
 
 
 def _ms(nanoseconds_: float) -> str:

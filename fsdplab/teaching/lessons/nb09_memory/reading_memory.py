@@ -12,26 +12,17 @@ from typing import Any
 
 from fsdplab.figures import memory_by_category
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.view import RunView, view
+from fsdplab.figures.view import view
 from fsdplab.records import CATEGORIES, RunRecord
-from fsdplab.sessions import RunSpec
 from fsdplab.teaching.core.display import Note, Table, table
 
-JOB = {"model": "gpt-20m", "batch_size": 2, "sequence_length": 64, "steps": 1, "device": "cpu"}
-
 __all__ = [
-    "by_category", "compared", "gathered", "gathered_table", "instant", "job", "life_of", "memory_figure",
-    "more_sequences", "peak_row", "peak_table",
-    "phase_at", "place_of", "seen", "state_at", "unit_bytes",
+    "by_category", "compared", "gathered", "gathered_table", "instant", "life_of", "memory_figure", "more_sequences",
+    "peak_row", "peak_table", "place_of", "seen", "unit_bytes",
 ]  # fmt: skip
 
 MB = MS = 1e6
 Row = dict[str, Any]
-
-
-def job(**choices: Any) -> RunSpec:
-    """The lesson's run, with what `choices` say: `job(prefetch=0)`."""
-    return RunSpec(**{**JOB, **choices})
 
 
 # ---- the peak
@@ -88,28 +79,22 @@ def seen(record: RunRecord) -> Note:
     )
 
 
-def phase_at(record: RunRecord, at: int) -> str:
-    """Forward, backward or optimizer, by the units' states: the backward ends when the last unit is dropped."""
-    life = life_of(record, peak_row(record)["rank"])
-    backward = [row["time_ns"] for row in life if row["phase"] == "backward"]
-    if not backward:
-        return "step"
-    return "forward" if at < min(backward) else "optimizer's step" if at > max(backward) else "backward"
-
-
 def place_of(record: RunRecord, at: int) -> str:
-    """The phase and how much of it is over: `in the backward, 3 % of the way through it`.
+    """The phase and how much of it is over: `in the backward, 3% of the way through it`.
 
-    A forward lasts until the backward begins: its last unit may have been gathered long before.
+    By the units' states: a backward ends when the last unit is dropped, and a forward where the backward begins, as its
+    last unit may have been gathered long before.
     """
-    life, phase = life_of(record, peak_row(record)["rank"]), phase_at(record, at)
-    times = [row["time_ns"] for row in life if row["phase"] == phase]
-    if not times:
-        return f"in the {phase}"
-    backward = [row["time_ns"] for row in life if row["phase"] == "backward"]
-    end = min(backward) if phase == "forward" else max(times)
-    done = (at - min(times)) / max(1, end - min(times))
-    return f"in the {phase}, {done:.0%} of the way through it"
+    life = life_of(record, peak_row(record)["rank"])
+    forward, backward = ([row["time_ns"] for row in life if row["phase"] == each] for each in ("forward", "backward"))
+    if not backward:
+        return "in the step"
+    if at > max(backward):
+        return "in the optimizer's step"
+    phase, begin, end = "backward", min(backward), max(backward)
+    if at < begin:
+        phase, begin, end = "forward", min(forward), begin
+    return f"in the {phase}, {(at - begin) / max(1, end - begin):.0%} of the way through it"
 
 
 # ---- who is whole at an instant
@@ -162,14 +147,9 @@ def gathered_table(record: RunRecord, holding: Callable[[list[Row], int], Any]) 
 # ---- several runs
 
 
-def named(runs: Mapping[str, RunRecord]) -> list[RunView]:
-    """The runs as figures read them, each under the name that it is given."""
-    return [replace(view(run), strategy=name, note="") for name, run in runs.items()]
-
-
 def memory_figure(runs: Mapping[str, RunRecord]) -> go.Figure:
     """The peaks of several runs by category, each under its name."""
-    return memory_by_category(named(runs))
+    return memory_by_category([replace(view(run), strategy=name, note="") for name, run in runs.items()])
 
 
 def compared(runs: Mapping[str, RunRecord]) -> Table:

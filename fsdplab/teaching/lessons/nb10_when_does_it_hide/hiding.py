@@ -10,10 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdplab.common.sizes import seconds, three_digits
+from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.plotly_go import go
+from fsdplab.figures.style import STEP_COLOURS, titled
 from fsdplab.planning.efficiency import efficiency_of
 from fsdplab.planning.links import LinkSpec
-from fsdplab.planning.overlap import Overlap, overlap_of, overlap_point
+from fsdplab.planning.overlap import PHASES, Overlap, overlap_of, overlap_point
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import LINK_EFFICIENCY
 from fsdplab.planning.planner import plan_spec
@@ -22,8 +24,6 @@ from fsdplab.records import RunRecord, known
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.spec import Network
 from fsdplab.teaching.core.display import Note, Table, table
-
-from .figures import block_figure
 
 __all__ = [
     "asked", "beside_planner", "block", "hundredths", "machines", "planned_crossover", "reached", "target", "tunnel",
@@ -97,6 +97,39 @@ def block(gigabytes_per_second: int, tokens: int) -> go.Figure:
     link = LinkSpec("slider", gigabytes_per_second * 1e9, NVLINK_STEP)
     found: Overlap = overlap_of(_spec("h100", 8, tokens), link)
     return block_figure(found, f"{gigabytes_per_second} GB/s", f"{tokens:,} tokens a rank")
+
+
+_NAMES = {"compute": "#6b7380", "hidden": STEP_COLOURS["overlapped"], "exposed": STEP_COLOURS["exposed"]}
+
+
+def block_figure(found: Overlap, link: str, batch: str) -> go.Figure:
+    """Bars of a block's compute and messages in forward and backward; a message hides as far as compute reaches."""
+    spans = {phase: _split(found, phase) for phase in PHASES}
+    lines = [f"{phase}: {what}" for phase in PHASES for what in ("compute", "messages")]
+    parts = [_part(name, lines, spans) for name in _NAMES]
+    figure = stacked_bars(
+        dict.fromkeys(lines, ""), parts, "one block (ms)", "%{x:.2f} ms", lambda ms: seconds(ms / 1e3)
+    )
+    exposed = {phase: split["exposed"] for phase, split in spans.items()}
+    where = ", ".join(f"{phase} {seconds(span)}" for phase, span in exposed.items() if span)
+    title = f"{link}, {batch}: {f'exposed a block: {where}' if where else 'everything hides'}"
+    said = "; ".join(
+        f"{phase} computes {seconds(found.compute_s[phase])}, its messages take {seconds(found.communication_s[phase])}"
+        for phase in PHASES
+    )
+    subtitle = "Predicted for Llama 3.1 8B on 8 H100 behind this link, full_shard, gathering one block ahead"
+    return titled(figure, title, subtitle, f"Bars of one block: {said}. {title}.", 270)
+
+
+def _split(found: Overlap, phase: str) -> dict[str, float]:
+    compute, sent = found.compute_s[phase], found.communication_s[phase]
+    return {"compute": compute, "hidden": min(sent, compute), "exposed": max(0.0, sent - compute)}
+
+
+def _part(name: str, lines: list[str], spans: dict[str, dict[str, float]]) -> Part:
+    row = "compute" if name == "compute" else "messages"
+    lengths = [1e3 * spans[line.partition(":")[0]][name] if line.endswith(row) else 0.0 for line in lines]
+    return Part(name if name == "compute" else f"messages, {name}", _NAMES[name], lengths)
 
 
 # ---- the wind tunnel

@@ -14,37 +14,20 @@ from fsdplab.common.names import OVER_ALL_RANKS
 from fsdplab.figures import alt_text, pareto
 from fsdplab.figures.fastest import fastest_words
 from fsdplab.figures.view import view, views
-from fsdplab.planning.links import parse_link
 from fsdplab.records import RunRecord, Spread, known
 from fsdplab.sessions import RunSpec
-from fsdplab.sessions.steady_card import GIGAFLOPS, steady
+from fsdplab.sessions.steady_card import steady
 from fsdplab.teaching.core.display import Note, Shown, Table, table
 
-from .on_ranks import CARD, JOB, LINK_SECONDS
+from .on_ranks import CARD, JOB
 
 __all__ = [
-    "CARD",
-    "LINK_SECONDS",
-    "STRATEGIES",
-    "card_note",
-    "choices_at",
-    "cost_table",
-    "exposed_ratio",
-    "front_of",
-    "job",
-    "on_steady_card",
-    "on_the_link",
-    "phase_table",
-    "seen",
-    "steps_here",
-    "told",
-    "traffic_table",
-    "why",
-]
+    "CARD", "STRATEGIES", "choices_at", "cost_table", "of", "on_steady_card", "on_the_link", "peak",
+    "phase_table", "steps_here", "told", "traffic_table",
+]  # fmt: skip
 
 MB, MS = 1e6, 1e6  # bytes, nanoseconds
 STRATEGIES = OVER_ALL_RANKS  # that keep one copy over all ranks, the least sharded first
-_SAME = 0.01  # part by which two times may differ and still be called equal
 
 
 def job(**choices: Any) -> RunSpec:
@@ -109,17 +92,6 @@ def traffic_table(runs: Sequence[RunRecord]) -> Table:
 # ---- times, on the steady card
 
 
-def card_note() -> Note:
-    """The card whose times the lesson judges."""
-    words = parse_link(str(JOB["link"])).words
-    return Note(
-        (
-            f"The steady card computes {GIGAFLOPS:g} GFLOP/s in fp32, behind the same link of {words}.",
-            "Simulated: its clock. Real: the engine's own order of gathers and reductions, and the peaks beside it.",
-        )
-    )
-
-
 def on_steady_card(runs: Sequence[RunRecord]) -> list[RunRecord]:
     """Each finished run with its own measured peak, and with the steady card's times in place of this machine's.
 
@@ -159,9 +131,8 @@ def phase_table(runs: Sequence[RunRecord]) -> Table:
         cells = [f"{_phase_ms(run, lane, phase):.0f}" for phase in ("forward", "backward") for lane in (True, False)]
         rows.append([_name(run), *cells, f"{1e3 * exposed(run):.0f}"])
     header = ["run", "forward: messages", "computing", "backward: messages", "computing", "exposed"]
-    return table(
-        header, rows, "ms of one step on the steady card, simulated. `exposed`: what did not fit, or came late."
-    )
+    caption = "ms of one step on the steady card, simulated. `exposed`: what did not fit, or came late."
+    return table(header, rows, caption)
 
 
 def _phase_ms(run: RunRecord, messages: bool, phase: str) -> float:
@@ -180,68 +151,12 @@ def _name(run: RunRecord) -> str:
     return ", ".join([run.spec["strategy"], *numbers])
 
 
-def exposed_ratio(runs: Sequence[RunRecord]) -> float:
-    """Exposed time of full_shard over that of no_shard."""
-    return exposed(of(runs, "full_shard")) / exposed(of(runs, "no_shard"))
-
-
-def front_of(runs: Sequence[RunRecord]) -> list[str]:
-    """The runs that no other beats in peak and step at once, by peak; the figure's front."""
-    best: list[RunRecord] = []
-    for run in sorted(runs, key=lambda run: (peak(run), step_s(run))):
-        if not best or step_s(run) < step_s(best[-1]):
-            best.append(run)
-    return [_name(run) for run in best]
-
-
-def least(runs: Sequence[RunRecord], value: Callable[[RunRecord], float]) -> list[str]:
-    """The runs with the smallest value, and those within a hundredth of it."""
-    smallest = min(map(value, runs))
-    return [_name(run) for run in runs if value(run) <= (1 + _SAME) * smallest]
-
-
-def seen(runs: Sequence[RunRecord]) -> Note:
-    """The numbers of the Pareto figure."""
-    low, high = (pick(runs, key=peak) for pick in (min, max))
-    best = front_of(runs)
-    off = [_name(run) for run in runs if _name(run) not in best]
-    worth = "Each is worth choosing: none is as good as another in both memory and time."
-    if off:
-        verb = "is" if len(best) == 1 else "are"
-        worth = f"Only {_words(best)} {verb} worth choosing: for {_words(off)} another run is at least as good in both."
-    return Note(
-        (
-            f"{_name(low)} needs least memory, {peak(low) / MB:.0f} MB, {_name(high)} most, {peak(high) / MB:.0f} MB.",
-            f"Shortest step: {_words(least(runs, step_s))}, {1e3 * min(map(step_s, runs)):.0f} ms. {worth}",
-        )
-    )
-
-
-def why(runs: Sequence[RunRecord]) -> Note:
-    """Which runs expose least, and by how much full_shard exceeds no_shard, in exposed time and in bytes."""
-    whole, none = of(runs, "full_shard"), of(runs, "no_shard")
-    bytes_ratio = known(whole.summary.comm.bytes_per_step) / known(none.summary.comm.bytes_per_step)
-    names, smallest = least(runs, exposed), min(map(exposed, runs))
-    return Note(
-        (
-            f"full_shard exposes {1e3 * exposed(whole):.0f} ms a step, no_shard {1e3 * exposed(none):.0f}:"
-            f" {exposed_ratio(runs):.1f} times as long, for {bytes_ratio:.1f} times the bytes.",
-            f"Least is exposed by {_words(names)}: {1e3 * smallest:.0f} ms.",
-        )
-    )
-
-
 def steps_here(runs: Sequence[RunRecord], on_card: Sequence[RunRecord]) -> Table:
     """This machine's own steps beside the steady card's."""
     rows = [[_name(run), f"{1e3 * step_s(run):.0f}", f"{1e3 * step_s(card):.0f}"] for run, card in zip(runs, on_card)]
     here, card = (fastest_words(views(found)) for found in (runs, on_card))
     caption = f"Here: {here}. On the card: {card}. The first column changes from run to run."
     return table(["run", "step on this machine, ms", "on the steady card, ms"], rows, caption)
-
-
-def _words(names: Sequence[str]) -> str:
-    """`a, b and c`."""
-    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 # ---- sliders
