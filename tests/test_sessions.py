@@ -6,6 +6,7 @@ import getpass
 import json
 import re
 import socket
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +14,11 @@ import pytest
 import torch
 
 from fsdplab.common.places import how_to_install
+from fsdplab.planning.lab_memory import unit_parameters
 from fsdplab.records.spread import step_seconds
 from fsdplab.records.summary import Comm
 from fsdplab.sessions import ENGINES, RanksFailed, RunSpec, SpecError, bench, compare
-from fsdplab.sessions.formula import formula_bytes, unit_shapes
+from fsdplab.sessions.formula import formula_bytes, lab_run, traffic_of
 from fsdplab.sessions.launch.failure_report import PostMortem, failed_first, hung, not_started, too_slow
 from fsdplab.sessions.launch.launcher import RankActivity
 from fsdplab.sessions.launch.mailbox import (
@@ -31,6 +33,7 @@ from fsdplab.sessions.launch.stacks import of_exception, readable
 from fsdplab.sessions.summary import mean_losses, sent_per_step
 from fsdplab.sessions.worker.environment import capture_environment
 from fsdplab.sessions.worker.remote_call_worker import unsupported_type
+from fsdplab.workloads import build_model
 
 pytestmark = pytest.mark.quick
 
@@ -346,13 +349,29 @@ def test_bytes_sent_are_those_of_the_last_step_of_one_rank() -> None:
 
 
 def test_the_formula_is_the_textbooks() -> None:
-    shapes = unit_shapes("gpt-tiny")
-    assert [unit.name for unit in shapes] == ["root", "blocks.0", "blocks.1"]
     spec = RunSpec(model="gpt-tiny", strategy="no_shard", world_size=2)
-    parameters = sum(torch.Size(shape).numel() for unit in shapes for _, shape in unit.parameters)
+    assert [row.unit for row in traffic_of(spec, "no_shard")] == ["root", "blocks.0", "blocks.1"]
+    parameters = sum(parameter.numel() for parameter in build_model("gpt-tiny", device="meta").parameters())
     assert formula_bytes(spec) == 2 * 4 * parameters // 2
     assert formula_bytes(replace(spec, engine="twin")) is None
     assert formula_bytes(replace(spec, world_size=1)) == 0
+
+
+@pytest.mark.parametrize("kind", ["block", "linear", "model"])
+@pytest.mark.parametrize("name", ["gpt-tiny", "gpt-20m", "llama-tiny", "llama-20m", "gpt2"])
+def test_the_formulas_units_are_those_of_the_model_that_is_built(name: str, kind: str) -> None:
+    model = build_model(name, device="meta")
+    linears = [path for path, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    built: dict[str, list[tuple[int, ...]]] = defaultdict(list)
+    for path, parameter in model.named_parameters():
+        owner, parts = path.rpartition(".")[0], path.split(".")
+        of_block = ".".join(parts[:2]) if parts[0] == "blocks" else "root"
+        unit = {"block": of_block, "linear": owner if owner in linears else "root", "model": "root"}[kind]
+        built[unit].append(tuple(parameter.shape))
+    planned = unit_parameters(lab_run(RunSpec(model=name, units=kind, device="cpu")))
+    told = [sorted(each.shape for each in own) for own in planned.values()]
+    assert sorted(told) == sorted(map(sorted, built.values())) and next(iter(planned)) == "root"
+    assert sorted(each.shape for each in planned["root"]) == sorted(built["root"])
 
 
 def test_the_environment_tells_the_machine_but_not_whose_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

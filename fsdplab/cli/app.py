@@ -118,7 +118,7 @@ def run(
     named: Annotated[
         str | None,
         typer.Argument(
-            metavar="[STRATEGY]", help="The strategy; the same as --strategy.", autocompletion=lambda: list(STRATEGIES)
+            metavar="STRATEGY", help="The strategy; the same as --strategy.", autocompletion=lambda: list(STRATEGIES)
         ),
     ] = None,
     settings: dict[str, Any] = SETTINGS,

@@ -62,7 +62,7 @@ def work_of(spec: PlanSpec, efficiency: float | None = None, in_flight: int = 1)
     if (passes := spec.model.layers * spec.grad_accum) > _MOST_PASSES:
         raise PlanError(
             f"a simulated step has {spec.model.layers:,} blocks x {spec.grad_accum:,} micro-batches = {passes:,}"
-            f" passes; expected at most {_MOST_PASSES:,}: give fewer --grad-accum, since those in the middle are alike"
+            f" passes; expected at most {_MOST_PASSES:,}: give fewer --micro-batches: those in the middle are alike"
         )
     compute = Compute(spec, efficiency)
     root, block = compute.units(plan_traffic(spec))

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from functools import lru_cache
-
-from torch import nn
-
 from fsdplab.common.names import IN_GROUPS
 from fsdplab.planning import Traffic, UnitShapes, step_traffic
+from fsdplab.planning.lab_memory import LabRun, unit_parameters
 from fsdplab.sessions.spec import RunSpec
-from fsdplab.workloads import build_model
+from fsdplab.workloads.shapes import preset
 
 
 def formula_bytes(spec: RunSpec) -> int | None:
@@ -24,25 +20,30 @@ def formula_bytes(spec: RunSpec) -> int | None:
 
 def traffic_of(spec: RunSpec, strategy: str) -> list[Traffic]:
     """The collectives of one step of this run under `strategy`, by the formula."""
-    itemsize = 2 if spec.precision == "bf16" else 4
+    run = lab_run(spec)
+    units = [UnitShapes(name, tuple((each.name, each.shape) for each in own))
+             for name, own in unit_parameters(run).items()]  # fmt: skip
     return step_traffic(
-        unit_shapes(spec.model, spec.units), strategy, spec.world_size, param_itemsize=itemsize, reduce_itemsize=4,
+        units, strategy, spec.world_size, param_itemsize=run.itemsize, reduce_itemsize=4,
         micro_batches=spec.micro_batches, replicas=spec.replicas if strategy in IN_GROUPS else 1,
     )  # fmt: skip
 
 
-@lru_cache
-def unit_shapes(model_name: str, kind: str = "auto") -> tuple[UnitShapes, ...]:
-    """The units of a model (its blocks, its linear layers, or none), and as "root" what is left."""
-    model = build_model(model_name, device="meta")
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    units: dict[str, list[tuple[str, tuple[int, ...]]]] = defaultdict(list)
-    for name, parameter in model.named_parameters():
-        parts = name.split(".")
-        owner = name.rpartition(".")[0]
-        if kind in ("auto", "block"):
-            unit = ".".join(parts[:2]) if parts[0] == "blocks" else "root"
-        else:
-            unit = owner if kind == "linear" and owner in linears else "root"
-        units[unit].append((name, tuple(parameter.shape)))
-    return tuple(UnitShapes(unit, tuple(parameters)) for unit, parameters in units.items())
+def lab_run(spec: RunSpec) -> LabRun:
+    """The run as the planner's models of the lab's engine take it."""
+    shards = spec.world_size // spec.replicas if spec.row.cuts else 1
+    return LabRun(
+        shape=preset(spec.model),
+        strategy=spec.strategy,
+        shards=shards,
+        replicas=spec.world_size // shards,
+        itemsize=2 if spec.precision == "bf16" else 4,
+        batch=spec.batch_size,
+        sequence=spec.sequence_length,
+        micro_batches=spec.micro_batches,
+        prefetch=spec.prefetch,
+        checkpoint=spec.checkpoint,
+        units="block" if spec.units == "auto" else spec.units,
+        offloads=spec.offload != "none",
+        foreach=spec.optimizer == "adamw-foreach",
+    )

@@ -16,9 +16,8 @@ from fsdplab.planning.lab_memory import LabRun, memory_of_step, unit_parameters
 from fsdplab.planning.lab_step_time import StepSeconds, step_seconds
 from fsdplab.records.summary import Peak, Predicted
 from fsdplab.sessions.calibration import Calibration
-from fsdplab.sessions.formula import traffic_of
+from fsdplab.sessions.formula import lab_run, traffic_of
 from fsdplab.sessions.spec import RunSpec
-from fsdplab.workloads import preset
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def predict(spec: RunSpec, calibration: Calibration | None = None) -> Prediction
     if spec.engine == "twin":
         return Prediction(None, None, None, None, None, "the twin is no rank of a run")
     why_not, traffic = _not_modelled(spec), traffic_of(spec, spec.strategy)
-    peak = None if why_not else _peak(_run_of(spec))
+    peak = None if why_not else _peak(lab_run(spec))
     total = None if peak is None else sum(peak.values())
     seconds = None if why_not else _seconds(spec, traffic, calibration)
     return Prediction(
@@ -74,7 +73,7 @@ def _seconds(spec: RunSpec, traffic: Sequence[Traffic], calibration: Calibration
     """
     if calibration is None or calibration.ranks != spec.world_size or spec.linked or spec.offload != "none":
         return None
-    run = _run_of(spec)
+    run = lab_run(spec)
     return step_seconds(run, traffic, [*unit_parameters(run).values()], calibration.rates)
 
 
@@ -99,22 +98,3 @@ def _not_modelled(spec: RunSpec) -> str:
 @lru_cache(maxsize=64)
 def _peak(run: LabRun) -> dict[str, int]:
     return memory_of_step(run)
-
-
-def _run_of(spec: RunSpec) -> LabRun:
-    shards = spec.world_size // spec.replicas if spec.row.cuts else 1
-    return LabRun(
-        shape=preset(spec.model),
-        strategy=spec.strategy,
-        shards=shards,
-        replicas=spec.world_size // shards,
-        itemsize=2 if spec.precision == "bf16" else 4,
-        batch=spec.batch_size,
-        sequence=spec.sequence_length,
-        micro_batches=spec.micro_batches,
-        prefetch=spec.prefetch,
-        checkpoint=spec.checkpoint,
-        units="block" if spec.units == "auto" else spec.units,
-        offloads=spec.offload != "none",
-        foreach=spec.optimizer == "adamw-foreach",
-    )

@@ -18,6 +18,7 @@ from fsdplab.engine.emulation.link import Link, emulate, emulate_group
 from fsdplab.engine.transport.shared_memory.process_group import SharedMemoryGroup
 from fsdplab.planning.links import LinkSpec, parse_link
 from fsdplab.planning.windtunnel import link_for
+from fsdplab.sessions.formula import traffic_of
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.worker.rank_process import RankContext
 
@@ -86,7 +87,5 @@ def _link_as_dict(link: LinkSpec | None) -> dict[str, Any] | None:
 
 def full_shard_traffic(spec: RunSpec) -> tuple[int, int]:
     """Bytes that a rank sends in a step of full sharding, and the collectives: what the target's ratio is about."""
-    from fsdplab.sessions.formula import traffic_of
-
     rows = traffic_of(spec, "full_shard")
     return sum(row.step_bytes for row in rows), sum(row.count for row in rows)
