@@ -136,6 +136,8 @@ def test_deepspeed_that_is_not_installed_comes_with_the_command() -> None:
 def test_runs_of_different_models_are_not_compared() -> None:
     with pytest.raises(SpecError, match="seed is 0 and 1"):
         compare([RunSpec(seed=0), RunSpec(seed=1)])
+    with pytest.raises(SpecError, match="engines of a bench must train the same thing, but seed is 0 and 1; give all"):
+        bench([RunSpec(seed=0), RunSpec(seed=1, strategy="zero1", prefetch=0)])
     with pytest.raises(SpecError, match="nothing to compare"):
         compare([])
 

@@ -15,6 +15,7 @@ from fsdplab import __version__
 from fsdplab.cli.answer import Answer, Line, Part, Table
 from fsdplab.cli.errors import refuse
 from fsdplab.cli.verdict import readiness, verdict_lines
+from fsdplab.common.machine import cores, memory_bytes
 from fsdplab.common.sizes import size
 from fsdplab.records import FORMAT
 
@@ -50,12 +51,11 @@ def capabilities() -> list[Capability]:
 
 
 def _machine() -> list[Capability]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+    count, total = cores(), memory_bytes()
     return [
         Capability("fsdplab", True, __version__),
         Capability("python", True, platform.python_version(), f"{platform.system()} {platform.machine()}"),
-        Capability("cores", True, str(cores), "" if cores > 1 else "two ranks share one core: step times say little"),
+        Capability("cores", True, str(count), "" if count > 1 else "two ranks share one core: step times say little"),
         Capability("memory", True, size(total), "" if total > 4e9 else "small: use --model gpt-tiny"),
     ]
 

@@ -1,7 +1,8 @@
-"""What the machine says of itself: its processor, its free memory, and what its commands print."""
+"""What the machine says of itself: its processor and cores, its memory, and what its commands print."""
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -17,6 +18,16 @@ def cpu_model() -> str:
     if sys.platform == "darwin":
         return output_of("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine()
     return platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def memory_bytes() -> int:
+    """All memory of the machine; 0 where the system does not say."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
 
 
 def output_of(*command: str) -> str:

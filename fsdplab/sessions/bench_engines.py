@@ -16,7 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from fsdplab.sessions.launch.launcher import run_ranks
 from fsdplab.sessions.launch.live_output import Tail
 from fsdplab.sessions.launch.mailbox import Mailbox, read_lines
 from fsdplab.sessions.spec import EngineChoice, RunSpec, SpecError
+from fsdplab.sessions.spec.rules import check_same
 from fsdplab.sessions.spec.sharing import nccl_variables
 from fsdplab.sessions.worker.emulated_network import EmulatedNetwork
 from fsdplab.sessions.worker.engines import TrainingSetup, adamw, build, micro_batches, workload_of
@@ -130,20 +131,14 @@ def bench(
 def _check(specs: Sequence[RunSpec], rounds: int) -> None:
     if not specs or rounds < 1:
         raise SpecError(f"a bench needs at least one engine and one round; got {len(specs)} and {rounds}")
-    work = {replace(spec, engine="lab", strategy="full_shard", transport="auto", prefetch=1) for spec in specs}
-    if len(work) > 1:
-        raise SpecError(
-            "engines of a bench must train the same thing; give all specs the same model, data, ranks and precision"
-        )
+    apart = ("engine", "strategy", "transport", "prefetch")
+    check_same("engines of a bench", specs, [each.name for each in fields(RunSpec) if each.name not in apart])
     if len({spec.backend for spec in specs if spec.engine != "lab"}) > 1:
         raise SpecError("engines of a bench share one process group; give all but the lab's own the same transport")
     if any(spec.emulate for spec in specs):
         raise SpecError("a bench has no wind tunnel, whose link depends on the run; give a link")
-    for spec in specs:
-        if spec.engine == "twin":
-            raise SpecError(
-                "the twin replays all ranks in one process and cannot take turns with engines; leave it out"
-            )
+    if any(spec.engine == "twin" for spec in specs):
+        raise SpecError("the twin replays all ranks in one process and cannot take turns with engines; leave it out")
 
 
 def _joined(specs: Sequence[RunSpec], results: Sequence[dict[str, Any]]) -> Bench:

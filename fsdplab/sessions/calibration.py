@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdplab.common.files import write_whole
-from fsdplab.common.machine import cpu_model
+from fsdplab.common.machine import cores, cpu_model
 from fsdplab.planning.lab_step_time import Rates
 
 FORMAT = 1
@@ -43,8 +43,7 @@ class Found:
 
 def this_machine() -> dict[str, Any]:
     """What a calibration is of: processor, cores that may be used, torch. No name of a host or a user."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"cpu": cpu_model(), "cores": cores, "system": platform.system(), "torch": version("torch")}
+    return {"cpu": cpu_model(), "cores": cores(), "system": platform.system(), "torch": version("torch")}
 
 
 def calibration_file() -> Path:

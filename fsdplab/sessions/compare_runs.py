@@ -27,6 +27,7 @@ from fsdplab.sessions.launch.turns import fifos_in
 from fsdplab.sessions.run_and_record import WORKER, OnStep, StartedRun, end_runs, run
 from fsdplab.sessions.spec import RunSpec, SpecError, WorkloadPart
 from fsdplab.sessions.spec.pairs import least_bytes
+from fsdplab.sessions.spec.rules import check_same
 
 SAME = (*(each.name for each in fields(WorkloadPart)), "world_size")
 
@@ -73,7 +74,9 @@ def compare(
     in it ends the comparison. `program` is what each rank executes. Specs of different work raise SpecError before
     anything runs.
     """
-    _check_same(specs)
+    if not specs:
+        raise SpecError("there is nothing to compare; give at least one RunSpec")
+    check_same("runs to compare", specs, SAME)
     specs = _on_one_network(specs, on_look)
     callbacks = Callbacks(on_record, on_ready, on_note, on_progress, on_step, on_look)
     comparison = _Comparison(specs, Path(directory) if directory is not None else None, callbacks, program)
@@ -279,19 +282,6 @@ def _on_one_network(specs: Sequence[RunSpec], on_look: Callable[[], None] | None
     )  # fmt: skip
     link = link_text(run(trial, on_look=on_look).summary.link)
     return [replace(spec, link=link) if spec in open_ended else spec for spec in specs]
-
-
-def _check_same(specs: Sequence[RunSpec]) -> None:
-    if not specs:
-        raise SpecError("there is nothing to compare; give at least one RunSpec")
-    for name in SAME:
-        values = sorted({str(getattr(spec, name)) for spec in specs})
-        if len(values) > 1:
-            raise SpecError(
-                f"runs to compare must train the same thing, but {name} is {' and '.join(values)}; give all of them the"
-                f" same {name}",
-                name,
-            )
 
 
 def link_text(link: Link | None) -> str:

@@ -40,6 +40,12 @@ def of_exception(error: BaseException) -> str:
     return "".join(formatted.format())
 
 
+def headline(error: BaseException) -> str:
+    """`ValueError: the first line of its message`."""
+    message = str(traceback.TracebackException.from_exception(error)).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
 def readable(dump: str, frames: int = _MOST_FRAMES) -> str:
     """The innermost frames of the main thread, each with its source line; empty for an empty dump."""
     found = [

@@ -7,9 +7,9 @@ one device or machine lacks.
 from __future__ import annotations
 
 import importlib.util
-import os
 from typing import Any
 
+from fsdplab.common.machine import memory_bytes
 from fsdplab.common.names import IN_GROUPS
 from fsdplab.common.places import how_to_install
 from fsdplab.common.words import plural
@@ -87,14 +87,10 @@ def least_bytes(spec: Any) -> int:
     return int(spec.processes * (_BYTES_OF_A_PROCESS + model + logits) + 3 * model * copies)
 
 
-def _memory_here() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def _too_large(spec: Any) -> str:
     return (
         f"{spec.model} on {spec.world_size} ranks with batch_size={spec.batch_size} needs at least"
-        f" {least_bytes(spec) / 1e9:.1f} GB of memory, but this machine has {_memory_here() / 1e9:.1f} GB"
+        f" {least_bytes(spec) / 1e9:.1f} GB of memory, but this machine has {memory_bytes() / 1e9:.1f} GB"
     )
 
 
@@ -177,7 +173,7 @@ PAIRS = (
     ),
     Rule(
         ("model", "world_size", "batch_size"),
-        lambda s: s.device_type == "cuda" or least_bytes(s) <= _memory_here(), _too_large,
+        lambda s: s.device_type == "cuda" or least_bytes(s) <= memory_bytes(), _too_large,
         f"give a smaller model ({', '.join(list(PRESETS)[:3])}), fewer ranks or a smaller batch",
     ),
 )  # fmt: skip

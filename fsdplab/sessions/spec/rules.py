@@ -107,6 +107,18 @@ def check_whole(name: str, got: object, least: int, most: int | None = None, rem
         raise SpecError(f"{name} is {str(got)[:40]}; expected at most {most:,}", name)
 
 
+def check_same(what: str, specs: Sequence[object], names: Sequence[str]) -> None:
+    """SpecError unless these fields have one value each in all specs."""
+    for name in names:
+        values = sorted({str(getattr(spec, name)) for spec in specs})
+        if len(values) > 1:
+            raise SpecError(
+                f"{what} must train the same thing, but {name} is {' and '.join(values)}; give all of them the same"
+                f" {name}",
+                name,
+            )
+
+
 def near_matches(got: object, expected: Sequence[str]) -> str:
     """What was probably meant, in brackets; empty where nothing is near. Who writes zero3 means full_shard."""
     for row in STRATEGY_ROWS.values():

@@ -14,11 +14,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import traceback
 from types import FrameType, ModuleType
 from typing import Any
 
-from fsdplab.sessions.launch.stacks import of_exception
+from fsdplab.sessions.launch.stacks import headline, of_exception
 from fsdplab.sessions.staying.cell_code import IDLE, cell_namespace, given_names, run_source, source_of, title
 from fsdplab.sessions.worker.rank_process import RankContext, backend_of_cells, rank_process
 
@@ -62,7 +61,7 @@ class _Cells:
             finally:
                 self.interruptible = False
         except BaseException as error:  # SystemExit and KeyboardInterrupt too
-            result |= {"error": _headline(error), "traceback": of_exception(error)}
+            result |= {"error": headline(error), "traceback": of_exception(error)}
         sys.stdout.flush()
         sys.stderr.flush()
         self.context.append("cells", result | self._held())
@@ -82,11 +81,6 @@ class _Cells:
         own = {name: value for name, value in self.names.items() if name not in self.given and not name.startswith("_")}
         held = [name for name, value in own.items() if not isinstance(value, ModuleType)]
         return {"names": held[-_MOST_NAMES:], "held": len(held)}
-
-
-def _headline(error: BaseException) -> str:
-    message = str(traceback.TracebackException.from_exception(error)).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 if __name__ == "__main__":

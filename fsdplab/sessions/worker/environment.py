@@ -15,7 +15,7 @@ import numpy
 import torch
 
 from fsdplab import __version__
-from fsdplab.common.machine import cpu_model, output_of
+from fsdplab.common.machine import cpu_model, memory_bytes, output_of
 
 _VARIABLES = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES",
@@ -38,7 +38,7 @@ def capture_environment(device: str) -> dict[str, Any]:
             "model": cpu_model(),
             "count": os.cpu_count(),
             "threads_per_rank": torch.get_num_threads(),
-            "memory_bytes": _memory_bytes(),
+            "memory_bytes": memory_bytes(),
         },
         "device": device,
         "gpus": _gpus() if device == "cuda" else [],
@@ -46,10 +46,6 @@ def capture_environment(device: str) -> dict[str, Any]:
         "commit": _commit(),
         "variables": _variables(),
     }
-
-
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _gpus() -> list[dict[str, Any]]:

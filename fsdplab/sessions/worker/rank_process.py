@@ -26,7 +26,7 @@ from fsdplab.common.files import naming, write_whole
 from fsdplab.sessions.launch.mailbox import AGENT_PID, RANKS_STORE, HeartbeatWriter, Mailbox
 from fsdplab.sessions.launch.parent_death import end_with_parent
 from fsdplab.sessions.launch.program import end_process
-from fsdplab.sessions.launch.stacks import of_exception
+from fsdplab.sessions.launch.stacks import headline, of_exception
 from fsdplab.sessions.spec.gpus import kernel_complaint
 from fsdplab.sessions.worker.collective_hooks import watch_collectives
 
@@ -180,7 +180,7 @@ def _leave_note_and_end(context: RankContext, error: BaseException) -> None:
     where = {name: heartbeat[name] for name in ("step", "phase", "collective", "completed")}
     note = {
         "kind": kind,
-        "error": _headline(error) + _why_no_kernel(error),
+        "error": headline(error) + _why_no_kernel(error),
         "traceback": text,
         "time": time.time(),
         **where,
@@ -197,8 +197,3 @@ def _why_no_kernel(error: BaseException) -> str:
         return ""
     why = kernel_complaint(torch.cuda.get_device_name(), torch.cuda.get_device_capability(), torch.cuda.get_arch_list())
     return f": {why}" if why else ""
-
-
-def _headline(error: BaseException) -> str:
-    first = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first}" if first else type(error).__name__
