@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fsdplab.teaching import by_hand
+from fsdplab.teaching import zero_by_hand
 from fsdplab.teaching.core import display, registry
 from fsdplab.teaching.core.exercise import Question
 from fsdplab.teaching.core.exercise_file import Exercise
@@ -112,7 +112,7 @@ def test_questions_accept_the_right_number_and_name_each_slip(course, item):
 
 @pytest.mark.timeout(600)
 def test_sharded_optimizers_train_like_the_twin(course):
-    runs = [by_hand.zero(stage, steps=2) for stage in (1, 2)]
+    runs = [zero_by_hand.zero(stage, steps=2) for stage in (1, 2)]
     for run in (run for pair in runs for run in pair):
         assert (
             run.verdict == "equal in every bit"
@@ -122,6 +122,6 @@ def test_sharded_optimizers_train_like_the_twin(course):
     held = [max(pair[0].held) for pair in runs]
     assert held[0] == 564_224 and held[1] == (564_224 + 65_536) // 2
     assert "Most gradients held: the reference ZeRO-1 564 kB, the reference ZeRO-2 315 kB" in display.alt_text(
-        by_hand.gradient_figure([pair[0] for pair in runs])
+        zero_by_hand.gradient_figure([pair[0] for pair in runs])
     )
     assert "2 P (n-1)/n = 564,224" in str(runs[0])

@@ -53,8 +53,8 @@ def to_one_rank_only(calls: Iterable[Call]) -> str:
 
 
 def kinds_of(calls: Iterable[Call]) -> list[str]:
-    """What was called, each kind once, without barriers and a driver's marks, which are broadcasts of one byte."""
-    return list(dict.fromkeys(call.kind for call in calls if call.kind != "barrier" and call.nbytes != 1))
+    """What was called, each kind once, without barriers."""
+    return list(dict.fromkeys(call.kind for call in calls if call.kind != "barrier"))
 
 
 _ADDING = {"reduce_scatter", "all_reduce", "reduce"}

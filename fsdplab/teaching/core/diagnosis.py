@@ -55,7 +55,7 @@ def judge(
     if place is None:
         return None if exercise.settings.facts_only else _feedback_on_bytes(exercise, learner, reference, mistakes)
     cause = _cause(exercise, place, learner, right, reference, mistakes)
-    return _feedback(exercise, place, learner, cause)
+    return _feedback(exercise, place, learner, cause + _how_many(exercise, place, learner, right))
 
 
 _Facts = Mapping[str, Any]
@@ -162,29 +162,44 @@ def _relation(exercise: Exercise, place: _Place, learner: Behaviour, right: _Rig
         unlike = _differs(case[place.rank], theirs, place.fact, exercise.tolerance)
         if unlike and _differs(theirs, own, place.fact, exercise.tolerance) is None:
             return f"this is what rank {rank} must give"
-    factor = _factor(ours, case[place.rank][place.fact])
-    if factor and _everywhere(factor, exercise, place, learner, right):
-        return _factor_in_words(factor, len(case))
-    return OTHERWISE
+    factor = _constant_factor(exercise, place, learner, right)
+    return _factor_in_words(factor, 1 if exercise.pure else len(case)) if factor else OTHERWISE
 
 
-def _factor(got: Any, right: Any) -> float:
+def _parts(value: Any) -> Mapping[str, Any]:
+    """The parts of a fact that is a dict; else the value as the only part."""
+    return value if isinstance(value, dict) else {"": value}
+
+
+def _wrong_parts(exercise: Exercise, right: Any, got: Any) -> list[tuple[Any, Any]]:
+    """Pairs (right, got) of the parts of a fact that differ."""
+    ours = _parts(got)
+    pairs = [(value, ours.get(name)) for name, value in _parts(right).items()]
+    return [pair for pair in pairs if first_difference(*pair, exercise.tolerance)]
+
+
+def _constant_factor(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right) -> float:
+    """By what all wrong values of this fact are too large, wherever they are wrong; 0 where the factor is not one."""
+    pairs = [
+        pair
+        for case, ranks in enumerate(right)
+        for rank, expected in enumerate(ranks)
+        if place.fact in expected
+        for pair in _wrong_parts(
+            exercise, expected[place.fact], _facts(learner.trials[case][rank].returned).get(place.fact)
+        )
+    ]
+    factor = _factor(*pairs[0])
+    tolerance = max(exercise.tolerance, 1e-6)
+    constant = factor and len(pairs) > 1 and not any(first_difference(v * factor, got, tolerance) for v, got in pairs)
+    return factor if constant else 0.0
+
+
+def _factor(right: Any, got: Any) -> float:
     """By what a value is too large; 0 for what cannot be divided."""
     with contextlib.suppress(TypeError, ValueError, ZeroDivisionError, RuntimeError):
         return float((got * right).sum() / (right * right).sum()) if hasattr(got, "sum") else float(got / right)
     return 0.0
-
-
-def _everywhere(factor: float, exercise: Exercise, place: _Place, learner: Behaviour, right: _Right) -> bool:
-    """Whether the value is this multiple of the right one at every place, and there is more than one."""
-    pairs = [
-        (expected[place.fact], _facts(learner.trials[case][rank].returned).get(place.fact))
-        for case, ranks in enumerate(right)
-        for rank, expected in enumerate(ranks)
-        if place.fact in expected
-    ]
-    tolerance = max(exercise.tolerance, 1e-6)
-    return len(pairs) > 1 and not any(first_difference(value * factor, got, tolerance) for value, got in pairs)
 
 
 def _factor_in_words(factor: float, ranks: int) -> str:
@@ -192,7 +207,21 @@ def _factor_in_words(factor: float, ranks: int) -> str:
         return f"this is {ranks} times what is expected, as a sum over the {ranks} ranks is that was not divided"
     if ranks > 1 and abs(factor * ranks - 1) < 1e-4:
         return f"what is expected is {ranks} times this: it was divided by the number of ranks, {ranks}, once too often"
-    return f"this is {factor:.4g} times what is expected"
+    divisor = f"{ranks / factor:.4g}"
+    divided = f", as a sum over the {ranks} ranks is that was divided by {divisor}" if divisor.isdigit() else ""
+    return f"this is {factor:.4g} times what is expected{divided if ranks > 1 else ''}"
+
+
+def _how_many(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right) -> str:
+    """How many parts of a fact differ, where it has several: ` (22 of 35 differ, all of them 1-D)`."""
+    expected = _parts(right[place.case][place.rank].get(place.fact))
+    got = _facts(learner.trials[place.case][place.rank].returned).get(place.fact)
+    if len(expected) == 1 or not isinstance(got, dict):
+        return ""
+    wrong = _wrong_parts(exercise, expected, got)
+    dimensions = {value.dim() for value, _ in wrong if hasattr(value, "dim")}
+    alike = f", all of them {dimensions.pop()}-D" if len(dimensions) == 1 else ""
+    return f" ({len(wrong)} of {len(expected)} differ{alike})"
 
 
 def _feedback(exercise: Exercise, place: _Place, learner: Behaviour, cause: str) -> Feedback:

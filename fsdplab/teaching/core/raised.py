@@ -13,6 +13,7 @@ from fsdplab.sessions.worker.collective_hooks import NoSuchRank
 OTHERWISE = "read the last line first: it names the error; the line above is yours"
 NOTHING = "the function returns nothing: end it with `return ...`"
 _CAUSES = (  # (what the error's line says, the likely cause), the first that fits
+    (r"hooks? should return None", "a hook returns nothing: it changes `parameter.grad` itself"),
     (r"Unreadable: NoneType", NOTHING),
     (r"Unreadable: \S+ RuntimeError", "the error came when what it returned was used; the error's own words say why"),
     (r"Unreadable", "what it returned is of another type than the statement asks for"),
@@ -33,10 +34,6 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
         r"UnboundLocalError",
         "an assignment inside a function makes the name local to it: change the object itself (a list by `.clear()` and"
         " `.append(...)`), or declare the name `nonlocal`",
-    ),
-    (
-        r"hooks? should return None",
-        "a hook returns nothing: it changes `parameter.grad` itself",
     ),
     (
         r"NoneType",

@@ -1,13 +1,11 @@
-"""The part of lessons 03 and 04 that runs on the ranks: drive a learner's function, train a GPT in several ways.
+"""The part of lessons 03 and 04 that runs on the ranks: train a GPT in several ways, and beside its unsharded twin.
 
-A driver attaches the learner's function (to a model's parameters, after a backward); its result is compared with the
-unsharded twin. `train` takes real text and a real GPT through several ways of training, one after the other on the same
-ranks, from the same weights. Imports torch and the workloads only, so that ranks start quickly.
+`train` takes real text and a real GPT through the ways one after the other on the same ranks, from the same weights.
+Imports torch and the workloads only, so that ranks start quickly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,68 +15,16 @@ from torch import Tensor, nn
 
 from fsdplab.teaching.core.comm_log import WireLog
 from fsdplab.teaching.core.workspace import Workspace
-from fsdplab.teaching.lessons.nb03_04_by_hand.trainers import WAYS, Trainer, make_optimizer
+from fsdplab.teaching.lessons.by_hand.trainers import WAYS, Trainer, make_optimizer
 from fsdplab.workloads import ByteText, build_model, loss_of
-from fsdplab.workloads.shapes import gpt
 from fsdplab.workloads.twin import replay_gradients
 
-# The model of a check: all rows divide by 3, the number of its ranks.
-SMALL = gpt("small", layers=2, width=24, heads=2, vocabulary=258, context=36)
-RATE = 0.5  # of the plain SGD in a check's steps
 NOISE = 1e-6  # a gradient with a smaller norm is rounding
-MARK = 1  # bytes of the broadcast that a driver puts between parts of a step, for the rules to tell them apart
 
 
 def batch(text: ByteText, step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
     """The batch of `rank` at `step` of every by-hand training: two sequences of 32 bytes."""
     return text.batch(step, rank, ranks, batch_size=2, sequence_length=32)
-
-
-def mark() -> None:
-    """Add a mark to the counted calls."""
-    dist.broadcast(torch.zeros(MARK, dtype=torch.uint8), src=0)
-
-
-def compared_gradients(model: nn.Module, step: int) -> dict[str, Tensor | None]:
-    """Every gradient by a name that says the step; a key's bias has only rounding noise (softmax ignores it) and is
-    left out.
-    """
-    named = ((name, parameter.grad) for name, parameter in model.named_parameters() if not name.endswith("key.bias"))
-    return {f"step {step}, gradient of {name}": None if grad is None else grad.clone() for name, grad in named}
-
-
-def hooked(function: Callable[[Tensor], None], steps: int) -> dict[str, Tensor | None]:
-    """The gradients that a hook on every parameter leaves, step by step."""
-    model = build_model(SMALL)
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(function)
-    return _gradients(model, steps, lambda: None)
-
-
-def finished(function: Callable[..., Any], steps: int, *arguments: Any) -> dict[str, Tensor | None]:
-    """The gradients after `finish()`, where `finish = function(model, *arguments)`; marks part backward from finish."""
-    model = build_model(SMALL)
-    finish = function(model, *arguments)
-
-    def marked() -> None:
-        mark()
-        if callable(finish):
-            finish()
-        mark()
-
-    return _gradients(model, steps, marked)
-
-
-def _gradients(model: nn.Module, steps: int, after_backward: Callable[[], None]) -> dict[str, Tensor | None]:
-    text, optimizer = ByteText.from_standard_library(), torch.optim.SGD(model.parameters(), lr=RATE)
-    seen: dict[str, Tensor | None] = {}
-    for step in range(steps):
-        loss_of(model, *batch(text, step, dist.get_rank(), dist.get_world_size())).backward()
-        after_backward()
-        seen |= compared_gradients(model, step)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)  # what a learner left in a list must not fail before values are compared
-    return seen
 
 
 def train(payload: dict[str, Any]) -> list[dict[str, Any]]:

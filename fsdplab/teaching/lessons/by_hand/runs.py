@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from fsdplab.common.words import MISSING
+from fsdplab.teaching.core.comm_log import bytes_sent
 from fsdplab.teaching.core.display import Table, table
 from fsdplab.teaching.core.exercise import Call
-
-from .grading import wire_bytes
 
 FLOAT = 4  # bytes
 
@@ -58,7 +57,7 @@ class Run:
     @property
     def bytes_sent(self) -> int:
         """Bytes that one rank sends in one step."""
-        return self.lab[1] or round(wire_bytes(self.calls, self.ranks))
+        return self.lab[1] or round(sum(bytes_sent(call, self.ranks) for call in self.calls))
 
     @property
     def moment_bytes(self) -> int:
