@@ -6,6 +6,8 @@ All solutions that return are tried in two launches (two ranks for the formula, 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fsdplab.figures import alt_text
@@ -13,7 +15,7 @@ from fsdplab.sessions import RunSpec, run
 from fsdplab.teaching import overlapping_axes as axes
 from fsdplab.teaching.core import answers, registry
 from fsdplab.teaching.core.exercise_file import Exercise
-from fsdplab.teaching.lessons.nb12_hybrid import gradient_diagram, on_ranks
+from fsdplab.teaching.lessons.nb12_hybrid import on_ranks
 from tests.solutions import must_name_each_slip, solutions_of
 
 ITEMS = registry.items_of("12")
@@ -103,7 +105,7 @@ def test_the_reference_is_the_best_of_all_meshes_that_fit_and_the_second_best_is
 def test_the_played_gradient_is_that_of_the_collectives(replicas, shard_group):
     """Sums taken by the rule of each collective, against what the diagram says that each rank holds."""
     ranks = range(replicas * shard_group)
-    said = {(cell.row, cell.moment): cell.label for cell in gradient_diagram.gradient_cells(replicas, shard_group)}
+    said = {(cell.row, cell.moment): cell.label for cell in axes.gradient_cells(replicas, shard_group)}
     for rank in ranks:
         part, first = rank % shard_group, rank // shard_group * shard_group
         assert all(said[f"rank {rank}: part {other}", 0] == f"of rank {rank}" for other in range(shard_group))
@@ -148,21 +150,20 @@ def test_figures_and_sentences_come_from_the_records(small):
         and "all_reduce" in alt_text(figure)
         and "at the slow link" in str(figure.layout.annotations)
     )
-    ratio = axes.slow(full) / axes.slow(hybrid)
-    assert f"{ratio:.2f} times as much" in str(axes.seen(full, hybrid)) and ratio > 2
+    assert axes.slow(full) / axes.slow(hybrid) > 2
     steps = [1e3 * record.summary.step_time_s.median for record in small]
     assert f"{steps[0]:.0f} ms against {steps[1]:.0f}" in str(axes.raw_words(full, hybrid))
-    assert "a rank" in str(axes.weighed(full, hybrid))
     table = axes.beside_the_formula(TRAFFIC, [full, hybrid])
     assert [row[1:3] for row in table.rows] == [("4", "1"), ("2", "2")]
-    assert axes.steps({"full": full}).rows[0][2] == "emulated" and axes.memory_figure([full, hybrid]).data
+    assert axes.steps({"full": full}).rows[0][2] == "emulated"
 
 
 def test_on_the_steady_card_gathers_of_hybrid_sharding_hide():
-    full = axes.steady(axes.job("full_shard", link=axes.ACROSS, device="cpu"))
-    across = dict(link=axes.WITHIN, link_across=axes.ACROSS, device="cpu")
-    hybrid = axes.steady(axes.job("hybrid_shard", shard_size=2, **across))
-    assert axes.exposed_factor(full, hybrid) == pytest.approx(5.89, abs=0.01)
+    job = RunSpec(model="gpt-20m", world_size=4, batch_size=1, sequence_length=32, device="cpu")
+    full = axes.steady(replace(job, strategy="full_shard", link=axes.ACROSS))
+    across = dict(link=axes.WITHIN, link_across=axes.ACROSS)
+    hybrid = axes.steady(replace(job, strategy="hybrid_shard", shard_size=2, **across))
+    assert full.summary.comm.exposed_s / hybrid.summary.comm.exposed_s == pytest.approx(5.89, abs=0.01)
     rows = axes.waits(full, hybrid).rows
     kinds = [row[1] for row in rows if row[0] == "hybrid_shard"]
     gathers = ["all_gather in forward", "all_gather in backward"]
@@ -187,4 +188,3 @@ def test_larger_clusters_are_computed():
     table = axes.mesh_table(lambda ranks, per_node, state, card: [list(range(ranks))])
     assert {row[3][:5] for row in table.rows} == {"1 row"}
     assert "equally long" in str(axes.mesh_table(lambda *_: [[0], [1, 2]]))
-    assert "between nodes 400 MB/s" in str(axes.banner())

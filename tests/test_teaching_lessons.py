@@ -23,8 +23,7 @@ from fsdplab.teaching.core import diagrams, display, exploring, glossary, regist
 from fsdplab.teaching.core.exercise import Exercise
 from fsdplab.teaching.lessons.nb01_collectives.ring import ring_cells
 from fsdplab.teaching.lessons.nb06_whole_model.schedules import MEMORY_TARGET, ScheduleError, play, shortest, waits
-from fsdplab.teaching.lessons.nb12_hybrid import figures as nb12_figures
-from fsdplab.teaching.lessons.nb16_composition import figures as nb16_figures
+from fsdplab.teaching.lessons.nb16_composition import pipelines
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("[0-9][0-9]_*.ipynb"))
 OWN = [path for path in NOTEBOOKS if path.name[:2] in ("00", "01", "03", "04", "05", "06")]
@@ -87,8 +86,6 @@ def test_a_cell_that_lasts_grows_while_it_is_played():
         (lambda: overlapping_axes.gradient_diagram(1, 4), "1 replicas x .* of 4 .* expected at least 2 of each"),
         (lambda: overlapping_axes.gradient_diagram(2, 1), "one alone has nothing to reduce"),
         (lambda: overlapping_axes.gradient_diagram(2, 4), "at most 16 rows"),
-        (lambda: nb12_figures.mesh_figure(2, 2, 3), "make no shard groups of 3; .* a group size that divides"),
-        (lambda: nb16_figures.mesh_figure({"dp": 2}, str, "t"), "expected two, rows and columns"),
         (lambda: composing.token_diagram([(0, 1), (1, 2), (2, 3)]), "3 tokens cannot be spread evenly over 2 ranks"),
         (lambda: composing.token_diagram(ranks=1), "expected 2 ranks or more"),
         (lambda: composing.token_diagram(experts=3), "3 experts cannot be spread evenly over 2 ranks"),
@@ -99,8 +96,8 @@ def test_a_cell_that_lasts_grows_while_it_is_played():
         (lambda: composing.pipeline_diagram(1, 4), "1 stages and 4 .* expected 2 to 4 stages"),
         (lambda: composing.pipeline_diagram(3, 0), "3 stages and 0 micro-batches cannot be drawn"),
         (lambda: composing.pipeline_diagram(4, 10), r"3 \(m \+ p - 1\) is at most 36"),
-        (lambda: nb16_figures.schedule(2, 2, "GPIPE"), "no schedule 'GPIPE' .* expected GPipe or 1F1B"),
-        (lambda: nb16_figures.pipeline_figure(0, 2), "at least one stage"),
+        (lambda: pipelines.schedule(2, 2, "GPIPE"), "no schedule 'GPIPE' .* expected GPipe or 1F1B"),
+        (lambda: pipelines.bubble(0, 2), "at least one stage"),
         (lambda: held(row="other"), r"in a row that the figure does not have; expected one of \['here'\]"),
         (lambda: held(kind="other"), "in a kind that the figure does not have"),
         (lambda: held(moment=1, lasts=2), "at a moment that the figure does not have; it has moments 0 to 1"),

@@ -9,70 +9,218 @@ those of real runs; what is said about time comes from the steady card, whose ti
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 from fsdplab.common.sizes import seconds, size
 from fsdplab.figures import alt_text
+from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.fastest import fastest_words
+from fsdplab.figures.plotly_go import go
+from fsdplab.figures.style import CATEGORY_COLOURS, COLLECTIVE_COLOURS, titled
 from fsdplab.figures.view import views
-from fsdplab.planning.links import parse_link
 from fsdplab.records import RunRecord, known
-from fsdplab.sessions import RunSpec
-from fsdplab.sessions.steady_card import GIGAFLOPS, steady
+from fsdplab.sessions.steady_card import steady
+from fsdplab.teaching.core.diagrams import HeldCell, cells_in_time, mesh
 from fsdplab.teaching.core.display import Note, Shown, Table, table
+from fsdplab.workloads import preset
 
-from .figures import link_figure, memory_figure, mesh_figure
-from .gradient_diagram import gradient_diagram
-from .network import ACROSS, WITHIN, groups_of, parameter_bytes, sent, slow
-from .on_ranks import complaint, expected_ms
+from .on_ranks import complaint, expected_ms, on_one_node
 
 __all__ = [
-    "ACROSS",
-    "WITHIN",
-    "banner",
-    "beside_the_formula",
-    "card_note",
-    "exposed_factor",
-    "gradient_diagram",
-    "job",
-    "leaving_a_node",
-    "link_figure",
-    "memory_figure",
-    "mesh_of",
-    "mesh_table",
-    "node_table",
-    "raw_words",
-    "seen",
-    "steady",
-    "steps",
-    "waits",
-    "weighed",
-]
+    "ACROSS", "WITHIN", "beside_the_formula", "gradient_diagram", "link_figure", "mesh_of", "mesh_table", "node_table",
+    "raw_words", "slow", "steady", "steps", "waits",
+]  # fmt: skip
 
-JOB = {"model": "gpt-20m", "world_size": 4, "batch_size": 1, "sequence_length": 32, "steps": 3, "time_limit": 300.0}
+WITHIN, ACROSS = "4GB/s", "400MB/s"
 MB = 1e6
 
 
-def job(strategy: str, **choices: Any) -> RunSpec:
-    """A run on four ranks: `job("hybrid_shard", shard_size=2, link=WITHIN, link_across=ACROSS)`, or over all ranks
-    `job("full_shard", link=ACROSS)`.
+# ---- the mesh
+
+_NODES = ("#9cc3e6", "#f2c38b", "#a8d5a2", "#d7b5e0", "#e8a9a9", "#c9c98f", "#9fd3d0", "#c7c7c7")
+
+
+def mesh_of(nodes: int, per_node: int, shard_group: int) -> Shown | Note:
+    """Ranks as a mesh, for sliders: a row is a shard group, a column holds the same slice; the colour is the node.
+
+    A row of one colour gathers inside a node. The title says what the two axes send, in parts of the parameters P.
     """
-    return RunSpec(**{**JOB, "strategy": strategy, **choices})
-
-
-def banner() -> Note:
-    """The network of the notebook's runs."""
-    within, across = (parse_link(link).words for link in (WITHIN, ACROSS))
-    return Note(
-        (
-            (
-                "Network of this notebook, emulated: ranks 0 and 1 are one node, ranks 2 and 3 another. Within a node"
-                f" {within}, between nodes {across}."
-            ),
-            "Ranks, bytes and computing are real. A collective goes at the pace of the slowest link between its ranks.",
-        )
+    ranks, s = nodes * per_node, shard_group
+    if ranks % s:
+        return Note((f"{ranks} ranks make no groups of {s}: choose a smaller group.",))
+    rows = [list(range(first, first + s)) for first in range(0, ranks, s)]
+    names = [f"slice {index + 1} of {s}" if s <= 8 else str(index + 1) for index in range(s)]
+    texts = [[_place(rank, per_node, s) for rank in row] for row in rows]
+    owners = [[rank // per_node for rank in row] for row in rows]
+    colours = [_NODES[index % len(_NODES)] for index in range(nodes)]
+    figure = mesh(names, [f"replica {index}" for index in range(len(rows))], owners, texts, colours)
+    figure.update_xaxes(title_text="shard axis: a row holds one model, in slices")
+    figure.update_yaxes(title_text="replicate axis")
+    inside, r = on_one_node(rows, per_node), len(rows)
+    within, across = 3 * (s - 1) / s, 2 / s * (r - 1) / r
+    pace = "inside a node" if inside else "from node to node"
+    title = f"{r} x {s}: rows gather {pace}, {within:.2f} P a rank; columns reduce {across:.2f} P"
+    where = (
+        "P: bytes of all parameters; a step: two gathers and a reduce-scatter in the row, an all-reduce in the column"
     )
+    groups = "; ".join(f"row {index}: ranks {', '.join(map(str, row))}" for index, row in enumerate(rows[:8]))
+    alt = f"A mesh of {r} rows and {s} columns. {groups}. {title}."
+    titled(figure, title, where, alt, 66 + max(110, 46 * r))
+    return Shown(figure, alt_text(figure))
+
+
+def _place(rank: int, per_node: int, columns: int) -> str:
+    """The rank's name, with its node where the figure is wide enough."""
+    if columns > 8:
+        return str(rank)
+    return f"rank {rank} · node {rank // per_node}" if columns <= 4 else f"rank {rank}"
+
+
+# ---- a unit's gradient: summed inside each shard group first, then across the replicas
+
+MOST_ROWS = 16  # of a picture that a screen holds
+MOMENTS = ("backward", "reduce-scatter in each row", "all-reduce in each column")
+_WHOLE, _IN_GROUP, _OF_ALL = "a rank's own gradient", "sum over its shard group", "sum over all ranks"
+_KINDS = {
+    _WHOLE: CATEGORY_COLOURS["whole_gradients"],
+    _IN_GROUP: COLLECTIVE_COLOURS["reduce_scatter"],
+    _OF_ALL: COLLECTIVE_COLOURS["all_reduce"],
+}
+
+
+def gradient_cells(replicas: int, shard_group: int) -> Iterator[HeldCell]:
+    """What each rank of a mesh of `replicas` rows and `shard_group` columns holds of a gradient, moment by moment.
+
+    In `gradient_cells(2, 2)` rank 3 holds both parts of its own gradient, then part 1 summed over ranks 2 and 3, then
+    part 1 summed over ranks 0 to 3.
+    """
+    for rank in range(replicas * shard_group):
+        first = rank // shard_group * shard_group
+        for part in range(shard_group):
+            yield HeldCell(_row(rank, part), 0, _WHOLE, f"of rank {rank}")
+        kept = _row(rank, rank - first)
+        yield HeldCell(kept, 1, _IN_GROUP, f"sum over ranks {first} to {first + shard_group - 1}")
+        yield HeldCell(kept, 2, _OF_ALL, f"sum over ranks 0 to {replicas * shard_group - 1}")
+
+
+def _row(rank: int, part: int) -> str:
+    return f"rank {rank}: part {part}"
+
+
+def gradient_diagram(replicas: int = 2, shard_group: int = 2) -> go.Figure:
+    """The three moments of a unit's gradient under hybrid sharding, with a play button.
+
+    ValueError unless both axes have at least two ranks, and the parts of all ranks fit a screen.
+    """
+    ranks = replicas * shard_group
+    if min(replicas, shard_group) < 2 or ranks * shard_group > MOST_ROWS:
+        raise ValueError(
+            f"a diagram of {replicas} replicas x shard groups of {shard_group} cannot be drawn; expected at least 2 of"
+            f" each (one alone has nothing to reduce), and at most {MOST_ROWS} rows, one for each part on each rank:"
+            " gradient_diagram(2, 2)"
+        )
+    rows = [_row(rank, part) for rank in range(ranks) for part in range(shard_group)]
+    groups = [list(range(first, first + shard_group)) for first in range(0, ranks, shard_group)]
+    columns = [list(range(first, ranks, shard_group)) for first in range(shard_group)]
+    return cells_in_time(
+        list(gradient_cells(replicas, shard_group)), rows, MOMENTS, _KINDS,
+        "Hybrid sharding sums a gradient inside each row first, then across the rows",
+        f"Drawn from the rule, nothing was run: {replicas} rows (shard groups) of {shard_group} ranks, a gradient in"
+        f" {shard_group} parts",
+        f"Which parts of a gradient each of {ranks} ranks holds. After backward each has all parts of its own gradient."
+        f" A reduce-scatter in each row ({_listed(groups)}) leaves a rank one part, summed over its row. An all-reduce"
+        f" in each column ({_listed(columns)}) sums that part over all ranks. Divided by {ranks} that sum is the"
+        " slice of the mean gradient that the optimizer takes.",
+    )  # fmt: skip
+
+
+def _listed(groups: list[list[int]]) -> str:
+    return "; ".join("ranks " + ", ".join(map(str, group)) for group in groups)
+
+
+# ---- what the ledger of a run says
+
+
+def parameter_bytes(record: RunRecord) -> int:
+    """P of a run: the bytes of all parameters in fp32."""
+    return 4 * preset(record.spec["model"]).parameters
+
+
+def groups_of(record: RunRecord) -> tuple[int, int]:
+    """(s, r) of a run: under full_shard all ranks are one group."""
+    s = record.spec["shard_size"] or record.spec["world_size"]
+    return s, record.spec["world_size"] // s
+
+
+def by_collective(record: RunRecord, rank: int = 0) -> dict[str, tuple[int, float]]:
+    """(bytes sent, seconds on the link) by kind of collective, of one rank's last timed step."""
+    last = max(row["step"] for row in record.table("steps") if row["step_time_s"] is not None)
+    found: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+    for row in record.table("ledger"):
+        if (row["rank"], row["step"]) == (rank, last):
+            nbytes, spent = found[row["kind"]]
+            found[row["kind"]] = nbytes + row["wire_bytes"], spent + (row["end_ns"] - row["start_ns"]) / 1e9
+    return dict(found)
+
+
+def sent(record: RunRecord) -> dict[str, int]:
+    """Bytes that a rank sends in a step: `within` its shard group (gathers, reductions) and `across` the groups
+    (all-reduces).
+    """
+    kinds = by_collective(record)
+    across = kinds.get("all_reduce", (0, 0.0))[0]
+    return {"within": sum(nbytes for nbytes, _ in kinds.values()) - across, "across": across}
+
+
+def slow(record: RunRecord) -> int:
+    """Bytes that a rank sends at the slow link's pace: a group over both nodes sends everything at it."""
+    moved = sent(record)
+    return moved["across"] if groups_of(record)[1] > 1 else moved["within"]
+
+
+def link_figure(runs: Sequence[RunRecord]) -> go.Figure:
+    """Time that each run's collectives take on the emulated links, stacked, in ms of one rank's step; bytes and link in
+    the bars' names.
+    """
+    split = {record.spec["strategy"]: by_collective(record) for record in runs}
+    kinds = [kind for kind in COLLECTIVE_COLOURS if any(kind in found for found in split.values())]
+    parts = [
+        Part(
+            kind.replace("_", "-"), COLLECTIVE_COLOURS[kind],
+            [1e3 * found.get(kind, (0, 0.0))[1] for found in split.values()],
+        )
+        for kind in kinds
+    ]  # fmt: skip
+    ends = {record.spec["strategy"]: _end(record, split[record.spec["strategy"]]) for record in runs}
+    axis = "time on the links in one step (ms)"
+    figure = stacked_bars(ends, parts, axis, "%{x:.1f} ms", lambda ms: seconds(ms / 1e3))
+    summary = "; ".join(
+        f"{name}: " + ", ".join(f"{kind} {size(nbytes)} in {seconds(spent)}" for kind, (nbytes, spent) in found.items())
+        for name, found in split.items()
+    )
+    first, last = runs[0].spec["strategy"], runs[-1].spec["strategy"]
+    title = (
+        f"{first} keeps the links busy for {seconds(_total(split[first]))} a step, {last} for"
+        f" {seconds(_total(split[last]))}"
+    )
+    return titled(
+        figure,
+        title,
+        f"Counted on 4 CPU ranks; both links are emulated ({WITHIN} within a node, {ACROSS} between)",
+        f"Stacked bars: {summary}.",
+        height=190,
+    )
+
+
+def _total(found: dict[str, tuple[int, float]]) -> float:
+    return sum(spent for _, spent in found.values())
+
+
+def _end(record: RunRecord, found: dict[str, tuple[int, float]]) -> str:
+    """The words at a bar's end: the time in all, and the bytes by the pace that they travelled at."""
+    s = sent(record)
+    words = f"<b>{seconds(_total(found))}</b> · {size(slow(record))} at the slow link's pace"
+    return words + (f", {size(s['within'])} at the fast one's" if s["across"] else "")
 
 
 def beside_the_formula(traffic: Callable[[float, int, int], dict[str, float]], runs: Sequence[RunRecord]) -> Table:
@@ -89,35 +237,6 @@ def beside_the_formula(traffic: Callable[[float, int, int], dict[str, float]], r
         rows,
         "A step and rank. The ledger has a little less within: the root unit is gathered once, not twice, because it"
         " stays.",
-    )
-
-
-# ---- what the figures showed, in a sentence
-
-
-def card_note() -> Note:
-    """The card on which the lesson compares times."""
-    return Note(
-        (
-            f"The steady card computes {GIGAFLOPS:g} GFLOP/s in fp32. Links as above, emulated.",
-            "Simulated: its clock. Real: the engine's own order of gathers and reductions.",
-        )
-    )
-
-
-def exposed_factor(full: RunRecord, hybrid: RunRecord) -> float:
-    """How many times as long `full` is exposed as `hybrid`."""
-    return known(full.summary.comm.exposed_s) / known(hybrid.summary.comm.exposed_s)
-
-
-def seen(full: RunRecord, hybrid: RunRecord) -> Note:
-    """Bytes at the slow link's pace of both runs, as their ledgers have them."""
-    first, second = slow(full), slow(hybrid)
-    return Note(
-        (
-            f"Seen here: {size(first)} against {size(second)} a rank at the slow link's pace ({first / second:.2f}"
-            " times as much).",
-        )
     )
 
 
@@ -138,33 +257,16 @@ def waits(full: RunRecord, hybrid: RunRecord) -> Table:
     return table(["run", "collective", "on the links, ms", "exposed, ms"], rows, caption)
 
 
-def weighed(full: RunRecord, hybrid: RunRecord) -> Note:
-    """The peaks of both runs, and the model state that a rank keeps under each."""
-    peaks = [known(record.summary.peak_memory_bytes.total) for record in (full, hybrid)]
-    states = [16 * parameter_bytes(record) / 4 / groups_of(record)[0] for record in (full, hybrid)]
-    return Note(
-        (
-            (
-                f"Seen here: the peak went from {size(peaks[0])} to {size(peaks[1])}. Model state alone, 16 bytes a"
-                f" parameter: {size(states[0])} and {size(states[1])} a rank."
-            ),
-        )
-    )
-
-
 def steps(runs: dict[str, RunRecord]) -> Table:
     """Step and link of each run by its name."""
-    rows = [[name, f"{_step_ms(record):.0f}", _link(record)] for name, record in runs.items()]
+    link = lambda record: "emulated" if record.summary.link else "none: raw transport"  # noqa: E731
+    rows = [[name, f"{_step_ms(record):.0f}", link(record)] for name, record in runs.items()]
     caption = "Steps measured: four ranks share this machine's cores, so run the cells again and they change."
     return table(["run", "step, ms", "link"], rows, caption)
 
 
 def _step_ms(record: RunRecord) -> float:
     return 1e3 * known(record.summary.step_time_s.median)
-
-
-def _link(record: RunRecord) -> str:
-    return "emulated" if record.summary.link else "none: raw transport"
 
 
 def raw_words(full: RunRecord, hybrid: RunRecord) -> Note:
@@ -174,14 +276,6 @@ def raw_words(full: RunRecord, hybrid: RunRecord) -> Note:
 
 
 # ---- larger clusters, computed
-
-
-def mesh_of(nodes: int, per_node: int, shard_group: int) -> Shown | Note:
-    """The mesh figure for sliders: `nodes` x `per_node` ranks in shard groups of `shard_group`."""
-    if nodes * per_node % shard_group or shard_group > nodes * per_node:
-        return Note((f"{nodes * per_node} ranks make no groups of {shard_group}: choose a smaller group.",))
-    figure = mesh_figure(nodes, per_node, shard_group)
-    return Shown(figure, alt_text(figure))
 
 
 def leaving_a_node(billions: float, nodes: int, per_node: int) -> tuple[float, float]:
@@ -216,25 +310,13 @@ def mesh_table(mesh_for: Callable[[int, int, float, float], list[list[int]]]) ->
     the exercise's small model.
     """
     rows = []
-    for ranks, per_node, state, card in (
-        (4, 2, 64, 40),
-        (4, 2, 64, 80),
-        (4, 2, 64, 20),
-        (32, 8, 64, 10),
-        (32, 8, 64, 2),
-    ):
-        mesh = mesh_for(ranks, per_node, state, card)
-        refused = complaint(mesh, ranks)
-        shown = refused or f"{len(mesh)} row{'s' * (len(mesh) > 1)} of {len(mesh[0])}"
-        rows.append(
-            [
-                f"{ranks // per_node} x {per_node}",
-                state,
-                card,
-                shown,
-                "-" if refused else f"{expected_ms(mesh, per_node):.0f}",
-            ]
-        )
+    networks = (4, 2, 64, 40), (4, 2, 64, 80), (4, 2, 64, 20), (32, 8, 64, 10), (32, 8, 64, 2)
+    for ranks, per_node, state, card in networks:
+        chosen = mesh_for(ranks, per_node, state, card)
+        refused = complaint(chosen, ranks)
+        words = refused or f"{len(chosen)} row{'s' * (len(chosen) > 1)} of {len(chosen[0])}"
+        spent = "-" if refused else f"{expected_ms(chosen, per_node):.0f}"
+        rows.append([f"{ranks // per_node} x {per_node}", state, card, words, spent])
     header = ["nodes x ranks", "state, MB", "card, MB", "mesh", "on the links, ms"]
     return table(
         header,

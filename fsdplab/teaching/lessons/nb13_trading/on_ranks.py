@@ -1,8 +1,5 @@
-"""The part of lesson 13 that runs on the ranks: drivers that train with what the learner wrote, and look at what it
-held and sent.
-
-A driver returns names and numbers that can be judged: which parameters moved, how many bytes were reduced, which
-gradient a tied weight got, how far a measured peak exceeds the card. Time is measured nowhere.
+"""The part of lesson 13 that runs on the ranks: its small models, a training of a few steps, and what it sends and
+keeps, in bytes. Time is measured nowhere.
 """
 
 from __future__ import annotations
@@ -31,10 +28,6 @@ STEPS = 2
 def batch(step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
     """The batch of `rank` at `step` in every small training of this lesson: two sequences of 16 bytes."""
     return ByteText.from_standard_library().batch(step, rank, ranks, batch_size=2, sequence_length=16)
-
-
-def _loss(model: nn.Module, step: int) -> Tensor:
-    return loss_of(model, *batch(step, dist.get_rank(), dist.get_world_size()))
 
 
 class Adapted(nn.Module):
@@ -95,7 +88,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Ledger:
     ledger = Ledger()
     for step in range(STEPS):
         ledger.begin_step()
-        _loss(model, step).backward()
+        loss_of(model, *batch(step, dist.get_rank(), dist.get_world_size())).backward()
         optimizer.step()
         optimizer.zero_grad()
         model.zero_grad()  # whatever the optimizer does not know
@@ -110,13 +103,8 @@ def _local(tensor: Tensor) -> Tensor:
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of an optimizer's state on this rank, step counters left out."""
-    values = [
-        value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor) and value.dim()
-    ]
-    return sum(_local(value).nbytes for value in values)
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(_local(value).nbytes for value in values if isinstance(value, Tensor) and value.dim())
 
 
 def frozen_costs(payload: None) -> dict[str, dict[str, int]]:

@@ -1,66 +1,70 @@
 """Lesson 13 in the notebook's process: what memory can be bought with (digits, work, transfers), and what each price
 is.
-
-One job, three choices: `job(precision=..., checkpoint=..., offload=...)` is a run of it. P is a parameter count, n the
-number of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fsdplab.common.names import OVER_ALL_RANKS, STRATEGY_ROWS
+from fsdplab.figures import memory_by_category
+from fsdplab.figures.bars import Part, stacked_bars
+from fsdplab.figures.plotly_go import go
+from fsdplab.figures.style import CATEGORY_COLOURS, titled
+from fsdplab.figures.view import RunView, view
 from fsdplab.records import RunRecord, known
-from fsdplab.sessions import RunSpec, call_on_ranks
+from fsdplab.sessions import call_on_ranks
 from fsdplab.teaching.core.display import Note, Table, table
 from fsdplab.teaching.core.waiting import doing
 from fsdplab.workloads import preset
 
-from .figures import choices_of, kept_figure, memory_figure
-from .on_ranks import CARD, JOB, TIED
+from .on_ranks import TIED
 
 __all__ = [
-    "CARD", "TIED", "bus_table", "frozen_costs", "job", "kept_figure", "memory_figure",
-    "prices", "seen", "changed",
+    "TIED", "bus_table", "changed", "frozen_costs", "frozen_table", "kept_figure", "memory_figure", "prices",
 ]  # fmt: skip
 
 ON_THE_RANKS = Path(__file__).with_name("on_ranks.py")
 TIME_LIMIT = 150.0
 MB = 1e6
 _FORWARDS = {"none": "1", "selective": "about 1.5", "full": "2"}
+_COLOURS = {
+    "working copy": CATEGORY_COLOURS["gathered_parameters"], "gradient": CATEGORY_COLOURS["gradient_slices"],
+    "master": CATEGORY_COLOURS["parameter_slices"], "moments": CATEGORY_COLOURS["optimizer_state"],
+}  # fmt: skip
 
 
-def job(card: int | None = None, **choices: Any) -> RunSpec:
-    """The lesson's run, with what `choices` say about precision, checkpoint and offload; `card` in bytes."""
-    return RunSpec(**JOB, card=card, **choices)
+# ---- runs by their choices
 
 
-# ---- precision
+def named(runs: Sequence[RunRecord]) -> list[RunView]:
+    """The runs as figures read them, each under the name of its choices: `fp32`, `bf16, full checkpoint`, `fp32,
+    offload`.
+    """
+    names = [choices_of(run) for run in runs]
+    repeated = [names[:index].count(name) for index, name in enumerate(names)]  # bars of one name would be drawn as one
+    return [replace(view(run), strategy=name + again * " (again)") for run, name, again in zip(runs, names, repeated)]
 
 
-# ---- prices
+def choices_of(run: RunRecord) -> str:
+    """The choices of a record as text."""
+    words = [run.spec["precision"]]
+    words += [] if run.spec["checkpoint"] == "none" else [f"{run.spec['checkpoint']} checkpoint"]
+    words += [] if run.spec["offload"] == "none" else ["offload"]
+    return ", ".join(words)
 
 
-def prices(runs: Sequence[RunRecord]) -> Table:
-    """Peak and price of each run: forwards computed, MB sent, MB over the bus (computed), and the last loss."""
-    rows = [[choices_of(run), f"{known(run.summary.peak_memory_bytes.total) / MB:.0f}", *_price(run)] for run in runs]
-    header = ["choices", "peak MB", "forwards", "MB sent", "MB over the bus", "loss, step 2"]
-    return table(
-        header, rows, "Peak, bytes sent and loss measured; forwards and the bus computed, a step and rank each."
-    )
-
-
-def seen(run: RunRecord) -> Note:
-    """The peak of a run and its largest parts, of which the first answers what to shrink."""
-    peak = run.summary.peak_memory_bytes
-    held = sorted(((nbytes, name) for name, nbytes in peak.split.items() if nbytes), reverse=True)
-    whole = known(peak.total)
-    parts = ", ".join(
-        f"{name.replace('_', ' ')} {nbytes / MB:.0f} MB ({nbytes / whole:.0%})" for nbytes, name in held[:3]
-    )
-    return Note((f"{choices_of(run)}: {whole / MB:.0f} MB at the peak, most of it {parts}.",))
+def memory_figure(runs: Sequence[RunRecord]) -> go.Figure:
+    """The peak of each run split by category, under the name of its choices; the subtitle says where offload is
+    emulated.
+    """
+    figure = memory_by_category(named(runs))
+    if any("host_memory_beside_the_card" in run.provenance for run in runs):
+        figure.layout.title.subtitle.text += ", and so is a host memory beside it"
+    return figure
 
 
 def changed(before: RunRecord, after: RunRecord) -> Note:
@@ -74,6 +78,50 @@ def changed(before: RunRecord, after: RunRecord) -> Note:
     totals = [known(run.summary.peak_memory_bytes.total) / MB for run in (before, after)]
     return Note(
         (f"From {totals[0]:.0f} to {totals[1]:.0f} MB. Smaller: {less or 'nothing'}. Larger: {more or 'nothing'}.",)
+    )
+
+
+# ---- precision
+
+
+def cut_by(strategy: str) -> list[str]:
+    """The states that a strategy cuts: `cut_by("zero1") == ["optimizer"]`."""
+    return list(STRATEGY_ROWS[strategy].cuts)
+
+
+def kept_figure(bytes_each: Callable[[Sequence[str], int], dict[str, float]], ranks: int = 8) -> go.Figure:
+    """`bytes_each(cut, n)` of every strategy, stacked: bytes a parameter on one rank."""
+    names = list({STRATEGY_ROWS[name].cuts: name for name in OVER_ALL_RANKS}.values())  # one of those that cut the same
+    by_name = {name: bytes_each(cut_by(name), ranks) for name in names}
+    totals = [sum(each.values()) for each in by_name.values()]
+    parts = [
+        Part(
+            f"{kept} ({'bf16' if kept == 'working copy' else 'fp32'})", colour, [by_name[each][kept] for each in names]
+        )
+        for kept, colour in _COLOURS.items()
+    ]
+    ends = {name: f"<b>{total:g}</b>" for name, total in zip(names, totals)}
+    figure = stacked_bars(ends, parts, "bytes a parameter, on one rank", "%{x:g} bytes")
+    title = f"Mixed precision keeps {totals[0]:g} bytes a parameter; full_shard on {ranks} ranks {totals[-1]:g}"
+    summary = "; ".join(f"{name} {total:g} bytes" for name, total in zip(names, totals))
+    return titled(
+        figure,
+        title,
+        f"Computed for n = {ranks} ranks; activations and gathered units come on top",
+        f"Stacked bars: {summary}.",
+        height=280,
+    )
+
+
+# ---- prices
+
+
+def prices(runs: Sequence[RunRecord]) -> Table:
+    """Peak and price of each run: forwards computed, MB sent, MB over the bus (computed), and the last loss."""
+    rows = [[choices_of(run), f"{known(run.summary.peak_memory_bytes.total) / MB:.0f}", *_price(run)] for run in runs]
+    header = ["choices", "peak MB", "forwards", "MB sent", "MB over the bus", "loss, step 2"]
+    return table(
+        header, rows, "Peak, bytes sent and loss measured; forwards and the bus computed, a step and rank each."
     )
 
 
@@ -98,21 +146,11 @@ def bus_bytes(spec: dict[str, Any]) -> float:
     return held * ((2 if spec["precision"] == "bf16" else 2 * 4) + 4)
 
 
-def moved_over_the_bus(billions: float, ranks: int) -> float:
-    """GB over one GPU's bus in a step: the fp32 slice down twice, its gradient up:
-    `moved_over_the_bus(8, 8) == 12.0`.
-    """
-    return 3 * 4 * billions / ranks
-
-
 def bus_table(billions: float, ranks: int, gigabytes_per_second: float) -> Table:
     """Seconds of transfers in a step with everything at rest in host memory."""
-    moved = moved_over_the_bus(billions, ranks)
-    rows = [
-        ["slice down, for the forward", f"{moved / 3:.2f}"],
-        ["slice down, for the backward", f"{moved / 3:.2f}"],
-        ["gradient up", f"{moved / 3:.2f}"],
-    ]
+    part = 4 * billions / ranks  # fp32
+    moved, ways = 3 * part, ("slice down, for the forward", "slice down, for the backward", "gradient up")
+    rows = [[way, f"{part:.2f}"] for way in ways]
     caption = (
         f"Computed: {moved:.2f} GB a step over {gigabytes_per_second:g} GB/s = {moved / gigabytes_per_second:.3g} s,"
         f" and {16 * billions / ranks:.1f} GB of states leave the card."
@@ -123,42 +161,19 @@ def bus_table(billions: float, ranks: int, gigabytes_per_second: float) -> Table
 # ---- frozen parameters
 
 
-@dataclass(frozen=True, repr=False)
-class Frozen:
-    """The bytes that one rank sends and keeps when everything trains, and when only adapters do."""
-
-    costs: dict[str, dict[str, int]]
-    ranks: int
-    provenance: dict[str, str] = field(default_factory=lambda: {"bytes of frozen parameters": "measured"})
-
-    @property
-    def share_sent(self) -> float:
-        """Bytes sent with adapters only, as a part of what is sent when everything trains."""
-        whole, adapters = (
-            sum(self.costs[name][part] for part in ("gathered", "reduced")) for name in ("everything", "adapters only")
-        )
-        return adapters / whole
-
-    def table(self) -> Table:
-        """One row a way of training, in kB on one rank."""
-        rows = [[name, *(f"{nbytes / 1e3:,.0f}" for nbytes in parts.values())] for name, parts in self.costs.items()]
-        header = ["trained", *(f"{part}, kB" for part in next(iter(self.costs.values())))]
-        return table(
-            header,
-            rows,
-            f"Measured on rank 0 of {self.ranks} real ranks, full_shard, one step: sent for gathers and reductions,"
-            " kept as slices.",
-        )
-
-    def __repr__(self) -> str:
-        return str(self.table())
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
-
-
 @doing("training with and without frozen parameters on 2 ranks")
-def frozen_costs(world_size: int = 2) -> Frozen:
-    """Train a GPT of 3.3 million parameters whole, then its adapters only, on real ranks, and count."""
-    by_rank = call_on_ranks(ON_THE_RANKS, "frozen_costs", world_size=world_size, payload=None, time_limit=TIME_LIMIT)
-    return Frozen(by_rank[0], world_size)
+def frozen_costs() -> dict[str, dict[str, int]]:
+    """Train a GPT of 3.3 million parameters whole, then its adapters only, on two real ranks: bytes of rank 0."""
+    by_rank = call_on_ranks(ON_THE_RANKS, "frozen_costs", world_size=2, payload=None, time_limit=TIME_LIMIT)
+    found: dict[str, dict[str, int]] = by_rank[0]
+    return found
+
+
+def frozen_table(costs: dict[str, dict[str, int]]) -> Table:
+    """One row a way of training, in kB on one rank."""
+    rows = [[name, *(f"{nbytes / 1e3:,.0f}" for nbytes in parts.values())] for name, parts in costs.items()]
+    header = ["trained", *(f"{part}, kB" for part in costs["everything"])]
+    caption = (
+        "Measured on rank 0 of 2 real ranks, full_shard, one step: sent for gathers and reductions, kept as slices."
+    )
+    return table(header, rows, caption)

@@ -4,44 +4,34 @@ twins.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
-from fsdplab.figures import alt_text
 from fsdplab.figures.plotly_go import go
+from fsdplab.figures.style import titled
 from fsdplab.sessions import call_on_ranks
 from fsdplab.teaching.core.checking import solution_file
 from fsdplab.teaching.core.course_state import current
-from fsdplab.teaching.core.display import Shown, Table, table
+from fsdplab.teaching.core.diagrams import mesh
+from fsdplab.teaching.core.display import Table, table
 from fsdplab.teaching.core.waiting import doing
 from fsdplab.workloads import MOE_PRESETS
 
-from .figures import mesh_figure, pipeline_figure
-from .pipeline_diagram import pipeline_diagram
+from .pipelines import bubble, pipeline_diagram
 from .token_diagram import token_diagram
 
 __all__ = [
-    "Composed", "bubble", "expert_map", "experts", "mesh", "mesh_map", "pipeline", "pipeline_diagram", "tensor",
+    "Composed", "bubble", "expert_map", "experts", "mesh_map", "pipeline", "pipeline_diagram", "tensor",
     "token_diagram",
 ]  # fmt: skip
 
 ON_THE_RANKS = Path(__file__).with_name("on_ranks.py")
 STAGES_ON_THE_RANKS = Path(__file__).with_name("stages_on_ranks.py")
 TIME_LIMIT = 150.0
+_ROWS = ("#9cc3e6", "#f2c38b", "#a8d5a2", "#d7b5e0")  # a colour for each place on a mesh's first axis
 EXPERTS = MOE_PRESETS["moe-tiny"].experts
-
-
-def mesh(**axes: int) -> Table:
-    """The position of each rank on a row-major mesh: `mesh(dp=2, tp=2)`; the last axis holds neighbours."""
-    sizes = list(axes.values())
-    rows = []
-    for rank in range(prod(sizes)):
-        place = [rank // prod(sizes[axis + 1 :]) % size for axis, size in enumerate(sizes)]
-        rows.append([f"rank {rank}", *place])
-    shape = " x ".join(map(str, sizes))
-    return table(["", *axes], rows, f"Computed: {shape} = {prod(sizes)} ranks; the last axis changes fastest.")
 
 
 @dataclass(frozen=True)
@@ -92,6 +82,11 @@ def experts(divide: float) -> Composed:
     return Composed(what, _call("experts", {"divide": float(divide)}))
 
 
+@doing("three steps on 4 ranks, and the twin beside them")
+def _call(function: str, payload: dict[str, Any]) -> dict[str, Any]:
+    return call_on_ranks(ON_THE_RANKS, function, world_size=4, payload=payload, time_limit=TIME_LIMIT)[0]
+
+
 @doing("one step of two stages on 4 ranks, and the twin beside it")
 def pipeline() -> Table:
     """Two stages x two data ranks, four micro-batches (1F1B): gathers and reductions of rank 0, drift from the twin."""
@@ -101,16 +96,10 @@ def pipeline() -> Table:
     return table(header, rows, "Measured: rank 0 of 4, one step of 4 micro-batches.")
 
 
-def bubble(stages: int, micro_batches: int) -> Shown:
-    """The pipeline's schedule for sliders, with its idle part, (p - 1) / (m + p - 1) for GPipe and 1F1B."""
-    figure = pipeline_figure(stages, micro_batches)
-    return Shown(figure, alt_text(figure))
-
-
 def mesh_map() -> go.Figure:
     """The notebook's mesh of two axes, and what a rank of it holds of a matrix of 64 rows that both axes cut."""
     part = lambda dp, tp: f"rows {32 * tp + 16 * dp} to {32 * tp + 16 * dp + 15} of query"  # noqa: E731
-    return mesh_figure({"dp": 2, "tp": 2}, part, "tp cuts the 64 rows of query in two, dp cuts each half again")
+    return _mesh_figure({"dp": 2, "tp": 2}, part, "tp cuts the 64 rows of query in two, dp cuts each half again")
 
 
 def expert_map() -> go.Figure:
@@ -118,9 +107,22 @@ def expert_map() -> go.Figure:
     half = EXPERTS // 2
     part = lambda efsdp, ep: f"slice {efsdp + 1} of 2 of experts {half * ep} to {half * ep + half - 1}"  # noqa: E731
     title = "Tokens travel along a row; the ranks of a column share their experts"
-    return mesh_figure({"efsdp": 2, "ep": 2}, part, title)
+    return _mesh_figure({"efsdp": 2, "ep": 2}, part, title)
 
 
-@doing("three steps on 4 ranks, and the twin beside them")
-def _call(function: str, payload: dict[str, Any]) -> dict[str, Any]:
-    return call_on_ranks(ON_THE_RANKS, function, world_size=4, payload=payload, time_limit=TIME_LIMIT)[0]
+def _mesh_figure(axes: dict[str, int], holds: Callable[[int, int], str], title: str) -> go.Figure:
+    """Ranks of a mesh of two axes: the first downwards, the second from left to right; `holds(row, column)` is written
+    below the rank.
+    """
+    (down, rows), (right, columns) = axes.items()
+    names = [
+        [f"rank {row * columns + column}: {holds(row, column)}" for column in range(columns)] for row in range(rows)
+    ]
+    colours = [_ROWS[row % len(_ROWS)] for row in range(rows)]
+    owners = [[row] * columns for row in range(rows)]
+    headings = [f"{right} {column}" for column in range(columns)]
+    figure = mesh(headings, [f"{down} {row}" for row in range(rows)], owners, names, colours)
+    figure.update_xaxes(title_text=f"{right}: ranks of a row (neighbours)").update_yaxes(title_text=down)
+    where = f"Computed: {rows} x {columns} ranks; a collective over {right} joins a row, one over {down} a column"
+    listed = "; ".join(name for row in names for name in row)
+    return titled(figure, title, where, f"Ranks on a mesh. {title}. {listed}.", height=76 + 70 * rows)

@@ -1,5 +1,4 @@
-"""The part of lesson 16 that runs on the ranks: drive the learner's functions, train composed models beside their
-twins.
+"""The part of lesson 16 that runs on the ranks: composed models are trained beside their twins.
 
 Bytes are counted per mesh axis: what the engine sends, by its own events, and what tensor and expert parallelism send,
 under Python's dispatcher. Imports torch, the engine and the workloads only, so that ranks start quickly.
@@ -38,9 +37,6 @@ def tokens_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 # ---- drivers of the exercises
-
-
-# ---- trainings
 
 
 def tensor(payload: dict[str, Any]) -> dict[str, Any]:

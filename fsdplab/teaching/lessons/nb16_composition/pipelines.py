@@ -1,44 +1,28 @@
-"""Figures of lesson 16: ranks on a mesh, what each of them holds, and a pipeline's stages over time."""
+"""A pipeline's stages over time: the schedules of GPipe and 1F1B, idle time, and what stage 0 must keep."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fsdplab.figures.lanes import named_axis
 from fsdplab.figures.lines import points
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.style import EDGE, PHASE_COLOURS, ink_on, titled
-from fsdplab.teaching.core.diagrams import mesh
+from fsdplab.figures.style import CATEGORY_COLOURS, EDGE, PHASE_COLOURS, STEP_COLOURS, ink_on, titled
+from fsdplab.teaching.core.diagrams import HeldCell, cells_in_time
 
-_ROWS = ("#9cc3e6", "#f2c38b", "#a8d5a2", "#d7b5e0")  # a colour for each place on the first axis
-_TAKES = {"forward": 1, "backward": 2}  # a backward computes twice as much
 ORDERS = ("GPipe", "1F1B")
+MOST_MOMENTS = 36  # of a diagram: a page's width holds so many with a number in each
+_TAKES = {"forward": 1, "backward": 2}  # a backward computes twice as much
 _LABELLED = 100  # turns: a browser takes as long for their numbers as for all else of the figure
-
-
-def mesh_figure(axes: dict[str, int], holds: Callable[[int, int], str], title: str) -> go.Figure:
-    """Ranks of a mesh of two axes: the first downwards, the second from left to right; `holds(row, column)` is written
-    below the rank. ValueError for other than two axes.
-    """
-    if len(axes) != 2 or min(axes.values()) < 1:
-        raise ValueError(
-            f"a mesh of the axes {axes} cannot be drawn; expected two, rows and columns, with at least one rank each:"
-            " {'dp': 2, 'tp': 2}"
-        )
-    (down, rows), (right, columns) = axes.items()
-    names = [
-        [f"rank {row * columns + column}: {holds(row, column)}" for column in range(columns)] for row in range(rows)
-    ]
-    colours = [_ROWS[row % len(_ROWS)] for row in range(rows)]
-    owners = [[row] * columns for row in range(rows)]
-    headings = [f"{right} {column}" for column in range(columns)]
-    figure = mesh(headings, [f"{down} {row}" for row in range(rows)], owners, names, colours)
-    figure.update_xaxes(title_text=f"{right}: ranks of a row (neighbours)").update_yaxes(title_text=down)
-    where = f"Computed: {rows} x {columns} ranks; a collective over {right} joins a row, one over {down} a column"
-    listed = "; ".join(name for row in names for name in row)
-    return titled(figure, title, where, f"Ranks on a mesh. {title}. {listed}.", height=76 + 70 * rows)
+_IDLE, _KEPT = "idle: the bubble", "micro-batches whose activations stage 0 keeps"
+_KINDS = {
+    "forward": PHASE_COLOURS["forward"],
+    "backward": PHASE_COLOURS["backward"],
+    _IDLE: STEP_COLOURS["other"],
+    _KEPT: CATEGORY_COLOURS["activations"],
+}
 
 
 @dataclass(frozen=True)
@@ -98,7 +82,7 @@ def _ready(ended: dict[tuple[int, str, int], int], stage: int, phase: str, numbe
     return ended.get((stage, "forward", number) if stage == stages - 1 else (stage + 1, phase, number))
 
 
-def pipeline_figure(stages: int, micro_batches: int) -> go.Figure:
+def bubble(stages: int, micro_batches: int) -> go.Figure:
     """A lane a stage: forwards and backwards of each micro-batch, and white where the stage has nothing to do."""
     turns = schedule(stages, micro_batches)
     end = max(turn.end for turn in turns)
@@ -133,4 +117,63 @@ def _labels(phase: str, turns: Sequence[Turn]) -> go.Scatter:
         customdata=[turn.start for turn in turns], text=[str(turn.micro_batch) for turn in turns],
         textfont=dict(size=13, color=ink_on(colour)),
         hovertemplate=f"{phase} of micro-batch %{{text}}, from %{{customdata}}<extra></extra>",
+    )  # fmt: skip
+
+
+# ---- both orders, with a play button
+
+
+def pipeline_cells(order: str, stages: int, micro_batches: int) -> Iterator[HeldCell]:
+    """Every turn of an order, every moment in which a stage has none, and how many micro-batches stage 0 keeps then."""
+    turns = schedule(stages, micro_batches, order)
+    end = max(turn.end for turn in turns)
+    for turn in turns:
+        yield HeldCell(_row(order, turn.stage), turn.start, turn.phase, str(turn.micro_batch), turn.end - turn.start)
+    for stage in range(stages):
+        busy = {moment for turn in turns if turn.stage == stage for moment in range(turn.start, turn.end)}
+        yield from (HeldCell(_row(order, stage), moment, _IDLE) for moment in range(end) if moment not in busy)
+    yield from (
+        HeldCell(_kept_row(order), moment, _KEPT, str(count)) for moment, count in enumerate(kept(turns)) if count
+    )
+
+
+def kept(turns: list[Turn]) -> list[int]:
+    """Micro-batches on stage 0 at each moment, from the start of their forward to the end of their backward."""
+    began = {turn.micro_batch: turn.start for turn in turns if turn.stage == 0 and turn.phase == "forward"}
+    ended = {turn.micro_batch: turn.end for turn in turns if turn.stage == 0 and turn.phase == "backward"}
+    return [sum(began[each] <= moment < ended[each] for each in began) for moment in range(max(ended.values()))]
+
+
+def _row(order: str, stage: int) -> str:
+    return f"{order}: stage {stage}"
+
+
+def _kept_row(order: str) -> str:
+    return f"{order}: kept on stage 0"
+
+
+def pipeline_diagram(stages: int = 3, micro_batches: int = 6) -> go.Figure:
+    """Both orders on one clock, with a play button; a moment is a forward of one micro-batch.
+
+    ValueError for fewer than two stages, no micro-batch, or a schedule too long for a page.
+    """
+    end = 3 * (micro_batches + stages - 1)
+    if stages < 2 or micro_batches < 1 or end > MOST_MOMENTS or stages > 4:
+        raise ValueError(
+            f"{stages} stages and {micro_batches} micro-batches cannot be drawn; expected 2 to 4 stages, and so many"
+            f" micro-batches that 3 (m + p - 1) is at most {MOST_MOMENTS}: pipeline_diagram(3, 6)"
+        )
+    most = {order: max(kept(schedule(stages, micro_batches, order))) for order in ORDERS}
+    rows = [row for order in ORDERS for row in (*(_row(order, stage) for stage in range(stages)), _kept_row(order))]
+    return cells_in_time(
+        [cell for order in ORDERS for cell in pipeline_cells(order, stages, micro_batches)],
+        rows, [str(moment) for moment in range(end)], _KINDS,
+        "GPipe and 1F1B: the same forwards and backwards in two orders",
+        f"Computed: {stages} equal stages, {micro_batches} micro-batches; a moment is a forward, a backward takes two,"
+        " messages take no time",
+        f"Lanes of {stages} pipeline stages over {end} moments, in two orders. GPipe runs all forwards, then all"
+        " backwards. 1F1B runs a few forwards, then one backward and one forward in turn. In both orders each stage is"
+        f" idle for {3 * (stages - 1)} of the moments: the last stage at the start, the first before its backwards."
+        f" Stage 0 keeps the activations of at most {most['GPipe']} micro-batches under GPipe and {most['1F1B']} under"
+        " 1F1B.",
     )  # fmt: skip
