@@ -167,6 +167,7 @@ def feedback(exercise: Exercise, workspace, body: str):
         ("return torch.tensor([4.0, 8.0][: len(x)]) if len(x) > 1 else 2 * x", "this is what rank 1 must give"),
         ("return 2 * x + 1", "compare the two values"),
         ("return 'two'", "a tensor of shape [2] is expected"),
+        ("return ...", "write a value in place of the dots"),
         ("while True: pass", "a loop that never ends"),
     ],
 )
@@ -219,6 +220,41 @@ def test_facts_are_judged_in_their_order_and_named_with_their_numbers(tmp_path, 
     assert found is None if says is None else says in found.cause, found
 
 
+PAIR = '''"""A pair
+
+Write double(x): a dict with the count and the value.
+
+1. A nudge.
+2. A pointer.
+3. Two lines.
+"""
+
+
+def double(x):
+    ### BEGIN SOLUTION
+    return {"count": 1, "value": 2 * x}
+    #! return {"count": 2, "value": 0}
+    #: two were counted
+    #! return {"count": 1, "value": 3 * x}
+    #: three times is too much
+    ### END SOLUTION
+
+
+# ---- check: pure
+
+
+def cases(rank, n):
+    yield "a number", 4
+'''
+
+
+@pytest.mark.parametrize(
+    "value,says", [('"count": 2, "value": 1', "two were counted"), ('"count": 1, "value": 0', "compare")]
+)
+def test_a_mistake_that_went_wrong_earlier_is_not_the_cause(tmp_path, workspace, value, says):
+    assert says in feedback(exercise_of(tmp_path, PAIR), workspace, f"return {{{value}}}").cause
+
+
 # --- on ranks
 
 MEAN = '''"""The mean over ranks
@@ -257,6 +293,7 @@ MEANS = {
     "dist.all_reduce(x)\n    return x / 4": "once too often",
     "dist.reduce(x, dst=0)\n    return x / 2": "leaves its result on one rank only",
     "dist.all_reduce(x)\n    dist.all_reduce(x)\n    return x / 4": "fewer bytes bring the same values",
+    "exact = x.double()\n    dist.all_reduce(exact)\n    return (exact / 2).float()": None,
     "work = dist.all_reduce(x, async_op=True)\n    return x / 2": "only begins the message",
     "every = [torch.empty_like(x) for _ in range(2)]\n    dist.all_gather(every, x)\n    return sum(every) / 2": None,
 }

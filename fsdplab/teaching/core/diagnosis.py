@@ -16,11 +16,13 @@ from typing import Any
 from .comm_log import bytes_sent, kinds_of, nothing_added_up, to_one_rank_only
 from .exercise import Call
 from .exercise_file import Exercise
+from .on_ranks import portable
 from .run_submission import Behaviour
 from .verdicts import Difference, Feedback, first_difference
 
 VALUE = "the returned value"
 OTHERWISE = "compare the two values, and what your function does on this rank with the statement, line by line"
+DOTS = "the stub's dots are still there: write a value in place of the dots"
 _SLACK, _FEW = 1.01, 32  # of bytes: for padding; and where the calls are the same, for a number in float64
 _ADDING = {"reduce_scatter", "all_reduce", "reduce"}
 
@@ -116,6 +118,7 @@ def _cause(
     right_calls = sender.trials[place.case][place.rank].calls if sender else ()
     return (
         _alike(exercise, place, learner, right, mistakes())
+        or (DOTS if _facts(trial.returned).get(place.fact) == portable(...) else "")
         or _calls_missing(trial.calls, right_calls)
         or exercise.says(place.fact, _facts(trial.returned), expected)
         or _relation(exercise, place, learner, right)
@@ -123,7 +126,9 @@ def _cause(
 
 
 def _alike(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right, mistakes: Sequence[Known]) -> str:
-    """The cause of the known mistake that does the same here; of several, at most places, then in most facts."""
+    """The cause of the known mistake that does the same here, up to this fact; of several, at most places, then in most
+    facts.
+    """
 
     def same(known: Known, case: int, rank: int, fact: str) -> bool:
         theirs, ours = (of.trials[case][rank] for of in (known.behaviour, learner))
@@ -132,12 +137,14 @@ def _alike(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right,
 
     places = [(case, rank) for case, ranks in enumerate(right) for rank in range(len(ranks))]
     facts = list(_compared(right[place.case][place.rank]))
+    until = facts[: facts.index(place.fact) + 1]
 
     def score(known: Known) -> tuple[int, int]:
         at_places = sum(same(known, *at, place.fact) for at in places)
         return at_places, sum(same(known, *at, fact) for at in places for fact in facts)
 
-    scored = [(score(known), known.cause) for known in mistakes if same(known, place.case, place.rank, place.fact)]
+    alike = [known for known in mistakes if all(same(known, place.case, place.rank, fact) for fact in until)]
+    scored = [(score(known), known.cause) for known in alike]
     return max(scored, key=lambda each: each[0])[1] if scored else ""
 
 

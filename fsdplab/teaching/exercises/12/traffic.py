@@ -22,6 +22,10 @@ def traffic(P, s, r):
         #: the ring has the s ranks of one group, not all of them: (s-1)/s
         #! "within": 3 * P / s,
         #: P/s is a rank's slice; in a ring it sends s-1 of them, its own and those that it passes on
+        #! "within": 3 * (P / s) * (s - 1) / s,
+        #: the payload of a gather is all of P, not the slice that a rank has
+        #! "within": 6 * P * (s - 1) / s,
+        #: a gather and a reduce-scatter count once each; only an all-reduce counts twice
         #! "within": 3 * P,
         #: a rank need not send what its neighbours have: (s-1)/s of P
         #! "within": 3 * P * (r - 1) / r,
@@ -29,6 +33,8 @@ def traffic(P, s, r):
         "across": 2 * (P / s) * (r - 1) / r,  # the groups: an all-reduce over r ranks
         #! "across": 2 * P * (r - 1) / r,
         #: after the reduce-scatter a rank has 1/s of the gradient, and only that slice is all-reduced
+        #! "across": 3 * P * (r - 1) / r,
+        #: only gradients travel across, in an all-reduce, and of them only the slice P/s
         #! "across": (P / s) * (r - 1) / r,
         #: an all-reduce is a reduce-scatter and an all-gather: it counts twice
         #! "across": P * (r - 1) / r,
@@ -46,6 +52,10 @@ def traffic(P, s, r):
         ### END SOLUTION
     }
 
+
+#! def traffic(P, s, r):
+#!     return {"within": 2 * (P / s) * (r - 1) / r, "across": 3 * P * (s - 1) / s}
+#: the two are exchanged: within a shard group are the gathers, across is the all-reduce
 
 #! def traffic(P, s, r):
 #!     return 3 * P * (s - 1) / s + 2 * (P / s) * (r - 1) / r

@@ -15,6 +15,8 @@ def bytes_each(cut, n):
     share = {state: 1 / n if state in cut else 1 for state in ("parameters", "gradients", "optimizer")}
     #! share = {state: 1 / n for state in ("parameters", "gradients", "optimizer")}
     #: everything is cut here: what is in `cut` is divided by n, what is not stays whole
+    #! share = {state: n if state in cut else 1 for state in ("parameters", "gradients", "optimizer")}
+    #: what is in `cut` is divided by n, not multiplied
     return {
         ### BEGIN SOLUTION
         ## "working copy": ...,  # bf16, what forward and backward read
@@ -29,6 +31,8 @@ def bytes_each(cut, n):
         "gradient": 4 * share["gradients"],
         #! "gradient": 2 * share["gradients"],
         #: 2 bytes is what backward leaves in bf16; the ranks average in fp32, and that average is what is kept
+        #! "gradient": 4,
+        #: the gradient is whole here: what is in `cut` is divided by n, what is not stays whole
         #! "gradient": 4 * share["optimizer"],
         #: the gradient is cut here: what is in `cut` is divided by n, what is not stays whole
         "master": 4 * share["optimizer"],
@@ -40,6 +44,8 @@ def bytes_each(cut, n):
         #! "master": ...,
         #: a number of bytes is expected in place of the dots
         "moments": 8 * share["optimizer"],
+        #! "moments": 8,
+        #: the moments are whole here: what is in `cut` is divided by n, what is not stays whole
         #! "moments": 4 * share["optimizer"],
         #: Adam keeps two moments a parameter, 4 bytes each
         #! "moments": 12 * share["optimizer"],

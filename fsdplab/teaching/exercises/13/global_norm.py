@@ -26,6 +26,8 @@ def global_norm(gradients):
         total += gradient.float().square().sum()
         #! total += gradient.float().norm()
         #: the tensors' norms were added; squares add, norms do not
+        #! total += gradient.float().abs().sum()
+        #: values were added; their squares are what adds up to a norm
         #! total = total.bfloat16() + gradient.square().sum()
         #: the squares were summed or sent in bf16, which keeps 8 bits: convert with .float() first
     dist.all_reduce(total)
@@ -74,8 +76,14 @@ def observe(global_norm, gradients):
     return {"norm": number, "more than one number sent": len(sent) > 1 or sum(call.nbytes for call in sent) > 64}
 
 
+def wrong_norm(got, right):
+    if isinstance(got["norm"], float) and abs(got["norm"] / right["norm"] - 1) < 0.2:
+        return "the squares were summed or sent in bf16, which keeps 8 bits: convert with .float() first"
+    return "sum of squares over all tensors and all ranks, then the root"
+
+
 SAYS = {
-    "norm": "sum of squares over all tensors and all ranks, then the root",
+    "norm": wrong_norm,
     "more than one number sent": "the ranks need to exchange one number only: add up the squares of all tensors first,"
     " then all_reduce that sum once",
     "hung": "a rank waits in a collective that another never calls: a rank without gradients must take part too, with a"

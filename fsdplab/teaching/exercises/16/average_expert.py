@@ -47,3 +47,6 @@ def cases(rank, n):
 def observe(average_expert, gradient):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     return average_expert(gradient, mesh["efsdp"].get_group())
+
+
+SAYS = {"the returned value": "sum over the ranks that hold the same experts, then divide by the number of all ranks"}

@@ -22,6 +22,8 @@ def groups_of(rank, shape):
         #: later axes together
         #! stride = 1
         #: as above
+        #! stride = prod(shape[axis:])
+        #: the wrong stride: a step on an axis is as long as all later axes together, without this one
         first = rank - rank // stride % size * stride
         #! first = 0
         #: the rank is not in its own group: go back from it to the group's first rank, `rank // stride % size` strides
@@ -35,6 +37,8 @@ def groups_of(rank, shape):
         #: the right ranks in another order: a group counts upwards along its axis
         #! groups.append([first + step * stride for step in range(size + 1)])
         #: a group has as many ranks as its axis has places
+        #! groups.insert(0, [first + step * stride for step in range(size)])
+        #: the groups stand in another order: the first axis first
         #! groups.append(stride)
         #: return a list with one list of ranks for each axis
         ### END SOLUTION
