@@ -126,8 +126,8 @@ def _cause(
 
 
 def _alike(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right, mistakes: Sequence[Known]) -> str:
-    """The cause of the known mistake that does the same here, up to this fact; of several, at most places, then in most
-    facts.
+    """The cause of the known mistake that does the same here, in this fact and those before it; of several, at most
+    places, then in most facts.
     """
 
     def same(known: Known, case: int, rank: int, fact: str) -> bool:
@@ -137,15 +137,14 @@ def _alike(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right,
 
     places = [(case, rank) for case, ranks in enumerate(right) for rank in range(len(ranks))]
     facts = list(_compared(right[place.case][place.rank]))
-    until = facts[: facts.index(place.fact) + 1]
+    here = facts[: facts.index(place.fact) + 1]
 
     def score(known: Known) -> tuple[int, int]:
         at_places = sum(same(known, *at, place.fact) for at in places)
         return at_places, sum(same(known, *at, fact) for at in places for fact in facts)
 
-    alike = [known for known in mistakes if all(same(known, place.case, place.rank, fact) for fact in until)]
-    scored = [(score(known), known.cause) for known in alike]
-    return max(scored, key=lambda each: each[0])[1] if scored else ""
+    alike = [known for known in mistakes if all(same(known, place.case, place.rank, fact) for fact in here)]
+    return max(alike, key=score).cause if alike else ""
 
 
 def _calls_missing(calls: Sequence[Call], right: Sequence[Call]) -> str:

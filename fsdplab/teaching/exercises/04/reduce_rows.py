@@ -24,12 +24,15 @@ def reduce_rows(parameter, mine):
     dist.reduce_scatter(mine.grad, blocks)
     #! mine.grad.copy_(blocks[dist.get_rank()])
     #: these are the rank's own rows: nothing came from the other ranks
+    #! dist.reduce_scatter(mine.grad, blocks, op=dist.ReduceOp.MAX)
+    #: this is the largest of the ranks' values, not their sum: leave `op` out
     #! mine.grad = sum(blocks)
     #: no collective was called, so nothing came from the other ranks: a reduce_scatter adds up over ranks
     #! every = [torch.empty_like(mine) for _ in blocks]
     #! dist.all_gather(every, blocks[dist.get_rank()])
     #! mine.grad = sum(every)
-    #: only all_gather was called, which adds nothing up over the ranks: a reduce_scatter does
+    #: every rank sent only its own block, and these are different rows: rank r needs block r of all ranks, which a
+    #: reduce_scatter adds up
     #! dist.reduce_scatter(mine.grad, blocks[1:] + blocks[:1])
     #: these are the next rank's rows: block r of the list goes to rank r
     #! dist.all_reduce(parameter.grad)
@@ -44,8 +47,12 @@ def reduce_rows(parameter, mine):
     mine.grad /= dist.get_world_size()
     #! pass
     #: this is the sum over the ranks, 3 times the average: divide by their number
+    #! mine.grad /= len(parameter)
+    #: the sum must be divided by the number of ranks, not of rows
     #! mine.grad /= 2
     #: divided by 2, but there are 3 ranks: ask `dist.get_world_size()`
+    #! mine.grad = blocks[dist.get_rank()] / dist.get_world_size()
+    #: these are the rank's own rows, divided: the others' were never added
     #! mine.grad /= dist.get_world_size() ** 2
     #: divided twice by the number of ranks
     parameter.grad = None

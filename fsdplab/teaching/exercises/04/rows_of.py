@@ -88,7 +88,7 @@ def fault(got, right):
         ),
         (max(owners) > 1, f"row {owners.index(max(owners))} has two owners {ends}"),
         (
-            sizes == sorted(sizes),
+            sizes == sorted(sizes) and sizes[0] < sizes[-1],
             "every row has one owner, but the short block comes first; the first ranks have full ones",
         ),
         (
@@ -98,8 +98,8 @@ def fault(got, right):
         ),
     ):
         if holds:
-            return cause
-    return "every row has one owner, but a full block has ceil(rows / n) rows"
+            return f"{spans}: {cause}"
+    return f"{spans}: every row has one owner, but a full block has ceil(rows / n) rows"
 
 
 SAYS = {"(start, stop) of every rank": fault}

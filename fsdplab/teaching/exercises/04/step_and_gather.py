@@ -95,12 +95,22 @@ def observe(step_and_gather, wholes, gradient):
     return {**seen, "parameters and their rows share memory": shared}
 
 
+def whose(fact):
+    """What is said where a parameter is wrong: rows of the right ones in another order, or other numbers."""
+
+    def says(got, right):
+        if got[fact].shape == right[fact].shape and sorted(got[fact].flatten()) == sorted(right[fact].flatten()):
+            return "these are another rank's rows: block r of the list belongs to rank r"
+        return "other numbers: what is to travel are the new rows, `mine.detach()`, from each rank to every other once"
+
+    return says
+
+
 SAYS = {
     "parameters and their rows share memory": "the values are right, but the parameter has new memory now, beside that"
     " of `mine`: gather into the parameter's own memory (a chunk of `parameter.detach()` is a window on it)",
     **{
-        f"step {step}, parameter {at}": "after the step every rank's new rows are to stand in the parameter, block r"
-        " from rank r: which rows are old here, stepped twice, or another rank's?"
+        f"step {step}, parameter {at}": whose(f"step {step}, parameter {at}")
         for step in range(STEPS)
         for at in range(2)
     },

@@ -34,12 +34,19 @@ def reduce(gradient):
     #: this is the slice of another rank: rank r gets piece r
     #! mine = padded.chunk(n)[dist.get_rank()] * n
     #: this is a slice of the rank's own gradient: nothing came from the other ranks
+    #! mine = padded.chunk(n)[dist.get_rank()]
+    #: as above
+    #! dist.reduce_scatter(mine, list(padded.chunk(n)), op=dist.ReduceOp.MAX)
+    #: this is the largest of the ranks' values, not their sum: leave `op` out
     #! mine = sum(padded.chunk(n))
     #: no collective was called, so nothing came from the other ranks: a reduce_scatter adds up over ranks
     #! dist.all_reduce(padded)
     #! mine = padded.chunk(n)[dist.get_rank()]
     #: all_reduce brings every rank the whole gradient, at twice the bytes, and most is thrown away: use
     #: reduce_scatter
+    #! dist.all_reduce(padded)
+    #! mine = padded[:c]
+    #: these are rank 0's rows on every rank: rank r keeps piece r
     #! dist.reduce(padded, dst=0)
     #! mine = padded.chunk(n)[dist.get_rank()]
     #: `dist.reduce` leaves its result on one rank only (`dst`); here every rank needs its rows: reduce_scatter
@@ -54,6 +61,9 @@ def reduce(gradient):
     #: the sum must be divided by the number of ranks, not of rows
     #! return mine / n / n
     #: the sum was divided twice: once is enough, and ReduceOp.AVG divides already
+    #! dist.reduce_scatter(mine, list(padded.chunk(n)), op=dist.ReduceOp.MAX)
+    #! return mine
+    #: this is the largest of the ranks' values, not their mean
     #! dist.all_reduce(gradient)
     #! return gradient / n
     #: this rank gets its own c = ceil(rows / n) rows, as `shard` cuts them
@@ -85,7 +95,6 @@ def observe(reduce, gradient):
 
 SAYS = {
     "shape": "this rank gets its own c = ceil(rows / n) rows, as `shard` cuts them",
-    "rows": "compare with the mean of all gradients, rows r * c to (r + 1) * c, then zeros",
     "padding": "what does the padding hold, and does it stand after the rows?",
     "hung": "some rank does not take part: every rank calls reduce_scatter, also one that gets only padding",
 }

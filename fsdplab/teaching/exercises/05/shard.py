@@ -47,6 +47,9 @@ def shard(whole, rank, n):
     #! return torch.tensor_split(whole, n)[rank].clone()
     #: a slice is shorter than c: all ranks send equally many rows, so short slices are padded with zero rows (c
     #: rounds up)
+    #! return whole[rank * c : (rank + 1) * c] if (rank + 1) * c <= len(whole) else mine
+    #: this is a view: the whole tensor stays in memory behind it, and nothing is saved; copy the rows into memory of
+    #: their own
     #! return whole.clone()
     #: a slice is longer than c = ceil(rows / n) rows
     #! return mine.flatten()[:c]

@@ -148,6 +148,11 @@ def wrong_loss(got, right):
             f"the first loss is right, but only {reduced} of {units} units reduced a gradient: every unit does in"
             " after_backward, the root too"
         )
+    if step > 1:
+        return (
+            f"losses are right up to step {step - 1}: something is left over from one step to the next; set"
+            " `unit.mine.grad` to what `reduce` returns, each time"
+        )
     return (
         "the first loss is right, the first update is not: the optimizer reads `unit.mine.grad`; set it to what"
         " `reduce` returns"
