@@ -51,8 +51,8 @@ def reduce_rows(parameter, mine):
     #: the sum must be divided by the number of ranks, not of rows
     #! mine.grad /= 2
     #: divided by 2, but there are 3 ranks: ask `dist.get_world_size()`
-    #! mine.grad = blocks[dist.get_rank()] / dist.get_world_size()
-    #: these are the rank's own rows, divided: the others' were never added
+    #! mine.grad = blocks[dist.get_rank()].clone()
+    #: these are the rank's own rows: what came from the other ranks was lost
     #! mine.grad /= dist.get_world_size() ** 2
     #: divided twice by the number of ranks
     parameter.grad = None
