@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from fsdplab.teaching.core import answers, checking, diagnosis, exercise_file, run_submission
-from fsdplab.teaching.core.exercise import Exercise, Question, Wrong
+from fsdplab.teaching.core import answers, checking, diagnosis, run_submission
+from fsdplab.teaching.core.exercise import Question
+from fsdplab.teaching.core.exercise_file import Exercise, Mistake
 from fsdplab.teaching.core.verdicts import Feedback
 from fsdplab.teaching.core.workspace import Workspace
 
@@ -52,32 +53,19 @@ def solutions_of(exercises: Sequence[Exercise], right: Mapping[str, Mapping[str,
     """The references, the other `right` answers (exercise -> name -> source), and the known wrong ones that return."""
     found = []
     for exercise in exercises:
-        if isinstance(exercise, exercise_file.Exercise):
-            passing = {"the reference": exercise.reference, **right.get(exercise.id, {})}
-            found += [Solution(exercise, name, source, None) for name, source in passing.items()]
-            found += [
-                Solution(exercise, f"line {known.line}", known.source, known.cause)
-                for known in exercise.mistakes
-                if known.ends == "returns"
-            ]
-            continue
         passing = {"the reference": exercise.reference, **right.get(exercise.id, {})}
         found += [Solution(exercise, name, source, None) for name, source in passing.items()]
         found += [
-            Solution(exercise, known.name, known.source, known.says)
-            for known in exercise.wrong
+            Solution(exercise, f"line {known.line}", known.source, known.cause)
+            for known in exercise.mistakes
             if known.ends == "returns"
         ]
     return found
 
 
-def ended_of(exercises: Sequence[Exercise]) -> list[tuple[Exercise, Wrong]]:
-    """The known wrong solutions that do not return: they raise, or hang."""
-    return [(exercise, known) for exercise in exercises for known in _wrong_of(exercise) if known.ends != "returns"]
-
-
-def _wrong_of(exercise):
-    return exercise.mistakes if isinstance(exercise, exercise_file.Exercise) else exercise.wrong
+def ended_of(exercises: Sequence[Exercise]) -> list[tuple[Exercise, Mistake]]:
+    """The known mistakes that do not return: they raise, or hang."""
+    return [(exercise, known) for exercise in exercises for known in exercise.mistakes if known.ends != "returns"]
 
 
 FeedbackByKey = dict[tuple[str, str], Feedback | None]
@@ -100,17 +88,10 @@ def try_side_by_side(solutions: Sequence[Solution], workspace: Workspace, launch
 
 
 def _try_together(todo: Sequence[Solution], workspace: Workspace, folder: Path) -> FeedbackByKey:
+    """The feedback on solutions whose references are among them: they, and the known mistakes, are run once for all."""
     paths = [
         Workspace(folder / f"solution-{index}").save(each.exercise.id, each.source) for index, each in enumerate(todo)
     ]
-    if isinstance(todo[0].exercise, exercise_file.Exercise):
-        return _seen_together(todo, paths, workspace)
-    outcomes = run_submission.try_programs([(each.exercise, path) for each, path in zip(todo, paths)], workspace)
-    return {each.key: checking.judge(each.exercise, outcome) for each, outcome in zip(todo, outcomes, strict=True)}
-
-
-def _seen_together(todo: Sequence[Solution], paths: Sequence[Path], workspace: Workspace) -> FeedbackByKey:
-    """The feedback on solutions whose references are among them: they, and the known mistakes, are run once for all."""
     seen = run_submission.behaviours([(each.exercise, path) for each, path in zip(todo, paths)], workspace)
     by_key = {each.key: behaviour for each, behaviour in zip(todo, seen, strict=True)}
     found = {}
@@ -128,38 +109,33 @@ def _seen_together(todo: Sequence[Solution], paths: Sequence[Path], workspace: W
     return found
 
 
-def in_all_cases(exercise: exercise_file.Exercise) -> list[object]:
+def in_all_cases(exercise: Exercise) -> list[object]:
     """What the reference of a pure exercise gives in every case, as its file observes it."""
     module, function = exercise.module(), function_of(exercise)
     observe = getattr(module, "observe", lambda function, *given: function(*given))
     return [observe(function, *given) for _, *given in module.cases(0, exercise.world_size)]
 
 
-def function_of(exercise: exercise_file.Exercise) -> Callable[..., Any]:
+def function_of(exercise: Exercise) -> Callable[..., Any]:
     """The reference as a function."""
     space: dict = {}
     exec(exercise.reference, space)
     return space[exercise.function]
 
 
-def try_ended(exercise: Exercise, known: Wrong, workspace: Workspace, hangs_for: float = 4.0) -> Feedback:
+def try_ended(exercise: Exercise, known: Mistake, workspace: Workspace, hangs_for: float = 4.0) -> Feedback:
     """The feedback on a solution that raises or hangs, which ends a launch and so has one of its own; time counts from
     when all ranks stand ready.
     """
     path = Workspace(workspace.path / "ends").save(exercise.id, known.source)
-    if isinstance(exercise, exercise_file.Exercise):
-        limited = Impatient(exercise.path, hangs_for) if known.ends == "hangs" else exercise
-        feedback = checking.feedback_on(limited, path, workspace)
-        assert feedback is not None, f"{exercise.id}, line {known.line}: is wrong, and passed"
-        return feedback
-    limited = replace(exercise, time_limit=hangs_for) if known.ends == "hangs" else exercise
-    feedback = checking.judge(exercise, run_submission.try_one(limited, path, workspace))
-    assert feedback is not None, f"{exercise.id}, {known.name}: is wrong, and passed"
+    limited = Impatient(exercise.path, hangs_for) if known.ends == "hangs" else exercise
+    feedback = checking.feedback_on(limited, path, workspace)
+    assert feedback is not None, f"{exercise.id}, line {known.line}: is wrong, and passed"
     return feedback
 
 
 @dataclass(frozen=True)
-class Impatient(exercise_file.Exercise):
+class Impatient(Exercise):
     """An exercise with a shorter time limit than its file says."""
 
     seconds: float = 4.0
@@ -170,17 +146,11 @@ class Impatient(exercise_file.Exercise):
 
 
 def must_be_complete(item: object) -> None:
-    """An item of a notebook has a statement and hints;
-    an exercise has wrong solutions too, and programs that compile.
-    """
+    """An item of a notebook has a statement and hints; an exercise has mistakes too, and programs that compile."""
     assert item.statement and all(getattr(item, "hints", ["."]))
-    if isinstance(item, exercise_file.Exercise):
+    if isinstance(item, Exercise):
         assert item.complaints() == []
         for source in (item.stub, item.reference, *(known.source for known in item.mistakes)):
-            compile(source, item.id, "exec")
-    if isinstance(item, Exercise):
-        assert item.wrong and item.stub != item.reference
-        for source in (item.stub, item.reference, *(known.source for known in item.wrong)):
             compile(source, item.id, "exec")
 
 

@@ -37,7 +37,7 @@ from fsdplab.sessions.spec import RunSpec
 from fsdplab.teaching.core.cell_runs import run_ranks
 from fsdplab.teaching.core.checking import grade
 from fsdplab.teaching.core.course_state import current, open_course
-from fsdplab.teaching.core.exercise import Exercise
+from fsdplab.teaching.core.exercise_file import Exercise
 from fsdplab.teaching.core.registry import find
 
 COLD, WARM = "torchrun", "warm"

@@ -142,6 +142,13 @@ def test_a_folder_of_exercises_is_registered(tmp_path, monkeypatch):
     exercise_of(tmp_path, DOUBLE)
     registry.register(tmp_path / "78")
     assert isinstance(registry.find("78.double"), Exercise)
+    exercise_of(tmp_path, DOUBLE.replace("Twice as much", "Edited").replace('"numbers"', '"other"'))
+    registry.register(str(tmp_path / "78"))
+    edited = registry.find("78.double", Exercise)
+    assert edited.title == "Edited" and next(edited.module().cases(0, 2))[0] == "other"
+    (tmp_path / "b").mkdir()
+    with pytest.raises(ValueError, match="78.double is registered already"):
+        registry.register(exercise_of(tmp_path / "b", DOUBLE).path.parent)
     with pytest.raises(ValueError, match="holds no exercise"):
         registry.register(str(tmp_path / "79"))
 
@@ -168,12 +175,21 @@ def feedback(exercise: Exercise, workspace, body: str):
         ("return 2 * x + 1", "compare the two values"),
         ("return 'two'", "a tensor of shape [2] is expected"),
         ("return ...", "write a value in place of the dots"),
+        ("return np.float64(2) * x", "its own imports"),
+        ("import numpy\n    return torch.tensor(numpy.float32(2)) * x", None),
         ("while True: pass", "a loop that never ends"),
     ],
 )
 def test_a_wrong_solution_is_led_back_to_its_cause(double, workspace, body, says):
     found = feedback(double, workspace, body)
     assert found is None if says is None else says in found.cause, found
+
+
+def test_a_wrong_answer_reads_well(double, workspace):
+    found = feedback(double, workspace, "return 2 * x + 1")
+    assert found.headline == "double returns a wrong value for rank 0 (case: numbers)." and found.got == "3.0"
+    endless = feedback(double, workspace, "while True:\n        x += 1")
+    assert "did not return within 1 s" in endless.headline and "it stood in 78.double.py, line" in endless.got
 
 
 def test_every_mistake_of_the_file_is_its_own_diagnosis(double, workspace):
@@ -306,6 +322,13 @@ def test_a_wrong_solution_on_ranks_is_led_back_to_its_cause(tmp_path, workspace,
         exercise, workspace, f"import torch\nimport torch.distributed as dist\n\n\ndef mean(x):\n    {body}\n"
     )
     assert found is None if says is None else says in found.cause, found
+
+
+def test_a_message_that_is_not_waited_for_is_named_whatever_the_values():
+    source = "def double(x):\n    work = dist.all_reduce(x, async_op=True)\n"
+    by_luck = checking.waited_for(None, source)
+    assert "right by luck" in by_luck.headline and "`dist.all_reduce(x, async_op=True)` only begins" in by_luck.cause
+    assert checking.waited_for(None, source + "    work.wait()\n") is None
 
 
 def test_memory_that_promises_nothing_holds_nonsense():

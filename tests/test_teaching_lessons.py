@@ -20,7 +20,7 @@ from fsdplab.figures import alt_text
 from fsdplab.sessions import run_and_record
 from fsdplab.teaching import collectives, composing, one_unit, overlapping_axes, tour, whole_model
 from fsdplab.teaching.core import diagrams, display, exploring, glossary, registry, waiting
-from fsdplab.teaching.core.exercise import Exercise
+from fsdplab.teaching.core.exercise_file import Exercise
 from fsdplab.teaching.lessons.nb01_collectives.ring import ring_cells
 from fsdplab.teaching.lessons.nb06_whole_model.schedules import MEMORY_TARGET, ScheduleError, play, shortest, waits
 from fsdplab.teaching.lessons.nb16_composition import pipelines

@@ -13,7 +13,6 @@ from fsdplab.sessions import Failure
 from fsdplab.teaching import collectives
 from fsdplab.teaching.core import cell_runs, checking, on_ranks, raised, registry, run_submission
 from fsdplab.teaching.core.course_state import open_course
-from fsdplab.teaching.core.exercise import Case, Exercise, Trial
 from fsdplab.teaching.core.exercise_file import Mistake
 from tests.solutions import solutions_of, try_ended
 
@@ -169,39 +168,12 @@ def test_an_error_of_python_or_torch_is_led_back_to_the_mistake(error, cause):
     assert cause in raised.cause_of(error)
 
 
-@pytest.mark.parametrize("value,headline", [(3, "a wrong value on rank 1"), (2, "right by luck")])
-def test_a_message_that_is_not_waited_for_is_named_whatever_the_values(value, headline):
-    cases = (Case("one", ((), ()), (1, 2)),)
-    trials = ((Trial(0, 1, "", ()), Trial(1, value, "", ())),)
-    source = "def double(x):\n    work = dist.all_reduce(x, async_op=True)\n"
-    exercise = Exercise("78.double", "Double", "Double it.", "", source, ("a", "b", "c"), cases=lambda: cases)
-    feedback = checking.judge(exercise, run_submission.Tried(cases, trials, source))
-    assert headline in feedback.headline and "`dist.all_reduce(x, async_op=True)` only begins" in feedback.cause
-    waiting = checking.judge(exercise, run_submission.Tried(cases, trials, source + "    work.wait()\n"))
-    assert waiting is None if value == 2 else "only begins" not in waiting.cause
-
-
 def test_a_passed_check_makes_the_learners_version_the_one_in_use(course, capsys):
     exercise = registry.find("00.hello_ranks")
     course.workspace.save(exercise.id, exercise.reference)
     teaching.check(exercise.id)
     assert "00.hello_ranks: passed." in capsys.readouterr().out
     assert teaching.solution_file(exercise.id) == course.workspace.file_of(exercise.id)
-
-
-def test_a_driver_stands_between_the_ranks_and_the_function(workspace, tmp_path):
-    driver = tmp_path / "drive.py"
-    driver.write_text(
-        "import torch.distributed as dist\n\ndef drive(function, start):\n    return [function(start), function(start +"
-        " dist.get_rank())]\n"
-    )
-    exercise = Exercise(
-        "78.double", "Double", "Double it.", "", "def double(x):\n    return 2 * x\n", ("a", "b", "c"),
-        cases=lambda: [Case("one", ((1,), (1,)), ([2, 2], [2, 4]))], driver=(str(driver), "drive"),
-    )  # fmt: skip
-    right = run_submission.try_one(exercise, workspace.save(exercise.id, exercise.reference), workspace)
-    assert checking.judge(exercise, right) is None
-    assert right.trials[0][1] == Trial(1, [2, 4], "", ())
 
 
 def test_a_cell_runs_on_fresh_ranks(course, capsys):

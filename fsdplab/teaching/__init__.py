@@ -37,7 +37,7 @@ _SOURCES = {
     "predicted_runs": "core.exploring",
     "what_was_real": "core.provenance",
     "on_a_gpu": "core.on_a_gpu",
-    "Exercise": "core.exercise",
+    "Exercise": "core.exercise_file",
     "Question": "core.exercise",
     "Choice": "core.exercise",
     "register": "core.registry",

@@ -23,7 +23,7 @@ from nbformat.validator import normalize
 
 from fsdplab.common.files import read_file
 from fsdplab.teaching.core.course_state import EDITIONS
-from fsdplab.teaching.core.exercise import Exercise
+from fsdplab.teaching.core.exercise_file import Exercise
 from fsdplab.teaching.core.registry import find
 from fsdplab.teaching.core.workspace import WorkspaceError, has_code
 

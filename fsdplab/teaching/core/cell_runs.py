@@ -24,7 +24,7 @@ from fsdplab.sessions.staying.cell_reports import CellInterrupted
 from fsdplab.sessions.staying.ranks import StayingRanks, print_labelled
 
 from .course_state import current
-from .exercise import Exercise
+from .exercise_file import Exercise
 from .registry import find
 from .run_submission import ON_RANKS
 from .waiting import doing

@@ -1,8 +1,8 @@
 """`check`, `hint`, `solution`: run the learner's saved function, on real ranks where it sends something, and report
 the result.
 
-`judge` is pure: it turns the ranks' results or failure into feedback, or None where all is right. Values are compared
-first, then the exercise's rules look at the calls that were counted. Time is never judged.
+A solution runs beside the exercise's reference, and diagnosis.py compares what the two did; what did not return on all
+ranks is told here. Time is never judged.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from fsdplab.sessions import Failure, RanksFailed
 from . import diagnosis
 from .course_state import CheckFailed, current
 from .display import Note, present
-from .exercise import Case, Choice, Exercise, Question, Trial
-from .exercise_file import Exercise as ExerciseFile
+from .exercise import Choice, Question
+from .exercise_file import Exercise
 from .on_ranks import LeftUnfinished, StillWaiting
 from .raised import cause_of
 from .registry import find
-from .run_submission import Tried, behaviours, try_one
-from .verdicts import Difference, Feedback, Verdict, first_difference
+from .run_submission import behaviours
+from .verdicts import Feedback, Verdict
 from .waiting import doing
 from .workspace import Workspace, fingerprint, function_name, load_function
 
-_WRONG = {"keys": "a dict with other keys", "type": "something of another type"}
 _WAITS = {"wait", "is_completed", "synchronize", "get_future"}
 _UNWAITED = (
     "`{}` only begins the message and returns something to wait on: the tensor holds the result once its `.wait()` has"
@@ -57,18 +56,14 @@ def grade(exercise: str, hints: int = 0) -> Verdict:
         return Verdict(exercise, unwritten)
     where = "" if found.pure or found.world_size == 1 else f" on {found.world_size} ranks"
     with doing(f"checking {exercise}{where}"):
-        path = workspace.file_of(exercise)
-        if isinstance(found, ExerciseFile):
-            feedback = feedback_on(found, path, workspace)
-        else:
-            feedback = judge(found, try_one(found, path, workspace))
+        feedback = feedback_on(found, workspace.file_of(exercise), workspace)
     if feedback is None:
         workspace.note_pass(exercise, source or "")
         return Verdict(exercise, None, f"Right{where}{',' if where else ''} in every case.")
     return failed(found, feedback, workspace, hints)
 
 
-def failed(item: Exercise | ExerciseFile | Question, feedback: Feedback, workspace: Workspace, hints: int) -> Verdict:
+def failed(item: Exercise | Question, feedback: Feedback, workspace: Workspace, hints: int) -> Verdict:
     """The verdict of a failed try: it is counted, and unlocks the next hint."""
     unlocked = min(workspace.note_failure(item.id), len(item.hints))
     shown_hints = tuple(f"Hint {n} ({GRADES[n - 1]}): {text}" for n, text in enumerate(item.hints[:hints], 1))
@@ -142,7 +137,7 @@ def use(*exercises: str, more: str = "") -> None:
     write_whole(workspace.path / "in_use.py", "".join(lines) + more)
 
 
-def _unwritten(exercise: Exercise | ExerciseFile, source: str | None) -> Feedback | None:
+def _unwritten(exercise: Exercise, source: str | None) -> Feedback | None:
     """Feedback where there is nothing to run yet: no cell was run, or the stub is untouched."""
     expected = f"a cell that begins with %%exercise {exercise.id} and defines {exercise.function}"
     if source is None:
@@ -164,7 +159,7 @@ def _unwritten(exercise: Exercise | ExerciseFile, source: str | None) -> Feedbac
     return None
 
 
-def feedback_on(exercise: ExerciseFile, path: Path, workspace: Workspace) -> Feedback | None:
+def feedback_on(exercise: Exercise, path: Path, workspace: Workspace) -> Feedback | None:
     """The feedback on a saved solution, or None where it is right: it is run beside the reference."""
     reference = Workspace(workspace.path / "reference").save(exercise.id, exercise.reference)
     beside = [] if exercise.expected is not None else [(exercise, reference)]
@@ -176,7 +171,7 @@ def feedback_on(exercise: ExerciseFile, path: Path, workspace: Workspace) -> Fee
     return waited_for(diagnosis.judge(exercise, learner, right, mistakes), learner.source)
 
 
-def known_mistakes(exercise: ExerciseFile, workspace: Workspace) -> list[diagnosis.Known]:
+def known_mistakes(exercise: Exercise, workspace: Workspace) -> list[diagnosis.Known]:
     """How the exercise's known mistakes behave; none where it trains for long, or the ranks were lost."""
     if exercise.settings.facts_only:
         return []
@@ -201,24 +196,6 @@ def waited_for(feedback: Feedback | None, source: str) -> Feedback | None:
     return Feedback(headline, "`.wait()` on what the call returns", begun, _UNWAITED.format(begun), 0)
 
 
-def judge(exercise: Exercise, outcome: Tried | RanksFailed) -> Feedback | None:
-    """The first error in the ranks' results, or None: values first, then the exercise's rules."""
-    if isinstance(outcome, RanksFailed):
-        return feedback_on_failure(exercise, outcome.report)
-    begun = unwaited(outcome.source)
-    for case, trials in zip(outcome.cases, outcome.trials, strict=True):
-        for trial in trials:
-            difference = first_difference(case.expected[trial.rank], trial.returned, exercise.tolerance)
-            if difference:
-                feedback = _feedback_on_difference(exercise, case, trial, difference)
-                return replace(feedback, cause=_UNWAITED.format(begun)) if begun else feedback
-    if begun:
-        headline = "The values are right by luck: a message is not waited for."
-        return Feedback(headline, "`.wait()` on what the call returns", begun, _UNWAITED.format(begun), 0)
-    ruled = (exercise.rules(case, trials) for case, trials in zip(outcome.cases, outcome.trials, strict=True))
-    return next((feedback for feedback in ruled if feedback), None)
-
-
 def unwaited(source: str) -> str:
     """The first call with `async_op=True`, in a source that waits nowhere; else nothing."""
     nodes = list(ast.walk(ast.parse(source)))
@@ -232,24 +209,7 @@ def _asynchronous(keyword: ast.keyword) -> bool:
     return keyword.arg == "async_op" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True
 
 
-def _feedback_on_difference(exercise: Exercise, case: Case, trial: Trial, difference: Difference) -> Feedback:
-    step, cause = exercise.explain(case, trial, difference)
-    verb = "leads to" if exercise.driver else "returns"
-    what = _WRONG.get(difference.problem, f"a wrong {difference.problem}")
-    rank = None if exercise.world_size == 1 else trial.rank  # where there is one, its number is of no interest
-    where = "" if rank is None else f" {'for' if exercise.pure else 'on'} rank {rank}"
-    headline = f"{exercise.function} {verb} {what}{where} (case: {case.name})."
-    if trial.returned is None:
-        printed = f"; it printed {trial.printed.split()[0]!r} ..." if trial.printed.split() else ""
-        headline = f"{exercise.function} returns nothing (case: {case.name})."
-        step, cause = None, f"the function returns nothing{printed}: end it with `return ...`"
-    elif difference.problem == "dtype":
-        cause = "a buffer was made with torch's default dtype: make it like the input (new_empty, empty_like)"
-    tensor = difference.tensor if difference.index is not None or "[" in difference.tensor else None
-    return Feedback(headline, difference.expected, difference.got, cause, rank, step, tensor, difference.index)
-
-
-def feedback_on_failure(exercise: Exercise | ExerciseFile, report: Failure) -> Feedback:
+def feedback_on_failure(exercise: Exercise, report: Failure) -> Feedback:
     """The feedback on a solution that did not return on all ranks: it raised, waits for a message, or ended a rank."""
     who, hung = ("every rank", exercise.hung) if not exercise.pure else ("the call", "a loop that never ends")
     expected, got = f"{who} returns from {exercise.function}", report.message.splitlines()[0]

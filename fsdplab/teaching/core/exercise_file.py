@@ -238,7 +238,7 @@ class Exercise:
 
     def module(self) -> types.ModuleType:
         """The whole file as a module: its cases and its observation."""
-        return _module(self.path)
+        return _module(self.path, self.text)
 
     @property
     def expected(self) -> Mapping[str, Any] | None:
@@ -266,8 +266,8 @@ class Exercise:
 
 
 @lru_cache
-def _module(path: Path) -> types.ModuleType:
-    return loaded(path.read_text(encoding="utf-8"), f"exercise_file_{path.parent.name}_{path.stem}", str(path))
+def _module(path: Path, text: str) -> types.ModuleType:
+    return loaded(text, f"exercise_file_{path.parent.name}_{path.stem}", str(path))
 
 
 def loaded(source: str, name: str, file: str) -> types.ModuleType:

@@ -45,16 +45,6 @@ class LeftUnfinished(RuntimeError):
     """The function returned on this rank, but the next barrier failed: a message was begun and not waited for."""
 
 
-def call_recorded(payload: dict[str, Any]) -> list[list[dict[str, Any]]]:
-    """Call every program on every case; `[program][case]` -> the value, the output and the calls of this rank.
-
-    `payload["programs"]`: dicts with `path`, `function`, `driver` (file and function, or None), `arguments`
-    (`[case][rank]`, a tuple of arguments each) and `time_limit` (seconds for one case, from a common start).
-    """
-    Workspace(Path(payload["workspace"])).make_importable()
-    return [_run_program(program) for program in payload["programs"]]
-
-
 def call_exercises(payload: dict[str, Any]) -> list[list[dict[str, Any]]]:
     """Call every program on every case of its exercise: `[program][case]`, what this rank observed and sent.
 
@@ -113,20 +103,6 @@ class Observed:
             return self._value
 
         return called
-
-
-def _run_program(program: dict[str, Any]) -> list[dict[str, Any]]:
-    function = with_plain_numbers(load_function(Path(program["path"]), program["function"]))
-    call = with_driver(function, program["driver"])
-    return [_run_case(call, by_rank[dist.get_rank()], program) for by_rank in program["arguments"]]
-
-
-def with_driver(function: Callable[..., Any], driver: tuple[str, str] | None) -> Callable[..., Any]:
-    """The call of one case: the function itself, or `driver(function, ...)` where the exercise names one."""
-    if driver is None:
-        return function
-    file, name = driver
-    return functools.partial(load_function(Path(file), name), function)
 
 
 def with_plain_numbers(function: Callable[..., Any]) -> Callable[..., Any]:

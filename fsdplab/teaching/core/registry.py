@@ -1,55 +1,53 @@
 """The registry: every exercise of the course by its id; a notebook's are loaded when the first of them is asked for.
 
-They are the `ITEMS` of `exercises.py` in the notebook's lesson, or of `exercises_04.py` where a lesson serves two.
+They are the files of its folder, `exercises/05/`. A teacher registers a folder of their own.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator
-from importlib import import_module
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar, overload
 
-from .exercise import Choice, Exercise, Question
-from .exercise_file import Exercise as ExerciseFile
+from .exercise import Choice, Question
+from .exercise_file import Exercise
 from .questions_file import questions_of
 from .workspace import checked_id
 
-Item = Exercise | ExerciseFile | Question | Choice
+Item = Exercise | Question | Choice
 Kind = TypeVar("Kind", bound=Item)
-_LESSONS = Path(__file__).resolve().parents[1] / "lessons"
-_EXERCISES = _LESSONS.with_name("exercises")
-_registered: dict[str, Item] = {}
-_read: set[str] = set()
+_EXERCISES = Path(__file__).resolve().parents[1] / "exercises"
+_registered: dict[str, tuple[object, Item]] = {}  # id -> where it is from (a folder, or the item), and the item
 
 
-def register(*items: Item | Path | str) -> None:
-    """Add a folder of exercises, `register("my_course/21")`, for a teacher's own notebooks; or single items.
+def register(*things: Item | Path | str) -> None:
+    """Add a folder of exercises and questions for a teacher's own notebooks, `register("my_course/21")`; or items.
 
-    An id may be registered once; ValueError where a folder holds none.
+    A folder's files are read anew where it was registered before. ValueError where it holds none, and for an id that is
+    taken.
     """
-    for item in _each(items):
-        if _registered.get(item.id, item) is not item:
-            raise ValueError(f"{item.id} is registered already; give the new exercise an id of its own")
-        _registered[item.id] = item
+    for thing in things:
+        if isinstance(thing, (str, Path)):
+            place = Path(thing).resolve()
+            _add(place, list(items_in(place)))
+        else:
+            _add(thing, [thing])
 
 
-def _each(items: Iterable[Item | Path | str]) -> Iterator[Item]:
+def _add(source: object, items: list[Item]) -> None:
+    if not items:
+        raise ValueError(f"{source} holds no exercise (name.py) and no questions.md; its name is a notebook's number")
     for item in items:
-        if not isinstance(item, (str, Path)):
-            yield item
-            continue
-        found = list(items_in(Path(item)))
-        if not found:
-            raise ValueError(f"{item} holds no exercise (name.py) and no questions.md; its name is a notebook's number")
-        yield from found
+        if item.id in _registered and _registered[item.id][0] != source:
+            raise ValueError(f"{item.id} is registered already; give the new exercise an id of its own")
+    _registered.update((item.id, (source, item)) for item in items)
 
 
 def items_in(folder: Path) -> Iterator[Item]:
     """The exercises (`shard.py`) and questions (`questions.md`) of a notebook's folder, `05`."""
     for path in sorted(folder.glob("*.py")):
-        yield ExerciseFile(path)
+        yield Exercise(path)
     questions = folder / "questions.md"
     if questions.is_file():
         yield from questions_of(questions)
@@ -57,13 +55,10 @@ def items_in(folder: Path) -> Iterator[Item]:
 
 def items_of(notebook: str) -> tuple[Item, ...]:
     """All items of a notebook, `items_of("01")`; empty where the course has none."""
-    if notebook not in _read:
-        _read.add(notebook)
-        register(*items_in(_EXERCISES / notebook))
-    for file in (*_LESSONS.glob(f"nb{notebook}_*/exercises.py"), *_LESSONS.glob(f"nb*/exercises_{notebook}.py")):
-        items = import_module(f"fsdplab.teaching.lessons.{file.parent.name}.{file.stem}").ITEMS
-        register(*(item for item in items if not isinstance(_registered.get(item.id), ExerciseFile)))
-    return tuple(item for item in _registered.values() if item.id.startswith(f"{notebook}."))
+    place = _EXERCISES / notebook
+    if place.is_dir() and not any(source == place for source, _ in _registered.values()):
+        register(place)
+    return tuple(item for _, item in _registered.values() if item.id.startswith(f"{notebook}."))
 
 
 @overload
@@ -79,10 +74,7 @@ def find(exercise: str, kind: type | None = None) -> Item:
         near = difflib.get_close_matches(exercise, known, n=3, cutoff=0) or ["none in this notebook"]
         raise LookupError(f"there is no exercise {exercise!r}; near: {', '.join(near)}")
     item = known[exercise]
-    kinds = (Exercise, ExerciseFile) if kind is Exercise else kind
-    if kinds is not None and not isinstance(item, kinds):
-        verb, noun = (
-            ("check", "an exercise") if isinstance(item, (Exercise, ExerciseFile)) else ("answer", "a question")
-        )
+    if kind is not None and not isinstance(item, kind):
+        verb, noun = ("check", "an exercise") if isinstance(item, Exercise) else ("answer", "a question")
         raise LookupError(f"{exercise} is {noun}: use {verb}({exercise!r}, ...)")
     return item

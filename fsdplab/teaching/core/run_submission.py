@@ -1,7 +1,7 @@
-"""Runs a saved function: start fresh ranks, run every case, collect the trials. A pure function needs no ranks.
+"""Runs saved functions: start fresh ranks, run every case, collect what was seen. A pure function needs no ranks.
 
-One launch may carry several programs (the tests send all wrong solutions of an exercise at once); a learner's check
-carries one. A launch that ends badly gives a `Failure` in place of trials.
+One launch carries several solutions: a learner's beside the reference, then the known mistakes, and in the tests all of
+an exercise's at once. A launch that ends badly raises RanksFailed.
 """
 
 from __future__ import annotations
@@ -12,30 +12,21 @@ import signal
 import threading
 import traceback
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fsdplab.sessions import Failure, RanksFailed, call_on_ranks
 
-from .exercise import Call, Case, Exercise, Trial
-from .exercise_file import Exercise as ExerciseFile
-from .on_ranks import Observed, StillWaiting, portable, waited, with_driver, with_plain_numbers
-from .workspace import Workspace, load_function
+from .exercise import Call, Trial
+from .exercise_file import Exercise
+from .on_ranks import Observed, StillWaiting, portable, waited
+from .workspace import Workspace
 
 START_LIMIT = 90.0  # seconds for the ranks to start, on a busy machine too
 _MOST_CASES = 20  # of an exercise: the sum of their limits only ends what a rank's own clock could not
 ON_RANKS = Path(__file__).with_name("on_ranks.py")
-
-
-@dataclass(frozen=True)
-class Tried:
-    """The results of one program: `trials[case][rank]`; `source` is its text."""
-
-    cases: tuple[Case, ...]
-    trials: tuple[tuple[Trial, ...], ...]
-    source: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,7 +38,7 @@ class Behaviour:
     source: str
 
 
-def behaviours(solutions: Sequence[tuple[ExerciseFile, Path]], workspace: Workspace) -> list[Behaviour]:
+def behaviours(solutions: Sequence[tuple[Exercise, Path]], workspace: Workspace) -> list[Behaviour]:
     """Run saved solutions of exercises with one number of ranks, in one launch, and pure ones here; RanksFailed when
     one raises or hangs.
     """
@@ -56,7 +47,7 @@ def behaviours(solutions: Sequence[tuple[ExerciseFile, Path]], workspace: Worksp
     return [_seen_here(exercise, path) if exercise.pure else next(on_ranks) for exercise, path in solutions]
 
 
-def _seen_on_ranks(solutions: Sequence[tuple[ExerciseFile, Path]], workspace: Workspace) -> list[Behaviour]:
+def _seen_on_ranks(solutions: Sequence[tuple[Exercise, Path]], workspace: Workspace) -> list[Behaviour]:
     world_size = solutions[0][0].world_size
     programs = [
         {"exercise": str(exercise.path), "solution": str(path), "time_limit": exercise.time_limit}
@@ -85,7 +76,7 @@ def _behaviour(by_rank: Sequence[Sequence[Mapping[str, Any]]], source: str) -> B
     return Behaviour(tuple(seen["case"] for seen in by_rank[0]), tuple(trials), source)
 
 
-def _seen_here(exercise: ExerciseFile, path: Path) -> Behaviour:
+def _seen_here(exercise: Exercise, path: Path) -> Behaviour:
     """What a pure function does in every case, called in this process; RanksFailed where it raises or does not end."""
     try:
         with _ended_after(exercise.time_limit, path):
@@ -97,7 +88,7 @@ def _seen_here(exercise: ExerciseFile, path: Path) -> Behaviour:
     return _behaviour(seen, path.read_text(encoding="utf-8"))
 
 
-def _cases_here(exercise: ExerciseFile, observed: Observed, rank: int) -> list[dict[str, Any]]:
+def _cases_here(exercise: Exercise, observed: Observed, rank: int) -> list[dict[str, Any]]:
     seen = []
     for name, *given in exercise.module().cases(rank, exercise.world_size):
         printed = io.StringIO()
@@ -108,49 +99,6 @@ def _cases_here(exercise: ExerciseFile, observed: Observed, rank: int) -> list[d
             {"case": name, "returned": returned, "printed": printed_text, "calls": (), "nothing": observed.nothing}
         )
     return seen
-
-
-def try_programs(programs: Sequence[tuple[Exercise, Path]], workspace: Workspace) -> list[Tried]:
-    """Run saved solutions of exercises with one number of ranks, in one launch, and pure ones here; RanksFailed when
-    one raises or hangs.
-    """
-    sent = [(exercise, path) for exercise, path in programs if not exercise.pure]
-    on_ranks = iter(_on_ranks(sent, workspace) if sent else ())
-    return [try_here(exercise, path) if exercise.pure else next(on_ranks) for exercise, path in programs]
-
-
-def _on_ranks(programs: Sequence[tuple[Exercise, Path]], workspace: Workspace) -> list[Tried]:
-    world_size = programs[0][0].world_size
-    cases = [tuple(exercise.cases()) for exercise, _ in programs]
-    payload = {
-        "workspace": str(workspace.path),
-        "programs": [as_program(exercise, path, of) for (exercise, path), of in zip(programs, cases, strict=True)],
-    }
-    limit = START_LIMIT + sum(exercise.time_limit * len(of) for (exercise, _), of in zip(programs, cases, strict=True))
-    by_rank = call_on_ranks(ON_RANKS, "call_recorded", world_size=world_size, payload=payload, time_limit=limit)
-    sources = [path.read_text(encoding="utf-8") for _, path in programs]
-    return [Tried(of, _trials(by_rank, index, len(of)), sources[index]) for index, of in enumerate(cases)]
-
-
-def try_here(exercise: Exercise, path: Path) -> Tried:
-    """A pure function's results in every case, called in this process; RanksFailed where it raises or does not end."""
-    cases = tuple(exercise.cases())
-    try:
-        with _ended_after(exercise.time_limit, path):
-            function = with_plain_numbers(load_function(path, exercise.function))
-            call = with_driver(function, exercise.driver)
-            ranks = range(exercise.world_size)
-            return Tried(cases, tuple(tuple(_trial_here(call, case, rank) for rank in ranks) for case in cases))
-    except Exception as error:  # whatever the learner's function raises is the feedback
-        message = f"{type(error).__name__}: {error}"
-        raise RanksFailed(Failure("raised", message, traceback=traceback.format_exc())) from None
-
-
-def _trial_here(call: Callable[..., Any], case: Case, rank: int) -> Trial:
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        returned = call(*case.arguments[rank])
-    return Trial(rank, portable(returned), printed.getvalue(), ())
 
 
 @contextlib.contextmanager
@@ -171,29 +119,3 @@ def _ended_after(seconds: float, path: Path) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
         signal.setitimer(signal.ITIMER_REAL, *timer)  # whoever had set one before goes on waiting
-
-
-def try_one(exercise: Exercise, path: Path, workspace: Workspace) -> Tried | RanksFailed:
-    """One solution on the exercise's own number of ranks, within its time limit; the failure itself if it fails."""
-    try:
-        return try_programs([(exercise, path)], workspace)[0]
-    except RanksFailed as failure:
-        return failure
-
-
-def as_program(exercise: Exercise, path: Path, cases: Sequence[Case]) -> dict[str, object]:
-    """One solution as the payload for ranks."""
-    arguments = [case.arguments for case in cases]
-    function, driver, limit = exercise.function, exercise.driver, exercise.time_limit
-    return {"path": str(path), "function": function, "driver": driver, "arguments": arguments, "time_limit": limit}
-
-
-def _trials(by_rank: Sequence[list[list[dict[str, Any]]]], program: int, cases: int) -> tuple[tuple[Trial, ...], ...]:
-    """`[rank][program][case]` dicts -> `[case][rank]` trials of one program."""
-    return tuple(
-        tuple(_trial(rank, results[program][case]) for rank, results in enumerate(by_rank)) for case in range(cases)
-    )
-
-
-def _trial(rank: int, result: dict[str, Any]) -> Trial:
-    return Trial(rank, result["returned"], result["printed"], tuple(Call(*call) for call in result["calls"]))

@@ -9,7 +9,7 @@ from fsdplab.common.sizes import size
 from fsdplab.teaching.core.checking import solution_file
 from fsdplab.teaching.core.course_state import current
 from fsdplab.teaching.core.display import Table, table
-from fsdplab.teaching.core.exercise import Exercise
+from fsdplab.teaching.core.exercise_file import Exercise
 from fsdplab.teaching.core.registry import find
 from fsdplab.teaching.core.workspace import Workspace
 from fsdplab.teaching.lessons.by_hand.figures import bucket_figure
