@@ -8,7 +8,7 @@ control is answered within some milliseconds.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import pairwise
 from math import sqrt
@@ -27,7 +27,7 @@ from fsdplab.sessions.prediction import Prediction, predict
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.steady_card import SteadyCardError, plan_of, steady
 
-from .choices import PRESETS, Choices, at_bandwidth, check, parse_card
+from .choices import CONTROL_OF, CONTROLS, PRESETS, Choices, at_bandwidth, check, parse_card
 
 Run: TypeAlias = RunSpec | PlanSpec
 CAUSES = {
@@ -43,14 +43,7 @@ _NO_STEP = "not simulated without a link"
 _ALIKE = 0.02  # steps that differ by less are equally long, for a guess
 _EQUAL = 1e-3  # simulated steps that differ by less are equal
 # Settings that change what a run takes: a measurement with other ones is not drawn over its simulation.
-_SETTINGS = (
-    "strategy", "model", "world_size", "precision", "units", "checkpoint", "prefetch", "shard_size", "link", "emulate",
-    "batch_size", "sequence_length", "micro_batches",
-)  # fmt: skip
-_IN_A_NOTE = {
-    "preset": "{}", "model": "{}", "ranks": "{} ranks", "precision": "{}", "checkpoint": "recompute {}",
-    "units": "units {}", "prefetch": "prefetch {}", "link": "{}", "tokens": "{} tokens",
-}  # fmt: skip
+_SETTINGS = ("micro_batches", *(name for name in CONTROL_OF if name not in ("card", "steps", "engine", "as_model")))
 
 
 @dataclass(frozen=True)
@@ -417,8 +410,8 @@ def _pinned(pinned: Choices, strategy: str, now: Choices, fixed: Mapping[str, An
 
 def other_settings(pinned: Choices, now: Choices) -> str:
     """The settings of a pinned run that are not those of the choices: `prefetch 0, 300MB/s`."""
-    other = [each.name for each in fields(Choices) if getattr(pinned, each.name) != getattr(now, each.name)]
-    return ", ".join(_IN_A_NOTE[name].format(getattr(pinned, name)) for name in other if name in _IN_A_NOTE)
+    other = {name: row["note"] for name, row in CONTROLS.items() if getattr(pinned, name) != getattr(now, name)}
+    return ", ".join(note.format(getattr(pinned, name)) for name, note in other.items() if note)
 
 
 def _row(strategy: str, run: Run, card: int | None, records: Sequence[RunRecord]) -> dict[str, Any]:

@@ -8,8 +8,8 @@ blames.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from fsdplab.common.names import IN_GROUPS, OVER_ALL_RANKS
@@ -40,141 +40,14 @@ SEQUENCE, GPU_SEQUENCE = 128, 4096  # tokens of a sequence, where a rank reads a
 _NOT_OF_THE_TWIN = ("card", "checkpoint", "prefetch")
 
 
-@dataclass(frozen=True)
-class Choices:
-    """The controls' values: typed ones stay text (`card="300MB"`), multiple choices are tuples.
-
-    `link` is a preset of planning.links, a rate such as `150MB/s` or `10gbit,50us`, `none`, or `wind tunnel`; between
-    GPUs it is the bandwidth of one GPU, and over several nodes that of a node's network. `tokens` are those that a rank
-    reads in a step.
-
-    >>> Choices(strategies=("full_shard",), card="300MB").engines
-    ('lab',)
-    """
-
-    preset: str = "laptop"
-    model: str = "gpt-20m"
-    ranks: int = 2
-    strategies: tuple[str, ...] = OVER_ALL_RANKS
-    engines: tuple[str, ...] = ("lab",)
-    shard_size: int = 2
-    units: str = "auto"
-    precision: str = "fp32"
-    checkpoint: str = "none"
-    prefetch: int = 1
-    link: str = "150MB/s"
-    tunnel: str = "8xH100"
-    as_model: str = "llama-3.1-8b"
-    card: str = "330MB"
-    tokens: int = 256
-    steps: int = 3
-
-
-@dataclass(frozen=True)
-class Preset:
-    """A machine: the choices that it begins with, what else can be chosen, and the ends of the sliders.
-
-    `gpu` is the planner's name of its GPUs, of which `per_node` are in a node; None for this machine's own ranks.
-    """
-
-    choices: Choices
-    link_words: str
-    links: tuple[float, float]  # bytes per second
-    tokens: tuple[int, int]
-    ranks: tuple[int, ...] = RANKS
-    models: tuple[str, ...] = MODELS
-    gpu: str | None = None
-    per_node: int = 8
-    sides: tuple[str, str] = ("no_shard", "full_shard")  # A and B
-
-
-_ON_GPUS = Choices(
-    "8 x H100", "llama-3.1-8b", 8, precision="bf16", link="450GB/s", card="80GiB", tokens=4096
-)  # fmt: skip
-_TWO_NODES = replace(
-    _ON_GPUS, preset="two nodes", ranks=16, link="12.5GB/s", strategies=("zero2", "full_shard", "hybrid_shard")
-)
-PRESETS = {
-    "laptop": Preset(Choices(), "Link between the ranks", (10e6, 10e9), (32, 4096)),
-    "8 x H100": Preset(
-        _ON_GPUS, "NVLink of a GPU", (1e9, 1e12), (512, 65536), (2, 4, 8), TARGETS, "h100"
-    ),
-    "two nodes": Preset(
-        _TWO_NODES, "Ethernet of a node", (0.125e9, 400e9), (512, 65536), (16, 32), TARGETS, "h100",
-        sides=("full_shard", "hybrid_shard"),
-    ),
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Request:
-    """The runs of a set of choices, or one line for each control that prevents them; `left_out` names pairs that no
-    engine supports.
-    """
-
-    specs: tuple[RunSpec, ...] = ()
-    plans: tuple[PlanSpec, ...] = ()  # in place of specs, where the runs are on GPUs that the planner simulates
-    errors: Mapping[str, str] = field(default_factory=dict)
-    left_out: str = ""
-
-
-def check(choices: Choices, fixed: Mapping[str, Any] | None = None) -> Request:
-    """The runs that choices ask for, or why not, control by control; `fixed` are further fields of each RunSpec
-    (`device="cpu"`).
-
-    >>> check(Choices(ranks=9)).errors
-    {'ranks': 'ranks is 9; expected one of 1, 2, 3, 4'}
-    """
-    errors = {name: words for name, judge in _JUDGES.items() if (words := judge(choices))}
-    if errors:
-        return Request(errors=errors)
-    if choices.tokens % (sequence := sequence_of(choices, fixed or {})):
-        words = f"tokens is {choices.tokens}; expected a multiple of {sequence}, the tokens of a sequence"
-        return Request(errors={"tokens": words})
-    if PRESETS[choices.preset].gpu:
-        return _planned(choices)
-    pairs = _pairs(choices)
-    specs = []
-    for strategy, engine in pairs:
-        try:
-            specs.append(_spec(choices, strategy, engine, fixed or {}))
-        except SpecError as error:
-            return Request(errors={_to_blame(error, choices, fixed or {}): str(error)})
-    return Request(tuple(specs), left_out=_left_out(choices))
-
-
-def parse_card(text: str) -> int | None:
-    """Bytes of `300MB`, `1.5GB` or `2GiB`; None for an empty text or `none`; ValueError says what was expected."""
-    if text.strip().lower() in ("", "none"):
-        return None
-    try:
-        return parse_size(text)
-    except ValueError:
-        raise ValueError(CARD_WORDS.format(got=repr(text))) from None
-
-
-def link_of(text: str) -> str | None:
-    """The link of a RunSpec; None for `none` and the wind tunnel, which sets one of its own.
-
-    >>> link_of("none"), link_of(" 150MB/s")
-    (None, '150MB/s')
-    """
-    return None if text.strip() in (NO_LINK, TUNNEL) else text.strip()
-
-
-def label(spec: RunSpec) -> str:
-    """A run's name as the figures write it: `label(RunSpec(engine="torch-fsdp2")) == "torch-fsdp2"`."""
-    return RunView(spec.strategy, spec.engine, spec.world_size).label
-
-
 # ---- one control alone
 
-Judge = Callable[[Choices], str | None]  # the error of a choice, in one line
+Judge = Callable[["Choices"], str | None]  # the error of a choice, in one line
 
 
-def _one_of(name: str, expected: Sequence[str | int]) -> Judge:
+def _one_of(name: str, offered: Callable[[], Iterable[str | int]]) -> Judge:
     def judge(choices: Choices) -> str | None:
-        got = getattr(choices, name)
+        got, expected = getattr(choices, name), list(offered())
         if got in expected and not isinstance(got, bool):
             return None
         near = near_matches(got, [str(each) for each in expected]) if isinstance(got, str) else ""
@@ -251,37 +124,157 @@ def _judge_tunnel(choices: Choices) -> str | None:
 
 
 def _judge_target(choices: Choices) -> str | None:
-    return _one_of("as_model", TARGETS)(choices) if choices.link == TUNNEL else None
+    return _one_of("as_model", lambda: TARGETS)(choices) if choices.link == TUNNEL else None
 
 
-def _offered(name: str) -> Judge:
+def _offered(name: str, by_preset: str) -> Judge:
     """A judge of a choice that depends on the preset; a wrong preset has its own line."""
 
     def judge(choices: Choices) -> str | None:
         preset = PRESETS.get(choices.preset)
-        return _one_of(name, getattr(preset, f"{name}s" if name == "model" else name))(choices) if preset else None
+        return _one_of(name, lambda: getattr(preset, by_preset))(choices) if preset else None
 
     return judge
 
 
-_JUDGES: dict[str, Judge] = {
-    "preset": _one_of("preset", tuple(PRESETS)),
-    "model": _offered("model"),
-    "ranks": _offered("ranks"),
-    "tokens": _judge_tokens,
-    "steps": _judge_steps,
-    "precision": _one_of("precision", PRECISIONS),
-    "shard_size": _one_of("shard_size", SHARD_SIZES),
-    "units": _one_of("units", UNITS),
-    "prefetch": _one_of("prefetch", PREFETCH),
-    "checkpoint": _one_of("checkpoint", CHECKPOINTS),
-    "card": _judge_card,
-    "link": _judge_link,
-    "tunnel": _judge_tunnel,
-    "as_model": _judge_target,
-    "strategies": _some_of("strategies", STRATEGIES),
-    "engines": _judge_engines,
-}
+# ---- the table of choices
+
+
+def _choice(default: Any, judge: Judge, sets: str = "", note: str = "") -> Any:
+    """One choice: what it begins with, its judge, the fields of a RunSpec that it sets, and how a note names it."""
+    return field(default=default, metadata={"judge": judge, "sets": tuple(sets.split()), "note": note})
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The controls' values: typed ones stay text (`card="300MB"`), multiple choices are tuples.
+
+    `link` is a preset of planning.links, a rate such as `150MB/s` or `10gbit,50us`, `none`, or `wind tunnel`; between
+    GPUs it is the bandwidth of one GPU, and over several nodes that of a node's network. `tokens` are those that a rank
+    reads in a step.
+
+    >>> Choices(strategies=("full_shard",), card="300MB").engines
+    ('lab',)
+    """
+
+    preset: str = _choice("laptop", _one_of("preset", lambda: PRESETS), note="{}")
+    model: str = _choice("gpt-20m", _offered("model", "models"), "model", "{}")
+    ranks: int = _choice(2, _offered("ranks", "ranks"), "world_size", "{} ranks")
+    strategies: tuple[str, ...] = _choice(OVER_ALL_RANKS, _some_of("strategies", STRATEGIES), "strategy")
+    engines: tuple[str, ...] = _choice(("lab",), _judge_engines, "engine")
+    shard_size: int = _choice(2, _one_of("shard_size", lambda: SHARD_SIZES), "shard_size")
+    units: str = _choice("auto", _one_of("units", lambda: UNITS), "units", "units {}")
+    precision: str = _choice("fp32", _one_of("precision", lambda: PRECISIONS), "precision", "{}")
+    checkpoint: str = _choice("none", _one_of("checkpoint", lambda: CHECKPOINTS), "checkpoint", "recompute {}")
+    prefetch: int = _choice(1, _one_of("prefetch", lambda: PREFETCH), "prefetch", "prefetch {}")
+    link: str = _choice("150MB/s", _judge_link, "link", "{}")
+    tunnel: str = _choice("8xH100", _judge_tunnel, "emulate")
+    as_model: str = _choice("llama-3.1-8b", _judge_target, "as_model")
+    card: str = _choice("330MB", _judge_card, "card")
+    tokens: int = _choice(256, _judge_tokens, "batch_size sequence_length", "{} tokens")
+    steps: int = _choice(3, _judge_steps, "steps")
+
+
+CONTROLS = {each.name: each.metadata for each in fields(Choices)}
+# the control that sets each field of a RunSpec
+CONTROL_OF = {name: control for control, row in CONTROLS.items() for name in row["sets"]}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A machine: the choices that it begins with, what else can be chosen, and the ends of the sliders.
+
+    `gpu` is the planner's name of its GPUs, of which `per_node` are in a node; None for this machine's own ranks.
+    """
+
+    choices: Choices
+    link_words: str
+    links: tuple[float, float]  # bytes per second
+    tokens: tuple[int, int]
+    ranks: tuple[int, ...] = RANKS
+    models: tuple[str, ...] = MODELS
+    gpu: str | None = None
+    per_node: int = 8
+    sides: tuple[str, str] = ("no_shard", "full_shard")  # A and B
+
+
+_ON_GPUS = Choices(
+    "8 x H100", "llama-3.1-8b", 8, precision="bf16", link="450GB/s", card="80GiB", tokens=4096
+)  # fmt: skip
+_TWO_NODES = replace(
+    _ON_GPUS, preset="two nodes", ranks=16, link="12.5GB/s", strategies=("zero2", "full_shard", "hybrid_shard")
+)
+PRESETS: dict[str, Preset] = {
+    "laptop": Preset(Choices(), "Link between the ranks", (10e6, 10e9), (32, 4096)),
+    "8 x H100": Preset(
+        _ON_GPUS, "NVLink of a GPU", (1e9, 1e12), (512, 65536), (2, 4, 8), TARGETS, "h100"
+    ),
+    "two nodes": Preset(
+        _TWO_NODES, "Ethernet of a node", (0.125e9, 400e9), (512, 65536), (16, 32), TARGETS, "h100",
+        sides=("full_shard", "hybrid_shard"),
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Request:
+    """The runs of a set of choices, or one line for each control that prevents them; `left_out` names pairs that no
+    engine supports.
+    """
+
+    specs: tuple[RunSpec, ...] = ()
+    plans: tuple[PlanSpec, ...] = ()  # in place of specs, where the runs are on GPUs that the planner simulates
+    errors: Mapping[str, str] = field(default_factory=dict)
+    left_out: str = ""
+
+
+def check(choices: Choices, fixed: Mapping[str, Any] | None = None) -> Request:
+    """The runs that choices ask for, or why not, control by control; `fixed` are further fields of each RunSpec
+    (`device="cpu"`).
+
+    >>> check(Choices(ranks=9)).errors
+    {'ranks': 'ranks is 9; expected one of 1, 2, 3, 4'}
+    """
+    errors = {name: words for name, row in CONTROLS.items() if (words := row["judge"](choices))}
+    if errors:
+        return Request(errors=errors)
+    if choices.tokens % (sequence := sequence_of(choices, fixed or {})):
+        words = f"tokens is {choices.tokens}; expected a multiple of {sequence}, the tokens of a sequence"
+        return Request(errors={"tokens": words})
+    if PRESETS[choices.preset].gpu:
+        return _planned(choices)
+    pairs = _pairs(choices)
+    specs = []
+    for strategy, engine in pairs:
+        try:
+            specs.append(_spec(choices, strategy, engine, fixed or {}))
+        except SpecError as error:
+            return Request(errors={_to_blame(error, choices, fixed or {}): str(error)})
+    return Request(tuple(specs), left_out=_left_out(choices))
+
+
+def parse_card(text: str) -> int | None:
+    """Bytes of `300MB`, `1.5GB` or `2GiB`; None for an empty text or `none`; ValueError says what was expected."""
+    if text.strip().lower() in ("", "none"):
+        return None
+    try:
+        return parse_size(text)
+    except ValueError:
+        raise ValueError(CARD_WORDS.format(got=repr(text))) from None
+
+
+def link_of(text: str) -> str | None:
+    """The link of a RunSpec; None for `none` and the wind tunnel, which sets one of its own.
+
+    >>> link_of("none"), link_of(" 150MB/s")
+    (None, '150MB/s')
+    """
+    return None if text.strip() in (NO_LINK, TUNNEL) else text.strip()
+
+
+def label(spec: RunSpec) -> str:
+    """A run's name as the figures write it: `label(RunSpec(engine="torch-fsdp2")) == "torch-fsdp2"`."""
+    return RunView(spec.strategy, spec.engine, spec.world_size).label
 
 
 # ---- all together
@@ -363,15 +356,8 @@ def at_bandwidth(plan: PlanSpec, bytes_per_s: float) -> PlanSpec:
     return replace(plan, gpu=replace(gpu, link=replace(gpu.link, bytes_per_s=bytes_per_s)))
 
 
-# the controls whose names are not those of the fields that they set
-_CONTROLS = {
-    "world_size": "ranks", "sequence_length": "tokens", "batch_size": "tokens", "emulate": "tunnel",
-    "strategy": "strategies", "engine": "engines",
-}  # fmt: skip
-
-
 def _to_blame(error: SpecError, choices: Choices, fixed: Mapping[str, Any]) -> str:
     """The control of the first field to blame that is not at its default; the engines where there is none."""
-    controls = [_CONTROLS.get(name, name) for name in error.fields if name not in fixed]
+    controls = [CONTROL_OF.get(name, name) for name in error.fields if name not in fixed]
     moved = [name for name in controls if hasattr(choices, name) and getattr(choices, name) != getattr(Choices(), name)]
     return moved[0] if moved else "engines"
