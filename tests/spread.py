@@ -24,7 +24,7 @@ LONGEST = (
     "test_engine_state", "test_sessions_runs", "13_precision_checkpointing_offload", "test_course_11",
     "test_staying_ranks", "test_sessions_reports", "test_sessions_nodes", "test_compose_tensor",
     "11_strategy_shoot_out", "test_course_site", "test_sessions_call", "test_engine_numbers", "test_course_05_06",
-    "test_course_03_04", "test_lab_browser", "09_memory_timelines", "test_prediction", "test_compose_experts",
+    "test_course_03", "test_lab_browser", "09_memory_timelines", "test_prediction", "test_compose_experts",
     "test_course_09", "test_course_13", "test_course_07", "test_installed", "test_course_16",
     "test_engine_shm_recovery", "test_step_program", "test_engine_offload", "test_surface_memory",
     "test_compose_pipeline", "test_teaching_course", "test_architecture", "test_cli", "test_plan_oracle",

@@ -9,6 +9,7 @@ from string import Formatter
 import pytest
 
 from fsdplab.cli.options import in_flags
+from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.sessions import RunSpec, SpecError
 from fsdplab.sessions.compare_runs import SAME
 from fsdplab.sessions.spec import EngineChoice, Measuring, Network, Placement, Sharding, WorkloadPart
@@ -52,6 +53,13 @@ def test_a_part_alone_is_frozen_and_has_the_defaults_of_a_spec(part: type) -> No
         setattr(alone, names(part)[0], None)
     with pytest.raises(TypeError, match="positional"):
         part(1)
+
+
+def test_what_rests_as_shards_can_be_offloaded():
+    for strategy, row in STRATEGY_ROWS.items():
+        if row.can_offload:
+            assert Sharding(strategy=strategy, offload="cpu").offload == "cpu"
+    assert STRATEGY_ROWS["hybrid_shard"].can_offload and not STRATEGY_ROWS["zero2"].can_offload
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ PEERS = tuple(name for name in ENGINES if name not in ("lab", "twin"))
 ENGINES_IN_WORDS = f"lab, {', '.join(PEERS)} or twin"
 # the engines of torch that take shared memory instead of the device's usual backend
 ON_SHARED_MEMORY = ("torch-ddp", "torch-fsdp1", "torch-fsdp2")
-OFFLOADABLE = _best_known(lambda row: row.cuts == STATES and not row.in_groups)  # states that rest as shards alone
 
 STARTS = ("auto", "warm", "torchrun")  # how ranks are started: warm ones are forked; auto is warm where possible
 COMPILES = ("none", "blocks")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fsdplab.common.fields import option
-from fsdplab.common.names import IN_GROUPS, STRATEGIES, STRATEGIES_IN_WORDS, STRATEGY_ROWS, StrategyRow
+from fsdplab.common.names import IN_GROUPS, STRATEGIES, STRATEGIES_IN_WORDS, STRATEGY_ROWS, StrategyRow, strategies_that
 from fsdplab.planning.hardware import HardwareError, parse_cluster
 from fsdplab.planning.links import LinkError, parse_link
 from fsdplab.planning.windtunnel import TARGET_TOKENS, Target, WindTunnelError, card_for, wind_tunnel
@@ -23,6 +23,7 @@ from .rules import Checked, Readable, Rule, Rules
 # Step whose memory is measured: the first has made the optimizer's state and recorded the order of the units, so the
 # second is typical.
 MEMORY_STEP = 1
+_OFFLOADABLE = strategies_that(lambda row: row.can_offload)
 _MANY = 10**9  # beyond such numbers a run is a mistake, or would overflow a seed or an index
 
 
@@ -92,9 +93,9 @@ class Sharding(Checked):
             f"leave it out, or give strategy={IN_GROUPS[0]!r}",
         ),
         Rule(
-            ("offload", "strategy"), lambda s: s.offload == "none" or s.strategy in choices.OFFLOADABLE,
+            ("offload", "strategy"), lambda s: s.offload == "none" or s.row.can_offload,
             "offload moves shards, but {s.strategy} keeps parameters whole",
-            f"give strategy={' or '.join(map(repr, choices.OFFLOADABLE))}",
+            f"give strategy={' or '.join(map(repr, _OFFLOADABLE))}",
         ),
     )  # fmt: skip
 
