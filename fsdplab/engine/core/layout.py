@@ -40,17 +40,17 @@ class Slot:
         """Length of dimension 0."""
         return self.shape[0]
 
-    @property
+    @cached_property
     def row_bytes(self) -> int:
         """Bytes of one row."""
         return prod(self.shape[1:]) * self.itemsize
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of the parameter without padding."""
         return self.rows * self.row_bytes
 
-    @property
+    @cached_property
     def chunk_bytes(self) -> int:
         """Bytes that one rank's shard reserves for this parameter, padding included."""
         return self.chunk * self.row_bytes

@@ -25,13 +25,13 @@ from fsdplab.engine.core.policy import MixedPrecisionPolicy
 def gathers_itself(parameter: torch.Tensor) -> bool:
     """Whether `parameter` says itself how it is gathered: by its class, or by methods given to its local tensor."""
     local = compat.local_of(parameter)
-    has = {name: hasattr(local, name) for name in ("fsdp_pre_all_gather", "fsdp_post_all_gather")}
-    if len(set(has.values())) > 1:
+    before, after = hasattr(local, "fsdp_pre_all_gather"), hasattr(local, "fsdp_post_all_gather")
+    if before != after:
         raise AssertionError(
             "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using all-gather extensions:"
-            f" {type(local).__name__} has {' and '.join(name for name in has if has[name])} only"
+            f" {type(local).__name__} has {'fsdp_pre_all_gather' if before else 'fsdp_post_all_gather'} only"
         )
-    return has["fsdp_pre_all_gather"]
+    return before
 
 
 def in_its_form(param: ShardedParam) -> ShardedParam:
