@@ -126,8 +126,8 @@ def _cause(
 
 
 def _alike(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right, mistakes: Sequence[Known]) -> str:
-    """The cause of the known mistake that does the same here, in this fact and those before it; of several, at most
-    places, then in most facts.
+    """The cause of the known mistake that does the same here, in this fact's wrong parts and the facts before it; of
+    several, at most places, then in most facts.
     """
 
     def same(known: Known, case: int, rank: int, fact: str) -> bool:
@@ -137,13 +137,25 @@ def _alike(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right,
 
     places = [(case, rank) for case, ranks in enumerate(right) for rank in range(len(ranks))]
     facts = list(_compared(right[place.case][place.rank]))
-    here = facts[: facts.index(place.fact) + 1]
+    before = facts[: facts.index(place.fact)]
+    wrong = _wrong_parts(exercise, place, learner, right, place.case, place.rank)
+
+    def same_here(known: Known) -> bool:
+        trial = known.behaviour.trials[place.case][place.rank]
+        theirs = _parts(_facts(trial.returned).get(place.fact))
+        nothing = learner.trials[place.case][place.rank].nothing
+        unlike = (first_difference(theirs.get(name), got, exercise.tolerance) for name, (_, got) in wrong.items())
+        return trial.nothing == nothing and not any(unlike)
 
     def score(known: Known) -> tuple[int, int]:
         at_places = sum(same(known, *at, place.fact) for at in places)
         return at_places, sum(same(known, *at, fact) for at in places for fact in facts)
 
-    alike = [known for known in mistakes if all(same(known, place.case, place.rank, fact) for fact in here)]
+    alike = [
+        known
+        for known in mistakes
+        if same_here(known) and all(same(known, place.case, place.rank, fact) for fact in before)
+    ]
     return max(alike, key=score).cause if alike else ""
 
 
@@ -169,7 +181,7 @@ def _relation(exercise: Exercise, place: _Place, learner: Behaviour, right: _Rig
         if unlike and _differs(theirs, own, place.fact, exercise.tolerance) is None:
             return f"this is what rank {rank} must give"
     factor = _constant_factor(exercise, place, learner, right)
-    return _factor_in_words(factor, 1 if exercise.pure else len(case)) if factor else OTHERWISE
+    return _factor_in_words(factor, 1 if exercise.pure else len(case)) if factor else exercise.otherwise or OTHERWISE
 
 
 def _parts(value: Any) -> Mapping[str, Any]:
@@ -177,11 +189,14 @@ def _parts(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {"": value}
 
 
-def _wrong_parts(exercise: Exercise, right: Any, got: Any) -> list[tuple[Any, Any]]:
-    """Pairs (right, got) of the parts of a fact that differ."""
-    ours = _parts(got)
-    pairs = [(value, ours.get(name)) for name, value in _parts(right).items()]
-    return [pair for pair in pairs if first_difference(*pair, exercise.tolerance)]
+def _wrong_parts(
+    exercise: Exercise, place: _Place, learner: Behaviour, right: _Right, case: int, rank: int
+) -> dict[str, tuple[Any, Any]]:
+    """(right, got) of the parts of the place's fact that differ in this case on this rank, by their names."""
+    ours = _parts(_facts(learner.trials[case][rank].returned).get(place.fact))
+    theirs = _parts(right[case][rank].get(place.fact))
+    pairs = {name: (value, ours.get(name)) for name, value in theirs.items()}
+    return {name: pair for name, pair in pairs.items() if first_difference(*pair, exercise.tolerance)}
 
 
 def _constant_factor(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right) -> float:
@@ -191,9 +206,7 @@ def _constant_factor(exercise: Exercise, place: _Place, learner: Behaviour, righ
         for case, ranks in enumerate(right)
         for rank, expected in enumerate(ranks)
         if place.fact in expected
-        for pair in _wrong_parts(
-            exercise, expected[place.fact], _facts(learner.trials[case][rank].returned).get(place.fact)
-        )
+        for pair in _wrong_parts(exercise, place, learner, right, case, rank).values()
     ]
     factor = _factor(*pairs[0])
     tolerance = max(exercise.tolerance, 1e-6)
@@ -224,8 +237,8 @@ def _how_many(exercise: Exercise, place: _Place, learner: Behaviour, right: _Rig
     got = _facts(learner.trials[place.case][place.rank].returned).get(place.fact)
     if len(expected) == 1 or not isinstance(got, dict):
         return ""
-    wrong = _wrong_parts(exercise, expected, got)
-    dimensions = {value.dim() for value, _ in wrong if hasattr(value, "dim")}
+    wrong = _wrong_parts(exercise, place, learner, right, place.case, place.rank)
+    dimensions = {value.dim() for value, _ in wrong.values() if hasattr(value, "dim")}
     alike = f", all of them {dimensions.pop()}-D" if len(dimensions) == 1 else ""
     return f" ({len(wrong)} of {len(expected)} differ{alike})"
 

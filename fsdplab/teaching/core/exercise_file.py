@@ -14,7 +14,8 @@ return; `#: as above` repeats the cause before. `##` is a line of the stub, wher
 
 After `# ---- check: on 3 ranks, within 1e-6` come `cases(rank, n)`, which yields (name, *arguments), and perhaps
 `observe(function, *arguments) -> {fact: value}`, `SAYS = {fact: what to say where it is the first that differs}` and
-`EXPECTED = {fact: value}` where running the reference takes long. Otherwise the reference's results are expected.
+`EXPECTED = {fact: value}` where running the reference takes long. Otherwise the reference's results are expected. SAYS
+has two more names: "hung", for a check that does not end, and "otherwise", where no cause is found.
 """
 
 from __future__ import annotations
@@ -255,6 +256,11 @@ class Exercise:
     def hung(self) -> str:
         """The likely cause where a check does not end."""
         return str(getattr(self.module(), "SAYS", {}).get("hung", HUNG))
+
+    @property
+    def otherwise(self) -> str:
+        """What to say where no cause is found: the file's own sentence, or nothing."""
+        return str(getattr(self.module(), "SAYS", {}).get("otherwise", ""))
 
     def complaints(self) -> list[str]:
         """What the file lacks, a line each."""

@@ -61,6 +61,8 @@ def model_state_bytes(strategy, parameters, ranks, param_dtype):
     #: the master is part of the optimizer state, and is divided with it
     #! return 1e-9 * parameters * sum(each / ranks if place < divided else each for place, each in enumerate(states))
     #: this is in GB; bytes are asked for
+    #! return 1e-6 * parameters * sum(each / ranks if place < divided else each for place, each in enumerate(states))
+    #: this is in MB; bytes are asked for
     #! return ranks * parameters * sum(each / ranks if place < divided else each for place, each in enumerate(states))
     #: this is the sum over all ranks; one rank is asked for
     #! return str(parameters * sum(each / ranks if place < divided else each for place, each in enumerate(states)))

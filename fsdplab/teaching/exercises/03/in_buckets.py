@@ -55,6 +55,8 @@ def in_buckets(model, bucket_bytes):
             joined /= dist.get_world_size()
             #! pass
             #: this is the sum over the ranks: it was never divided by their number
+            #! joined /= 2
+            #: divided by 2, but there are more ranks: ask `dist.get_world_size()`
             #! joined = joined.flip(0) / dist.get_world_size()
             #: pieces were written back to the wrong parameters; cut the bucket in the order in which it was joined
             for each, piece in zip(bucket, joined.split([each.numel() for each in bucket])):
@@ -108,6 +110,8 @@ def messages(steps, bucket_bytes):
 
 
 SAYS = {
+    "otherwise": "these are other numbers: perhaps pieces were written back to the wrong parameters; cut the bucket in"
+    " the order in which it was joined",
     "gradients of step 1": "step 0 was right on this rank, so something is left over from it (a list that was not"
     " emptied?), or it was wrong on another rank (an `if rank == 0`?) and the models have differed since",
     "what leaves during backward": "everything waits for the end of backward, so nothing can travel while backward"

@@ -43,6 +43,8 @@ def small_together(model):
             parameter.grad.copy_(piece)
             #! parameter.grad.copy_(piece / n)
             #: divided twice by the number of ranks
+            #! pass
+            #: this is the rank's own gradient: the average was not written back into `.grad`
         small.clear()
         #! pass
         #: more travels than an all_reduce needs: each gradient once a step, so empty the list
@@ -66,6 +68,7 @@ def observe(small_together):
 
 
 SAYS = {
+    "otherwise": "these are other numbers: `.grad` should hold the sum over all ranks, divided by their number",
     "gradients of step 1": "step 0 was right on this rank, so something is left over from it (a list that was not"
     " emptied?), or it was wrong on another rank (an `if rank == 0`?) and the models have differed since",
     "hung": "deadlock: a rank waits in a collective that another rank never calls. Every rank must make the same calls"
