@@ -130,6 +130,20 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]], caption: str 
     return Table(tuple(header), tuple(tuple(str(cell) for cell in row) for row in rows), caption)
 
 
+class HasTable:
+    """Results that show as their `table()`."""
+
+    def table(self) -> Table:
+        """The results in rows."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return str(self.table())
+
+    def _repr_html_(self) -> str:
+        return self.table()._repr_html_()
+
+
 @dataclass(frozen=True, repr=False)
 class Note:
     """A few lines of text beside a coloured bar: hints, predictions."""

@@ -8,7 +8,7 @@ from statistics import fmean
 
 from fsdplab.common.words import MISSING
 from fsdplab.teaching.core.comm_log import bytes_sent
-from fsdplab.teaching.core.display import Table, table
+from fsdplab.teaching.core.display import HasTable, Table, table
 from fsdplab.teaching.core.exercise import Call
 
 FLOAT = 4  # bytes
@@ -78,7 +78,7 @@ class Run:
 
 
 @dataclass(frozen=True, repr=False)
-class Runs:
+class Runs(HasTable):
     """Several ways to train the same thing; shows as one table. Iterates over its runs."""
 
     runs: tuple[Run, ...]
@@ -123,12 +123,6 @@ class Runs:
             f" {expected:,}."
         )
         return table(header, rows, caption)
-
-    def __repr__(self) -> str:
-        return str(self.table())
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
 
 
 @dataclass(frozen=True, repr=False)

@@ -6,12 +6,11 @@ P is the whole payload in bytes and n the number of ranks, here as in every tabl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
 from fsdplab.sessions import call_on_ranks
-from fsdplab.teaching.core.checking import solution_file
+from fsdplab.teaching.core.checking import solution, solution_file
 from fsdplab.teaching.core.course_state import current
 from fsdplab.teaching.core.display import Table, table
 from fsdplab.teaching.core.waiting import doing
@@ -65,46 +64,21 @@ def compose(world_size: int = 2, elements: int = 1_000_000) -> Table:
     )
 
 
-@dataclass(frozen=True, repr=False)
-class RingCount:
-    """The bytes that each rank sent while it gathered P = `payload` bytes; shows as a table beside the formula."""
-
-    whose: str
-    payload: int
-    sends: tuple[int, ...]
-    sent: tuple[int, ...]
-
-    @property
-    def megabytes(self) -> float:
-        """MB sent by rank 0."""
-        return self.sent[0] / 1e6
-
-    def table(self) -> Table:
-        """Ranks, their sends and bytes, and P (n-1)/n."""
-        formula = f"{self.payload * (len(self.sent) - 1) // len(self.sent):,}"
-        rows = [
-            [f"rank {rank}", count, f"{nbytes:,}", formula]
-            for rank, (count, nbytes) in enumerate(zip(self.sends, self.sent, strict=True))
-        ]
-        caption = f"Counted while {self.whose} gathered P = {self.payload:,} bytes on {len(self.sent)} real ranks."
-        return table(["", "sends", "bytes sent", "P (n-1)/n"], rows, caption)
-
-    def __repr__(self) -> str:
-        return str(self.table())
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
-
-
 @doing("gathering with the ring on real ranks")
-def count_ring(exercise: str = "01.ring_all_gather", megabytes: float = 12, world_size: int = 3) -> RingCount:
-    """Gather P = `megabytes` MB with the learner's ring (or the reference) on real ranks, and count what each sends."""
-    path, workspace = solution_file(exercise), current().workspace
-    elements = int(megabytes * 1e6 / 4 / world_size)
-    payload = {"workspace": str(workspace.path), "solution": str(path), "elements": elements}
-    sent = call_on_ranks(ON_THE_RANKS, "sent", world_size=world_size, payload=payload, time_limit=TIME_LIMIT)
-    whose = "your ring" if path.parent == workspace.path else "the reference ring"
-    return RingCount(whose, elements * world_size * 4, tuple(map(len, sent)), tuple(map(sum, sent)))
+def count_ring(exercise: str = "01.ring_all_gather", megabytes: float = 12, world_size: int = 3) -> list[list[int]]:
+    """Gather P = `megabytes` MB with the learner's ring (or the reference: it says which) on real ranks; bytes of each
+    message that a rank sent, by rank.
+    """
+    solution(exercise)
+    payload = {
+        "workspace": str(current().workspace.path),
+        "solution": str(solution_file(exercise)),
+        "elements": int(megabytes * 1e6 / 4 / world_size),
+    }
+    by_rank: list[list[int]] = call_on_ranks(
+        ON_THE_RANKS, "sent", world_size=world_size, payload=payload, time_limit=TIME_LIMIT
+    )
+    return by_rank
 
 
 @doing("timing collectives of five sizes on real ranks")

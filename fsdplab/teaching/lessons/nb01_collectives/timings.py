@@ -12,7 +12,7 @@ from fsdplab.common.sizes import size, three_digits
 from fsdplab.figures.lines import line
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import COLLECTIVE_COLOURS, STRATEGY_COLOURS, titled
-from fsdplab.teaching.core.display import Table, table
+from fsdplab.teaching.core.display import HasTable, Table, table
 
 GB = 1e9
 
@@ -44,7 +44,7 @@ class Timing:
 
 
 @dataclass(frozen=True, repr=False)
-class Bandwidth:
+class Bandwidth(HasTable):
     """Timings of several collectives over several sizes, as `measure_bandwidth` returns them."""
 
     timings: tuple[Timing, ...]
@@ -82,12 +82,6 @@ class Bandwidth:
         longer = self.at("all_reduce", self.largest).seconds / self.at("all_gather", self.largest).seconds
         slowest = min(largest, key=lambda timing: timing.busbw).kind
         return f"This time all_reduce took {longer:.1f} times as long as all_gather; {slowest} has the lowest busbw."
-
-    def __repr__(self) -> str:
-        return str(self.table())
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
 
 
 def bandwidth_figure(measured: Bandwidth) -> go.Figure:

@@ -9,9 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from fsdplab.common.names import CATEGORIES
+from fsdplab.common.names import CATEGORIES, CATEGORY_ROWS
 from fsdplab.common.sizes import size, three_digits
+from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.plotly_go import go
+from fsdplab.figures.style import titled
 from fsdplab.planning.fit import fit
 from fsdplab.planning.memory import FRAMEWORK_BYTES, memory_of
 from fsdplab.planning.plan_spec import CHECKPOINTINGS, PlanSpec
@@ -20,10 +22,8 @@ from fsdplab.records import RunRecord, known
 from fsdplab.sessions import RunSpec
 from fsdplab.teaching.core.display import Note, Table, table
 
-from .figures import stacked
-
 __all__ = [
-    "CARD", "beside_zero", "counted", "gap", "job", "moments", "moments_table", "on_the_card", "outcome", "peak",
+    "CARD", "beside_zero", "gap", "job", "moments", "moments_table", "on_the_card", "peak",
     "planned", "predicted_beside", "real_batches", "stack", "states_table",
 ]  # fmt: skip
 
@@ -49,11 +49,6 @@ def states_table(held: Mapping[str, int], count: int) -> Table:
     return table(["state", "MB", "bytes a parameter"], rows, "Counted on this machine, after one step.")
 
 
-def counted(held: Mapping[str, int], saved: int, rows: int) -> dict[str, float]:
-    """What question 02.equal is judged against: bytes of model states, and bytes of activations a row of the batch."""
-    return {"states": float(sum(held.values())), "a row": saved / rows}
-
-
 def beside_zero(model_state_bytes: StateBytes) -> Table:
     """A function of model states beside the published table of the ZeRO paper, in GB."""
     rows = []
@@ -65,6 +60,23 @@ def beside_zero(model_state_bytes: StateBytes) -> Table:
         " table 1). Both are computed. full_shard is the paper's third stage."
     )
     return table(["ranks", *ZERO_STAGES], rows, caption)
+
+
+def stacked(bars: Mapping[str, Mapping[str, float]], card: float | None, title: str, subtitle: str) -> go.Figure:
+    """Stacked bars of bytes by category; what exceeds the card is named in the alarm colour."""
+    totals = {name: sum(split.values()) for name, split in bars.items()}
+    widest = max(*totals.values(), card or 0)
+    scale, unit = (1e9, "GB") if widest >= 1e9 else (1e6, "MB")
+    present = [row for row in CATEGORY_ROWS.values() if any(split[row.name] > widest / 1000 for split in bars.values())]
+    parts = [Part(row.words, row.colour, [split[row.name] / scale for split in bars.values()]) for row in present]
+    over = [name for name, total in totals.items() if card and total > card]
+    ends = {name: f"<b>{size(total)}</b>{' · over the card' if name in over else ''}" for name, total in totals.items()}
+    levels = {f"card {size(card)}": card / scale} if card else {}
+    axis = f"peak memory of a rank ({unit})"
+    figure = stacked_bars(ends, parts, axis, f"%{{x:.1f}} {unit}", levels=levels, alarming=over)
+    said = "; ".join(f"{name} {size(total)}" for name, total in totals.items())
+    alt = f"Bars of memory by category: {said}.{f' The card holds {size(card)}.' if card else ''}"
+    return titled(figure, title, subtitle, alt, 100 + 48 * len(bars))
 
 
 # ---- a large model, planned
@@ -174,18 +186,6 @@ def moments_table() -> Table:
 def on_the_card(batch: int) -> RunSpec:
     """The lesson's run with so many sequences a rank, on an emulated card of 320 MB."""
     return job(batch_size=int(batch), card=int(CARD))
-
-
-def outcome(record: RunRecord) -> Note:
-    """Whether a run fits its card, and how far its peak was from the card."""
-    found, card, count = peak(record) * MB, record.spec["card"], record.spec["batch_size"]
-    fits = "fits its card" if found <= card else "is over its card"
-    return Note(
-        (
-            f"Seen here: with {count} sequences a rank the run {fits}. Its peak is {size(found)} on a card of"
-            f" {size(card)} ({abs(card - found) / card:.1%} {'below' if found <= card else 'above'} it).",
-        )
-    )
 
 
 def real_batches(largest_batch: Callable[[float, Moments], float]) -> Table:
