@@ -16,8 +16,7 @@ def choose_units(name, module):
     #! return False
     #: everything is one unit, the root: the whole model is gathered at once. Return True for some modules
     #! return type(module).__name__ == "GPTBlock"
-    #: at most 6,500,000 bytes gathered: a unit is gathered while it runs, and with it the root and every unit around
-    #: it; what no unit claims belongs to the root. The largest unit must be smaller
+    #: a unit is gathered while it runs, and with it the root and every unit around it
     #! return type(module).__name__ == "GPTBlock" or name.endswith(".feed_forward")
     #: as above
     #! return name.endswith(".feed_forward")

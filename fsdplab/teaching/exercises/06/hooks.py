@@ -27,8 +27,7 @@ def hooks(unit, unshard, reshard, reduce):
         ### BEGIN SOLUTION
         if not unit.is_root:
             #! if False:
-            #: blocks stay gathered from forward to backward, so the whole model is in memory: drop every unit but the
-            #: root in after_forward
+            #: blocks stay gathered from forward to backward, so the whole model is in memory
             #! reshard(unit.whole)
             #! if False:
             #: raises: the hook has run and the unit still has no memory
@@ -39,8 +38,7 @@ def hooks(unit, unshard, reshard, reduce):
         ### BEGIN SOLUTION
         if not unit.is_root:
             #! if True:
-            #: one gather too many: after its forward the root stays, because its backward begins at once; so it is
-            #: neither dropped there nor gathered again
+            #: one gather too many: after its forward the root stays
             #! if False:
             #: raises: the hook has run and the unit still has no memory
             unshard(unit.mine, unit.whole)
@@ -50,23 +48,20 @@ def hooks(unit, unshard, reshard, reduce):
         ### BEGIN SOLUTION
         reshard(unit.whole)
         #! pass
-        #: something stays gathered after the step: after_backward drops the unit as well, the root too
+        #: something stays gathered after the step
         #! if not unit.is_root:
         #!     reshard(unit.whole)
         #: as above
         unit.mine.grad = reduce(unit.take_gradient())
         #! pass
-        #: the first loss is right and no gradient was reduced, so the ranks' gradients stayed apart: after_backward
-        #: hands the whole gradient to `reduce`, and sets `unit.mine.grad` to what it returns
+        #: the first loss is right and no gradient was reduced
         #! unit.mine.grad = unit.take_gradient()[: len(unit.mine)]
         #: as above
         #! if not unit.is_root:
         #!     unit.mine.grad = reduce(unit.take_gradient())
-        #: the first loss is right, but only 2 of 3 units reduced a gradient: every unit does in after_backward, the
-        #: root too
+        #: the first loss is right, but only 2 of 3 units reduced a gradient
         #! unit.mine.grad = reduce(unit.take_gradient()) / 2
-        #: the first loss is right, the first update is not: the optimizer reads `unit.mine.grad`; set it to what
-        #: `reduce` returns
+        #: the first loss is right, the first update is not: the optimizer reads `unit.mine.grad`
         #! unit.mine.grad = reduce(unit.take_gradient()) * 2
         #: as above
         #! unit.mine.grad = reduce(unit.take_gradient()) * 2 - 1e-3
@@ -91,16 +86,14 @@ def hooks(unit, unshard, reshard, reduce):
 #!         unit.mine.grad = reduce(unit.take_gradient())
 #!
 #!     return gather, lambda: reshard(unit.whole), gather, after_backward
-#: one gather too many: after its forward the root stays, because its backward begins at once; so it is neither
-#: dropped there nor gathered again
+#: one gather too many: after its forward the root stays
 #! def hooks(unit, unshard, reshard, reduce):
 #!     def after_backward():
 #!         reshard(unit.whole)
 #!         unit.mine.grad = reduce(unit.take_gradient())
 #!
 #!     return lambda: unshard(unit.mine, unit.whole), lambda: None, lambda: None, after_backward
-#: blocks stay gathered from forward to backward, so the whole model is in memory: drop every unit but the root in
-#: after_forward
+#: blocks stay gathered from forward to backward, so the whole model is in memory
 
 
 # ---- check: on 2 ranks, in 60 s, facts only

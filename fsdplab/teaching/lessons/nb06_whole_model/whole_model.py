@@ -29,6 +29,7 @@ from fsdplab.teaching.core.in_use import functions, whose
 from fsdplab.teaching.core.waiting import doing
 
 from .engine import MiniFSDP
+from .on_ranks import PARTS
 from .schedules import play, schedule_figure
 from .units import CHOICES, COLOURS, Plan, choices_figure, choices_table, largest_modules, plan
 
@@ -40,7 +41,6 @@ __all__ = [
 ON_THE_RANKS = Path(__file__).with_name("on_ranks.py")
 TIME_LIMIT = 150.0
 WORK = {"batch_size": 2, "sequence_length": 64, "learning_rate": 3e-3, "seed": 0}
-PARTS = ("05.shard", "05.unshard", "05.reshard", "05.guarded", "05.reduce")
 _ENGINE = '''
 from fsdplab.teaching.lessons.nb06_whole_model.engine import MiniFSDP, Parts
 from fsdplab.workloads import block_types
