@@ -56,7 +56,7 @@ def cases(rank, n):
 
 def observe(ahead, order, position, depth):
     names = ahead(order, position, depth)
-    return {"a list": isinstance(names, list), "units": ", ".join(map(str, names)) if names else ""}
+    return {"a list": isinstance(names, (list, tuple)), "units": ", ".join(map(str, names)) if names else ""}
 
 
 SAYS = {

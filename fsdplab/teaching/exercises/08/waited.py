@@ -28,6 +28,8 @@ def waited(issued, peer_issued, taken, delivered, needed):
     #: before `needed` the rank computed: cut every span at `needed`
     #! return {name: max(0, end - start) for name, (start, end) in spans.items()}
     #: as above
+    #! return {name: max(0, end - needed) for name, (start, end) in spans.items()}
+    #: a part begins where the one before ends: a span that starts behind `needed` counts from its own start
     #! return {name: end - max(start, needed) for name, (start, end) in spans.items()}
     #: a part is below zero: where a span ends before the wait begins, none of it counts (max(0, ...))
     #! return sum(max(0, end - max(start, needed)) for start, end in spans.values())
