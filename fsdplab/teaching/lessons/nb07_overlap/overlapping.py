@@ -10,14 +10,13 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from fsdplab.common.sizes import seconds
 from fsdplab.engine.core.step import Schedule
-from fsdplab.figures import alt_text, rank_timeline
 from fsdplab.figures.fastest import fastest_words
 from fsdplab.figures.lines import line
 from fsdplab.figures.plotly_go import go
@@ -29,14 +28,14 @@ from fsdplab.profiling.step_summary import StepSummary
 from fsdplab.records import RunRecord, known
 from fsdplab.sessions import RunSpec, call_on_ranks
 from fsdplab.sessions.steady_card import steady
-from fsdplab.teaching.core.display import Shown, Table, table
+from fsdplab.teaching.core.display import Table, table
 from fsdplab.teaching.core.waiting import doing
 
 from .on_ranks import TARGET_MS, complaint
 
 __all__ = [
     "LINKS", "TARGET_MS", "TOKENS", "by_cause", "by_hand", "exposed_over_links", "inflation", "on_the_card",
-    "on_the_link_ns", "split", "steady", "timeline_at", "with_rule",
+    "on_the_link_ns", "split", "steady", "with_rule",
 ]  # fmt: skip
 
 ON_THE_RANKS = Path(__file__).with_name("on_ranks.py")
@@ -202,7 +201,7 @@ TOKENS = (32, 64, 128, 256, 512)  # of a rank's step
 MOST_AHEAD = {"gathered when needed": 0, "one unit ahead": 1}  # the curves, by their prefetch depth
 
 
-def exposed_over_links(job: RunSpec) -> Callable[[int, int], Shown]:
+def exposed_over_links(job: RunSpec) -> Callable[[int, int], go.Figure]:
     """A figure for sliders: exposed ms of the job's step on the steady card over the link, for a number of tokens.
 
     The curves of `TOKENS` are computed at once, before a slider is moved.
@@ -210,10 +209,9 @@ def exposed_over_links(job: RunSpec) -> Callable[[int, int], Shown]:
     for each in TOKENS:
         curves_of(job, each, LINKS)
 
-    def drawn(megabytes_per_second: int, tokens: int) -> Shown:
+    def drawn(megabytes_per_second: int, tokens: int) -> go.Figure:
         curves = curves_of(job, tokens, tuple(sorted({*LINKS, megabytes_per_second})))
-        figure = exposed_curves(curves, megabytes_per_second, tokens)
-        return Shown(figure, alt_text(figure))
+        return exposed_curves(curves, megabytes_per_second, tokens)
 
     return drawn
 
@@ -244,8 +242,7 @@ def _lengths_ms(record: RunRecord) -> tuple[float, float]:
     return length(computed) / MS, length(_intervals(rows, 0, COLLECTIVES)) / MS
 
 
-# ---- the steady card's timeline
-
+# ---- the learner's rule
 
 Rule = Callable[[list[str], int, int], list[str]]
 
@@ -274,60 +271,22 @@ def with_rule(rule: Rule, job: RunSpec) -> RunRecord:
     return steady(job, schedule=type("Learners", (Ruled,), {"rule": staticmethod(rule)}))
 
 
-def timeline_at(rule: Rule, job: RunSpec) -> Callable[[int, int], Shown]:
-    """A figure for sliders: the timeline under the rule, for a prefetch depth and a link."""
-
-    def drawn(prefetch: int, megabytes_per_second: int) -> Shown:
-        figure = rank_timeline(with_rule(rule, replace(job, prefetch=prefetch, link=f"{megabytes_per_second}MB/s")))
-        return Shown(figure, alt_text(figure))
-
-    return drawn
-
-
 # ---- the card of the last exercise
 
 
-@dataclass(frozen=True, repr=False)
-class OnTheCard:
-    """The exposed ms of one choice of settings on the emulated card, by collective and phase."""
-
-    settings: dict[str, Any]
-    exposed: dict[str, float]
-    communication_ms: float
-    provenance: dict[str, str] = field(
-        default_factory=lambda: {"compute_of_the_card": "emulated", "exposed_s": "emulated"}
-    )
-
-    @property
-    def exposed_ms(self) -> float:
-        """The sum over collectives."""
-        return sum(self.exposed.values())
-
-    def table(self) -> Table:
-        """One row a collective and phase, and the sum."""
-        rows = [[name, f"{value:.0f}"] for name, value in self.exposed.items()]
-        chosen = ", ".join(f"{name}={value!r}" for name, value in self.settings.items())
-        caption = (
-            f"{chosen}: {self.exposed_ms:.0f} of {self.communication_ms:.0f} ms are exposed (target {TARGET_MS}). Link"
-            " and compute emulated, engine and ranks real."
-        )
-        return table(["exposed in one step", "ms"], [*rows, ["sum", f"{self.exposed_ms:.0f}"]], caption)
-
-    def __repr__(self) -> str:
-        return str(self.table())
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
-
-
 @doing("training with your settings on 2 ranks, whose computing is emulated")
-def on_the_card(settings: dict[str, Any]) -> OnTheCard:
-    """Train a few steps on the steady card with these settings, on two real ranks; ValueError for settings that are
-    none.
+def on_the_card(settings: dict[str, Any]) -> Table:
+    """The exposed ms of a step on the emulated card with these settings, on two real ranks, by collective and phase;
+    ValueError for settings that are none.
     """
-    refused = complaint(settings)
-    if refused:
+    if refused := complaint(settings):
         raise ValueError(refused)
     by_rank = call_on_ranks(ON_THE_RANKS, "on_this_rank", world_size=2, payload=settings, time_limit=TIME_LIMIT)
     worst = max(by_rank, key=lambda one: sum(one["exposed"].values()))
-    return OnTheCard(dict(settings), worst["exposed"], worst["communication_ms"])
+    exposed = {**worst["exposed"], "sum": sum(worst["exposed"].values())}
+    caption = (
+        f"{', '.join(f'{name}={value!r}' for name, value in settings.items())}: {exposed['sum']:.0f} of"
+        f" {worst['communication_ms']:.0f} ms are exposed (target {TARGET_MS}). Link and compute emulated, engine and"
+        " ranks real."
+    )
+    return table(["exposed in one step", "ms"], [[name, f"{ms:.0f}"] for name, ms in exposed.items()], caption)

@@ -11,13 +11,14 @@ from dataclasses import fields, replace
 from typing import Any
 
 from fsdplab.common.names import OVER_ALL_RANKS
-from fsdplab.figures import alt_text, pareto
+from fsdplab.figures import pareto
 from fsdplab.figures.fastest import fastest_words
+from fsdplab.figures.plotly_go import go
 from fsdplab.figures.view import view, views
 from fsdplab.records import RunRecord, Spread, known
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.steady_card import steady
-from fsdplab.teaching.core.display import Note, Shown, Table, table
+from fsdplab.teaching.core.display import Note, Table, table
 
 from .on_ranks import CARD, JOB
 
@@ -162,16 +163,15 @@ def steps_here(runs: Sequence[RunRecord], on_card: Sequence[RunRecord]) -> Table
 # ---- sliders
 
 
-def choices_at(runs: Sequence[RunRecord]) -> Callable[[int, int], Shown | Note]:
+def choices_at(runs: Sequence[RunRecord]) -> Callable[[int, int], go.Figure | Note]:
     """A figure for sliders: the Pareto figure of the same strategies behind another link, on a card of another size."""
 
-    def drawn(megabytes_per_second: int, card_megabytes: int) -> Shown | Note:
+    def drawn(megabytes_per_second: int, card_megabytes: int) -> go.Figure | Note:
         card = int(card_megabytes * MB)
         timed = [_behind(run, f"{megabytes_per_second}MB/s", card) for run in runs]
         if all(run.status != "finished" for run in timed):
             return Note((f"None of them fits a card of {card_megabytes} MB.",))
-        figure = pareto(timed)
-        return Shown(figure, alt_text(figure))
+        return pareto(timed)
 
     return drawn
 
