@@ -20,14 +20,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdplab.engine import events, fully_shard
+from fsdplab.teaching.core.comm_log import bytes_sent
+from fsdplab.teaching.core.exercise import Call
 from fsdplab.teaching.core.workspace import Workspace, load_function
 from fsdplab.workloads import build_model, loss_of
 from fsdplab.workloads.moe import MoE, build_moe, moe_loss_of, spread_experts
 from fsdplab.workloads.twin import replay_gradients
 
 NEAR = 2e-5  # how far AdamW lets rounding drift in a few steps of 1e-3
-# times (n-1)/n of the whole payload
-SENT = {"all_reduce": 2.0, "all_gather_into_tensor": 1.0, "reduce_scatter_tensor": 1.0}
+_KINDS = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter"}
 
 
 def tokens_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
@@ -163,10 +164,9 @@ class _ByGroup(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         out, name = func(*args, **(kwargs or {})), func.__name__.split(".")[0]
-        if func.namespace == "_c10d_functional" and name in SENT:
+        if func.namespace == "_c10d_functional" and name in _KINDS:
             n = dist.distributed_c10d._resolve_process_group(args[-1]).size()
-            payload = (out if name.startswith("all_gather") else args[0]).nbytes
-            self._add(args[-1], SENT[name] * payload * (n - 1) / n)
+            self._add(args[-1], bytes_sent(Call(_KINDS[name], out.nbytes), n))
         elif func.namespace == "c10d" and name == "alltoall_base_":
             source, group, splits = args[1], dist.ProcessGroup.unbox(args[2]), args[4]
             rows = splits or [len(source) // group.size()] * group.size()
