@@ -24,27 +24,31 @@ TRAFFIC = registry.find("12.traffic").module().traffic
 NETWORKS = [given[1:] for given in registry.find("12.mesh_for").module().cases(0, 4)]
 RIGHT = {  # other right answers than the references
     "12.traffic": {
-        "the other way round": (
-            "def traffic(P, s, r):\n    slice_ = P / s\n    return {'across': slice_ * 2 - 2 * slice_ / r, 'within': 3"
-            " * (P - slice_)}\n"
-        ),
-        "whole numbers": (
-            "def traffic(P, s, r):\n    return dict(within=3 * (P // s) * (s - 1), across=2 * (P // s) * (r - 1) //"
-            " r)\n"
-        ),
+        "the other way round": """
+def traffic(P, s, r):
+    slice_ = P / s
+    return {'across': slice_ * 2 - 2 * slice_ / r, 'within': 3 * (P - slice_)}
+""",
+        "whole numbers": """
+def traffic(P, s, r):
+    return dict(within=3 * (P // s) * (s - 1), across=2 * (P // s) * (r - 1) // r)
+""",
     },
     "12.mesh_for": {
-        "backwards": (
-            "def mesh_for(ranks, per_node, state, card):\n    s = next(s for s in range(per_node, ranks + 1) if ranks %"
-            " s == 0 and state / s <= card)\n    order = list(range(ranks))[::-1]\n    return"
-            " tuple(tuple(order[first:first + s]) for first in range(0, ranks, s))\n"
-        ),
-        "tries all": (
-            "def mesh_for(ranks, per_node, state, card):\n    def cost(s):\n        slow = 10 if s > per_node else 1\n "
-            "       return slow * 3 * (s - 1) / s + 20 / s * (ranks - s) / ranks\n    s = min((s for s in (1, 2, 4) if"
-            " state / s <= card and s <= ranks), key=cost)\n    return [[s * row + column for column in range(s)] for"
-            " row in range(ranks // s)]\n"
-        ),
+        "backwards": """
+def mesh_for(ranks, per_node, state, card):
+    s = next(s for s in range(per_node, ranks + 1) if ranks % s == 0 and state / s <= card)
+    order = list(range(ranks))[::-1]
+    return tuple(tuple(order[first:first + s]) for first in range(0, ranks, s))
+""",
+        "tries all": """
+def mesh_for(ranks, per_node, state, card):
+    def cost(s):
+        slow = 10 if s > per_node else 1
+        return slow * 3 * (s - 1) / s + 20 / s * (ranks - s) / ranks
+    s = min((s for s in (1, 2, 4) if state / s <= card and s <= ranks), key=cost)
+    return [[s * row + column for column in range(s)] for row in range(ranks // s)]
+""",
     },
 }
 

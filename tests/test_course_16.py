@@ -25,26 +25,37 @@ ITEMS = registry.items_of("16")
 EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
 RIGHT = {  # other right answers than the references
     "16.groups_of": {
-        "by a tensor of ranks": (
-            "import torch\nfrom math import prod\n\n\ndef groups_of(rank, shape):\n    mesh ="
-            " torch.arange(prod(shape)).view(*shape)\n    place = (mesh == rank).nonzero()[0].tolist()\n    return"
-            " [mesh[tuple(slice(None) if i == axis else at for i, at in enumerate(place))].tolist() for axis in"
-            " range(len(shape))]\n"
-        )
+        "by a tensor of ranks": """
+import torch
+from math import prod
+def groups_of(rank, shape):
+    mesh = torch.arange(prod(shape)).view(*shape)
+    place = (mesh == rank).nonzero()[0].tolist()
+    around = lambda axis: tuple(slice(None) if i == axis else at for i, at in enumerate(place))
+    return [mesh[around(axis)].tolist() for axis in range(len(shape))]
+"""
     },
     "16.compose": {
-        "the model first, units afterwards": (
-            "from torch.distributed.tensor.parallel import parallelize_module\nfrom fsdplab.engine import"
-            " fully_shard\nfrom fsdplab.workloads.parallel import block_plan\n\n\ndef compose(model, mesh):\n    for"
-            " block in model.blocks:\n        parallelize_module(block, mesh['tp'], block_plan(block))\n       "
-            " fully_shard(block, mesh=mesh['dp'])\n    fully_shard(model, mesh=mesh['dp'])\n    return model\n"
-        )
+        "the model first, units afterwards": """
+from torch.distributed.tensor.parallel import parallelize_module
+from fsdplab.engine import fully_shard
+from fsdplab.workloads.parallel import block_plan
+def compose(model, mesh):
+    for block in model.blocks:
+        parallelize_module(block, mesh['tp'], block_plan(block))
+        fully_shard(block, mesh=mesh['dp'])
+    fully_shard(model, mesh=mesh['dp'])
+    return model
+"""
     },
     "16.average_expert": {
-        "divides first": (
-            "import torch.distributed as dist\n\n\ndef average_expert(gradient, efsdp):\n    gradient = gradient /"
-            " dist.get_world_size()\n    dist.all_reduce(gradient, group=efsdp)\n    return gradient\n"
-        )
+        "divides first": """
+import torch.distributed as dist
+def average_expert(gradient, efsdp):
+    gradient = gradient / dist.get_world_size()
+    dist.all_reduce(gradient, group=efsdp)
+    return gradient
+"""
     },
 }
 
