@@ -14,7 +14,6 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from fsdplab.cli.errors import refuse
 from fsdplab.cli.exports import Exports
 from fsdplab.cli.outputs import Outputs
 from fsdplab.common.names import STRATEGIES
@@ -59,10 +58,7 @@ def _other_than(none: str, name: str) -> Callable[[str], bool]:
     """Reads a choice of a run that is yes or no in a plan: `--compile blocks`."""
 
     def read(given: str) -> bool:
-        try:
-            check_value(name, given, none, one_of=RUN[name].one_of)
-        except SpecError as error:
-            refuse(str(error))
+        check_value(name, given, none, one_of=RUN[name].one_of)
         return given != none
 
     return read
