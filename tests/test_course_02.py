@@ -79,7 +79,7 @@ def test_solutions_that_raise_are_diagnosed(workspace, exercise, known):
 def test_a_pure_function_is_told_of_no_rank(tried):
     known = next(known for known in MODEL_STATE_BYTES.mistakes if "master + 4" in known.source)
     feedback = tried[MODEL_STATE_BYTES.id, f"line {known.line}"]
-    assert feedback.rank is None and "rank 0" not in feedback.headline and "zero1, 1,000,000" in feedback.headline
+    assert feedback.rank is None and "rank 0" not in feedback.headline and "zero1, 3,000,000" in feedback.headline
 
 
 def test_the_questions_accept_the_right_number_and_name_each_slip(course):

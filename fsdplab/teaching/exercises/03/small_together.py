@@ -68,7 +68,8 @@ def observe(small_together):
 
 
 SAYS = {
-    "otherwise": "these are other numbers: `.grad` should hold the sum over all ranks, divided by their number",
+    "otherwise": "these are other numbers: `.grad` should hold the sum over all ranks, divided by their number; perhaps"
+    " pieces were written back to the wrong parameters",
     "gradients of step 1": "step 0 was right on this rank, so something is left over from it (a list that was not"
     " emptied?), or it was wrong on another rank (an `if rank == 0`?) and the models have differed since",
     "hung": "deadlock: a rank waits in a collective that another rank never calls. Every rank must make the same calls"
