@@ -48,7 +48,7 @@ def both(act: Callable[[dist.ProcessGroup], Any]) -> None:
 
 
 def _shm() -> dist.ProcessGroup:
-    if not _made or not compat.is_group_alive(_made[0]):
+    if not _made or _made[0] not in compat.groups_alive():
         _made[:] = [dist.new_group(backend=register_backend())]
     return _made[0]
 
