@@ -16,8 +16,8 @@ from fsdplab.teaching.core.course_state import open_course
 from fsdplab.teaching.core.exercise import Call, Question
 from fsdplab.teaching.core.exercise_file import Exercise
 from fsdplab.teaching.core.run_submission import behaviours
+from fsdplab.teaching.lessons.nb06_whole_model.lesson import ledger
 from fsdplab.teaching.lessons.nb06_whole_model.units import CHOICES, plan
-from fsdplab.teaching.lessons.nb06_whole_model.whole_model import ledger
 from tests.solutions import ended_of, must_name_each_slip, solutions_of, try_ended
 
 ITEMS = [item for notebook in ("05", "06") for item in registry.items_of(notebook)]

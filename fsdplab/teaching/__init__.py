@@ -45,7 +45,7 @@ _SOURCES = {
     "check_sources": "authoring.course",
     "run_course": "authoring.course_run",
 }
-_LESSONS = {  # the module that a notebook imports -> the lesson that holds it
+_LESSONS = {  # the name that a notebook imports -> the lesson whose lesson.py it is
     "tour": "nb00_tour",
     "collectives": "nb01_collectives",
     "accounting": "nb02_where_memory_goes",
@@ -75,5 +75,5 @@ def load_ipython_extension(shell: InteractiveShell) -> None:
 __getattr__, __dir__ = names_of(
     __name__,
     {name: f"{__name__}.{module}" for name, module in _SOURCES.items()},
-    {name: f"{__name__}.lessons.{lesson}.{name}" for name, lesson in _LESSONS.items()},
+    {name: f"{__name__}.lessons.{lesson}.lesson" for name, lesson in _LESSONS.items()},
 )

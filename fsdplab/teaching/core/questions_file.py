@@ -3,7 +3,7 @@
     # Questions of notebook 02
 
     ```python
-    from fsdplab.teaching.lessons.nb02_where_memory_goes.accounting import MB
+    from fsdplab.teaching.lessons.nb02_where_memory_goes.lesson import MB
     ```
 
     ## 02.equal

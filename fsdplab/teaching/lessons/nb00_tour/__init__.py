@@ -1,1 +1,1 @@
-"""Notebook 00, the tour: first ranks, and the arithmetic of model states. Begin with `tour.py`."""
+"""Notebook 00, the tour: first ranks, and the arithmetic of model states. Begin with `lesson.py`."""

@@ -1,1 +1,1 @@
-"""Notebook 02: what training holds in memory, counted, computed and measured. Begin with `accounting.py`."""
+"""Notebook 02: what training holds in memory, counted, computed and measured. Begin with `lesson.py`."""

@@ -1,1 +1,1 @@
-"""Notebook 03: data parallelism by hand, beside an unsharded twin. Begin with `ddp_by_hand.py`."""
+"""Notebook 03: data parallelism by hand, beside an unsharded twin. Begin with `lesson.py`."""

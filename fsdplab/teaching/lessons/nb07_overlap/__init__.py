@@ -1,1 +1,1 @@
-"""Notebook 07: how much of a job's communication shows behind an emulated link. Begin with `overlapping.py`."""
+"""Notebook 07: how much of a job's communication shows behind an emulated link. Begin with `lesson.py`."""

@@ -1,1 +1,1 @@
-"""Notebook 08: one recorded trace, and the account of where its time went. Begin with `reading.py`."""
+"""Notebook 08: one recorded trace, and the account of where its time went. Begin with `lesson.py`."""

@@ -1,1 +1,1 @@
-"""Notebook 10: from which batch on communication hides, computed and imitated. Begin with `hiding.py`."""
+"""Notebook 10: from which batch on communication hides, computed and imitated. Begin with `lesson.py`."""

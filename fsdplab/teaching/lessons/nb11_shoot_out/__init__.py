@@ -1,1 +1,1 @@
-"""Notebook 11: strategies behind one link, and a choice defended with numbers. Begin with `reading_choices.py`."""
+"""Notebook 11: strategies behind one link, and a choice defended with numbers. Begin with `lesson.py`."""

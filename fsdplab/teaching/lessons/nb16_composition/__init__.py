@@ -1,1 +1,1 @@
-"""Notebook 16: sharding beside tensor, expert and pipeline parallelism, on meshes. Begin with `composing.py`."""
+"""Notebook 16: sharding beside tensor, expert and pipeline parallelism, on meshes. Begin with `lesson.py`."""

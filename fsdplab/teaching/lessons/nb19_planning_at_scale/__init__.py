@@ -1,1 +1,1 @@
-"""Notebook 19: cards, strategy and bill of a job of 70 billion parameters, before it runs. Begin with `sizing.py`."""
+"""Notebook 19: cards, strategy and bill of a job of 70 billion parameters, before it runs. Begin with `lesson.py`."""
