@@ -561,15 +561,21 @@ def test_a_measurement_of_nothing_is_no_infinite_ratio(course, predicted, measur
     assert words in str(prediction.score(measured))
 
 
-def test_the_cell_that_scores_locks_before_it_runs(course, tmp_path):
+@pytest.mark.parametrize(
+    "cell", ["peak.score(100)", "score = peak.score\nscore(100)", "for each in [peak]:\n    each.score(100)"]
+)
+def test_the_cell_that_scores_locks_before_it_runs(course, tmp_path, cell):
     shell = InteractiveShell.instance()
     try:
         shell.user_ns["predict"] = teaching.predict
         shell.run_cell('peak = predict("00.peak", unit="MB"); other = predict("00.other", unit="MB")').raise_error()
-        shell.run_cell("peak.prediction.set(300)\n40 + 2  # a calculation may come between").raise_error()
+        shell.user_ns["peak"].prediction.set(300)
+        shell.run_cell("twice = 2 * peak.value  # a calculation may come between\n# not peak.score(100)").raise_error()
+        shell.run_cell('print("peak.score(1)")').raise_error()
         assert not shell.user_ns["peak"].prediction.locked
-        shell.run_cell("locked = peak.prediction.locked, other.prediction.locked\npeak.score(100)").raise_error()
-        assert shell.user_ns["locked"] == (True, False)
+        shell.user_ns["locked_now"] = lambda: [shell.user_ns[each].prediction.locked for each in ("peak", "other")]
+        shell.run_cell(f"locked = locked_now()\n{cell}").raise_error()
+        assert shell.user_ns["locked"] == [True, False]
     finally:
         InteractiveShell.clear_instance()
 

@@ -7,8 +7,8 @@ number a notebook still runs, unattended too; the score then says that none was 
 
 from __future__ import annotations
 
+import ast
 import math
-import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     import ipywidgets
 
 FILE = "predictions.json"
-_SCORES = re.compile(r"\b(\w+)\.score\(")
 
 
 class PredictionLocked(RuntimeError):
@@ -214,7 +213,7 @@ class Predicted:
 def predict(name: str, unit: str, measured: float | str | None = None) -> Predicted:
     """Show an empty field for a number to predict and return it for scoring: `peak = predict("00.peak", unit="MB")`.
 
-    The field is locked when a cell with `peak.score(` starts. With `measured`, the prediction is scored at once. A
+    The field is locked when a cell that uses `peak` starts. With `measured`, the prediction is scored at once. A
     number entered earlier under this name comes back.
     """
     prediction = Prediction(name, unit, current().workspace)
@@ -240,7 +239,7 @@ def predict(name: str, unit: str, measured: float | str | None = None) -> Predic
 
 
 def _lock_when_scored() -> None:
-    """Before a cell that scores a prediction runs, lock that prediction; without IPython its score does."""
+    """Before a cell that uses a prediction runs, lock that prediction; without IPython its score does."""
     loaded = sys.modules.get("IPython")
     shell = loaded.get_ipython() if loaded else None
     if shell is not None and lock_scored not in shell.events.callbacks["pre_run_cell"]:
@@ -248,11 +247,25 @@ def _lock_when_scored() -> None:
 
 
 def lock_scored(cell: Any) -> None:
-    """Lock the predictions that a cell is about to score: those before `.score(` in its text."""
-    names = sys.modules["IPython"].get_ipython().user_ns
-    for name in _SCORES.findall(cell.raw_cell or ""):
-        if isinstance(names.get(name), Predicted):
-            names[name].lock()
+    """Lock the predictions that a cell is about to use, whatever it does with them but reading their `value`."""
+    shell = sys.modules["IPython"].get_ipython()
+    for name in names_used(shell.transform_cell(cell.raw_cell or "")):
+        if isinstance(shell.user_ns.get(name), Predicted):
+            shell.user_ns[name].lock()
+
+
+def names_used(source: str) -> set[str]:
+    """The names that a source reads, but for those of which it reads `.value` only: `{"peak"}` of `peak.score(3)`.
+
+    Nothing where the source is not Python: it will not run.
+    """
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+    except SyntaxError:
+        return set()
+    looked_at = {id(node.value) for node in nodes if isinstance(node, ast.Attribute) and node.attr == "value"}
+    read = (node for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
+    return {node.id for node in read if id(node) not in looked_at}
 
 
 def number_field(prediction: Prediction, changed: Callable[[], None]) -> ipywidgets.HBox:
