@@ -153,6 +153,39 @@ def test_a_folder_of_exercises_is_registered(tmp_path, monkeypatch):
         registry.register(str(tmp_path / "79"))
 
 
+@pytest.mark.parametrize(
+    "old,new,says",
+    [
+        ("def cases", "def examples", "defines no function cases"),
+        ("def double(x):", "def twice(x):", "defines no function double"),
+        ("    made = 2 * x\n", "    made = 2 *\n", "double.py: cannot be used: SyntaxError"),
+        ("    #! made = x\n", "    #! made = = x\n", "double.py: cannot be used: SyntaxError"),
+        ("2. A pointer.\n", "", "expected three hints"),
+    ],
+)
+def test_a_file_that_lacks_something_is_refused_when_it_is_registered(tmp_path, monkeypatch, old, new, says):
+    monkeypatch.setattr(registry, "_registered", {})
+    exercise_of(tmp_path, DOUBLE.replace(old, new))
+    with pytest.raises(ExerciseError, match=says):
+        registry.register(tmp_path / "78")
+    assert registry.items_of("78") == ()
+
+
+def test_what_left_a_folder_is_gone_and_the_courses_ids_stay_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "_registered", {})
+    exercise_of(tmp_path, DOUBLE.replace("double", "twice"), "twice")
+    exercise_of(tmp_path, DOUBLE)
+    registry.register(tmp_path / "78")
+    (tmp_path / "78" / "twice.py").unlink()
+    registry.register(tmp_path / "78")
+    assert [item.id for item in registry.items_of("78")] == ["78.double"]
+    (tmp_path / "05").mkdir()
+    (tmp_path / "05" / "shard.py").write_text(DOUBLE.replace("double", "shard"))
+    with pytest.raises(ValueError, match="05.shard is registered already; give the exercise of .*05 an id"):
+        registry.register(tmp_path / "05")
+    assert registry.find("05.shard", Exercise).title == "Keep one slice"
+
+
 # --- one diagnosis for all
 
 
@@ -311,6 +344,7 @@ MEANS = {
     "dist.all_reduce(x)\n    dist.all_reduce(x)\n    return x / 4": "fewer bytes bring the same values",
     "exact = x.double()\n    dist.all_reduce(exact)\n    return (exact / 2).float()": None,
     "work = dist.all_reduce(x, async_op=True)\n    return x / 2": "only begins the message",
+    "y = torch.stack([*x.double(), *x.double()[:0]])\n    dist.all_reduce(y)\n    return (y / 2).float()": None,
     "every = [torch.empty_like(x) for _ in range(2)]\n    dist.all_gather(every, x)\n    return sum(every) / 2": None,
 }
 

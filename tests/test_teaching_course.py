@@ -15,7 +15,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from fsdplab.teaching.__main__ import main
 from fsdplab.teaching.authoring import course, course_run
 from fsdplab.teaching.authoring.course import CourseError, build_course, check_sources, read
-from fsdplab.teaching.core import course_state
+from fsdplab.teaching.core import course_state, registry
 from fsdplab.teaching.core.cell_runs import run_exercise
 from fsdplab.teaching.core.registry import find
 from tests import learner_edition
@@ -153,6 +153,53 @@ def test_a_cell_of_comments_stands_for_the_reference_in_the_teacher_edition_only
     with pytest.raises(Exception, match="the cell must define hello_ranks"):
         run_exercise("00.hello_ranks", "# in its file\n", {})
     course_state._open.clear()
+
+
+OWN = '''"""Twice as much
+
+Write twice(x): twice x.
+
+1. A nudge.
+2. A pointer.
+3. `2 * x`.
+"""
+
+
+def twice(x):
+    """Twice x."""
+    ### BEGIN SOLUTION
+    return 2 * x
+    #! return 3 * x
+    #: this is three times
+    ### END SOLUTION
+
+
+# ---- check: pure
+
+
+def cases(rank, n):
+    yield "a number", 3
+'''
+
+
+@pytest.mark.timeout(300)
+def test_exercises_beside_own_notebooks_are_built_along_and_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "_registered", {})
+    folder = source(
+        tmp_path / "src",
+        START,
+        new_code_cell("%%exercise 78.twice\n# in its file"),
+        new_code_cell('teaching.check("78.twice")'),
+    )
+    (folder / "exercises" / "78").mkdir(parents=True)
+    (folder / "exercises" / "78" / "twice.py").write_text(OWN)
+    assert [run.failure for run in course_run.run_course(folder)] == [None, None]
+    out = tmp_path / "learners"
+    build_course(folder, out, "learner")
+    assert (out / "exercises" / "78" / "twice.py").read_text() == OWN
+    assert "    ..." in read(out / "05_mine.ipynb").cells[1].source
+    (alone,) = course_run.run_course(out)
+    assert (alone.edition, alone.failure) == ("as it is", None)
 
 
 def test_what_is_no_course_is_refused(good, tmp_path):

@@ -24,7 +24,7 @@ from nbformat.validator import normalize
 from fsdplab.common.files import read_file
 from fsdplab.teaching.core.course_state import EDITIONS
 from fsdplab.teaching.core.exercise_file import Exercise
-from fsdplab.teaching.core.registry import find
+from fsdplab.teaching.core.registry import find, register_beside
 from fsdplab.teaching.core.workspace import WorkspaceError, has_code
 
 DROPPED = {"learner": ("solution", "teacher"), "teacher": ("stub",)}
@@ -60,6 +60,7 @@ def build_course(source_dir: Path | str, out_dir: Path | str, edition: str = "le
     if edition not in EDITIONS:
         raise CourseError(f"unknown edition {edition!r}; expected one of: {', '.join(EDITIONS)}")
     sources, target = notebooks_in(source_dir), Path(out_dir)
+    register_beside(Path(source_dir))
     complaints = [line for path in sources for line in structure_complaints(path.name, read(path))]
     if complaints:
         raise CourseError("\n".join(complaints))
@@ -84,7 +85,9 @@ def notebooks_in(directory: Path | str) -> list[Path]:
 
 
 def _copy_helpers(source: Path, target: Path) -> None:
-    """Small files that a teacher put beside the notebooks (a text, a picture) go along."""
+    """Small files that a teacher put beside the notebooks (a text, a picture, a folder of exercises) go along."""
+    if (source / "exercises").is_dir():
+        shutil.copytree(source / "exercises", target / "exercises", dirs_exist_ok=True)
     for path in source.iterdir():
         if (
             path.is_file()
@@ -168,8 +171,9 @@ def tags_of(cell: NotebookNode) -> tuple[str, ...]:
 
 
 def is_tagged(notebook: NotebookNode) -> bool:
-    """Whether this is a source: some cell carries an edition's tag."""
-    return any(set(EDITION_TAGS) & set(tags_of(cell)) for cell in notebook.cells)
+    """Whether this is a source: some cell carries an edition's tag, and it was not built as an edition."""
+    built = "edition" in notebook.metadata.get("fsdplab", {})
+    return not built and any(set(EDITION_TAGS) & set(tags_of(cell)) for cell in notebook.cells)
 
 
 def edition_of(notebook: NotebookNode, edition: str) -> NotebookNode:
@@ -236,6 +240,7 @@ def _exercise_complaints(cell: NotebookNode) -> Iterator[str]:
 def check_sources(source_dir: Path | str) -> list[str]:
     """Every complaint about a folder of sources: tags and exercises, and what must not be kept in them."""
     complaints = []
+    register_beside(Path(source_dir))
     for path in notebooks_in(source_dir):
         notebook = read(path)
         complaints += [*structure_complaints(path.name, notebook), *_weight_complaints(path, notebook)]

@@ -22,6 +22,8 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 from nbformat import NotebookNode
 from traitlets.config import Config
 
+from fsdplab.teaching.core.registry import register_beside
+
 from .course import edition_of, is_tagged, notebooks_in, read, structure_complaints
 
 CELL_TIME_LIMIT = 180
@@ -65,6 +67,7 @@ def run_course(
 
 def _editions(directory: Path, editions: Sequence[str]) -> Iterator[tuple[str, str, NotebookNode, str | None]]:
     """(name, edition, notebook, complaint) of everything to run, all of the first edition first."""
+    register_beside(directory)
     read_in = [(path.name, read(path)) for path in notebooks_in(directory)]
     for edition in editions:
         for name, source in read_in:

@@ -23,7 +23,7 @@ from .verdicts import Difference, Feedback, first_difference
 VALUE = "the returned value"
 OTHERWISE = "compare the two values, and what your function does on this rank with the statement, line by line"
 DOTS = "the stub's dots are still there: write a value in place of the dots"
-_SLACK, _FEW = 1.01, 32  # of bytes: for padding; and where the calls are the same, for a number in float64
+_SLACK, _FEW = 1.01, 8  # of bytes: for padding; and a call, where they are of the same kinds, for a number in float64
 _ADDING = {"reduce_scatter", "all_reduce", "reduce"}
 
 
@@ -275,7 +275,8 @@ def _feedback_on_bytes(
 ) -> Feedback | None:
     if reference is None:
         return None
-    few = _FEW if _calls(learner, kind_only=True) == _calls(reference, kind_only=True) else 0
+    alike = _calls(learner, kind_only=True) == _calls(reference, kind_only=True)
+    few = _FEW * sum(len(trial.calls) for ranks in learner.trials for trial in ranks) if alike else 0
     if sent(learner) <= _SLACK * sent(reference) + few:
         return None
     right = _expected(exercise, learner, reference)

@@ -98,7 +98,7 @@ class Exercise:
 
     @cached_property
     def _paragraphs(self) -> list[str]:
-        return inspect.cleandoc(ast.get_docstring(ast.parse(self.text)) or "").split("\n\n")
+        return inspect.cleandoc(ast.get_docstring(ast.parse(self.text, str(self.path))) or "").split("\n\n")
 
     @property
     def title(self) -> str:
@@ -264,7 +264,17 @@ class Exercise:
 
     def complaints(self) -> list[str]:
         """What the file lacks, a line each."""
+        try:
+            module, mistakes = self.module(), self.mistakes
+            for source in (self.stub, self.reference, *(mistake.source for mistake in mistakes)):
+                compile(source, str(self.path), "exec")
+        except ExerciseError as error:
+            return [str(error)]
+        except Exception as error:  # whatever a file that is being written raises
+            return [f"{self.path}: cannot be used: {type(error).__name__}: {error}"]
         found = [] if len(self.hints) == 3 else [f"{self.id}: expected three hints, 1. to 3., got {len(self.hints)}"]
+        for name in (self.function, "cases"):
+            found += [] if callable(getattr(module, name, None)) else [f"{self.path}: defines no function {name}(...)"]
         found += [] if self.statement else [f"{self.id}: no statement between title and hints"]
         found += [] if self.mistakes else [f"{self.id}: no known mistake, `#!` and `#:`"]
         found += [] if self.stub != self.reference else [f"{self.id}: no part to write, ### BEGIN SOLUTION"]

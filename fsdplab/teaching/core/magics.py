@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from fsdplab.sessions.launch.launcher import begin_starter
 
 from .course_state import Course, open_course
+from .registry import register_beside
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -28,6 +29,7 @@ def start(
     `edition` is "learner" (a failed check prints) or "teacher" (it raises); by default FSDPLAB_EDITION, else learner.
     """
     course = open_course(edition, workspace)
+    register_beside(Path.cwd())
     _prefer_this_environments_commands()
     begin_starter()  # in the background: the first cell on ranks need not wait for torch to be imported
     shell = shell or _running_shell()

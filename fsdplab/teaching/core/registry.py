@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar, overload
 
 from .exercise import Choice, Question
-from .exercise_file import Exercise
+from .exercise_file import Exercise, ExerciseError
 from .questions_file import questions_of
 from .workspace import checked_id
 
@@ -24,23 +24,38 @@ _registered: dict[str, tuple[object, Item]] = {}  # id -> where it is from (a fo
 def register(*things: Item | Path | str) -> None:
     """Add a folder of exercises and questions for a teacher's own notebooks, `register("my_course/21")`; or items.
 
-    A folder's files are read anew where it was registered before. ValueError where it holds none, and for an id that is
-    taken.
+    A folder's files are read anew where it was registered before. ValueError where it holds none, for an id that is
+    taken, and for a file that lacks something.
     """
     for thing in things:
         if isinstance(thing, (str, Path)):
             place = Path(thing).resolve()
-            _add(place, list(items_in(place)))
+            found = list(items_in(place))
+            if lacking := [line for item in found if isinstance(item, Exercise) for line in item.complaints()]:
+                raise ExerciseError("\n".join(lacking))
+            _add(place, found)
         else:
             _add(thing, [thing])
+
+
+def register_beside(notebooks: Path) -> None:
+    """Register each folder `exercises/78` beside some notebooks, in place of one beside other notebooks."""
+    for folder in sorted((notebooks / "exercises").glob("[0-9][0-9]")):
+        for id, (place, _) in list(_registered.items()):
+            if id.startswith(f"{folder.name}.") and isinstance(place, Path) and place.parent != _EXERCISES:
+                del _registered[id]
+        register(folder)
 
 
 def _add(source: object, items: list[Item]) -> None:
     if not items:
         raise ValueError(f"{source} holds no exercise (name.py) and no questions.md; its name is a notebook's number")
     for item in items:
+        items_of(item.id[:2])  # the package's own come first, if this is one of its notebooks
         if item.id in _registered and _registered[item.id][0] != source:
-            raise ValueError(f"{item.id} is registered already; give the new exercise an id of its own")
+            raise ValueError(f"{item.id} is registered already; give the exercise of {source} an id of its own")
+    for gone in [id for id, (place, _) in _registered.items() if place == source]:
+        del _registered[gone]
     _registered.update((item.id, (source, item)) for item in items)
 
 
@@ -57,7 +72,7 @@ def items_of(notebook: str) -> tuple[Item, ...]:
     """All items of a notebook, `items_of("01")`; empty where the course has none."""
     place = _EXERCISES / notebook
     if place.is_dir() and not any(source == place for source, _ in _registered.values()):
-        register(place)
+        _registered.update((item.id, (place, item)) for item in items_in(place))
     return tuple(item for _, item in _registered.values() if item.id.startswith(f"{notebook}."))
 
 

@@ -135,7 +135,8 @@ def first_difference(
         return _sequence_difference(expected, got, tolerance, name)
     if isinstance(expected, (int, float)) and not isinstance(expected, bool):
         got = got.item() if _is_tensor(got) and got.numel() == 1 else got
-        same = isinstance(got, (int, float)) and abs(got - expected) <= tolerance * abs(expected)
+        both_nan = expected != expected and got != got
+        same = isinstance(got, (int, float)) and (both_nan or abs(got - expected) <= tolerance * abs(expected))
         return None if same else Difference(name, "value", repr(expected), repr(got))
     if type(expected) is not type(got):
         return Difference(name, "type", _described(expected), _described(got))

@@ -14,6 +14,7 @@ import nbformat
 
 from fsdplab.teaching.authoring.course import CourseError, notebooks_in, read, structure_complaints
 from fsdplab.teaching.authoring.course_run import NotebookRun, run_notebook
+from fsdplab.teaching.core.registry import register_beside
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ def executed_in(source: Path | str, keep: Path | None, on_run: Callable[[Noteboo
 
     Raises CourseError where there is nothing to run, where a source is wrong, or where `keep` holds notebooks.
     """
+    register_beside(Path(source))
     sources = [(path, read(path)) for path in notebooks_in(source)]
     complaints = [line for path, notebook in sources for line in structure_complaints(path.name, notebook)]
     if complaints:
