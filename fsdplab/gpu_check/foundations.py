@@ -72,7 +72,7 @@ def _facts(work: Work, found: dict[str, Any]) -> dict[str, Any]:
 def source_digest(package: Path) -> str:
     """The first 16 hex digits of a hash over all Python files: which code this was, even without git."""
     digest = hashlib.sha256()
-    for path in sorted(package.rglob("*.py")):
+    for path in sorted(filter(Path.is_file, package.rglob("*.py"))):  # an editor's lock is a link to nowhere
         digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
 

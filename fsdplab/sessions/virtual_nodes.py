@@ -10,7 +10,6 @@ that of two cables in the kernel, about 0.1 ms.
 from __future__ import annotations
 
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -23,6 +22,7 @@ from pathlib import Path
 from fsdplab.common.processes import send_group
 from fsdplab.common.pythons import run_of
 from fsdplab.common.temporary import temporary_folder
+from fsdplab.common.waiting import readable
 from fsdplab.planning.links import LinkSpec
 from fsdplab.records import RunRecord
 from fsdplab.records.summary import Link, Nodes
@@ -202,6 +202,6 @@ class _Switch:
     def close(self) -> None:
         """Return when all its processes are gone; the ranks were ended before (launcher.py)."""
         send_group(self.process.pid, signal.SIGKILL)
-        select.select([self._gone], [], [], _GONE_WITHIN_S)
+        readable([self._gone], _GONE_WITHIN_S)
         os.close(self._gone)
         shutil.rmtree(self._notes, ignore_errors=True)

@@ -40,7 +40,7 @@ from fsdplab.sessions.launch.failure_report import (
     too_slow,
     used_so_far,
 )
-from fsdplab.sessions.launch.mailbox import RANKS_STORE, Heartbeat, Mailbox, read_heartbeats
+from fsdplab.sessions.launch.mailbox import Heartbeat, Mailbox, read_heartbeats
 from fsdplab.sessions.launch.program import as_ranks_of_torchrun
 from fsdplab.sessions.spec import STARTS, SpecError
 
@@ -141,7 +141,6 @@ class RunningRanks:
     ) -> RunningRanks:  # fmt: skip
         """Start ranks and return at once; the caller watches them, and ends them."""
         mailbox.folder.mkdir(parents=True, exist_ok=True)
-        mailbox.folder.chmod(0o700)  # the ranks rendezvous in a file of it
         agent = (_other_start.get() or _starter(start, on_look))(program, mailbox, world_size)
         return cls(agent, mailbox, world_size, time_limit, on_look)
 
@@ -290,9 +289,8 @@ def _starter(start: str, on_look: Callable[[], None]) -> Start:
 def _start_warm(
     on_look: Callable[[], None], may_fall_back: bool, program: Sequence[str], mailbox: Mailbox, world_size: int
 ) -> Agent:
-    environment = _warm_environment() | {RANKS_STORE: str(mailbox.store)}
     try:
-        return warm.start(program, mailbox, world_size, environment, on_look)
+        return warm.start(program, mailbox, world_size, _warm_environment(), on_look)
     except warm.StarterFailed as failed:
         if not may_fall_back:
             raise SpecError(f"start is 'warm', but {failed}; give start='torchrun'", "start") from failed

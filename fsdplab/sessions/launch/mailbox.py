@@ -11,7 +11,6 @@ rank0.result       the rank's result
 rank0.out, .err    what it printed
 exits.json         the exit code of each rank that ended badly
 agent.log          the output of torchrun, or of a rank that could not start
-store              the rendezvous of forked ranks: the file of a FileStore
 """
 
 from __future__ import annotations
@@ -44,11 +43,6 @@ class Mailbox:
     def exits(self) -> Path:
         """Exit codes of the ranks that ended badly."""
         return self.folder / "exits.json"
-
-    @property
-    def store(self) -> Path:
-        """The rendezvous file of forked ranks."""
-        return self.folder / "store"
 
     @property
     def agent_log(self) -> Path:

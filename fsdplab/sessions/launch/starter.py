@@ -26,7 +26,6 @@ import importlib
 import json
 import os
 import resource
-import select
 import selectors
 import shutil
 import signal
@@ -40,6 +39,7 @@ from typing import Any, NoReturn
 
 from fsdplab.common.processes import end_as_if_by, send_group
 from fsdplab.common.pythons import imports_that_stay
+from fsdplab.common.waiting import readable
 from fsdplab.sessions.launch.mailbox import AGENT_PID
 from fsdplab.sessions.launch.parent_death import end_with_parent
 from fsdplab.sessions.launch.program import run_and_end
@@ -178,7 +178,7 @@ class _Starter:
 
     def caller_has_ended(self) -> bool:
         """Whether the caller is gone, and does not only use another starter; its end follows that of its sockets."""
-        return bool(select.select([self.caller], [], [], _CALLER_ENDS_S)[0])
+        return bool(readable([self.caller], _CALLER_ENDS_S))
 
     def _look(self) -> bool:
         """Wait for a request, an end or a deadline; False when the caller is gone."""

@@ -12,11 +12,11 @@ for forked ranks and for those of torchrun.
 from __future__ import annotations
 
 import os
-import select
 import time
 from contextlib import suppress
 from pathlib import Path
 
+from fsdplab.common.waiting import readable
 from fsdplab.sessions.launch.mailbox import HeartbeatWriter, Mailbox
 
 WAITING = "waiting for its turn"  # the phase of a rank that waits
@@ -59,8 +59,7 @@ class Turns:
         """Return as soon as all ranks wait, or after `within_s` seconds."""
         deadline = time.monotonic() + within_s
         while self._busy:
-            left = max(0.0, deadline - time.monotonic())
-            ready = select.select(list(self._busy), [], [], left)[0]
+            ready = readable(self._busy, deadline - time.monotonic())
             if not ready:
                 return
             for file in ready:

@@ -14,14 +14,15 @@ import atexit
 import json
 import os
 import resource
-import select
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -29,7 +30,8 @@ from fsdplab.common.files import write_whole
 from fsdplab.common.processes import name_of
 from fsdplab.common.pythons import SAFE_PATH
 from fsdplab.common.temporary import folder_of_this_process
-from fsdplab.sessions.launch.mailbox import Mailbox
+from fsdplab.common.waiting import readable
+from fsdplab.sessions.launch.mailbox import RANKS_STORE, Mailbox
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 # Variables that a process reads once, at its start or when it loads a library. Ranks get all others from the caller.
@@ -50,8 +52,8 @@ class StarterFailed(RuntimeError):
 class WarmRanks:
     """The forked ranks of one run, used like one process: it has ended when all of them have."""
 
-    def __init__(self, starter: _Starter, own: socket.socket, exits_file: Path) -> None:
-        self._starter, self._socket, self._exits_file = starter, own, exits_file
+    def __init__(self, starter: _Starter, own: socket.socket, exits_file: Path, store: Path) -> None:
+        self._starter, self._socket, self._exits_file, self._store = starter, own, exits_file, store
         self._ended = False
         self.pids: list[int] = []
         self.exits: dict[int, int] = {}
@@ -103,7 +105,7 @@ class WarmRanks:
 
     def _read_message(self, timeout: float) -> bool:
         """Read the starter's next message; False if none came within `timeout` seconds."""
-        if not select.select([self._socket], [], [], max(0.0, timeout))[0]:
+        if not readable([self._socket], timeout):
             return False
         if (message := receive(self._socket)) is None:
             self._lose()
@@ -127,6 +129,7 @@ class WarmRanks:
     def _finish(self) -> None:
         self._ended = True
         self._socket.close()
+        self._store.unlink(missing_ok=True)
 
 
 class _Starter:
@@ -165,14 +168,14 @@ class _Starter:
 
     def _read_ready(self) -> bool:
         with self._hearing:
-            if not self._ready and select.select([self._control], [], [], _LOOK_EVERY_S)[0]:
+            if not self._ready and readable([self._control], _LOOK_EVERY_S):
                 message = receive(self._control)
                 if message is None:
                     raise StarterFailed(f"the warm starter {self.how_it_ended()}{self._output()}")
                 self._ready = message
         return bool(self._ready)
 
-    def fork(self, request: Mapping[str, object], exits_file: Path) -> WarmRanks:
+    def fork(self, request: Mapping[str, object], exits_file: Path, store: Path) -> WarmRanks:
         """Send a request, with a socket for this run alone; in a file, for the environment may be longer than a
         packet.
         """
@@ -187,7 +190,7 @@ class _Starter:
             raise StarterFailed(f"the warm starter {self.how_it_ended()}") from error
         finally:
             theirs.close()
-        return WarmRanks(self, own, exits_file)
+        return WarmRanks(self, own, exits_file, store)
 
     def retire(self) -> None:
         """Send no more requests: it ends when its last run has."""
@@ -275,8 +278,11 @@ def start(
     with _lock:
         starter = _fitting(environment)
     starter.wait_until_ready(on_look)
+    # the ranks meet in a file, which they lock: the folder of a record may lie on a file system without locks
+    store = folder_of_this_process() / f"store-{uuid.uuid4().hex}"
     ranks = {"program": list(program), "world_size": world_size, "log": str(mailbox.agent_log)}
-    return starter.fork({**ranks, "environment": dict(environment), **_inherited()}, mailbox.exits)
+    own = {"environment": {**environment, RANKS_STORE: str(store)}, **_inherited()}
+    return starter.fork({**ranks, **own}, mailbox.exits, store)
 
 
 def _inherited() -> dict[str, object]:
@@ -330,8 +336,9 @@ def _sources(folder: str) -> tuple[tuple[str, int, int], ...]:
             if entry.is_dir():
                 found += _sources(entry.path) if entry.name != "__pycache__" else ()
             elif entry.name.endswith(".py"):
-                status = entry.stat()
-                found.append((entry.path, status.st_mtime_ns, status.st_size))
+                with suppress(FileNotFoundError):  # deleted just now, or an editor's lock: a link to nowhere
+                    status = entry.stat()
+                    found.append((entry.path, status.st_mtime_ns, status.st_size))
     return tuple(sorted(found))
 
 
