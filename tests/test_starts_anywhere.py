@@ -5,16 +5,20 @@ kernel denies what forking needs.
 from __future__ import annotations
 
 import os
+import re
 import resource
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fsdplab.cli.doctor import capabilities
 from fsdplab.gpu_check.foundations import source_digest
-from fsdplab.sessions import RunSpec, call_on_ranks, compare
+from fsdplab.sessions import RanksFailed, RunSpec, SpecError, call_on_ranks, compare, run
 from fsdplab.sessions.launch import warm
+from tests.denied import at_every_start
 
 PROGRAMS = Path(__file__).with_name("warm_programs.py")
 STARTER = "sessions.launch.starter"  # in the command line of a starter, and of nothing else
@@ -53,3 +57,72 @@ def test_an_editors_lock_is_no_source_file(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / ".#module.py").symlink_to("somebody@somewhere.1234:1")
     monkeypatch.setattr(warm, "_PACKAGE", tmp_path)
     assert len(call()) == 2 and source_digest(tmp_path) == digest
+
+
+# ---- where the kernel denies what forking needs
+
+DENIED = {
+    "pidfd_open": ("from tests.denied import deny; deny('pidfd_open')", "os.pidfd_open failed .PermissionError"),
+    "no pidfd_open": ("import os; del os.pidfd_open", "os.pidfd_open failed .AttributeError"),
+    "flock": (
+        "from tests.denied import deny; deny('flock')",
+        "a rank forked on trial could not form a group: .*Operation not permitted",
+    ),
+    "fork": (
+        "import os\ndef fork(): raise BlockingIOError(11, 'Resource temporarily unavailable')\nos.fork = fork",
+        "the warm starter cannot fork .BlockingIOError",
+    ),
+}
+
+
+@pytest.fixture(params=DENIED)
+def denied(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A machine that denies the starter something; what is said of it."""
+    code, says = DENIED[request.param]
+    monkeypatch.setenv("PYTHONPATH", at_every_start(tmp_path, code, STARTER))
+    yield says
+    warm.end()
+
+
+def test_where_ranks_cannot_be_forked_torchrun_starts_them_and_record_and_doctor_say_why(denied: str) -> None:
+    with pytest.warns(RuntimeWarning, match=denied):
+        record = run(RunSpec(**TINY))
+    assert record.environment["start"] == "torchrun"
+    assert re.search(denied, record.environment["not_forked"]) and "\n" not in record.environment["not_forked"]
+    said = next(each for each in capabilities() if each.name == "rank starts")
+    assert said.present and said.value == "torchrun" and re.search(denied, said.note)
+    with pytest.raises(SpecError, match=denied):
+        run(RunSpec(start="warm", **TINY))
+    assert len(warm._starters) == 1, "one starter has found out for all"
+
+
+# ---- before a rank's first heartbeat
+
+
+def test_a_denied_affinity_reaches_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "from tests.denied import deny; deny('sched_setaffinity')"
+    monkeypatch.setenv("PYTHONPATH", at_every_start(tmp_path, code, STARTER))
+    cores = os.sched_getaffinity(0)
+    assert len(call()) == 2, "ranks with the cores of their starter need not ask for them"
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        with pytest.raises(RanksFailed, match="before it could start.*\n.*PermissionError.*Operation not permitted"):
+            call()
+    finally:
+        os.sched_setaffinity(0, cores)
+        warm.end()
+
+
+def test_a_working_folder_that_cannot_be_entered_reaches_the_caller(tmp_path: Path) -> None:
+    """One whose path is longer than the system takes: also root is refused."""
+    before = os.getcwd()
+    os.chdir(tmp_path)
+    try:
+        for _ in range(20):
+            os.mkdir("x" * 250)
+            os.chdir("x" * 250)
+        with pytest.raises(RanksFailed, match="before it could start.*\n.*OSError.*File name too long"):
+            call()
+    finally:
+        os.chdir(before)
+        shutil.rmtree(tmp_path / ("x" * 250))

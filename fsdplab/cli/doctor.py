@@ -91,10 +91,10 @@ def _gloo() -> Capability:
 
 
 def _starts() -> Capability:
-    """How ranks are started on this machine."""
-    from fsdplab.sessions.launch.warm import why_not
+    """How ranks are started on this machine: a starter forks one on trial."""
+    from fsdplab.sessions.launch.launcher import why_not_warm
 
-    if (refused := why_not()) is not None:
+    if (refused := why_not_warm()) is not None:
         return Capability("rank starts", True, "torchrun", f"some seconds a run: {refused}")
     return Capability("rank starts", True, "warm", "forked in a tenth of a second; torchrun for several nodes")
 

@@ -40,7 +40,7 @@ from fsdplab.sessions.launch.failure_report import (
     too_slow,
     used_so_far,
 )
-from fsdplab.sessions.launch.mailbox import Heartbeat, Mailbox, read_heartbeats
+from fsdplab.sessions.launch.mailbox import NOT_FORKED, Heartbeat, Mailbox, read_heartbeats
 from fsdplab.sessions.launch.program import as_ranks_of_torchrun
 from fsdplab.sessions.spec import STARTS, SpecError
 
@@ -274,6 +274,11 @@ def begin_starter() -> None:
     warm.begin(_warm_environment())
 
 
+def why_not_warm() -> str | None:
+    """Why ranks cannot be forked on this machine, in one line, tried by a starter; None where they can."""
+    return warm.tried(_warm_environment())
+
+
 def _starter(start: str, on_look: Callable[[], None]) -> Start:
     if start not in STARTS:
         raise SpecError(f"unknown start {start!r}; expected one of {', '.join(STARTS)}", "start")
@@ -283,7 +288,7 @@ def _starter(start: str, on_look: Callable[[], None]) -> Start:
     refused = warm.why_not()
     if refused and start == "warm":
         raise SpecError(f"start is 'warm', but {refused}; give start='auto' or 'torchrun'", "start")
-    return start_torchrun if refused else partial(_start_warm, on_look, start == "auto")
+    return partial(start_torchrun, not_forked=refused) if refused else partial(_start_warm, on_look, start == "auto")
 
 
 def _start_warm(
@@ -295,7 +300,8 @@ def _start_warm(
         if not may_fall_back:
             raise SpecError(f"start is 'warm', but {failed}; give start='torchrun'", "start") from failed
         warnings.warn(f"ranks are started by torchrun, which takes seconds: {failed}", RuntimeWarning, stacklevel=5)
-    return start_torchrun(program, mailbox, world_size)
+        not_forked = str(failed)
+    return start_torchrun(program, mailbox, world_size, not_forked)
 
 
 class Process(subprocess.Popen[bytes]):
@@ -315,8 +321,8 @@ class Process(subprocess.Popen[bytes]):
         return f"The launcher of the ranks was killed by {name_of(-self.returncode)}, and all ranks ended with it."
 
 
-def start_torchrun(program: Sequence[str], mailbox: Mailbox, world_size: int) -> Process:
-    """Start the ranks with torch.distributed.run."""
+def start_torchrun(program: Sequence[str], mailbox: Mailbox, world_size: int, not_forked: str = "") -> Process:
+    """Start the ranks with torch.distributed.run; `not_forked` says why they are not forked, for their record."""
     arguments = [
         "--nnodes=1", f"--nproc-per-node={world_size}", "--max-restarts=0", "--monitor-interval=0.1",
         f"--log-dir={os.devnull}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", f"--rdzv-id={uuid.uuid4()}",
@@ -329,7 +335,7 @@ def start_torchrun(program: Sequence[str], mailbox: Mailbox, world_size: int) ->
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=rank_environment(),
+            env={**rank_environment(), NOT_FORKED: not_forked},
             start_new_session=True,  # Ctrl-C in a terminal reaches only the caller, which ends the ranks
         )
 

@@ -7,7 +7,8 @@ The starter imports torch and the rank side of fsdplab and does nothing else: no
 thread. So a fork is as good as a fresh process, and runs cannot affect each other. It talks to its caller (warm.py)
 over pairs of packet sockets, on which a message is one packet of JSON:
 
-    control    from the starter: {"ready": pid, "why_not": why it cannot fork, or None}, once
+    control    from the starter: {"ready": pid, "why_not": why it cannot fork, or None}, once it has tried; where it
+               cannot, it ends
                from the caller: a byte with two descriptors, of a run's own socket and of a file with its request
     a run's    from the starter: {"pids": [...]}, {"left": {rank: exit code}} as ranks end, {"exits": ...} of all
                from the caller: a byte asks the ranks to end; the socket's end kills them
@@ -35,14 +36,16 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
-from fsdplab.common.processes import end_as_if_by, send_group
+from fsdplab.common.processes import end_as_if_by, name_of, send_group
 from fsdplab.common.pythons import imports_that_stay
 from fsdplab.common.waiting import readable
 from fsdplab.sessions.launch.mailbox import AGENT_PID
 from fsdplab.sessions.launch.parent_death import end_with_parent
-from fsdplab.sessions.launch.program import run_and_end
+from fsdplab.sessions.launch.program import end_process, run_and_end
+from fsdplab.sessions.launch.stacks import headline
 
 # What ranks use, also lazily: anything missing here is imported again by every rank of every run.
 RANK_SIDE = (
@@ -50,12 +53,15 @@ RANK_SIDE = (
     "torch.distributed.checkpoint", "torch.profiler", "fsdplab.engine.shard", "fsdplab.engine.features.clipping",
     "fsdplab.engine.features.offloaded_optimizer", "fsdplab.engine.transport.shared_memory.process_group",
     "fsdplab.sessions.worker.training", "fsdplab.sessions.worker.remote_call_worker",
+    "fsdplab.sessions.worker.trial",
     "fsdplab.sessions.staying.cell_loop",
     "fsdplab.sessions.bench_engines", "fsdplab.workloads.moe", "fsdplab.workloads.parallel",
 )  # fmt: skip
 _OTHERS_FOLLOW_S = 0.2  # after one rank ended badly, the others may still write their failures
 _TERM_S = 2.0  # then they are asked to end, and this much later killed
 _CALLER_ENDS_S = 1.0
+_TRIAL = ("-m", "fsdplab.sessions.worker.trial")
+_TRIAL_WITHIN_S = 20
 _DRIVER = "libcuda.so.1"
 _NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED: what the driver answers in a child of a process that has used it
 
@@ -91,7 +97,10 @@ def main(descriptor: str, caller: str, temporary: str) -> None:
     if os.getppid() != int(caller):
         shutil.rmtree(temporary, ignore_errors=True)
         os._exit(0)  # taking torch apart would take a second
-    _send(control, {"ready": os.getpid(), "why_not": _why_not()})
+    why_not = _why_not(temporary)
+    _send(control, {"ready": os.getpid(), "why_not": why_not})
+    if why_not is not None:
+        os._exit(0)
     try:
         starter = _Starter(control, int(caller))
         starter.serve()
@@ -104,8 +113,8 @@ def main(descriptor: str, caller: str, temporary: str) -> None:
     os._exit(0)
 
 
-def _why_not() -> str | None:
-    """Why this process must not be forked; None if it may be."""
+def _why_not(temporary: str) -> str | None:
+    """Why this process cannot serve runs, by trying all that they need; None if it can."""
     import torch
 
     threads = len(os.listdir("/proc/self/task"))
@@ -114,12 +123,44 @@ def _why_not() -> str | None:
             f"the warm starter has {threads} threads after importing (look at sitecustomize.py and at what it loads),"
             " and only one survives a fork"
         )
+    try:
+        os.close(os.pidfd_open(os.getpid()))
+    except (AttributeError, OSError) as error:
+        return f"the warm starter cannot see its caller end: os.pidfd_open failed ({headline(error)})"
+    if (failed := _failed_trial(temporary)) is not None:
+        return failed
     if torch.version.cuda is not None and not _child_has_cuda():
         return (
             "CUDA was touched while the warm starter imported (look at sitecustomize.py and at what it loads;"
             " torch.cuda.is_available() is enough), and no forked process can use it then"
         )
     return None
+
+
+def _failed_trial(temporary: str) -> str | None:
+    """Why a rank that is forked from this process cannot form a group, tried with a group of one; None if it can."""
+    with tempfile.TemporaryDirectory(dir=temporary, prefix="trial-") as folder:
+        request = {
+            "program": [_TRIAL[0], _TRIAL[1], f"{folder}/store"], "world_size": 1, "log": f"{folder}/log",
+            "environment": dict(os.environ), "folder": "/", "cores": sorted(os.sched_getaffinity(0)), "limits": {},
+            "nice": os.getpriority(os.PRIO_PROCESS, 0),
+        }  # fmt: skip
+        try:
+            pid = os.fork()
+        except OSError as error:
+            return f"the warm starter cannot fork ({headline(error)})"
+        if pid == 0:
+            try:
+                signal.alarm(_TRIAL_WITHIN_S)
+                be_rank(request, 0)
+            finally:
+                os._exit(1)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code == 0:
+            return None
+        said = Path(folder, "log").read_text(errors="replace").strip().splitlines() if code > 0 else []
+    how = f"was killed by {name_of(-code)}" if code < 0 else said[-1] if said else f"ended with exit code {code}"
+    return f"a rank forked on trial could not form a group: {how}"
 
 
 def _child_has_cuda() -> bool:
@@ -293,8 +334,17 @@ def be_rank(request: Mapping[str, Any], rank: int) -> NoReturn:
     program.
     """
     os.setsid()
-    starter, world_size = os.getppid(), request["world_size"]
     _print_into(request["log"])
+    try:
+        _take_over(request, rank)
+    except (OSError, ValueError) as error:  # nothing of the program's own has run: its cause is one line
+        print(f"It could not take over what its caller has: {headline(error)}", file=sys.stderr)
+        end_process(1)
+    run_and_end(request["program"])
+
+
+def _take_over(request: Mapping[str, Any], rank: int) -> None:
+    starter, world_size = os.getppid(), request["world_size"]
     end_with_parent(starter)
     variables = {
         "RANK": rank,
@@ -308,14 +358,14 @@ def be_rank(request: Mapping[str, Any], rank: int) -> NoReturn:
     os.environ.update(request["environment"], **{name: str(value) for name, value in variables.items()})
     _inherit(request)
     _as_if_fresh()
-    run_and_end(request["program"])
 
 
 def _inherit(request: Mapping[str, Any]) -> None:
     """The folder, cores, limits and priority of the caller as they are now."""
     if request["folder"] is not None:
         os.chdir(request["folder"])
-    os.sched_setaffinity(0, request["cores"])
+    if set(request["cores"]) != os.sched_getaffinity(0):  # a container may deny it
+        os.sched_setaffinity(0, request["cores"])
     # only root may lower it
     os.setpriority(os.PRIO_PROCESS, 0, max(request["nice"], os.getpriority(os.PRIO_PROCESS, 0)))
     for name, limits in request["limits"].items():

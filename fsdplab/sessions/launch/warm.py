@@ -153,8 +153,9 @@ class _Starter:
         self._hearing = threading.Lock()
 
     def fits(self, environment: Mapping[str, str]) -> bool:
-        """Whether a rank forked by it equals one started now."""
-        return not self.gone and self.key == _key(environment)
+        """Whether a rank forked by it equals one started now, or it has said that it cannot fork."""
+        lives = not self.gone or self.owner == os.getpid() and bool(self._ready.get("why_not"))
+        return lives and self.key == _key(environment)
 
     def wait_until_ready(self, on_look: Callable[[], None]) -> None:
         """Return when it has imported everything, calling `on_look()` meanwhile; StarterFailed when it cannot."""
@@ -253,6 +254,19 @@ def why_not() -> str | None:
         return f"ranks are forked on Linux only, and this is {sys.platform}"
     if not hasattr(os, "pidfd_open"):
         return "this Python has no os.pidfd_open, by which the starter sees its caller end"
+    return None
+
+
+def tried(environment: Mapping[str, str]) -> str | None:
+    """Why no rank can be forked here, in one line, as a starter finds; None where one can."""
+    if (refused := why_not()) is not None:
+        return refused
+    with _lock:
+        starter = _fitting(environment)
+    try:
+        starter.wait_until_ready(lambda: None)
+    except StarterFailed as failed:
+        return str(failed)
     return None
 
 

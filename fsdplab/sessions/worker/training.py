@@ -27,7 +27,7 @@ from fsdplab.profiling.core_waits import CoreWaitLog
 from fsdplab.profiling.intervals import EMPTY
 from fsdplab.profiling.memory.snapshot import memory_snapshot
 from fsdplab.profiling.profiler_rules import prepare_profiler
-from fsdplab.sessions.launch.mailbox import RANKS_STORE
+from fsdplab.sessions.launch.mailbox import NOT_FORKED, RANKS_STORE
 from fsdplab.sessions.launch.turns import OwnTurns
 from fsdplab.sessions.spec import MEMORY_STEP, RunSpec
 from fsdplab.sessions.spec.sharing import carrier, nccl_variables
@@ -49,16 +49,20 @@ def main(folder: str, build_setup: Build = build) -> None:
     os.environ |= nccl_variables(spec)
     with rank_process(folder, spec.backend, spec.device_type) as context:
         if context.rank == 0:
-            context.write(
-                "environment", capture_environment(spec.device_type) | carrier(spec) | {"start": how_started()}
-            )
+            context.write("environment", capture_environment(spec.device_type) | carrier(spec) | how_started())
         context.heartbeat.enter("build")
         Training(spec, context, build_setup).run()
 
 
-def how_started() -> str:
-    """How this rank was started: only forked ones use a file for rendezvous."""
-    return "warm" if os.environ.get(RANKS_STORE) else "torchrun"
+def how_started() -> dict[str, str]:
+    """How this rank was started, and why it was not forked, where it was to be if possible.
+
+    Only forked ranks use a file for rendezvous.
+    """
+    if os.environ.get(RANKS_STORE):
+        return {"start": "warm"}
+    not_forked = os.environ.get(NOT_FORKED)
+    return {"start": "torchrun", **({"not_forked": not_forked} if not_forked else {})}
 
 
 class Training:
