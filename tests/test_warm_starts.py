@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from fsdplab.common.temporary import folder_of_this_process
-from fsdplab.sessions import RanksFailed, RunSpec, SpecError, call_on_ranks, run
+from fsdplab.sessions import RanksFailed, RunSpec, SpecError, call_on_ranks, compare, run
 from fsdplab.sessions.launch import launcher, warm
 from fsdplab.sessions.launch.launcher import begin_starter
 from fsdplab.sessions.launch.mailbox import Mailbox, read_heartbeats
@@ -322,7 +322,7 @@ class TakenInstead(Exception):
 def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torchrun would be taken, that is told: the test above has seen it start ranks."""
 
-    def taken(*_: object) -> None:
+    def taken(*_: object, **__: object) -> None:
         raise TakenInstead
 
     monkeypatch.setattr(launcher, "start_torchrun", taken)
@@ -390,9 +390,16 @@ def test_a_starter_begun_by_a_thread_that_has_ended_lives_on() -> None:
 
 
 @pytest.mark.quick
+@pytest.mark.filterwarnings("ignore:.*It is tried once more")
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM"])
-def test_a_starter_killed_in_the_middle_of_a_run_is_one_clear_report(working: Any, how: str) -> None:
+def test_a_starter_killed_in_the_middle_of_both_tries_is_one_clear_report(
+    working: Any, how: str, tmp_path: Path
+) -> None:
     future, pids = working()
+    os.kill(warm.starter_pid(), signal.Signals[how])
+    said = tmp_path / "said"
+    assert until(lambda: not any(map(alive, pids))) and until(lambda: said.read_text().split() != [*map(str, pids)], 60)
+    pids += map(int, said.read_text().split())
     killed = warm.starter_pid()
     os.kill(killed, signal.Signals[how])
     with pytest.raises(RanksFailed) as caught:
@@ -406,6 +413,34 @@ def test_a_starter_killed_in_the_middle_of_a_run_is_one_clear_report(working: An
     )
     assert until(lambda: not any(map(alive, pids)))
     assert call("look")[0]["parent"] == warm.starter_pid() != killed
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_starter_lost_in_the_middle_of_a_run_costs_one_try(working: Any, how: str, tmp_path: Path) -> None:
+    future, pids = working()
+    lost = warm.starter_pid()
+    os.kill(lost, signal.Signals[how])
+    with pytest.warns(RuntimeWarning, match=f"was (killed|stopped) by {how}.*It is tried once more"):
+        assert until(lambda: not alive(lost) and not any(map(alive, pids)))
+        (tmp_path / "stop").touch()
+        assert future.result() == [0, 1] and warm.starter_pid() != lost
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGSTOP"])
+def test_a_starter_lost_while_runs_take_turns_costs_one_try(starter: int, how: str, tmp_path: Path) -> None:
+    notes: list[str] = []
+    lost: list[int] = []
+
+    def lose_it(*_: object) -> None:
+        if not lost:
+            lost.append(warm.starter_pid())
+            os.kill(lost[0], signal.Signals[how])
+
+    specs = [RunSpec(start="warm", strategy=each, **{**TINY, "steps": 3}) for each in ("no_shard", "full_shard")]
+    records = compare(specs, directory=tmp_path, on_step=lose_it, on_note=notes.append)
+    assert [record.status for record in records] == ["finished"] * 2 and not alive(lost[0])
+    assert [len(record.table("steps")) for record in records] == [10, 10]
+    assert any("is run again" in note for note in notes)
 
 
 def test_a_starter_killed_between_two_runs_is_replaced(starter: int) -> None:

@@ -21,7 +21,7 @@ from fsdplab.common.machine import free_memory
 from fsdplab.common.sizes import size
 from fsdplab.records import RunRecord, known
 from fsdplab.records.summary import Link
-from fsdplab.sessions.launch.failure_report import RanksFailed
+from fsdplab.sessions.launch.failure_report import RanksFailed, StarterLost
 from fsdplab.sessions.launch.launcher import starts_elsewhere
 from fsdplab.sessions.launch.turns import fifos_in
 from fsdplab.sessions.run_and_record import WORKER, OnStep, StartedRun, end_runs, run
@@ -99,6 +99,7 @@ class _Comparison:
     ) -> None:
         self._specs, self._directory, self._callbacks, self._program = specs, directory, callbacks, program
         self._records: dict[int, RunRecord] = {}
+        self._lost: set[int] = set()  # runs whose starter was lost, which are run again, once
         self.started: list[StartedRun] = []
 
     def run_all(self) -> list[RunRecord]:
@@ -107,8 +108,8 @@ class _Comparison:
             self._take_turns(waiting)
         for number, started in waiting.items():
             self._finish(number, started)
-        for number in [number for number in range(len(self._specs)) if number not in self._records]:
-            self._finish(number, self._start(number))
+        while missing := [number for number in range(len(self._specs)) if number not in self._records]:
+            self._finish(missing[0], self._start(missing[0]))
         if why_not:
             self._run_the_first_again()
         return [self._records[number] for number in range(len(self._specs))]
@@ -147,17 +148,23 @@ class _Comparison:
             if act():
                 return True
         except RanksFailed as failed:
-            self._keep(number, failed.record)
+            self._keep_failed(number, failed)
         else:
             self._finish(number, run)
         return False
 
     def _finish(self, number: int, run: StartedRun) -> None:
         try:
-            record: RunRecord | None = run.finish()
+            self._keep(number, run.finish())
         except RanksFailed as failed:
-            record = failed.record
-        self._keep(number, record)
+            self._keep_failed(number, failed)
+
+    def _keep_failed(self, number: int, failed: RanksFailed) -> None:
+        if isinstance(failed, StarterLost) and number not in self._lost:
+            self._lost.add(number)
+            self._note(f"{failed.report.message} {self._specs[number].strategy} is run again, after the others.")
+        else:
+            self._keep(number, failed.record)
 
     def _keep(self, number: int, record: RunRecord | None) -> None:
         assert record is not None  # RanksFailed of a started run has one

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdplab.common.temporary import folder_of_this_process
-from fsdplab.sessions.launch.launcher import run_ranks
+from fsdplab.sessions.launch.launcher import once_more, run_ranks
 from fsdplab.sessions.launch.live_output import LiveOutput, OnOutput
 from fsdplab.sessions.launch.mailbox import Mailbox
 from fsdplab.sessions.worker.remote_call_worker import VALUES, unsupported_type
@@ -62,16 +62,22 @@ def call_on_ranks(
         raise ValueError(
             f"The payload holds something of type {unsupported}, which cannot be sent to the ranks; give {VALUES}."
         )
-    with tempfile.TemporaryDirectory(prefix="call-", dir=folder_of_this_process()) as folder:
-        mailbox = Mailbox(Path(folder))
-        torch.save(payload, mailbox.folder / "payload")
-        program = ["-m", "fsdplab.sessions.worker.remote_call_worker", str(mailbox.folder), str(source), function_name]
-        output = LiveOutput(mailbox, world_size if on_output else 0, on_output or _ignore_output)
-        try:
-            run_ranks(program, mailbox, world_size=world_size, time_limit=time_limit, start=start, on_look=output.look)
-        finally:
-            output.flush()
-        return _collect(mailbox, world_size)
+
+    def attempt() -> RankValues:
+        with tempfile.TemporaryDirectory(prefix="call-", dir=folder_of_this_process()) as folder:
+            mailbox = Mailbox(Path(folder))
+            torch.save(payload, mailbox.folder / "payload")
+            program = ["-m", "fsdplab.sessions.worker.remote_call_worker", folder, str(source), function_name]
+            output = LiveOutput(mailbox, world_size if on_output else 0, on_output or _ignore_output)
+            try:
+                run_ranks(
+                    program, mailbox, world_size=world_size, time_limit=time_limit, start=start, on_look=output.look
+                )
+            finally:
+                output.flush()
+            return _collect(mailbox, world_size)
+
+    return once_more(attempt)
 
 
 def _ignore_output(rank: int, line: str) -> None:

@@ -20,7 +20,7 @@ from fsdplab.records.folder import claim_folder, is_written
 from fsdplab.records.summary import Link
 from fsdplab.records.typed import read
 from fsdplab.sessions.launch.failure_report import RanksFailed
-from fsdplab.sessions.launch.launcher import RunningRanks, end_ranks
+from fsdplab.sessions.launch.launcher import RunningRanks, end_ranks, once_more
 from fsdplab.sessions.launch.live_output import Tail
 from fsdplab.sessions.launch.mailbox import Mailbox, read_heartbeats, read_lines
 from fsdplab.sessions.launch.turns import Turns
@@ -54,13 +54,17 @@ def run(
     rank that dies, raises, hangs or diverges, or a run longer than `spec.time_limit`, raises RanksFailed; its `.record`
     is the record of the failed run. `program` is what each rank executes, for workers other than the lab's own.
     """
-    started = StartedRun(
-        spec, directory=directory, on_progress=on_progress, on_step=on_step, on_look=on_look, program=program
-    )
-    try:
-        return started.finish()
-    finally:
-        end_runs([started])
+
+    def attempt() -> RunRecord:
+        started = StartedRun(
+            spec, directory=directory, on_progress=on_progress, on_step=on_step, on_look=on_look, program=program
+        )
+        try:
+            return started.finish()
+        finally:
+            end_runs([started])
+
+    return once_more(attempt)
 
 
 class StartedRun:

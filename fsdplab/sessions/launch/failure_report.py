@@ -56,6 +56,10 @@ class RanksFailed(RunError, RuntimeError):
         self.record = record
 
 
+class StarterLost(RanksFailed):
+    """The warm starter was killed or stopped, and its ranks with it, by no fault of theirs: a second try helps."""
+
+
 @dataclass(frozen=True)
 class PostMortem:
     """The data of a failed run: each rank's exit code, exception, last heartbeat and stack; and torchrun's output.

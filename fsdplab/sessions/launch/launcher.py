@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from fsdplab.common.processes import descendants, gone, name_of
 from fsdplab.common.pythons import run_of, with_this_checkout
@@ -29,6 +29,7 @@ from fsdplab.sessions.launch.failure_report import (
     Failure,
     PostMortem,
     RanksFailed,
+    StarterLost,
     ask_for_stacks,
     blames_a_rank,
     computing,
@@ -51,6 +52,7 @@ _STALL_FACTOR, _STALL_LEAST_S = 20.0, 20.0
 # earlier ones.
 _GRACE_S = 5.0
 _STILL_MOVING_S = 2.0
+_Result = TypeVar("_Result")
 
 
 @dataclass
@@ -113,6 +115,15 @@ def run_ranks(
         end_ranks([ranks])
 
 
+def once_more(attempt: Callable[[], _Result]) -> _Result:
+    """What `attempt()` returns; where its warm starter was lost it is called once more, which begins a new starter."""
+    try:
+        return attempt()
+    except StarterLost as lost:
+        warnings.warn(f"{lost.report.message} It is tried once more.", RuntimeWarning, stacklevel=3)
+        return attempt()
+
+
 class Waiting(Protocol):
     """When all ranks of a run wait for their caller, who then leaves them alone: for a turn, or for a cell."""
 
@@ -156,7 +167,8 @@ class RunningRanks:
         finally:
             self._used += time.monotonic() - began
         if failure is not None:
-            raise RanksFailed(failure)
+            lost = isinstance(self.agent, warm.WarmRanks) and self.agent.lost and failure.rank is None
+            raise StarterLost(failure) if lost else RanksFailed(failure)
         return turns is not None and turns.all_wait
 
     def running(self, within_s: float = _LOOK_EVERY_S) -> bool:

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
 import resource
+import signal
 import socket
 import subprocess
 import sys
@@ -27,7 +29,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fsdplab.common.files import write_whole
-from fsdplab.common.processes import name_of
+from fsdplab.common.processes import name_of, state
 from fsdplab.common.pythons import SAFE_PATH
 from fsdplab.common.temporary import folder_of_this_process
 from fsdplab.common.waiting import readable
@@ -42,6 +44,8 @@ _READ_AT_START = (
 _READY_WITHIN_S = 120.0
 _GONE_WITHIN_S = 3.0
 _LOOK_EVERY_S = 0.05
+_STANDS_STILL_S = 2.0
+_STOPPED = "was stopped by SIGSTOP"
 _BOOT = f"{SAFE_PATH}; from fsdplab.sessions.launch.starter import main; main(*sys.argv[1:])"
 
 
@@ -106,9 +110,12 @@ class WarmRanks:
     def _read_message(self, timeout: float) -> bool:
         """Read the starter's next message; False if none came within `timeout` seconds."""
         if not readable([self._socket], timeout):
-            return False
+            if self._starter.stands_still:
+                self._starter.end(signal.SIGKILL)  # its ranks end with it
+                self._lose(_STOPPED)
+            return self._ended
         if (message := receive(self._socket)) is None:
-            self._lose()
+            self._lose(self._starter.how_it_ended())
             return True
         self.pids = message.get("pids", self.pids)
         self.left = {int(rank): code for rank, code in message.get("left", self.left).items()}
@@ -119,10 +126,10 @@ class WarmRanks:
             self._finish()
         return True
 
-    def _lose(self) -> None:
+    def _lose(self, how: str) -> None:
         self.lost = (
-            f"The warm starter, the process that forks the ranks, {self._starter.how_it_ended()}, and all ranks ended"
-            " with it. The next run starts a new one."
+            f"The warm starter, the process that forks the ranks, {how}, and all ranks ended with it. The next run"
+            " starts a new one."
         )
         self._finish()
 
@@ -150,6 +157,7 @@ class _Starter:
         finally:
             theirs.close()
         self._ready: dict[str, Any] = {}
+        self._stopped_at = math.inf
         self._hearing = threading.Lock()
 
     def fits(self, environment: Mapping[str, str]) -> bool:
@@ -163,6 +171,9 @@ class _Starter:
         while not self._read_ready():
             if time.monotonic() > deadline:
                 raise StarterFailed(f"the warm starter was not ready within {_READY_WITHIN_S:g} s")
+            if self.stands_still:
+                self.end(signal.SIGKILL)
+                raise StarterFailed(f"the warm starter {_STOPPED}")
             on_look()
         if self._ready["why_not"]:
             raise StarterFailed(str(self._ready["why_not"]))
@@ -204,12 +215,21 @@ class _Starter:
         """Whether it has ended, or belongs to the process that this one was forked from."""
         return self.owner != os.getpid() or self.process.poll() is not None
 
-    def end(self) -> None:
+    @property
+    def stands_still(self) -> bool:
+        """Whether it was stopped (SIGSTOP) some seconds ago, and has not gone on."""
+        if state(self.process.pid)[0] != "T":
+            self._stopped_at = math.inf
+        elif self._stopped_at == math.inf:
+            self._stopped_at = time.monotonic()
+        return time.monotonic() - self._stopped_at > _STANDS_STILL_S
+
+    def end(self, by: signal.Signals = signal.SIGTERM) -> None:
         """End it and all its ranks."""
         if self.owner != os.getpid():  # this process was forked from the one that began it
             return
         self._control.close()
-        self.process.terminate()
+        self.process.send_signal(by)
         try:
             self.process.wait(_GONE_WITHIN_S)
         except subprocess.TimeoutExpired:
