@@ -236,3 +236,15 @@ def test_a_port_in_use_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
         other.listen()
         code, _, err = ended(["lab", "--edition", "teacher", "--port", str(other.getsockname()[1])], capsys)
     assert code == 2 and "cannot be used (Address already in use)" in err and err.count("\n") == 1
+
+
+@pytest.mark.timeout(400)  # eight Pythons load torch
+def test_eight_runs_at_once_in_one_folder_give_eight_records(tmp_path):
+    flags = ["--model", "gpt-tiny", "--steps", "1", "--profile", "0", "-n", "1", "-q"]
+    command = [sys.executable, "-m", "fsdplab", "run", "zero1", *flags]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    running = [subprocess.Popen(command, **pipes) for _ in range(8)]
+    said = [(*process.communicate(), process.returncode) for process in running]
+    assert [code for _, _, code in said] == [0] * 8, said
+    records = [RunRecord.load(folder) for folder in (tmp_path / "runs").iterdir()]
+    assert [record.status for record in records] == ["finished"] * 8

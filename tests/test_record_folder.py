@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from fsdplab.cli.app import main
 from fsdplab.records import RecordError, RunRecord
-from fsdplab.records.folder import MARKER, claim_folder, free_folder, is_record
+from fsdplab.records.folder import MARKER, claim_folder, claim_free_folder, is_record, release_folder
 from fsdplab.sessions import RunSpec, run
 
 pytestmark = pytest.mark.quick
@@ -59,6 +61,7 @@ def test_a_run_that_ended_in_the_middle_leaves_a_folder_that_can_be_used(tmp_pat
     claim_folder(tmp_path / "run")
     (tmp_path / "run" / "ranks").mkdir()
     (tmp_path / "run" / "ranks" / "rank0.steps").write_text("half a li")
+    release_folder(tmp_path / "run")
     claim_folder(tmp_path / "run")
     assert tree(tmp_path / "run").keys() == {MARKER}
     claim_folder(tmp_path / "run", replace=False)  # nothing of a record is there
@@ -84,13 +87,47 @@ def test_a_link_is_not_followed(tmp_path):
 
 
 def test_a_free_folder(tmp_path):
-    assert free_folder(tmp_path / "run") == tmp_path / "run"
-    claim_folder(tmp_path / "run")
+    assert claim_free_folder(tmp_path / "run") == tmp_path / "run"
     (tmp_path / "run-2").write_text("a file")
     (tmp_path / "run-3").mkdir()  # empty
-    assert free_folder(tmp_path / "run") == tmp_path / "run-3"
-    (tmp_path / "run-3" / "x").write_text("")
-    assert free_folder(tmp_path / "run") == tmp_path / "run-4"
+    (tmp_path / "run-4").symlink_to(tmp_path / "run-3")
+    assert claim_free_folder(tmp_path / "run") == tmp_path / "run-3"
+    assert claim_free_folder(tmp_path / "run") == tmp_path / "run-5"
+
+
+CLAIMS = """
+import sys
+from pathlib import Path
+from fsdplab.records.folder import claim_folder, claim_free_folder
+sys.stdin.readline()
+print(claim_free_folder(Path("run")), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_processes_that_claim_at_once_get_a_folder_each(tmp_path):
+    """And nobody replaces the record of a run that goes on, asked to or not; when its process is killed, one may."""
+    pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path, bufsize=1)
+    claiming = [subprocess.Popen([sys.executable, "-c", CLAIMS], **pipes) for _ in range(8)]
+    try:
+        for process in claiming:
+            process.stdin.write("go\n")
+        got = [process.stdout.readline().strip() for process in claiming]
+        assert sorted(got) == ["run", *(f"run-{number}" for number in range(2, 9))]
+        with pytest.raises(RecordError, match="a run is writing into .*run; wait for its end, or give another folder"):
+            claim_folder(tmp_path / "run")
+    finally:
+        for process in claiming:
+            process.kill()
+            process.communicate()
+    claim_folder(tmp_path / "run", replace=False)
+
+
+def test_a_run_of_this_process_is_not_replaced_either(tmp_path):
+    (claim_folder(tmp_path / "run") / "run.json").write_text("{}")
+    with pytest.raises(RecordError, match="a run is writing into"):
+        claim_folder(tmp_path / "run")
+    assert (tmp_path / "run" / "run.json").exists()
 
 
 def test_the_command_asks_before_it_replaces(tmp_path, monkeypatch, capsys):
@@ -100,7 +137,8 @@ def test_the_command_asks_before_it_replaces(tmp_path, monkeypatch, capsys):
         assert code == 0 and f"recorded in {expected};" in out
     before = tree(tmp_path)
     code, _, err = ended(["run", "zero1", *FLAGS, "--out", "runs/zero1-lab"], capsys)
-    assert code == 2 and "holds an earlier record; give another folder, or --force" in err and tree(tmp_path) == before
+    stays = "holds an earlier record, which stays; give another folder, such as runs/zero1-lab-3"
+    assert code == 2 and stays in err and "--force" not in err and tree(tmp_path) == before
     code, _, _ = ended(["run", "zero1", *FLAGS, "--out", "runs/zero1-lab", "--force", "-q"], capsys)
     assert code == 0 and tree(tmp_path) != before
 

@@ -136,11 +136,10 @@ def run(
     """Run one strategy and record it in a folder, for `fsdplab report` and the notebooks."""
     strategy = settings["strategy"] = one_strategy(named, settings["strategy"])
     begin_warm(settings["start"], [strategy])
-    from fsdplab.cli.run import folder_of, record_on_nodes, record_run
+    from fsdplab.cli.run import record_on_nodes, record_run
 
     settings["card"] = card_of(card, settings, "none")
-    folder = folder_of(out, Path("runs") / f"{strategy}-{settings['engine']}", outputs.force)
-    outputs = replace(outputs, keep=folder)
+    outputs = replace(outputs, keep=out)
     if nodes != 1 or ranks_per_node is not None:
         record_on_nodes(settings, nodes, ranks_per_node, outputs)
     else:

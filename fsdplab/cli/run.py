@@ -17,23 +17,14 @@ from fsdplab.cli.terminal import look_for_signals
 from fsdplab.records import RunRecord
 
 
-def folder_of(out: Path | None, default: Path, force: bool) -> Path:
-    """`--out`, or a folder below runs/ that is free: an earlier record stays unless it is to be replaced."""
-    from fsdplab.records.folder import free_folder
-
-    return out or (default if force else free_folder(default))
-
-
 def record_run(settings: dict[str, Any], outputs: Outputs, runner: Callable[..., RunRecord] | None = None) -> None:
-    """Run one spec into the folder `outputs.keep`, which `fsdplab report` reads, and show its row; `runner` is
-    `sessions.run` unless given.
+    """Run one spec into a folder, which `fsdplab report` reads, and show its row; `runner` is `sessions.run` unless
+    given.
     """
-    from fsdplab.records.folder import claim_folder
     from fsdplab.sessions import RunSpec, run
 
     console, spec, detail = outputs.console(), RunSpec(**settings), outputs.detail
-    assert outputs.keep is not None, "every run is recorded"
-    folder = claim_folder(outputs.keep, replace=outputs.force)
+    folder = _claimed(outputs, Path("runs") / f"{spec.strategy}-{spec.engine}")
     if detail is not Detail.QUIET:
         show(console, [headline(spec, spec.card)])
     with ProgressTable(console, {folder: spec}, detail) as progress:
@@ -63,6 +54,15 @@ def record_on_nodes(common: dict[str, Any], nodes: int, ranks_per_node: int | No
         return run_nodes(spec, nodes, each, link, **how)
 
     record_run(dict(settings, link=None), outputs, on_nodes)
+
+
+def _claimed(outputs: Outputs, usual: Path) -> Path:
+    """The folder that was asked for, or a new one: `usual`, or one beside it. Only `--force` replaces a record."""
+    from fsdplab.records.folder import claim_folder, claim_free_folder
+
+    if outputs.keep or outputs.force:
+        return claim_folder(outputs.keep or usual, replace=outputs.force)
+    return claim_free_folder(usual)
 
 
 def _ranks_of_a_node(ranks: int, nodes: int, given: int | None) -> int:

@@ -16,7 +16,7 @@ from fsdplab.common.files import write_whole
 from fsdplab.common.processes import resident_bytes
 from fsdplab.common.temporary import temporary_folder
 from fsdplab.records import RunRecord
-from fsdplab.records.folder import claim_folder, is_written
+from fsdplab.records.folder import claim_folder, is_written, release_folder
 from fsdplab.records.summary import Link
 from fsdplab.records.typed import read
 from fsdplab.sessions.launch.failure_report import RanksFailed
@@ -100,6 +100,7 @@ class StartedRun:
         except BaseException:
             if self._turns is not None:
                 self._turns.close()
+            release_folder(self.folder)
             raise
 
     def ready(self) -> bool:
@@ -120,9 +121,10 @@ class StartedRun:
         if self._turns is not None:
             self._turns.allow_all()
         self._watch(None)
-        end_runs([self])
+        _end_ranks([self])
         record = self._record(None).save()
         _tidy(self.mailbox)
+        release_folder(self.folder)
         return record
 
     def resident_bytes(self) -> int:
@@ -138,7 +140,7 @@ class StartedRun:
         try:
             return self._ranks.watch(turns)
         except RanksFailed as failed:
-            end_runs([self])
+            _end_ranks([self])
             failed.record = self._record(failed).save()
             raise
 
@@ -149,7 +151,13 @@ class StartedRun:
 
 
 def end_runs(runs: Sequence[StartedRun]) -> None:
-    """End the ranks of several runs, in the time of one; none is left when this returns."""
+    """End the ranks of several runs, in the time of one, and release their folders; no rank is left after it."""
+    _end_ranks(runs)
+    for run in runs:
+        release_folder(run.folder)
+
+
+def _end_ranks(runs: Sequence[StartedRun]) -> None:
     end_ranks([run._ranks for run in runs])
     for run in runs:
         if run._turns is not None:
