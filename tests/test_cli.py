@@ -82,7 +82,12 @@ def ended(arguments: list[str], capsys) -> tuple[int, str, str]:
         (["compare", "--strategies", "fullshard"], "did you mean full_shard"),
         (["compare", "--strategies", ","], "nothing to compare"),
         (["compare", "--engines", "pytorch"], "torch-fsdp2"),
-        (["compare", "--engines", "lab"], "--engines has 'lab'"),
+        (["compare", "--engines", "twin"], "--engines has 'twin'"),
+        (
+            ["compare", "--engines", "torch-ddp", "--strategies", "zero1"],
+            "nothing to compare (torch-ddp does not do zero1)",
+        ),
+        (["compare", "--strategies", "full_shard:precision=fp9"], "fp32, bf16"),
         (["compare", "--world-size", "0"], "--world-size is 0; expected a whole number"),
         (["compare", "--model", "gpt-9"], "gpt-9"),
         (["compare", "--text", "/no/such/text"], "/no/such/text"),
@@ -256,6 +261,27 @@ def test_a_signal_is_handed_on_and_the_exit_code_comes_back(tmp_path, sent, code
     assert process.wait(30) == code
 
 
+def test_engines_and_strategies_are_two_lists_whose_impossible_pairs_are_left_out(monkeypatch, capsys):
+    """The lab's engine is one of them, and a setting that only the lab has is none of another engine's."""
+    compared = []
+
+    def stop(specs, *_, **__):
+        compared.extend((spec.engine, spec.strategy, spec.prefetch) for spec in specs)
+        raise SystemExit(0)
+
+    monkeypatch.setattr("fsdplab.sessions.compare", stop)
+    lists = ["--engines", "lab,torch-ddp,torch-fsdp2", "--strategies", "no_shard,full_shard,full_shard:prefetch=0"]
+    code, _, err = ended(["compare", *lists, *TINY, "-q"], capsys)
+    assert code == 0 and compared[:-1] == [
+        ("lab", "no_shard", 1), ("lab", "full_shard", 1), ("lab", "full_shard", 0), ("torch-ddp", "no_shard", 1),
+        ("torch-fsdp2", "full_shard", 1),
+    ]  # fmt: skip
+    assert err == (
+        "fsdplab: left out: torch-ddp does not do full_shard;"
+        " torch-fsdp2 does not do full_shard:prefetch=0; torch-fsdp2 does not do no_shard\n"
+    )
+
+
 @pytest.mark.parametrize("command", [["compare", "--strategies"], ["run"], ["bench", "--strategies"]])
 def test_a_strategy_that_is_none_is_refused_before_torch_is_imported(command):
     called = "import sys; from fsdplab.cli import main\ntry: main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
@@ -302,8 +328,8 @@ def test_the_verdict_says_what_to_do_about_what_lacks():
 
     assert said(dict.fromkeys(names, True)) == [
         "ready for: plans and recorded runs (plan, report); training on CPU ranks (compare, run, bench); pages and"
-        " figures (--html, --figure); the course (lab, course); DeepSpeed beside our engine (--engines deepspeed-3);"
-        " training on GPUs (gpu-check, --device cuda)"
+        " figures (--html, --figure); the course (lab, course); DeepSpeed beside our engine (--engines"
+        " lab,deepspeed-3); training on GPUs (gpu-check, --device cuda)"
     ]
     lacking = said({**dict.fromkeys(names, True), "gloo": False, "pandas": False})
     assert lacking[1:] == [

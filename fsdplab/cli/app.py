@@ -76,7 +76,7 @@ def top(
 @app.command(
     epilog=examples(
         "fsdplab compare",
-        "fsdplab compare --strategies zero2,full_shard --engines torch-fsdp2 --link eth10",
+        "fsdplab compare --strategies zero2,full_shard --engines lab,torch-fsdp2 --link eth10",
         "fsdplab compare --world-size 4 --strategies full_shard,hybrid_shard --shard-size 2 --html page.html",
     )
 )
@@ -86,12 +86,18 @@ def compare(
     strategies: Annotated[
         str,
         typer.Option(
-            help=f"Strategies of the lab's own engine, comma-separated: {STRATEGIES_IN_WORDS}. Settings of one run may"
-            " follow it: full_shard:prefetch=0.",
+            help=f"Strategies, comma-separated: {STRATEGIES_IN_WORDS}. Settings of one run may follow it:"
+            " full_shard:prefetch=0.",
             show_default="all but hybrid_shard, and full_shard:prefetch=0",
         ),
     ] = ",".join([*OVER_ALL_RANKS, "full_shard:prefetch=0"]),
-    engines: Annotated[str, typer.Option(help=f"Other engines beside them, comma-separated: {', '.join(PEERS)}.")] = "",
+    engines: Annotated[
+        str,
+        typer.Option(
+            help=f"Engines, comma-separated: lab, {', '.join(PEERS)}. Each runs those of the strategies that it does;"
+            " a note says what is left out."
+        ),
+    ] = "lab",
     settings: dict[str, Any] = SETTINGS,
     card: Card = "auto",
     outputs: Outputs = Outputs(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,21 +19,26 @@ from fsdplab.cli.runs import answer_of_runs, end_if_failed
 from fsdplab.cli.terminal import look_for_signals
 from fsdplab.common.names import IN_GROUPS
 from fsdplab.common.temporary import folder_of_this_process
+from fsdplab.common.words import harmless
 from fsdplab.figures.conclusion import change_words
 from fsdplab.figures.view import SETTINGS, views
 from fsdplab.records import RunRecord
-from fsdplab.sessions.spec import ENGINES, PEERS, RunSpec
+from fsdplab.sessions.spec import ENGINES, PEERS, STRATEGIES, RunSpec, SpecError, near_matches
+
+COMPARED = ("lab", *PEERS)  # the twin takes part by itself
 
 
 def compare_runs(strategies: list[str], engines: list[str], common: dict[str, Any], outputs: Outputs) -> None:
-    """Run every strategy on the lab's engine, every other engine, and the twin; then show and write the comparison.
+    """Run every strategy on every engine that does it, and the twin; then show and write the comparison.
 
-    Raises RunError with the reports of the runs that failed.
+    Pairs that cannot be are left out with a note. Raises RunError with the reports of the runs that failed.
     """
-    variants = dict.fromkeys(_variant(text, common) for text in strategies)
-    specs = [*variants, *(_peer(name, common) for name in engines)]
+    specs, left_out = _pairs(strategies, engines, common)
     if not specs:
-        refuse("nothing to compare; expected strategies or engines, such as --strategies no_shard,full_shard")
+        why = f" ({'; '.join(left_out)})" if left_out else ""
+        refuse(f"nothing to compare{why}; expected such as --strategies no_shard,full_shard --engines lab,torch-fsdp2")
+    if left_out:
+        print(harmless(f"fsdplab: left out: {'; '.join(left_out)}"), file=sys.stderr)
     # what is profiled has been trained by then: the twin needs no more steps for a verdict on the losses
     as_twin = dict(memory=False, profile=0)
     twin = RunSpec(engine="twin", **own("full_shard", dict(common, card=None, prefetch=1)) | as_twin)
@@ -61,21 +67,42 @@ def compare_runs(strategies: list[str], engines: list[str], common: dict[str, An
         end_if_failed(records)
 
 
-def _peer(engine: str, common: dict[str, Any]) -> RunSpec:
-    """The spec of another engine under the strategy that it is best known for."""
-    if engine not in PEERS:
-        refuse(
-            f"--engines has {engine!r}; expected some of {', '.join(PEERS)} (the lab's own engine runs --strategies)"
-        )
-    units = common["units"] if engine == "torch-fsdp2" else "auto"
-    return RunSpec(engine=engine, **own(ENGINES[engine][0], dict(common, prefetch=1, units=units)))
+def _pairs(strategies: list[str], engines: list[str], common: dict[str, Any]) -> tuple[list[RunSpec], list[str]]:
+    """The spec of each engine under each strategy that it does, once, and a sentence on each pair that cannot be."""
+    for engine in engines:
+        if engine not in COMPARED:
+            refuse(f"--engines has {engine!r}{near_matches(engine, COMPARED)}; expected some of {', '.join(COMPARED)}")
+    specs: dict[RunSpec, None] = {}
+    left_out = []
+    for engine in engines:
+        not_done = []
+        for text in strategies:
+            strategy, changed = _parts(text)
+            if strategy in STRATEGIES and strategy not in ENGINES[engine]:
+                not_done.append(strategy)
+                continue
+            try:
+                specs[RunSpec(**_settings_under(engine, strategy, common) | changed)] = None
+            except SpecError as error:
+                if engine == "lab" or error.field not in changed:
+                    raise
+                left_out.append(f"{engine} does not do {text}")
+        if not_done:
+            left_out.append(f"{engine} does not do {', '.join(dict.fromkeys(not_done))}")
+    return list(specs), left_out
 
 
-def _variant(text: str, common: dict[str, Any]) -> RunSpec:
-    """The spec of `full_shard`, or of `full_shard:prefetch=0`, which differs from the others in these settings."""
+def _settings_under(engine: str, strategy: str, common: dict[str, Any]) -> dict[str, Any]:
+    """The common settings, but for those that an engine has its own rule for."""
+    if engine != "lab":
+        common = dict(common, prefetch=1, units=common["units"] if engine == "torch-fsdp2" else "auto")
+    return own(strategy, dict(common, engine=engine))
+
+
+def _parts(text: str) -> tuple[str, dict[str, Any]]:
+    """`full_shard:prefetch=0` -> its strategy, and the settings in which it differs from the others."""
     strategy, *edits = (part.strip() for part in text.split(":"))
-    changed = dict(_setting(text, edit) for edit in edits)
-    return RunSpec(**own(strategy, common) | changed)
+    return strategy, dict(_setting(text, edit) for edit in edits)
 
 
 def _setting(text: str, edit: str) -> tuple[str, Any]:

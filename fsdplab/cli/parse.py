@@ -40,7 +40,7 @@ def link_of(common: dict[str, Any], engines: list[str], otherwise: str) -> str |
     link = common["link"]
     if link != "auto":
         return None if link is None or link.strip().lower() == "none" else str(link)
-    apart = common["emulate"] or common["link_across"] or any(engine not in ON_SHARED_MEMORY for engine in engines)
+    apart = common["emulate"] or common["link_across"] or not set(engines) <= {"lab", *ON_SHARED_MEMORY}
     device = Placement(world_size=common["world_size"], device=common["device"]).device_type
     return None if apart or device != "cpu" else otherwise
 

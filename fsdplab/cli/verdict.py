@@ -15,7 +15,7 @@ _USES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("training on CPU ranks (compare, run, bench)", ("gloo",), ""),
     ("pages and figures (--html, --figure)", ("plotly",), "lab"),
     (_COURSE, ("jupyterlab", "ipywidgets", "plotly", "pandas"), "lab"),
-    ("DeepSpeed beside our engine (--engines deepspeed-3)", ("deepspeed",), "peers"),
+    ("DeepSpeed beside our engine (--engines lab,deepspeed-3)", ("deepspeed",), "peers"),
     ("training on GPUs (gpu-check, --device cuda)", ("GPUs",), ""),
 )
 
