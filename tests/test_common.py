@@ -8,12 +8,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-from fsdplab.common.files import write_whole
+from fsdplab.common.files import try_folder, write_whole
 from fsdplab.common.processes import gone, send, send_group, state
 from fsdplab.common.pythons import without_package
 from fsdplab.common.sizes import parse_size, seconds, size
@@ -144,3 +146,28 @@ def test_a_process_that_ended_is_gone_before_it_is_collected():
     child.wait()
     assert gone(child.pid) and state(child.pid) == ("", 0)
     send(child.pid, signal.SIGTERM), send_group(child.pid, signal.SIGTERM)  # nobody is there: nothing happens
+
+
+def test_files_written_whole_have_temporary_names_of_their_own(tmp_path, monkeypatch):
+    """A link in the place of the name that a process of this number would take is not followed, and two threads that
+    write one file both succeed.
+    """
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    (tmp_path / f".run.json.{os.getpid()}.unfinished").symlink_to(mine)
+    (tmp_path / f".fsdplab-{os.getpid()}.trial").symlink_to(mine)
+    try_folder(tmp_path)
+    write_whole(tmp_path / "run.json", "{}")
+    assert mine.read_text() == "mine" and (tmp_path / "run.json").read_text() == "{}"
+    assert (tmp_path / "run.json").stat().st_mode == mine.stat().st_mode
+
+    moved, both = os.replace, threading.Barrier(2, timeout=20)
+
+    def move_together(*names):
+        both.wait()
+        moved(*names)
+
+    monkeypatch.setattr(os, "replace", move_together)
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda text: write_whole(tmp_path / "shared", text), ("a" * 9, "b" * 9)))
+    assert (tmp_path / "shared").read_text() in ("a" * 9, "b" * 9) and len(list(tmp_path.iterdir())) == 5

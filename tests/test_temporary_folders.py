@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fsdplab.common.temporary import folder_of_this_process, temporary_folder
+from tests.test_warm_starts import until
 
 
 @pytest.mark.quick
@@ -19,12 +20,12 @@ def test_all_of_a_process_lie_in_one_folder_and_a_forked_one_has_its_own() -> No
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
-        os.write(writer, str(folder_of_this_process()).encode())
+        os.write(writer, f"{folder_of_this_process().is_dir()} {folder_of_this_process()}".encode())
         os._exit(0)
     os.waitpid(child, 0)
-    other = Path(os.read(reader, 1000).decode())
-    assert other != own and other.is_dir()
-    other.rmdir()
+    was_there, other = os.read(reader, 1000).decode().split()
+    assert other != str(own) and was_there == "True"
+    assert until(lambda: not Path(other).exists()) and own.is_dir()
 
 
 def test_a_process_that_ends_leaves_none(tmp_path: Path) -> None:
@@ -36,3 +37,30 @@ def test_a_process_that_ends_leaves_none(tmp_path: Path) -> None:
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environment)
     assert tmp_path in Path(said.stdout.strip()).parents and list(tmp_path.iterdir()) == []
+
+
+LEAVES = """
+import os, signal, sys
+from fsdplab.common.temporary import temporary_folder
+
+def leave():
+    (temporary_folder("run") / "run.json").touch()
+    print("made", flush=True)
+    {how}
+
+leave()
+"""
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "how", ["os._exit(0)", "os.kill(os.getpid(), signal.SIGTERM)", "os.kill(os.getpid(), signal.SIGKILL)"]
+)
+def test_neither_does_one_that_ends_without_ending_python(tmp_path: Path, how: str) -> None:
+    """As the caller of torchrun's ranks, which has no starter, or a worker of multiprocessing."""
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", LEAVES.format(how=how)], capture_output=True, text=True, env=environment
+    )
+    assert done.stdout == "made\n"
+    assert until(lambda: list(tmp_path.iterdir()) == [])

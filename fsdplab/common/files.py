@@ -10,6 +10,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TRIAL_BYTES = 4096  # a full disk still takes an empty file
@@ -17,18 +18,32 @@ _PIECE = 1 << 20  # bytes that are read at once
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Replace a file in one move: written beside it first, then renamed over it.
+    """Replace a file in one move, as `written_whole` does; a text is written as UTF-8."""
+    with written_whole(path) as file:
+        file.write(_bytes(content))
 
-    A text is written as UTF-8. An `OSError` (a full disk) leaves the old file as it was, and nothing beside it.
+
+@contextmanager
+def written_whole(path: Path) -> Iterator[IO[bytes]]:
+    """A new file beside `path`, open to be written, which replaces it in one move at the end of the block.
+
+    Its name is nobody else's: not another thread's, nor that of a process on another machine or in another container.
+    An `OSError` (a full disk) names `path`, leaves the old file as it was, and nothing beside it.
     """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    try:
-        with naming(path):
-            unfinished.write_bytes(_bytes(content))
+    unfinished = _beside(path, "unfinished")
+    with naming(path), unfinished.open("xb") as file:
+        try:
+            yield file
+            file.close()
             os.replace(unfinished, path)
-    except BaseException:  # Ctrl-C too
-        unfinished.unlink(missing_ok=True)
-        raise
+        except BaseException:  # Ctrl-C too
+            unfinished.unlink(missing_ok=True)
+            raise
+
+
+def _beside(path: Path, ending: str) -> Path:
+    """A name that no file has, in the same folder."""
+    return path.with_name(f".{path.name}.{os.urandom(4).hex()}.{ending}")
 
 
 def write_output(path: Path, content: str | bytes) -> None:
@@ -64,12 +79,13 @@ def try_folder(path: Path) -> None:
 
 
 def _try_folder(folder: Path, asked: Path) -> None:
-    trial = folder / f".fsdplab-{os.getpid()}.trial"
+    trial = _beside(folder / "fsdplab", "trial")
     try:
-        try:
-            trial.write_bytes(bytes(_TRIAL_BYTES))
-        finally:
-            if folder.is_dir():
+        with trial.open("xb") as file:
+            try:
+                file.write(bytes(_TRIAL_BYTES))
+                file.flush()
+            finally:
                 trial.unlink(missing_ok=True)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(asked)) from None

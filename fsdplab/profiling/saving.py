@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import errno
 import gzip
-import os
 import shutil
 import tempfile
 from pathlib import Path
 
 import torch
 
+from fsdplab.common.files import written_whole
 from fsdplab.common.temporary import folder_for_unfinished
 
 _LEVEL = 1
@@ -25,15 +25,14 @@ def save_trace(profile: torch.profiler.profile, path: Path) -> None:
     """Write the trace of a stopped profile to `path` (.json.gz), whole or not at all; `OSError` if that fails."""
     # a temporary name, as torch has it: the trace holds the name under which it was first written, and that must not
     # name a user's folder
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        with tempfile.TemporaryDirectory(prefix="trace-", dir=folder_for_unfinished()) as folder:
-            first = Path(folder, "trace.json")
-            profile.export_chrome_trace(str(first))
-            if not first.exists() or not first.stat().st_size:  # torch does not say that it could not write
-                raise OSError(errno.EIO, "the profiler did not write its trace: a full disk or a limit", str(first))
-            with first.open("rb") as plain, gzip.open(unfinished, "wb", compresslevel=_LEVEL) as packed:
-                shutil.copyfileobj(plain, packed, _PIECE)
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory(prefix="trace-", dir=folder_for_unfinished()) as folder:
+        first = Path(folder, "trace.json")
+        profile.export_chrome_trace(str(first))
+        if not first.exists() or not first.stat().st_size:  # torch does not say that it could not write
+            raise OSError(errno.EIO, "the profiler did not write its trace: a full disk or a limit", str(first))
+        with (
+            first.open("rb") as plain,
+            written_whole(path) as whole,
+            gzip.GzipFile(filename="", mode="wb", compresslevel=_LEVEL, fileobj=whole) as packed,
+        ):
+            shutil.copyfileobj(plain, packed, _PIECE)
