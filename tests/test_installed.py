@@ -45,9 +45,9 @@ def run(*command: str, cwd: Path, **environment: str) -> str:
     return done.stdout
 
 
-def copied(source: Path) -> Path:
+def copied(source: Path, parts: tuple[str, ...] = PARTS) -> Path:
     """`source`, filled with what a build reads: the clone gets no build folder."""
-    for part in PARTS:
+    for part in parts:
         if (ROOT / part).is_dir():
             shutil.copytree(ROOT / part, source / part, ignore=shutil.ignore_patterns("__pycache__"))
         else:
@@ -131,6 +131,47 @@ def test_the_course_is_there_and_lesson_08_reads_its_trace(fsdplab, installed, t
     assert "08_reading_a_trace.ipynb (learner): ran to its end" in fsdplab(
         "course", "test", "one", "--edition", "learner"
     )
+
+
+# ---- a source distribution
+
+MORE = ("tests", "docs", ".ci", ".github", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", ".gitignore")
+CHECKED = ("tests/test_common.py", "tests/test_intervals.py", "tests/test_records.py")
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source distribution, built from a copy of the clone and unpacked."""
+    source, target = copied(tmp_path_factory.mktemp("clone")), tmp_path_factory.mktemp("unpacked")
+    copied(source, MORE)
+    (source / "tests" / "__pycache__").mkdir()
+    (source / "tests" / "__pycache__" / "x.pyc").touch()
+    build = f"from setuptools.build_meta import build_sdist; build_sdist({str(target)!r})"
+    run(sys.executable, "-c", build, cwd=source)
+    shutil.unpack_archive(next(target.glob("fsdplab-*.tar.gz")), target, filter="data")
+    return target / f"fsdplab-{__version__}"
+
+
+def test_a_source_distribution_holds_what_a_clone_holds(unpacked):
+    held = {path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()}
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode == 0:
+        assert {name for name in listed.stdout.split("\n") if name and (ROOT / name).exists()} - held == set()
+    assert {"tests/conftest.py", "docs/engine.md", "notebooks/conftest.py", "LICENSE"} <= held
+    assert not [name for name in held if "__pycache__" in name or "my_fsdp" in name]
+    said = (unpacked / "PKG-INFO").read_text(encoding="utf-8")
+    assert "License-Expression: Apache-2.0\n" in said and f"\nVersion: {__version__}\n" in said
+
+
+def test_its_tests_pass_where_it_is_installed(unpacked, tmp_path):
+    """A few of the quick ones, against the copy that was installed from it."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    run(*pip, "--target", str(tmp_path / "site"), ".", cwd=unpacked)
+    shutil.copytree(unpacked / "tests", tmp_path / "tests")
+    shutil.copy2(unpacked / "pyproject.toml", tmp_path)
+    arguments = ["-q", "-n", "0", "-p", "no:cacheprovider", *CHECKED]
+    said = run(sys.executable, "-m", "pytest", *arguments, cwd=tmp_path, PYTHONPATH=str(tmp_path / "site"))
+    assert " passed" in said and "failed" not in said
 
 
 # ---- in a clone
