@@ -18,7 +18,7 @@ from fsdplab.records import PARTS_OF_EXPOSED, RunRecord
 from fsdplab.sessions import RunSpec, run
 from fsdplab.sessions.launch import warm
 from fsdplab.sessions.worker.training import main as worker
-from fsdplab.teaching.core.exercise import Exercise
+from fsdplab.teaching.core.exercise_file import Exercise
 from fsdplab.teaching.core.registry import find
 from tests import starts
 from tests.starts import CHECKED, Row, StartsFailed, in_turn
@@ -135,7 +135,7 @@ def test_warm_where_ranks_cannot_be_forked_is_one_line(
         main(["run", "--model", "gpt-tiny", "--start", "warm", "--out", str(tmp_path / "record")])
     said = capsys.readouterr().err
     assert left.value.code == 2 and said.count("\n") == 1
-    assert "start is 'warm', but this is a test; give start='auto' or 'torchrun'" in said
+    assert "--start is 'warm', but this is a test; give --start auto or torchrun" in said
 
 
 def test_repetitions_are_at_least_one(capsys: pytest.CaptureFixture[str]) -> None:

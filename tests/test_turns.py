@@ -262,13 +262,14 @@ def test_an_interrupt_in_the_middle_of_a_turn_ends_all_runs(tmp_path: Path, star
 
 
 @pytest.mark.skipif(warm.why_not() is not None, reason="ranks are not forked here")
-def test_a_killed_starter_ends_every_run_with_a_report_of_its_own(tmp_path: Path) -> None:
+def test_starters_killed_at_every_try_end_every_run_with_a_report_of_its_own(tmp_path: Path) -> None:
     killed: list[int] = []
 
     def kill_the_starter(row: Any) -> None:
-        if row["step_time_s"] is not None and not killed:
-            killed.append(warm.starter_pid() or 0)
-            os.kill(killed[0], signal.SIGKILL)
+        starter = warm.starter_pid()
+        if row["step_time_s"] is not None and starter is not None and starter not in killed:
+            killed.append(starter)
+            os.kill(starter, signal.SIGKILL)
 
     specs = [lab(strategy, start="warm") for strategy in ("zero1", "zero2", "full_shard")]
     records = compare(specs, directory=tmp_path, on_step=kill_the_starter)
