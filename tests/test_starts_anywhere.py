@@ -126,3 +126,24 @@ def test_a_working_folder_that_cannot_be_entered_reaches_the_caller(tmp_path: Pa
     finally:
         os.chdir(before)
         shutil.rmtree(tmp_path / ("x" * 250))
+
+
+FORKS_TWICE = """
+import os
+fork, forked = os.fork, []
+def limited():
+    forked.append(None)
+    if len(forked) > 2:
+        raise BlockingIOError(11, 'Resource temporarily unavailable')
+    return fork()
+os.fork = limited
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*It is tried once more")
+def test_a_fork_that_fails_reaches_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first fork is the trial's."""
+    monkeypatch.setenv("PYTHONPATH", at_every_start(tmp_path, FORKS_TWICE, STARTER))
+    with pytest.raises(RanksFailed, match="could not fork all ranks: BlockingIOError.*temporarily unavailable"):
+        call()
+    warm.end()

@@ -10,7 +10,8 @@ over pairs of packet sockets, on which a message is one packet of JSON:
     control    from the starter: {"ready": pid, "why_not": why it cannot fork, or None}, once it has tried; where it
                cannot, it ends
                from the caller: a byte with two descriptors, of a run's own socket and of a file with its request
-    a run's    from the starter: {"pids": [...]}, {"left": {rank: exit code}} as ranks end, {"exits": ...} of all
+    a run's    from the starter: {"cannot": why it could not fork all ranks}, {"pids": [...]},
+               {"left": {rank: exit code}} as ranks end, {"exits": ...} of all
                from the caller: a byte asks the ranks to end; the socket's end kills them
 
 The end of the caller ends everything, and its temporary folders are removed, for it may have been killed.
@@ -253,11 +254,15 @@ class _Starter:
         self.selector.register(run.socket, selectors.EVENT_READ, run)
         sys.stdout.flush()
         sys.stderr.flush()
-        for rank in range(request["world_size"]):
-            pid = os.fork()
-            if pid == 0:
-                self._become_rank(request, rank)
-            run.living[pid] = rank
+        try:
+            for rank in range(request["world_size"]):
+                pid = os.fork()
+                if pid == 0:
+                    self._become_rank(request, rank)
+                run.living[pid] = rank
+        except OSError as error:  # a limit on processes
+            _send(run.socket, {"cannot": headline(error)})
+            run.end_soon(0.0)
         _send(run.socket, {"pids": list(run.living)})
 
     def _become_rank(self, request: Mapping[str, Any], rank: int) -> NoReturn:

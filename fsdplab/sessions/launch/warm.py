@@ -117,6 +117,8 @@ class WarmRanks:
         if (message := receive(self._socket)) is None:
             self._lose(self._starter.how_it_ended())
             return True
+        if "cannot" in message:
+            self.lost = f"The warm starter could not fork all ranks: {message['cannot']}."
         self.pids = message.get("pids", self.pids)
         self.left = {int(rank): code for rank, code in message.get("left", self.left).items()}
         if "exits" in message:
