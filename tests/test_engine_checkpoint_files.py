@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from fsdplab.engine import checkpoint, shard_model
-from fsdplab.engine.features.checked_files import MANIFEST, CheckpointDamaged
+from fsdplab.engine.features.checked_files import FORMAT, MANIFEST, CheckedReader, CheckpointDamaged
 from tests.surface import Net, loss_of, mesh_of, wholes
 
 pytestmark = pytest.mark.quick
@@ -88,10 +90,12 @@ def cut_metadata(folder: Path) -> None:
 
 
 def no_metadata(folder: Path) -> None:
+    (folder / MANIFEST).unlink()
     (folder / ".metadata").write_bytes(pickle.dumps({"state_dict_metadata": {}}))
 
 
 def harmful_metadata(folder: Path) -> None:
+    (folder / MANIFEST).unlink()
     (folder / ".metadata").write_bytes(pickle.dumps(Harm(str(folder / "proof"))))
 
 
@@ -106,6 +110,29 @@ def elsewhere(folder: Path) -> None:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
 
 
+def hole(folder: Path) -> None:
+    """The metadata say nothing of one part of a tensor."""
+    (folder / MANIFEST).unlink()
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    next(each for each in metadata.state_dict_metadata.values() if len(getattr(each, "chunks", [])) > 1).chunks.pop()
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def string_in_manifest(folder: Path) -> None:
+    content = json.loads((folder / MANIFEST).read_text())
+    content["files"]["__0_0.distcp"]["bytes"] = "many"
+    (folder / MANIFEST).write_text(json.dumps(content))
+
+
+def deep_manifest(folder: Path) -> None:
+    (folder / MANIFEST).write_text("[" * 100_000)
+
+
+def empty_manifest(folder: Path) -> None:
+    (folder / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": {}}))
+    flipped(folder)
+
+
 DAMAGE: dict[Callable[[Path], None], str] = {
     truncated: "__1_0.distcp has .* bytes of",
     flipped: "__1_0.distcp has another checksum",
@@ -118,6 +145,10 @@ DAMAGE: dict[Callable[[Path], None], str] = {
     no_metadata: "holds a dict, expected DCP's Metadata",
     harmful_metadata: r"names (posix|nt)\.mkdir",
     elsewhere: "names '../secret.distcp', which lies elsewhere",
+    hole: r"\.metadata has parts of the wrong type",
+    string_in_manifest: "fsdplab-manifest.json is no 'fsdplab checkpoint manifest 1'",
+    deep_manifest: "fsdplab-manifest.json cannot be read",
+    empty_manifest: r"fsdplab-manifest.json does not name the file \.metadata",
 }
 
 
@@ -169,6 +200,24 @@ def test_an_entry_runs_no_code(ranks) -> None:
         ranks(2, harmful_entry, folder)
 
 
+def unreadable(folder: str) -> None:
+    """A disk that fails on one rank while DCP reads: its CheckpointException is no Exception."""
+    model, optimizer = trainee(0)
+    checkpoint.save(model, optimizer, folder)
+
+    def broken(*_: Any) -> None:
+        raise OSError(5, "Input/output error", "__1_0.distcp")
+
+    if dist.get_rank() == 1:
+        CheckedReader.read_data = broken
+    with pytest.raises(CheckpointDamaged, match="cannot be read .*Input/output error.*__1_0.distcp.*copy it again"):
+        checkpoint.load(model, optimizer, folder)
+
+
+def test_a_file_that_cannot_be_read_is_named_on_all_ranks(ranks, tmp_path: Path) -> None:
+    ranks(2, unreadable, str(tmp_path / "saved"))
+
+
 def other_dtype(folder: str) -> None:
     model, optimizer = trainee(0)
     checkpoint.save(model, optimizer, folder)
@@ -187,7 +236,10 @@ def from_torch(folder: str) -> None:
     model, optimizer = trainee(0)
     dcp.save(checkpoint._states(model, optimizer), checkpoint_id=folder)
     other, its = trainee(1)
-    checkpoint.load(other, its, folder)
+    with pytest.raises(CheckpointDamaged, match="require_manifest is set"):
+        checkpoint.load(other, its, folder, require_manifest=True)
+    with pytest.warns(UserWarning, match="could not be checked") if dist.get_rank() == 0 else nullcontext():
+        checkpoint.load(other, its, folder)
     for value, then in zip(state_of(other, its), state_of(model, optimizer), strict=True):
         assert torch.equal(value, then)
     assert loss_of(other).isfinite()

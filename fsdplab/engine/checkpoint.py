@@ -16,11 +16,21 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from fsdplab.engine.features.checked_files import CheckedPlanner, CheckedReader, check_files, write_manifest
+from fsdplab.engine.features.checked_files import (
+    MANIFEST,
+    CheckedPlanner,
+    CheckedReader,
+    CheckpointDamaged,
+    check_entries,
+    check_manifest,
+    on_all_ranks,
+    write_manifest,
+)
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
@@ -33,23 +43,37 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path)
     write_manifest(Path(folder))
 
 
-def load(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
+def load(
+    model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path, *, require_manifest: bool = False
+) -> None:
     """Read what `save` wrote into `model` and `optimizer`, in place, whatever the number of ranks and the strategy
     were.
 
     Hyperparameters (the learning rate too) become the saved ones. Before anything is changed, raises
     `FileNotFoundError` if there is no checkpoint, `CheckpointDamaged` (a `ValueError`) if a file is not as it was saved
     or would run code, and `ValueError` with name, shapes and dtypes if it is of another model or optimizer.
+
+    A checkpoint without a manifest (PyTorch's own) has no checksums: `load` warns, or with `require_manifest` raises
+    `CheckpointDamaged`.
     """
     reader = CheckedReader(str(folder))
-    metadata = _metadata(Path(folder), reader)
-    check_files(Path(folder), metadata)
+    _find(Path(folder))
+    files = check_manifest(Path(folder), require_manifest)
+    metadata = on_all_ranks(reader.read_metadata)
+    check_entries(Path(folder), metadata, files)
     entries = metadata.state_dict_metadata
     state = _states(model, optimizer)
     _check("model", "model.", state["model"], entries)
     states = {f"{name}.{key}": value for name, each in state["optim"]["state"].items() for key, value in each.items()}
     _check("optimizer", "optim.state.", states, entries)
-    dcp.load(state, storage_reader=reader, planner=CheckedPlanner())
+    try:
+        dcp.load(state, storage_reader=reader, planner=CheckedPlanner())
+    except CheckpointException as error:
+        reason = next(iter(error.failures.values()))[0]
+        raise CheckpointDamaged(
+            f"the checkpoint in {folder} cannot be read ({reason}), and a part of it may have been loaded; copy it"
+            " again, build the model anew and load once more"
+        ) from error
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
 
 
@@ -80,14 +104,13 @@ def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any
     return state
 
 
-def _metadata(folder: Path, reader: CheckedReader) -> Metadata:
-    if not (folder / ".metadata").is_file():
+def _find(folder: Path) -> None:
+    if not any((folder / name).exists() for name in (".metadata", MANIFEST)):
         inside = ", ".join(sorted(path.name for path in folder.iterdir())[:3]) if folder.is_dir() else "no such folder"
         raise FileNotFoundError(
             f"no checkpoint in {folder}: got {inside or 'an empty folder'}, expected a .metadata file (a save that was"
             " cut short has none); name the folder that was given to `save`"
         )
-    return reader.read_metadata()
 
 
 def _check(what: str, prefix: str, expected: dict[str, Any], entries: dict[str, Any]) -> None:

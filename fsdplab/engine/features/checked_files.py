@@ -11,22 +11,34 @@ import hashlib
 import io
 import json
 import pickle
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, StorageMeta
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import ReadItem
 
 from fsdplab.common.files import write_whole
 
 MANIFEST = "fsdplab-manifest.json"
 FORMAT = "fsdplab checkpoint manifest 1"
+Files = Mapping[str, Mapping[str, Any]]  # of a manifest: name -> size and checksum
+T = TypeVar("T")
 _PIECE = 1 << 22  # bytes that are hashed at a time
 
 
@@ -46,20 +58,66 @@ def write_manifest(folder: Path) -> None:
     if rank == 0:
         files = {name: entry for part in parts for name, entry in sorted(part.items())}
         write_whole(folder / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=1) + "\n")
+    _gathered(None)  # no rank may load a checkpoint whose manifest is still to come
 
 
-def check_files(folder: Path, metadata: Metadata) -> None:
-    """CheckpointDamaged, on all ranks, unless every file is as it was saved and every entry plain; each rank checks its
-    share.
+def check_manifest(folder: Path, required: bool) -> Files | None:
+    """The files of the manifest; CheckpointDamaged, on all ranks, unless each of them is as it was saved.
 
-    A checkpoint without a manifest (PyTorch's own) is checked for the length of its files only.
+    Each rank checks its share. Without a manifest nothing can be checked: a warning and None, or CheckpointDamaged if
+    it is `required`.
     """
-    needed = _least_bytes(metadata)
-    wanted = {name: {**entry, **needed.pop(name, {})} for name, entry in _manifest(folder).items()} | needed
-    _refuse(folder, [partial(_damage, folder, name, entry) for name, entry in wanted.items()])
-    places = {index.fqn: place for index, place in (metadata.storage_data or {}).items()}
-    values = [name for name, entry in metadata.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)]
-    _refuse(folder, [partial(_harm, folder, name, places.get(name)) for name in values])
+    files = on_all_ranks(partial(_manifest, folder))
+    if len(set(_gathered(files is None))) > 1:
+        raise CheckpointDamaged(f"only some ranks see {folder / MANIFEST}; copy the checkpoint again, to every machine")
+    if files is not None:
+        _refuse(folder, [partial(_damage, folder, name, entry) for name, entry in files.items()])
+    elif required:
+        raise CheckpointDamaged(
+            f"{folder / MANIFEST} is missing, and require_manifest is set; copy the checkpoint again, or load it with"
+            " require_manifest=False if you trust its files"
+        )
+    elif not dist.is_initialized() or dist.get_rank() == 0:
+        warnings.warn(
+            f"{folder / MANIFEST} is missing, so it could not be checked whether the files are as they were saved;"
+            " `checkpoint.save` writes a manifest, and require_manifest=True refuses checkpoints without one",
+            stacklevel=3,
+        )
+    return files
+
+
+def check_entries(folder: Path, metadata: Metadata, files: Files | None) -> None:
+    """CheckpointDamaged, on all ranks, unless every entry of the metadata lies in the folder and can be read without
+    running code; each rank checks its share.
+
+    Where `files` of a manifest have been checked, it names them all, and their tensors need no reading.
+    """
+    reach = _reach(metadata)
+    _refuse(folder, [partial(_out_of_reach, folder, name, end, files) for name, end in reach.items()])
+    places = metadata.storage_data
+    tensors = [
+        MetadataIndex(name, chunk.offsets, number)
+        for name, entry in metadata.state_dict_metadata.items()
+        if files is None and isinstance(entry, TensorStorageMetadata)
+        for number, chunk in enumerate(entry.chunks)
+    ]
+    values = [
+        MetadataIndex(name)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, BytesStorageMetadata)
+    ]
+    _refuse(folder, [partial(_harm, folder, index, places.get(index), metadata) for index in tensors + values])
+
+
+def on_all_ranks(read: Callable[[], T]) -> T:
+    """What `read` returns on this rank; CheckpointDamaged on all ranks if it raises that on one."""
+    try:
+        value, wrong = read(), None
+    except CheckpointDamaged as error:
+        value, wrong = None, str(error)
+    if reasons := [reason for reason in _gathered(wrong) if reason is not None]:
+        raise CheckpointDamaged(reasons[0])
+    return cast(T, value)
 
 
 def _refuse(folder: Path, checks: Sequence[Callable[[], str | None]]) -> None:
@@ -72,55 +130,94 @@ def _refuse(folder: Path, checks: Sequence[Callable[[], str | None]]) -> None:
         )
 
 
-def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
+def _manifest(folder: Path) -> Files | None:
+    """File name -> size and checksum; None where there is no manifest."""
+    path = folder / MANIFEST
     try:
-        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise CheckpointDamaged(f"{folder / MANIFEST} cannot be read ({error}); copy the checkpoint again") from error
+        return None
+    except (OSError, ValueError, RecursionError) as error:  # nested too deep
+        raise CheckpointDamaged(f"{path} cannot be read ({error}); copy the checkpoint again") from error
     files = content.get("files") if isinstance(content, dict) and content.get("format") == FORMAT else None
-    if not isinstance(files, dict) or not all(isinstance(entry, dict) for entry in files.values()):
-        raise CheckpointDamaged(f"{folder / MANIFEST} is no {FORMAT!r}; copy the checkpoint again")
+    if not isinstance(files, dict) or not all(map(_is_entry, files.values())):
+        raise CheckpointDamaged(f"{path} is no {FORMAT!r}; copy the checkpoint again")
+    if ".metadata" not in files:
+        raise CheckpointDamaged(f"{path} does not name the file .metadata; copy the checkpoint again")
     return files
 
 
-def _least_bytes(metadata: Metadata) -> dict[str, dict[str, Any]]:
+def _is_entry(entry: Any) -> bool:
+    return (
+        isinstance(entry, dict)
+        and entry.keys() == {"bytes", "sha256"}
+        and type(entry["bytes"]) is int
+        and isinstance(entry["sha256"], str)
+    )
+
+
+def _reach(metadata: Metadata) -> dict[str, int]:
     """File -> the bytes that the entries of the metadata reach into it."""
     ends: dict[str, int] = {}
-    for place in (metadata.storage_data or {}).values():
+    for place in metadata.storage_data.values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-    return {name: {"at_least": end} for name, end in ends.items()}
+    return ends
 
 
-def _damage(folder: Path, name: str, entry: dict[str, Any]) -> str | None:
-    path = folder / name
-    if path.parent != folder or name == "..":
+def _out_of_reach(folder: Path, name: str, end: int, files: Files | None) -> str | None:
+    """Why the entries in a file cannot be read, before it is opened."""
+    if (path := _inside(folder, name)) is None:
         return f"it names {name!r}, which lies elsewhere"
+    if files is not None and name not in files:
+        return f"{MANIFEST} does not name the file {name}"
     if not path.is_file():
         return f"{name} is missing"
     found = path.stat().st_size
-    if found < entry.get("at_least", 0):
-        return f"{path.name} has {found:,} bytes of at least {entry['at_least']:,}"
-    if found != entry.get("bytes", found):
-        return f"{path.name} has {found:,} bytes of {entry['bytes']:,}"
-    if "sha256" in entry and _digest(path) != entry["sha256"]:
-        return f"{path.name} has another checksum than when it was saved"
-    return None
+    return f"{name} has {found:,} bytes of at least {end:,}" if found < end else None
 
 
-def _harm(folder: Path, name: str, place: Any) -> str | None:
-    """Why the value of an entry that is no tensor cannot be read without running code."""
-    if place is None:
-        return f"the entry {name!r} lies nowhere"
-    with (folder / place.relative_path).open("rb") as file:
-        file.seek(place.offset)
-        content = io.BytesIO(file.read(place.length))
+def _damage(folder: Path, name: str, entry: Mapping[str, Any]) -> str | None:
+    """How a file differs from its entry in the manifest."""
+    if (path := _inside(folder, name)) is None:
+        return f"{MANIFEST} names {name!r}, which lies elsewhere"
+    if not path.is_file():
+        return f"{name} is missing, which {MANIFEST} names"
+    if (found := path.stat().st_size) != entry["bytes"]:
+        return f"{name} has {found:,} bytes of {entry['bytes']:,} in {MANIFEST}"
     try:
-        torch.load(content, weights_only=True)
+        same = _digest(path) == entry["sha256"]
+    except OSError as error:
+        return f"{name} cannot be read ({error.strerror})"
+    return None if same else f"{name} has another checksum than in {MANIFEST}"
+
+
+def _inside(folder: Path, name: str) -> Path | None:
+    """The path of a file of the folder; None for a name that leads elsewhere or is none."""
+    path = folder / name
+    return path if path.parent == folder and name != ".." and "\0" not in name else None
+
+
+def _harm(folder: Path, index: MetadataIndex, place: Any, metadata: Metadata) -> str | None:
+    """Why one entry cannot be read, or not without running code."""
+    name, entry = index.fqn, metadata.state_dict_metadata[index.fqn]
+    if place is None:
+        return f".metadata gives no place for the entry {name!r}"
+    try:
+        with (folder / place.relative_path).open("rb") as file:
+            file.seek(place.offset)
+            content = io.BytesIO(file.read(place.length))
+        value = torch.load(content, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle raises anything
-        return f"the entry {name!r} is no plain value ({type(error).__name__}), and reading it might run code"
-    return None
+        return (
+            f"the entry {name!r}, which .metadata places in {place.relative_path}, is no plain value"
+            f" ({type(error).__name__}), and reading it might run code"
+        )
+    if isinstance(entry, BytesStorageMetadata):
+        return None
+    sizes = entry.chunks[index.index or 0].sizes
+    if isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (sizes, entry.properties.dtype):
+        return None
+    return f"the entry {name!r} in {place.relative_path} is not the tensor that .metadata describes"
 
 
 def _digest(path: Path) -> str:
@@ -186,9 +283,54 @@ class CheckedReader(dcp.FileSystemReader):
             raise CheckpointDamaged(f"{path} cannot be read ({type(error).__name__}); copy it again") from error
         if not isinstance(metadata, Metadata):
             raise CheckpointDamaged(f"{path} holds a {type(metadata).__name__}, expected DCP's Metadata; copy it again")
+        if not _is_well_formed(metadata):
+            raise CheckpointDamaged(f"{path} has parts of the wrong type or size; copy it again")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
+
+
+def _is_well_formed(metadata: Metadata) -> bool:
+    """Whether the parts of unpickled metadata have the types that DCP gives them."""
+    entries, places = vars(metadata).get("state_dict_metadata"), vars(metadata).get("storage_data")
+    return (
+        isinstance(entries, dict)
+        and isinstance(places, dict)
+        and all(isinstance(name, str) and _is_described(entry) for name, entry in entries.items())
+        and all(isinstance(index, MetadataIndex) and _is_place(place) for index, place in places.items())
+    )
+
+
+def _is_described(entry: Any) -> bool:
+    if not isinstance(entry, TensorStorageMetadata):
+        return isinstance(entry, BytesStorageMetadata)
+    parts = vars(entry)
+    size, properties, chunks = parts.get("size"), parts.get("properties"), parts.get("chunks")
+    return (
+        isinstance(size, torch.Size)
+        and isinstance(properties, TensorProperties)
+        and isinstance(vars(properties).get("dtype"), torch.dtype)
+        and isinstance(chunks, list)
+        and all(isinstance(chunk, ChunkStorageMetadata) and _lies_in(size, vars(chunk)) for chunk in chunks)
+        and sum(chunk.sizes.numel() for chunk in chunks) == size.numel()  # DCP would leave a hole as it is
+    )
+
+
+def _lies_in(size: torch.Size, chunk: Mapping[str, Any]) -> bool:
+    offsets, sizes = chunk.get("offsets"), chunk.get("sizes")
+    return (
+        isinstance(offsets, torch.Size)
+        and isinstance(sizes, torch.Size)
+        and len(offsets) == len(sizes) == len(size)
+        and all(0 <= at <= at + length <= whole for at, length, whole in zip(offsets, sizes, size))
+    )
+
+
+def _is_place(place: Any) -> bool:
+    parts = vars(place) if isinstance(place, _StorageInfo) else {}
+    return isinstance(parts.get("relative_path"), str) and all(
+        type(parts.get(name)) is int and parts[name] >= 0 for name in ("offset", "length")
+    )
 
 
 class CheckedPlanner(dcp.DefaultLoadPlanner):
