@@ -334,6 +334,61 @@ def test_a_cell_that_ends_the_ranks_says_which_and_leaves_none(
     assert case.seconds < 25.0, "far from its limit of a minute"
 
 
+# ---- cells that damage their own rank
+
+DAMAGING = {
+    "no group": "dist.destroy_process_group()",
+    "long": "raise ValueError('x' * 50_000_000)",
+    "no stdout": "import sys\nsys.stdout = sys.stderr = None",
+    "closed stdout": "import sys\nsys.stdout.close()",
+    "files": "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))",
+    "memory": "import resource\nresource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))",
+}
+# the ranks stay, and a barrier of the next cell meets or says this
+THEN = {
+    "no group": "Default process group has not been initialized.*a cell has destroyed the process.*All ranks stay",
+    "files": "Too many open files.*All ranks stay",
+    "memory": "Rank [01] died.*Its last words: cannot allocate memory|Cannot allocate memory",
+}
+
+
+@pytest.mark.parametrize("name", DAMAGING)
+def test_ranks_survive_what_a_cell_does_to_them(name: str) -> None:
+    ranks = StayingRanks.start(2, "warm")
+    pids = pids_of(ranks)
+    if name == "long":
+        failed = failure_of(ranks, DAMAGING[name])
+        assert len(str(failed)) < 50_000 and "49,9" in str(failed) and "characters are left out" in str(failed)
+    else:
+        heard(ranks, DAMAGING[name])
+    if name in THEN:
+        failed = failure_of(ranks, "dist.barrier()\nprint('both')")
+        assert re.search(THEN[name], failed.report.message), failed.report.message
+    else:
+        assert heard(ranks, "dist.barrier()\nprint('both')") == [(0, "both"), (1, "both")]
+    if name == "no group":
+        assert heard(ranks, "rank, world_size") == [(0, "(0, 2)"), (1, "(1, 2)")]
+    ranks.stop()
+    assert all(map(gone, pids))
+
+
+DAEMON = (
+    "import subprocess\nchild = subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
+    "print(child.pid, flush=True)\n"
+)
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc to look for processes")
+@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("end", ["stop", "exit"])
+def test_a_child_in_its_own_session_ends_with_its_rank(start: str, end: str) -> None:
+    ranks = StayingRanks.start(1, start)
+    ((_, child),) = heard(ranks, DAEMON)
+    assert not gone(int(child)), "it lives from cell to cell"
+    ranks.stop() if end == "stop" else failure_of(ranks, "import os\nos._exit(3)")
+    assert eventually(lambda: gone(int(child)))
+
+
 def test_a_rank_that_dies_between_two_cells_is_named_at_the_next() -> None:
     ranks = StayingRanks.start(2, "warm")
     pids = pids_of(ranks)
@@ -371,7 +426,7 @@ def test_output_that_cannot_be_shown_ends_the_ranks() -> None:
 def test_no_rank_outlives_its_caller(start: str, how: str, tmp_path: Path) -> None:
     code = (
         "import sys\nfrom fsdplab.sessions.staying.ranks import StayingRanks\n"
-        f"ranks = StayingRanks.start(2, {start!r})\n"
+        f"ranks = StayingRanks.start(2, {start!r})\nranks.run({DAEMON!r}, on_output=lambda rank, pid: print(pid))\n"
         "print(*(status.pid for status in ranks.status()), flush=True)\nsys.stdin.readline()"
     )
     with subprocess.Popen(
@@ -381,8 +436,8 @@ def test_no_rank_outlives_its_caller(start: str, how: str, tmp_path: Path) -> No
         text=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},
     ) as caller:
-        pids = [int(word) for word in caller.stdout.readline().split()]
-        assert len(pids) == 2 and not any(map(gone, pids))
+        pids = [int(word) for _ in range(3) for word in caller.stdout.readline().split()]
+        assert len(pids) == 4 and not any(map(gone, pids))
         caller.kill() if how == "kill" else caller.stdin.write("\n")
     assert eventually(lambda: all(map(gone, pids)))
     assert eventually(lambda: list(tmp_path.glob("fsdplab-*")) == [])

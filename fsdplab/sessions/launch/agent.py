@@ -20,7 +20,7 @@ from fsdplab.common.processes import end_as_if_by
 from fsdplab.common.pythons import imports_that_stay
 from fsdplab.common.temporary import TEMPORARY
 from fsdplab.sessions.launch.mailbox import AGENT_PID, Mailbox
-from fsdplab.sessions.launch.parent_death import end_with_parent
+from fsdplab.sessions.launch.parent_death import adopt_orphans, end_children, end_with_parent
 
 with imports_that_stay():
     from torch.distributed import run as torchrun
@@ -36,8 +36,12 @@ def main(caller: str, folder: str, *arguments: str, when_orphaned: signal.Signal
     """
     end_with_parent(int(caller), when_orphaned)
     os.environ[AGENT_PID] = str(os.getpid())
+    adopt_orphans()
     try:
-        torchrun.run(torchrun.parse_args(list(arguments)))
+        try:
+            torchrun.run(torchrun.parse_args(list(arguments)))
+        finally:
+            end_children()
     except SignalException as asked:
         if os.getppid() != int(caller):  # killed, perhaps: then it has left its temporary folders behind
             shutil.rmtree(os.environ[TEMPORARY], ignore_errors=True)

@@ -9,6 +9,7 @@ died before is looked for once.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import runpy
@@ -16,8 +17,12 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
+
+from fsdplab.common.processes import send
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 _LOOK_EVERY_S = 0.5
 
 
@@ -36,6 +41,32 @@ def end_with_parent(parent: int, with_signal: signal.Signals = signal.SIGKILL) -
             target=_look_for_parent, args=(parent, with_signal), daemon=True, name="fsdplab-parent-watch"
         ).start()
     _end_if_orphaned(parent, with_signal)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what children of this process leave behind, also of those in another session (`setsid`).
+
+    Only Linux can do so.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def children() -> set[int]:
+    """The children of this process that were started or adopted by its main thread; none where /proc does not say."""
+    try:
+        return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
+    except FileNotFoundError:
+        return set()
+
+
+def end_children() -> None:
+    """Kill all children of this process, and what they leave to it, and return when none is left."""
+    while left := children():
+        for pid in left:
+            send(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):  # collected by somebody else
+                os.waitpid(pid, 0)
 
 
 def _look_for_parent(parent: int, with_signal: signal.Signals) -> None:

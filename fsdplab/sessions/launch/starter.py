@@ -40,11 +40,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fsdplab.common.processes import end_as_if_by, name_of, send_group
+from fsdplab.common.processes import end_as_if_by, name_of, send, send_group
 from fsdplab.common.pythons import imports_that_stay
 from fsdplab.common.waiting import readable
 from fsdplab.sessions.launch.mailbox import AGENT_PID
-from fsdplab.sessions.launch.parent_death import end_with_parent
+from fsdplab.sessions.launch.parent_death import adopt_orphans, children, end_children, end_with_parent
 from fsdplab.sessions.launch.program import end_process, run_and_end
 from fsdplab.sessions.launch.stacks import headline
 
@@ -194,6 +194,7 @@ def _is_spoilt() -> bool:
 
 class _Starter:
     def __init__(self, control: socket.socket, caller: int) -> None:
+        adopt_orphans()
         self.control = control
         self.runs: list[_Run] = []
         self.selector = selectors.DefaultSelector()
@@ -217,6 +218,7 @@ class _Starter:
         finally:
             for run in self.runs:
                 run.signal_all(signal.SIGKILL)
+            end_children()
 
     def caller_has_ended(self) -> bool:
         """Whether the caller is gone, and does not only use another starter; its end follows that of its sockets."""
@@ -297,6 +299,8 @@ class _Starter:
         for run in list(self.runs):
             for pid in list(run.living):
                 self._reap(run, pid)
+        self._end_orphans()
+        for run in list(self.runs):
             self._follow(run)
             if not run.living:
                 _send(run.socket, {"exits": run.exits})
@@ -315,6 +319,12 @@ class _Starter:
         _send(run.socket, {"left": run.exits})
         if code != 0:
             run.end_soon(_OTHERS_FOLLOW_S)
+
+    def _end_orphans(self) -> None:
+        """Kill what ended ranks have started in another session, which is a child of this process now."""
+        for pid in children() - {pid for run in self.runs for pid in run.living}:
+            send(pid, signal.SIGKILL)
+            os.waitpid(pid, os.WNOHANG)
 
     def _follow(self, run: _Run) -> None:
         now = time.monotonic()

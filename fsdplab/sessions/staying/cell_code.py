@@ -34,16 +34,16 @@ def show_source(source: str, name: str) -> None:
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
 
 
-def cell_namespace() -> dict[str, Any]:
+def cell_namespace(given: dict[str, Any]) -> dict[str, Any]:
     """The names of cells, as a module, so that a class defined in a cell can be pickled."""
     module = sys.modules["__ranks__"] = ModuleType("__ranks__")
-    vars(module).update(given_names())
+    vars(module).update(given)
     return vars(module)
 
 
-def given_names() -> dict[str, Any]:
-    """The names that every cell has."""
-    return {"rank": dist.get_rank(), "world_size": dist.get_world_size(), "torch": torch, "dist": dist}
+def given_names(rank: int, world_size: int) -> dict[str, Any]:
+    """The names that every cell has; a cell may have destroyed the group, so they do not come from there."""
+    return {"rank": rank, "world_size": world_size, "torch": torch, "dist": dist}
 
 
 def run_source(source: str, names: dict[str, Any], name: str) -> None:

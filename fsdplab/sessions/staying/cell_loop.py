@@ -11,17 +11,24 @@ how it ended, wait again.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
+from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
+import torch.distributed as dist
+
+from fsdplab.common.files import naming
 from fsdplab.sessions.launch.stacks import headline, of_exception
 from fsdplab.sessions.staying.cell_code import IDLE, cell_namespace, given_names, run_source, source_of, title
 from fsdplab.sessions.worker.rank_process import RankContext, backend_of_cells, rank_process
 
 _MOST_NAMES = 8
+_LONGEST_HEADLINE, _LONGEST_TRACEBACK = 300, 20_000  # characters; an exception may hold megabytes
+_NO_GROUP = " (a cell has destroyed the process group; ranks that are started anew have one)"
 
 
 def main(folder: str) -> None:
@@ -38,9 +45,13 @@ class _Cells:
     """Runs one cell after another in the same names."""
 
     def __init__(self, context: RankContext) -> None:
-        self.context, self.names, self.interruptible = context, cell_namespace(), False
-        self.given = set(self.names)
-        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+        self.context, self.interruptible = context, False
+        self.given = given_names(context.rank, context.world_size)
+        self.names = cell_namespace(self.given)
+        # kept open: a cell may lower the limit of open files
+        self.results = context.mailbox.of(context.rank, "cells").open("a", encoding="utf-8")
+        self.streams = {"stdout": sys.stdout, "stderr": sys.stderr}
+        self._restore_streams()
         signal.signal(signal.SIGINT, self._interrupt)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
@@ -61,10 +72,15 @@ class _Cells:
             finally:
                 self.interruptible = False
         except BaseException as error:  # SystemExit and KeyboardInterrupt too
-            result |= {"error": headline(error), "traceback": of_exception(error)}
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.context.append("cells", result | self._held())
+            no_group = "" if dist.is_initialized() else _NO_GROUP
+            result |= {
+                "error": _shortened(headline(error), _LONGEST_HEADLINE) + no_group,
+                "traceback": _shortened(of_exception(error), _LONGEST_TRACEBACK),
+            }
+        self._restore_streams()
+        with naming(Path(self.results.name)):
+            self.results.write(json.dumps(result | self._held()) + "\n")
+            self.results.flush()
         self.context.heartbeat.enter(IDLE)
 
     def _execute(self, number: int) -> None:
@@ -73,14 +89,30 @@ class _Cells:
             compile(before.read_text(encoding="utf-8"), str(before), "exec", dont_inherit=True),
             {"__name__": "__before__"},
         )
-        self.names.update(given_names())  # a cell may overwrite `rank`: restore it for the next
+        self.names.update(self.given)  # a cell may overwrite `rank`: restore it for the next
         run_source(source_of(self.context.mailbox, number).read_text(encoding="utf-8"), self.names, title(number))
+
+    def _restore_streams(self) -> None:
+        """Flush what a cell has printed, and undo what it has done to sys.stdout and sys.stderr."""
+        for descriptor, (name, stream) in enumerate(self.streams.items(), start=1):
+            if stream.closed:
+                stream = self.streams[name] = os.fdopen(descriptor, "w", errors="backslashreplace", closefd=False)
+            stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+            stream.flush()
+            setattr(sys, name, stream)
 
     def _held(self) -> dict[str, Any]:
         """The cells' own names: the latest, and how many."""
         own = {name: value for name, value in self.names.items() if name not in self.given and not name.startswith("_")}
         held = [name for name, value in own.items() if not isinstance(value, ModuleType)]
         return {"names": held[-_MOST_NAMES:], "held": len(held)}
+
+
+def _shortened(text: str, most: int) -> str:
+    """The text, or where it is longer its beginning and its end."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]} ... {len(text) - most:,} characters are left out ... {text[-(most // 2) :]}"
 
 
 if __name__ == "__main__":

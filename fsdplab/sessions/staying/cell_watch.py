@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsdplab.common.processes import gone, send
@@ -59,9 +59,18 @@ class Living:
                 break
         self.output.flush()
         if self.ranks.agent.poll() is not None:
-            return self.ranks.how_it_ended()
+            return self._with_last_words(self.ranks.how_it_ended())
         of_first = {rank: heartbeat for rank, heartbeat in self.heartbeats().items() if rank == first}
         return failed_first(PostMortem(heartbeats=of_first))
+
+    def _with_last_words(self, failure: Failure) -> Failure:
+        """The report of a rank that was ended by an exit code, with its last line on standard error: a C library that
+        ends a process says there why.
+        """
+        if failure.kind != "died" or failure.rank is None or self.ranks.agent.left.get(failure.rank, 0) <= 0:
+            return failure
+        said = Tail(self.ranks.mailbox.of(failure.rank, "err")).last()
+        return replace(failure, message=f"{failure.message} Its last words: {said[-1]}") if said else failure
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdplab.sessions.staying.cell_code import FRESH_TITLE, cell_namespace, run_source
+from fsdplab.sessions.staying.cell_code import FRESH_TITLE, cell_namespace, given_names, run_source
 from fsdplab.teaching.core import exercise_file
 from fsdplab.teaching.core.comm_log import WireLog
 from fsdplab.teaching.core.course_state import open_course
@@ -181,7 +181,7 @@ def run_cell(payload: dict[str, Any]) -> None:
     Workspace(Path(payload["workspace"])).make_importable()
     assert isinstance(sys.stdout, io.TextIOWrapper), "a rank prints into its own file"
     sys.stdout.reconfigure(line_buffering=True)
-    run_source(payload["source"], cell_namespace(), FRESH_TITLE)
+    run_source(payload["source"], cell_namespace(given_names(dist.get_rank(), dist.get_world_size())), FRESH_TITLE)
     dist.barrier()
 
 
