@@ -142,6 +142,7 @@ class StartedRun:
         except RanksFailed as failed:
             _end_ranks([self])
             failed.record = self._record(failed).save()
+            release_folder(self.folder)  # a run whose starter was lost is tried once more in the same folder
             raise
 
     def _record(self, failed: RanksFailed | None) -> RunRecord:
