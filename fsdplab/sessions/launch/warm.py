@@ -123,7 +123,8 @@ class WarmRanks:
         self.left = {int(rank): code for rank, code in message.get("left", self.left).items()}
         if "exits" in message:
             self.exits = {int(rank): code for rank, code in message["exits"].items()}
-            if bad := {rank: code for rank, code in self.exits.items() if code}:
+            bad = {rank: code for rank, code in self.exits.items() if code}
+            if bad and self.lost is None:  # else the starter has ended them
                 write_whole(self._exits_file, json.dumps(bad))
             self._finish()
         return True
