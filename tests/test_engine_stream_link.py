@@ -229,10 +229,10 @@ def driver(tmp_path, monkeypatch) -> ctypes.CDLL:
 
 def test_the_driver_is_given_stream_function_and_microseconds(driver) -> None:
     start = time.perf_counter()
-    stream_link.launch_sleep(0x700000000001, 30_000)
-    assert time.perf_counter() - start < 0.03, "the host goes on"
+    stream_link.launch_sleep(0x700000000001, 300_000)
+    assert time.perf_counter() - start < 0.3, "the host goes on"
     driver.settle()
-    assert time.perf_counter() - start >= 0.03
+    assert time.perf_counter() - start >= 0.3
 
 
 def test_a_driver_that_refuses_is_an_error_with_its_code(driver) -> None:

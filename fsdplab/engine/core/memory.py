@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 
 import torch
+from torch._prims_common import make_contiguous_strides_for as contiguous_strides
 
 from fsdplab.engine import compat, events
 from fsdplab.engine.core.average import Average, Marks, half
@@ -407,8 +408,8 @@ class UnitMemory(Memory):
     def _gradient_of(self, param: ShardedParam, slot: Slot, output: torch.Tensor) -> torch.Tensor:
         """The rows of `param` in `output`, as it has them at rest; a gradient that is kept whole takes them in."""
         start, stop = slot.span(self.config.rank)
-        numel = (stop - start) * slot.row_bytes // slot.itemsize
-        rows = output.narrow(0, slot.offset // slot.itemsize, numel).view(stop - start, *param.shape[1:])
+        shape = (stop - start, *param.shape[1:])
+        rows = output.as_strided(shape, contiguous_strides(shape), slot.offset // slot.itemsize)
         whole, param.whole_gradient = param.whole_gradient, None
         rows = rows if whole is None else whole[start:stop].copy_(rows)
         return param.natural(rows.to(compat.gradient_dtype(param.at_rest) or rows.dtype)).contiguous()
