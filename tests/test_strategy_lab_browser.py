@@ -140,7 +140,7 @@ def test_every_control_of_the_instrument_is_answered_on_one_screen(jupyter_lab: 
         lab.answered(lambda: link.press("ArrowLeft"))
         for _ in range(9):
             link.press("ArrowLeft")
-        lab.says("Shortest step: zero1, zero2")
+        lab.says("Shortest step: 3 of 5 are equal")
         page.wait_for_function(
             "was => document.querySelector('.fl-figure svg').ariaLabel !== was", arg=alt, timeout=SHORT_MS
         )
