@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fsdplab.cli.compare import _variant
+from fsdplab.cli.compare import _pairs
 from fsdplab.figures.conclusion import change_words, clock_words, conclusion, why_they_differ
 from fsdplab.figures.view import RunView
 from fsdplab.records import Spread, Summary
@@ -127,21 +127,24 @@ def test_the_change_that_gains_most_fits_the_card() -> None:
     assert change_words([run]) == change_words([]) == ""
 
 
+def specs_of(*strategies: str) -> list[RunSpec]:
+    """The runs of the lab's engine that `--strategies` asks for."""
+    return _pairs([*strategies], ["lab"], RunSpec(**JOB).as_dict())[0]
+
+
 def test_settings_of_a_single_run_follow_its_strategy() -> None:
-    common = RunSpec(**JOB).as_dict()
-    ahead, behind = (_variant(text, common) for text in ("full_shard", "full_shard:prefetch=0"))
-    assert behind == replace(ahead, prefetch=0)
-    assert _variant("zero2 : precision=bf16 : link=1GB/s", common).precision == "bf16"
+    ahead, behind, bf16 = specs_of("full_shard", "full_shard:prefetch=0", "zero2 : precision=bf16 : link=1GB/s")
+    assert behind == replace(ahead, prefetch=0) and bf16.precision == "bf16"
 
 
 @pytest.mark.parametrize("text", ["full_shard:prefetch", "full_shard:fast=1", "full_shard:model=gpt2", "full_shard:=1"])
 def test_a_setting_that_is_none_is_refused_in_one_line(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        _variant(text, RunSpec(**JOB).as_dict())
+        specs_of(text)
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "expected settings such as full_shard:prefetch=0" in said
 
 
 def test_a_setting_with_a_wrong_value_is_refused() -> None:
     with pytest.raises(SpecError, match="prefetch is 'many'"):
-        _variant("full_shard:prefetch=many", RunSpec(**JOB).as_dict())
+        specs_of("full_shard:prefetch=many")

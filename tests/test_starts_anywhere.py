@@ -79,6 +79,7 @@ DENIED = {
 def denied(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A machine that denies the starter something; what is said of it."""
     code, says = DENIED[request.param]
+    warm.end()  # one of an earlier test was denied nothing
     monkeypatch.setenv("PYTHONPATH", at_every_start(tmp_path, code, STARTER))
     yield says
     warm.end()

@@ -271,7 +271,7 @@ def test_starters_killed_at_every_try_end_every_run_with_a_report_of_its_own(tmp
             killed.append(starter)
             os.kill(starter, signal.SIGKILL)
 
-    specs = [lab(strategy, start="warm") for strategy in ("zero1", "zero2", "full_shard")]
+    specs = [lab(strategy, start="warm", steps=300) for strategy in ("zero1", "zero2", "full_shard")]
     records = compare(specs, directory=tmp_path, on_step=kill_the_starter)
     assert [record.status for record in records] == ["failed"] * 3
     for record in records:
