@@ -141,6 +141,13 @@ def test_a_name_of_before_works_with_a_note(old: str, new: str, capsys: pytest.C
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize("old,new", RENAMED["plan"].items())
+def test_one_thing_by_both_of_its_names_is_refused(old: str, new: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, shown, said = ended(["plan", f"{new}=4", old, "8"], capsys)
+    assert code == 2 and not shown and f"plan got both {old} and {new}, which are one thing; give {new} only" in said
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("command,flag,value", [
     (command, flag, value) for command, found in WITHOUT_VALUE.items() for flag, value in found.items()
 ])  # fmt: skip

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
+from fsdplab.cli.errors import refuse
+
 # command -> old name -> the name that all commands have now
 RENAMED: Mapping[str, Mapping[str, str]] = {
     "plan": {
@@ -20,10 +22,14 @@ WITHOUT_VALUE: Mapping[str, Mapping[str, str]] = {
 
 def as_today(args: Sequence[str]) -> list[str]:
     """The arguments of `fsdplab` with today's names of flags: `["plan", "--seq", "8"]` -> `["plan",
-    "--sequence-length", "8"]`.
+    "--sequence-length", "8"]`. One thing that is given by both of its names ends the command with exit code 2.
     """
     command = args[0] if args else ""
     renamed, values = RENAMED.get(command, {}), WITHOUT_VALUE.get(command, {})
+    given = {word.partition("=")[0] for word in args}
+    for old, new in renamed.items():
+        if {old, new} <= given:
+            refuse(f"{command} got both {old} and {new}, which are one thing; give {new} only")
     found: list[str] = []
     for place, word in enumerate(args):
         flag, equals, value = word.partition("=")
