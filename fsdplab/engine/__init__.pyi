@@ -5,6 +5,8 @@ from fsdplab.engine.core.policy import MixedPrecisionPolicy as MixedPrecisionPol
 from fsdplab.engine.core.policy import OffloadPolicy as OffloadPolicy
 from fsdplab.engine.core.policy import Strategy as Strategy
 from fsdplab.engine.features.clipping import clip_grad_norm_ as clip_grad_norm_
+from fsdplab.engine.features.matrix_optimizer import MatrixOptimizer as MatrixOptimizer
+from fsdplab.engine.features.matrix_optimizer import whole_matrices as whole_matrices
 from fsdplab.engine.features.offload import NVMeOffloadPolicy as NVMeOffloadPolicy
 from fsdplab.engine.features.offloaded_optimizer import offload_optimizer as offload_optimizer
 from fsdplab.engine.module import FSDPModule as FSDPModule

@@ -2,6 +2,6 @@
 
 A file imports only files above it in this list. Those of the first line need no torch: plans are made with them too.
 
-    layout, pending, unit, step
+    layout, owners, pending, unit, step
     policy, average, buffers, transport, placement, param, parted, plan, fewer_ranks, memory, hooks
 """

@@ -165,9 +165,16 @@ class Transport(ABC):
 
     def depart(self, label: CollectiveLabel, kind: str, logical: int, padding: int, dtype: torch.dtype) -> Departure:
         """The departure of a collective that is about to be issued; `logical` and `padding` are bytes."""
-        row = partial(
-            events.Collective, unit=label.unit, phase=label.phase, kind=kind, logical_bytes=logical,
-            wire_bytes=(2 if kind == "all_reduce" else 1) * logical * (self.ranks - 1) // self.ranks,
-            padding_bytes=padding, dtype=str(dtype).removeprefix("torch."), issue_ns=time.time_ns(),
-        )  # fmt: skip
-        return Departure(row) if self._link is None else self._link.depart(row)
+        wire = (2 if kind == "all_reduce" else 1) * logical * (self.ranks - 1) // self.ranks
+        return departure(label, kind, logical, wire, padding, dtype, self._link)
+
+
+def departure(
+    label: CollectiveLabel, kind: str, logical: int, wire: int, padding: int, dtype: torch.dtype, link: Link | None
+) -> Departure:
+    """The departure of a collective that is about to be issued behind `link`, if there is one; sizes are in bytes."""
+    row = partial(
+        events.Collective, unit=label.unit, phase=label.phase, kind=kind, logical_bytes=logical, wire_bytes=wire,
+        padding_bytes=padding, dtype=str(dtype).removeprefix("torch."), issue_ns=time.time_ns(),
+    )  # fmt: skip
+    return Departure(row) if link is None else link.depart(row)

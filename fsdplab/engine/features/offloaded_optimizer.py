@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from fsdplab.engine import compat
 from fsdplab.engine.features import mapped
+from fsdplab.engine.features.matrix_optimizer import MatrixOptimizer
 from fsdplab.engine.features.offload import HostStorage, away_from, end_to_end
 
 _classes: dict[type, type] = {}
@@ -56,6 +57,11 @@ def _check(optimizer: Optimizer, ahead: int, part_bytes: int) -> None:
         raise ValueError(f"offload_optimizer needs a torch.optim.Optimizer, got {name}")
     if isinstance(optimizer, OffloadedOptimizer):
         raise ValueError(f"{name}: its state is offloaded already; call offload_optimizer once")
+    if isinstance(optimizer, MatrixOptimizer):
+        raise ValueError(
+            f"{name} exchanges matrices in buckets, not part by part; keep its momentum on the device, or offload the"
+            " model's shards (CPUOffloadPolicy)"
+        )
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError(
             "LBFGS steps on all parameters together, so its state cannot leave part by part; use AdamW or SGD"

@@ -1,0 +1,195 @@
+"""Carries the parts of matrices to their owners, and the parts of the results back: one all-to-all each way a bucket.
+
+What is sent is packed into one buffer, in the order of the ranks that it goes to. Every rank makes the same plan from
+shapes alone (`core/owners.py`), so nobody asks anybody how much comes. Where all ranks hold whole matrices nothing goes
+to the owners, and the results are all-gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from fsdplab.engine import compat, events
+from fsdplab.engine.core.owners import Bucket, Matrix, elements_sent
+from fsdplab.engine.core.pending import Pending
+from fsdplab.engine.core.transport import CollectiveLabel, Departure, Link, departure
+from fsdplab.engine.transport.streams import HostStream, Job, comm_stream
+
+LABEL = CollectiveLabel("optimizer", "optimizer")
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Matrices of one dtype over one process group, on `device`, which the group's backend serves."""
+
+    group: dist.ProcessGroup | None  # None: this process alone
+    matrices: tuple[Matrix, ...]
+    dtype: torch.dtype
+    device: torch.device
+    link: Link | None = None
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else self.group.rank()
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
+    def to_owners(self, bucket: Bucket, parts: Sequence[torch.Tensor]) -> Arriving:
+        """Send this rank's `parts` of the matrices of `bucket` to their owners."""
+        plan = [(self.matrices[number], owner) for number, owner in zip(bucket.numbers, bucket.owners)]
+        sizes = [0] * self.ranks
+        for matrix, owner in plan:
+            sizes[owner] += matrix.sent(self.rank, owner)
+        send = self._buffer(sum(sizes))
+        places = self._cut(send, [(owner, matrix.sent(self.rank, owner)) for matrix, owner in plan])
+        for place, part in zip(places, parts):
+            if place.numel():
+                place.view(part.shape).copy_(part)
+        mine = [matrix for matrix, owner in plan if owner == self.rank]
+        comes = [sum(matrix.sent(rank, self.rank) for matrix in mine) for rank in range(self.ranks)]
+        if all(matrix.dim is None for matrix, _ in plan):  # everything is here
+            return Arriving(Pending(lambda: None), send, comes)
+        return self._all_to_all(bucket, send, sizes, comes, there=True)
+
+    def assemble(self, bucket: Bucket, arrived: Arriving) -> list[torch.Tensor]:
+        """The whole matrices that this rank owns, in the bucket's order, once their parts are there."""
+        arrived.work.wait()
+        begins = [sum(arrived.sizes[:rank]) for rank in range(self.ranks)]
+        wholes = []
+        for number, owner in zip(bucket.numbers, bucket.owners):
+            if owner != self.rank:
+                continue
+            matrix, parts = self.matrices[number], []
+            for rank in range(self.ranks):
+                count = matrix.sent(rank, owner)
+                shape = matrix.shape if matrix.dim is None else matrix.part(rank)
+                if count:
+                    parts.append(arrived.buffer[begins[rank] : begins[rank] + count].view(shape))
+                begins[rank] += count
+            wholes.append(parts[0] if len(parts) == 1 else torch.cat(parts, matrix.dim or 0))
+        return wholes
+
+    def back(self, bucket: Bucket, results: Sequence[torch.Tensor]) -> Arriving:
+        """Send every rank its parts of `results`, the updates of the matrices that this rank owns."""
+        plan = [(self.matrices[number], owner) for number, owner in zip(bucket.numbers, bucket.owners)]
+        mine = [matrix for matrix, owner in plan if owner == self.rank]
+        if self.ranks > 1 and all(matrix.dim is None for matrix, _ in plan):
+            return self._all_gather(bucket, plan, results)
+        sizes = [sum(prod(matrix.part(rank)) for matrix in mine) for rank in range(self.ranks)]
+        send = self._buffer(sum(sizes))
+        pieces = [
+            (rank, piece)
+            for rank in range(self.ranks)
+            for matrix, result in zip(mine, results)
+            for piece in [_part_of(matrix, result, rank)]
+        ]
+        for place, (_, piece) in zip(self._cut(send, [(rank, piece.numel()) for rank, piece in pieces]), pieces):
+            if piece.numel():
+                place.view(piece.shape).copy_(piece)
+        comes = [
+            sum(prod(matrix.part(self.rank)) for matrix, owner in plan if owner == rank) for rank in range(self.ranks)
+        ]
+        return self._all_to_all(bucket, send, sizes, comes, there=False)
+
+    def parts_in(self, bucket: Bucket, arrived: Arriving) -> list[torch.Tensor]:
+        """This rank's part of every update of the bucket, once they are there."""
+        arrived.work.wait()
+        begins = [sum(arrived.sizes[:rank]) for rank in range(self.ranks)]
+        parts = []
+        for number, owner in zip(bucket.numbers, bucket.owners):
+            shape = self.matrices[number].part(self.rank)
+            parts.append(arrived.buffer[begins[owner] : begins[owner] + prod(shape)].view(shape))
+            begins[owner] += prod(shape)
+        return parts
+
+    # ---- moving bytes
+
+    def _buffer(self, numel: int) -> torch.Tensor:
+        buffer = torch.empty(numel, dtype=self.dtype, device=self.device)
+        events.tag("communication_buffers", buffer, LABEL.unit)
+        return buffer
+
+    def _cut(self, buffer: torch.Tensor, pieces: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        """The place of each piece (its rank, its elements) in a buffer that is ordered by rank."""
+        begins, sizes = [0] * self.ranks, [0] * self.ranks
+        for rank, numel in pieces:
+            sizes[rank] += numel
+        for rank in range(1, self.ranks):
+            begins[rank] = begins[rank - 1] + sizes[rank - 1]
+        places = []
+        for rank, numel in pieces:
+            places.append(buffer[begins[rank] : begins[rank] + numel])
+            begins[rank] += numel
+        return places
+
+    def _all_to_all(
+        self, bucket: Bucket, send: torch.Tensor, sizes: list[int], comes: list[int], there: bool
+    ) -> Arriving:
+        """`sizes[rank]` elements of `send` go to each rank, and `comes[rank]` come from it."""
+        moved = [elements_sent(self.matrices, bucket, rank)[not there] for rank in range(self.ranks)]
+        if not any(moved):
+            return Arriving(Pending(lambda: None), send, comes)
+        received, width = self._buffer(sum(comes)), self.dtype.itemsize
+        issue = partial(
+            _issue_all_to_all, self.group, received.view(torch.uint8), send.view(torch.uint8),
+            [count * width for count in comes], [count * width for count in sizes],
+        )  # fmt: skip
+        whole = sum(self.matrices[number].numel for number in bucket.numbers) * width
+        leaves = departure(LABEL, "all_to_all", whole // self.ranks, moved[self.rank] * width, 0, self.dtype, self.link)
+        return Arriving(self._run(issue, leaves, send, received), received, comes)
+
+    def _all_gather(
+        self, bucket: Bucket, plan: Sequence[tuple[Matrix, int]], results: Sequence[torch.Tensor]
+    ) -> Arriving:
+        """Gather the updates of all owners, each padded to the longest."""
+        owned = [sum(matrix.numel for matrix, owner in plan if owner == rank) for rank in range(self.ranks)]
+        longest, width = max(owned), self.dtype.itemsize
+        send, received = self._buffer(longest), self._buffer(self.ranks * longest)
+        torch.cat([result.reshape(-1) for result in results] or [send[:0]], out=send[: owned[self.rank]])
+        issue = partial(_issue_all_gather, self.group, received.view(torch.uint8), send.view(torch.uint8))
+        padding = (self.ranks * longest - sum(owned)) * width
+        sent = longest * (self.ranks - 1) * width
+        leaves = departure(LABEL, "all_gather", self.ranks * longest * width, sent, padding, self.dtype, self.link)
+        return Arriving(self._run(issue, leaves, send, received), received, [longest] * self.ranks)
+
+    def _run(self, issue: Callable[[bool], object], leaves: Departure, *buffers: torch.Tensor) -> Pending:
+        stream = comm_stream(self.device, "matrices") if compat.has_streams(self.device) else HostStream()
+        return stream.run(Job(issue, lambda: None, leaves, buffers))
+
+
+@dataclass
+class Arriving:
+    """Elements that are on their way into `buffer`, `sizes[rank]` from each rank, in that order."""
+
+    work: Pending
+    buffer: torch.Tensor
+    sizes: list[int] = field(default_factory=list)
+
+
+def _issue_all_to_all(
+    group: dist.ProcessGroup, received: torch.Tensor, send: torch.Tensor, comes: list[int], goes: list[int],
+    asynchronous: bool,
+) -> object:  # fmt: skip
+    with events.span("all_to_all", LABEL.unit):
+        return dist.all_to_all_single(received, send, comes, goes, group=group, async_op=asynchronous)
+
+
+def _issue_all_gather(
+    group: dist.ProcessGroup, received: torch.Tensor, send: torch.Tensor, asynchronous: bool
+) -> object:
+    with events.span("all_gather", LABEL.unit):
+        return compat.all_gather_single(received, send, group=group, async_op=asynchronous)
+
+
+def _part_of(matrix: Matrix, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    if matrix.dim is None:
+        return whole
+    return whole.narrow(matrix.dim, sum(matrix.lengths[:rank]), matrix.lengths[rank])

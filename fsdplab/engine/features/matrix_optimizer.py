@@ -1,0 +1,365 @@
+"""Optimizers whose update needs a whole matrix, on matrices that ranks hold parts of: Muon, and others of its kind.
+
+Muon orthogonalises the momentum of a whole matrix, of which sharding leaves a rank some rows. On DTensors PyTorch's
+own optimizer gathers every product again, and all ranks compute the same. Here the element-wise parts of an update stay
+on the shards, and each matrix has one owner that computes with the whole (`core/owners.py`):
+
+    for each bucket of matrices:
+        momentum on the shards -> all-to-all to the owners -> Newton-Schulz -> all-to-all back -> step on the shards
+
+The next bucket is on its way to its owners while this one is computed. Owners as in ByteDance-Seed/VeOmni#973 and
+microsoft/dion; sharding then divides the optimizer's work by the number of ranks instead of repeating it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim import _muon
+from torch.optim.optimizer import Optimizer
+
+from fsdplab.engine import compat
+from fsdplab.engine.core.owners import Bucket, Matrix, buckets_of, newton_schulz_flops
+from fsdplab.engine.core.transport import Link
+from fsdplab.engine.features.matrix_exchange import Arriving, Exchange
+
+LinkOf = Callable[[dist.ProcessGroup], Link]
+BUCKET_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A matrix, or that of one expert of a stack: parameter `number` of group `group`; `index` is the expert's place in
+    what this rank holds of the stack, None for a plain matrix.
+    """
+
+    parameter: nn.Parameter
+    group: int
+    matrix: Matrix
+    index: int | None = None
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Its part in what this rank holds of a tensor like the parameter; empty where it holds none."""
+        local = compat.local_of(tensor)
+        if self.index is None:
+            return local
+        return local[self.index] if 0 <= self.index < local.size(0) else local.new_empty(0, self.matrix.shape[1])
+
+
+@dataclass(frozen=True)
+class _Share:
+    """The matrices of one exchange, and its buckets."""
+
+    exchange: Exchange
+    places: tuple[_Place, ...]
+    buckets: tuple[Bucket, ...]
+
+
+class MatrixOptimizer(Optimizer):
+    """An optimizer of matrices, or stacks of them, that are sharded over ranks: subclasses say what an update is.
+
+    `prepare` and `apply` are element-wise and see this rank's part of a matrix; `whole` sees all of it, on its owner
+    alone. `states` names the element-wise state, zero at first, which is sharded as the parameter is. What `whole`
+    returns has the shape and the dtype of what it was given. `rest` is an optimizer of other parameters that steps in
+    this one's: one object for schedulers, scalers and checkpoints. `replicas` is the group whose ranks hold equal plain
+    parameters (DDP, `no_shard`), which then share the work; `bucket_bytes` bounds the matrices that travel together.
+
+    Raises `ValueError` for parameters that are no matrices, or are cut along two dimensions of a mesh.
+    """
+
+    states: ClassVar[tuple[str, ...]] = ()
+    param_groups: list[dict[str, Any]]
+    _rest: Optimizer | None = None
+    _replicas: dist.ProcessGroup | None = None
+    _bucket_bytes: int = BUCKET_BYTES
+    _link_of: LinkOf | None = None
+    _plan: tuple[tuple[Any, ...], list[_Share]] | None = None
+
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], *, rest: Optimizer | None = None,
+        replicas: dist.ProcessGroup | None = None, bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:  # fmt: skip
+        Optimizer.__init__(self, params, defaults)  # not that of a class of torch's beside this one
+        self._begin(rest, replicas, bucket_bytes)
+
+    def _begin(self, rest: Optimizer | None, replicas: dist.ProcessGroup | None, bucket_bytes: int) -> None:
+        if bucket_bytes < 1:
+            raise ValueError(f"bucket_bytes must be 1 or more, got {bucket_bytes}")
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                _check(parameter)
+        self._rest, self._replicas, self._bucket_bytes = rest, replicas, bucket_bytes
+        if rest is not None:
+            shared = {p for group in self.param_groups for p in group["params"]}
+            if both := [p for group in rest.param_groups for p in group["params"] if p in shared]:
+                raise ValueError(f"{len(both)} parameters are in both optimizers; the first has shape {both[0].shape}")
+            self.param_groups = [*self.param_groups, *rest.param_groups]
+            self.state.update(rest.state)
+
+    # ---- what subclasses say
+
+    @abstractmethod
+    def prepare(self, gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]) -> torch.Tensor:
+        """What to send to the owner, from this rank's part of the gradient; updates the part of the state in place."""
+
+    @abstractmethod
+    def whole(self, matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        """The update from the whole of what was prepared [rows, columns]; on the owner alone."""
+
+    @abstractmethod
+    def apply(
+        self, parameter: torch.Tensor, update: torch.Tensor, shape: tuple[int, int], group: dict[str, Any]
+    ) -> None:
+        """Step on this rank's part of a parameter, whose whole has `shape`, in place."""
+
+    def sent_dtype(self, gradient: torch.Tensor) -> torch.dtype:
+        """The dtype of what `prepare` returns."""
+        return gradient.dtype
+
+    def cost(self, shape: tuple[int, int], group: dict[str, Any]) -> float:
+        """What `whole` costs for a matrix of this shape, in any unit: owners are balanced by it."""
+        return newton_schulz_flops(shape)
+
+    # ---- a step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of all parameters with a gradient, on every rank; returns what `closure` returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step_matrices()
+        if self._rest is not None:
+            own = {parameter for group in self._rest.param_groups for parameter in group["params"]}
+            self._rest.state = self.state
+            self._rest.param_groups = [g for g in self.param_groups if g["params"] and g["params"][0] in own]
+            self._rest.step()
+        return loss
+
+    def _step_matrices(self) -> None:
+        jobs = [(share, bucket) for share in self._shares() for bucket in share.buckets]
+        there = self._send(*jobs[0]) if jobs else None
+        back: Arriving | None = None
+        for number, (share, bucket) in enumerate(jobs):
+            following = self._send(*jobs[number + 1]) if number + 1 < len(jobs) else None
+            assert there is not None
+            results = self._compute(share, bucket, there)
+            if back is not None:
+                self._apply(*jobs[number - 1], back)
+            back, there = share.exchange.back(bucket, results), following
+        if back is not None:
+            self._apply(*jobs[-1], back)
+
+    def _send(self, share: _Share, bucket: Bucket) -> Arriving:
+        parts = []
+        for place in (share.places[number] for number in bucket.numbers):
+            gradient, group = place.of(_gradient(place.parameter)), self.param_groups[place.group]
+            state = {name: place.of(self._state(place.parameter, name)) for name in self.states}
+            parts.append(self.prepare(gradient, state, group))
+        return share.exchange.to_owners(bucket, parts)
+
+    def _compute(self, share: _Share, bucket: Bucket, there: Arriving) -> list[torch.Tensor]:
+        wholes = share.exchange.assemble(bucket, there)
+        rank = share.exchange.rank
+        mine = [share.places[number] for number, owner in zip(bucket.numbers, bucket.owners) if owner == rank]
+        results = []
+        for place, matrix in zip(mine, wholes):
+            shape, dtype = matrix.shape, matrix.dtype
+            result = self.whole(matrix, self.param_groups[place.group])
+            if result.shape != shape or result.dtype != dtype:
+                raise RuntimeError(
+                    f"{type(self).__name__}.whole returned {list(result.shape)} {result.dtype} for a matrix"
+                    f" {list(shape)} {dtype}; return the same shape and dtype"
+                )
+            results.append(result)
+        return results
+
+    def _apply(self, share: _Share, bucket: Bucket, back: Arriving) -> None:
+        updates = share.exchange.parts_in(bucket, back)
+        for number, update in zip(bucket.numbers, updates):
+            place = share.places[number]
+            if update.numel():
+                part = place.of(place.parameter)
+                self.apply(part, update.to(part.device), place.matrix.shape, self.param_groups[place.group])
+
+    def _state(self, parameter: nn.Parameter, name: str) -> torch.Tensor:
+        state = self.state[parameter]
+        if name not in state:
+            state[name] = torch.zeros_like(_gradient(parameter), memory_format=torch.preserve_format)
+        return state[name]
+
+    # ---- who owns what
+
+    def _shares(self) -> list[_Share]:
+        """The matrices that have a gradient, by exchange: planned once for each set of them."""
+        given = [
+            (number, p)
+            for number, group in enumerate(self.param_groups)
+            if not self._is_of_rest(group)
+            for p in group["params"]
+            if p.grad is not None
+        ]
+        key = (self._link_of, *((number, id(p), p.grad.dtype) for number, p in given))
+        if self._plan is None or self._plan[0] != key:
+            self._plan = key, [*self._planned(given)]
+        return self._plan[1]
+
+    def _is_of_rest(self, group: dict[str, Any]) -> bool:
+        return self._rest is not None and any(
+            group["params"] and each["params"] and each["params"][0] is group["params"][0]
+            for each in self._rest.param_groups
+        )
+
+    def _planned(self, given: Sequence[tuple[int, nn.Parameter]]) -> Iterator[_Share]:
+        places: dict[Exchange, list[_Place]] = {}
+        for number, parameter in given:
+            group = self._group_of(parameter)
+            gradient = compat.local_of(_gradient(parameter))
+            device = gradient.device if group is None else compat.device_for(group, gradient.device)
+            link = None if group is None or self._link_of is None else self._link_of(group)
+            exchange = Exchange(group, (), self.sent_dtype(gradient), device, link)
+            places.setdefault(exchange, []).extend(_places_of(parameter, number, group))
+        for exchange, own in places.items():
+            costs = [self.cost(place.matrix.shape, self.param_groups[place.group]) for place in own]
+            matrices = tuple(place.matrix for place in own)
+            elements = self._bucket_bytes // exchange.dtype.itemsize
+            buckets = buckets_of(matrices, costs, exchange.ranks, elements)
+            made = Exchange(exchange.group, matrices, exchange.dtype, exchange.device, exchange.link)
+            yield _Share(made, tuple(own), tuple(buckets))
+
+    def _group_of(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
+        """The ranks that hold parts of `parameter`, or equal copies; None where this rank computes alone."""
+        if not isinstance(parameter, DTensor):
+            return self._replicas
+        axes = [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
+        return parameter.device_mesh.get_group(axes[0] if axes else parameter.device_mesh.ndim - 1)
+
+    def behind(self, link_of: LinkOf | None) -> None:
+        """Exchange behind the emulated link that `link_of` gives for a group, or behind none."""
+        self._link_of = link_of
+
+    # ---- torch.optim.Optimizer
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's: `rest` finds its parameters again at the next step."""
+        super().load_state_dict(state_dict)
+        self._plan = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_plan": None}
+
+
+class Muon(MatrixOptimizer, torch.optim.Muon):
+    """PyTorch's Muon on sharded matrices: its arithmetic, in its order, with its own Newton-Schulz iteration.
+
+    The momentum is rounded to bfloat16 before it is sent, which is what Newton-Schulz begins with.
+    """
+
+    states = ("momentum_buffer",)
+
+    def __init__(
+        self, params: Any, *, rest: Optimizer | None = None, replicas: dist.ProcessGroup | None = None,
+        bucket_bytes: int = BUCKET_BYTES, **options: Any,
+    ) -> None:  # fmt: skip
+        checked = torch.optim.Muon([nn.Parameter(torch.empty(1, 1))], **options)  # torch's own checks, and its defaults
+        MatrixOptimizer.__init__(
+            self, params, checked.defaults, rest=rest, replicas=replicas, bucket_bytes=bucket_bytes
+        )
+
+    def prepare(self, gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]) -> torch.Tensor:
+        momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        return update.bfloat16()
+
+    def sent_dtype(self, gradient: torch.Tensor) -> torch.dtype:
+        return torch.bfloat16
+
+    def whole(self, matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+        return _muon._zeropower_via_newtonschulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
+
+    def apply(
+        self, parameter: torch.Tensor, update: torch.Tensor, shape: tuple[int, int], group: dict[str, Any]
+    ) -> None:
+        rate = float(group["lr"])
+        parameter.mul_(1 - rate * group["weight_decay"])
+        parameter.add_(update, alpha=-_muon._adjust_lr(rate, group["adjust_lr_fn"], torch.Size(shape)))
+
+    def cost(self, shape: tuple[int, int], group: dict[str, Any]) -> float:
+        return newton_schulz_flops(shape, group["ns_steps"])
+
+
+def whole_matrices(
+    optimizer: Optimizer | type[Optimizer], params: Any = None, *, rest: Optimizer | None = None,
+    replicas: dist.ProcessGroup | None = None, bucket_bytes: int = BUCKET_BYTES, **options: Any,
+) -> Any:  # fmt: skip
+    """`torch.optim.Muon`, as an object or as its class and arguments, on matrices that are sharded over ranks.
+
+    An object is changed in place, and stays a `torch.optim.Muon`: schedulers and state dicts see what they know. The
+    class takes stacks of matrices [experts, rows, columns] too, each of which is orthogonalised alone. `rest`: an
+    optimizer (AdamW) of the other parameters, which steps with it. `replicas`: the group whose ranks hold equal plain
+    parameters (DDP, `no_shard`) and share the work. `bucket_bytes` bounds what travels together. Call it after the
+    model is sharded; on n ranks each sends 2 P (n-1) / n^2 elements a step of matrices of P elements, in two
+    all-to-alls a bucket. Raises `ValueError` for other optimizers: subclass `MatrixOptimizer` for those. Example: 18
+    matrices of gpt-20m on 2 ranks take 2 collectives, where torch.optim.Muon on DTensors takes 258.
+    """
+    if optimizer is torch.optim.Muon:
+        return Muon(params, rest=rest, replicas=replicas, bucket_bytes=bucket_bytes, **options)
+    if type(optimizer) is not torch.optim.Muon:
+        raise ValueError(
+            f"whole_matrices takes torch.optim.Muon, as an object or a class, got {optimizer!r}; an update of another"
+            " kind is a subclass of fsdplab.engine.MatrixOptimizer"
+        )
+    if params is not None or options:
+        raise ValueError("params and options go with the class torch.optim.Muon; the object has its own already")
+    optimizer.__class__ = Muon
+    optimizer._begin(rest, replicas, bucket_bytes)
+    optimizer._patch_step_function()  # step hooks run as before
+    return optimizer
+
+
+def _check(parameter: torch.Tensor) -> None:
+    if parameter.ndim not in (2, 3):
+        raise ValueError(
+            f"a parameter of shape {list(parameter.shape)} is no matrix and no stack of matrices; give it to another"
+            " optimizer (rest=torch.optim.AdamW(...))"
+        )
+    if not isinstance(parameter, DTensor):
+        return
+    cuts = [placement for placement in parameter.placements if not isinstance(placement, Replicate)]
+    if len(cuts) > 1 or cuts and type(cuts[0]) is not Shard:
+        raise ValueError(
+            f"a matrix {list(parameter.shape)} is placed as {parameter.placements} on {parameter.device_mesh}: whole"
+            " matrices are exchanged along one dimension of a mesh; tensor parallelism cuts along another, so give such"
+            " parameters to another optimizer"
+        )
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+def _places_of(parameter: nn.Parameter, number: int, group: dist.ProcessGroup | None) -> Iterator[_Place]:
+    """The matrices of a parameter, and how the ranks of `group` hold them."""
+    shape, ranks = tuple(parameter.shape), 1 if group is None else group.size()
+    cuts = [p for p in parameter.placements if not p.is_replicate()] if isinstance(parameter, DTensor) else []
+    dim = cuts[0].dim if cuts and isinstance(cuts[0], Shard) else None
+    matrix_shape = (shape[-2], shape[-1])
+    if len(shape) == 2 or dim != 0:
+        at = None if dim is None else dim - (len(shape) - 2)
+        matrix = Matrix.replicated(matrix_shape, ranks) if at is None else Matrix.sharded(matrix_shape, at, ranks)
+        for index in range(shape[0]) if len(shape) == 3 else (None,):
+            yield _Place(parameter, number, matrix, index)
+        return
+    chunk = -(-shape[0] // ranks)
+    mine = 0 if group is None else group.rank()
+    for expert in range(shape[0]):
+        yield _Place(parameter, number, Matrix.held_by(expert // chunk, matrix_shape, ranks), expert - mine * chunk)
