@@ -61,7 +61,9 @@ def _strategies(name: str) -> tuple[str, ...]:
 def _answer(result: Bench, rounds: int) -> Answer:
     waits = result.spec.linked or any(timing.prefetch != 1 for timing in result.timings)
     rows = [_cells(result, timing) for timing in result.timings]
-    columns = [name for name in rows[0] if waits or name not in ("prefetch", "blocked", "overlap")]
+    hidden = set() if waits else {"prefetch", "blocked", "overlap"}
+    hidden |= set() if result.spec.optimizer == "muon" else {"optimizer"}
+    columns = [name for name in rows[0] if name not in hidden]
     compiled = "compiled blocks, " if result.spec.compile == "blocks" else ""
     how = (
         f"median of {rounds} rounds, engines in turn, {compiled}{result.spec.optimizer} optimizer; alone: no"
@@ -79,6 +81,7 @@ def _cells(result: Bench, timing: Timing) -> dict[str, str]:
         "engine": timing.engine,
         "strategy": timing.strategy,
         "step": f"{timing.median * 1e3:.0f} ms",
+        "optimizer": f"{statistics.median(timing.optimizing) * 1e3:.0f} ms" if timing.optimizing else MISSING,
         "prefetch": str(timing.prefetch) if timing.engine == "lab" else MISSING,
         "blocked": f"{statistics.median(timing.blocked) * 1e3:.0f} ms" if timing.blocked else MISSING,
         "overlap": MISSING if timing.overlap is None else f"{timing.overlap:.0%}",

@@ -90,9 +90,9 @@ _EXPORTS = _fields(Exports)
 
 # Flags of all commands that run; the order is that of `--help`.
 OF_A_RUN = (
-    "world_size", "model", "steps", "batch_size", "sequence_length", "micro_batches", "precision", "compile",
-    "prefetch", "units", "shard_size", "profile", "link", "link_across", "link_queues", "emulate", "as_model", "text",
-    "seed", "device", "start", "time_limit",
+    "world_size", "model", "steps", "batch_size", "sequence_length", "micro_batches", "precision", "optimizer",
+    "compile", "prefetch", "units", "shard_size", "profile", "link", "link_across", "link_queues", "emulate",
+    "as_model", "text", "seed", "device", "start", "time_limit",
 )  # fmt: skip
 
 

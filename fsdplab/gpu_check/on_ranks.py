@@ -20,7 +20,8 @@ from torch.distributed.tensor import Shard
 from fsdplab.engine import compat, fully_shard
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.worker import training
-from fsdplab.sessions.worker.engines import Held, TrainingSetup, adamw, one_step, workload_of
+from fsdplab.sessions.worker.engines import Held, TrainingSetup, one_step, workload_of
+from fsdplab.sessions.worker.optimizers import optimizer_of
 from fsdplab.sessions.worker.rank_process import RankContext, rank_process
 
 REPEATS = 5
@@ -100,7 +101,7 @@ def _cut_along_dimension_1(spec: RunSpec, context: RankContext) -> TrainingSetup
     mesh = init_device_mesh(context.device.type, (spec.world_size,))
     for module in [*(each for each in model.modules() if isinstance(each, workload.units(model))), model]:
         fully_shard(module, mesh=mesh, shard_placement_fn=_along_1)
-    optimizer, mine = adamw(spec, model, workload), Held(model)
+    optimizer, mine = optimizer_of(spec, model, workload), Held(model)
 
     def step(batches: Sequence[Sequence[Any]]) -> float:
         return one_step(mine, optimizer, batches[0], workload.loss, context.heartbeat.enter).item()

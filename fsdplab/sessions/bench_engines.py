@@ -34,7 +34,8 @@ from fsdplab.sessions.spec import EngineChoice, RunSpec, SpecError
 from fsdplab.sessions.spec.rules import check_same
 from fsdplab.sessions.spec.sharing import nccl_variables
 from fsdplab.sessions.worker.emulated_network import EmulatedNetwork
-from fsdplab.sessions.worker.engines import TrainingSetup, adamw, build, micro_batches, workload_of
+from fsdplab.sessions.worker.engines import TrainingSetup, build, micro_batches, workload_of
+from fsdplab.sessions.worker.optimizers import optimizer_of
 from fsdplab.sessions.worker.rank_process import RankContext, rank_process
 from fsdplab.workloads.compiled import compile_blocks
 
@@ -46,9 +47,9 @@ WARMUP_ROUNDS = 2
 class Timing:
     """One engine's steps, in seconds: the slowest rank's time of each timed round.
 
-    `blocked` is how long the host was blocked for collectives in each of them (the emulated clock's, behind a link),
-    `communicating` how long those took: both of the rank that was blocked longest, by the ledger; empty for engines
-    that keep none.
+    `optimizing` is how long its optimizer's step took in each, on the rank where that took longest. `blocked` is how
+    long the host was blocked for collectives in each of them (the emulated clock's, behind a link), `communicating` how
+    long those took: both of the rank that was blocked longest, by the ledger; empty for engines that keep none.
     """
 
     engine: str
@@ -58,6 +59,7 @@ class Timing:
     prefetch: int = 1
     blocked: tuple[float, ...] = ()
     communicating: tuple[float, ...] = ()
+    optimizing: tuple[float, ...] = ()
 
     @property
     def median(self) -> float:
@@ -149,7 +151,9 @@ def _joined(specs: Sequence[RunSpec], results: Sequence[dict[str, Any]]) -> Benc
         slowest = tuple(max(times) for times in zip(*by_rank))  # a round is as slow as its slowest rank
         waits = [max(waits) for waits in zip(*(result["waits"][index] for result in results))]
         blocked, communicating = zip(*waits) if waits else ((), ())
-        timings.append(Timing(engine, strategy, slowest, results[0]["losses"][index], prefetch, blocked, communicating))
+        optimizing = tuple(max(times) for times in zip(*(result["optimizing"][index] for result in results)))
+        loss = results[0]["losses"][index]
+        timings.append(Timing(engine, strategy, slowest, loss, prefetch, blocked, communicating, optimizing))
     compute, optimizer = (max(result["parts"][part] for result in results) for part in ("compute", "optimizer"))
     return Bench(specs[0], tuple(timings), compute + optimizer / specs[0].world_size)
 
@@ -161,7 +165,7 @@ class Alone:
         workload = workload_of(spec)
         model, self._loss_of = workload.build(context.device, spec.seed), workload.loss
         self.model = _autocast(spec, compile_blocks(model) if spec.compile == "blocks" else model)
-        self.optimizer = adamw(spec, self.model, workload)
+        self.optimizer = optimizer_of(spec, self.model, workload, engine=ALONE)
         self.parts: dict[str, list[float]] = {"compute": [], "optimizer": []}
 
     def train_step(self, batches_by_rank: Sequence[Sequence[Any]]) -> float:
@@ -194,12 +198,31 @@ def main(folder: str) -> None:
     with rank_process(folder, "shm" if "shm" in wanted else specs[0].backend, specs[0].device_type) as context:
         context.heartbeat.enter("build")
         alone = Alone(specs[0], context)
-        setups: list[TrainingSetup | Alone] = [alone, *(build(spec, context) for spec in specs)]
-        for spec, setup in zip(specs, setups[1:]):
-            EmulatedNetwork(spec, context).begin(setup.model)
+        engines = [build(spec, context) for spec in specs]
+        setups: list[TrainingSetup | Alone] = [alone, *engines]
+        for spec, setup in zip(specs, engines):
+            EmulatedNetwork(spec, context).begin(setup)
+        watches = [_OptimizerWatch(setup.optimizer) for setup in setups]
         seconds, losses, waits = _take_turns(setups, specs[0], context, request["rounds"])
         parts = {name: statistics.median(values[WARMUP_ROUNDS:]) for name, values in alone.parts.items()}
-        context.write("result", {"seconds": seconds, "losses": losses, "waits": waits, "parts": parts})
+        optimizing = [watch.seconds[WARMUP_ROUNDS:] for watch in watches]
+        result = {"seconds": seconds, "losses": losses, "waits": waits, "parts": parts, "optimizing": optimizing}
+        context.write("result", result)
+
+
+class _OptimizerWatch:
+    """The seconds of each step of an optimizer; empty for a wrapper that is none of torch's."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.seconds: list[float] = []
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizer.register_step_pre_hook(lambda *_: self.seconds.append(-time.perf_counter()))
+            optimizer.register_step_post_hook(self._ended)
+
+    def _ended(self, *_: Any) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self.seconds[-1] += time.perf_counter()
 
 
 class _Waits:

@@ -30,6 +30,7 @@ from fsdplab.engine import compat, events
 from fsdplab.engine.core import transport as core
 from fsdplab.engine.core.hooks import units_under
 from fsdplab.engine.emulation.stream_link import HostFunctionHold, StreamChannel
+from fsdplab.engine.features.matrix_optimizer import MatrixOptimizer
 from fsdplab.engine.transport.shared_memory.arena import SharingRefused, opened
 from fsdplab.engine.transport.shared_memory.process_group import SharedMemoryGroup
 
@@ -266,6 +267,21 @@ def emulate(model: nn.Module, *, shard: Link | None = None, replicate: Link | No
             )
         across = shard if config.shard is None else replicate
         memory.config = replace(config, shard=linked(config.shard, shard), replicate=linked(config.replicate, across))
+
+
+def emulate_exchange(optimizer: MatrixOptimizer, link: Link | None) -> None:
+    """Put a link between the owners of an optimizer's matrices; None takes it away. Collective at the next step."""
+    made: dict[tuple[dist.ProcessGroup, torch.device], core.Link] = {}
+
+    def link_of(group: dist.ProcessGroup, device: torch.device) -> core.Link:
+        assert link is not None
+        if (group, device) not in made:
+            streams = compat.has_streams(device)
+            carry = partial(link.carry, ranks=group.size())
+            made[group, device] = StreamChannel(carry, HostFunctionHold(device)) if streams else Channel(link, group)
+        return made[group, device]
+
+    optimizer.behind(None if link is None else link_of)
 
 
 def emulate_group(group: SharedMemoryGroup, link: Link | None) -> None:

@@ -30,7 +30,7 @@ from fsdplab.engine.core.owners import Bucket, Matrix, buckets_of, newton_schulz
 from fsdplab.engine.core.transport import Link
 from fsdplab.engine.features.matrix_exchange import Arriving, Exchange
 
-LinkOf = Callable[[dist.ProcessGroup], Link]
+LinkOf = Callable[[dist.ProcessGroup, torch.device], Link]
 BUCKET_BYTES = 32 << 20
 
 
@@ -224,7 +224,7 @@ class MatrixOptimizer(Optimizer):
             group = self._group_of(parameter)
             gradient = compat.local_of(_gradient(parameter))
             device = gradient.device if group is None else compat.device_for(group, gradient.device)
-            link = None if group is None or self._link_of is None else self._link_of(group)
+            link = None if group is None or self._link_of is None else self._link_of(group, device)
             exchange = Exchange(group, (), self.sent_dtype(gradient), device, link)
             places.setdefault(exchange, []).extend(_places_of(parameter, number, group))
         for exchange, own in places.items():
@@ -243,7 +243,7 @@ class MatrixOptimizer(Optimizer):
         return parameter.device_mesh.get_group(axes[0] if axes else parameter.device_mesh.ndim - 1)
 
     def behind(self, link_of: LinkOf | None) -> None:
-        """Exchange behind the emulated link that `link_of` gives for a group, or behind none."""
+        """Exchange behind the emulated link that `link_of` gives for a group and a device, or behind none."""
         self._link_of = link_of
 
     # ---- torch.optim.Optimizer

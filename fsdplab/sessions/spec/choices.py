@@ -32,5 +32,7 @@ CHECKPOINTS = ("none", "selective", "full")  # which activations the lab recompu
 OFFLOADS = ("none", "cpu")  # where the lab keeps shards and optimizer state: the device, or host memory
 DEVICES = ("auto", "cpu", "cuda")
 UNITS = ("auto", "block", "linear", "model")  # the FSDP units: each block (as auto), each linear layer, the whole model
-OPTIMIZERS = ("adamw", "adamw-foreach")  # fused, and the one that makes temporaries
+# AdamW, fused or with temporaries; Muon for the matrices of the units, with AdamW for the rest
+OPTIMIZERS = ("adamw", "adamw-foreach", "muon")
+WITH_MUON = ("lab", "torch-ddp", "torch-fsdp2", "twin")  # others flatten parameters, or bring optimizers of their own
 TRANSPORTS = ("auto", "shm", "gloo", "nccl")

@@ -16,7 +16,7 @@ from fsdplab.common.words import plural
 from fsdplab.workloads.shapes import PRESETS, preset
 
 from . import gpus
-from .choices import ENGINES, ON_SHARED_MEMORY
+from .choices import ENGINES, ON_SHARED_MEMORY, WITH_MUON
 from .rules import Rule
 
 _BYTES_OF_A_PROCESS = 250_000_000  # Python and torch before any model, measured
@@ -103,6 +103,11 @@ PAIRS = (
     Rule(
         ("engine",), _has_its_engine,
         "engine {s.engine} needs DeepSpeed, which is not installed", f"run: {how_to_install('peers')}",
+    ),
+    Rule(
+        ("optimizer", "engine"), lambda s: s.optimizer != "muon" or s.engine in WITH_MUON,
+        "optimizer muon needs whole matrices, which engine {s.engine} does not show its optimizer",
+        f"give engine={' or '.join(map(repr, WITH_MUON[:-1]))}, or optimizer='adamw'",
     ),
     _of_the_lab("checkpoint"),
     _of_the_lab("offload"),

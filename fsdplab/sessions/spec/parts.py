@@ -109,8 +109,12 @@ class EngineChoice(Checked):
 
     engine: str = option("lab", f"{choices.ENGINES_IN_WORDS}.", one_of=tuple(choices.ENGINES))
     precision: str = option("fp32", "fp32, or bf16 (compute in bf16, float32 masters).", one_of=choices.PRECISIONS)
-    optimizer: str = option("adamw", "adamw (fused) or adamw-foreach.", one_of=choices.OPTIMIZERS)
-    learning_rate: float = option(3e-4, "AdamW's learning rate.", above=0)
+    optimizer: str = option(
+        "adamw",
+        "adamw (fused), adamw-foreach, or muon (for the matrices of the units; adamw for the rest).",
+        one_of=choices.OPTIMIZERS,
+    )
+    learning_rate: float = option(3e-4, "The optimizer's learning rate.", above=0)
     checkpoint: str = option(
         "none", "Activations that the lab recomputes: none, selective or full.", one_of=choices.CHECKPOINTS
     )

@@ -14,12 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdplab.engine.emulation.link import Link, emulate, emulate_group
+from fsdplab.engine import MatrixOptimizer
+from fsdplab.engine.emulation.link import Link, emulate, emulate_exchange, emulate_group
 from fsdplab.engine.transport.shared_memory.process_group import SharedMemoryGroup
 from fsdplab.planning.links import LinkSpec, parse_link
 from fsdplab.planning.windtunnel import link_for
 from fsdplab.sessions.formula import traffic_of
 from fsdplab.sessions.spec import RunSpec
+from fsdplab.sessions.worker.engines import TrainingSetup
 from fsdplab.sessions.worker.rank_process import RankContext
 
 
@@ -33,13 +35,13 @@ class EmulatedNetwork:
     # seconds of each step of calibration, without its communication
     computing: list[float] = field(default_factory=list)
 
-    def begin(self, model: torch.nn.Module) -> None:
+    def begin(self, setup: TrainingSetup) -> None:
         """Install the link that the spec names."""
         if self.spec.link or self.spec.link_across:
             self.chosen = parse_link(self.spec.link) if self.spec.link else None
-            self._place(model)
+            self._place(setup)
 
-    def warmed_up(self, model: torch.nn.Module) -> None:
+    def warmed_up(self, setup: TrainingSetup) -> None:
         """The warm-up has ended: choose and place the wind tunnel's link."""
         target = self.spec.target
         if target is None or self.spec.link or self.context.world_size == 1:
@@ -50,17 +52,19 @@ class EmulatedNetwork:
         self.chosen = link_for(
             target, compute_s=slowest.item(), wire_bytes=wire, collectives=collectives, ranks=self.context.world_size
         )
-        self._place(model)
+        self._place(setup)
 
     def note_step(self, step: int, seconds: float, ledger: Sequence[dict[str, Any]]) -> None:
         """Record a calibration step of `seconds`, without its waiting for other ranks."""
         waited = sum(row["waited_ns"] or 0 for row in ledger if row["step"] == step) / 1e9
         self.computing.append(max(seconds - waited, 1e-6))
 
-    def _place(self, model: torch.nn.Module) -> None:
+    def _place(self, setup: TrainingSetup) -> None:
         across = parse_link(self.spec.link_across) if self.spec.link_across else self.chosen
         if self.spec.engine == "lab":
-            emulate(model, shard=self._link(self.chosen), replicate=self._link(across))
+            emulate(setup.model, shard=self._link(self.chosen), replicate=self._link(across))
+            if isinstance(setup.optimizer, MatrixOptimizer):
+                emulate_exchange(setup.optimizer, self._link(self.chosen))
         elif isinstance(dist.group.WORLD, SharedMemoryGroup):
             emulate_group(dist.group.WORLD, self._link(self.chosen))
 

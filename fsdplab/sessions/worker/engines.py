@@ -1,9 +1,8 @@
 """One builder for each engine: from a RunSpec to a model, an optimizer and one step of training.
 
-All engines train the same model from the same weights with the same optimizer. AdamW is the fused one everywhere: it
-makes no temporaries (a looped one holds three times its largest parameter, a foreach one a copy of all), works on
-DTensors, and on the CPU takes a third of the time. All differences between engines are in this file; each is used as
-its documentation says, with its defaults. gpu_check takes `Held` and `one_step` from here.
+All engines train the same model from the same weights with the same optimizer (optimizers.py). All differences between
+engines are in this file; each is used as its documentation says, with its defaults. gpu_check takes `Held` and
+`one_step` from here.
 
 bf16 means computing in bfloat16 with float32 masters and float32 reduction. DDP and the twin have no masters of their
 own: DDP runs under autocast, its usual form; the twin casts its parameters inside the forward, which is what sharding
@@ -24,7 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdplab.sessions.spec import EngineChoice, RunSpec, Sharding, WorkloadPart
+from fsdplab.sessions.spec import RunSpec, Sharding, WorkloadPart
+from fsdplab.sessions.worker.optimizers import optimizer_of
 from fsdplab.sessions.worker.rank_process import RankContext
 from fsdplab.workloads import ByteText
 from fsdplab.workloads.compiled import compile_blocks
@@ -88,32 +88,13 @@ def build(spec: RunSpec, context: RankContext) -> TrainingSetup:
         return _twin(spec, context, model, workload)
     if spec.engine.startswith("deepspeed"):
         return _deepspeed(spec, context, model, workload)
-    return _trained(spec, context, held(spec, context.device, model, workload), workload)
+    mine = held(spec, context.device, model, workload)
+    return _trained(context, mine, optimizer_of(spec, model, workload), workload)
 
 
 def held(spec: RunSpec, device: torch.device, model: nn.Module, workload: Workload) -> Held:
     """`model` in the hands of `spec.engine` (the lab's or one of torch's), over all ranks of the process group."""
     return _HOLDERS[spec.engine](spec, device, model, workload)
-
-
-def adamw(spec: EngineChoice, model: nn.Module, workload: Workload) -> torch.optim.AdamW:
-    """The optimizer of every engine."""
-    if spec.optimizer == "adamw-foreach":
-        return torch.optim.AdamW(model.parameters(), lr=spec.learning_rate, foreach=True)
-    sharded = spec.engine in ("lab", "torch-fsdp2")
-    parameters = _by_block(model, workload.units(model)) if sharded else model.parameters()
-    return torch.optim.AdamW(parameters, lr=spec.learning_rate, fused=True)
-
-
-def _by_block(model: nn.Module, units: tuple[type[nn.Module], ...]) -> list[dict[str, Any]]:
-    """The parameters in a group for each block and one for the rest: a first step on all of gpt-20m's DTensors at once
-    spends 0.5 s on their placements, with the square of their number; groups of like blocks share what it found.
-    """
-    blocks = [module for module in model.modules() if isinstance(module, units)]
-    groups = [list(block.parameters()) for block in blocks]
-    known = {id(parameter) for group in groups for parameter in group}
-    rest = [parameter for parameter in model.parameters() if id(parameter) not in known]
-    return [{"params": group} for group in (rest, *groups) if group]
 
 
 def one_step(
@@ -136,9 +117,7 @@ def one_step(
     return sum(losses[1:], losses[0])
 
 
-def _trained(spec: RunSpec, context: RankContext, mine: Held, workload: Workload) -> TrainingSetup:
-    optimizer = adamw(spec, mine.model, workload)
-
+def _trained(context: RankContext, mine: Held, optimizer: torch.optim.Optimizer, workload: Workload) -> TrainingSetup:
     def train_step(batches_by_rank: Sequence[Sequence[Any]]) -> float:
         (batches,) = batches_by_rank
         return one_step(mine, optimizer, batches, workload.loss, context.heartbeat.enter).item()
@@ -235,7 +214,7 @@ def _twin(spec: RunSpec, context: RankContext, model: nn.Module, workload: Workl
     # what it needs
     spread = context.device.type == "cpu" and not spec.memory and hasattr(os, "sched_getaffinity")
     replay = SideBySide(seen, min(spec.world_size, len(os.sched_getaffinity(0))) if spread else 1)
-    optimizer = adamw(spec, model, workload)
+    optimizer = optimizer_of(spec, model, workload)
 
     def train_step(batches_by_rank: Sequence[Sequence[Any]]) -> float:
         context.heartbeat.enter("replay")
@@ -253,7 +232,9 @@ def _deepspeed(spec: RunSpec, context: RankContext, model: nn.Module, workload: 
     from fsdplab.sessions.worker.deepspeed_engine import deepspeed_setup
 
     stage = int(spec.engine.removeprefix("deepspeed-"))
-    return TrainingSetup(*deepspeed_setup(stage, spec, context, model, adamw(spec, model, workload), workload.loss))
+    return TrainingSetup(
+        *deepspeed_setup(stage, spec, context, model, optimizer_of(spec, model, workload), workload.loss)
+    )
 
 
 class _Autocast(nn.Module):

@@ -85,11 +85,11 @@ class Training:
     def run(self) -> None:
         """Train all steps, and write the measurements."""
         subscriptions = [events.subscribe(self._on_event), events.subscribe(self.unit_states.on_event)]
-        self.network.begin(self.setup.model)
+        self.network.begin(self.setup)
         timeline = self._warm_up()
         if timeline is not None:
             self.context.write("memory", self._memory(timeline))
-        self.network.warmed_up(self.setup.model)
+        self.network.warmed_up(self.setup)
         profiled = self._timed_and_profiled_steps()
         for unsubscribe in subscriptions:
             unsubscribe()

@@ -47,7 +47,7 @@ class Training:
         context: Any = SimpleNamespace(device=device, rank=self.rank, world_size=self.ranks, heartbeat=heartbeat)
         self._tags, self._text, self._done = TagLog(), ByteText.from_standard_library(), 0
         self._setup = build(spec, context)
-        EmulatedNetwork(spec, context).begin(self._setup.model)
+        EmulatedNetwork(spec, context).begin(self._setup)
 
     def _step(self, batch_size: int | None = None, sequence_length: int | None = None) -> list[events.Collective]:
         collectives: list[events.Collective] = []
