@@ -1,10 +1,11 @@
-"""A part of the GPU check that goes wrong in the way that its name says. The tests start it for real.
+"""A command of the GPU check that goes wrong in the way that its name says. The tests start it for real.
 
 It loads no torch, so that it starts at once.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,7 +13,6 @@ import sys
 import time
 from pathlib import Path
 
-from fsdplab.gpu_check.check import UNFINISHED, Sheet
 from fsdplab.records import RunRecord, Summary
 
 SLEEPER = "import time; time.sleep(601.25)"  # told from other sleepers by its seconds
@@ -23,48 +23,45 @@ def child() -> int:
     return subprocess.Popen([sys.executable, "-c", SLEEPER], start_new_session=True).pid
 
 
-def keeps_a_record(sheet: Sheet) -> None:
-    folder = sheet.folder / "keeps_a_record" / "run-a"
-    spec = {"strategy": "full_shard", "engine": "lab", "world_size": 1}
-    sheet.keep(RunRecord(folder, spec=spec, summary=Summary(losses=(2.5,))).save().path, "run-a")
+def keeps_a_record(flag: str, out: str) -> None:
+    spec = {"strategy": "full_shard", "engine": "lab", "world_size": 1, "model": "gpt-tiny", "batch_size": 2}
+    more = {"sequence_length": 32, "profile": 1}
+    RunRecord(Path(out), spec=spec | more, summary=Summary(losses=(2.5,))).save()
 
 
-def hangs(sheet: Sheet) -> None:
-    sheet.note(f"{os.getpid()} {child()}")
+def hangs(pids: str) -> None:
+    Path(pids).write_text(f"{os.getpid()} {child()} .")
     time.sleep(600)
 
 
-def hangs_and_hears_nothing(sheet: Sheet) -> None:
+def hangs_and_hears_nothing(pids: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    hangs(sheet)
+    hangs(pids)
 
 
-def fails(sheet: Sheet) -> None:
+def fails() -> None:
     child()
     raise RuntimeError(f"the third row is wrong in {Path(__file__)}")
 
 
-def dies(sheet: Sheet) -> None:
+def dies() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def refuses(sheet: Sheet) -> None:
-    sys.exit("nothing can be checked here; try elsewhere")
+def refuses() -> None:
+    print("fsdplab: nothing of this can be done here; try elsewhere", file=sys.stderr)
+    sys.exit(2)
 
 
-def does_not_hold(sheet: Sheet) -> None:
-    sheet.check("peak within 3 %", "it is 7 % too large")
-    sheet.check_value("losses", "losses are wrong")
-    sheet.values = False
-    sheet.check_value("gradients", "values are wrong: 0.0, expected 3.0")
+def loses_its_numbers() -> None:
+    print("Rank 0 raised: the loss is nan")
+    sys.exit(1)
 
 
-def is_good(sheet: Sheet) -> None:
-    sheet.note("all in order")
+def is_good() -> None:
+    print(json.dumps({"milliseconds": 2.5}))
 
 
 if __name__ == "__main__":
-    sheet = Sheet(sys.argv[1], Path(sys.argv[2]) / UNFINISHED)
-    sheet.row(step=1, milliseconds=2.5)
-    print(f"{sheet.name} says hello")
-    globals()[sheet.name](sheet)
+    print(f"{sys.argv[1]} says hello", flush=True)
+    globals()[sys.argv[1]](*sys.argv[2:])

@@ -1,40 +1,37 @@
-"""`python -m fsdplab.gpu_check`: every part in turn, each in a process of its own, within one limit, into one folder.
+"""`python -m fsdplab.gpu_check`: every part in turn, each in processes of its own, within one limit, into one folder.
 
-The folder is complete after every part, so that whatever ends the check, what was found is there. This process loads
+The folder is complete after every process, so that whatever ends the check, what was found is there. This process loads
 no torch: it starts at once, and nothing that breaks torch breaks it.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
-import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import NoReturn
 
-from fsdplab.common.processes import descendants, gone, name_of, send
+from fsdplab.common.processes import name_of
 from fsdplab.common.pythons import run_of, with_this_checkout
 from fsdplab.common.words import did_you_mean, harmless
 from fsdplab.gpu_check.check import RECORDS, REFUSED, UNFINISHED, Check, Part, open_check
+from fsdplab.gpu_check.commands import PARTS, Command, commands_of, judge, missing_for
+from fsdplab.gpu_check.looks import Refused
+from fsdplab.sessions.launch.parent_death import adopt_orphans, children, end_children
 
 LIMIT_S = 480.0  # what a borrowed machine grants
-# the parts in their order, and the seconds that each may take at most; speed takes what the others leave
-PARTS = {"environment": 90.0, "mechanisms": 120.0, "nccl": 90.0, "correctness": 150.0, "traces": 120.0, "speed": 1e9}
-PROGRAM = "fsdplab.gpu_check.part"  # the module that runs one part
 PASSED, NOT_PASSED, INTERRUPTED = 0, 1, 130
-_LEAST_S = 3.0  # a part is not started with less than this
-_PATIENCE_S = 6.0  # for a part that is asked to end
-_PR_SET_CHILD_SUBREAPER = 36
-_LOG_TAIL = 300_000  # bytes of one part's output that are kept
+_LEAST_S = 3.0  # a command is not started with less than this
+_PATIENCE_S = 6.0  # for a command that is asked to end
+_LOG_TAIL = 300_000  # bytes of one command's output that are kept
 
 
 class _Parser(argparse.ArgumentParser):
@@ -125,23 +122,19 @@ def _signals_that_interrupt() -> Iterator[None]:
 
 
 def run_check(check: Check, parts: Sequence[str], limit_s: float) -> int:
-    """Run the parts in order, print how each went, and save after each; the exit status of the command."""
+    """Run the parts in order, print how each went, and save after each command; the exit status of this one."""
     deadline = time.monotonic() + limit_s
     unfinished = check.folder / UNFINISHED
     for folder in (unfinished, check.folder / RECORDS):
         folder.mkdir()
+    adopt_orphans()
     check.save()
     try:
         for name in parts:
-            reason = _stops(check) or (
-                "" if deadline - time.monotonic() > _LEAST_S else "no time was left of the limit"
-            )
-            part = Part(name, reason=reason) if reason else run_part(check, name, deadline - time.monotonic())
+            part = Part(name, reason=_stops(check), values=check.values)
             check.parts.append(part)
-            check.provenance |= part.facts
-            if part.status == "refused" and name == "environment":
-                shutil.rmtree(check.folder)  # nothing was checked, so nothing stands in the way of the next try
-                return _refuse(part.reason)
+            if not part.reason:
+                run_part(check, part, deadline)
             check.save()
             how = f"{part.status} ({part.seconds:.1f} s, {len(part.failed())} checks failed)"
             print(f"{name}: {how} {part.reason}".rstrip())
@@ -150,6 +143,9 @@ def run_check(check: Check, parts: Sequence[str], limit_s: float) -> int:
                 check.save()
                 print("fsdplab gpu-check: interrupted")
                 return INTERRUPTED
+    except Refused as refused:
+        shutil.rmtree(check.folder)  # nothing was checked, so nothing stands in the way of the next try
+        return _refuse(refused)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
     print(f"\n{check}\nwritten to {check.folder}")
@@ -158,27 +154,59 @@ def run_check(check: Check, parts: Sequence[str], limit_s: float) -> int:
 
 def _stops(check: Check) -> str:
     """Why nothing that rests on the environment can be run; "" where it can."""
-    for part in check.parts[:1]:
-        if part.name == "environment" and part.status != "finished":
-            return "the environment is not known"
-        broken = [row["device"] for row in part.rows if row.get("error")]
-        if broken:
-            return f"no kernel runs on {broken[0]}"
-    return ""
+    if not check.parts:
+        return ""
+    broken = [row["device"] for row in check.gpus if row.get("error")]
+    if broken:
+        return f"no kernel runs on {broken[0]}"
+    return "" if check.gpus else "the environment is not known"
 
 
-def run_part(check: Check, name: str, left: float) -> Part:
-    """Run one part within its limit, at most the seconds that are left, and end all that it started; how it went."""
-    limit, began = min(PARTS[name], left), time.monotonic()
+def run_part(check: Check, part: Part, deadline: float) -> None:
+    """Run the part's command lines, and look at what each has written.
+
+    What this machine refuses is a note; a command that fails is a check that failed.
+    """
+    began, part.limit_s = time.monotonic(), deadline - time.monotonic()
+    part.status = "finished"
+    for number, command in enumerate(commands_of(part.name, check)):
+        if lacking := missing_for(command):
+            part.note(f"{command.name} is left out: {lacking}")
+            continue
+        left = min(command.limit_s, deadline - time.monotonic())
+        if left < _LEAST_S:
+            part.status, part.reason = "out of time", f"no time was left for {command.name}"
+            break
+        status = _run_and_look(check, part, command, left, number)
+        part.seconds = time.monotonic() - began
+        check.save()
+        if status == "interrupted":
+            part.status = status
+            break
+    check.provenance |= {name: fact for name, fact in part.facts.items() if not check.provenance.get(name)}
+
+
+def _run_and_look(check: Check, part: Part, command: Command, limit: float, number: int) -> str:
+    """Run one command line of a part; its status."""
+    out = check.folder / (RECORDS if " --out " in command.words else UNFINISHED) / command.name.replace(" ", "-")
+    output = check.folder / UNFINISHED / f"{part.name}-{number}.log"
+    print(f"  {command.module} {command.words.replace('{out}', out.name)}", flush=True)
+    words = [command.module, *command.words.replace("{out}", str(out)).split()]
+    status, wrong = run_program(words, limit, output, command.folder)
+    if status != "interrupted":
+        judge(part, command, status, wrong, out if "{out}" in command.words else output)
+    return status
+
+
+def run_program(words: Sequence[str], limit: float, output: Path, folder: Path | None = None) -> tuple[str, str]:
+    """Run `python -m` with these words, end all that it started, and keep its output; its status and the reason."""
     tied = ("fsdplab.sessions.launch.parent_death", str(os.getpid()))  # it ends with this process
-    command = run_of(*tied, PROGRAM, name, str(check.folder), f"{began + limit:.1f}")
-    output = check.folder / UNFINISHED / f"{name}.log"
-    _adopt_orphans()
-    others = {os.getpid(), *descendants(os.getpid())}
+    others = children()
     with output.open("wb") as log:
         process = subprocess.Popen(
-            command, env=with_this_checkout(os.environ) | {"PYTHONUNBUFFERED": "1"}, cwd=output.parent,
-            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            run_of(*tied, *words), env=with_this_checkout(os.environ) | {"PYTHONUNBUFFERED": "1"},
+            cwd=folder or output.parent, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            start_new_session=True,
         )  # fmt: skip
         try:
             status, reason = _ended(process.wait(limit), output)
@@ -188,10 +216,8 @@ def run_part(check: Check, name: str, left: float) -> Part:
             status, reason = "interrupted", ""
         finally:
             _end(process, others)
-    _keep_log(check.folder / "log.txt", name, output)
-    part = _sheet(output.with_suffix(".json"), name)
-    part.status, part.reason, part.seconds, part.limit_s = status, reason, time.monotonic() - began, limit
-    return part
+    _keep_log(output.parent.parent / "log.txt", output)
+    return status, reason
 
 
 def _ended(code: int, output: Path) -> tuple[str, str]:
@@ -205,14 +231,8 @@ def _ended(code: int, output: Path) -> tuple[str, str]:
     return ("refused" if code == REFUSED else "failed"), said
 
 
-def _adopt_orphans() -> None:
-    """Make this process the parent of what a part leaves behind, so that it is found and ended (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def _end(process: subprocess.Popen[bytes], others: Collection[int]) -> None:
-    """Ask the part to end, kill it after its time, and then all that is left of what it has started."""
+def _end(process: subprocess.Popen[bytes], others: set[int]) -> None:
+    """Ask the command to end, kill it after its time, and then all that it has left to this process."""
     try:
         if process.poll() is None:
             process.terminate()
@@ -220,24 +240,13 @@ def _end(process: subprocess.Popen[bytes], others: Collection[int]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    while left := [pid for pid in descendants(os.getpid()) if pid not in others and not gone(pid)]:
-        for pid in left:
-            send(pid, signal.SIGKILL)
-        time.sleep(0.02)
+    end_children(others)
 
 
-def _sheet(path: Path, name: str) -> Part:
-    """What the part has written; an empty one where it wrote nothing."""
-    try:
-        return Part(**json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return Part(name)
-
-
-def _keep_log(log: Path, name: str, output: Path) -> None:
+def _keep_log(log: Path, output: Path) -> None:
     kept = output.read_bytes()[-_LOG_TAIL:].decode(errors="replace")
     with log.open("a", encoding="utf-8") as file:
-        file.write(f"==== {name}\n{without_paths(kept)}\n")
+        file.write(f"==== {output.stem}\n{without_paths(kept)}\n")
 
 
 def without_paths(text: str) -> str:

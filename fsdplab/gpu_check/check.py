@@ -4,13 +4,12 @@ check.json   what it ran on, and for every part its outcome, checks, figures and
 log.txt      what the parts printed
 records/     the run records that are kept, one folder each
 
-A part writes its own file after every line, so that whatever ends it, what it found is kept.
+It is saved after every line, so that whatever ends the check, what it found is kept.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,9 +18,9 @@ from typing import Any
 from fsdplab.common.files import read_file, write_whole
 
 FORMAT = "fsdplab gpu check 2"
-UNFINISHED = ".unfinished"  # in the folder: what parts write while they run
+UNFINISHED = ".unfinished"  # in the folder: what commands write while they run
 RECORDS = "records"
-REFUSED = 2  # exit code of a part, and of the command: nothing can be checked here
+REFUSED = 2  # exit code of this command and of those that it runs: the request cannot be done here
 HELD, FAILED, NOT_JUDGED = "held", "failed", "not judged"
 Row = dict[str, Any]
 _LARGEST_FILE = 10**8  # bytes of a check.json
@@ -31,13 +30,16 @@ class CheckError(ValueError):
     """A folder holds no check, or a damaged one; the message says what to do."""
 
 
-class Refused(ValueError):
-    """Nothing can be checked on this machine; the message is one line that says what to do."""
-
-
 @dataclass
 class Part:
-    """One part: how it ended and why, its seconds and their limit, and what it has found."""
+    """One part: how it ended and why, its seconds and their limit, and what it has found.
+
+    `values` is whether kernels compute: without, what rests on their values is not judged. Example::
+
+        part.row(engine="lab", step_ms=12.5)
+        part.check("the trace has kernels", "" if kernels else "it has none")
+        part.check_value("all_gather", "values are wrong: got 0.0, expected 3.0")
+    """
 
     name: str
     status: str = "not run"
@@ -49,35 +51,19 @@ class Part:
     notes: list[str] = field(default_factory=list)
     records: list[str] = field(default_factory=list)
     facts: Row = field(default_factory=dict)  # for the provenance of the check
+    values: bool = True
 
     def failed(self) -> list[dict[str, str]]:
         """The checks that failed."""
         return [check for check in self.checks if check["state"] == FAILED]
 
-
-class Sheet(Part):
-    """The part as its own process fills it; every call saves `folder/NAME.json`.
-
-    `values` is whether kernels compute: without, what rests on their values is not judged. Example::
-
-        sheet.row(engine="lab", step_ms=12.5)
-        sheet.check("the trace has kernels", "" if kernels else "it has none")
-        sheet.check_value("all_gather", "values are wrong: got 0.0, expected 3.0")
-    """
-
-    def __init__(self, name: str, folder: Path, values: bool = True) -> None:
-        super().__init__(name)
-        self.folder, self.values = folder, values
-
     def row(self, **figures: Any) -> None:
         """Add a row of figures: texts, numbers, None."""
         self.rows.append(figures)
-        self._save()
 
-    def check(self, name: str, wrong: str) -> bool:
-        """Add a check, which held where nothing is wrong; whether it held."""
+    def check(self, name: str, wrong: str) -> None:
+        """Add a check, which held where nothing is wrong."""
         self._judged(name, FAILED if wrong else HELD, wrong)
-        return not wrong
 
     def check_value(self, name: str, wrong: str) -> None:
         """Add a check that needs kernels to compute."""
@@ -85,23 +71,10 @@ class Sheet(Part):
 
     def _judged(self, name: str, state: str, wrong: str) -> None:
         self.checks.append({"name": name, "state": state, "got": wrong})
-        self._save()
 
     def note(self, text: str) -> None:
         """Add a sentence for the reader of the table."""
         self.notes.append(text)
-        self._save()
-
-    def keep(self, record: Path, name: str) -> Path:
-        """Keep a run record under this name; its new folder."""
-        place = self.folder.parent / RECORDS / name
-        shutil.move(record, place)
-        self.records.append(name)
-        self._save()
-        return place
-
-    def _save(self) -> None:
-        write_whole(self.folder / f"{self.name}.json", json.dumps(asdict(self)))
 
 
 @dataclass
@@ -121,6 +94,27 @@ class Check:
     def passed(self) -> bool:
         """Whether every part ended well and no check failed."""
         return bool(self.parts) and all(each.status == "finished" and not each.failed() for each in self.parts)
+
+    @property
+    def gpus(self) -> list[Row]:
+        """The environment's row of each GPU; [] before that part has ended."""
+        return next((part.rows for part in self.parts if part.name == "environment"), [])
+
+    @property
+    def values(self) -> bool:
+        """Whether kernels give right values on every GPU, as far as that is known."""
+        return all(gpu["sum"] == 8.0 for gpu in self.gpus)
+
+    @property
+    def device(self) -> str:
+        """cuda or cpu."""
+        return str(self.provenance["device"])
+
+    @property
+    def ranks(self) -> int:
+        """One for each GPU, and two that share a single one, unless its compute mode forbids that."""
+        alone = 1 if any(gpu["exclusive"] for gpu in self.gpus) else 2
+        return len(self.gpus) if len(self.gpus) > 1 else alone
 
     def part(self, name: str) -> Part:
         """One part; LookupError where it was not asked for."""

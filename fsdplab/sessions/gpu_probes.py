@@ -58,8 +58,11 @@ def machine(device: str) -> Found:
     """Versions, every GPU with its memory and what one kernel computes there, and the sentences that apply."""
     import torch
 
+    from fsdplab.sessions.worker.environment import capture_environment
+
     wrong = driver_complaint(driver_cuda(), torch.version.cuda) if device == "cuda" else ""
     found: Found = {"blocks": wrong, "advice": [], "gpus": [], "cuda": torch.version.cuda, "nccl": None}
+    found["environment"] = capture_environment("cpu")  # with "cuda" it would have a context on every GPU
     if device == "cpu":
         return found | {"gpus": [_gpu(device, "cpu", (0, 0))]}
     shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None

@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
 
 from fsdplab.common.processes import send
@@ -60,9 +61,9 @@ def children() -> set[int]:
         return set()
 
 
-def end_children() -> None:
-    """Kill all children of this process, and what they leave to it, and return when none is left."""
-    while left := children():
+def end_children(but: Collection[int] = ()) -> None:
+    """Kill all children of this process but some, and what they leave to it, and return when none of them is left."""
+    while left := children().difference(but):
         for pid in left:
             send(pid, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):  # collected by somebody else
