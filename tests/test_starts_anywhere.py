@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from fsdplab.cli.doctor import capabilities
-from fsdplab.gpu_check.foundations import source_digest
+from fsdplab.gpu_check.looks import source_digest
 from fsdplab.sessions import RanksFailed, RunSpec, SpecError, call_on_ranks, compare, run
 from fsdplab.sessions.launch import warm
 from tests.denied import at_every_start

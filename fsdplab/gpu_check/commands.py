@@ -6,6 +6,7 @@ Every row but the probes may be typed by hand to see more of it; the check print
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import NamedTuple
 from fsdplab.common.names import IN_GROUPS, OVER_ALL_RANKS
 from fsdplab.gpu_check import looks
 from fsdplab.gpu_check.check import Check, Part
+from fsdplab.records import RecordError
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 _USABLE = 0.85e-9  # GB of a free byte: the rest is for fragments and libraries
@@ -155,5 +157,9 @@ def judge(part: Part, command: Command, status: str, wrong: str, wrote: Path) ->
         part.note(f"{command.name} is left out: {wrong.removeprefix('fsdplab: ')}")
     elif status != "finished":
         (part.check_value if "the loss is" in wrong else part.check)(f"{command.name} runs", wrong)
-    if status == "finished" or command.module == "pytest":
+    if status != "finished" and command.module != "pytest":
+        return
+    try:
         command.look(part, command, wrote)
+    except (RecordError, json.JSONDecodeError, OSError) as error:
+        part.check(f"{command.name} wrote its result", str(error).splitlines()[0])
