@@ -47,14 +47,13 @@ def test_every_table_has_the_strategies_of_the_engine():
     assert (*STRATEGIES, "twin") == tuple(STRATEGY_COLOURS) and set(ENGINES["lab"]) == set(STRATEGIES)
 
 
-def test_every_table_has_the_categories_of_the_engine():
+def test_every_table_has_the_categories():
     from fsdplab import records
     from fsdplab.common.names import CATEGORIES
-    from fsdplab.engine.events import CATEGORIES as TAGGED
     from fsdplab.figures import CATEGORY_COLOURS
     from fsdplab.profiling.findings import _smaller
 
-    assert CATEGORIES == TAGGED == records.CATEGORIES == tuple(CATEGORY_COLOURS)
+    assert CATEGORIES == records.CATEGORIES == tuple(CATEGORY_COLOURS)
     assert all(_smaller({}, category) for category in CATEGORIES)
 
 

@@ -95,7 +95,7 @@ def test_the_reference_is_the_planners_resting_state(strategy):
         plan_spec("gpt-20m", "h100", gpus=2, strategy=strategy, param_dtype="fp32", seq=64)
     ).resting.by_category
     kept = model_state_bytes(strategy, count, 2, "fp32") - gradient * count
-    assert resting["optimizer_state"] + resting["parameter_slices"] == pytest.approx(kept, rel=0.01)
+    assert resting["optimizer_state"] + resting["sharded_parameters"] == pytest.approx(kept, rel=0.01)
 
 
 def test_the_reference_gives_zeros_published_table():

@@ -208,14 +208,14 @@ def test_the_parts_in_use_follow_the_checks(course, capsys):
 
 def test_a_layer_lives_and_equals_the_whole_one(course):
     life = one_unit.life_of_a_layer(rows=33, columns=8, world_size=2)
-    assert life.differences == {"output": 0.0, "gradient slice": 0.0}
+    assert life.differences == {"output": 0.0, "sharded gradient": 0.0}
     by_moment = {moment["moment"]: moment for moment in life.moments}
     whole, mine = 33 * 8 * 4, 17 * 8 * 4
     assert [
-        by_moment[name]["gathered_parameters"] for name in ("unshard", "reshard", "unshard again", "reshard again")
+        by_moment[name]["unsharded_parameters"] for name in ("unshard", "reshard", "unshard again", "reshard again")
     ] == [whole, 0, whole, 0]
-    assert by_moment["at rest again"]["gradient_slices"] == by_moment["shard (at rest)"]["parameter_slices"] == mine
-    assert life.peak_megabytes == (mine + whole + whole) / 1e6, "in backward: slice, weight and whole gradient"
+    assert by_moment["at rest again"]["sharded_gradients"] == by_moment["shard (at rest)"]["sharded_parameters"] == mine
+    assert life.peak_megabytes == (mine + whole + whole) / 1e6, "in backward: slice, weight and unsharded gradient"
     assert "unsharded" in alt_text(one_unit.layer_figure(life)).lower()
 
 

@@ -83,7 +83,7 @@ def large():
 def test_the_gathered_bytes_at_the_peak_have_names(base):
     row, sizes = reading_memory.peak_row(base), reading_memory.unit_bytes(base)
     held = function_of(HOLDING)(reading_memory.life_of(base, row["rank"]), row["time_ns"])
-    assert len(held) == 3 and "root" in held and row["gathered_parameters"] == sum(sizes[unit] for unit in held)
+    assert len(held) == 3 and "root" in held and row["unsharded_parameters"] == sum(sizes[unit] for unit in held)
     assert sizes["root"] == LIMITS.ROOT_BYTES and sizes["blocks.0"] == LIMITS.BLOCK_BYTES, "the constants of the check"
     table = str(reading_memory.gathered_table(base, function_of(HOLDING)))
     assert "15.38" in table.splitlines()[-2] and "15.38 MB of gathered" in table
@@ -96,7 +96,7 @@ def test_tables_and_sentences_say_the_record(base, large):
     assert places[0].startswith("in the backward") and done[0] > 60, places
     assert (done[1] < 30) if "backward" in places[1] else (done[1] > 70), places  # where forward becomes backward
     assert places[0] in str(reading_memory.seen(base)) and "of the way through it" in places[1]
-    assert "optimizer state" in str(reading_memory.peak_table(base)) and "gathered parameters" in str(
+    assert "optimizer state" in str(reading_memory.peak_table(base)) and "unsharded parameters" in str(
         reading_memory.seen(base)
     )
     compared = reading_memory.compared({"one": base, "same": base})

@@ -216,7 +216,7 @@ def test_recomputation_and_offload_change_memory_and_nothing_else(small_runs):
     assert len(losses) == 1 and len({record.summary.comm.bytes_per_step for record in small_runs.values()}) == 1
     assert peaks["full"]["activations"] < 0.7 * peaks["plain"]["activations"]
     assert peaks["plain"]["optimizer_state"] > 0
-    assert not any(peaks["offload"][name] for name in ("parameter_slices", "gradient_slices", "optimizer_state"))
+    assert not any(peaks["offload"][name] for name in ("sharded_parameters", "sharded_gradients", "optimizer_state"))
     assert peaks["offload"]["activations"] == peaks["plain"]["activations"]
 
 
@@ -257,5 +257,5 @@ def test_what_rests_elsewhere_is_left_out_of_a_measurement():
                 model(torch.ones(1, 1000)).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-    assert totals[False]["parameter_slices"] == 40_000 and totals[False]["optimizer_state"] >= 80_000
-    assert totals[True]["parameter_slices"] == totals[True]["optimizer_state"] == 0
+    assert totals[False]["sharded_parameters"] == 40_000 and totals[False]["optimizer_state"] >= 80_000
+    assert totals[True]["sharded_parameters"] == totals[True]["optimizer_state"] == 0

@@ -28,7 +28,7 @@ def gradients(model: nn.Module) -> list[torch.Tensor]:
 
 
 def by_hand(async_op: bool) -> bool:
-    """Whether accumulating whole gradients and finalising equals the last backward's own reduction."""
+    """Whether accumulating unsharded gradients and finalising equals the last backward's own reduction."""
     usual, manual = sharded(), sharded()
     for micro in range(3):
         usual.set_requires_gradient_sync(micro == 2)

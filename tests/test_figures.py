@@ -34,16 +34,26 @@ from tests.pictures import svg_of
 MB = 1_000_000
 SPLITS = {  # a model of 20 MB of parameters on two ranks, rounded
     "no_shard": dict(
-        parameter_slices=20, whole_gradients=20, optimizer_state=40, activations=7, communication_buffers=2, other=1
+        sharded_parameters=20,
+        unsharded_gradients=20,
+        optimizer_state=40,
+        activations=7,
+        communication_buffers=2,
+        other=1,
     ),
     "zero1": dict(
-        parameter_slices=20, whole_gradients=20, optimizer_state=20, activations=7, communication_buffers=4, other=1
+        sharded_parameters=20,
+        unsharded_gradients=20,
+        optimizer_state=20,
+        activations=7,
+        communication_buffers=4,
+        other=1,
     ),
     "full_shard": dict(
-        parameter_slices=10,
-        gathered_parameters=6,
-        gradient_slices=10,
-        whole_gradients=3,
+        sharded_parameters=10,
+        unsharded_parameters=6,
+        sharded_gradients=10,
+        unsharded_gradients=3,
         optimizer_state=20,
         activations=7,
         communication_buffers=4,

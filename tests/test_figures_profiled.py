@@ -114,8 +114,8 @@ class Step:
             self.turn(rank, unit, "sharded", phase)
 
     def remember(self, rank):
-        split = dict.fromkeys(CATEGORIES, 0) | {"parameter_slices": 22 * MB, "optimizer_state": 44 * MB, "other": MB}
-        split["gathered_parameters"] = sum(nbytes for (owner, _), nbytes in self.held.items() if owner == rank)
+        split = dict.fromkeys(CATEGORIES, 0) | {"sharded_parameters": 22 * MB, "optimizer_state": 44 * MB, "other": MB}
+        split["unsharded_parameters"] = sum(nbytes for (owner, _), nbytes in self.held.items() if owner == rank)
         split["activations"] = 3 * MB * self.depth(rank)
         self.add("memory", rank, time_ns=self.clock[rank] - self.begin - rank * 150 * US, **split, is_peak=False)
 

@@ -17,7 +17,8 @@ from torch import nn
 from torch._C._profiler import _EventType
 from torch.profiler import record_function
 
-from fsdplab.engine.events import CATEGORIES, Tag, emit, tag
+from fsdplab.common.names import CATEGORIES
+from fsdplab.engine.events import Tag, emit, tag
 from fsdplab.profiling import MemoryRecorder, MemoryTimeline, TagLog
 from fsdplab.profiling.memory import events_of_trace
 from fsdplab.profiling.memory import recorder as memory_module
@@ -96,13 +97,19 @@ def test_known_bytes_of_a_plain_step(trained):
     counters = DEPTH * 4  # AdamW's step counter, one float32 a parameter
     activation = ROWS * WIDTH * 4
     first, last = timeline.points[0], timeline.points[-1]
-    assert first["parameter_slices"] == last["parameter_slices"] == timeline.peak["parameter_slices"] == DEPTH * WEIGHT
+    assert (
+        first["sharded_parameters"]
+        == last["sharded_parameters"]
+        == timeline.peak["sharded_parameters"]
+        == DEPTH * WEIGHT
+    )
     assert first["optimizer_state"] == last["optimizer_state"] == 2 * DEPTH * WEIGHT + counters
     assert (
-        most(timeline, "whole_gradients") == DEPTH * WEIGHT and first["whole_gradients"] == last["whole_gradients"] == 0
+        most(timeline, "unsharded_gradients") == DEPTH * WEIGHT
+        and first["unsharded_gradients"] == last["unsharded_gradients"] == 0
     )
     assert most(timeline, "activations") >= (DEPTH + 1) * activation, "the input and what each ReLU keeps"
-    assert timeline.peak["gathered_parameters"] == timeline.peak["communication_buffers"] == 0
+    assert timeline.peak["unsharded_parameters"] == timeline.peak["communication_buffers"] == 0
     assert timeline.other_share < 0.05
     assert timeline.unknown_frees == timeline.unseen_frees == timeline.found_late == 0
     assert timeline.allocated_peak is None and timeline.reserved_peak is None
@@ -164,9 +171,12 @@ def test_a_new_step_is_measured_like_the_last_one(trained):
 def test_without_an_optimizer_gradients_are_found_at_the_end():
     model = stack()
     timeline = measure(model, None, lambda: model(torch.ones(ROWS, WIDTH)).sum().backward())
-    assert timeline.points[-1]["whole_gradients"] == DEPTH * WEIGHT
+    assert timeline.points[-1]["unsharded_gradients"] == DEPTH * WEIGHT
     timeline = measure(model, None, lambda: model.zero_grad())
-    assert (timeline.points[0]["whole_gradients"], timeline.points[-1]["whole_gradients"]) == (DEPTH * WEIGHT, 0)
+    assert (timeline.points[0]["unsharded_gradients"], timeline.points[-1]["unsharded_gradients"]) == (
+        DEPTH * WEIGHT,
+        0,
+    )
 
 
 def test_baseline_memory_that_goes_is_seen_to_go(trained):
@@ -196,12 +206,12 @@ def test_tags_name_memory_of_before_and_of_now(trained):
 
         def run() -> None:
             gathered = torch.empty(3_000_000)
-            tag("gathered_parameters", gathered, "block.1")
+            tag("unsharded_parameters", gathered, "block.1")
             step(model, optimizer)
 
         timeline = measure(model, optimizer, run, engine="lab", tags=log)
     assert timeline.points[0]["communication_buffers"] == 4_000_000
-    assert timeline.peak["gathered_parameters"] == 12_000_000 and timeline.unit_names_gathered_at_peak == ["block.1"]
+    assert timeline.peak["unsharded_parameters"] == 12_000_000 and timeline.unit_names_gathered_at_peak == ["block.1"]
     del flat
 
 
@@ -209,10 +219,10 @@ def test_old_tags_do_not_rename_the_optimizers_state(trained):
     model, optimizer = trained
     with TagLog() as log:
         for state in optimizer.state.values():
-            tag("gathered_parameters", state["exp_avg"], "stale")
+            tag("unsharded_parameters", state["exp_avg"], "stale")
         assert len(log.tags) == DEPTH
         timeline = measure(model, optimizer, tags=log)
-    assert timeline.points[0]["gathered_parameters"] == 0
+    assert timeline.points[0]["unsharded_parameters"] == 0
 
 
 def test_a_free_of_an_announced_buffer_on_another_thread(trained):
@@ -262,7 +272,7 @@ def test_ranges_tell_fsdp2s_buffers_apart(trained):
         del flat, whole, top
 
     timeline = measure(model, optimizer, run, engine="torch-fsdp2")
-    assert timeline.peak["communication_buffers"] == 12_000_000 and timeline.peak["gathered_parameters"] == 16_000_000
+    assert timeline.peak["communication_buffers"] == 12_000_000 and timeline.peak["unsharded_parameters"] == 16_000_000
     assert timeline.unit_names_gathered_at_peak == ["blocks.1", "root"]
 
 
@@ -468,8 +478,8 @@ STATE = dict.fromkeys(ENGINES, 2 * SLICE) | dict.fromkeys(["torch-ddp", "torch-f
 # original parameters.
 KEPT = {
     "torch-ddp": {"communication_buffers": WHOLE},
-    "torch-fsdp1": {"gradient_slices": SLICE},
-    "torch-fsdp1-whole": {"whole_gradients": WHOLE},
+    "torch-fsdp1": {"sharded_gradients": SLICE},
+    "torch-fsdp1-whole": {"unsharded_gradients": WHOLE},
 }
 
 
@@ -484,12 +494,19 @@ def shown(ranks) -> list[dict[str, dict[str, Any]]]:
 def test_every_engine_holds_what_its_row_says(shown, engine):
     for rank in shown:
         seen = rank[engine]
-        assert seen["first"]["parameter_slices"] == seen["last"]["parameter_slices"] == PARAMETERS_AT_REST[engine]
+        assert seen["first"]["sharded_parameters"] == seen["last"]["sharded_parameters"] == PARAMETERS_AT_REST[engine]
         assert math.isclose(seen["first"]["optimizer_state"], STATE[engine], abs_tol=4 * DEPTH)
         assert seen["other"] < 0.05
         assert seen["total"] >= PARAMETERS_AT_REST[engine] + STATE[engine]
         kept = dict.fromkeys(
-            ("gathered_parameters", "whole_gradients", "gradient_slices", "activations", "communication_buffers"), 0
+            (
+                "unsharded_parameters",
+                "unsharded_gradients",
+                "sharded_gradients",
+                "activations",
+                "communication_buffers",
+            ),
+            0,
         )
         arenas = {} if engine.startswith("torch") else {"communication_buffers": seen["first"]["communication_buffers"]}
         kept |= KEPT.get(engine, arenas)  # where ranks share memory the lab's arenas stay, as they were
@@ -499,23 +516,25 @@ def test_every_engine_holds_what_its_row_says(shown, engine):
 @pytest.mark.parametrize("engine", ["torch-fsdp1", "torch-fsdp2", "zero2", "shard_grad_op", "full_shard"])
 def test_sharded_gradients_are_slices(shown, engine):
     for rank in shown:
-        assert rank[engine]["most"]["gradient_slices"] == SLICE
-        assert 0 < rank[engine]["most"]["whole_gradients"] < WHOLE
+        assert rank[engine]["most"]["sharded_gradients"] == SLICE
+        assert 0 < rank[engine]["most"]["unsharded_gradients"] < WHOLE
 
 
 @pytest.mark.parametrize("engine", ["torch-ddp", "torch-fsdp1-whole", "no_shard", "zero1"])
 def test_unsharded_gradients_are_whole(shown, engine):
     for rank in shown:
-        assert rank[engine]["most"]["whole_gradients"] >= WHOLE
+        assert rank[engine]["most"]["unsharded_gradients"] >= WHOLE
 
 
-def test_gathered_parameters_come_and_go(shown):
+def test_unsharded_parameters_come_and_go(shown):
     for rank in shown:
-        assert 0 < rank["full_shard"]["most"]["gathered_parameters"] < WHOLE
-        assert 0 < rank["torch-fsdp2"]["most"]["gathered_parameters"] < WHOLE
-        assert 0 < rank["torch-fsdp1"]["most"]["gathered_parameters"] < WHOLE
-        assert rank["shard_grad_op"]["most"]["gathered_parameters"] == WHOLE
-        assert rank["no_shard"]["most"]["gathered_parameters"] == rank["torch-ddp"]["most"]["gathered_parameters"] == 0
+        assert 0 < rank["full_shard"]["most"]["unsharded_parameters"] < WHOLE
+        assert 0 < rank["torch-fsdp2"]["most"]["unsharded_parameters"] < WHOLE
+        assert 0 < rank["torch-fsdp1"]["most"]["unsharded_parameters"] < WHOLE
+        assert rank["shard_grad_op"]["most"]["unsharded_parameters"] == WHOLE
+        assert (
+            rank["no_shard"]["most"]["unsharded_parameters"] == rank["torch-ddp"]["most"]["unsharded_parameters"] == 0
+        )
         names = {"0", "2", "4", "6", "root"}
         assert set(rank["full_shard"]["units"]) <= names and set(rank["torch-fsdp2"]["units"]) <= names
 
@@ -548,4 +567,7 @@ def test_on_cuda_the_total_is_the_allocators():
     kept = timeline.workspaces  # cuBLAS has some by now, on every card
     assert kept and timeline.baseline_total == before - kept
     assert timeline.peak_total == timeline.allocated_peak - kept and timeline.allocated_peak <= timeline.reserved_peak
-    assert most(timeline, "whole_gradients") == DEPTH * WEIGHT and timeline.peak["parameter_slices"] == DEPTH * WEIGHT
+    assert (
+        most(timeline, "unsharded_gradients") == DEPTH * WEIGHT
+        and timeline.peak["sharded_parameters"] == DEPTH * WEIGHT
+    )

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from fsdplab.common.names import CATEGORIES
 from fsdplab.common.thinning import MAX_POINTS, downsample
-from fsdplab.engine.events import CATEGORIES, Tag
+from fsdplab.engine.events import Tag
 from fsdplab.profiling.memory.blocks import LONG_AGO, NEVER, AllocatorEvent, blocks_of, united
 from fsdplab.profiling.memory.timeline import TOLERANCE_NS, AccountingError, build_timeline
 
@@ -43,9 +44,9 @@ def series(timeline) -> list[tuple[float, dict[str, int]]]:
 
 
 def test_a_step_by_hand():
-    baseline = [there(1000, 100, "parameter_slices"), there(2000, 200, "optimizer_state"), there(3000, 7)]
+    baseline = [there(1000, 100, "sharded_parameters"), there(2000, 200, "optimizer_state"), there(3000, 7)]
     events = [
-        alloc(1, 5000, 40, "gathered_parameters", "block.0"),
+        alloc(1, 5000, 40, "unsharded_parameters", "block.0"),
         alloc(2, 6000, 30),
         free(3, 5000, 40),
         alloc(4, 7000, 100),
@@ -53,20 +54,20 @@ def test_a_step_by_hand():
         alloc(8, 8000, 9),  # after the last backward: a temporary of the optimizer
         free(9, 8000, 9),
     ]
-    timeline = build_timeline([*baseline, *events], tags=[tag("whole_gradients", 7000, 6)], work_end_ns=6 * MS)
-    rest = {"parameter_slices": 100, "optimizer_state": 200, "other": 7}
+    timeline = build_timeline([*baseline, *events], tags=[tag("unsharded_gradients", 7000, 6)], work_end_ns=6 * MS)
+    rest = {"sharded_parameters": 100, "optimizer_state": 200, "other": 7}
     assert series(timeline) == [
         (0, rest),
-        (1, rest | {"gathered_parameters": 40}),
-        (2, rest | {"gathered_parameters": 40, "activations": 30}),
+        (1, rest | {"unsharded_parameters": 40}),
+        (2, rest | {"unsharded_parameters": 40, "activations": 30}),
         (3, rest | {"activations": 30}),
-        (4, rest | {"activations": 30, "whole_gradients": 100}),
-        (5, rest | {"whole_gradients": 100}),
-        (8, rest | {"whole_gradients": 100, "other": 16}),
-        (9, rest | {"whole_gradients": 100}),
+        (4, rest | {"activations": 30, "unsharded_gradients": 100}),
+        (5, rest | {"unsharded_gradients": 100}),
+        (8, rest | {"unsharded_gradients": 100, "other": 16}),
+        (9, rest | {"unsharded_gradients": 100}),
     ]
     assert (timeline.baseline_total, timeline.peak_total, timeline.peak_time_ns) == (307, 437, 4 * MS)
-    assert held(timeline.peak) == rest | {"activations": 30, "whole_gradients": 100}
+    assert held(timeline.peak) == rest | {"activations": 30, "unsharded_gradients": 100}
     assert timeline.growth == 130 and timeline.other_share == 7 / 437
     assert timeline.unit_names_gathered_at_peak == []
     assert (timeline.unknown_frees, timeline.unseen_frees, timeline.found_late) == (0, 0, 0)
@@ -80,23 +81,23 @@ def test_an_empty_step_is_its_baseline():
 
 def test_units_gathered_at_the_peak_are_named_in_order():
     events = [
-        alloc(1, 100, 10, "gathered_parameters", "root"),
-        alloc(2, 200, 10, "gathered_parameters", "block.0"),
+        alloc(1, 100, 10, "unsharded_parameters", "root"),
+        alloc(2, 200, 10, "unsharded_parameters", "block.0"),
         free(3, 200, 10),
-        alloc(4, 200, 10, "gathered_parameters", "block.1"),
-        alloc(5, 300, 10, "gathered_parameters", "block.1"),
+        alloc(4, 200, 10, "unsharded_parameters", "block.1"),
+        alloc(5, 300, 10, "unsharded_parameters", "block.1"),
     ]
     assert build_timeline(events).unit_names_gathered_at_peak == ["root", "block.1"]
 
 
 def test_an_address_used_again_is_another_block():
     events = [alloc(1, 100, 50), free(2, 100, 50), alloc(3, 100, 50), free(4, 100, 50), alloc(5, 100, 50)]
-    timeline = build_timeline(events, tags=[tag("whole_gradients", 100, 3.5)])
+    timeline = build_timeline(events, tags=[tag("unsharded_gradients", 100, 3.5)])
     assert [row for _, row in series(timeline)] == [
         {},
         {"activations": 50},
         {},
-        {"whole_gradients": 50},
+        {"unsharded_gradients": 50},
         {},
         {"activations": 50},
     ]
@@ -107,30 +108,32 @@ def test_a_tag_right_before_its_allocation_event_counts():
     on a machine that may pause between.
     """
     early = 1 - TOLERANCE_NS / MS / 2
-    timeline = build_timeline([alloc(1, 100, 50)], tags=[tag("gradient_slices", 100, early)])
-    assert held(timeline.peak) == {"gradient_slices": 50} and timeline.found_late == 0
+    timeline = build_timeline([alloc(1, 100, 50)], tags=[tag("sharded_gradients", 100, early)])
+    assert held(timeline.peak) == {"sharded_gradients": 50} and timeline.found_late == 0
 
 
 def test_a_tag_prefers_the_block_alive_to_the_one_soon_after():
     soon = 2 + TOLERANCE_NS / MS / 4
     events = [alloc(1, 100, 50), free(2, 100, 50), alloc(soon, 100, 60)]
-    timeline = build_timeline(events, tags=[tag("gradient_slices", 100, 1.999)])
-    assert [row for _, row in series(timeline)] == [{}, {"gradient_slices": 50}, {}, {"activations": 60}]
+    timeline = build_timeline(events, tags=[tag("sharded_gradients", 100, 1.999)])
+    assert [row for _, row in series(timeline)] == [{}, {"sharded_gradients": 50}, {}, {"activations": 60}]
 
 
 def test_the_last_tag_wins_over_earlier_ones_ranges_and_hints():
     events = [alloc(1, 100, 50, "communication_buffers"), alloc(1, 200, 5, "communication_buffers"), alloc(1, 300, 2)]
-    tags = [tag("whole_gradients", 100, 2), tag("gradient_slices", 100, 3, unit="a")]
-    hints = [tag("gathered_parameters", at, 2) for at in (100, 200, 300)] + [tag("communication_buffers", 300, 3)]
+    tags = [tag("unsharded_gradients", 100, 2), tag("sharded_gradients", 100, 3, unit="a")]
+    hints = [tag("unsharded_parameters", at, 2) for at in (100, 200, 300)] + [tag("communication_buffers", 300, 3)]
     timeline = build_timeline(events, tags=tags, hints=hints)
-    assert held(timeline.peak) == {"gradient_slices": 50, "communication_buffers": 5, "gathered_parameters": 2}
+    assert held(timeline.peak) == {"sharded_gradients": 50, "communication_buffers": 5, "unsharded_parameters": 2}
 
 
 def test_tags_from_before_name_baseline_storages_of_their_size_only():
     baseline = [there(100, 50), there(200, 60), there(300, 70)]
-    old = [tag("parameter_slices", 100, -5, nbytes=50), tag("gathered_parameters", 200, -5, nbytes=61)]
-    timeline = build_timeline([*baseline, alloc(1, 400, 9)], tags=[*old, tag("gathered_parameters", 400, -5, nbytes=9)])
-    assert held(timeline.peak) == {"parameter_slices": 50, "other": 130, "activations": 9}
+    old = [tag("sharded_parameters", 100, -5, nbytes=50), tag("unsharded_parameters", 200, -5, nbytes=61)]
+    timeline = build_timeline(
+        [*baseline, alloc(1, 400, 9)], tags=[*old, tag("unsharded_parameters", 400, -5, nbytes=9)]
+    )
+    assert held(timeline.peak) == {"sharded_parameters": 50, "other": 130, "activations": 9}
     assert timeline.found_late == 0
 
 
@@ -154,13 +157,13 @@ def test_tagged_memory_that_nothing_else_knows_was_there_all_along():
 
 def test_a_baseline_storage_may_be_freed():
     timeline = build_timeline(
-        [there(100, 50, "whole_gradients"), alloc(1, 200, 20), free(2, 100, 50), free(3, 200, 20)]
+        [there(100, 50, "unsharded_gradients"), alloc(1, 200, 20), free(2, 100, 50), free(3, 200, 20)]
     )
     assert [sum(row.values()) for _, row in series(timeline)] == [50, 70, 20, 0]
 
 
 def test_a_baseline_storage_may_be_seen_to_go():
-    baseline = [there(100, 50, "whole_gradients", gone_ns=2 * MS), there(300, 5, "other", gone_ns=4 * MS)]
+    baseline = [there(100, 50, "unsharded_gradients", gone_ns=2 * MS), there(300, 5, "other", gone_ns=4 * MS)]
     timeline = build_timeline([*baseline, alloc(1, 200, 20), free(3, 300, 5)])
     assert [(ms, sum(row.values())) for ms, row in series(timeline)] == [(0, 55), (1, 75), (2, 25), (3, 20), (4, 20)]
     assert timeline.unknown_frees == 0

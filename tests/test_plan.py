@@ -134,10 +134,10 @@ P = 70_553_706_496
 
 def test_c1_a_replica_of_70_b_takes_1_12_tb():
     (resting, *_, stepping) = plan(**SEVENTY, gpus=16, strategy="no_shard").memory.moments
-    assert resting.by_category["parameter_slices"] == 2 * P
-    assert stepping.by_category["whole_gradients"] == 2 * P
+    assert resting.by_category["sharded_parameters"] == 2 * P
+    assert stepping.by_category["unsharded_gradients"] == 2 * P
     assert resting.by_category["optimizer_state"] == (8 + 4) * P
-    states = ("parameter_slices", "whole_gradients", "optimizer_state")
+    states = ("sharded_parameters", "unsharded_gradients", "optimizer_state")
     assert sum(stepping.by_category[name] for name in states) == 16 * P == pytest.approx(1.12e12, rel=0.01)
 
 
@@ -151,7 +151,7 @@ def test_c2_under_ddp_every_gpu_holds_it():
 def test_c3_fully_sharded_over_16_it_is_70_gb_and_what_is_gathered():
     found = plan(**SEVENTY, gpus=16, checkpointing="full", reduce_dtype="bf16")
     stepping = found.memory.moments[-1].by_category
-    states = sum(stepping[name] for name in ("parameter_slices", "gradient_slices", "optimizer_state"))
+    states = sum(stepping[name] for name in ("sharded_parameters", "sharded_gradients", "optimizer_state"))
     assert states == pytest.approx(16 * P / 16, rel=1e-4)
     shape = found.spec.model
     assert 2 * shape.block_parameters == pytest.approx(1.7e9, rel=0.01)
@@ -161,20 +161,20 @@ def test_c3_fully_sharded_over_16_it_is_70_gb_and_what_is_gathered():
     left = found.spec.gpu.memory_bytes - found.memory.peak.total
     assert 0 < left < 10e9, "it fits, but not comfortably"
     backward = next(each for each in found.memory.moments if each.name == "backward of the last block")
-    assert backward.by_category["gathered_parameters"] == 2 * (shape.root_parameters + 2 * shape.block_parameters)
+    assert backward.by_category["unsharded_parameters"] == 2 * (shape.root_parameters + 2 * shape.block_parameters)
 
 
 def test_c4_over_512_gpus_a_rank_holds_276_mb():
     resting = plan(**SEVENTY, gpus=512).memory.resting.by_category
-    assert resting["parameter_slices"] == pytest.approx(2 * P / 512, rel=1e-3)
-    assert resting["parameter_slices"] == pytest.approx(273e6, rel=0.02)
+    assert resting["sharded_parameters"] == pytest.approx(2 * P / 512, rel=1e-3)
+    assert resting["sharded_parameters"] == pytest.approx(273e6, rel=0.02)
 
 
 def test_c22_four_24_gb_cards_do_not_hold_70_b_and_a_quantised_base_does():
     found = plan(**(SEVENTY | {"gpu": "4090"}), gpus=4, checkpointing="full", seq=1024)
     said = shortfall(found) or ""
     assert "on a 25.8 GB card" in said and "nf4" in said and "--lora-rank" in said
-    assert found.memory.resting.by_category["parameter_slices"] == pytest.approx(35.3e9, rel=0.01)
+    assert found.memory.resting.by_category["sharded_parameters"] == pytest.approx(35.3e9, rel=0.01)
     base = dict(gpus=4, checkpointing="full", seq=1024, lora_rank=16, base_dtype="nf4")
     assert plan("llama-3.1-70b", "4090", **base).fits
 
@@ -193,10 +193,10 @@ def test_adapters_have_gradients_and_state_and_a_frozen_base_has_none():
     matrices = [each for each in shape.block if each.is_matrix]
     trained = shape.layers * sum(16 * sum(each.shape) for each in matrices)
     states = found.memory.moments[-1].by_category
-    assert states["optimizer_state"] == 8 * trained / 8 and states["gradient_slices"] == 4 * trained / 8
+    assert states["optimizer_state"] == 8 * trained / 8 and states["sharded_gradients"] == 4 * trained / 8
     frozen = sum(each.count for each in matrices) * shape.layers * 4.127 / 8
     others = 2 * (shape.parameters - shape.layers * sum(each.count for each in matrices))
-    assert states["parameter_slices"] == pytest.approx((4 * trained + frozen + others) / 8, rel=1e-3)
+    assert states["sharded_parameters"] == pytest.approx((4 * trained + frozen + others) / 8, rel=1e-3)
     whole = plan("llama-3.1-8b", "h100-80gb", gpus=8, micro_batch=1).as_dict()["comm_bytes_per_step"]["shard"]
     assert found.as_dict()["comm_bytes_per_step"]["shard"] < 0.25 * whole, "a base is gathered in 4 bits, never reduced"
 
@@ -204,14 +204,14 @@ def test_adapters_have_gradients_and_state_and_a_frozen_base_has_none():
 def test_offload_takes_states_to_the_host_and_accumulation_keeps_gradients():
     given = dict(model="llama-3.1-8b", gpu="h100-80gb", gpus=8, checkpointing="full")
     here, there = plan(**given), plan(**given, offload=True)
-    states = ("parameter_slices", "gradient_slices", "optimizer_state")
+    states = ("sharded_parameters", "sharded_gradients", "optimizer_state")
     assert all(there.memory.peak.by_category[name] == 0 for name in states)
     stepping = here.memory.moments[-1].by_category
     assert there.as_dict()["host_bytes"] == pytest.approx(sum(stepping[name] for name in states))
     loss = plan(**given, grad_accum=8).memory.at("loss").by_category
     assert (
-        loss["gradient_slices"] == stepping["gradient_slices"]
-        and not here.memory.at("loss").by_category["gradient_slices"]
+        loss["sharded_gradients"] == stepping["sharded_gradients"]
+        and not here.memory.at("loss").by_category["sharded_gradients"]
     )
 
 
@@ -235,10 +235,10 @@ def test_no_shard_keeps_a_quantised_base_whole_and_restores_a_matrix_at_a_time()
     frozen, adapters = sum(each.count for each in matrices), sum(16 * sum(each.shape) for each in matrices)
     others = shape.parameters - shape.layers * frozen
     resting = found.memory.resting.by_category
-    assert resting["parameter_slices"] == pytest.approx(
+    assert resting["sharded_parameters"] == pytest.approx(
         shape.layers * (frozen * 4.127 / 8 + 4 * adapters) + 2 * others, rel=1e-6
     )
-    inside = found.memory.at("backward of the last block").by_category["gathered_parameters"]
+    inside = found.memory.at("backward of the last block").by_category["unsharded_parameters"]
     assert inside == 2 * shape.layers * adapters + 2 * shape.ffn * shape.width
     (row,) = found.traffic
     assert (row.kind, row.unit, row.wire_bytes) == ("all_reduce", "block", 2 * 4 * adapters * 7 // 8)
@@ -259,7 +259,7 @@ def test_zeros_table_1():
     for strategy, published in table.items():
         found = plan(shape, "h100-80gb", gpus=64, strategy=strategy, masters="separate", seq=1)
         stepping = found.memory.moments[-1]
-        states = stepping.total - stepping.by_category["gathered_parameters"] - FRAMEWORK_BYTES
+        states = stepping.total - stepping.by_category["unsharded_parameters"] - FRAMEWORK_BYTES
         assert states * scale / 1e9 == pytest.approx(published, rel=0.005), strategy
 
 
@@ -460,8 +460,8 @@ def test_what_keeps_parameters_whole_is_not_offloaded(strategy, capsys):
 def test_an_impossible_request_says_what_is_missing_and_what_would_do():
     alone = plan("llama-3.1-70b", "4090", gpus=4, master_dtype="bf16", checkpointing="full", seq=512)
     said = shortfall(alone) or ""
-    assert said.startswith("35.3 GB of parameter slices on a 25.8 GB card, "), said
-    assert "needs 6 cards for the parameter slices" in said and "CPU offload of 141 GB a rank" in said
+    assert said.startswith("35.3 GB of sharded parameters on a 25.8 GB card, "), said
+    assert "needs 6 cards for the sharded parameters" in said and "CPU offload of 141 GB a rank" in said
     many = plan("llama-3.1-70b", "h100-80gb", gpus=8, checkpointing="full")
     gpus = planner.least_gpus(many.spec)
     assert gpus and f"needs {gpus} cards" in (shortfall(many) or "")

@@ -132,8 +132,8 @@ def test_states_are_exact_activations_within_a_twentieth_and_peaks_within_a_tent
     for case, found in zip(cases, held):
         memory = planned(*case, ranks_there).memory
         stepping = memory.moments[-1].by_category
-        assert stepping["parameter_slices"] == found["parameters"], case
-        assert stepping["gradient_slices"] == found["gradients"], case
+        assert stepping["sharded_parameters"] == found["parameters"], case
+        assert stepping["sharded_gradients"] == found["gradients"], case
         assert stepping["optimizer_state"] == found["moments"], case
         kept = memory.at("end of the forward").by_category["activations"]
         assert kept == pytest.approx(found["activations"], rel=0.05), case
@@ -212,8 +212,8 @@ def test_the_categories_at_the_peak_are_fsdp2s_trackers(ranks):
     (found,) = ranks(1, fsdp2_categories, 64)
     peak = planned(*CASES[0], 64).memory.peak
     assert peak.name == "loss"
-    assert peak.by_category["parameter_slices"] == found["Sharded Param"]
-    assert peak.by_category["gathered_parameters"] == pytest.approx(found["Unsharded Param"], rel=0.1)
+    assert peak.by_category["sharded_parameters"] == found["Sharded Param"]
+    assert peak.by_category["unsharded_parameters"] == pytest.approx(found["Unsharded Param"], rel=0.1)
 
 
 # ---- what a spec does not say: fewer ranks after the forward, no reshard, some blocks recomputed, other policies

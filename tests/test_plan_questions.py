@@ -278,12 +278,12 @@ def test_the_least_recomputed_blocks_fit_and_one_fewer_do_not():
     assert [steps[0], steps[-1]] == pytest.approx(closed) and list(steps) == sorted(steps)
 
 
-def test_a_gradient_slice_larger_than_an_activation_peaks_at_the_last_recomputed_block():
+def test_a_sharded_gradient_larger_than_an_activation_peaks_at_the_last_recomputed_block():
     """Two GPUs, few tokens: slices grow behind the backward; the recomputation of the first blocks comes on top."""
     spec = plan_spec("llama-3.1-8b", "h100", gpus=2, seq=256, checkpointing="full")
     memory = memory_of(spec, variant=Variant(recomputed_blocks=8))
     moment = memory.at("backward of the last recomputed block").by_category
-    assert moment["gradient_slices"] == pytest.approx(24 * 4 * spec.model.block_parameters / 2)
+    assert moment["sharded_gradients"] == pytest.approx(24 * 4 * spec.model.block_parameters / 2)
 
 
 # ---- between the forward and the backward

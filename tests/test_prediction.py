@@ -306,7 +306,7 @@ def test_ranks_calibrate_in_the_form_that_predictions_read(tmp_path):
         assert step is not None and 0 < step < 60
 
 
-SPLIT = dict.fromkeys(CATEGORIES, 0) | {"parameter_slices": 60, "activations": 40}
+SPLIT = dict.fromkeys(CATEGORIES, 0) | {"sharded_parameters": 60, "activations": 40}
 
 
 def seen_run(strategy="full_shard", predicted_split=SPLIT, predicted_step=None, seconds=(0.2,), **spec) -> RunView:
@@ -329,22 +329,22 @@ def test_a_cell_has_the_prediction_and_its_ratio():
 @pytest.mark.quick
 def test_a_category_that_is_far_off_is_explained():
     def off(activations: int, **more) -> RunView:
-        return seen_run(predicted_split={"parameter_slices": 60, "activations": activations, **more})
+        return seen_run(predicted_split={"sharded_parameters": 60, "activations": activations, **more})
 
     assert gaps(seen_run()) == [] and gaps(off(37)) == [], "within a tenth"
     (scratch,) = gaps(replace(off(30), spec={"precision": "bf16"}))
     assert "activations 30 B predicted, 40 B measured: oneDNN" in scratch
     (unknown,) = gaps(off(30))
     assert "no reason is known" in unknown
-    both = gaps(off(30, gathered_parameters=10))
-    assert "gathered parameters" in both[0] and "activations" in both[1] and len(both) == 2
+    both = gaps(off(30, unsharded_parameters=10))
+    assert "unsharded parameters" in both[0] and "activations" in both[1] and len(both) == 2
     assert all("two instants" in gap for gap in both), "the totals agree"
     assert gaps(seen_run(predicted_split={})) == []
 
 
 @pytest.mark.quick
 def test_the_figure_says_how_far_the_worst_is_off():
-    worse = seen_run(strategy="zero1", predicted_split={"parameter_slices": 60, "activations": 43})
+    worse = seen_run(strategy="zero1", predicted_split={"sharded_parameters": 60, "activations": 43})
     figure = figures.predicted_memory([seen_run(), worse])
     title = figure.layout.title.text.replace("<br>", " ")
     assert "within 3.0% of the measured ones; zero1 is furthest off" in title

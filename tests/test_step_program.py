@@ -236,7 +236,7 @@ def test_a_backward_leaves_nothing_under_way(strategy: str, streams: bool) -> No
     for each in (each for segment in segments for each in segment):
         if isinstance(each, Change):
             held[each.buffer] += each.sign
-    given = "kept_gradients" if strategy == "zero1" else "gradient_slices"
+    given = "kept_gradients" if strategy == "zero1" else "sharded_gradients"
     assert set(held.values()) == {0, 3} and +held == {given: 3}
 
 

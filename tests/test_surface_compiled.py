@@ -333,7 +333,7 @@ def test_methods_called_directly_are_compiled(ranks) -> None:
 
 
 def compiled_backward() -> str:
-    """With torch's engine the root keeps its gathered parameters, and the optimizer steps none of them."""
+    """With torch's engine the root keeps its unsharded parameters, and the optimizer steps none of them."""
     model, twin = sharded(lab_engine, Net(hidden=(8,))), Net(hidden=(8,))
     with no_warnings(), pytest.raises(RuntimeError) as error:
         loss = loss_of(model)

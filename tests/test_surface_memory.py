@@ -50,7 +50,7 @@ def settled(count: Callable[[], T]) -> T:
     return now
 
 
-# ---- gathered parameters
+# ---- unsharded parameters
 
 
 def bytes_gathered(model: nn.Module) -> int:
@@ -133,7 +133,7 @@ def low_slices() -> None:
     stop = events.subscribe(watch)
     loss_of(model).backward()
     stop()
-    assert made["gathered_parameters"] and not made["parameter_slices"], made
+    assert made["unsharded_parameters"] and not made["sharded_parameters"], made
 
 
 def test_no_low_precision_copy_is_kept(ranks) -> None:

@@ -190,7 +190,7 @@ def sync_every_time(fsdp: Any) -> Any:
 
 
 def reduce_in_full_precision(fsdp: Any) -> Any:
-    """Whole gradients wait in `reduce_dtype`."""
+    """Unsharded gradients wait in `reduce_dtype`."""
     model = sharded(fsdp, mp_policy=fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     for micro in range(3):
         model.set_requires_gradient_sync(micro == 2)

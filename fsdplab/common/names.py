@@ -55,15 +55,19 @@ class StrategyRow:
 
 @dataclass(frozen=True)
 class CategoryRow:
-    """A category of memory: its colour, and the group that a narrow table adds it to."""
+    """A category of memory: its key, its colour, what it is in one sentence, and its group in a narrow table.
+
+    They are those of PyTorch's FSDP memory tracker, with activations and communication buffers apart.
+    """
 
     name: str
     colour: str
+    sentence: str
     group: str = "rest"
 
     @property
-    def words(self) -> str:
-        """`parameter slices` for `parameter_slices`."""
+    def title(self) -> str:
+        """`sharded parameters` for `sharded_parameters`."""
         return self.name.replace("_", " ")
 
 
@@ -112,14 +116,43 @@ STRATEGIES_IN_WORDS = ", ".join(
 CATEGORY_ROWS = {
     row.name: row
     for row in (
-        CategoryRow("parameter_slices", "#0064c8", "par"),
-        CategoryRow("gathered_parameters", "#6cc4f0", "par"),
-        CategoryRow("gradient_slices", "#b84a0a", "grad"),
-        CategoryRow("whole_gradients", "#f09a1a", "grad"),
-        CategoryRow("optimizer_state", "#0aa06c", "opt"),
-        CategoryRow("activations", "#cc7fa8", "act"),
-        CategoryRow("communication_buffers", "#ebdf6a"),
-        CategoryRow("other", "#555b65"),
+        CategoryRow(
+            "sharded_parameters",
+            "#0064c8",
+            "The parameters that a rank keeps between steps: its shards, or all of them under a strategy that does not"
+            " shard parameters.",
+            "par",
+        ),
+        CategoryRow(
+            "unsharded_parameters",
+            "#6cc4f0",
+            "The parameters of the units that are gathered at the moment, for their forward or backward.",
+            "par",
+        ),
+        CategoryRow(
+            "sharded_gradients",
+            "#b84a0a",
+            "The reduced gradients of the rank's own shards, from the reduction to the end of the step.",
+            "grad",
+        ),
+        CategoryRow(
+            "unsharded_gradients",
+            "#f09a1a",
+            "The gradients that the backward has computed, until they are reduced; without sharding, to the end of the"
+            " step.",
+            "grad",
+        ),
+        CategoryRow(
+            "optimizer_state", "#0aa06c", "What the optimizer keeps of each parameter; for AdamW two moments.", "opt"
+        ),
+        CategoryRow(
+            "activations",
+            "#cc7fa8",
+            "The tensors that the forward saves for the backward, and intermediate results.",
+            "act",
+        ),
+        CategoryRow("communication_buffers", "#ebdf6a", "The tensors that collectives send from and receive into."),
+        CategoryRow("other", "#555b65", "Everything that none of the other categories explains."),
     )
 }
 CATEGORIES = tuple(CATEGORY_ROWS)

@@ -15,17 +15,6 @@ from typing import Any
 
 import torch
 
-CATEGORIES = (
-    "parameter_slices",
-    "gathered_parameters",
-    "gradient_slices",
-    "whole_gradients",
-    "optimizer_state",
-    "activations",
-    "communication_buffers",
-    "other",
-)
-
 
 @dataclass(frozen=True)
 class Collective:

@@ -64,7 +64,7 @@ class FSDPModule(TorchFSDPModule):
         return None
 
     def reshard(self) -> None:
-        """Drop this unit's gathered parameters and show the shards."""
+        """Drop this unit's unsharded parameters and show the shards."""
         for unit in units_under(self, recurse=False):
             unit.reshard_by_hand()
 
@@ -227,7 +227,7 @@ class FSDPModule(TorchFSDPModule):
         return GradientReductionHandle() if async_op else None
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Whether gathered parameters keep their memory, and its addresses, when they are dropped (for CUDA graphs).
+        """Whether unsharded parameters keep their memory, and its addresses, when they are dropped (for CUDA graphs).
         False counts from the next time that they are dropped.
         """
         for unit in units_under(self, recurse):

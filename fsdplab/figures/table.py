@@ -23,7 +23,7 @@ _MEANINGS = {
     "step, measured": "median, ± half the range of the middle half of the steps (of 4 or more)",
     "peak": "memory of the worst rank",
     SPLIT: (
-        "the peak, in MB, as parameters (slices and gathered) + gradients (slices and whole) + optimizer state +"
+        "the peak, in MB, as parameters (sharded and unsharded) + gradients (sharded and unsharded) + optimizer state +"
         " activations + rest (communication buffers, other)"
     ),
     "predicted": "computed before the run, (1.00) is predicted / measured",

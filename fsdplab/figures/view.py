@@ -15,7 +15,7 @@ from fsdplab.records.summary import Steady
 from fsdplab.sessions.spec import ENGINES, RunSpec
 from fsdplab.sessions.steady_card import STEADY_CARD
 
-CATEGORY_NAMES = {row.name: row.words for row in CATEGORY_ROWS.values()}
+CATEGORY_NAMES = {row.name: row.title for row in CATEGORY_ROWS.values()}
 UNSPLIT = "no category"  # a peer's memory that could not be attributed to a category
 _DEFAULTS = {each.name: each.default for each in fields(RunSpec)}
 _ALL_CORES = 0.95  # of a step: less is told, as other work took a core now and then

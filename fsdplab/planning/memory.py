@@ -153,9 +153,9 @@ class _Step:
         self.sizes = dict.fromkeys(self.units, self._buffers(self.block.times(blocks_per_unit)))
         self.sizes[ROOT] = self._buffers(root)
         head = spec.model.root[:1] if spec.model.tied else spec.model.root[-1:]
-        self.root, self.head = root.whole_gradients, unit_bytes(head, spec).whole_gradients
+        self.root, self.head = root.unsharded_gradients, unit_bytes(head, spec).unsharded_gradients
         last = [each for each in spec.model.block if each.name == "down.weight"]
-        self.last = unit_bytes(last, spec, adapted=True).whole_gradients
+        self.last = unit_bytes(last, spec, adapted=True).unsharded_gradients
         self.names = {1: "the second block", layers - 2: "the last block but one", 0: "the first block"}
         if spec.checkpointing != "none" and 0 < recomputed < layers:
             self.names[recomputed - 1] = "the last recomputed block"
@@ -164,15 +164,15 @@ class _Step:
 
     def _buffers(self, unit: UnitBytes) -> dict[str, tuple[str, int]]:
         """Category and bytes of each buffer that a unit takes."""
-        reduced = "gradient_slices" if self.spec.sharing.cuts else "whole_gradients"
+        reduced = "sharded_gradients" if self.spec.sharing.cuts else "unsharded_gradients"
         return {
-            buffers.GATHERED: ("gathered_parameters", round(unit.gathered)),
-            buffers.FEWER: ("gathered_parameters", round(unit.gathered / (self.variant.ranks_after_forward or 1))),
+            buffers.GATHERED: ("unsharded_parameters", round(unit.gathered)),
+            buffers.FEWER: ("unsharded_parameters", round(unit.gathered / (self.variant.ranks_after_forward or 1))),
             buffers.ARRIVING: ("communication_buffers", round(unit.gathered)),
-            buffers.GRADIENTS: ("whole_gradients", round(unit.whole_gradients)),
-            buffers.KEPT: ("whole_gradients", round(unit.kept_gradients)),
+            buffers.GRADIENTS: ("unsharded_gradients", round(unit.unsharded_gradients)),
+            buffers.KEPT: ("unsharded_gradients", round(unit.kept_gradients)),
             buffers.SENT: ("communication_buffers", round(unit.reduction)),
-            buffers.REDUCED: (reduced, round(unit.gradient_slices)),
+            buffers.REDUCED: (reduced, round(unit.sharded_gradients)),
         }
 
     def moments(self, program: Sequence[Sequence[Operation]]) -> Iterator[Moment]:
@@ -217,12 +217,12 @@ class _Step:
             yield self._moment("end of the forward", activations=loss.saved)
             yield self._moment("loss", activations=max(loss.forward, loss.backward))
         elif phase == "backward":
-            self.now["whole_gradients"] += self.head
+            self.now["unsharded_gradients"] += self.head
             yield self._moment("backward of the head", activations=loss.after)
         else:
             second = self.root - (0 if self.spec.model.tied else self.head)  # a tied table has two, which are added
-            yield self._moment("backward of the embeddings", whole_gradients=second)
-            self.now["whole_gradients"] -= self.head
+            yield self._moment("backward of the embeddings", unsharded_gradients=second)
+            self.now["unsharded_gradients"] -= self.head
             self.now["activations"] = batch + loss.held
 
     def _in_unit(self, unit: str, phase: str) -> Iterator[Moment]:
@@ -238,11 +238,11 @@ class _Step:
             self.now["activations"] = alive.saved(part.block, part.behind) + held
             yield self._of_block(
                 "backward", part.block, part.behind == 1.0, activations=alive.inside(part.block),
-                gathered_parameters=self.block.restored, whole_gradients=self.last + waiting,
+                unsharded_parameters=self.block.restored, unsharded_gradients=self.last + waiting,
             )  # fmt: skip
             self.now["activations"] = alive.saved(part.block, part.before) + alive.stream + held
-            waiting += self.block.whole_gradients * (part.behind - part.before)
-        yield self._of_block("end of the backward", part.block, False, whole_gradients=waiting)
+            waiting += self.block.unsharded_gradients * (part.behind - part.before)
+        yield self._of_block("end of the backward", part.block, False, unsharded_gradients=waiting)
 
     def _reduction(self, unit: str) -> Moment:
         """Packed gradients and what they are reduced to, beside the gradients themselves."""
@@ -263,7 +263,7 @@ def fits_card(spec: PlanSpec, variant: Variant = AS_PLANNED) -> bool:
 def _resting(spec: PlanSpec, units: UnitBytes, variant: Variant) -> dict[str, float]:
     found = dict.fromkeys(CATEGORIES, 0.0) | {"other": float(FRAMEWORK_BYTES)}
     if not spec.offload:
-        found["parameter_slices"] = units.parameter_slices
+        found["sharded_parameters"] = units.sharded_parameters
         found["optimizer_state"] = 0.0 if variant.optimizer_on_cpu else units.optimizer_state
     return found
 
@@ -273,7 +273,7 @@ def host_bytes(spec: PlanSpec) -> float:
     if not spec.offload:
         return 0.0
     every = all_units(spec)
-    return every.parameter_slices + every.gradient_slices + every.optimizer_state
+    return every.sharded_parameters + every.sharded_gradients + every.optimizer_state
 
 
 def host_crossing(spec: PlanSpec) -> float:
@@ -283,4 +283,4 @@ def host_crossing(spec: PlanSpec) -> float:
     states = all_units(replace(spec, offload=False))
     cast = 1.0 if spec.lora_rank else spec.param_bytes / spec.rest_bytes
     gathers = 2 if spec.row.reshards_after_forward else 1
-    return spec.grad_accum * (gathers * cast * states.parameter_slices + states.gradient_slices)
+    return spec.grad_accum * (gathers * cast * states.sharded_parameters + states.sharded_gradients)

@@ -109,7 +109,7 @@ def plan(model: str | ModelShape, gpu: str, **choices: Any) -> Plan:
     """The plan of one step; raises ModelError, HardwareError or PlanError, each one line.
 
     >>> found = plan("llama-3.1-70b", "h100-80gb", gpus=16, checkpointing="full")
-    >>> found.fits, round(found.memory.resting.by_category["parameter_slices"] / 1e9, 1)
+    >>> found.fits, round(found.memory.resting.by_category["sharded_parameters"] / 1e9, 1)
     (False, 17.6)
     """
     return plan_of(plan_spec(model, gpu, **choices))
@@ -127,7 +127,7 @@ def plan_of(spec: PlanSpec) -> Plan:
 def shortfall(found: Plan) -> str | None:
     """What is missing, by how much, and what would fit, in one line; None for a plan that fits.
 
-    `35.3 GB of parameter slices on a 25.8 GB card, 152 GB too much in all; needs 44 cards for the states alone, or CPU
+    `35.3 GB of sharded parameters on a 25.8 GB card, 152 GB too much in all; needs 44 cards for the states, or CPU
     offload of 141 GB a rank, or ...`
     """
     if found.fits:
@@ -162,12 +162,12 @@ def _ways(spec: PlanSpec) -> Iterator[str]:
 def _cards_for_states(spec: PlanSpec) -> str | None:
     """How many cards could hold the states, where more of them are known to be of no help or cannot be joined."""
     stepping = memory_of(spec).moments[-1].by_category
-    states = [stepping[name] for name in ("parameter_slices", "gradient_slices", "optimizer_state")]
+    states = [stepping[name] for name in ("sharded_parameters", "sharded_gradients", "optimizer_state")]
     card = spec.gpu.memory_bytes
     if spec.row.gathers_once or spec.replicas > 1 or sum(states) <= card:
         return None
     slices, every = (math.ceil(nbytes * spec.gpus / card) for nbytes in (states[0], sum(states)))
-    return f"{slices} cards for the parameter slices and {every} for all states"
+    return f"{slices} cards for the sharded parameters and {every} for all states"
 
 
 def _changes(spec: PlanSpec) -> Iterator[tuple[str, str, dict[str, Any]]]:

@@ -220,5 +220,5 @@ def _optimizer_bytes(spec: PlanSpec) -> float:
     parameter and state written; three times as much where its operators are not fused.
     """
     every = all_units(spec)
-    once = 2 * every.optimizer_state + 3 * every.gradient_slices
+    once = 2 * every.optimizer_state + 3 * every.sharded_gradients
     return 3 * once if spec.optimizer == "adamw-foreach" else once

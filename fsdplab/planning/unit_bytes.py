@@ -21,14 +21,14 @@ from .plan_spec import BASE_BYTES, ITEMSIZES, PlanSpec
 class UnitBytes:
     """Of one unit on one rank: its states at rest, and the buffers that come and go (planning/program/memory.py)."""
 
-    parameter_slices: float = 0.0
+    sharded_parameters: float = 0.0
     optimizer_state: float = 0.0
     step_scratch: float = 0.0  # of the optimizer, while it steps
     gathered: float = 0.0
-    whole_gradients: float = 0.0
+    unsharded_gradients: float = 0.0
     kept_gradients: float = 0.0
     reduction: float = 0.0
-    gradient_slices: float = 0.0
+    sharded_gradients: float = 0.0
     restored: float = 0.0  # the largest of its quantised matrices, restored while it computes
 
     def __add__(self, other: UnitBytes) -> UnitBytes:
@@ -90,14 +90,14 @@ def _trained(parameters: Sequence[Parameter], spec: PlanSpec) -> UnitBytes:
     own = sum((slot.span(0)[1] - slot.span(0)[0]) * slot.row_bytes for slot in layout.slots)
     resting = 0 if sharing.aliased else piece * spec.rest_bytes
     return UnitBytes(
-        parameter_slices=resting + (whole * spec.param_bytes if sharing.keeps_whole else 0),
+        sharded_parameters=resting + (whole * spec.param_bytes if sharing.keeps_whole else 0),
         optimizer_state=own * spec.optimizer_bytes,
         step_scratch=own * ITEMSIZES[spec.master_dtype] if spec.optimizer == "adamw-foreach" else 0.0,
         gathered=padded * spec.param_bytes,
-        whole_gradients=whole * spec.param_bytes,
+        unsharded_gradients=whole * spec.param_bytes,
         kept_gradients=whole * spec.rest_bytes,
         reduction=padded * spec.reduce_bytes,
-        gradient_slices=piece * spec.rest_bytes,
+        sharded_gradients=piece * spec.rest_bytes,
     )
 
 
@@ -110,5 +110,5 @@ def _frozen(parameters: Sequence[Parameter], itemsize: float, spec: PlanSpec) ->
     largest = max((each.count for each in parameters), default=0)
     restored = largest * spec.param_bytes if itemsize != spec.param_bytes else 0
     if "parameters" in spec.sharing.cuts and (spec.sharing.shards or spec.offload):
-        return UnitBytes(parameter_slices=-(-whole // spec.shards), gathered=whole, restored=restored)
-    return UnitBytes(parameter_slices=whole, restored=restored)
+        return UnitBytes(sharded_parameters=-(-whole // spec.shards), gathered=whole, restored=restored)
+    return UnitBytes(sharded_parameters=whole, restored=restored)

@@ -152,7 +152,7 @@ def _time_row(case: Case, part: str, efficiency: float | None) -> Row:
 def _memory_rows(case: Case) -> list[Row]:
     memory = memory_of(case.spec)
     stepping = memory.at("optimizer step")
-    passing = ("gathered_parameters", "activations", "communication_buffers")
+    passing = ("unsharded_parameters", "activations", "communication_buffers")
     states = stepping.total - FRAMEWORK_BYTES - sum(stepping.by_category[name] for name in passing)
     measured = {"reserved": memory.reserved_bytes, "used": memory.used_bytes, "states": states}
     predicted = measured | {"arithmetic": states * case.scale}

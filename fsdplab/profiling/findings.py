@@ -408,7 +408,7 @@ def _peak(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
         return None
     name = max(split, key=split.__getitem__)
     values = {"total": size(total), "bytes": size(split[name]), "part": percent(split[name] / total)}
-    values |= {"category": CATEGORY_ROWS[name].words, "smaller": _smaller(facts.spec, name)}
+    values |= {"category": CATEGORY_ROWS[name].title, "smaller": _smaller(facts.spec, name)}
     kept = facts.record.summary.workspace_bytes
     values["besides"] = f" cuBLAS keeps {size(kept)} of scratch memory besides, which is not counted." if kept else ""
     return Fact(kind, 0.0, "memory", values=values)
@@ -425,15 +425,15 @@ def _smaller(spec: Mapping[str, Any], category: str) -> str:
             "" if spec.get("batch_size") == 1 else "take a smaller micro-batch", "take shorter sequences",
         ),
         "optimizer_state": ("shard it over more ranks", "" if offloads else "offload it"),
-        "whole_gradients": ("shard them: zero2, shard_grad_op or full_shard",),
-        "gathered_parameters": (
+        "unsharded_gradients": ("shard them: zero2, shard_grad_op or full_shard",),
+        "unsharded_parameters": (
             "" if whole else "reshard units after their forward (full_shard)", "make units smaller",
             "gather fewer ahead" if spec.get("prefetch") else "",
         ),
-        "parameter_slices": (
+        "sharded_parameters": (
             f"shard them over more ranks{'' if whole else ' (full_shard)'}", "" if offloads else "offload them",
         ),
-        "gradient_slices": ("shard them over more ranks", "reduce in bf16"),
+        "sharded_gradients": ("shard them over more ranks", "reduce in bf16"),
         "communication_buffers": ("make units smaller", "allow fewer reductions in flight"),
         "other": ("look at the memory timeline: the optimizer's temporaries are the usual reason",),
     }[category]  # fmt: skip

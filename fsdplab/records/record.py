@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from fsdplab.common.files import read_file, write_whole
 from fsdplab.common.places import how_to_install
 
+from .old_names import of_today
 from .spread import Spread, step_seconds
 from .summary import Summary
 from .tables import LATER_TABLES, TABLES, RecordError, Row, file_name, read_table, write_table
@@ -168,7 +169,7 @@ def _read_run_json(folder: Path) -> dict[str, Any]:
     if missing:
         raise RecordError(f"{path} lacks {', '.join(missing)}: it is damaged. Record the run again.")
     try:
-        content["summary"] = read(_Content, content, "").summary
+        content["summary"] = read(_Content, content | {"summary": of_today(content["summary"])}, "").summary
         for place, kinds in _NEEDED.items():
             for name, kind in kinds.items():
                 read(kind, (content[place] or {}).get(name), f"{place}.{name}")

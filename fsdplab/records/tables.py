@@ -20,6 +20,7 @@ from fsdplab.common.errors import UserError
 from fsdplab.common.files import read_file, write_whole
 from fsdplab.common.names import CATEGORIES
 
+from .old_names import OLD_CATEGORIES
 from .typed import shown
 
 
@@ -151,7 +152,7 @@ def read_table(folder: Path, table: str) -> list[Row]:
     """Read one table as a list of typed rows; RecordError when the file is missing, damaged or has other columns."""
     path = folder / file_name(table)
     lines = _lines(path)
-    header = next(lines, [])
+    header = [OLD_CATEGORIES.get(name, name) for name in next(lines, [])]
     if header != _columns(table, header):
         raise RecordError(
             f"{path} has columns {shown(header)}; expected {list(TABLES[table])}. Record the run again with this"

@@ -24,7 +24,7 @@ def sweep_figure(name: str, values: Sequence[int], plans: Sequence[Plan]) -> go.
     figure = go.Figure(
         [
             go.Bar(
-                name=row.words, x=labels, y=[each.memory.peak.by_category[category] / 1e9 for each in plans],
+                name=row.title, x=labels, y=[each.memory.peak.by_category[category] / 1e9 for each in plans],
                 marker=dict(color=CATEGORY_COLOURS[category]),
             )
             for category, row in CATEGORY_ROWS.items()

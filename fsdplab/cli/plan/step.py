@@ -56,7 +56,7 @@ def _memory_table(found: Plan) -> Table:
     for name, row in CATEGORY_ROWS.items():
         here, rests = peak.by_category[name], resting.by_category[name]
         bar = "#" * min(_BAR, round(_BAR * here / card))
-        rows.append((row.words, size(rests) if rests else MISSING, size(here) if here else MISSING, bar))
+        rows.append((row.title, size(rests) if rests else MISSING, size(here) if here else MISSING, bar))
     rows.append(("total", size(resting.total), size(peak.total), f"{peak.total / card:.0%}"))
     columns = ("memory of a rank", "between steps", "at the peak", "of the card")
     return Table(columns, rows, words=("memory of a rank", "of the card"))

@@ -60,7 +60,7 @@ class UnshardedBuffer:
     """A buffer of `layout.whole_bytes` bytes on `device`, parameter after parameter; events call it `category`."""
 
     def __init__(
-        self, layout: Layout, device: torch.device, unit: str = "", category: str = "gathered_parameters"
+        self, layout: Layout, device: torch.device, unit: str = "", category: str = "unsharded_parameters"
     ) -> None:
         self.layout, self.device = layout, device
         self._unit, self._category = unit, category
@@ -179,7 +179,7 @@ def mark_missing(part: torch.Tensor) -> None:
 
 
 def pack(layout: Layout, gradients: Sequence[torch.Tensor | None], send: torch.Tensor) -> None:
-    """Copy whole gradients into n shards (rank-major), casting to `send`'s dtype; padding becomes zeros, None negative
+    """Copy unsharded gradients into n shards (rank-major), cast to `send`'s dtype; padding becomes zeros, None negative
     zeros.
     """
     given = dict(zip(layout.slots, gradients, strict=True))

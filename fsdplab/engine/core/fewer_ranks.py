@@ -43,12 +43,12 @@ class ShardsOverFewerRanks:
         return self._shard is not None
 
     def keep(self, gathered: UnshardedBuffer) -> None:
-        """Copy this rank's rows out of the gathered parameters and show them as DTensors of the smaller mesh."""
+        """Copy this rank's rows out of the unsharded parameters and show them as DTensors of the smaller mesh."""
         layout, whole = gathered.layout, gathered.tensor
         entries = [(slot.name, slot.shape, slot.itemsize) for slot in layout.slots]
         self._layout = Layout.of(entries, self.transport.ranks)
         self._shard = torch.zeros(self._layout.shard_bytes, dtype=torch.uint8, device=whole.device)
-        events.tag("gathered_parameters", self._shard, "")
+        events.tag("unsharded_parameters", self._shard, "")
         for param, part in zip(self._params, self._layout.slots):
             start, stop = part.span(self.transport.rank)
             place = self._shard[part.offset : part.offset + (stop - start) * part.row_bytes]

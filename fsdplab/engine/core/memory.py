@@ -80,7 +80,7 @@ class UnitMemory(Memory):
         self._settled = False  # whether the shards lie in their buffer
         self.shards: torch.Tensor | None = None  # end to end (bytes)
         self._chunks: list[torch.Tensor] | None = None  # its parts, one per parameter
-        holds = "parameter_slices" if self.plan.keeps_whole else "gathered_parameters"
+        holds = "sharded_parameters" if self.plan.keeps_whole else "unsharded_parameters"
         self.whole = UnshardedBuffer(self.plan.layout, self.config.device, self.name, holds)
         self._in_whole = False  # whether the unsharded forms of the parameters lie in it
 
@@ -144,7 +144,7 @@ class UnitMemory(Memory):
     def _make_shards(self) -> torch.Tensor:
         if self.shards is None:
             self.shards = self.config.storage.make(self.plan.rest_layout.shard_bytes, self.name)
-            events.tag("parameter_slices", self.shards, self.name)
+            events.tag("sharded_parameters", self.shards, self.name)
         return self.shards
 
     @property
@@ -278,29 +278,29 @@ class UnitMemory(Memory):
         accumulate_in = self.config.policy.reduce_dtype if keep else None
         for param in self.params:
             param.take_gradient(accumulate_in)
-            if param.whole_gradient is not None:
-                events.tag("whole_gradients", param.whole_gradient, self.name)
+            if param.unsharded_gradient is not None:
+                events.tag("unsharded_gradients", param.unsharded_gradient, self.name)
 
     def _trainable(self) -> list[ShardedParam]:
         return [param for param in self.params if param.at_rest.requires_grad]
 
     def has_gradients(self, or_zeros: bool) -> bool:
-        return any(or_zeros or param.whole_gradient is not None for param in self._trainable())
+        return any(or_zeros or param.unsharded_gradient is not None for param in self._trainable())
 
     def reduce(self, options: ReduceOptions) -> Iterator[Pending]:
         params = self._trainable()
-        missing = [param.whole_gradient is None for param in params]
+        missing = [param.unsharded_gradient is None for param in params]
         dtype = self.config.policy.reduce_dtype or reduce(torch.promote_types, {each.gradient_dtype for each in params})
         lying = self._gradients_in(params, dtype)
         output = torch.empty(lying.layout.shard_bytes // dtype.itemsize, dtype=dtype, device=self.config.device)
-        events.tag("gradient_slices" if self.config.shard else "whole_gradients", output, self.name)
+        events.tag("sharded_gradients" if self.config.shard else "unsharded_gradients", output, self.name)
         sent = torch.view_as_real(output).view(-1) if dtype.is_complex else output
         # a rank that has a gradient knows; of fake ones nobody has what this rank has not
         asks = any(missing) and self.config.divide > 1.0 and not options.unused and not compat.is_fake(output)
         marked = [lacks for lacks, slot in zip(missing, lying.layout.slots) if slot.chunk_bytes]
         average = Average(options.divide, lying.marks, lying.marks.to_add(marked, sent), keeps=asks)
         yield from self._sum(
-            lying.sent, [lying.as_sent(param.whole_gradient) for param in params], sent, average, options.all_reduce
+            lying.sent, [lying.as_sent(param.unsharded_gradient) for param in params], sent, average, options.all_reduce
         )
         if self.config.replicate and not options.all_reduce:
             self._partial_sum = sent
@@ -410,7 +410,7 @@ class UnitMemory(Memory):
         start, stop = slot.span(self.config.rank)
         shape = (stop - start, *param.shape[1:])
         rows = output.as_strided(shape, contiguous_strides(shape), slot.offset // slot.itemsize)
-        whole, param.whole_gradient = param.whole_gradient, None
+        whole, param.unsharded_gradient = param.unsharded_gradient, None
         rows = rows if whole is None else whole[start:stop].copy_(rows)
         return param.natural(rows.to(compat.gradient_dtype(param.at_rest) or rows.dtype)).contiguous()
 
@@ -423,7 +423,7 @@ class UnitMemory(Memory):
 
     def forget_gradients(self) -> None:
         for param in self.params:
-            param.whole_gradient = None
+            param.unsharded_gradient = None
 
     def abandon_gradients(self) -> None:
         self._partial_sum, self._undecided = None, []

@@ -40,7 +40,7 @@ class ShardedParam:
         self.dtype = original.dtype
         self.at_rest = original
         self.gathered: nn.Parameter | None = None
-        self.whole_gradient: torch.Tensor | None = None  # rows first
+        self.unsharded_gradient: torch.Tensor | None = None  # rows first
         self._whole_at_rest = dim is None
         self._sites = [(weakref.ref(module), attribute) for module, attribute in sites]
         self._address = 0  # address of the shard inside its unit's buffer; 0: not there yet, or nothing to hold
@@ -168,20 +168,20 @@ class ShardedParam:
     @property
     def gradient_dtype(self) -> torch.dtype:
         """Of the gradient that a backward leaves, or would leave."""
-        held = self.gathered if self.whole_gradient is None else self.whole_gradient
+        held = self.gathered if self.unsharded_gradient is None else self.unsharded_gradient
         return self.dtype if held is None else held.dtype
 
     def take_gradient(self, accumulate_in: torch.dtype | None) -> None:
-        """Move the gradient that autograd left on the gathered form to `whole_gradient`, adding to what is there."""
+        """Move the gradient that autograd left on the gathered form to `unsharded_gradient`, or add it to that."""
         gathered = self.gathered
         if gathered is None or (gradient := gathered.grad) is None:
             return
         gathered.grad = None
         gradient = self.rows_first(local_gradient(gradient, self.whole_spec, self.axes))
-        if self.whole_gradient is None:
-            self.whole_gradient = gradient if accumulate_in is None else gradient.to(accumulate_in)
+        if self.unsharded_gradient is None:
+            self.unsharded_gradient = gradient if accumulate_in is None else gradient.to(accumulate_in)
         else:
-            self.whole_gradient.add_(gradient)
+            self.unsharded_gradient.add_(gradient)
 
     @property
     def reads_gradient_at_once(self) -> bool:

@@ -131,7 +131,7 @@ class Group:
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether the modules show gathered parameters."""
+        """Whether the modules show unsharded parameters."""
         return self._unit.state is UNSHARDED
 
     def unshard(self, async_op: bool = False) -> None:

@@ -69,7 +69,7 @@ def amounts(record: RunRecord) -> Mapping[str, Amounts]:
 
 
 def gathered_memory(record: RunRecord) -> dict[UnitPhase, float]:
-    """Mean bytes of each unit's gathered parameters over a step, by the phase that gathered them; {} where unknown.
+    """Mean bytes of each unit's unsharded parameters over a step, by the phase that gathered them; {} where unknown.
 
     A unit of 8 MB that is unsharded for a quarter of the step holds 2 MB on average. From `life`, the ledger's gathers,
     and the steps' length.

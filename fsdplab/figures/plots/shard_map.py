@@ -19,7 +19,7 @@ from fsdplab.records import RunRecord
 
 # the filling of a unit's cell by its state
 STATE_COLOURS = {
-    "sharded": "rgba(0,0,0,0)", "unsharding": "#ccd2d9", "unsharded": CATEGORY_COLOURS["gathered_parameters"]
+    "sharded": "rgba(0,0,0,0)", "unsharding": "#ccd2d9", "unsharded": CATEGORY_COLOURS["unsharded_parameters"]
 }  # fmt: skip
 _FILLINGS = {"on its way": "unsharding", "gathered from the other ranks": "unsharded"}
 _ENTERED_BY = {"sharded": "reshard", "unsharding": "start_unshard", "unsharded": "finish_unshard"}  # methods of Unit
@@ -144,7 +144,7 @@ def cells(life: UnitStates, at_ns: float, **place: str) -> list[go.Bar]:
     look: dict[str, Any] = dict(height=0.72, marker_line_color="#808488", **place)
     whole = lane("unit", "#ffffff", wholes, showlegend=False, **look)
     legend = [lane(name, STATE_COLOURS[of], [Span(-9, 0, 0)], **look) for name, of in _FILLINGS.items()]
-    own = lane("own slice", CATEGORY_COLOURS["parameter_slices"], owns, **look)
+    own = lane("own slice", CATEGORY_COLOURS["sharded_parameters"], owns, **look)
     return [whole.update(marker_color=[STATE_COLOURS[state[key]] for key in keys]), *legend, own]
 
 

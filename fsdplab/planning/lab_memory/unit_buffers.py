@@ -1,7 +1,7 @@
 """The buffers of one unit on one rank, which the engine's own `Unit` takes and frees, and those of the transports.
 
-Slices at rest, the gathered parameters, whole gradients, reduced ones, and what the shared-memory transport keeps for
-peers to read (`engine/transport/shared_memory/transport.py`). The layouts are the engine's own
+Shards at rest, unsharded parameters, unsharded gradients, reduced gradients, and what the shared-memory transport keeps
+for peers to read (`engine/transport/shared_memory/transport.py`). The layouts are the engine's own
 (`engine/core/layout.py`), padding and alignment included.
 """
 
@@ -70,9 +70,9 @@ class UnitBuffers(PlannedMemory):
         self._wire = _layout(parameters, shards, REDUCED_BYTES, 0)
         alike = self._layout.slots == self._rest.slots and self._layout.shard_bytes == self._rest.shard_bytes
         self._reads_in_place = alike and not sharing.casts and not sharing.aliased
-        reduced = "gradient_slices" if sharing.shards else "whole_gradients"
+        reduced = "sharded_gradients" if sharing.shards else "unsharded_gradients"
         self._sizes = {
-            GATHERED: (self._layout.whole_bytes, "gathered_parameters"),
+            GATHERED: (self._layout.whole_bytes, "unsharded_parameters"),
             REDUCED: (self._wire.shard_bytes, reduced),
         }
         self._held: dict[str, list[Held]] = {GATHERED: [], REDUCED: []}
@@ -86,9 +86,9 @@ class UnitBuffers(PlannedMemory):
     def place_at_rest(self) -> None:
         """Slices at rest: a buffer of their own, or views of the whole one."""
         if self.keeps_whole:
-            self._at_rest.append(self._book.hold(self._layout.whole_bytes, "parameter_slices"))
+            self._at_rest.append(self._book.hold(self._layout.whole_bytes, "sharded_parameters"))
         if not self.sharing.aliased and not self.sharing.offloads:
-            self._at_rest.append(self._book.hold(self._rest.shard_bytes, "parameter_slices"))
+            self._at_rest.append(self._book.hold(self._rest.shard_bytes, "sharded_parameters"))
 
     @property
     def own_elements(self) -> int:
@@ -128,7 +128,7 @@ class UnitBuffers(PlannedMemory):
 
     def gradient(self, name: str, nbytes: int) -> None:
         """Autograd leaves the gradient of a parameter; a second one in the same backward is added to it."""
-        arrived = self._book.hold(nbytes, "whole_gradients")
+        arrived = self._book.hold(nbytes, "unsharded_gradients")
         self._arrived.setdefault(name, arrived)
 
     def collect_gradients(self, keep: bool) -> None:
@@ -140,7 +140,7 @@ class UnitBuffers(PlannedMemory):
             wide = arrived.nbytes // self._itemsize * REDUCED_BYTES
             cast = keep and wide != arrived.nbytes
             if name not in self._whole:
-                self._whole[name] = self._book.hold(wide, "whole_gradients") if cast else arrived
+                self._whole[name] = self._book.hold(wide, "unsharded_gradients") if cast else arrived
             elif cast:
                 self._book.hold(wide, "activations")
             del arrived

@@ -15,10 +15,10 @@ from fsdplab.engine.core.unit import Memory, ReduceOptions, Unit
 GATHERED = "gathered"  # the unsharded parameters
 FEWER = "fewer"  # shards over fewer ranks, kept from the forward to the backward
 ARRIVING = "arriving"  # what a gather from those arrives in, before it is copied into the unsharded parameters
-GRADIENTS = "whole_gradients"  # unsharded, of one backward
+GRADIENTS = "unsharded_gradients"  # unsharded, of one backward
 KEPT = "kept_gradients"  # unsharded, kept for later micro-batches or for the optimizer
 SENT = "reduction"  # the packed gradients that a reduction reads
-REDUCED = "gradient_slices"  # the result of a reduction
+REDUCED = "sharded_gradients"  # the result of a reduction
 
 
 @dataclass(frozen=True)

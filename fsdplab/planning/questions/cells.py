@@ -68,7 +68,7 @@ class Case:
     def states(self) -> float:
         """Bytes of the model's states at the peak."""
         held = self.memory.peak.by_category
-        return held["parameter_slices"] + held["gradient_slices"] + held["optimizer_state"]
+        return held["sharded_parameters"] + held["sharded_gradients"] + held["optimizer_state"]
 
     def most(self, category: str) -> float:
         """Bytes of a category when it takes most."""
@@ -110,13 +110,13 @@ _CELLS: dict[str, Callable[[Case], Value]] = {
     PEAK: lambda case: case.memory.peak.total,
     FITS: lambda case: case.memory.peak.total <= case.spec.gpu.memory_bytes,
     ACTIVATIONS: lambda case: case.most("activations"),
-    GATHERED: lambda case: case.most("gathered_parameters"),
+    GATHERED: lambda case: case.most("unsharded_parameters"),
     SENT: lambda case: sum(row.step_bytes for row in case.traffic),
     STEP: lambda case: case.step_s,
     EXPOSED: lambda case: max(0.0, case.time.exposed_s) / case.time.step_s if case.time else None,
     SPEED: lambda case: case.spec.step_tokens / case.step_s / case.spec.gpus if case.step_s else None,
     "units": lambda case: len(case.work.blocks) if case.work else None,
-    "gathered at once": lambda case: case.memory.at("backward of the last block").by_category["gathered_parameters"],
+    "gathered at once": lambda case: case.memory.at("backward of the last block").by_category["unsharded_parameters"],
     "exposed time": _exposed_s,
     "states": lambda case: case.states,
     "all else": lambda case: case.memory.peak.total - case.states,

@@ -28,7 +28,7 @@ def _doubled(first: int, last: int) -> list[int]:
 
 def _by_category(spec: PlanSpec) -> list[Case]:
     moment = memory_of(spec).peak
-    held = {CATEGORY_ROWS[name].words: nbytes for name, nbytes in moment.by_category.items() if nbytes}
+    held = {CATEGORY_ROWS[name].title: nbytes for name, nbytes in moment.by_category.items() if nbytes}
     held["total"] = moment.total
     card = spec.gpu.memory_bytes
     return [

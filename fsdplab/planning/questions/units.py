@@ -288,7 +288,7 @@ NO_RESHARD = Question(
     variants=_between,
     sentence=(
         "Without reshard after the forward a rank peaks at {rows[1][peak]} instead of {rows[0][peak]}"
-        " ({rows[1].verdict}), with up to {rows[1][most gathered]} of gathered parameters instead of {rows[0][most"
+        " ({rows[1].verdict}), with up to {rows[1][most gathered]} of unsharded parameters instead of {rows[0][most"
         " gathered]}; it sends {rows[1][sent]} instead of {rows[0][sent]}, and a step takes {rows[1][step]} instead"
         " of {rows[0][step]}"
     ),

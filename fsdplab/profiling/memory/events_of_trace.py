@@ -9,8 +9,8 @@ by experiment (torch 2.13, CPU):
 - the free of a block that was allocated before profiling began is not reported (CPU; the CUDA allocator reports it);
 - what a collective used is sometimes freed by a thread that the profiler does not see: if it is not alive at the end,
   it ends with its last use;
-- `torch::autograd::AccumulateGrad` names every whole gradient, a `c10d::` operator every buffer it moves, also those
-  made in C++ (DDP's buckets).
+- `torch::autograd::AccumulateGrad` names every unsharded gradient, a `c10d::` operator every buffer it moves, also
+  those made in C++ (DDP's buckets).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BACKWARD = "autograd::engine::evaluate_function"
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _COLLECTIVES = ("c10d::", "gloo:", "nccl:")
 _MAKES_BUCKETS = "DistributedDataParallel.forward"  # DDP makes its buckets anew in its second forward, in C++
-# What is allocated directly in one of these ranges is the gathered parameters' own storage: FSDP2 and the lab, FSDP1.
+# What is allocated directly in one of these ranges is the unsharded parameters' own storage: FSDP2 and the lab, FSDP1.
 _GATHERED_IN = (
     "FSDP::all_gather_copy_out",
     *(f"FullyShardedDataParallel.{name}" for name in ("_pre_forward", "_pre_backward_prefetch", "_pre_backward_hook")),
@@ -45,7 +45,7 @@ _TEMPORARIES_IN = "Optimizer.step"
 
 @dataclass(frozen=True)
 class Trace:
-    """Allocator events; whole gradients as tags; uses by collectives as hints; when the last backward ended."""
+    """Allocator events; unsharded gradients as tags; uses by collectives as hints; when the last backward ended."""
 
     events: list[AllocatorEvent]
     gradients: list[Tag]
@@ -81,7 +81,7 @@ def read_trace(
     made = [(node, node.event) for node in nodes if node.event]
     return Trace(
         [event for _, event in made] + _unseen_frees(made, nodes, buffers, alive),
-        [tag for node in nodes if node.name == _ACCUMULATE for tag in node.tags("whole_gradients")],
+        [tag for node in nodes if node.name == _ACCUMULATE for tag in node.tags("unsharded_gradients")],
         _hints(nodes, gathers_into_parameters),
         max((node.end_ns for node in nodes if node.name.startswith(_BACKWARD)), default=NEVER),
     )
@@ -132,7 +132,7 @@ def _tensors(inputs: Iterable[Any]) -> Iterator[Any]:
 def _home(around: Sequence[str]) -> tuple[str, str]:
     """The category and the unit that the ranges around an allocation give it; the innermost known range decides."""
     if around and around[0].startswith(_GATHERED_IN):
-        return "gathered_parameters", _unit(around[0])
+        return "unsharded_parameters", _unit(around[0])
     for name in around:
         if name.startswith(_BUFFERS_IN):
             return "communication_buffers", _unit(name)
@@ -155,13 +155,13 @@ def _hints(nodes: Iterable[_Node], gathers_into_parameters: bool) -> list[Tag]:
             tags = node.tags("communication_buffers")
             if gathers_into_parameters and node.name.startswith("c10d::") and "gather" in node.name and tags:
                 gathered.add(tags[0].pointer)
-                tags[0] = replace(tags[0], category="gathered_parameters")
+                tags[0] = replace(tags[0], category="unsharded_parameters")
             hints += tags
         elif gathers_into_parameters and node.name == "aten::cat":
             sources = {pointer for pointer, _ in node.given}
             made = [child.event for child in node.children if child.event and child.event.nbytes > 0]
             if sources and sources <= gathered:
-                hints += [Tag("gathered_parameters", new.pointer, new.nbytes, new.time_ns, "") for new in made]
+                hints += [Tag("unsharded_parameters", new.pointer, new.nbytes, new.time_ns, "") for new in made]
     return hints
 
 

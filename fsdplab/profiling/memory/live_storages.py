@@ -155,9 +155,9 @@ class Owners:
         owned = [*self._engine_buffers(), *((buffer, "other") for buffer in self._model.buffers())]
         for parameter in self._model.parameters():
             shard = getattr(parameter, "ds_tensor", None)  # DeepSpeed 3: the parameter itself is the gathered value
-            owned.append((parameter, "parameter_slices" if shard is None else "gathered_parameters"))
-            owned += [] if shard is None else [(shard, "parameter_slices")]
-        owned += [(parameter, "parameter_slices") for parameter in self._optimized()]
+            owned.append((parameter, "sharded_parameters" if shard is None else "unsharded_parameters"))
+            owned += [] if shard is None else [(shard, "sharded_parameters")]
+        owned += [(parameter, "sharded_parameters") for parameter in self._optimized()]
         named = {address(tensor, self._device): category for tensor, category in owned}
         named |= {tag.pointer: tag.category for tag in self.gradient_tags()}
         named |= dict.fromkeys(self.state_addresses(), "optimizer_state")
@@ -176,7 +176,7 @@ class Owners:
             grad = getattr(parameter.grad, "_local_tensor", parameter.grad)
             if grad is not None and (at := address(grad, self._device)):
                 sliced = all_sliced or grad is not parameter.grad or id(parameter) in masters
-                category = "gradient_slices" if sliced else "whole_gradients"
+                category = "sharded_gradients" if sliced else "unsharded_gradients"
                 tags[at] = Tag(category, at, grad.untyped_storage().nbytes(), time.time_ns(), "")
         return list(tags.values())
 
@@ -197,9 +197,9 @@ class Owners:
         return groups + [key for key in self.optimizer.state if isinstance(key, torch.Tensor)]
 
     def _engine_buffers(self) -> list[tuple[torch.Tensor, str]]:
-        """Long-lived buffers with names specific to their engine: DeepSpeed 3's gradient slices and buckets."""
+        """Long-lived buffers with names specific to their engine: DeepSpeed 3's sharded gradients and buckets."""
         slices = getattr(self._outer, "grad_partitions_flat_buffer", None)
         buckets = getattr(self._outer, "ipg_buckets", {}).values()
         buffers = (getattr(bucket, "buffer", None) for bucket in buckets)
-        owned = [] if slices is None else [(slices, "gradient_slices")]
+        owned = [] if slices is None else [(slices, "sharded_gradients")]
         return owned + [(buffer, "communication_buffers") for buffer in buffers if isinstance(buffer, torch.Tensor)]

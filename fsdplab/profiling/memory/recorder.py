@@ -89,7 +89,7 @@ class MemoryRecorder:
     >>> with MemoryRecorder(model=model, optimizer=optimizer, engine="torch-ddp", device=cpu) as recorder:
     ...     model(torch.ones(1, 1000)).sum().backward()
     ...     optimizer.step()
-    >>> recorder.timeline.peak["parameter_slices"]
+    >>> recorder.timeline.peak["sharded_parameters"]
     40000
     """
 

@@ -102,7 +102,7 @@ def build_timeline(
     in C++): it is counted from the beginning.
 
     >>> events = [AllocatorEvent(LONG_AGO, 8, 100), AllocatorEvent(5, 900, 40), AllocatorEvent(7, 900, -40)]
-    >>> build_timeline(events, tags=[Tag("whole_gradients", 900, 40, 6, "a")]).peak_total
+    >>> build_timeline(events, tags=[Tag("unsharded_gradients", 900, 40, 6, "a")]).peak_total
     140
     """
     events = list(events)
@@ -113,7 +113,7 @@ def build_timeline(
     times = blocks.times.clip(start_ns).tolist()
     peak = int(np.argmax(blocks.totals))
     at_peak = [names[i] for i in np.flatnonzero((blocks.born <= peak) & (peak < blocks.died))]
-    gathered = dict.fromkeys(unit for category, unit in at_peak if category == "gathered_parameters" and unit)
+    gathered = dict.fromkeys(unit for category, unit in at_peak if category == "unsharded_parameters" and unit)
     # one row at the time of the peak
     kept = [i for i in downsample(blocks.totals) if i == peak or times[i] != times[peak]]
     rows = {i: dict(zip(CATEGORIES, held[i].tolist())) for i in kept}

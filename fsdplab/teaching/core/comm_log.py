@@ -58,7 +58,7 @@ def kinds_of(calls: Iterable[Call]) -> list[str]:
 
 
 _ADDING = {"reduce_scatter", "all_reduce", "reduce"}
-_CARRYING = {"all_to_all", "send", "recv"}  # whole gradients can travel by these and be added up afterwards
+_CARRYING = {"all_to_all", "send", "recv"}  # unsharded gradients can travel by these and be added up afterwards
 
 
 def nothing_added_up(calls: Iterable[Call]) -> str:

@@ -478,8 +478,9 @@ def _before(gradients: Gradients, dtype: torch.dtype, divide: float) -> float:
 def pack_part(
     layout: Layout, gradients: Gradients, rank: int, target: torch.Tensor, scale: float, first: int = 0
 ) -> None:
-    """Copy elements [first, first + len(target)) of the shard of `rank` out of whole gradients, times `scale`; padding
-    becomes zeros, None negative zeros.
+    """Copy elements [first, first + len(target)) of the shard of `rank` out of unsharded gradients, times `scale`.
+
+    Padding becomes zeros, None negative zeros.
     """
     size, last = target.element_size(), first + target.numel()
     for slot, gradient in zip(layout.slots, gradients, strict=True):

@@ -5,7 +5,7 @@ None.
 
 1. Which of the three collectives of notebook 01 gives each rank one block of the sum?
 2. dist.reduce_scatter(output, blocks) writes this rank's block of the sum into `output`, so `mine.grad` must exist
-   first. Then average (op=dist.ReduceOp.AVG does that too), and drop the whole gradient.
+   first. Then average (op=dist.ReduceOp.AVG does that too), and drop the unsharded gradient.
 3. `mine.grad = torch.empty_like(mine)`, `dist.reduce_scatter(mine.grad, blocks)`, `mine.grad /= dist.get_world_size()`,
    `parameter.grad = None`.
 """
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 def reduce_rows(parameter, mine):
-    """mine.grad = this rank's rows of the averaged gradient; the whole gradient is dropped."""
+    """mine.grad = this rank's rows of the averaged gradient; the unsharded gradient is dropped."""
     blocks = list(parameter.grad.chunk(dist.get_world_size()))  # one block of rows for each rank
     ### BEGIN SOLUTION  a gradient for mine, reduce_scatter into it, average, drop the whole
     mine.grad = torch.empty_like(mine)
@@ -57,7 +57,7 @@ def reduce_rows(parameter, mine):
     #: divided twice by the number of ranks
     parameter.grad = None
     #! pass
-    #: the whole gradient is still there; set `parameter.grad = None`: that is the memory to be saved
+    #: the unsharded gradient is still there; set `parameter.grad = None`: that is the memory to be saved
     #! parameter.grad.zero_()
     #: as above
     #! mine.grad = parameter.grad = None
@@ -97,7 +97,8 @@ SAYS = {
         if got["mine.grad"].shape != right["mine.grad"].shape
         else ""
     ),
-    "parameter.grad": "the whole gradient is still there; set `parameter.grad = None`: that is the memory to be saved",
+    "parameter.grad": "the unsharded gradient is still there; set `parameter.grad = None`: that is the memory to be"
+    " saved",
     "hung": "deadlock: a rank waits in a collective that another rank never calls; every rank must make the same calls"
     " in the same order",
 }

@@ -42,7 +42,7 @@ def reduce(gradient):
     #: no collective was called, so nothing came from the other ranks: a reduce_scatter adds up over ranks
     #! dist.all_reduce(padded)
     #! mine = padded.chunk(n)[dist.get_rank()]
-    #: all_reduce brings every rank the whole gradient, at twice the bytes, and most is thrown away: use
+    #: all_reduce brings every rank the unsharded gradient, at twice the bytes, and most is thrown away: use
     #: reduce_scatter
     #! dist.all_reduce(padded)
     #! mine = padded[:c]
@@ -53,7 +53,7 @@ def reduce(gradient):
     #! every = [torch.empty_like(padded) for _ in range(n)]
     #! dist.all_gather(every, padded)
     #! mine = sum(every).chunk(n)[dist.get_rank()]
-    #: all_gather brings every rank the whole gradient, at n times the memory: use reduce_scatter
+    #: all_gather brings every rank the unsharded gradient, at n times the memory: use reduce_scatter
     return mine / n
     #! return mine
     #: this is the sum over the ranks; data parallel training averages: divide by the number of ranks

@@ -44,7 +44,7 @@ def hooks(unit, unshard, reshard, reduce):
             unshard(unit.mine, unit.whole)
         ### END SOLUTION
 
-    def after_backward():  # the whole gradient is there: unit.take_gradient() hands it over, flat
+    def after_backward():  # the unsharded gradient is there: unit.take_gradient() hands it over, flat
         ### BEGIN SOLUTION
         reshard(unit.whole)
         #! pass
@@ -134,7 +134,7 @@ def wrong_loss(got, right):
     if not reduced:
         return (
             "the first loss is right and no gradient was reduced, so the ranks' gradients stayed apart: after_backward"
-            " hands the whole gradient to `reduce`, and sets `unit.mine.grad` to what it returns"
+            " hands the unsharded gradient to `reduce`, and sets `unit.mine.grad` to what it returns"
         )
     if reduced < units:
         return (

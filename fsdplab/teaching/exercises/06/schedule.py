@@ -129,9 +129,9 @@ def observe(schedule, sizes):
 def too_many_blocks(got, right):
     blocks, over = next((name, more) for name, more in got["blocks over the memory target"].items() if more)
     return (
-        f"of {blocks}, {3 + over} are in memory at once (whole gradients count), the target is 3: drop a block after"
-        " its forward, gather one block ahead and not more, and send a finished gradient's reduction before the next"
-        " gather, or it waits in memory"
+        f"of {blocks}, {3 + over} are in memory at once (unsharded gradients count), the target is 3: drop a block"
+        " after its forward, gather one block ahead and not more, and send a finished gradient's reduction before the"
+        " next gather, or it waits in memory"
     )
 
 

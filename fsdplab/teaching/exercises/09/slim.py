@@ -67,7 +67,7 @@ def observe(slim):
     return {
         "choices": "",
         "bytes over the limit of the whole peak": max(0, peak.peak_total - PEAK_LIMIT),
-        "gathered bytes too many": max(0, peak.peak["gathered_parameters"] - GATHERED_LIMIT),
+        "gathered bytes too many": max(0, peak.peak["unsharded_parameters"] - GATHERED_LIMIT),
         "gathers set out ahead": spec.prefetch > 0 and spec.units != "model",
         "_peak": f"The peak on this rank, {peak.peak_total / 1e6:.1f} MB: {', '.join(held)}.",
     }
@@ -85,8 +85,8 @@ def too_much(got, right):
     over = got["gathered bytes too many"]
     if 0 < over <= 4 * BLOCK_BYTES:
         return (
-            f"{over / 1e6:.1f} MB of gathered parameters too many: which of the units at the peak is there only because"
-            f" it was gathered ahead? {got['_peak']}"
+            f"{over / 1e6:.1f} MB of unsharded parameters too many: which of the units at the peak is there only"
+            f" because it was gathered ahead? {got['_peak']}"
         )
     return (
         "there is more at the peak than before. Where parameters stay whole (zero2), are kept from forward to backward"

@@ -1,6 +1,6 @@
 """One norm for all ranks
 
-Write global_norm(gradients): the norm of the whole gradient from this rank's slices, equal on every rank, with one
+Write global_norm(gradients): the norm of the unsharded gradient from this rank's slices, equal on every rank, with one
 collective.
 
 1. The norm is the root of a sum of squares. Which part of that sum can a rank compute alone?
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 def global_norm(gradients):
-    """The 2-norm of the whole gradient, equal on every rank, from this rank's slices (perhaps none)."""
+    """The 2-norm of the unsharded gradient, equal on every rank, from this rank's slices (perhaps none)."""
     ### BEGIN SOLUTION
     total = torch.zeros(())
     #! total = torch.zeros(())

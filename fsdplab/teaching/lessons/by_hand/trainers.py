@@ -87,7 +87,7 @@ class Trainer:
         return {name: own.full_tensor() if isinstance(own, DTensor) else own for name, own in plain.items()}
 
     def gradient_norms(self) -> dict[str, float]:
-        """The norm of every whole gradient that is there."""
+        """The norm of every unsharded gradient that is there."""
         found = {name: parameter.grad for name, parameter in self.parameters.items() if parameter.grad is not None}
         return {name: float(grad.norm()) for name, grad in found.items() if not isinstance(grad, DTensor)}
 

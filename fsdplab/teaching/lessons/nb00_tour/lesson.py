@@ -17,8 +17,8 @@ from fsdplab.figures.style import CATEGORY_COLOURS, titled
 FLOAT = 4  # bytes
 ADAM = 2 * FLOAT  # its two moments, a parameter
 _STATES = {
-    "parameters": CATEGORY_COLOURS["parameter_slices"],
-    "gradients": CATEGORY_COLOURS["whole_gradients"],
+    "parameters": CATEGORY_COLOURS["sharded_parameters"],
+    "gradients": CATEGORY_COLOURS["unsharded_gradients"],
     "optimizer state": CATEGORY_COLOURS["optimizer_state"],
 }
 

@@ -68,7 +68,7 @@ def stacked(bars: Mapping[str, Mapping[str, float]], card: float | None, title: 
     widest = max(*totals.values(), card or 0)
     scale, unit = (1e9, "GB") if widest >= 1e9 else (1e6, "MB")
     present = [row for row in CATEGORY_ROWS.values() if any(split[row.name] > widest / 1000 for split in bars.values())]
-    parts = [Part(row.words, row.colour, [split[row.name] / scale for split in bars.values()]) for row in present]
+    parts = [Part(row.title, row.colour, [split[row.name] / scale for split in bars.values()]) for row in present]
     over = [name for name, total in totals.items() if card and total > card]
     ends = {name: f"<b>{size(total)}</b>{' · over the card' if name in over else ''}" for name, total in totals.items()}
     levels = {f"card {size(card)}": card / scale} if card else {}
@@ -142,7 +142,7 @@ def _measured(record: RunRecord) -> dict[str, float]:
 def gap(record: RunRecord) -> Note:
     """What states by hand leave out, and the category in which the plan is furthest from the run."""
     predicted, measured = _predicted(record.spec["batch_size"]), _measured(record)
-    states = ("parameter_slices", "gradient_slices", "optimizer_state")
+    states = ("sharded_parameters", "sharded_gradients", "optimizer_state")
     held = sum(measured[name] for name in states)
     furthest = max(CATEGORIES, key=lambda name: abs(measured[name] - predicted[name]))
     return Note(

@@ -33,7 +33,7 @@ def rows_figure(rows: int, ranks: int) -> go.Figure:
     places = [(rank, place, rank * c + place) for rank in range(ranks) for place in range(c)]
     own = [Span(f"rank {rank}", place, 1, str(row)) for rank, place, row in places if row < rows]
     padding = [Span(f"rank {rank}", place, 1, "0") for rank, place, row in places if row >= rows]
-    kinds = (("row of the tensor", CATEGORY_COLOURS["parameter_slices"], own), ("padding", "#d0d4d9", padding))
+    kinds = (("row of the tensor", CATEGORY_COLOURS["sharded_parameters"], own), ("padding", "#d0d4d9", padding))
     hover = "%{{y}}, {} %{{text}}<extra></extra>"
     figure = go.Figure([lane(name, colour, cells, hovertemplate=hover.format(name)) for name, colour, cells in kinds])
     shown = range(0, c, max(1, c // 16))
@@ -58,12 +58,12 @@ def rows_figure(rows: int, ranks: int) -> go.Figure:
 
 MOMENTS = ("shard", "unshard", "forward", "reshard", "unshard", "backward", "reshard", "reduce")
 _GATHERED = (1, 2, 4, 5)  # moments at which the whole weight is there
-_GRADIENT = (5, 6)  # moments at which autograd's whole gradient is there
+_GRADIENT = (5, 6)  # moments at which autograd's unsharded gradient is there
 _KINDS = {
-    "its own slice": CATEGORY_COLOURS["parameter_slices"],
-    "gathered weight": CATEGORY_COLOURS["gathered_parameters"],
-    "whole gradient": CATEGORY_COLOURS["whole_gradients"],
-    "slice of the mean gradient": CATEGORY_COLOURS["gradient_slices"],
+    "its own slice": CATEGORY_COLOURS["sharded_parameters"],
+    "gathered weight": CATEGORY_COLOURS["unsharded_parameters"],
+    "unsharded gradient": CATEGORY_COLOURS["unsharded_gradients"],
+    "slice of the mean gradient": CATEGORY_COLOURS["sharded_gradients"],
 }
 
 
@@ -78,7 +78,7 @@ def life_cells(rank: int) -> Iterator[HeldCell]:
             came = "received" if arrives else ""
             yield HeldCell(f"rank {rank}: weight, half {other}", moment, "gathered weight", came)
         if moment in _GRADIENT:
-            yield HeldCell(f"rank {rank}: gradient", moment, "whole gradient", "whole")
+            yield HeldCell(f"rank {rank}: gradient", moment, "unsharded gradient", "whole")
     yield HeldCell(f"rank {rank}: gradient", len(MOMENTS) - 1, "slice of the mean gradient", f"half {rank}")
 
 
@@ -92,7 +92,7 @@ def life_diagram() -> go.Figure:
         "Drawn from the rule, nothing was run: what is in memory after each call",
         "Cells of memory on two ranks over eight calls. The own slice is always there. After each unshard, and during"
         " forward and backward, both halves of the weight are there, one of them from the other rank; reshard drops"
-        " them. Backward leaves a whole gradient, which reduce turns into this rank's half of the mean.",
+        " them. Backward leaves an unsharded gradient, which reduce turns into this rank's half of the mean.",
     )  # fmt: skip
 
 

@@ -30,9 +30,9 @@ def layer_life(payload: dict[str, Any]) -> dict[str, Any]:
     parts = SimpleNamespace(**functions(*payload["parts"]))
     layer, twin, inputs = _layer_and_twin(payload["rows"], payload["columns"])
     moments, outputs, gradients = _life(layer, inputs[dist.get_rank()], parts)
-    expected, whole_gradient = _of_the_twin(twin, inputs)
-    mine = parts.shard(whole_gradient, dist.get_rank(), dist.get_world_size())
-    differences = {"output": outputs - expected[dist.get_rank()], "gradient slice": gradients - mine}
+    expected, unsharded_gradient = _of_the_twin(twin, inputs)
+    mine = parts.shard(unsharded_gradient, dist.get_rank(), dist.get_world_size())
+    differences = {"output": outputs - expected[dist.get_rank()], "sharded gradient": gradients - mine}
     return {"moments": moments, "differences": {name: float(value.abs().max()) for name, value in differences.items()}}
 
 
@@ -54,11 +54,11 @@ def _life(
     def note(moment: str) -> None:
         gradient = 0 if weight.grad is None else weight.grad.nbytes
         held = {
-            "parameter_slices": mine.nbytes,
-            "gathered_parameters": whole.untyped_storage().nbytes(),
-            "whole_gradients": gradient,
+            "sharded_parameters": mine.nbytes,
+            "unsharded_parameters": whole.untyped_storage().nbytes(),
+            "unsharded_gradients": gradient,
         }
-        moments.append({"moment": moment, **held, "gradient_slices": 0 if reduced is None else reduced.nbytes})
+        moments.append({"moment": moment, **held, "sharded_gradients": 0 if reduced is None else reduced.nbytes})
 
     mine = parts.shard(whole, dist.get_rank(), dist.get_world_size())
     parts.reshard(whole)

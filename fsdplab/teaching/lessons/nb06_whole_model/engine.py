@@ -61,7 +61,7 @@ class MiniUnit:
         return self.whole.untyped_storage().nbytes()
 
     def take_gradient(self) -> torch.Tensor:
-        """The whole gradient that autograd left on this rank, flat [P]; the module's parameters keep none of it."""
+        """The unsharded gradient that autograd left on this rank, flat [P]; the module's parameters keep none of it."""
         gradients = [p.new_zeros(p.shape) if p.grad is None else p.grad for p in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None

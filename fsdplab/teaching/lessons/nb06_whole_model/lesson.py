@@ -227,7 +227,7 @@ def gathered_figure(training: Training, engine: str = "my_fsdp") -> go.Figure:
     ]
     ends = {name: f"<b>{size(total)}</b>" for name, total in zip(names, totals)}
     levels = {f"whole model: {size(whole)}": whole / 1e6}
-    figure = stacked_bars(ends, parts, "gathered parameters on one rank (MB)", "%{x:.3f} MB", levels=levels)
+    figure = stacked_bars(ends, parts, "unsharded parameters on one rank (MB)", "%{x:.3f} MB", levels=levels)
     summary = "; ".join(f"{name} {size(total)}" for name, total in zip(names, totals))
     spec = training.records[engine].spec
     how = "storages after each call" if engine == "my_fsdp" else "as its events announce"

@@ -141,7 +141,7 @@ class Listener:
             self.ledger.append(
                 {"step": self.step, "unit": event.unit, "phase": event.phase, "kind": event.kind, **bytes_of}
             )
-        elif isinstance(event, events.Tag) and event.category == "gathered_parameters":
+        elif isinstance(event, events.Tag) and event.category == "unsharded_parameters":
             self._held[event.unit] = event.nbytes
             self._row(event.unit, "unshard", "")
         elif isinstance(event, events.Transition) and event.after == "sharded":
@@ -200,7 +200,7 @@ def beside_the_twin(hooks: Callable[..., Any], work: Work) -> dict[str, Any]:
 
 def scheduled(payload: dict[str, Any]) -> dict[str, Any]:
     """One step of `blocks` blocks in the order of the learner's schedule: the most that was in memory, in blocks, and
-    how many floats of this rank's gradient slices differ from the unsharded twin's.
+    how many floats of this rank's sharded gradients differ from the unsharded twin's.
     """
     open_course(workspace=payload["workspace"])
     blocks, width, own = payload["blocks"], payload["width"], parts(hooks=lambda *arguments: ())
@@ -231,7 +231,7 @@ class _Step:
         self.outputs: dict[int, Tensor] = {}
 
     def take(self, action: str, block: int) -> float:
-        """Do one action; what is in memory after it (gathered blocks and whole gradients), in blocks."""
+        """Do one action; what is in memory after it (gathered blocks and unsharded gradients), in blocks."""
         getattr(self, f"_{action}")(block)
         size = max(unit.whole.nbytes for unit in self.units)
         return sum(unit.gathered_bytes for unit in self.units) / size + self._gradient_bytes() / size

@@ -3,8 +3,8 @@
 A schedule is a list of (action, block). A rank goes through it in order. It computes by itself (forward 2 ms, backward
 4 ms a block) and leaves messages to the link, which sends one at a time in the order of the list (a gather or a
 reduction takes 2 ms) while the rank goes on. A block that computes waits for its own gather. In memory, a gathered
-block counts from the start of its message until it is dropped, a whole gradient from the start of its backward until it
-is reduced, each as one block.
+block counts from the start of its message until it is dropped, an unsharded gradient from the start of its backward
+until it is reduced, each as one block.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class _Player:
     actions: list[Span] = field(default_factory=list)
     memory: list[Span] = field(default_factory=list)
     gathers: dict[int, Span] = field(default_factory=dict)  # of what is gathered now
-    gradients: dict[int, int] = field(default_factory=dict)  # block -> start of its whole gradient
+    gradients: dict[int, int] = field(default_factory=dict)  # block -> start of its unsharded gradient
     computed: list[tuple[str, int]] = field(default_factory=list)
     reduced: set[int] = field(default_factory=set)
 
@@ -183,10 +183,10 @@ _COLOURS = {
     "gather": LANE_COLOURS["all_gather"],
     "reduce": LANE_COLOURS["reduce_scatter"],
     "waits for": ALARM,
-    "gathered": CATEGORY_COLOURS["gathered_parameters"],
-    "gradient": CATEGORY_COLOURS["whole_gradients"],
+    "gathered": CATEGORY_COLOURS["unsharded_parameters"],
+    "gradient": CATEGORY_COLOURS["unsharded_gradients"],
 }
-_NAMES = {"waits for": "waits", "gathered": "gathered block in memory", "gradient": "whole gradient in memory"}
+_NAMES = {"waits for": "waits", "gathered": "gathered block in memory", "gradient": "unsharded gradient in memory"}
 
 
 def schedule_figure(steps: Any, blocks: int = 4) -> go.Figure:

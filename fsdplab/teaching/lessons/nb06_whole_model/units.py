@@ -132,7 +132,7 @@ def choices_figure(
         Part("largest unit, with units around it", COLOURS[1], [each.chain / 1e6 for each in plans.values()]),
     ]
     levels = {f"target {size(target)}": target / 1e6} if target else {}
-    figure = stacked_bars(ends, parts, "gathered parameters at the peak (MB)", "%{x:.3f} MB", levels=levels)
+    figure = stacked_bars(ends, parts, "unsharded parameters at the peak (MB)", "%{x:.3f} MB", levels=levels)
     if measured:
         figure.add_trace(_ticks(measured))
     title = _chosen(plans, target) if more else _extremes(plans)

@@ -50,8 +50,8 @@ def by_category(record: RunRecord) -> dict[str, int]:
 
 
 def gathered(record: RunRecord) -> float:
-    """MB of gathered parameters at the peak."""
-    return peak_row(record)["gathered_parameters"] / MB
+    """MB of unsharded parameters at the peak."""
+    return peak_row(record)["unsharded_parameters"] / MB
 
 
 def peak_table(record: RunRecord) -> Table:
@@ -72,8 +72,8 @@ def seen(record: RunRecord) -> Note:
         (
             (
                 f"Rank {row['rank']} holds {rest / MB:.0f} MB when it holds least and {total(row) / MB:.0f} MB at its"
-                f" peak, {place_of(record, row['time_ns'])}; {row['gathered_parameters'] / MB:.1f} MB of the"
-                " peak are gathered parameters."
+                f" peak, {place_of(record, row['time_ns'])}; {row['unsharded_parameters'] / MB:.1f} MB of the"
+                " peak are unsharded parameters."
             ),
         )
     )
@@ -138,7 +138,7 @@ def gathered_table(record: RunRecord, holding: Callable[[list[Row], int], Any]) 
     ]
     rows.append(["together", "", f"{sum(sizes[name] for name in names) / MB:.2f}"])
     caption = (
-        f"Measured on rank {row['rank']}; the memory table has {row['gathered_parameters'] / MB:.2f} MB of gathered"
+        f"Measured on rank {row['rank']}; the memory table has {row['unsharded_parameters'] / MB:.2f} MB of gathered"
         " parameters at that instant."
     )
     return table(["unit", "state at the peak", "MB"], rows, caption)
@@ -162,7 +162,7 @@ def compared(runs: Mapping[str, RunRecord]) -> Table:
         sizes = [
             f"{total(row) / MB:.1f}",
             f"{(total(row) - first) / MB:+.1f}",
-            f"{row['gathered_parameters'] / MB:.1f}",
+            f"{row['unsharded_parameters'] / MB:.1f}",
         ]
         rows.append([name, *sizes, str(gathered), place_of(run, row["time_ns"])])
     header = ["run", "peak, MB", "against the first", "gathered, MB", "units gathered", "the peak is"]

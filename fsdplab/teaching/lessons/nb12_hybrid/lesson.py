@@ -82,7 +82,7 @@ MOST_ROWS = 16  # of a picture that a screen holds
 MOMENTS = ("backward", "reduce-scatter in each row", "all-reduce in each column")
 _WHOLE, _IN_GROUP, _OF_ALL = "a rank's own gradient", "sum over its shard group", "sum over all ranks"
 _KINDS = {
-    _WHOLE: CATEGORY_COLOURS["whole_gradients"],
+    _WHOLE: CATEGORY_COLOURS["unsharded_gradients"],
     _IN_GROUP: COLLECTIVE_COLOURS["reduce_scatter"],
     _OF_ALL: COLLECTIVE_COLOURS["all_reduce"],
 }

@@ -32,8 +32,8 @@ TIME_LIMIT = 150.0
 MB = 1e6
 _FORWARDS = {"none": "1", "selective": "about 1.5", "full": "2"}
 _COLOURS = {
-    "working copy": CATEGORY_COLOURS["gathered_parameters"], "gradient": CATEGORY_COLOURS["gradient_slices"],
-    "master": CATEGORY_COLOURS["parameter_slices"], "moments": CATEGORY_COLOURS["optimizer_state"],
+    "working copy": CATEGORY_COLOURS["unsharded_parameters"], "gradient": CATEGORY_COLOURS["sharded_gradients"],
+    "master": CATEGORY_COLOURS["sharded_parameters"], "moments": CATEGORY_COLOURS["optimizer_state"],
 }  # fmt: skip
 
 
