@@ -22,7 +22,7 @@ from fsdplab.widgets.instrument import WAITING
 from fsdplab.widgets.lab_state import Batch, LabState
 from fsdplab.widgets.running import ANOTHER_RUNS, Runner
 from fsdplab.widgets.stills import Still
-from fsdplab.widgets.strategy_lab import GONE, StrategyLab
+from fsdplab.widgets.strategy_lab import StrategyLab
 from fsdplab.widgets.tabs import FAULT, TABS
 
 pytestmark = pytest.mark.quick
@@ -257,8 +257,9 @@ def test_an_interrupted_cell_cancels_its_runs(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_a_lab_without_its_kernel_says_so_in_one_line() -> None:
-    sheet = StrategyLab(FIXED, **TINY).widget.children[0].value
-    assert f'--fsdplab-gone: "{GONE}"' in sheet and ".jupyter-widgets-disconnected::before { content: none; }" in sheet
+    sheet = StrategyLab(FIXED, **TINY).instrument._css
+    assert "content: \"this lab's kernel has ended" in sheet
+    assert ".jupyter-widgets-disconnected::before { content: none; }" in sheet
 
 
 def press(lab: StrategyLab, what: str) -> None:

@@ -7,15 +7,14 @@ blames.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from fsdplab.common.names import IN_GROUPS, OVER_ALL_RANKS
 from fsdplab.common.sizes import parse_size
 from fsdplab.figures.view import RunView
-from fsdplab.planning.links import LinkError, parse_link
+from fsdplab.planning.links import parse_link
 from fsdplab.planning.plan_spec import PlanError, PlanSpec
 from fsdplab.planning.planner import plan_spec
 from fsdplab.sessions.spec import CHECKPOINTS, ENGINES, PRECISIONS, STRATEGIES, UNITS, RunSpec, SpecError, near_matches
@@ -25,123 +24,68 @@ from fsdplab.workloads import PRESETS as WORKLOADS
 MODELS = tuple(name for name, model in WORKLOADS.items() if model.vocabulary == BYTE_VOCABULARY)
 TARGETS = tuple(name for name in WORKLOADS if name not in MODELS)  # published models, for GPUs and the wind tunnel
 RANKS, PREFETCH, SHARD_SIZES = (1, 2, 3, 4), (0, 1, 2, 3, 4), (1, 2, 3, 4)
+STEPS, TOKENS = range(1, 201), range(1, 2**20 + 1)
 NO_LINK, TUNNEL = "none", "wind tunnel"
-TUNNELS = ("8xH100", "64xH100", "8xA100")  # proposals; RunSpec reads others too
-MOST_STEPS, MOST_TOKENS = 200, 2**20
-# what is said of a wrong value; `{got}` is the value
-STEPS_WORDS = f"steps is {{got}}; expected a whole number from 1 to {MOST_STEPS}"
-CARD_WORDS = "card is {got}; expected a size such as 300MB, 1.5GB or 2GiB, or nothing"
-TUNNEL_WORDS = f"wind tunnel is {{got}}; expected a number of cards and their name, such as {' or '.join(TUNNELS[:2])}"
-NOTHING_CHOSEN = "nothing is chosen; expected at least one"
-TUNNEL_FORM = r"\s*[1-9]\d*\s*x\s*\S+.*"
 SEQUENCE, GPU_SEQUENCE = 128, 4096  # tokens of a sequence, where a rank reads as many and the model takes them
 
 # Choices that the twin, a plain loop in one process, lacks. (A wind tunnel and profiling add steps, so it has those.)
 _NOT_OF_THE_TWIN = ("card", "checkpoint", "prefetch")
 
+Judge = Callable[[str, "Choices"], str]  # (the choice's name, all choices) -> what is wrong with it, or nothing
+
 
 # ---- one control alone
 
-Judge = Callable[["Choices"], str | None]  # the error of a choice, in one line
 
+def _offered(values: Sequence[Any] | Callable[[Choices], Sequence[Any]]) -> Judge:
+    """A judge of a value, or of several, that must be among these."""
 
-def _one_of(name: str, offered: Callable[[], Iterable[str | int]]) -> Judge:
-    def judge(choices: Choices) -> str | None:
-        got, expected = getattr(choices, name), list(offered())
-        if got in expected and not isinstance(got, bool):
-            return None
-        near = near_matches(got, [str(each) for each in expected]) if isinstance(got, str) else ""
-        return f"{name} is {got!r}{near}; expected one of {', '.join(map(str, expected))}"
-
-    return judge
-
-
-def _some_of(name: str, expected: tuple[str, ...]) -> Judge:
-    def judge(choices: Choices) -> str | None:
-        got = getattr(choices, name)
-        unknown = [each for each in got if each not in expected]
-        if unknown:
-            return f"unknown {unknown[0]!r}{near_matches(unknown[0], expected)}; expected some of {', '.join(expected)}"
-        return None if got else f"{NOTHING_CHOSEN} of {', '.join(expected)}"
+    def judge(name: str, choices: Choices) -> str:
+        got, expected = getattr(choices, name), values(choices) if callable(values) else values
+        if got == ():
+            return f"nothing is chosen; expected at least one of {', '.join(expected)}"
+        several = got if isinstance(got, tuple) else (got,)
+        wrong = [each for each in several if isinstance(each, bool) or each not in expected]
+        return f"{name} is {_unlike(wrong[0], expected)}" if wrong else ""
 
     return judge
 
 
-def _judge_engines(choices: Choices) -> str | None:
-    if words := _some_of("engines", tuple(ENGINES))(choices):
-        return words
-    idle = [
-        engine for engine in choices.engines if engine != "twin" and not set(ENGINES[engine]) & set(choices.strategies)
-    ]
-    if idle and _some_of("strategies", STRATEGIES)(choices) is None:
-        return (
-            f"{idle[0]} does {' and '.join(ENGINES[idle[0]])}, none of the chosen strategies; choose one of them, or"
-            " leave the engine out"
-        )
-    return (
-        None
-        if choices.engines != ("twin",)
-        else "the twin alone has nothing to be compared with; choose another engine too"
-    )
+def _unlike(got: Any, expected: Sequence[Any]) -> str:
+    if isinstance(expected, range):
+        return f"{got!r}; expected a whole number from {expected[0]} to {expected[-1]}"
+    names = [*map(str, expected)]
+    near = near_matches(got, names) if isinstance(got, str) else ""
+    return f"{got!r}{near}; expected one of {', '.join(names)}"
 
 
-def _judge_steps(choices: Choices) -> str | None:
-    got = choices.steps
-    fits = isinstance(got, int) and not isinstance(got, bool) and 1 <= got <= MOST_STEPS
-    return None if fits else STEPS_WORDS.format(got=repr(got))
+def _readable(read: Callable[[Choices], object]) -> Judge:
+    """A judge of a text that `read` reads, or refuses with a ValueError."""
+
+    def judge(name: str, choices: Choices) -> str:
+        try:
+            read(choices)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    return judge
 
 
-def _judge_tokens(choices: Choices) -> str | None:
-    got = choices.tokens
-    if not isinstance(got, int) or isinstance(got, bool) or not 1 <= got <= MOST_TOKENS:
-        return f"tokens is {got!r}; expected a whole number from 1 to {MOST_TOKENS}"
-    return None
-
-
-def _judge_link(choices: Choices) -> str | None:
-    on_gpus = bool(PRESETS[choices.preset].gpu) if choices.preset in PRESETS else False
-    if choices.link in (NO_LINK, TUNNEL):
-        return f"link is {choices.link!r}; expected a rate between the GPUs, such as 450GB/s" if on_gpus else None
-    try:
+def _read_link(choices: Choices) -> None:
+    if choices.link not in (NO_LINK, TUNNEL):
         parse_link(choices.link)
-    except LinkError as error:
-        return str(error)
-    return None
-
-
-def _judge_card(choices: Choices) -> str | None:
-    try:
-        parse_card(choices.card)
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-def _judge_tunnel(choices: Choices) -> str | None:
-    if choices.link != TUNNEL or re.fullmatch(TUNNEL_FORM, choices.tunnel):
-        return None
-    return TUNNEL_WORDS.format(got=repr(choices.tunnel))
-
-
-def _judge_target(choices: Choices) -> str | None:
-    return _one_of("as_model", lambda: TARGETS)(choices) if choices.link == TUNNEL else None
-
-
-def _offered(name: str, by_preset: str) -> Judge:
-    """A judge of a choice that depends on the preset; a wrong preset has its own line."""
-
-    def judge(choices: Choices) -> str | None:
-        preset = PRESETS.get(choices.preset)
-        return _one_of(name, lambda: getattr(preset, by_preset))(choices) if preset else None
-
-    return judge
+    elif PRESETS[choices.preset].gpu:
+        raise ValueError(f"link is {choices.link!r}; expected a rate between the GPUs, such as 450GB/s")
 
 
 # ---- the table of choices
 
 
-def _choice(default: Any, judge: Judge, sets: str = "", note: str = "") -> Any:
-    """One choice: what it begins with, its judge, the fields of a RunSpec that it sets, and how a note names it."""
+def _choice(default: Any, judge: Judge | None = None, sets: str = "", note: str = "") -> Any:
+    """One choice: what it begins with, its judge where no RunSpec judges it, the fields of a RunSpec that it sets, and
+    how a note names it.
+    """
     return field(default=default, metadata={"judge": judge, "sets": tuple(sets.split()), "note": note})
 
 
@@ -157,22 +101,24 @@ class Choices:
     ('lab',)
     """
 
-    preset: str = _choice("laptop", _one_of("preset", lambda: PRESETS), note="{}")
-    model: str = _choice("gpt-20m", _offered("model", "models"), "model", "{}")
-    ranks: int = _choice(2, _offered("ranks", "ranks"), "world_size", "{} ranks")
-    strategies: tuple[str, ...] = _choice(OVER_ALL_RANKS, _some_of("strategies", STRATEGIES), "strategy")
-    engines: tuple[str, ...] = _choice(("lab",), _judge_engines, "engine")
-    shard_size: int = _choice(2, _one_of("shard_size", lambda: SHARD_SIZES), "shard_size")
-    units: str = _choice("auto", _one_of("units", lambda: UNITS), "units", "units {}")
-    precision: str = _choice("fp32", _one_of("precision", lambda: PRECISIONS), "precision", "{}")
-    checkpoint: str = _choice("none", _one_of("checkpoint", lambda: CHECKPOINTS), "checkpoint", "recompute {}")
-    prefetch: int = _choice(1, _one_of("prefetch", lambda: PREFETCH), "prefetch", "prefetch {}")
-    link: str = _choice("150MB/s", _judge_link, "link", "{}")
-    tunnel: str = _choice("8xH100", _judge_tunnel, "emulate")
-    as_model: str = _choice("llama-3.1-8b", _judge_target, "as_model")
-    card: str = _choice("330MB", _judge_card, "card")
-    tokens: int = _choice(256, _judge_tokens, "batch_size sequence_length", "{} tokens")
-    steps: int = _choice(3, _judge_steps, "steps")
+    preset: str = _choice("laptop", _offered(lambda _: [*PRESETS]), note="{}")
+    model: str = _choice("gpt-20m", _offered(lambda choices: PRESETS[choices.preset].models), "model", "{}")
+    ranks: int = _choice(2, _offered(lambda choices: PRESETS[choices.preset].ranks), "world_size", "{} ranks")
+    strategies: tuple[str, ...] = _choice(OVER_ALL_RANKS, _offered(STRATEGIES), "strategy")
+    engines: tuple[str, ...] = _choice(("lab",), _offered([*ENGINES]), "engine")
+    shard_size: int = _choice(2, _offered(SHARD_SIZES), "shard_size")
+    units: str = _choice("auto", _offered(UNITS), "units", "units {}")
+    precision: str = _choice("fp32", _offered(PRECISIONS), "precision", "{}")
+    checkpoint: str = _choice("none", _offered(CHECKPOINTS), "checkpoint", "recompute {}")
+    prefetch: int = _choice(1, _offered(PREFETCH), "prefetch", "prefetch {}")
+    link: str = _choice("150MB/s", _readable(_read_link), "link", "{}")
+    tunnel: str = _choice("8xH100", sets="emulate")
+    as_model: str = _choice(
+        "llama-3.1-8b", _offered(lambda choices: TARGETS if choices.link == TUNNEL else (choices.as_model,)), "as_model"
+    )
+    card: str = _choice("330MB", _readable(lambda choices: parse_card(choices.card)), "card")
+    tokens: int = _choice(256, _offered(TOKENS), "batch_size sequence_length", "{} tokens")
+    steps: int = _choice(3, _offered(STEPS), "steps")
 
 
 CONTROLS = {each.name: each.metadata for each in fields(Choices)}
@@ -235,9 +181,13 @@ def check(choices: Choices, fixed: Mapping[str, Any] | None = None) -> Request:
     >>> check(Choices(ranks=9)).errors
     {'ranks': 'ranks is 9; expected one of 1, 2, 3, 4'}
     """
-    errors = {name: words for name, row in CONTROLS.items() if (words := row["judge"](choices))}
-    if errors:
+    judges = {name: row["judge"] for name, row in CONTROLS.items() if row["judge"]}
+    if choices.preset not in PRESETS:
+        judges = {"preset": judges["preset"]}  # the others ask the preset what it offers
+    if errors := {name: words for name, judge in judges.items() if (words := judge(name, choices))}:
         return Request(errors=errors)
+    if words := _nothing_compared(choices):
+        return Request(errors={"engines": words})
     if choices.tokens % (sequence := sequence_of(choices, fixed or {})):
         words = f"tokens is {choices.tokens}; expected a multiple of {sequence}, the tokens of a sequence"
         return Request(errors={"tokens": words})
@@ -260,7 +210,7 @@ def parse_card(text: str) -> int | None:
     try:
         return parse_size(text)
     except ValueError:
-        raise ValueError(CARD_WORDS.format(got=repr(text))) from None
+        raise ValueError(f"card is {text!r}; expected a size such as 300MB, 1.5GB or 2GiB, or nothing") from None
 
 
 def link_of(text: str) -> str | None:
@@ -285,6 +235,17 @@ def _pairs(choices: Choices) -> list[tuple[str, str]]:
     engines = [engine for engine in choices.engines if engine != "twin"]
     pairs = [(strategy, engine) for engine in engines for strategy in choices.strategies if strategy in ENGINES[engine]]
     return pairs + [("full_shard", "twin")] * ("twin" in choices.engines)
+
+
+def _nothing_compared(choices: Choices) -> str:
+    """Why an engine has nothing to run, or nothing beside it; or nothing."""
+    if choices.engines == ("twin",):
+        return "the twin alone has nothing to be compared with; choose another engine too"
+    for engine in choices.engines:
+        if engine != "twin" and not set(ENGINES[engine]) & set(choices.strategies):
+            able = f"{engine} does {' and '.join(ENGINES[engine])}, none of the chosen strategies"
+            return f"{able}; choose one of them, or leave the engine out"
+    return ""
 
 
 def _left_out(choices: Choices) -> str:

@@ -26,6 +26,7 @@ from .tabs import OF_ONE_RUN, TABS, note, pieces
 PRESENTED, WIDE = 1.35, 1.2  # how much larger type in figures is on a projector, and on a wide page
 WIDE_PX, WIDER = 1500, 1500 / 1100  # the least width of a wide page, and that over the usual one
 TITLE = "Details of the measured runs"
+_WRONG = "color:var(--fsdplab-bad, #c01f25)"
 
 Wanted = tuple[tuple[int, int] | None, int | None]  # a batch's number and count of records, and the run picked
 
@@ -48,7 +49,7 @@ class Details:
     def __init__(self, state: LabState, export_to: str | Path, shows: Callable[[Batch | None], object]) -> None:
         self._state, self._export_to, self._shows = state, Path(export_to), shows
         self._shown = _Shown()
-        self._listed: list[tuple[int, int, str]] | None = None
+        self._listed: list[tuple[int, int]] | None = None
         self._drawing = threading.RLock()
         self._offering = False
         self._scale = (1.0, 1.0)  # of type, and of the figures' width
@@ -62,19 +63,13 @@ class Details:
         self.export_button.on_click(lambda _: self.export())
         self.export_button.add_class("fsdplab-press")
         self.exported = ipywidgets.Output()
-        self.batch_menu = ipywidgets.Dropdown(
-            description="Batch", layout={"flex": "2 1 360px"}, style={"description_width": "initial"}
-        )
-        self.run_menu = ipywidgets.Dropdown(
-            description="Run", layout={"flex": "1 1 240px"}, style={"description_width": "initial"}
-        )
+        of_words = {"style": {"description_width": "initial"}}
+        self.batch_menu = ipywidgets.Dropdown(description="Batch", layout={"flex": "2 1 360px"}, **of_words)
+        self.run_menu = ipywidgets.Dropdown(description="Run", layout={"flex": "1 1 240px"}, **of_words)
         self.name = ipywidgets.Text(
-            description="Name",
-            placeholder="of batch and folder",
-            continuous_update=False,
-            layout={"flex": "1 1 240px"},
-            style={"description_width": "initial"},
-        )
+            description="Name", placeholder="of batch and folder", continuous_update=False,
+            layout={"flex": "1 1 240px"}, **of_words,
+        )  # fmt: skip
         self.name.observe(self._named, names="value")
         self.outputs = {name: ipywidgets.Output(layout={"min_height": "120px"}) for name in TABS}
         self.tabs = ipywidgets.Tab([*self.outputs.values()], titles=tuple(TABS))
@@ -118,18 +113,14 @@ class Details:
 
     def _list_batches(self) -> None:
         """Offer the batches that have records; when one gets a record, show it."""
-        offered = self._state.offered
-        listed = [(batch.number, len(batch.records), batch.name) for batch in offered]
+        offered, latest = self._state.offered, self._state.batch
         self.menus.layout.display = "" if offered else "none"
-        if listed == self._listed:
-            return
-        latest, renamed = (
-            self._state.batch,
-            self._listed is not None and [*map(_what, self._listed)] == [*map(_what, listed)],
-        )
-        shown = self.batch_menu.value if renamed else latest.number if offered and latest else None
-        self._listed = listed
-        self._offer(self.batch_menu, [(batch.title, batch.number) for batch in offered], shown)
+        titles = [(batch.title, batch.number) for batch in offered]
+        listed = [_counted(batch) for batch in offered]
+        if titles != [*self.batch_menu.options] or listed != self._listed:
+            shown = self.batch_menu.value if listed == self._listed else latest.number if latest else None
+            self._listed = listed
+            self._offer(self.batch_menu, titles, shown)
 
     def _list_runs(self, batch: Batch | None) -> None:
         options = [(run.label, place) for place, run in enumerate(batch.views)] if batch else []
@@ -152,14 +143,17 @@ class Details:
             if self._state.busy and batch is self._state.batches[-1]:
                 raise ValueError("the batch is running; its folder can be renamed when it has ended")
             rename(batch, change["new"])
-            said = f"kept in <code>{escape(str(batch.folder))}</code>" if batch.folder else ""
+            self._say(f"kept in <code>{escape(str(batch.folder))}</code>" if batch.folder else "")
         except ValueError as wrong:
-            said = f"<span style='color:var(--fsdplab-bad, #c01f25)'>{escape(str(wrong))}</span>"
+            self._say(f"<span style='{_WRONG}'>{escape(str(wrong))}</span>")
         except OSError as error:
             words = f"{batch.folder} could not be renamed ({error.strerror})"
-            said = f"<span style='color:var(--fsdplab-bad, #c01f25)'>{escape(words)}</span>"
-        self.exported.outputs = tuple(outputs(f"<div style='font-size:15px'>{said}</div>")) if said else ()
+            self._say(f"<span style='{_WRONG}'>{escape(words)}</span>")
         self._list_batches()
+
+    def _say(self, html: str) -> None:
+        """One line below the menus, or none."""
+        self.exported.outputs = tuple(outputs(f"<div style='font-size:15px'>{html}</div>")) if html else ()
 
     def _picked(self, _: Mapping[str, Any]) -> None:
         if not self._offering:
@@ -170,7 +164,7 @@ class Details:
         with self._drawing:
             self.widget.layout.display = "" if self._state.offered else "none"
             tab, batch = list(TABS)[self.tabs.selected_index or 0], self.batch
-            shown = (batch.number, len(batch.records)) if batch else None
+            shown = _counted(batch) if batch else None
             if self._shown.runs != shown:
                 self._shown = _Shown(shown)
                 self._list_runs(batch)
@@ -214,10 +208,10 @@ class Details:
             words = escape(
                 f"{path} could not be written ({error.strerror}); give StrategyLab(export_to=...) a folder that can"
             )
-        self.exported.outputs = tuple(outputs(f"<div style='font-size:15px'>{words}</div>"))
+        self._say(words)
         return written
 
 
-def _what(listed: tuple[int, int, str]) -> tuple[int, int]:
-    """A line of the menu without its name."""
-    return listed[:2]
+def _counted(batch: Batch) -> tuple[int, int]:
+    """A batch's number and how many records it has."""
+    return batch.number, len(batch.records)

@@ -28,11 +28,12 @@ from .lab_state import LabState
 
 WAITING = "waiting for the kernel: it is running a cell, and does this when the cell has ended"
 _HERE = Path(__file__).parent
-_ALARM = ("failed",)
 
 
 class Instrument(anywidget.AnyWidget):
-    """Controls, bars and timeline over a LabState; `press(what)` is called for "measure" and "cancel"."""
+    """Controls, bars and timeline over a LabState; `press(what)` is called for "measure" and "cancel", and `waits()`
+    says whether a press waits for the notebook's cells.
+    """
 
     _esm = _HERE / "instrument.js"
     _css = _HERE / "instrument.css"
@@ -45,10 +46,11 @@ class Instrument(anywidget.AnyWidget):
     width = traitlets.Int(0).tag(sync=True)
     scale = traitlets.Float(1.0).tag(sync=True)
 
-    def __init__(self, state: LabState, press: Callable[[str], object], look: Look | None = None) -> None:
-        self._state, self._press = state, press
-        self.look = look or Look(*PRESETS[state.choices.preset].sides)
-        self.waits = False  # whether a press waits for the notebook's cells
+    def __init__(
+        self, state: LabState, press: Callable[[str], object], waits: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._state, self._press, self._waits = state, press, waits
+        self.look = Look(*PRESETS[state.choices.preset].sides)
         self._answered: tuple[object, ...] = ()
         self._marked: tuple[object, ...] = ()
         super().__init__(offers=_offers())
@@ -74,13 +76,13 @@ class Instrument(anywidget.AnyWidget):
             self.marks = marks(state.choices, self.look, state.fixed)
 
     def _progress(self) -> dict[str, Any]:
-        state = self._state
+        state, waits = self._state, self._waits()
         return {
             "busy": state.busy,
-            "cancels": state.status == "running" or self.waits,
+            "cancels": state.status == "running" or waits,
             "share": 1.0 if state.status == "done" else state.progress.share,
-            "message": WAITING if self.waits else state.message,
-            "alarm": state.status in _ALARM,
+            "message": WAITING if waits else state.message,
+            "alarm": state.status == "failed",
             "what": f"Measure {plural(len(state.request.specs), 'run')}",
         }
 

@@ -11,7 +11,8 @@ The view calls the methods of its buttons (`choose`, `begin`, `cancel`), the run
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,6 @@ from fsdplab.sessions.spec import RunSpec
 
 from .choices import PRESETS, SEQUENCE, Choices, check, label
 
-RESTING = ("idle", "done", "failed", "cancelled")
 BUSY = ("running", "cancelling")
 
 
@@ -285,27 +285,13 @@ class LabState:
             raise RuntimeError(f"no batch is running (status {self.status}); call begin() first")
         return self.batches[-1]
 
-    def _told(self) -> _Told:
-        return _Told(self._lock, self._observers)
-
-
-@dataclass
-class _Told:
-    """One change under the lock; the observers are called when it is complete."""
-
-    lock: threading.RLock
-    observers: Sequence[Callable[[], None]]
-
-    def __enter__(self) -> None:
-        self.lock.acquire()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                for observer in [*self.observers]:
-                    observer()
-        finally:
-            self.lock.release()
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """One change under the lock; the observers are called when it is complete."""
+        with self._lock:
+            yield
+            for observer in [*self._observers]:
+                observer()
 
 
 def _begun_with(fixed: Mapping[str, Any], given: Mapping[str, Any]) -> Choices:

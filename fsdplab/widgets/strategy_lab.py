@@ -5,9 +5,7 @@ The state is in `state`, runs are in `runner`, what is drawn in `instrument` and
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,6 @@ from .lab_state import Batch, LabState
 from .running import Runner
 from .running_cells import RunningCells, this_shell
 from .stills import Still
-
-GONE = "this lab's kernel has ended: run its cell again, and the kept runs come back"
 
 
 class StrategyLab:
@@ -50,12 +46,11 @@ class StrategyLab:
         self._cells = RunningCells(this_shell())
         self._stills: list[DisplayHandle] = []
         self._presented = False
-        self.instrument = Instrument(self.state, self._pressed)
+        self.instrument = Instrument(self.state, self._pressed, lambda: self._cells.waiting)
         self.details = Details(self.state, export_to, self._show_still)
         self.state.subscribe(self.details.refresh)
         self.instrument.observe(lambda _: self._resize(), names="width")
-        self.widget = ipywidgets.VBox([ipywidgets.HTML(_style(), layout={"display": "none"})])
-        self.widget.children += (self.instrument, self.details.widget)
+        self.widget = ipywidgets.VBox([self.instrument, self.details.widget])
         self.widget.add_class("fsdplab-lab")
 
     @property
@@ -98,32 +93,12 @@ class StrategyLab:
         for still in self._stills:
             still.update(self._still(batch))
 
-    # ---- buttons
-
     def _pressed(self, what: str) -> None:
-        {"measure": self._start, "cancel": self._cancel}[what]()
-
-    def _start(self) -> None:
-        """Start the runs, after the cells that the kernel runs now."""
-        if self._cells.busy_elsewhere and not self.state.request.errors:
-            self.instrument.waits = True
-            self._cells.after(self._start_waiting)
+        """Do what a button says; runs start after the cells that the kernel runs now."""
+        if what == "cancel":
+            self._cells.forget()
+            self.runner.cancel()
+        elif self._cells.busy_elsewhere and not self.state.request.errors:
+            self._cells.after(self.runner.start)
         else:
             self.runner.start()
-
-    def _start_waiting(self) -> None:
-        self.instrument.waits = False
-        self.runner.start()
-        self.instrument.refresh()
-
-    def _cancel(self) -> None:
-        self._cells.forget()
-        self.instrument.waits = False
-        self.runner.cancel()
-
-
-@lru_cache
-def _style() -> str:
-    """The style sheet of the details."""
-    rules = Path(__file__).with_name("lab.css").read_text(encoding="utf-8")
-    return f"<style>.fsdplab-lab {{ --fsdplab-gone: {json.dumps(GONE)}; }}\n{rules}</style>"
