@@ -20,7 +20,6 @@ from tests.spread import pytest_collection_modifyitems, pytest_xdist_make_schedu
 
 if TYPE_CHECKING:
     from fsdplab.teaching.core.course_state import Course
-    from fsdplab.teaching.core.verdicts import Feedback
     from fsdplab.teaching.core.workspace import Workspace
 
 
@@ -74,11 +73,3 @@ def course(workspace: Workspace) -> Iterator[Course]:
 
     yield course_state.open_course("learner", workspace.path)
     course_state._open.clear()
-
-
-@pytest.fixture(scope="module")
-def tried(request: pytest.FixtureRequest, workspace: Workspace) -> dict[tuple[str, str], Feedback | None]:
-    """The feedback on each of the module's SOLUTIONS, by its key."""
-    from tests.solutions import try_all
-
-    return try_all(request.module.SOLUTIONS, workspace)

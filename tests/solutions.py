@@ -6,7 +6,8 @@ A check must accept every right answer, whoever wrote it, and tell of every know
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import ast
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import groupby
@@ -18,6 +19,72 @@ from fsdplab.teaching.core.exercise import Question
 from fsdplab.teaching.core.exercise_file import Exercise, Mistake
 from fsdplab.teaching.core.verdicts import Feedback
 from fsdplab.teaching.core.workspace import Workspace
+
+NOTEBOOKS = sorted(path.name[:2] for path in (Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+SLEEPING = ("07.hide",)  # ranks sleep while an emulated card computes: four launches try its solutions side by side
+# right answers that are the reference, or the stub, with other lines
+_EDITS = {
+    "03.in_buckets": {
+        "a new list each time": [
+            ("    def send():\n", "    def send():\n        nonlocal bucket\n"), ("bucket.clear()", "bucket = []"),
+        ],
+        "scatter and gather": [(
+            "            dist.all_reduce(joined)\n",
+            """\
+            n = dist.get_world_size()
+            joined = torch.cat([joined, joined.new_zeros(-len(joined) % n)])
+            blocks, own = list(joined.chunk(n)), torch.empty(len(joined) // n)
+            dist.reduce_scatter(own, blocks)
+            dist.all_gather(blocks, own)
+            joined = joined[: sum(each.numel() for each in bucket)]
+""",
+        )],
+    },
+    "03.small_together": {
+        "divides the pieces, of the stub": [("copy_(piece)", "copy_(piece / n)")],
+        "divides first, of the stub": [("in small])\n        dist", "in small]) / n\n        dist")],
+    },
+    "04.reduce_rows": {
+        "torch's own average": [
+            ("blocks)\n    mine", "blocks, op=dist.ReduceOp.AVG)\n    mine"),
+            ("    mine.grad /= dist.get_world_size()\n", ""),
+        ],
+    },
+    "06.hooks": {
+        "adds to a gradient that is there": [(
+            "unit.mine.grad = reduce(unit.take_gradient())",
+            "new, old = reduce(unit.take_gradient()), unit.mine.grad\n"
+            "        unit.mine.grad = new if old is None else old + new",
+        )],
+    },
+    "07.hide": {"two ahead": [('"prefetch": 1', '"prefetch": 2')]},
+    "19.order": {
+        "more of the slower cards": [('"gpu": "h100"', '"gpu": "a100"'), ('"gpus": 128', '"gpus": 192')],
+        "just in time": [('"gpus": 128', '"gpus": 72')],
+        "as many as the step allows": [('"gpus": 128', '"gpus": 768')],
+    },
+}  # fmt: skip
+
+
+def right_answers(exercise: Exercise) -> dict[str, str]:
+    """Right answers besides the reference, source by name: the functions `shard__pad_first` of
+    `right_answers/nb05.py`, each with all that is not a function there, and edits of the reference.
+    """
+    found = {}
+    for name, edits in _EDITS.get(exercise.id, {}).items():
+        found[name] = exercise.stub if name.endswith("of the stub") else exercise.reference
+        for old, new in edits:
+            assert old in found[name], f"{exercise.id}: {name} edits {old!r}, which is not there"
+            found[name] = found[name].replace(old, new)
+    path = Path(__file__).with_name("right_answers") / f"nb{exercise.id[:2]}.py"
+    nodes = ast.parse(path.read_text(encoding="utf-8")).body if path.exists() else []
+    shared = "\n".join(ast.unparse(node) for node in nodes if not isinstance(node, ast.FunctionDef))
+    for node in nodes:
+        function, _, name = getattr(node, "name", "").partition("__")
+        if function == exercise.function and name:
+            node.name = function
+            found[name.replace("_", " ")] = f"{shared}\n\n\n{ast.unparse(node)}\n"
+    return found
 
 
 @dataclass(frozen=True)
@@ -37,7 +104,7 @@ class Solution:
     def __str__(self) -> str:
         return "-".join(self.key)
 
-    def must_report(self, feedback: Feedback | None, names_rank: bool = True) -> None:
+    def must_report(self, feedback: Feedback | None) -> None:
         """A right solution passed; a wrong one was told what it got, what was expected, why and (where it can be told)
         on which rank.
         """
@@ -46,14 +113,14 @@ class Solution:
             return
         assert feedback is not None, f"{self} is wrong, and passed"
         assert self.says in feedback.cause and feedback.expected and feedback.got and feedback.headline
-        assert feedback.rank is not None or not names_rank or self.exercise.world_size == 1
+        assert feedback.rank is not None or self.exercise.world_size == 1
 
 
-def solutions_of(exercises: Sequence[Exercise], right: Mapping[str, Mapping[str, str]]) -> list[Solution]:
-    """The references, the other `right` answers (exercise -> name -> source), and the known wrong ones that return."""
+def solutions_of(exercises: Sequence[Exercise]) -> list[Solution]:
+    """The references, the other right answers, and the known wrong ones that return."""
     found = []
     for exercise in exercises:
-        passing = {"the reference": exercise.reference, **right.get(exercise.id, {})}
+        passing = {"the reference": exercise.reference, **right_answers(exercise)}
         found += [Solution(exercise, name, source, None) for name, source in passing.items()]
         found += [
             Solution(exercise, f"line {known.line}", known.source, known.cause)
@@ -71,20 +138,18 @@ def ended_of(exercises: Sequence[Exercise]) -> list[tuple[Exercise, Mistake]]:
 FeedbackByKey = dict[tuple[str, str], Feedback | None]
 
 
-def try_all(solutions: Sequence[Solution], workspace: Workspace, launch: int = 0) -> FeedbackByKey:
+def try_all(solutions: Sequence[Solution], workspace: Workspace) -> FeedbackByKey:
     """The feedback on each solution by its key; all that need the same number of ranks are tried in one launch."""
+    launch = lambda solution: (solution.exercise.world_size, solution.exercise.id in SLEEPING)  # noqa: E731
     feedback_by_key: FeedbackByKey = {}
-    ranks = lambda solution: solution.exercise.world_size  # noqa: E731
-    for count, group in groupby(sorted(solutions, key=ranks), key=ranks):
-        feedback_by_key |= _try_together(list(group), workspace, workspace.path / f"launch-{launch}-on-{count}-ranks")
+    for (ranks, sleeping), group in groupby(sorted(solutions, key=launch), key=launch):
+        todo, launches = list(group), 4 if sleeping else 1
+        parts = [todo[number::launches] for number in range(launches)]
+        folders = [workspace.path / f"{todo[0].exercise.id}-{number}-on-{ranks}" for number in range(launches)]
+        with ThreadPoolExecutor(launches) as pool:
+            for found in pool.map(_try_together, parts, [workspace] * launches, folders):
+                feedback_by_key |= found
     return feedback_by_key
-
-
-def try_side_by_side(solutions: Sequence[Solution], workspace: Workspace, launches: int) -> FeedbackByKey:
-    """The same in several launches at once, for solutions that mostly wait."""
-    with ThreadPoolExecutor(launches) as pool:
-        found = list(pool.map(lambda launch: try_all(solutions[launch::launches], workspace, launch), range(launches)))
-    return {key: feedback for feedback_by_key in found for key, feedback in feedback_by_key.items()}
 
 
 def _try_together(todo: Sequence[Solution], workspace: Workspace, folder: Path) -> FeedbackByKey:
@@ -143,15 +208,6 @@ class Impatient(Exercise):
     @property
     def time_limit(self) -> float:
         return self.seconds
-
-
-def must_be_complete(item: object) -> None:
-    """An item of a notebook has a statement and hints; an exercise has mistakes too, and programs that compile."""
-    assert item.statement and all(getattr(item, "hints", ["."]))
-    if isinstance(item, Exercise):
-        assert item.complaints() == []
-        for source in (item.stub, item.reference, *(known.source for known in item.mistakes)):
-            compile(source, item.id, "exec")
 
 
 def must_name_each_slip(question: Question, against: object = None) -> None:

@@ -20,12 +20,13 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Files of more than 24 seconds, the longest first.
 LONGEST = (
-    "test_warm_starts", "07_overlap", "test_findings", "test_gpu_check", "test_strategy_lab_browser",
+    "test_course_exercises", "test_warm_starts", "07_overlap", "test_findings", "test_gpu_check",
+    "test_strategy_lab_browser",
     "test_engine_state", "test_sessions_runs", "13_precision_checkpointing_offload", "test_course_11",
     "test_staying_ranks", "test_sessions_reports", "test_sessions_nodes", "test_compose_tensor",
-    "11_strategy_shoot_out", "test_course_site", "test_sessions_call", "test_engine_numbers", "test_course_05_06",
-    "test_course_03", "test_lab_browser", "09_memory_timelines", "test_prediction", "test_compose_experts",
-    "test_course_09", "test_course_13", "test_course_07", "test_installed", "test_course_16",
+    "11_strategy_shoot_out", "test_course_site", "test_sessions_call", "test_engine_numbers",
+    "test_lab_browser", "09_memory_timelines", "test_prediction", "test_compose_experts",
+    "test_course_09", "test_installed",
     "test_engine_shm_recovery", "test_step_program", "test_engine_offload", "test_surface_memory",
     "test_compose_pipeline", "test_teaching_course", "test_architecture", "test_cli", "test_plan_oracle",
     "test_surface_arguments",

@@ -1,7 +1,4 @@
-"""Notebook 03: every right answer passes, every known wrong one is diagnosed, and what is trained equals the twin.
-
-All solutions that return are tried in one launch on three ranks; one that raises or hangs needs a launch of its own.
-"""
+"""Notebook 03: the references' gradients are the twin's, and what is trained equals it."""
 
 from __future__ import annotations
 
@@ -9,113 +6,17 @@ import pytest
 import torch
 
 from fsdplab.teaching import ddp_by_hand
-from fsdplab.teaching.core import answers, display, registry
-from fsdplab.teaching.core.exercise import Call, Choice, Question
+from fsdplab.teaching.core import display, registry
+from fsdplab.teaching.core.exercise import Call
 from fsdplab.teaching.core.exercise_file import Exercise
 from fsdplab.teaching.core.run_submission import behaviours
 from fsdplab.teaching.lessons.nb03_ddp_by_hand.bucket_costs import buckets, costs
 from fsdplab.teaching.lessons.nb03_ddp_by_hand.on_ranks import RATE, SMALL, STEPS, Step, compared
 from fsdplab.workloads import ByteText, build_model, loss_of
 from fsdplab.workloads.twin import replay_gradients
-from tests.solutions import ended_of, must_name_each_slip, solutions_of, try_ended
 
 ITEMS = registry.items_of("03")
 EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
-QUESTIONS = [item for item in ITEMS if isinstance(item, Question)]
-CHOICES = [item for item in ITEMS if isinstance(item, Choice)]
-RIGHT = {  # other right answers than the references
-    "03.average_in_hook": {
-        "torch's own average": (
-            "import torch.distributed as dist\n\n\ndef average_in_hook(parameter):\n    dist.all_reduce(parameter.grad,"
-            " op=dist.ReduceOp.AVG)\n"
-        ),
-        "divides first": (
-            "import torch.distributed as dist\n\n\ndef average_in_hook(parameter):\n   "
-            " parameter.grad.div_(dist.get_world_size())\n    dist.all_reduce(parameter.grad)\n"
-        ),
-        "reduced, then broadcast": (
-            "import torch.distributed as dist\n\n\ndef average_in_hook(parameter):\n    dist.reduce(parameter.grad,"
-            " 0)\n    parameter.grad /= dist.get_world_size()\n    dist.broadcast(parameter.grad, src=0)\n"
-        ),
-        "another tensor in its place": (
-            "import torch\nimport torch.distributed as dist\n\n\ndef average_in_hook(parameter):\n    total ="
-            " parameter.grad.clone()\n    work = dist.all_reduce(total, async_op=True)\n    work.wait()\n   "
-            " parameter.grad = total / dist.get_world_size()\n"
-        ),
-    },
-    "03.small_together": {
-        "divides the pieces": registry.find("03.small_together").stub.replace("copy_(piece)", "copy_(piece / n)"),
-        "divides first": (
-            registry.find("03.small_together").stub.replace(
-                "for parameter in small])\n        dist", "for parameter in small]) / n\n        dist"
-            )
-        ),
-    },
-    "03.in_buckets": {
-        "a new list each time": (
-            registry.find("03.in_buckets")
-            .reference.replace("    def send():\n", "    def send():\n        nonlocal bucket\n")
-            .replace("bucket.clear()", "bucket = []")
-        ),
-        "closed before it would be too full": (
-            "import torch\nimport torch.distributed as dist\n\n\ndef in_buckets(model, bucket_bytes):\n    bucket ="
-            " []\n\n    def ready(parameter):\n        held = sum(each.grad.nbytes for each in bucket)\n        if"
-            " bucket and held + parameter.grad.nbytes > bucket_bytes:\n            send()\n       "
-            " bucket.append(parameter)\n\n    def send():\n        flat ="
-            " torch._utils._flatten_dense_tensors([each.grad for each in bucket])\n       "
-            " dist.all_reduce(flat.div_(dist.get_world_size()))\n        parts ="
-            " torch._utils._unflatten_dense_tensors(flat, [each.grad for each in bucket])\n        for each, part in"
-            " zip(bucket, parts):\n            each.grad = part\n        bucket.clear()\n\n    for parameter in"
-            " model.parameters():\n        parameter.register_post_accumulate_grad_hook(ready)\n    return send\n"
-        ),
-        "asynchronous": (
-            "import torch\nimport torch.distributed as dist\n\n\ndef in_buckets(model, bucket_bytes):\n    bucket,"
-            " under_way = [], []\n\n    def ready(parameter):\n        bucket.append(parameter)\n        if"
-            " sum(each.grad.nbytes for each in bucket) >= bucket_bytes:\n            send()\n\n    def send():\n       "
-            " if bucket:\n            joined = torch.cat([each.grad.flatten() for each in bucket])\n           "
-            " under_way.append((list(bucket), joined, dist.all_reduce(joined, async_op=True)))\n           "
-            " bucket.clear()\n\n    def finish():\n        send()\n        for members, joined, work in under_way:\n   "
-            "         work.wait()\n            joined /= dist.get_world_size()\n            for each, piece in"
-            " zip(members, joined.split([each.numel() for each in members])):\n               "
-            " each.grad.copy_(piece.view_as(each))\n        under_way.clear()\n\n    for parameter in"
-            " model.parameters():\n        parameter.register_post_accumulate_grad_hook(ready)\n    return finish\n"
-        ),
-        "scatter and gather": (
-            registry.find("03.in_buckets").reference.replace(
-                "            dist.all_reduce(joined)\n",
-                "            n = dist.get_world_size()\n            joined = torch.cat([joined,"
-                " joined.new_zeros(-len(joined) % n)])\n            blocks, own = list(joined.chunk(n)),"
-                " torch.empty(len(joined) // n)\n            dist.reduce_scatter(own, blocks)\n           "
-                " dist.all_gather(blocks, own)\n            joined = joined[: sum(each.numel() for each in bucket)]\n",
-            )
-        ),
-    },
-}
-
-
-SOLUTIONS = solutions_of(EXERCISES, RIGHT)
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("solution", SOLUTIONS, ids=str)
-def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, solution):
-    solution.must_report(tried[solution.key])
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    "exercise,known", ended_of(EXERCISES), ids=lambda value: getattr(value, "id", "") or value.ends
-)
-def test_solutions_that_raise_or_hang_are_diagnosed(workspace, exercise, known):
-    assert known.cause in try_ended(exercise, known, workspace).cause
-
-
-def test_the_feedback_names_step_parameter_and_index(tried):
-    exercise = registry.find("03.small_together", Exercise)
-    known = next(known for known in exercise.mistakes if "divided already" in known.source)
-    feedback = tried[exercise.id, f"line {known.line}"]
-    assert "gradients of step 0['blocks.0.attention_norm.weight']" in feedback.tensor and feedback.index == (0,)
-    assert "(20 of 35 differ, all of them 1-D)" in feedback.cause
 
 
 @pytest.mark.timeout(300)
@@ -153,21 +54,6 @@ def test_rules_on_messages_judge_hand_written_steps():
 
 
 # --- questions
-
-
-@pytest.mark.parametrize("item", QUESTIONS, ids=lambda item: item.id)
-def test_a_right_number_is_accepted_however_it_is_written_and_slips_are_named(course, item):
-    right = item.right()
-    for value in (right, right * (1 + item.tolerance / 2), f"{right} {item.unit}"):
-        assert answers.grade_answer(item.id, value).passed
-    must_name_each_slip(item)
-
-
-@pytest.mark.parametrize("item", CHOICES, ids=lambda item: item.id)
-def test_choices_explain_every_letter(course, item):
-    for letter in item.options:
-        verdict = answers.grade_answer(item.id, letter)
-        assert verdict.passed == (letter == item.right) and item.because[letter] in str(verdict)
 
 
 # --- the lesson

@@ -1,6 +1,4 @@
-"""Notebook 10: right answers pass and known wrong ones are diagnosed; figures and sentences come from plans and the
-record.
-"""
+"""Notebook 10: figures and sentences come from plans and the record."""
 
 from __future__ import annotations
 
@@ -11,39 +9,9 @@ from fsdplab.planning.overlap import overlap_of, overlap_point
 from fsdplab.sessions import run
 from fsdplab.teaching import hiding
 from fsdplab.teaching.core import registry
-from tests.solutions import ended_of, function_of, in_all_cases, must_name_each_slip, solutions_of, try_ended
+from tests.solutions import function_of, in_all_cases, must_name_each_slip
 
 CROSSOVER = registry.find("10.crossover")
-RIGHT = {  # other right answers than the reference
-    "10.crossover": {
-        "the parameters cancel, in whole tokens": (
-            "import math\n\n\ndef crossover(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):\n"
-            "    rate = flops / bandwidth * (1 - 1 / ranks)\n"
-            "    return math.ceil(rate * max(param_bytes / 2, (param_bytes + reduce_bytes) / 4))\n"
-        ),
-        "by halving, in numpy": (
-            "import numpy as np\n\n\ndef crossover(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):\n"
-            "    gather, reduce = (np.float64(b) * parameters * (ranks - 1) / ranks / bandwidth\n"
-            "                      for b in (param_bytes, reduce_bytes))\n"
-            "    low, high = 0, 2**40\n    while high - low > 1:\n        tokens = (low + high) // 2\n"
-            "        compute = np.array([2.0, 4.0]) * parameters * tokens / flops\n"
-            "        hidden = np.all(compute >= [gather, gather + reduce])\n"
-            "        low, high = (low, tokens) if hidden else (tokens, high)\n    return np.int64(high)\n"
-        ),
-    }
-}
-SOLUTIONS = solutions_of([CROSSOVER], RIGHT)
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("solution", SOLUTIONS, ids=str)
-def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, solution):
-    solution.must_report(tried[solution.key], names_rank=False)
-
-
-def test_solutions_that_raise_are_diagnosed(workspace):
-    for exercise, known in ended_of([CROSSOVER]):
-        assert known.cause in try_ended(exercise, known, workspace).cause
 
 
 def test_the_expected_tokens_are_right():

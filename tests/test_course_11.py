@@ -1,4 +1,4 @@
-"""Notebook 11: a choice is judged by bytes and by the link's clock, and every known wrong one is told what it costs."""
+"""Notebook 11: a choice is judged by bytes and by the link's clock."""
 
 from __future__ import annotations
 
@@ -15,25 +15,11 @@ from fsdplab.teaching import reading_choices
 from fsdplab.teaching.core import answers, registry, training_on_ranks
 from fsdplab.teaching.core.exercise import Question
 from fsdplab.teaching.lessons.nb11_shoot_out import on_ranks
-from tests.solutions import must_name_each_slip, solutions_of
+from tests.solutions import must_name_each_slip
 
 CHOOSE = registry.find("11.choose")
 QUESTIONS = [item for item in registry.items_of("11") if isinstance(item, Question)]
 NOTEBOOK = next((Path(__file__).resolve().parents[1] / "notebooks").glob("11_*.ipynb"))
-RIGHT = {
-    "parameters whole, gradients sharded": "def choose():\n    return {'strategy': 'zero2'}\n",
-    "moments only": "def choose():\n    return {'strategy': 'zero1', 'prefetch': 0}\n",
-    "two ahead, two queues": "def choose():\n    return dict(strategy='shard_grad_op', prefetch=2, link_queues=2)\n",
-}
-
-
-SOLUTIONS = solutions_of([CHOOSE], {CHOOSE.id: RIGHT})
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("solution", SOLUTIONS, ids=str)
-def test_right_choices_pass_and_wrong_ones_are_told_why(tried, solution):
-    solution.must_report(tried[solution.key], names_rank=False)
 
 
 def fake(

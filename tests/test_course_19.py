@@ -1,6 +1,4 @@
-"""Notebook 19: every order that the planner finds good passes, each known wrong one is told why; tables and figures say
-what the plans say.
-"""
+"""Notebook 19: tables and figures say what the plans say."""
 
 from __future__ import annotations
 
@@ -9,35 +7,8 @@ import pytest
 from fsdplab.figures import alt_text
 from fsdplab.teaching import sizing
 from fsdplab.teaching.core import registry
-from fsdplab.teaching.core.exercise_file import Exercise
 from fsdplab.teaching.lessons.nb19_planning_at_scale import order as ordering
-from tests.solutions import must_name_each_slip, solutions_of
-
-ITEMS = registry.items_of("19")
-EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
-ORDER = """
-def order():
-    return {"gpu": "h100", "gpus": 128, "strategy": "full_shard", "micro_batch": 1, "checkpointing": "selective"}
-"""
-RIGHT = {  # other right orders than the reference
-    "19.order": {
-        "more of the slower cards": ORDER.replace("h100", "a100").replace("128", "192"),
-        "just in time": ORDER.replace("128", "72"),
-        "as many as the step allows": ORDER.replace("128", "768"),
-        "worked out, in numpy": (
-            "import numpy as np\n\n\ndef order():\n    gpus = 8 * np.ceil(np.float64(95) / 8)\n"
-            "    return dict(gpu='h100', gpus=gpus, strategy='full_shard', micro_batch=np.int64(1),\n"
-            "                checkpointing='selective')\n"
-        ),
-    }
-}
-SOLUTIONS = solutions_of(EXERCISES, RIGHT)
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("solution", SOLUTIONS, ids=str)
-def test_right_orders_pass_and_wrong_ones_are_told_why(tried, solution):
-    solution.must_report(tried[solution.key], names_rank=False)
+from tests.solutions import must_name_each_slip
 
 
 def test_the_question_accepts_the_right_number_and_names_each_slip(course):

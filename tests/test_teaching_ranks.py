@@ -1,7 +1,4 @@
-"""Checks on real ranks: every reference is accepted, every known wrong solution is rejected with its likely cause.
-
-All solutions that return are tried in one launch; one that raises and one that hangs need a launch of their own.
-"""
+"""Cells and checks on real ranks: how each way to fail is told."""
 
 from __future__ import annotations
 
@@ -14,35 +11,10 @@ from fsdplab.teaching import collectives
 from fsdplab.teaching.core import cell_runs, checking, on_ranks, raised, registry, run_submission
 from fsdplab.teaching.core.course_state import open_course
 from fsdplab.teaching.core.exercise_file import Mistake
-from tests.solutions import solutions_of, try_ended
+from tests.solutions import try_ended
 
 RING = registry.find("01.ring_all_gather")
 EXERCISES = [registry.find("00.hello_ranks"), RING]
-RIGHT = {  # other right answers than the reference
-    "01.ring_all_gather": {
-        "the other way round": (
-            "import torch\nimport torch.distributed as dist\n\n\ndef ring_all_gather(mine):\n    rank, n ="
-            " dist.get_rank(), dist.get_world_size()\n    blocks = {rank: mine}\n    for step in range(n - 1):\n       "
-            " incoming = torch.empty_like(mine)\n        receiving = dist.irecv(incoming, src=(rank + 1) % n)\n       "
-            " dist.send(blocks[(rank + step) % n], dst=(rank - 1) % n)\n        receiving.wait()\n        blocks[(rank"
-            " + step + 1) % n] = incoming\n    return torch.cat([blocks[owner] for owner in range(n)])\n"
-        ),
-        "batched": (
-            "import torch\nimport torch.distributed as dist\nfrom torch.distributed import P2POp, batch_isend_irecv,"
-            " isend, irecv\n\n\ndef ring_all_gather(mine):\n    rank, n = dist.get_rank(), dist.get_world_size()\n   "
-            " have = [mine]\n    for _ in range(n - 1):\n        have.append(torch.empty_like(mine))\n        pair ="
-            " [P2POp(isend, have[-2], (rank + 1) % n), P2POp(irecv, have[-1], (rank - 1) % n)]\n        for work in"
-            " batch_isend_irecv(pair):\n            work.wait()\n    return torch.cat([have[(rank - owner) % n] for"
-            " owner in range(n)])\n"
-        ),
-    },
-    "00.hello_ranks": {
-        "another import": (
-            "from torch.distributed import get_rank, get_world_size\n\n\ndef hello_ranks():\n    return 'rank %d of %d'"
-            " % (get_rank(), get_world_size())\n"
-        )
-    },
-}
 
 
 @pytest.fixture
@@ -52,14 +24,6 @@ def course(workspace):
 
     yield open_course("learner", workspace.path)
     course_state._open.clear()
-
-
-SOLUTIONS = solutions_of(EXERCISES, RIGHT)
-
-
-@pytest.mark.parametrize("solution", SOLUTIONS, ids=str)
-def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, solution):
-    solution.must_report(tried[solution.key])
 
 
 def ended(ends: str, line: str) -> Mistake:

@@ -1,0 +1,87 @@
+"""Every exercise, question and choice of the course: right answers pass, known wrong ones are led back to their cause.
+
+Known wrong answers stand in the exercises' margins, right ones besides the references in `right_answers/`. All
+solutions of a notebook that return are tried in one launch for each number of ranks; one that raises or hangs needs a
+launch of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from fsdplab.teaching.core import answers, registry
+from fsdplab.teaching.core.exercise import Choice, Question
+from fsdplab.teaching.core.exercise_file import Exercise
+from fsdplab.teaching.core.verdicts import Feedback
+from tests.solutions import NOTEBOOKS, Solution, ended_of, must_name_each_slip, solutions_of, try_all, try_ended
+
+ITEMS = [item for notebook in NOTEBOOKS for item in registry.items_of(notebook)]
+EXERCISES = [item for item in ITEMS if isinstance(item, Exercise)]
+QUESTIONS = [item for item in ITEMS if isinstance(item, Question) and not callable(item.expected)]
+CHOICES = [item for item in ITEMS if isinstance(item, Choice)]
+ENDED = ended_of([each for each in EXERCISES if each.id != "01.ring_all_gather"])  # its own: test_teaching_ranks.py
+pytestmark = pytest.mark.timeout(900)  # dozens of solutions share one launch
+
+
+@pytest.fixture(scope="module")
+def tried(workspace) -> Callable[[Solution], Feedback | None]:
+    """The feedback on a solution; all of its notebook's are tried when the first of them is asked for."""
+
+    @cache
+    def of_notebook(notebook: str) -> dict[tuple[str, str], Feedback | None]:
+        return try_all(solutions_of([each for each in EXERCISES if each.id.startswith(notebook)]), workspace)
+
+    return lambda solution: of_notebook(solution.exercise.id[:3])[solution.key]
+
+
+@pytest.mark.parametrize("item", ITEMS, ids=lambda item: item.id)
+def test_every_item_is_complete(item):
+    assert item.statement and all(getattr(item, "hints", ["."]))
+    assert not isinstance(item, Exercise) or item.complaints() == []
+
+
+@pytest.mark.parametrize("solution", solutions_of(EXERCISES), ids=str)
+def test_right_solutions_pass_and_wrong_ones_are_diagnosed(tried, solution):
+    solution.must_report(tried(solution))
+
+
+@pytest.mark.parametrize("exercise,known", ENDED, ids=lambda value: getattr(value, "id", None) or f"line {value.line}")
+def test_solutions_that_raise_or_hang_are_diagnosed(workspace, exercise, known):
+    feedback = try_ended(exercise, known, workspace)
+    assert known.cause in f"{feedback.got} {feedback.cause}"
+    assert ("raised an error" if known.ends == "raises" else "did not return within") in feedback.headline
+
+
+def feedback_on_the_mistake(tried, exercise: str, line: str) -> Feedback | None:
+    """The feedback on an exercise's known mistake that has this line."""
+    known = [each for each in solutions_of([registry.find(exercise, Exercise)]) if each.says and line in each.source]
+    return tried(known[0])
+
+
+def test_a_pure_function_is_told_of_no_rank(tried):
+    feedback = feedback_on_the_mistake(tried, "02.model_state_bytes", "master + 4")
+    assert feedback.rank is None and "rank 0" not in feedback.headline and "zero1, 3,000,000" in feedback.headline
+
+
+def test_the_feedback_names_step_parameter_and_index(tried):
+    feedback = feedback_on_the_mistake(tried, "03.small_together", "divided already")
+    assert "gradients of step 0['blocks.0.attention_norm.weight']" in feedback.tensor and feedback.index == (0,)
+    assert "(20 of 35 differ, all of them 1-D)" in feedback.cause
+
+
+@pytest.mark.parametrize("item", QUESTIONS, ids=lambda item: item.id)
+def test_a_right_number_is_accepted_however_it_is_written_and_slips_are_named(course, item):
+    right = item.right()
+    for value in (right * (1 + item.tolerance / 2), f"{right} {item.unit}"):
+        assert answers.grade_answer(item.id, value).passed
+    must_name_each_slip(item)
+
+
+@pytest.mark.parametrize("item", CHOICES, ids=lambda item: item.id)
+def test_choices_accept_the_right_letter_and_explain_every_one(course, item):
+    for letter in item.options:
+        verdict = answers.grade_answer(item.id, letter)
+        assert verdict.passed == (letter == item.right) and item.because[letter] in str(verdict)
