@@ -14,7 +14,7 @@ import pytest
 from fsdplab.common.words import OFF_LINK
 from fsdplab.figures import alt_text, rank_timeline
 from fsdplab.figures.profile_data import duration
-from fsdplab.sessions import RunSpec, call_on_ranks, run
+from fsdplab.sessions import RunSpec, run
 from fsdplab.sessions.steady_card import GIGAFLOPS
 from fsdplab.teaching import overlapping
 from fsdplab.teaching.core import answers, registry
@@ -88,10 +88,10 @@ def test_the_feedback_says_by_how_much_and_where():
 
 
 @pytest.mark.timeout(300)
-def test_the_card_exposes_what_arithmetic_says():
+def test_the_card_exposes_what_arithmetic_says(course):
     payload = {"units": "block", "prefetch": 0, "link_queues": 2, "batch_size": 2}
     gather = on_ranks.GATHER_MS + on_ranks.LATENCY_MS
-    for one in call_on_ranks(overlapping.ON_THE_RANKS, "on_this_rank", world_size=2, payload=payload, time_limit=200):
+    for one in overlapping.ranks_of_the_card("on_this_rank", **payload):
         assert one["exposed"]["gathers in forward"] == pytest.approx(on_ranks.BLOCKS * gather, rel=0.05)
         assert one["exposed"]["gathers in backward"] == pytest.approx(on_ranks.BLOCKS * gather, rel=0.05)
         moved = on_ranks.BLOCKS * (4 * on_ranks.GATHER_MS + 3 * on_ranks.LATENCY_MS)

@@ -20,6 +20,8 @@ from fsdplab.sessions.worker.emulated_network import EmulatedNetwork
 from fsdplab.sessions.worker.engines import build
 from fsdplab.workloads import ByteText
 
+from .collectives_log import collectives
+
 
 def complaint(choices: Any, job: dict[str, Any], names: Sequence[str]) -> str:
     """Why these choices cannot be run, or nothing."""
@@ -50,17 +52,12 @@ class Training:
         EmulatedNetwork(spec, context).begin(self._setup)
 
     def _step(self, batch_size: int | None = None, sequence_length: int | None = None) -> list[events.Collective]:
-        collectives: list[events.Collective] = []
-        unsubscribe = events.subscribe(
-            lambda event: collectives.append(event) if isinstance(event, events.Collective) else None
-        )
         shape = (batch_size or self.spec.batch_size, sequence_length or self.spec.sequence_length)
         batch = self._text.batch(self._done, self.rank, self.ranks, *shape)
-        self._setup.train_step([[batch]])
-        events.flush()
-        unsubscribe()
+        with collectives() as seen:
+            self._setup.train_step([[batch]])
         self._done += 1
-        return collectives
+        return seen
 
     def measured(self) -> MemoryTimeline:
         """The memory of the second step, as a run's record has it.

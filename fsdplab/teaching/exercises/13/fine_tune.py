@@ -50,6 +50,7 @@ def fine_tune(model, shard):
 # ---- check: on 2 ranks, in 20 s, facts only
 
 from fsdplab.engine import FSDPModule
+from fsdplab.teaching.core.collectives_log import payload_bytes
 from fsdplab.teaching.lessons.nb13_trading.on_ranks import adapted_model, adapters_of, shard, state_bytes, train
 
 
@@ -62,14 +63,14 @@ def observe(fine_tune):
     names, before = adapters_of(model), whole(model)
     optimizer = fine_tune(model, shard)
     made = isinstance(optimizer, torch.optim.Optimizer)
-    ledger = train(model, optimizer if made else torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
+    seen = train(model, optimizer if made else torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]))
     moved = [name for name, value in whole(model).items() if not torch.equal(value, before[name])]
     return {
         "an optimizer was returned": made,
         "the model is sharded": isinstance(model, FSDPModule),
         "adapters that did not move": [name for name in names if name not in moved],
         "frozen parameters that moved": [name for name in moved if name not in names],
-        "bytes reduced in a step": ledger.logical.get("reduce_scatter", 0),
+        "bytes reduced in a step": payload_bytes(seen, "reduce_scatter"),
         "bytes of optimizer state": state_bytes(optimizer) if made else 0,
     }
 

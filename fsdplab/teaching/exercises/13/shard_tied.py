@@ -40,8 +40,9 @@ def shard_tied(model):
 
 import torch.distributed as dist
 
-from fsdplab.engine import FSDPModule, events
-from fsdplab.teaching.lessons.nb13_trading.on_ranks import TIED, Ledger, batch
+from fsdplab.engine import FSDPModule
+from fsdplab.teaching.core.collectives_log import collectives, payload_bytes
+from fsdplab.teaching.lessons.nb13_trading.on_ranks import TIED, batch
 from fsdplab.workloads import build_model, loss_of
 
 
@@ -50,20 +51,18 @@ def cases(rank, n):
 
 
 def observe(shard_tied):
-    model, ledger = build_model(TIED), Ledger()
+    model = build_model(TIED)
     shard_tied(model)
     units = sum(isinstance(block, FSDPModule) for block in model.blocks)
-    loss = loss_of(model, *batch(0, dist.get_rank(), dist.get_world_size()))
-    events.flush()
-    gathered = ledger.logical.get("all_gather", 0)
+    with collectives() as in_forward:
+        loss = loss_of(model, *batch(0, dist.get_rank(), dist.get_world_size()))
     loss.backward()
-    ledger.stop()
     gradient = model.token_embedding.weight.grad
     return {
         "blocks that are units": units,
         "the model is a unit": isinstance(model, FSDPModule),
         "head and embedding show one parameter": model.head.weight is model.token_embedding.weight,
-        "bytes gathered in the forward": gathered,
+        "bytes gathered in the forward": payload_bytes(in_forward, "all_gather"),
         "gradient of the tied weight": gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient,
     }
 

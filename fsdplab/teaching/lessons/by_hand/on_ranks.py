@@ -76,7 +76,7 @@ def _train(trainer: Trainer, text: ByteText, steps: int, twin: Twin) -> dict[str
         "moments": trainer.moment_bytes(), "held": watched.held, "ready": watched.ready, "sent": watched.sent,
         "elements": sum(p.numel() for p in twin.model.parameters()), "parameters": len(twin.norms),
         "ratios": {name: norm / twin.norms[name] for name, norm in first.items() if twin.norms[name] > NOISE},
-        "lab_bytes": watched.lab_bytes, "lab_collectives": watched.lab_collectives,
+        "lab": (len(watched.lab), sum(each.wire_bytes for each in watched.lab)),
         **_distance(trainer.whole_parameters(), twin.model),
     }  # fmt: skip
 

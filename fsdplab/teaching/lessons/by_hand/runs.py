@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -19,21 +19,21 @@ class Run:
     """One way of training, measured: losses, distance from the twin, and what the last step sent and held, in bytes."""
 
     name: str
-    losses_by_rank: tuple[tuple[float, ...], ...]
-    twin_losses: tuple[float, ...]
-    differing: tuple[str, ...]
+    losses_by_rank: Sequence[Sequence[float]]
+    twin_losses: Sequence[float]
+    differing: Sequence[str]
     largest: float
     apart: float
-    calls: tuple[Call, ...]
+    calls: Sequence[Call]
     calls_in_backward: int
     lab: tuple[int, int]  # collectives and bytes that the lab's own ledger counted; zeros for other ways
-    moments: tuple[int, ...]  # by rank
+    moments: Sequence[int]  # by rank
     parameters: int
     elements: int
     ratios: Mapping[str, float]
-    held: tuple[int, ...]
-    ready: tuple[int, ...]
-    sent: tuple[int, ...]
+    held: Sequence[int]
+    ready: Sequence[int]
+    sent: Sequence[int]
 
     @property
     def ranks(self) -> int:

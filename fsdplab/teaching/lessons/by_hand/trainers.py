@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdplab.engine import events
+from fsdplab.teaching.core.collectives_log import collectives
 from fsdplab.teaching.core.comm_log import WireLog
 from fsdplab.teaching.core.workspace import load_function
 
@@ -39,19 +40,12 @@ def _nothing() -> None:
 
 @dataclass
 class Watched:
-    """One step seen gradient by gradient: bytes held, ready and sent so far; for the lab's engine its own events."""
+    """One step seen gradient by gradient: bytes held, ready and sent so far; and what the lab's engine issued."""
 
     held: list[int] = field(default_factory=list)
     ready: list[int] = field(default_factory=list)
     sent: list[int] = field(default_factory=list)
-    lab_bytes: int = 0
-    lab_collectives: int = 0
-
-    def on_event(self, event: events.Event) -> None:
-        """Count one collective of the lab's engine."""
-        if isinstance(event, events.Collective):
-            self.lab_bytes += event.wire_bytes
-            self.lab_collectives += 1
+    lab: list[events.Collective] = field(default_factory=list)
 
 
 @dataclass
@@ -108,11 +102,9 @@ class Trainer:
     @contextmanager
     def watching(self, log: WireLog) -> Iterator[Watched]:
         """Watch one step: `note` records after every gradient while this is open."""
-        self.log, self.watched = log, Watched()
-        stop = events.subscribe(self.watched.on_event)
-        yield self.watched
-        events.flush()
-        stop()
+        with collectives() as issued:
+            self.log, self.watched = log, Watched(lab=issued)
+            yield self.watched
 
     def watch_before(self) -> None:
         """Hooks that run before the learner's: a gradient is ready, and whole."""

@@ -6,13 +6,11 @@ P is the whole payload in bytes and n the number of ranks, here as in every tabl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 
-from fsdplab.sessions import call_on_ranks
 from fsdplab.teaching.core.checking import solution, solution_file
-from fsdplab.teaching.core.course_state import current
 from fsdplab.teaching.core.display import Table, table
+from fsdplab.teaching.core.lesson_ranks import LessonRanks
 from fsdplab.teaching.core.waiting import doing
 
 from .ring import ring_figure
@@ -24,17 +22,14 @@ __all__ = [
     "watch",
 ]  # fmt: skip
 
-ON_THE_RANKS = Path(__file__).with_name("on_ranks.py")
 SIZES = (64_000, 256_000, 1_000_000, 4_000_000, 16_000_000)
-TIME_LIMIT = 150.0
+_on_ranks = LessonRanks(__file__)
 
 
 @doing("three collectives on real ranks")
 def watch(world_size: int = 3, block: int = 2) -> Table:
     """The values of every rank before and after each collective, on real ranks: small whole numbers."""
-    by_rank = call_on_ranks(
-        ON_THE_RANKS, "watch", world_size=world_size, payload={"block": block}, time_limit=TIME_LIMIT
-    )
+    by_rank = _on_ranks("watch", world_size, block=block)
     columns = ("start", "reduce_scatter", "all_gather", "all_reduce")
     rows = [
         [f"rank {rank}", *(" ".join(f"{value:.0f}" for value in held[name]) for name in columns)]
@@ -50,9 +45,7 @@ def compose(world_size: int = 2, elements: int = 1_000_000) -> Table:
     how many does a bit differ?
     """
     elements -= elements % world_size
-    by_rank = call_on_ranks(
-        ON_THE_RANKS, "compose", world_size=world_size, payload={"elements": elements}, time_limit=TIME_LIMIT
-    )
+    by_rank = _on_ranks("compose", world_size, elements=elements)
     rows = [
         [f"rank {rank}", f"{elements:,}", f"{seen['differing_bits_in']:,}", f"{seen['largest']:.1e}"]
         for rank, seen in enumerate(by_rank)
@@ -70,23 +63,15 @@ def count_ring(exercise: str = "01.ring_all_gather", megabytes: float = 12, worl
     message that a rank sent, by rank.
     """
     solution(exercise)
-    payload = {
-        "workspace": str(current().workspace.path),
-        "solution": str(solution_file(exercise)),
-        "elements": int(megabytes * 1e6 / 4 / world_size),
-    }
-    by_rank: list[list[int]] = call_on_ranks(
-        ON_THE_RANKS, "sent", world_size=world_size, payload=payload, time_limit=TIME_LIMIT
-    )
-    return by_rank
+    elements = int(megabytes * 1e6 / 4 / world_size)
+    return _on_ranks("sent", world_size, solution=str(solution_file(exercise)), elements=elements)
 
 
 @doing("timing collectives of five sizes on real ranks")
 def measure_bandwidth(sizes: Sequence[int] = SIZES, world_size: int = 2, repeats: int = 7) -> Bandwidth:
     """Time all_gather, reduce_scatter and all_reduce for each payload size (bytes) on real ranks."""
     divided = [nbytes - nbytes % (4 * world_size) for nbytes in sizes]
-    payload = {"sizes": divided, "repeats": repeats}
-    by_rank = call_on_ranks(ON_THE_RANKS, "timed", world_size=world_size, payload=payload, time_limit=TIME_LIMIT)
+    by_rank = _on_ranks("timed", world_size, sizes=divided, repeats=repeats)
     return Bandwidth(
         tuple(
             Timing(kind, nbytes, world_size, median(map(min, *(ranks[kind][nbytes] for ranks in by_rank))))

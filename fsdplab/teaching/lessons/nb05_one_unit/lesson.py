@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from fsdplab.common.sizes import size
@@ -13,14 +12,13 @@ from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.lanes import Span, lane
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import CATEGORY_COLOURS, titled
-from fsdplab.sessions import RanksFailed, call_on_ranks
-from fsdplab.teaching.core.course_state import current
+from fsdplab.sessions import RanksFailed
 from fsdplab.teaching.core.diagrams import HeldCell, cells_in_time
-from fsdplab.teaching.core.display import Note, Table, present, table
+from fsdplab.teaching.core.display import HasTable, Note, Table, present, table
+from fsdplab.teaching.core.lesson_ranks import LessonRanks
 from fsdplab.teaching.core.waiting import doing
 
-ON_THE_RANKS = Path(__file__).with_name("on_ranks.py")
-TIME_LIMIT = 150.0
+_on_ranks = LessonRanks(__file__)
 PARTS = ("05.shard", "05.unshard", "05.reshard", "05.guarded", "05.reduce")
 
 
@@ -103,7 +101,7 @@ def life_diagram() -> go.Figure:
 def read_dropped() -> None:
     """Read a tensor without memory, in a process of its own, and show how that process ends."""
     try:
-        call_on_ranks(ON_THE_RANKS, "read_dropped", world_size=1, time_limit=TIME_LIMIT)
+        _on_ranks("read_dropped", 1)
         outcome = "It returned a number: this torch noticed, or read whatever lay there."
     except RanksFailed as failure:
         outcome = failure.report.message.splitlines()[0]
@@ -111,7 +109,7 @@ def read_dropped() -> None:
 
 
 @dataclass(frozen=True, repr=False)
-class Life:
+class Life(HasTable):
     """One layer's training step on rank 0: bytes held after each moment, and the differences from the whole layer."""
 
     weight_bytes: int
@@ -132,12 +130,6 @@ class Life:
         rows = [[name, f"{value:g}"] for name, value in self.differences.items()]
         return table(["", "largest difference from the whole layer"], rows, f"Measured on {self.ranks} real ranks.")
 
-    def __repr__(self) -> str:
-        return str(self.table())
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
-
 
 def held(moment: dict[str, Any]) -> int:
     """All bytes that a moment of a layer's life names."""
@@ -147,8 +139,7 @@ def held(moment: dict[str, Any]) -> int:
 @doing("one layer's training step on real ranks")
 def life_of_a_layer(rows: int = 1025, columns: int = 512, world_size: int = 2) -> Life:
     """One Linear of `rows` x `columns`, sharded, through a training step on real ranks with the functions in use."""
-    payload = {"workspace": str(current().workspace.path), "parts": PARTS, "rows": rows, "columns": columns}
-    by_rank = call_on_ranks(ON_THE_RANKS, "layer_life", world_size=world_size, payload=payload, time_limit=TIME_LIMIT)
+    by_rank = _on_ranks("layer_life", world_size, parts=PARTS, rows=rows, columns=columns)
     worst = {name: max(each["differences"][name] for each in by_rank) for name in by_rank[0]["differences"]}
     return Life(4 * rows * columns, world_size, tuple(by_rank[0]["moments"]), worst)
 

@@ -13,7 +13,7 @@ from fsdplab.teaching.core.course_state import open_course
 from fsdplab.teaching.core.in_use import functions
 
 
-def read_dropped(payload: None) -> float:
+def read_dropped(payload: object) -> float:
     """Read a tensor whose memory was given back. This ends the process."""
     whole = torch.ones(1000, 1000)
     whole.untyped_storage().resize_(0)

@@ -19,13 +19,12 @@ from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import titled
 from fsdplab.records import RunRecord, Summary, known
 from fsdplab.records.summary import Comm
-from fsdplab.sessions import call_on_ranks
 from fsdplab.teaching.core.checking import solution, use
 from fsdplab.teaching.core.comm_log import bytes_sent
-from fsdplab.teaching.core.course_state import current
-from fsdplab.teaching.core.display import Table, notebook_display, present, table
+from fsdplab.teaching.core.display import HasTable, Table, notebook_display, present, table
 from fsdplab.teaching.core.exercise import Call
 from fsdplab.teaching.core.in_use import functions, whose
+from fsdplab.teaching.core.lesson_ranks import LessonRanks
 from fsdplab.teaching.core.waiting import doing
 
 from .engine import MiniFSDP
@@ -38,8 +37,7 @@ __all__ = [
     "show_glue", "take_engine", "train",
 ]  # fmt: skip
 
-ON_THE_RANKS = Path(__file__).with_name("on_ranks.py")
-TIME_LIMIT = 150.0
+_on_ranks = LessonRanks(__file__)
 WORK = {"batch_size": 2, "sequence_length": 64, "learning_rate": 3e-3, "seed": 0}
 _ENGINE = '''
 from fsdplab.teaching.lessons.nb06_whole_model.engine import MiniFSDP, Parts
@@ -80,7 +78,7 @@ _ORIGINS = {**dict.fromkeys(("losses", "ledger", "gathered bytes"), "measured"),
 
 
 @dataclass(frozen=True, repr=False)
-class Training:
+class Training(HasTable):
     """One training under the learner's engine, beside the lab's and the twin's where they ran too."""
 
     whose: str
@@ -127,12 +125,6 @@ class Training:
         comm, gathered = summary.comm, summary.gathered_bytes
         return str(comm.collectives_per_step), f"{comm.bytes_per_step:,}", f"{gathered:,}"
 
-    def __repr__(self) -> str:
-        return str(self.table())
-
-    def _repr_html_(self) -> str:
-        return self.table()._repr_html_()
-
 
 @doing("training under each engine in turn")
 def train(
@@ -151,8 +143,7 @@ def train(
     """
     work = {**WORK, "ranks": world_size, "model": model, "steps": steps}
     asked = {"work": work, "engines": list(engines), "own_units": own_units, "prefetch": prefetch}
-    payload = {"workspace": str(current().workspace.path), **asked}
-    by_rank = call_on_ranks(ON_THE_RANKS, "train_all", world_size=world_size, payload=payload, time_limit=TIME_LIMIT)
+    by_rank = _on_ranks("train_all", world_size, **asked)
     return _training(by_rank, work, plan(model, solution("06.choose_units") if own_units else CHOICES["every block"]))
 
 
@@ -243,8 +234,7 @@ def gathered_figure(training: Training, engine: str = "my_fsdp") -> go.Figure:
 @doing("one step on real ranks, in the order of the schedule")
 def run_schedule(blocks: int = 4, width: int = 64, world_size: int = 2) -> Table:
     """One step of real blocks in the order of the learner's schedule (or the reference), with the functions in use."""
-    payload = {"workspace": str(current().workspace.path), "blocks": blocks, "width": width}
-    by_rank = call_on_ranks(ON_THE_RANKS, "scheduled", world_size=world_size, payload=payload, time_limit=TIME_LIMIT)
+    by_rank = _on_ranks("scheduled", world_size, blocks=blocks, width=width)
     computed = play(functions("06.schedule")["schedule"](blocks), blocks)
     rows = [
         [f"rank {rank}", f"{seen['differing']:,} of {seen['of']:,}", f"{seen['peak']:.2f}", str(computed.peak)]

@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from fsdplab.common.sizes import seconds
@@ -26,9 +25,10 @@ from fsdplab.figures.view import view
 from fsdplab.profiling.intervals import length
 from fsdplab.profiling.step_summary import StepSummary
 from fsdplab.records import RunRecord, known
-from fsdplab.sessions import RunSpec, call_on_ranks
+from fsdplab.sessions import RunSpec
 from fsdplab.sessions.steady_card import steady
 from fsdplab.teaching.core.display import Table, table
+from fsdplab.teaching.core.lesson_ranks import LessonRanks
 from fsdplab.teaching.core.waiting import doing
 
 from .on_ranks import TARGET_MS, complaint
@@ -38,8 +38,7 @@ __all__ = [
     "on_the_link_ns", "split", "steady", "with_rule",
 ]  # fmt: skip
 
-ON_THE_RANKS = Path(__file__).with_name("on_ranks.py")
-TIME_LIMIT = 150.0
+ranks_of_the_card = LessonRanks(__file__)
 MS = 1e6  # nanoseconds
 Row = dict[str, Any]
 Intervals = list[tuple[int, int]]
@@ -281,7 +280,7 @@ def on_the_card(settings: dict[str, Any]) -> Table:
     """
     if refused := complaint(settings):
         raise ValueError(refused)
-    by_rank = call_on_ranks(ON_THE_RANKS, "on_this_rank", world_size=2, payload=settings, time_limit=TIME_LIMIT)
+    by_rank = ranks_of_the_card("on_this_rank", **settings)
     worst = max(by_rank, key=lambda one: sum(one["exposed"].values()))
     exposed = {**worst["exposed"], "sum": sum(worst["exposed"].values())}
     caption = (

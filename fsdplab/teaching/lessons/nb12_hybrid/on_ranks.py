@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdplab.engine import events, shard_model
 from fsdplab.engine.emulation.link import Link, emulate
 from fsdplab.engine.transport.selection import forget_destroyed
+from fsdplab.teaching.core.collectives_log import collectives
 
 BLOCKS, WIDTH = 4, 64
 P = 4 * BLOCKS * WIDTH * WIDTH  # bytes of all parameters
@@ -68,11 +69,8 @@ def _one_step(mesh: DeviceMesh, within: Link, across: Link) -> list[events.Colle
     blocks = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(BLOCKS)))
     model = shard_model(blocks, "hybrid_shard", units=(nn.Linear,), mesh=mesh)
     emulate(model, shard=within if mesh["shard"].size() > 1 else across, replicate=across)
-    seen: list[events.Collective] = []
-    unsubscribe = events.subscribe(lambda event: seen.append(event) if isinstance(event, events.Collective) else None)
-    model(torch.ones(1, WIDTH)).sum().backward()
-    events.flush()
-    unsubscribe()
+    with collectives() as seen:
+        model(torch.ones(1, WIDTH)).sum().backward()
     return seen
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from fsdplab.common.names import OVER_ALL_RANKS, STRATEGY_ROWS
@@ -16,8 +15,8 @@ from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import CATEGORY_COLOURS, titled
 from fsdplab.figures.view import RunView, view
 from fsdplab.records import RunRecord, known
-from fsdplab.sessions import call_on_ranks
 from fsdplab.teaching.core.display import Note, Table, table
+from fsdplab.teaching.core.lesson_ranks import LessonRanks
 from fsdplab.teaching.core.waiting import doing
 from fsdplab.workloads import preset
 
@@ -27,8 +26,6 @@ __all__ = [
     "TIED", "bus_table", "changed", "frozen_costs", "frozen_table", "kept_figure", "memory_figure", "prices",
 ]  # fmt: skip
 
-ON_THE_RANKS = Path(__file__).with_name("on_ranks.py")
-TIME_LIMIT = 150.0
 MB = 1e6
 _FORWARDS = {"none": "1", "selective": "about 1.5", "full": "2"}
 _COLOURS = {
@@ -164,8 +161,7 @@ def bus_table(billions: float, ranks: int, gigabytes_per_second: float) -> Table
 @doing("training with and without frozen parameters on 2 ranks")
 def frozen_costs() -> dict[str, dict[str, int]]:
     """Train a GPT of 3.3 million parameters whole, then its adapters only, on two real ranks: bytes of rank 0."""
-    by_rank = call_on_ranks(ON_THE_RANKS, "frozen_costs", world_size=2, payload=None, time_limit=TIME_LIMIT)
-    found: dict[str, dict[str, int]] = by_rank[0]
+    found: dict[str, dict[str, int]] = LessonRanks(__file__)("frozen_costs")[0]
     return found
 
 

@@ -4,6 +4,7 @@ keeps, in bytes. Time is measured nowhere.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdplab.engine import events, shard_model
+from fsdplab.teaching.core.collectives_log import collectives
 from fsdplab.workloads import ByteText, ModelShape, block_types, build_model, loss_of
 from fsdplab.workloads.shapes import gpt
 
@@ -58,43 +60,20 @@ def adapters_of(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_parameters() if "adapter" in name]
 
 
-class Ledger:
-    """Bytes of the collectives of the newest step, by kind:
-    `logical` are whole payloads, `wire` what this rank sends.
-    """
-
-    def __init__(self) -> None:
-        self.logical: dict[str, int] = {}
-        self.wire: dict[str, int] = {}
-        self.stop = events.subscribe(self._on_event)
-
-    def begin_step(self) -> None:
-        """Forget the step before."""
-        self.logical, self.wire = {}, {}
-
-    def _on_event(self, event: events.Event) -> None:
-        if isinstance(event, events.Collective):
-            self.logical[event.kind] = self.logical.get(event.kind, 0) + event.logical_bytes
-            self.wire[event.kind] = self.wire.get(event.kind, 0) + event.wire_bytes
-
-
 def shard(model: nn.Module) -> nn.Module:
     """`full_shard` with blocks as units, over all ranks."""
     return shard_model(model, "full_shard", units=block_types(model))
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> Ledger:
-    """A few steps; the ledger of the last one."""
-    ledger = Ledger()
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[events.Collective]:
+    """A few steps; the collectives of the last one."""
     for step in range(STEPS):
-        ledger.begin_step()
-        loss_of(model, *batch(step, dist.get_rank(), dist.get_world_size())).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        model.zero_grad()  # whatever the optimizer does not know
-        events.flush()
-    ledger.stop()
-    return ledger
+        with collectives() as seen:
+            loss_of(model, *batch(step, dist.get_rank(), dist.get_world_size())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.zero_grad()  # whatever the optimizer does not know
+    return seen
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -107,7 +86,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(_local(value).nbytes for value in values if isinstance(value, Tensor) and value.dim())
 
 
-def frozen_costs(payload: None) -> dict[str, dict[str, int]]:
+def frozen_costs(payload: object) -> dict[str, dict[str, int]]:
     """One model trained whole and through adapters only:
     what each gathers, reduces and keeps on this rank, in bytes.
     """
@@ -119,10 +98,12 @@ def frozen_costs(payload: None) -> dict[str, dict[str, int]]:
         shard(model)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(trained, fused=True)
-        ledger = train(model, optimizer)
-        parts = {"gathered": ledger.wire.get("all_gather", 0), "reduced": ledger.wire.get("reduce_scatter", 0)}
+        sent: Counter[str] = Counter()
+        for each in train(model, optimizer):
+            sent[each.kind] += each.wire_bytes
         found[which] = {
-            **parts,
+            "gathered": sent["all_gather"],
+            "reduced": sent["reduce_scatter"],
             "gradients": sum(_local(p).nbytes for p in trained),
             "optimizer state": state_bytes(optimizer),
         }

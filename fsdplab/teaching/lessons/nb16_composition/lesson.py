@@ -6,16 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import titled
-from fsdplab.sessions import call_on_ranks
 from fsdplab.teaching.core.checking import solution_file
-from fsdplab.teaching.core.course_state import current
 from fsdplab.teaching.core.diagrams import mesh
 from fsdplab.teaching.core.display import Table, table
+from fsdplab.teaching.core.lesson_ranks import LessonRanks
 from fsdplab.teaching.core.waiting import doing
 from fsdplab.workloads import MOE_PRESETS
 
@@ -27,9 +25,6 @@ __all__ = [
     "token_diagram",
 ]  # fmt: skip
 
-ON_THE_RANKS = Path(__file__).with_name("on_ranks.py")
-STAGES_ON_THE_RANKS = Path(__file__).with_name("stages_on_ranks.py")
-TIME_LIMIT = 150.0
 _ROWS = ("#9cc3e6", "#f2c38b", "#a8d5a2", "#d7b5e0")  # a colour for each place on a mesh's first axis
 EXPERTS = MOE_PRESETS["moe-tiny"].experts
 
@@ -72,26 +67,26 @@ def tensor() -> Composed:
     """GPT-tiny on a 2 x 2 mesh (dp, tp), as the learner's `compose` does it where its check passed,
     else the reference.
     """
-    payload = {"workspace": str(current().workspace.path), "compose": str(solution_file("16.compose"))}
-    return Composed("gpt-tiny, dp = 2 x tp = 2", _call("tensor", payload))
+    return Composed("gpt-tiny, dp = 2 x tp = 2", _call("tensor", compose=str(solution_file("16.compose"))))
 
 
 def experts(divide: float) -> Composed:
     """MoE-tiny on a 2 x 2 mesh (efsdp, ep), expert gradients divided by `divide`."""
     what = f"moe-tiny, efsdp = 2 x ep = 2, expert gradients divided by {divide:g}"
-    return Composed(what, _call("experts", {"divide": float(divide)}))
+    return Composed(what, _call("experts", divide=float(divide)))
 
 
 @doing("three steps on 4 ranks, and the twin beside them")
-def _call(function: str, payload: dict[str, Any]) -> dict[str, Any]:
-    return call_on_ranks(ON_THE_RANKS, function, world_size=4, payload=payload, time_limit=TIME_LIMIT)[0]
+def _call(function: str, **payload: Any) -> dict[str, Any]:
+    found: dict[str, Any] = LessonRanks(__file__)(function, 4, **payload)[0]
+    return found
 
 
 @doing("one step of two stages on 4 ranks, and the twin beside it")
 def pipeline() -> Table:
     """Two stages x two data ranks, four micro-batches (1F1B): gathers and reductions of rank 0, drift from the twin."""
-    found = call_on_ranks(STAGES_ON_THE_RANKS, "stages", world_size=4, payload={}, time_limit=TIME_LIMIT)
-    rows = [[way, seen["all_gather"], seen["reduce_scatter"], f"{seen['drift']:.1e}"] for way, seen in found[0].items()]
+    found = LessonRanks(__file__, "stages_on_ranks.py")("stages", 4)[0]
+    rows = [[way, seen["all_gather"], seen["reduce_scatter"], f"{seen['drift']:.1e}"] for way, seen in found.items()]
     header = ["after each forward", "gathers", "reductions", "farthest from the twin"]
     return table(header, rows, "Measured: rank 0 of 4, one step of 4 micro-batches.")
 

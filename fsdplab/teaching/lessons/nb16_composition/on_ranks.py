@@ -19,7 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdplab.engine import events, fully_shard
+from fsdplab.engine import fully_shard
+from fsdplab.teaching.core.collectives_log import collectives
 from fsdplab.teaching.core.comm_log import bytes_sent
 from fsdplab.teaching.core.exercise import Call
 from fsdplab.teaching.core.workspace import Workspace, load_function
@@ -142,15 +143,10 @@ def _words(placement: Any) -> str:
 def counted(engine_axis: str, groups: dict[str, str]) -> Iterator[Counter[str]]:
     """`with counted("dp", {group name: "tp"}) as sent`: bytes that this rank sends in the body, by axis."""
     sent: Counter[str] = Counter()
-
-    def note(event: events.Event) -> None:
-        if isinstance(event, events.Collective):
-            sent[engine_axis] += event.wire_bytes
-
-    stop = events.subscribe(note)
-    with _ByGroup(groups, sent):
+    with collectives() as issued, _ByGroup(groups, sent):
         yield sent
-    stop()
+    if issued:
+        sent[engine_axis] += sum(each.wire_bytes for each in issued)
 
 
 class _ByGroup(TorchDispatchMode):

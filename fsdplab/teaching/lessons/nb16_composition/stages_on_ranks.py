@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional
 
-from fsdplab.engine import events, fully_shard
+from fsdplab.engine import fully_shard
+from fsdplab.teaching.core.collectives_log import collectives
 from fsdplab.teaching.lessons.nb16_composition.on_ranks import whole
 from fsdplab.workloads import build_model, loss_of, preset
 from fsdplab.workloads.parallel import GPTStage, build_stage
@@ -50,12 +51,10 @@ def _train(mesh: DeviceMesh, reshard: bool) -> dict[str, Any]:
 
 def _step(schedule: Schedule1F1B, module: GPTStage, step: int, rank: int) -> Counter[str]:
     """One step's micro-batches through the stages; the collectives that the engine issued, by kind."""
-    seen: Counter[str] = Counter()
-    stop = events.subscribe(lambda event: seen.update([event.kind]) if isinstance(event, events.Collective) else None)
     tokens, targets = (torch.cat(part) for part in zip(*_micro_batches(step, rank)))
-    schedule.step(*([tokens] if module.begins else []), target=targets if module.ends else None)
-    stop()
-    return seen
+    with collectives() as issued:
+        schedule.step(*([tokens] if module.begins else []), target=targets if module.ends else None)
+    return Counter(each.kind for each in issued)
 
 
 def _micro_batches(step: int, rank: int) -> list[tuple[Tensor, Tensor]]:
