@@ -211,10 +211,15 @@ class Impatient(Exercise):
 
 
 def must_name_each_slip(question: Question, against: object = None) -> None:
-    """The right number is accepted, and each known wrong one is answered by its cause; the course must be open."""
+    """The right number is accepted however it is written, and each known wrong one is answered by its cause, and not
+    by the right number; the course must be open.
+    """
     right = question.right(against)
-    assert answers.grade_answer(question.id, right, against).passed
+    for value in (right, right * (1 + question.tolerance / 2), f"{right} {question.unit}"):
+        assert answers.grade_answer(question.id, value, against).passed
     for slip in question.slips:
         value = slip.value(against) if callable(slip.value) else slip.value
         verdict = answers.grade_answer(question.id, right * slip.factor if slip.factor else value, against)
         assert not verdict.passed and slip.cause in str(verdict)
+        number = f"{right:.4g} {question.unit}"
+        assert number in question.statement or number not in str(verdict), "a failed answer must not give it away"

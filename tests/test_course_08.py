@@ -13,7 +13,7 @@ from fsdplab.profiling.intervals import length, subtract
 from fsdplab.profiling.traces.overlap import analyse_trace
 from fsdplab.records import RecordError
 from fsdplab.teaching import reading
-from fsdplab.teaching.core import answers, registry
+from fsdplab.teaching.core import registry
 from fsdplab.teaching.core.exercise import Question
 from tests.solutions import function_of, in_all_cases, must_name_each_slip
 
@@ -57,7 +57,6 @@ def test_the_parts_sum_to_the_step(record, rank):
 @pytest.mark.parametrize("item", QUESTIONS, ids=lambda item: item.id)
 def test_questions_accept_the_right_number_and_name_each_slip(course, record, item):
     must_name_each_slip(item, record)
-    assert answers.grade_answer(item.id, f"{item.right(record)} ms", record).passed
 
 
 def test_the_recorded_trace_is_as_the_choices_say(record):

@@ -45,5 +45,5 @@ def _run(name: str, by_rank: Sequence[dict[str, Any]]) -> Run:
         "differing": [*dict.fromkeys(each for result in by_rank for each in result["differing"])],
         "largest": max(result["largest"] for result in by_rank),
         "calls": [Call(*call) for call in first["calls"]],
-        "moments": [result["moments"] for result in by_rank],
+        "moments": tuple(result["moments"] for result in by_rank),
     })  # fmt: skip
