@@ -13,6 +13,7 @@ from urllib.parse import quote
 
 from markupsafe import Markup
 from nbconvert.filters.markdown_mistune import IPythonRenderer, MarkdownWithMath
+from nbconvert.preprocessors.coalescestreams import CoalesceStreamsPreprocessor
 from nbformat import NotebookNode
 from pygments import highlight
 from pygments.formatters import HtmlFormatter
@@ -68,6 +69,7 @@ def lesson_of(name: str, notebook: NotebookNode) -> Lesson:
     first = next((cell.source for cell in notebook.cells if cell.cell_type == "markdown" and cell.source.strip()), None)
     if first is None:
         raise CourseError(f"{name}.ipynb holds no text; the first Markdown cell of a lesson begins with `# 01 Title`")
+    notebook, _ = CoalesceStreamsPreprocessor().preprocess(notebook, {})
     number, title = _titled(first, name)
     body = _anchored(Markup("\n").join(_pieces(notebook.cells)))
     return Lesson(

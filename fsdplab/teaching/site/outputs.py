@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from markupsafe import Markup, escape
+from nbconvert.filters.ansi import strip_ansi
 
 from fsdplab.figures.report.parts import in_script
 from fsdplab.teaching.site.foreign_html import without_scripts
@@ -21,33 +22,18 @@ from fsdplab.teaching.site.foreign_html import without_scripts
 PLOTLY, WIDGET = "application/vnd.plotly.v1+json", "application/vnd.jupyter.widget-view+json"
 PIECES = "application/vnd.fsdplab.pieces+json"  # the strategy lab's saved batch: bundles, one below the other
 WITHOUT_A_KERNEL = "In the notebook, controls stand here; this page shows where they begin."
-_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 _DRAWN = ("data", "layout", "frames")
 _TALL_AS_PLOTLY, _TALLEST = 450, 10_000  # px: what plotly.js takes where a figure says nothing; a page's patience
 
 
 def shown(outputs: Sequence[Mapping[str, Any]]) -> Markup:
-    """All outputs of one cell, in order; neighbouring pieces of one stream are joined."""
-    return Markup("\n").join(piece for output in _joined(outputs) if (piece := _of(output)))
-
-
-def _joined(outputs: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    joined: list[dict[str, Any]] = []
-    for output in outputs:
-        last = joined[-1] if joined else {}
-        if output["output_type"] == "stream" and (last.get("output_type"), last.get("name")) == (
-            "stream",
-            output["name"],
-        ):
-            last["text"] = _text(last["text"]) + _text(output["text"])
-        else:
-            joined.append(dict(output))
-    return list(joined)
+    """All outputs of one cell, in order."""
+    return Markup("\n").join(piece for output in outputs if (piece := _of(output)))
 
 
 def _of(output: Mapping[str, Any]) -> Markup:
     if output["output_type"] == "stream":
-        return _preformatted(_overwritten(_text(output["text"])), "stream")
+        return _preformatted(output["text"], "stream")
     if output["output_type"] == "error":
         lines = output.get("traceback") or [f"{output.get('ename')}: {output.get('evalue')}"]
         return _preformatted("\n".join(lines), "error")
@@ -67,7 +53,7 @@ def _figure(data: Mapping[str, Any]) -> Markup:
     if not isinstance(figure, dict) or not isinstance(figure.get("layout", {}), dict):
         return Markup()
     figure = {"layout": {}, **figure}
-    words = _text(data.get("text/plain", "")).removeprefix("[figure] ")
+    words = data.get("text/plain", "").removeprefix("[figure] ")
     height = figure["layout"].get("height")
     return Markup(
         '<figure role="img" aria-label="{}"><div class="plot" style="height:{}px"></div>'
@@ -82,21 +68,21 @@ def _figure(data: Mapping[str, Any]) -> Markup:
 
 def _html(data: Mapping[str, Any]) -> Markup:
     """HTML as the cell made it, without scripts: no page carries a second copy of a library."""
-    return Markup('<div class="rich">{}</div>').format(without_scripts(_text(data["text/html"])))
+    return Markup('<div class="rich">{}</div>').format(without_scripts(data["text/html"]))
 
 
 def _picture(kind: str) -> Callable[[Mapping[str, Any]], Markup]:
     def form(data: Mapping[str, Any]) -> Markup:
-        content = _text(data[kind])
+        content = data[kind]
         encoded = base64.b64encode(content.encode()).decode() if kind == "image/svg+xml" else "".join(content.split())
-        words = _text(data.get("text/plain", "")) or "a picture"
+        words = data.get("text/plain", "") or "a picture"
         return Markup('<p><img src="data:{};base64,{}" alt="{}"></p>').format(kind, encoded, words)
 
     return form
 
 
 def _words(data: Mapping[str, Any]) -> Markup:
-    text = _text(data["text/plain"])
+    text = data["text/plain"]
     return _preformatted(text, "result") if text.strip() else Markup()
 
 
@@ -108,7 +94,7 @@ _FORMS: dict[str, Callable[[Mapping[str, Any]], Markup]] = {
     "image/svg+xml": _picture("image/svg+xml"),
     "image/png": _picture("image/png"),
     "image/jpeg": _picture("image/jpeg"),
-    "text/markdown": lambda data: Markup("<p>{}</p>").format(_text(data["text/markdown"])),
+    "text/markdown": lambda data: Markup("<p>{}</p>").format(data["text/markdown"]),
     "text/plain": _words,
 }
 
@@ -120,13 +106,4 @@ def plain(markup: str) -> str:
 
 
 def _preformatted(text: str, kind: str) -> Markup:
-    return Markup('<pre class="{}">{}</pre>').format(kind, escape(_ANSI.sub("", text).rstrip()))
-
-
-def _overwritten(text: str) -> str:
-    """What a terminal shows in the end: a line that was written anew (progress) in its last form."""
-    return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
-
-
-def _text(value: str | Sequence[str]) -> str:
-    return value if isinstance(value, str) else "".join(value)
+    return Markup('<pre class="{}">{}</pre>').format(kind, escape(strip_ansi(text).replace("\r\n", "\n").rstrip()))
