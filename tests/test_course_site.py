@@ -206,7 +206,8 @@ def test_a_stream_is_what_a_terminal_shows_in_the_end():
     pieces = [
         new_output("stream", name="stdout", text=text) for text in ("10 %\r50", " %\r100 %\nd\x1b[31mone\x1b[0m\n")
     ]
-    assert str(shown(pieces)) == '<pre class="stream">100 %\ndone</pre>'
+    notebook = new_notebook(cells=[new_markdown_cell("# A title"), new_code_cell("train()", outputs=pieces)])
+    assert '<pre class="stream">100 %\ndone</pre>' in lesson_of("a_title", notebook).body
     assert "&lt;b&gt;" in _shown("stream", name="stderr", text="<b>")
 
 
