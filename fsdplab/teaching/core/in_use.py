@@ -13,16 +13,31 @@ from fsdplab.teaching.core.workspace import function_name, load_function
 
 def functions(*exercises: str) -> dict[str, Callable[..., Any]]:
     """The functions by name: `functions("05.shard")["shard"]`; on ranks too, where the course is open."""
-    return {function_name(exercise): _function(exercise) for exercise in exercises}
+    return {function_name(exercise): function_of(exercise) for exercise in exercises}
 
 
-def _function(exercise: str) -> Callable[..., Any]:
-    workspace, name = current().workspace, function_name(exercise)
+def function_of(exercise: str) -> Callable[..., Any]:
+    """One function in use."""
+    workspace = current().workspace
     if workspace.has_passed(exercise):
-        return load_function(workspace.file_of(exercise), name)
-    found = find(exercise, Exercise)
-    function: Callable[..., Any] = getattr(loaded(found.reference, f"reference_{name}", str(found.path)), name)
+        return load_function(workspace.file_of(exercise), function_name(exercise))
+    return _made(exercise, find(exercise, Exercise).reference)
+
+
+def stub_of(exercise: str) -> Callable[..., Any]:
+    """The function as a learner gets it, where the stub is code that runs."""
+    return _made(exercise, find(exercise, Exercise).stub)
+
+
+def _made(exercise: str, source: str) -> Callable[..., Any]:
+    name = function_name(exercise)
+    function: Callable[..., Any] = getattr(loaded(source, f"in_use_{name}", f"{exercise}.py"), name)
     return function
+
+
+def owner(*exercises: str) -> str:
+    """`"your"` where the checks of all passed, else `"the reference"`."""
+    return "your" if all(map(current().workspace.has_passed, exercises)) else "the reference"
 
 
 def whose(*exercises: str) -> str:

@@ -6,7 +6,6 @@ Imports torch and the workloads only, so that ranks start quickly.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdplab.teaching.core.comm_log import WireLog
-from fsdplab.teaching.core.workspace import Workspace
+from fsdplab.teaching.core.course_state import open_course
 from fsdplab.teaching.lessons.by_hand.trainers import WAYS, Trainer, make_optimizer
 from fsdplab.workloads import ByteText, build_model, loss_of
 from fsdplab.workloads.twin import replay_gradients
@@ -32,9 +31,9 @@ def train(payload: dict[str, Any]) -> list[dict[str, Any]]:
     way.
 
     A way is a dict with `kind` (a name in WAYS), `optimizer`, `steps` (fewer than the twin's, or None) and what the
-    kind needs: the files of the learner's functions.
+    kind needs, such as the `exercise` whose function is in use.
     """
-    Workspace(Path(payload["workspace"])).make_importable()
+    open_course(workspace=payload["workspace"])
     text, steps, model = ByteText.from_standard_library(), payload["steps"], payload["model"]
     twins = {
         name: _twin(model, text, steps, name) for name in dict.fromkeys(way["optimizer"] for way in payload["ways"])

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +20,10 @@ from torch.distributed.tensor import DTensor
 from fsdplab.engine import events
 from fsdplab.teaching.core.collectives_log import collectives
 from fsdplab.teaching.core.comm_log import WireLog
-from fsdplab.teaching.core.workspace import load_function
+from fsdplab.teaching.core.in_use import function_of, stub_of
 
 RATES = {"adamw": 3e-3, "sgd": 0.1}
+SHARDING = ("04.rows_of", "04.reduce_rows", "04.step_and_gather")
 Pairs = list[tuple[nn.Parameter, nn.Parameter]]  # (a parameter, this rank's rows of it)
 
 
@@ -142,7 +142,7 @@ def alone(model: nn.Module, way: dict[str, Any]) -> Trainer:
 
 def hook(model: nn.Module, way: dict[str, Any]) -> Trainer:
     """The learner's hook on every parameter."""
-    trainer, function = _plain(model, way), load_function(Path(way["path"]), way["function"])
+    trainer, function = _plain(model, way), function_of(way["exercise"])
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(function)
     trainer.watch_after()
@@ -150,8 +150,10 @@ def hook(model: nn.Module, way: dict[str, Any]) -> Trainer:
 
 
 def finish(model: nn.Module, way: dict[str, Any]) -> Trainer:
-    """The learner's `function(model, *arguments)`, and the `finish` that it returns after every backward."""
-    trainer, function = _plain(model, way), load_function(Path(way["path"]), way["function"])
+    """The learner's `function(model, *arguments)` (or the stub), and the `finish` that it returns after every
+    backward.
+    """
+    trainer, function = _plain(model, way), (stub_of if way["stub"] else function_of)(way["exercise"])
     trainer.reduce = function(model, *way["arguments"])
     trainer.watch_after()
     return trainer
@@ -180,8 +182,7 @@ def zero2(model: nn.Module, way: dict[str, Any]) -> Trainer:
 
 def _sharded(model: nn.Module, way: dict[str, Any]) -> tuple[Trainer, Callable[..., Any]]:
     """Pairs (parameter, this rank's rows), an optimizer that knows the rows only, and the learner's reduce_rows."""
-    names = ("rows_of", "reduce_rows", "step_and_gather")
-    rows_of, reduce_rows, step_and_gather = (load_function(Path(way[name]), name) for name in names)
+    rows_of, reduce_rows, step_and_gather = map(function_of, SHARDING)
     pairs = []
     for parameter in model.parameters():
         start, stop = rows_of(len(parameter), dist.get_rank(), dist.get_world_size())

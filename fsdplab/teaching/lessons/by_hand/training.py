@@ -7,10 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
-from fsdplab.teaching.core.course_state import current
 from fsdplab.teaching.core.exercise import Call
 from fsdplab.teaching.core.lesson_ranks import LessonRanks
 from fsdplab.teaching.core.waiting import doing
@@ -18,11 +16,6 @@ from fsdplab.teaching.core.waiting import doing
 from .runs import Run
 
 MODEL = "gpt-tiny"
-
-
-def whose(path: Path) -> str:
-    """`"your"` for a learner's file, `"the reference"` for another."""
-    return "your" if path.parent == current().workspace.path else "the reference"
 
 
 def way(kind: str, name: str, optimizer: str = "adamw", steps: int | None = None, **needs: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from fsdplab.teaching.core.checking import solution, solution_file
+from fsdplab.teaching.core.checking import solution
 from fsdplab.teaching.core.display import Table, table
 from fsdplab.teaching.core.lesson_ranks import LessonRanks
 from fsdplab.teaching.core.waiting import doing
@@ -63,8 +63,7 @@ def count_ring(exercise: str = "01.ring_all_gather", megabytes: float = 12, worl
     message that a rank sent, by rank.
     """
     solution(exercise)
-    elements = int(megabytes * 1e6 / 4 / world_size)
-    return _on_ranks("sent", world_size, solution=str(solution_file(exercise)), elements=elements)
+    return _on_ranks("sent", world_size, exercise=exercise, elements=int(megabytes * 1e6 / 4 / world_size))
 
 
 @doing("timing collectives of five sizes on real ranks")

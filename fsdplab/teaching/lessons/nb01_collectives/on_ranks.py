@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,8 @@ import torch.distributed as dist
 
 from fsdplab.engine import compat
 from fsdplab.teaching.core.comm_log import WireLog
-from fsdplab.teaching.core.workspace import Workspace, load_function
+from fsdplab.teaching.core.course_state import open_course
+from fsdplab.teaching.core.in_use import function_of
 
 
 def watch(payload: dict[str, Any]) -> dict[str, list[float]]:
@@ -50,10 +50,10 @@ def compose(payload: dict[str, Any]) -> dict[str, Any]:
 def sent(payload: dict[str, Any]) -> list[int]:
     """Bytes of each message that this rank sends while the learner's ring gathers `payload["elements"]` floats a rank.
 
-    `payload["solution"]` is the learner's file, `payload["workspace"]` its folder.
+    `payload["exercise"]` is the ring's, `payload["workspace"]` the learner's folder.
     """
-    Workspace(Path(payload["workspace"])).make_importable()
-    ring_all_gather = load_function(Path(payload["solution"]), "ring_all_gather")
+    open_course(workspace=payload["workspace"])
+    ring_all_gather = function_of(payload["exercise"])
     with WireLog() as log:
         ring_all_gather(torch.full((payload["elements"],), float(dist.get_rank())))
     return [call.nbytes for call in log.calls if call.kind == "send"]

@@ -6,15 +6,11 @@ P is the bytes of all parameters and n the number of ranks.
 from __future__ import annotations
 
 from fsdplab.common.sizes import size
-from fsdplab.teaching.core.checking import solution_file
-from fsdplab.teaching.core.course_state import current
 from fsdplab.teaching.core.display import Table, table
-from fsdplab.teaching.core.exercise_file import Exercise
-from fsdplab.teaching.core.registry import find
-from fsdplab.teaching.core.workspace import Workspace
+from fsdplab.teaching.core.in_use import owner
 from fsdplab.teaching.lessons.by_hand.figures import bucket_figure
 from fsdplab.teaching.lessons.by_hand.runs import Faulty, Runs
-from fsdplab.teaching.lessons.by_hand.training import MODEL, trained, way, whose
+from fsdplab.teaching.lessons.by_hand.training import MODEL, trained, way
 
 from .bucket_costs import bucket_costs
 
@@ -37,22 +33,18 @@ def faulty(exercise: str = "03.small_together", steps: int = 12, world_size: int
     """The exercise's faulty version as it was given, beside the twin: losses under AdamW and SGD, and its first
     gradients.
     """
-    found = find(exercise, Exercise)
-    path = Workspace(current().workspace.path / "reference" / "faulty").save(exercise, found.stub)
-    ways = [
-        way("finish", name, name, path=str(path), function=found.function, arguments=[]) for name in ("adamw", "sgd")
-    ]
+    ways = [way("finish", name, name, exercise=exercise, stub=True, arguments=[]) for name in ("adamw", "sgd")]
     adamw, sgd = trained(ways, steps, world_size)
     return Faulty((adamw, sgd))
 
 
 def data_parallel(steps: int = 6, bucket_bytes: int = 100_000, world_size: int = 2) -> Runs:
     """The learner's hook and buckets (or the references), torch's DDP and the lab's no_shard, each beside the twin."""
-    hook, buckets = solution_file("03.average_in_hook"), solution_file("03.in_buckets")
-    cut = f"{whose(buckets)} buckets of {size(bucket_bytes)}"
+    hook, buckets = "03.average_in_hook", "03.in_buckets"
+    cut = f"{owner(buckets)} buckets of {size(bucket_bytes)}"
     ways = [
-        way("hook", f"{whose(hook)} hook", path=str(hook), function="average_in_hook"),
-        way("finish", cut, path=str(buckets), function="in_buckets", arguments=[bucket_bytes]),
+        way("hook", f"{owner(hook)} hook", exercise=hook),
+        way("finish", cut, exercise=buckets, stub=False, arguments=[bucket_bytes]),
         way("ddp", "torch's DDP"),
         way("lab", "the lab's no_shard", strategy="no_shard"),
     ]

@@ -10,7 +10,6 @@ from typing import Any
 
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import titled
-from fsdplab.teaching.core.checking import solution_file
 from fsdplab.teaching.core.diagrams import mesh
 from fsdplab.teaching.core.display import Table, table
 from fsdplab.teaching.core.lesson_ranks import LessonRanks
@@ -67,7 +66,7 @@ def tensor() -> Composed:
     """GPT-tiny on a 2 x 2 mesh (dp, tp), as the learner's `compose` does it where its check passed,
     else the reference.
     """
-    return Composed("gpt-tiny, dp = 2 x tp = 2", _call("tensor", compose=str(solution_file("16.compose"))))
+    return Composed("gpt-tiny, dp = 2 x tp = 2", _call("tensor"))
 
 
 def experts(divide: float) -> Composed:

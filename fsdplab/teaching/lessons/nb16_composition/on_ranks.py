@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fsdplab.engine import fully_shard
 from fsdplab.teaching.core.collectives_log import collectives
 from fsdplab.teaching.core.comm_log import bytes_sent
+from fsdplab.teaching.core.course_state import open_course
 from fsdplab.teaching.core.exercise import Call
-from fsdplab.teaching.core.workspace import Workspace, load_function
+from fsdplab.teaching.core.in_use import function_of
 from fsdplab.workloads import build_model, loss_of
 from fsdplab.workloads.moe import MoE, build_moe, moe_loss_of, spread_experts
 from fsdplab.workloads.twin import replay_gradients
@@ -42,10 +42,10 @@ def tokens_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def tensor(payload: dict[str, Any]) -> dict[str, Any]:
-    """Train GPT-tiny on a 2 x 2 mesh as `payload["compose"]` (path of the learner's file) composes it."""
-    Workspace(Path(payload["workspace"])).make_importable()
+    """Train GPT-tiny on a 2 x 2 mesh as the `compose` in use composes it."""
+    open_course(workspace=payload["workspace"])
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    model = load_function(Path(payload["compose"]), "compose")(build_model("gpt-tiny"), mesh)
+    model = function_of("16.compose")(build_model("gpt-tiny"), mesh)
     axes = ("dp", {mesh["tp"].get_group().group_name: "tp"})
     seen = beside_twin(model, build_model("gpt-tiny"), loss_of, mesh["dp"].get_local_rank(), 2, axes)
     names = ("attention.query.weight", "attention.output.weight", "attention_norm.weight")
