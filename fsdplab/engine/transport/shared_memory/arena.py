@@ -37,7 +37,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
 class Place(NamedTuple):
@@ -184,7 +183,8 @@ class Arena(SharedFile):
         pages the system does not take back is not used again, because it is not zero.
         """
         ours = not self._closed and process == os.getpid()
-        if ours and _libc.fallocate(self.descriptor, _PUNCH_HOLE, start, length) == 0:
+        span = ctypes.c_int64(start), ctypes.c_int64(length)
+        if ours and _libc.fallocate(self.descriptor, _PUNCH_HOLE, *span) == 0:
             self._given_back.append((start, length))
 
 
