@@ -14,6 +14,7 @@ import os
 import platform
 import resource
 import select
+import selectors
 import signal
 import socket
 import sys
@@ -152,6 +153,8 @@ def _other_numbers(*_: object) -> int:
 
 
 def _only_sockets_of_macos() -> None:
+    del selectors.EpollSelector
+    selectors.DefaultSelector = selectors.PollSelector  # type: ignore[misc]
     make = socket.socketpair
 
     def socketpair(family: Any = None, type: Any = socket.SOCK_STREAM, proto: int = 0) -> Any:
