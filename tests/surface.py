@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fsdplab.engine as lab_engine
+from tests.ranks import transports
 
 AT_MOST = 4  # lines about one program
 REFERENCE = (2, 13)
@@ -53,7 +54,7 @@ def engines_under_test() -> dict[str, Any]:
     """Name -> engine."""
     if os.environ.get("SURFACE_ENGINE") == "torch":
         return {"torch again": torch_engine}
-    return {f"lab over {transport}": lab_over(transport) for transport in ("gloo", "shm")}
+    return {f"lab over {transport}": lab_over(transport) for transport in reversed(transports())}
 
 
 def on_both(ranks: Callable[..., list[Any]], world_size: int, *programs: Program) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdplab.engine import CPUOffloadPolicy, MixedPrecisionPolicy, shard_model
+from tests.ranks import transports
 from tests.surface import mesh_of, wholes
 
 pytestmark = pytest.mark.quick
@@ -87,7 +88,7 @@ def in_turn(program: Callable[..., list[bool]], calls: Sequence[tuple[Any, ...]]
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_ranks_agree_where_a_gradient_is_negative_zero(ranks, world: int) -> None:
-    calls = [(name, over, last) for name in STRATEGIES[world] for over in ("shm", "gloo") for last in (0, world - 1)]
+    calls = [(name, over, last) for name in STRATEGIES[world] for over in transports() for last in (0, world - 1)]
     assert ranks(world, in_turn, zeros_of_both_signs, calls) == [[]] * world
 
 
@@ -99,7 +100,7 @@ def negative_zeros_only(strategy: str, transport: str) -> list[bool]:
 
 
 def test_a_gradient_of_negative_zeros_is_one(ranks) -> None:
-    calls = [(name, over) for name in ("full_shard", "no_shard") for over in ("shm", "gloo")]
+    calls = [(name, over) for name in ("full_shard", "no_shard") for over in transports()]
     assert ranks(2, in_turn, negative_zeros_only, calls) == [[], []]
 
 
@@ -125,8 +126,8 @@ def tiny(strategy: str, transport: str, dtype: torch.dtype, divide: float, accum
 @pytest.mark.parametrize("world", [2, 4])
 def test_an_average_that_rounds_to_zero_is_a_gradient(ranks, world: int) -> None:
     """The sum of fewer ranks too, which replicas have divided already or will divide."""
-    calls = list(product(STRATEGIES[world], ("shm", "gloo"), TINY, (3.0, 4.0), (False,)))
-    calls += [("hybrid_shard", over, dtype, 3.0, True) for over in ("shm", "gloo") for dtype in TINY if world == 4]
+    calls = list(product(STRATEGIES[world], transports(), TINY, (3.0, 4.0), (False,)))
+    calls += [("hybrid_shard", over, dtype, 3.0, True) for over in transports() for dtype in TINY if world == 4]
     assert ranks(world, in_turn, tiny, calls) == [[]] * world
 
 
@@ -214,7 +215,7 @@ def complex_numbers(strategy: str, transport: str, *users: int) -> list[bool]:
 
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
 def test_complex_gradients(ranks, strategy: str) -> None:
-    for transport in ("shm", "gloo"):
+    for transport in transports():
         assert ranks(2, complex_numbers, strategy, transport, 1) == [[True], [True]]
         assert ranks(2, complex_numbers, strategy, transport) == [[False], [False]]
 

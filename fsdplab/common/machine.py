@@ -6,9 +6,11 @@ import os
 import platform
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 
+@cache
 def cpu_model() -> str:
     """The processor as its system names it."""
     if sys.platform == "linux":

@@ -35,9 +35,9 @@ LINUX: dict[ModuleType, str] = {
         "memfd_create MFD_* pidfd_open P_PIDFD eventfd* EFD_* setns unshare CLONE_* splice SPLICE_* copy_file_range"
         " sched_getaffinity sched_setaffinity sched_getparam sched_setparam sched_getscheduler sched_setscheduler"
         " sched_rr_get_interval sched_param SCHED_BATCH SCHED_IDLE SCHED_RESET_ON_FORK posix_fadvise POSIX_FADV_*"
-        " posix_fallocate fdatasync getrandom GRND_* getxattr setxattr listxattr removexattr XATTR_* O_DIRECT O_LARGEFILE"
-        " O_NOATIME O_PATH O_RSYNC O_TMPFILE RWF_* pipe2 getresuid getresgid setresuid setresgid waitid waitid_result"
-        " WEXITED WNOWAIT WSTOPPED"
+        " posix_fallocate fdatasync getrandom GRND_* getxattr setxattr listxattr removexattr XATTR_* O_DIRECT"
+        " O_LARGEFILE O_NOATIME O_PATH O_RSYNC O_TMPFILE RWF_* pipe2 getresuid getresgid setresuid setresgid waitid"
+        " waitid_result WEXITED WNOWAIT WSTOPPED"
     ),
     signal: "pidfd_send_signal sigtimedwait sigwaitinfo SIGRTMIN SIGRTMAX SIGPWR SIGPOLL SIGSTKFLT SIGCLD",
     resource: (
