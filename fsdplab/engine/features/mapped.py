@@ -19,6 +19,8 @@ import tempfile
 import weakref
 from bisect import bisect_right, insort
 from collections import deque
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,7 +30,14 @@ _ASK_AT_ONCE = 1 << 20  # bytes of one request to read ahead
 _WRITES_UNDER_WAY = 4  # spans: the oldest is waited for when another begins
 # SYNC_FILE_RANGE_WAIT_BEFORE, _WRITE, _WAIT_AFTER: data only, no flush of the drive
 _WRITE, _WRITE_AND_WAIT = 2, 1 | 2 | 4
-_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@cache
+def _sync_file_range() -> Callable[..., int]:
+    """The C library's function, looked up when it is first needed: only Linux has it."""
+    function = ctypes.CDLL(None, use_errno=True).sync_file_range
+    function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
+    return function
 
 
 class MappedFile(mmap.mmap):
@@ -83,7 +92,7 @@ class MappedFile(mmap.mmap):
             os.posix_fadvise(self.descriptor, *_pages(start, stop), os.POSIX_FADV_DONTNEED)
 
     def _sync(self, start: int, stop: int, how: int) -> None:
-        if _libc.sync_file_range(self.descriptor, *map(ctypes.c_int64, _pages(start, stop)), how) != 0:
+        if _sync_file_range()(self.descriptor, *_pages(start, stop), how) != 0:
             number = ctypes.get_errno()
             what = f"{self.label} could not be written to {self.folder} ({os.strerror(number)})"
             raise OSError(number, f"{what}; what it held is lost: look for a failing disk and resume from a checkpoint")

@@ -20,6 +20,7 @@ import threading
 import weakref
 from collections import deque
 from dataclasses import dataclass
+from functools import cache
 from mmap import PAGESIZE as PAGE
 from typing import NamedTuple, TypeVar
 
@@ -33,10 +34,17 @@ _READ_WRITE, _SHARED, _FAILED = 1 | 2, 1, ctypes.c_void_p(-1).value  # PROT_READ
 COOKIE = 16  # bytes at the beginning of an arena's header
 T = TypeVar("T")
 _PUNCH_HOLE = 1 | 2  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    """The C library, looked up when an arena is made: Windows has none, and macOS one without `fallocate`."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    return libc
 
 
 class Place(NamedTuple):
@@ -57,11 +65,11 @@ class Segment:
     @classmethod
     def mapped(cls, descriptor: int, start: int, length: int) -> Segment:
         """Bytes [start, start + length) of the file; `OSError` where the system does not map them."""
-        address = _libc.mmap(None, length, _READ_WRITE, _SHARED, descriptor, start)
+        address = _libc().mmap(None, length, _READ_WRITE, _SHARED, descriptor, start)
         if address == _FAILED:
             raise _error(f"mapping {length} bytes of shared memory")
         memory = (ctypes.c_uint8 * length).from_address(address)
-        weakref.finalize(memory, _libc.munmap, address, length).atexit = False
+        weakref.finalize(memory, _libc().munmap, address, length).atexit = False
         return cls(start, memory)
 
     @property
@@ -183,8 +191,7 @@ class Arena(SharedFile):
         pages the system does not take back is not used again, because it is not zero.
         """
         ours = not self._closed and process == os.getpid()
-        span = ctypes.c_int64(start), ctypes.c_int64(length)
-        if ours and _libc.fallocate(self.descriptor, _PUNCH_HOLE, *span) == 0:
+        if ours and _libc().fallocate(self.descriptor, _PUNCH_HOLE, start, length) == 0:
             self._given_back.append((start, length))
 
 

@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -36,9 +37,14 @@ _WHAT = struct.Struct(f"<5Q16x{_LABEL}s")  # an operation's number and size, a p
 _FUTEX, _WAIT, _WAKE = 202, 0, 1  # the x86-64 system call and its operations, for memory shared between processes
 # how long a sleeper sleeps at most (seconds, nanoseconds): then it looks whether the awaited rank lives
 _POLL = (ctypes.c_long * 2)(0, 50_000_000)
-_call = ctypes.CDLL(None, use_errno=True).syscall
 _NEW_GROUP = "destroy the process group on every rank and make a new one"
 _NOWHERE = Place(0, 0, 0)
+
+
+@cache
+def _call() -> Callable[..., int]:
+    """The C library's `syscall`, looked up when it is first needed: Windows has none."""
+    return ctypes.CDLL(None, use_errno=True).syscall
 
 
 class Word:
@@ -56,11 +62,11 @@ class Word:
         """Store, unless it is there already, and wake whoever sleeps on it."""
         if self._value.value < number:
             self._value.value = number
-            _call(_FUTEX, self._low, _WAKE, ctypes.c_int(2**31 - 1), None, None, 0)
+            _call()(_FUTEX, self._low, _WAKE, ctypes.c_int(2**31 - 1), None, None, 0)
 
     def sleep(self, seen: int) -> None:
         """Sleep until it is no longer `seen`, or for a while."""
-        _call(_FUTEX, self._low, _WAIT, ctypes.c_uint32(seen % 2**32), ctypes.byref(_POLL), None, 0)
+        _call()(_FUTEX, self._low, _WAIT, ctypes.c_uint32(seen % 2**32), ctypes.byref(_POLL), None, 0)
 
 
 class Described(NamedTuple):
