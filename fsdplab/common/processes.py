@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NoReturn
 
+KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has none, and its SIGTERM cannot be refused
+
 
 def send(pid: int, which: signal.Signals) -> None:
     """Send a signal to a process, which may have ended meanwhile."""

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fsdplab.common.errors import RunError
-from fsdplab.common.processes import name_of, processor_seconds, send
+from fsdplab.common.processes import KILL, name_of, processor_seconds, send
 from fsdplab.sessions.launch.mailbox import Heartbeat, Mailbox, read_heartbeats, read_lines
 from fsdplab.sessions.launch.stacks import readable, waits_for_device, waits_for_others
 
@@ -132,7 +132,7 @@ _PEER_IS_GONE = re.compile(
 # the last is what saving a profile says (profiling/saving.py): torch's exporter gives no reason
 _DISK_IS_FULL = re.compile("No space left on device|File too large|Disk quota exceeded|a full disk or a limit")
 _ENDED = " All ranks were ended."
-_OWN_FAULT_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+_OWN_FAULT_SIGNALS = (KILL, signal.SIGSEGV, getattr(signal, "SIGBUS", None), signal.SIGILL, signal.SIGFPE)
 
 
 def failed_first(post_mortem: PostMortem) -> Failure:

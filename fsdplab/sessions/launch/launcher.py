@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import sys
 import time
 import uuid
 import warnings
@@ -291,7 +292,16 @@ def why_not_warm() -> str | None:
     return warm.tried(_warm_environment())
 
 
+def why_no_ranks() -> str | None:
+    """Why this system runs no ranks, in one line with the remedy; None where it does."""
+    if sys.platform == "win32":
+        return "ranks do not run on Windows itself; run fsdplab in WSL 2 (wsl --install), where it is as on Linux"
+    return None
+
+
 def _starter(start: str, on_look: Callable[[], None]) -> Start:
+    if (refused := why_no_ranks()) is not None:
+        raise SpecError(refused)
     if start not in STARTS:
         raise SpecError(f"unknown start {start!r}; expected one of {', '.join(STARTS)}", "start")
     _check_loopback()

@@ -20,14 +20,14 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from fsdplab.common.processes import send
+from fsdplab.common.processes import KILL, send
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_EVERY_S = 0.5
 
 
-def end_with_parent(parent: int, with_signal: signal.Signals = signal.SIGKILL) -> None:
+def end_with_parent(parent: int, with_signal: signal.Signals = KILL) -> None:
     """End this process with `with_signal` when the process `parent`, which started it, is gone; at once if it already
     is.
     """

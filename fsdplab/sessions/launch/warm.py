@@ -14,7 +14,6 @@ import atexit
 import json
 import math
 import os
-import resource
 import signal
 import socket
 import subprocess
@@ -324,6 +323,8 @@ def start(
 
 def _inherited() -> dict[str, object]:
     """The settings that a child inherits from its parent; the starter, started earlier, gets them with the request."""
+    import resource  # not on Windows, where this module is imported all the same
+
     return {
         "folder": _folder(),
         "cores": sorted(os.sched_getaffinity(0)),
