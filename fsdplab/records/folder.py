@@ -7,7 +7,6 @@ run goes on its process holds a lock on the marker, so that of several runs at o
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -18,6 +17,11 @@ from pathlib import Path
 
 from fsdplab.common.files import naming, read_file
 from fsdplab.records.tables import TABLES, RecordError
+
+try:
+    import fcntl
+except ImportError:  # Windows, where no run writes a record: records of other machines are read there
+    pass
 
 MARKER = ".fsdplab-record"
 _MOST_BYTES = 10**8  # of a run.json
