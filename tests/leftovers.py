@@ -8,11 +8,15 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from fsdplab.common.machine import output_of
+
 
 def processes_of(folder: Path) -> list[str]:
     """Command lines of the living processes that name a folder or have a file of it open: the launcher and the ranks of
     its run.
     """
+    if not Path("/proc").exists():  # as on macOS, where only the command lines are told
+        return [line for line in output_of("ps", "-A", "-ww", "-o", "command=").splitlines() if str(folder) in line]
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:

@@ -28,8 +28,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-import pytest
-
 from fsdplab.common.pythons import imports_that_stay
 from fsdplab.sessions.launch.parent_death import end_with_parent
 
@@ -37,7 +35,6 @@ TIME_LIMIT = 120.0
 # when one rank has failed, those that wait for it in a collective are not waited for longer than this
 _OTHERS_FOLLOW_S = 15.0
 _START_LIMIT = 120.0
-_NEEDS_LINUX = "transport 'shm' needs all ranks on one x86-64 Linux machine"
 _PRELOAD = (
     "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "torch.distributed.checkpoint", "torch.profiler",
@@ -67,8 +64,6 @@ class RankPool:
     def __call__(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         answers = self._answers(world_size, _OTHERS_FOLLOW_S, function, arguments)
         failures = [f"rank {rank}:\n{text}" for rank, (fine, text) in enumerate(answers) if not fine]
-        if any(_NEEDS_LINUX in each for each in failures) and "shm" not in transports():
-            pytest.skip("asks for shared memory between ranks, which is for Linux on x86-64")
         if failures:
             raise RankFailed("\n".join(failures))
         return [value for _, value in answers]

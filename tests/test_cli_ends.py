@@ -204,7 +204,6 @@ def test_a_signal_is_raised_once_and_again_where_it_was_swallowed() -> None:
     assert handlers == [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
 
 
-@pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc to look for processes")
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_command_that_is_ended_leaves_nothing(tmp_path: Path, sent: signal.Signals) -> None:
     temporary, folder = tmp_path / "tmp", tmp_path / "run"

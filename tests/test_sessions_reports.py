@@ -125,7 +125,6 @@ def test_a_rank_that_moves_after_all_does_not_end_the_run(stalled: RunningRanks)
     assert stalled._stalled() is None
 
 
-@linux
 def test_a_run_whose_rank_computes_for_ever_ends_at_its_time_limit_as_slow(tmp_path: Path) -> None:
     spec = RunSpec(engine="torch-ddp", strategy="no_shard", time_limit=10.0, start="auto", **TINY)
     with pytest.raises(RanksFailed) as failed:
@@ -205,7 +204,6 @@ def test_a_lost_launcher_is_blamed_unless_a_rank_failed_by_itself(
     assert report.message.startswith("The launcher of the ranks was killed by SIGTERM") == (rank is None)
 
 
-@linux
 @pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGKILL])
 def test_a_killed_launcher_is_not_reported_as_the_exit_of_a_rank(tmp_path: Path, which: signal.Signals) -> None:
     folder = tmp_path / "run"
@@ -231,7 +229,6 @@ os.kill(os.getpid(), signal.SIGSTOP)
 """
 
 
-@linux
 @pytest.mark.parametrize("start", ["warm", "torchrun"])
 def test_a_rank_that_was_stopped_before_its_first_heartbeat_is_ended(tmp_path: Path, start: str) -> None:
     if start == "warm" and warm.why_not() is not None:

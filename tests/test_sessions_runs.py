@@ -260,7 +260,6 @@ def test_a_run_over_its_emulated_card_is_marked_and_goes_on(failed: dict[tuple[s
     assert not (record.path / "ranks").exists(), "the ranks printed nothing, and the rest is in the record"
 
 
-@linux
 def test_a_killed_caller_takes_its_ranks_with_it(tmp_path: Path) -> None:
     """And ranks that start warm: test_warm_starts.py."""
     folder = tmp_path / "run"

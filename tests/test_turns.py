@@ -225,7 +225,6 @@ def test_a_run_over_its_card_takes_its_turns(with_failures: dict[str, RunRecord]
     assert record.summary.in_turns and record.summary.step_time_s.count == record.spec["steps"]
 
 
-@linux
 @pytest.mark.parametrize("start", STARTS)
 def test_a_run_killed_while_it_waits_leaves_the_others_going_on(tmp_path: Path, start: str, capsys: Any) -> None:
     folder, killed = tmp_path / "runs", []
@@ -248,7 +247,6 @@ def test_a_run_killed_while_it_waits_leaves_the_others_going_on(tmp_path: Path, 
     assert processes_of(tmp_path) == [] and fifos_below(tmp_path) == []
 
 
-@linux
 @pytest.mark.parametrize("start", STARTS)
 def test_an_interrupt_in_the_middle_of_a_turn_ends_all_runs(tmp_path: Path, start: str) -> None:
     def interrupt(row: Any) -> None:
@@ -279,7 +277,6 @@ def test_starters_killed_at_every_try_end_every_run_with_a_report_of_its_own(tmp
     assert processes_of(tmp_path) == [] and fifos_below(tmp_path) == []
 
 
-@linux
 @pytest.mark.parametrize("start", STARTS)
 def test_a_killed_caller_takes_all_runs_with_it(tmp_path: Path, start: str) -> None:
     specs = f"[RunSpec(strategy=each, **{ {**TINY, 'steps': 5000, 'start': start}!r}) for each in ('zero1', 'zero2')]"

@@ -1,15 +1,18 @@
 """Processes that may end at any moment: signals to them, whether they are gone, and what they used.
 
-Nothing here raises because a process has ended meanwhile.
+Nothing here raises because a process has ended meanwhile. Linux tells of processes in /proc; where there is none, as
+on macOS, the command `ps` is asked, which takes some milliseconds.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
-from collections.abc import Iterable
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
+
+from fsdplab.common.machine import output_of
 
 KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has none, and its SIGTERM cannot be refused
 
@@ -36,21 +39,22 @@ def gone(pid: int) -> bool:
         os.kill(pid, 0)
     except (ProcessLookupError, PermissionError):  # a process of another user has inherited the number
         return True
-    return state(pid)[0] in ("", "Z", "X") if _PROC else False
+    return state(pid)[0] in ("", "Z", "X") if _PROC or shutil.which("ps") else False
 
 
 def state(pid: int) -> tuple[str, int]:
-    """(state letter, parent) of a process by /proc; ("", 0) where there is none, also where it is just collected."""
-    fields = _fields(pid)
-    return (fields[0], int(fields[1])) if fields else ("", 0)
+    """(state letter, parent) of a process; ("", 0) where there is none, also where it is just collected."""
+    seen = _look(pid)
+    return (seen.state, seen.parent) if seen else ("", 0)
 
 
 def processor_seconds(pid: int) -> float | None:
-    """Processor time that a process and all that it has started have used so far; None where that is unknown."""
-    found = [fields for each in (pid, *descendants(pid)) if (fields := _fields(each))]
-    # its own and the kernel's for it, then the same of its children that have ended
-    ticks = sum(int(each) for fields in found for each in fields[11:15])
-    return ticks / os.sysconf("SC_CLK_TCK") if found else None
+    """Processor time that a process and all that it has started have used so far; None where that is unknown.
+
+    Where `ps` tells, that of processes which have ended is not among it.
+    """
+    seen = _all()
+    return sum(seen[each].used_s for each in (pid, *_below(pid, seen))) if pid in seen else None
 
 
 def resident_bytes(pid: int) -> int | None:
@@ -63,13 +67,8 @@ def resident_bytes(pid: int) -> int | None:
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes that a process has started, and theirs; none where /proc is missing."""
-    parents = {each: state(each)[1] for each in _all()}
-    found: list[int] = []
-    latest = {pid}
-    while latest := {each for each, parent in parents.items() if parent in latest}:
-        found += sorted(latest)
-    return found
+    """The processes that a process has started, and theirs; none where the system does not tell."""
+    return _below(pid, _all())
 
 
 def end_as_if_by(which: int) -> NoReturn:
@@ -85,16 +84,56 @@ def name_of(which: int) -> str:
     return names.get(which, f"signal {which}")
 
 
-def _fields(pid: int) -> list[str]:
-    """/proc's line on a process, from its state on; empty where there is none, also where it is just collected."""
+class _Seen(NamedTuple):
+    state: str
+    parent: int
+    used_s: float  # processor time
+
+
+def _look(pid: int) -> _Seen | None:
+    """A process as it is now; None where there is none, also where it is just collected."""
+    if not _PROC:
+        return _by_ps("-p", str(pid)).get(pid)
     try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
-        return []
+        return None
+    # its own ticks and the kernel's for it, then the same of its children that have ended
+    return _Seen(fields[0], int(fields[1]), sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK"))
 
 
-def _all() -> Iterable[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdecimal()] if _PROC else []
+def _all() -> dict[int, _Seen]:
+    if not _PROC:
+        return _by_ps("-A")
+    numbers = [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+    return {pid: seen for pid in numbers if (seen := _look(pid))}
+
+
+def _below(pid: int, seen: dict[int, _Seen]) -> list[int]:
+    found: list[int] = []
+    latest = {pid}
+    while latest := {each for each, process in seen.items() if process.parent in latest}:
+        found += sorted(latest)
+    return found
+
+
+def _by_ps(*which: str) -> dict[int, _Seen]:
+    """What `ps` says of some processes; nothing where it is not installed."""
+    columns = ("-o", "pid=", "-o", "ppid=", "-o", "stat=", "-o", "time=")
+    rows = [line.split() for line in output_of("ps", *which, *columns).splitlines()]
+    return {int(pid): _Seen(state[0], int(parent), _seconds(used)) for pid, parent, state, used in rows}
+
+
+def _seconds(used: str) -> float:
+    """
+    >>> _seconds("0:01.25"), _seconds("1-00:01:02")
+    (1.25, 86462.0)
+    """
+    days, _, clock = used.rpartition("-")
+    total = 0.0
+    for part in clock.replace(",", ".").split(":"):
+        total = 60 * total + float(part)
+    return 86400 * int(days or 0) + total
 
 
 _PROC = Path("/proc/self/stat").exists()
