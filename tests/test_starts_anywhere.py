@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from fsdplab.cli.doctor import capabilities
 from fsdplab.gpu_check.looks import source_digest
 from fsdplab.sessions import RanksFailed, RunSpec, SpecError, call_on_ranks, compare, run
 from fsdplab.sessions.launch import warm
+from fsdplab.sessions.launch.failure_report import NO_ANSWER
 from tests.denied import at_every_start
 
 PROGRAMS = Path(__file__).with_name("warm_programs.py")
@@ -114,19 +116,45 @@ def test_a_denied_affinity_reaches_the_caller(tmp_path: Path, monkeypatch: pytes
         warm.end()
 
 
-def test_a_working_folder_that_cannot_be_entered_reaches_the_caller(tmp_path: Path) -> None:
-    """One whose path is longer than the system takes: also root is refused."""
+def test_ranks_start_in_a_folder_whose_path_is_too_long_and_in_one_that_was_deleted(tmp_path: Path) -> None:
     before = os.getcwd()
     os.chdir(tmp_path)
     try:
         for _ in range(20):
             os.mkdir("x" * 250)
             os.chdir("x" * 250)
-        with pytest.raises(RanksFailed, match="before it could start.*\n.*OSError.*File name too long"):
-            call()
+        assert call("where_it_is") == [os.stat(".").st_ino] * 2
+        os.chdir(tmp_path)
+        os.mkdir("deleted")
+        os.chdir("deleted")
+        os.rmdir(tmp_path / "deleted")
+        assert call("where_it_is") == [os.stat(".").st_ino] * 2
     finally:
         os.chdir(before)
         shutil.rmtree(tmp_path / ("x" * 250))
+
+
+@pytest.mark.parametrize("start", ["warm", "torchrun"])
+def test_ranks_of_a_caller_that_blocks_every_signal_end_and_say_where_they_stand(start: str) -> None:
+    """A starter that does not hear of the end of its ranks, and ranks that do not answer, made such runs hang."""
+    warm.end()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        assert call("return_at_once", start=start) == [0, 1]
+        with pytest.raises(RanksFailed, match="stood in .innermost call first.*\n.*return_never") as failed:
+            call("return_never", start=start, time_limit=3.0 if start == "warm" else 15.0)
+        assert NO_ANSWER not in str(failed.value)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        warm.end()
+
+
+def test_what_a_forked_rank_has_printed_is_there_when_it_ends_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    heard: list[str] = []
+    with pytest.raises(RanksFailed, match="ended with exit code 3"):
+        call("print_and_end", on_output=lambda rank, line: heard.append(line))
+    assert heard == ["last words"] * 2
 
 
 FORKS_TWICE = """

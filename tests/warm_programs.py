@@ -75,6 +75,24 @@ def return_at_once(rank, world_size, payload):
     return rank
 
 
+def return_never(rank, world_size, payload):
+    """Sleep in Python."""
+    while True:
+        time.sleep(1)
+
+
+def print_and_end(rank, world_size, payload):
+    """End this process without a word to Python."""
+    print("last words")
+    dist.barrier()
+    os._exit(3)
+
+
+def where_it_is(rank, world_size, payload):
+    """The working folder, which may have no path."""
+    return os.stat(".").st_ino
+
+
 def start_a_child(rank, world_size, payload):
     """Leave a process running."""
     return subprocess.Popen(["sleep", "1000"]).pid

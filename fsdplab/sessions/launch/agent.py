@@ -19,6 +19,7 @@ from pathlib import Path
 from fsdplab.common.processes import end_as_if_by
 from fsdplab.common.pythons import imports_that_stay
 from fsdplab.common.temporary import TEMPORARY
+from fsdplab.sessions.launch.inherited import signals_of_the_lab
 from fsdplab.sessions.launch.mailbox import AGENT_PID, Mailbox
 from fsdplab.sessions.launch.parent_death import adopt_orphans, end_children, end_with_parent
 
@@ -34,6 +35,7 @@ def main(caller: str, folder: str, *arguments: str, when_orphaned: signal.Signal
     `when_orphaned` is the signal sent when the caller is gone: SIGTERM, on which torchrun ends the ranks' whole process
     groups.
     """
+    signals_of_the_lab()
     end_with_parent(int(caller), when_orphaned)
     os.environ[AGENT_PID] = str(os.getpid())
     adopt_orphans()

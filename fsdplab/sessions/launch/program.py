@@ -60,24 +60,31 @@ def run_program(program: Sequence[str]) -> None:
         return
     sys.argv = list(program[1:])
     if not program[1].startswith("fsdplab."):
-        sys.path.insert(0, os.getcwd())
+        sys.path[:0] = _working_folder()
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
         return
     if not program[1].startswith("fsdplab.sessions."):  # has a command line of its own
-        sys.path[:] = _behind_the_library(os.getcwd())
+        sys.path[:] = _behind_the_library()
         runpy.run_module(program[1], run_name="__main__", alter_sys=True)
         return
     with imports_that_stay():
         module = importlib.import_module(program[1])
-    sys.path[:] = _behind_the_library(os.getcwd())
+    sys.path[:] = _behind_the_library()
     module.main(*program[2:])
 
 
-def _behind_the_library(folder: str) -> list[str]:
-    """sys.path with Python's own library first, then a folder, then all other packages."""
+def _behind_the_library() -> list[str]:
+    """sys.path with Python's own library first, then the working folder, then all other packages."""
     library = os.path.dirname(os.__file__)
     first = [each for each in sys.path if each in (library, os.path.join(library, "lib-dynload"))]
-    return [*first, folder, *(each for each in sys.path if each not in first)]
+    return [*first, *_working_folder(), *(each for each in sys.path if each not in first)]
+
+
+def _working_folder() -> list[str]:
+    """The working folder; none where it was deleted."""
+    with suppress(FileNotFoundError):
+        return [os.getcwd()]
+    return []
 
 
 if __name__ == "__main__":

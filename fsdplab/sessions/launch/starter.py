@@ -9,7 +9,7 @@ over pairs of packet sockets, on which a message is one packet of JSON:
 
     control    from the starter: {"ready": pid, "why_not": why it cannot fork, or None}, once it has tried; where it
                cannot, it ends
-               from the caller: a byte with two descriptors, of a run's own socket and of a file with its request
+               from the caller: a byte with three descriptors: a run's own socket, a file with its request, its folder
     a run's    from the starter: {"cannot": why it could not fork all ranks}, {"pids": [...]},
                {"left": {rank: exit code}} as ranks end, {"exits": ...} of all
                from the caller: a byte asks the ranks to end; the socket's end kills them
@@ -27,7 +27,6 @@ import ctypes
 import importlib
 import json
 import os
-import resource
 import selectors
 import shutil
 import signal
@@ -43,6 +42,7 @@ from typing import Any, NoReturn
 from fsdplab.common.processes import end_as_if_by, name_of, send, send_group
 from fsdplab.common.pythons import imports_that_stay
 from fsdplab.common.waiting import readable
+from fsdplab.sessions.launch.inherited import as_if_fresh, inherited, signals_of_the_lab, take_over
 from fsdplab.sessions.launch.mailbox import AGENT_PID
 from fsdplab.sessions.launch.parent_death import adopt_orphans, children, end_children, end_with_parent
 from fsdplab.sessions.launch.program import end_process, run_and_end
@@ -89,6 +89,7 @@ class _Run:
 
 def main(descriptor: str, caller: str, temporary: str) -> None:
     """Import, say "ready", and fork on request until the caller is gone."""
+    signals_of_the_lab()
     os.chdir("/")  # the caller's folder may be unmounted or deleted meanwhile
     with imports_that_stay():
         for module in RANK_SIDE:
@@ -143,8 +144,7 @@ def _failed_trial(temporary: str) -> str | None:
     with tempfile.TemporaryDirectory(dir=temporary, prefix="trial-") as folder:
         request = {
             "program": [_TRIAL[0], _TRIAL[1], f"{folder}/store"], "world_size": 1, "log": f"{folder}/log",
-            "environment": dict(os.environ), "folder": "/", "cores": sorted(os.sched_getaffinity(0)), "limits": {},
-            "nice": os.getpriority(os.PRIO_PROCESS, 0),
+            "environment": dict(os.environ), "inherited": inherited(),
         }  # fmt: skip
         try:
             pid = os.fork()
@@ -153,7 +153,7 @@ def _failed_trial(temporary: str) -> str | None:
         if pid == 0:
             try:
                 signal.alarm(_TRIAL_WITHIN_S)
-                be_rank(request, 0)
+                be_rank(request, os.open("/", os.O_PATH), 0)
             finally:
                 os._exit(1)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -242,7 +242,7 @@ class _Starter:
     def _accept(self) -> None:
         """Accept a request, and fork its ranks."""
         try:
-            message, descriptors, _, _ = socket.recv_fds(self.control, 1, 2)
+            message, descriptors, _, _ = socket.recv_fds(self.control, 1, 3)
         except ConnectionError:
             message = b""
         if not message:  # the caller has closed its side and uses another starter now
@@ -252,6 +252,7 @@ class _Starter:
         run = _Run(socket.socket(fileno=descriptors[0]))
         with open(descriptors[1], encoding="utf-8") as file:
             request = json.load(file)
+        folder = descriptors[2]
         self.runs.append(run)
         self.selector.register(run.socket, selectors.EVENT_READ, run)
         sys.stdout.flush()
@@ -260,25 +261,24 @@ class _Starter:
             for rank in range(request["world_size"]):
                 pid = os.fork()
                 if pid == 0:
-                    self._become_rank(request, rank)
+                    self._become_rank(request, folder, rank)
                 run.living[pid] = rank
         except OSError as error:  # a limit on processes
             _send(run.socket, {"cannot": headline(error)})
             run.end_soon(0.0)
+        os.close(folder)
         _send(run.socket, {"pids": list(run.living)})
 
-    def _become_rank(self, request: Mapping[str, Any], rank: int) -> NoReturn:
+    def _become_rank(self, request: Mapping[str, Any], folder: int, rank: int) -> NoReturn:
         """In the child: close what is the starter's, and be a rank; this process never returns."""
         try:
             signal.set_wakeup_fd(-1)
-            for which in (signal.SIGCHLD, signal.SIGTERM):
-                signal.signal(which, signal.SIG_DFL)
             mine = [self.control, self.wake, self.woken, *(run.socket for run in self.runs)]
             self.selector.close()
             os.close(self.caller)
             for each in mine:
                 each.close()
-            be_rank(request, rank)
+            be_rank(request, folder, rank)
         finally:
             os._exit(1)
 
@@ -344,21 +344,21 @@ def _leave(*_: object) -> NoReturn:
     raise _Asked
 
 
-def be_rank(request: Mapping[str, Any], rank: int) -> NoReturn:
+def be_rank(request: Mapping[str, Any], folder: int, rank: int) -> NoReturn:
     """Run as rank `rank` of the request in this forked process, with its own session, environment, folder and
     program.
     """
     os.setsid()
     _print_into(request["log"])
     try:
-        _take_over(request, rank)
+        _become(request, folder, rank)
     except (OSError, ValueError) as error:  # nothing of the program's own has run: its cause is one line
         print(f"It could not take over what its caller has: {headline(error)}", file=sys.stderr)
         end_process(1)
     run_and_end(request["program"])
 
 
-def _take_over(request: Mapping[str, Any], rank: int) -> None:
+def _become(request: Mapping[str, Any], folder: int, rank: int) -> None:
     starter, world_size = os.getppid(), request["world_size"]
     end_with_parent(starter)
     variables = {
@@ -369,22 +369,10 @@ def _take_over(request: Mapping[str, Any], rank: int) -> None:
         "GROUP_RANK": 0,
         AGENT_PID: starter,
     }
-    os.environ.clear()
-    os.environ.update(request["environment"], **{name: str(value) for name, value in variables.items()})
-    _inherit(request)
-    _as_if_fresh()
-
-
-def _inherit(request: Mapping[str, Any]) -> None:
-    """The folder, cores, limits and priority of the caller as they are now."""
-    if request["folder"] is not None:
-        os.chdir(request["folder"])
-    if set(request["cores"]) != os.sched_getaffinity(0):  # a container may deny it
-        os.sched_setaffinity(0, request["cores"])
-    # only root may lower it
-    os.setpriority(os.PRIO_PROCESS, 0, max(request["nice"], os.getpriority(os.PRIO_PROCESS, 0)))
-    for name, limits in request["limits"].items():
-        resource.setrlimit(getattr(resource, name), limits)
+    os.fchdir(folder)
+    os.close(folder)
+    take_over(request["inherited"])
+    as_if_fresh(request["environment"], {name: str(value) for name, value in variables.items()})
 
 
 def _print_into(log: str) -> None:
@@ -392,18 +380,6 @@ def _print_into(log: str) -> None:
     for descriptor in (1, 2):
         os.dup2(file, descriptor)
     os.close(file)
-
-
-def _as_if_fresh() -> None:
-    """Set what a new interpreter would choose: the number of threads, and a fresh random state."""
-    import numpy
-    import torch
-
-    threads = os.environ.get("OMP_NUM_THREADS", "")
-    torch.set_num_threads(int(threads) if threads.isdecimal() and int(threads) else os.cpu_count() or 1)
-    tempfile.tempdir = None  # an import may have set it from the environment of the starter
-    numpy.random.seed()  # Python's own generator is seeded anew by fork
-    torch.default_generator.seed()
 
 
 def _send(to: socket.socket, message: Mapping[str, Any]) -> None:

@@ -4,8 +4,8 @@
     start(program, ...)          forks the ranks of one run; waits for the starter where it is still importing
     why_not()                    why no ranks can be forked here; torchrun starts them then
 
-A starter that was begun with other start-up variables (LD_PRELOAD, PYTHONPATH, ...), before a source file of fsdplab
-changed, or that was killed, is left to its running ranks, and a new one is started.
+A starter that was begun when its caller was another (inherited.py: LD_PRELOAD, OMP_NUM_THREADS, its user, ...), before
+a source file of fsdplab changed, or that was killed, is left to its running ranks, and a new one is started.
 """
 
 from __future__ import annotations
@@ -32,14 +32,10 @@ from fsdplab.common.processes import name_of, state
 from fsdplab.common.pythons import SAFE_PATH
 from fsdplab.common.temporary import folder_of_this_process
 from fsdplab.common.waiting import readable
+from fsdplab.sessions.launch.inherited import fixed, inherited
 from fsdplab.sessions.launch.mailbox import RANKS_STORE, Mailbox
 
 _PACKAGE = Path(__file__).resolve().parents[2]
-# Variables that a process reads once, at its start or when it loads a library. Ranks get all others from the caller.
-_READ_AT_START = (
-    "LD_", "PYTHON", "TORCH_", "TORCHDYNAMO_", "PYTORCH_", "KINETO_", "MALLOC_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_",
-    "ATEN_", "DNNL_", "ONEDNN_", "GLIBC_",
-)  # fmt: skip
 _READY_WITHIN_S = 120.0
 _GONE_WITHIN_S = 3.0
 _LOOK_EVERY_S = 0.05
@@ -148,12 +144,12 @@ class _Starter:
         self.owner, self.key = os.getpid(), _key(environment)
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the starter)
         self._control, theirs = _packet_sockets()
+        words = [str(theirs.fileno()), str(os.getpid()), str(folder_of_this_process())]
         try:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", _BOOT, str(theirs.fileno()), str(os.getpid()), str(folder_of_this_process())],
+                [sys.executable, "-u", "-c", _BOOT, *words],
                 stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, pass_fds=(theirs.fileno(),),
-                # numpy would start threads, which no fork may have
-                env={**environment, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                env={**environment, "OPENBLAS_NUM_THREADS": "1"},  # numpy would start threads, which no fork may have
                 start_new_session=True,  # Ctrl-C in a terminal reaches the caller only
             )  # fmt: skip
         finally:
@@ -194,16 +190,18 @@ class _Starter:
         packet.
         """
         own, theirs = _packet_sockets()
+        folder = os.open(".", os.O_PATH)  # it may have been deleted, or have a path that is too long
         try:
             with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
                 json.dump(request, file)
                 file.seek(0)
-                socket.send_fds(self._control, [b"r"], [theirs.fileno(), file.fileno()])
+                socket.send_fds(self._control, [b"r"], [theirs.fileno(), file.fileno(), folder])
         except OSError as error:
             own.close()
             raise StarterFailed(f"the warm starter {self.how_it_ended()}") from error
         finally:
             theirs.close()
+            os.close(folder)
         return WarmRanks(self, own, exits_file, store)
 
     def retire(self) -> None:
@@ -317,22 +315,8 @@ def start(
     # the ranks meet in a file, which they lock: the folder of a record may lie on a file system without locks
     store = folder_of_this_process() / f"store-{uuid.uuid4().hex}"
     ranks = {"program": list(program), "world_size": world_size, "log": str(mailbox.agent_log)}
-    own = {"environment": {**environment, RANKS_STORE: str(store)}, **_inherited()}
+    own = {"environment": {**environment, RANKS_STORE: str(store)}, "inherited": inherited()}
     return starter.fork({**ranks, **own}, mailbox.exits, store)
-
-
-def _inherited() -> dict[str, object]:
-    """The settings that a child inherits from its parent; the starter, started earlier, gets them with the request."""
-    import resource  # not on Windows, where this module is imported all the same
-
-    return {
-        "folder": _folder(),
-        "cores": sorted(os.sched_getaffinity(0)),
-        "limits": {
-            name: resource.getrlimit(getattr(resource, name)) for name in dir(resource) if name.startswith("RLIMIT_")
-        },
-        "nice": os.getpriority(os.PRIO_PROCESS, 0),
-    }
 
 
 def starter_pid() -> int | None:
@@ -359,11 +343,8 @@ def _fitting(environment: Mapping[str, str]) -> _Starter:
 
 
 def _key(environment: Mapping[str, str]) -> tuple[object, ...]:
-    """The conditions to reuse a starter: equal interpreter, start-up variables, and fsdplab's source files."""
-    read = tuple(sorted((name, value) for name, value in environment.items() if name.startswith(_READ_AT_START)))
-    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
-    relative = _folder() if any(path and not os.path.isabs(path) for path in paths) else None
-    return sys.executable, read, relative, _sources(str(_PACKAGE))
+    """The conditions to reuse a starter: equal interpreter, source files of fsdplab, and what no fork can change."""
+    return sys.executable, _sources(str(_PACKAGE)), fixed(environment)
 
 
 def _sources(folder: str) -> tuple[tuple[str, int, int], ...]:
@@ -378,11 +359,3 @@ def _sources(folder: str) -> tuple[tuple[str, int, int], ...]:
                     status = entry.stat()
                     found.append((entry.path, status.st_mtime_ns, status.st_size))
     return tuple(sorted(found))
-
-
-def _folder() -> str | None:
-    """The caller's working folder; None where it was deleted."""
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return None

@@ -1,0 +1,134 @@
+"""What a process inherits from the one that starts it: a forked rank, a child of the starter, gets it from its caller.
+
+Three kinds, and this file decides which is which:
+
+    taken over    what a running process can change in itself: variables, folder, signals, limits, ...
+    fixed         what it cannot, because Python, torch or libc have read it at their start, or because the kernel
+                  forbids it: a caller in which this has changed since gets another starter
+    of the lab    the signals by which ranks are ended, interrupted and asked: they act in every rank, forked or not
+
+tests/test_as_fresh.py compares forked ranks with those of torchrun, and lists what still differs.
+"""
+
+from __future__ import annotations
+
+import locale
+import os
+import re
+import resource
+import signal
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+# Variables that a process reads once, at its start or when it loads a library.
+_READ_AT_START = (
+    "LD_", "PYTHON", "LC_", "LANG", "LOCPATH", "TORCH", "PYTORCH_", "TRITON_", "KINETO_", "MALLOC_", "GLIBC_", "OMP_",
+    "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NPY_", "NUMPY_", "ATEN_", "DNNL_", "ONEDNN_",
+)  # fmt: skip
+_RIGHTS = ("Uid:", "Gid:", "Groups:", "Cap", "NoNewPrivs:", "Seccomp:")
+_OF_THE_LAB = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGCHLD)
+
+
+def fixed(environment: Mapping[str, str]) -> tuple[object, ...]:
+    """What a forked process cannot take over from this one; where it has changed, another starter is needed."""
+    read = sorted((name, value) for name, value in environment.items() if name.startswith(_READ_AT_START))
+    paths = environment.get("PYTHONPATH", "").split(os.pathsep)
+    here = os.stat(".") if any(path and not os.path.isabs(path) for path in paths) else None
+    counted = not re.match(r"\s*[1-9]", environment.get("OMP_NUM_THREADS", ""))  # threads: one for each core
+    return (
+        read,
+        here and (here.st_dev, here.st_ino),
+        os.sched_getaffinity(0) if counted else None,
+        [line for line in _status() if line.startswith(_RIGHTS)],
+        Path("/proc/self/cgroup").read_text(),
+        [os.readlink(entry.path) for entry in sorted(os.scandir("/proc/self/ns"), key=lambda entry: entry.name)],
+    )
+
+
+def inherited() -> dict[str, Any]:
+    """What a child of this thread would inherit now, JSON-able, without its environment and its folder."""
+    status = dict(line.split(":", 1) for line in _status())
+    return {
+        "umask": int(status["Umask"], 8),
+        "ignored": _signals(status["SigIgn"]),
+        "blocked": _signals(status["SigBlk"]),
+        "limits": {name: resource.getrlimit(getattr(resource, name)) for name in _LIMITS},
+        "cores": sorted(os.sched_getaffinity(0)),
+        "scheduler": [os.sched_getscheduler(0), os.sched_getparam(0).sched_priority],
+        "nice": os.getpriority(os.PRIO_PROCESS, 0),
+        "oom": _OOM.read_text(),
+    }
+
+
+def take_over(caller: Mapping[str, Any]) -> None:
+    """Make this forked process, in everything but environment and folder, what a child of the caller would be.
+
+    What is as it should be is not asked for: a container may deny the call.
+    """
+    os.umask(caller["umask"])
+    if _OOM.read_text() != caller["oom"]:
+        _OOM.write_text(caller["oom"])
+    if set(caller["cores"]) != os.sched_getaffinity(0):
+        os.sched_setaffinity(0, caller["cores"])
+    if [os.sched_getscheduler(0), os.sched_getparam(0).sched_priority] != caller["scheduler"]:
+        policy, priority = caller["scheduler"]
+        os.sched_setscheduler(0, policy, os.sched_param(priority))
+    with suppress(PermissionError):  # only root may raise a priority
+        os.setpriority(os.PRIO_PROCESS, 0, caller["nice"])
+    for name, limits in caller["limits"].items():
+        resource.setrlimit(getattr(resource, name), limits)
+    _take_over_signals(caller["ignored"], caller["blocked"])
+
+
+def signals_of_the_lab() -> None:
+    """Let the lab's own signals act in this process and in its children, whatever the caller does with them."""
+    for which in _OF_THE_LAB:
+        signal.signal(which, signal.default_int_handler if which == signal.SIGINT else signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _OF_THE_LAB)
+
+
+def as_if_fresh(callers: Mapping[str, str], own: Mapping[str, str]) -> None:
+    """Give this forked process the variables of its caller and its own, and what a new interpreter derives from them or
+    draws at random.
+    """
+    import numpy
+    import torch
+
+    # Python chooses it, where the locale is C, for itself and its children
+    coerced = {name: value for name, value in os.environ.items() if name == "LC_CTYPE"}
+    os.environ.clear()
+    os.environ.update({**callers, **coerced, **own})
+    time.tzset()
+    locale.setlocale(locale.LC_ALL, "C")  # an import may have chosen the user's
+    locale.setlocale(locale.LC_CTYPE, "")
+    tempfile.tempdir = None  # an import may have set it
+    numpy.random.seed()  # Python's own generator is seeded anew by fork
+    torch.default_generator.seed()
+
+
+_LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+_OOM = Path("/proc/self/oom_score_adj")
+
+
+def _status() -> list[str]:
+    return Path("/proc/thread-self/status").read_text().splitlines()
+
+
+def _signals(mask: str) -> list[int]:
+    """The numbers in a mask of /proc: `"0000000000001000"` is [13]."""
+    bits = int(mask, 16)
+    return [number for number in range(1, 65) if bits >> (number - 1) & 1]
+
+
+def _take_over_signals(ignored: list[int], blocked: list[int]) -> None:
+    """Ignore and block what the caller ignores and blocks; Python itself ignores two."""
+    for which in signal.valid_signals() - {*_OF_THE_LAB, signal.SIGPIPE, signal.SIGXFSZ}:
+        wanted = signal.SIG_IGN if which in ignored else signal.SIG_DFL
+        if signal.getsignal(which) in (signal.SIG_IGN, signal.SIG_DFL) and signal.getsignal(which) != wanted:
+            signal.signal(which, wanted)
+    signal.pthread_sigmask(signal.SIG_SETMASK, set(blocked) & signal.valid_signals())
+    signals_of_the_lab()
