@@ -111,7 +111,7 @@ def shard_model(
     recompute = recompute_of(checkpoint)
     axes = axes_of(mesh or _default_mesh(), None)
     config = _config(row, axes, mp_policy, offload_policy, transport)
-    for module in [*reversed(_select(model, units)), model]:
+    for module in [*reversed(select_units(model, units)), model]:
         if recompute is not None and module is not model:
             module.__class__ = recomputing(module.__class__, recompute)
         _make_units([module], config, lambda _: row.reshard_after_forward, None, ignored_params or ())
@@ -143,7 +143,7 @@ def _after_forward(wanted: bool | int | None, axes: Axes) -> bool | int | None:
     return {1: False, ranks: True}.get(wanted, wanted)
 
 
-def _select(model: nn.Module, units: Units) -> list[nn.Module]:
+def select_units(model: nn.Module, units: Units) -> list[nn.Module]:
     if units == "root":
         return []
     if units == "auto":
@@ -172,7 +172,7 @@ def _make_units(
     watch_optimizers()
     for module in modules:
         _check(module)
-    owned = _owned(modules, {id(parameter) for parameter in ignored})
+    owned = owned_parameters(modules, {id(parameter) for parameter in ignored})
     warn_of_low_masters([(name, original) for original, (name, _) in owned.items()], config.policy)
     held: dict[Axes, list[ShardedParam]] = {config.axes: []}
     configs = {config.axes: config}
@@ -246,7 +246,7 @@ def _config(row: Strategy, axes: Axes, policy: MixedPrecisionPolicy, offload: Of
     return UnitConfig(row, policy, axes, device, storage, rank, over_shards, over_replicas)
 
 
-def _owned(modules: Sequence[nn.Module], ignored: set[int]) -> dict[nn.Parameter, tuple[str, Sites]]:
+def owned_parameters(modules: Sequence[nn.Module], ignored: set[int]) -> dict[nn.Parameter, tuple[str, Sites]]:
     """Parameters of `modules` that no unit below holds -> their first name and every place that shows them."""
     found: dict[nn.Parameter, tuple[str, Sites]] = {}
     for number, module in enumerate(modules):

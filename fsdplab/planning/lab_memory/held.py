@@ -23,24 +23,12 @@ class Book:
 
     def __init__(self) -> None:
         self._now: Bytes = dict.fromkeys(CATEGORIES, 0)
-        self._unseen: Bytes = dict(self._now)
         self.total = 0
         self.begin()
 
     def begin(self) -> None:
         """The measured step begins: forget the peak so far."""
-        self._most, self._split = self.total, dict(self._now)
-
-    @property
-    def peak(self) -> Bytes:
-        """The split at the peak."""
-        return {name: nbytes + self._unseen[name] for name, nbytes in self._split.items()}
-
-    def grow_unseen(self, nbytes: int, category: str) -> None:
-        """More bytes that no allocator reports, for good: a measurement learns of them by their name, and so counts
-        them from its beginning.
-        """
-        self._unseen[category] += nbytes
+        self._most, self.peak = self.total, dict(self._now)
 
     def hold(self, nbytes: int, category: str) -> Held:
         """So many more bytes, for as long as the result is held."""
@@ -51,7 +39,7 @@ class Book:
         self._now[category] += nbytes
         self.total += nbytes
         if self.total > self._most:
-            self._most, self._split = self.total, dict(self._now)
+            self._most, self.peak = self.total, dict(self._now)
 
 
 class Held:

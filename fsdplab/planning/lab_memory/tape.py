@@ -241,7 +241,7 @@ class Tape:
 
     def attention(self, q: Value, k: Value, v: Value, heads: int, sequence: int, head_width: int) -> Value:
         """Flash attention on one thread: saves what it reads, its result, and a log-sum-exp a head in float32."""
-        rows, columns = _tile(sequence)
+        rows, columns = attention_tile(sequence)
         statistics: Held | None = None
         if self.again and self.kept_products and "attention" in self.kept_products:
             y = Value(self.kept_products.pop("attention"), q.width)
@@ -275,7 +275,7 @@ class Tape:
         return y
 
 
-def _tile(sequence: int) -> tuple[int, int]:
+def attention_tile(sequence: int) -> tuple[int, int]:
     """Rows and columns of scores that a thread holds at once (aten/src/ATen/native/cpu/FlashAttentionKernel.cpp)."""
     rows = 256 if sequence >= 768 else 64 if sequence >= 192 else 32
     return min(rows, sequence), min(512, sequence)

@@ -8,33 +8,50 @@ for peers to read (`engine/transport/shared_memory/transport.py`). The layouts a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 from fsdplab.engine.core.layout import SHARDS_ALIGNED, WHOLE_ALIGNED, Layout
 from fsdplab.engine.core.pending import Pending
 from fsdplab.planning.program import PlannedMemory, Sharing
 from fsdplab.planning.program.memory import GATHERED, REDUCED
-from fsdplab.workloads.shapes import Parameter
 
 from .held import Book, Held
 
 PAGE = 4096  # buffers that peers read are whole pages
-MASTER = REDUCED_BYTES = 4  # bytes of an element at rest and of one that is reduced: float32 in every run of the lab
+MASTER = 4  # bytes of an element at rest, unless a model has others: float32
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A parameter as a unit stores it: bytes of an element at rest and in computing; whether it has a gradient."""
+
+    name: str
+    shape: tuple[int, ...]
+    rests: int = MASTER
+    computes: int = MASTER
+    trained: bool = True
 
 
 class Staging:
-    """Buffers that operations of one kind take in turn; each is as large as the largest that it has held."""
+    """Buffers that operations of one kind take in turn; each grows to the largest that it has held, in all the steps of
+    a training: where operations are not a multiple of the buffers, another one comes first in every step.
+    """
 
-    def __init__(self, book: Book, buffers: int) -> None:
-        self._book, self._sizes, self._turn = book, [0] * buffers, 0
+    def __init__(self, buffers: int) -> None:
+        self._sizes, self._taken = [0] * buffers, list[int]()
 
     def take(self, nbytes: int) -> None:
         """The next buffer holds `nbytes`."""
-        index, self._turn = self._turn % len(self._sizes), self._turn + 1
-        if nbytes > self._sizes[index]:
-            grown = -(-nbytes // PAGE) * PAGE
-            self._book.grow_unseen(grown - self._sizes[index], "communication_buffers")
-            self._sizes[index] = grown
+        self._taken.append(-(-nbytes // PAGE) * PAGE)
+
+    def bytes_of_steps(self) -> int:
+        """Bytes that are kept after steps that took what was taken since the last call."""
+        buffers = len(self._sizes)
+        for turn, nbytes in enumerate(self._taken * buffers):
+            self._sizes[turn % buffers] = max(self._sizes[turn % buffers], nbytes)
+        self._taken.clear()
+        return sum(self._sizes)
 
 
 class Transports:
@@ -42,32 +59,39 @@ class Transports:
     read where the slice rests, two for reductions, three for all-reduces (one ends a unit later than it sums).
     """
 
-    def __init__(self, book: Book) -> None:
-        self.gathers, self.reductions = Staging(book, 2), Staging(book, 2)
-        self.exchanges = Staging(book, 3)
+    def __init__(self) -> None:
+        self.gathers, self.reductions, self.exchanges = Staging(2), Staging(2), Staging(3)
+
+    def bytes_of_steps(self) -> int:
+        """Bytes that are kept after steps as the last one."""
+        return sum(each.bytes_of_steps() for each in (self.gathers, self.reductions, self.exchanges))
 
 
 class UnitBuffers(PlannedMemory):
-    """One unit's memory in bytes; `itemsize` is of what computes."""
+    """One unit's memory in bytes."""
 
     def __init__(
         self,
         name: str,
-        parameters: Sequence[Parameter],
+        parameters: Sequence[Stored],
         sharing: Sharing,
         shards: int,
         replicas: int,
-        itemsize: int,
         book: Book,
         transports: Transports,
     ) -> None:
         super().__init__(name, sharing)
         self._shards, self._replicas = shards, replicas
-        self._itemsize, self._book, self._transports = itemsize, book, transports
-        self._names = [each.name for each in parameters]
-        self._rest = _layout(parameters, shards, MASTER, SHARDS_ALIGNED)
-        self._layout = _layout(parameters, shards, itemsize, WHOLE_ALIGNED if shards == 1 else 0)
-        self._wire = _layout(parameters, shards, REDUCED_BYTES, 0)
+        self._book, self._transports = book, transports
+        trained = [each for each in parameters if each.trained]
+        self.params = tuple(each.name for each in parameters)
+        self._computes = {each.name: each.computes for each in trained}
+        # gradients are reduced in the dtype of the masters where a run casts, else in their own
+        self._reduced = MASTER if sharing.casts else max(self._computes.values(), default=MASTER)
+        self._rest = _layout([(each.name, each.shape, each.rests) for each in parameters], shards, SHARDS_ALIGNED)
+        whole = [(each.name, each.shape, each.computes) for each in parameters]
+        self._layout = _layout(whole, shards, WHOLE_ALIGNED if shards == 1 else 0)
+        self._wire = _layout([(each.name, each.shape, self._reduced) for each in trained], shards, 0)
         alike = self._layout.slots == self._rest.slots and self._layout.shard_bytes == self._rest.shard_bytes
         self._reads_in_place = alike and not sharing.casts and not sharing.aliased
         reduced = "sharded_gradients" if sharing.shards else "unsharded_gradients"
@@ -93,13 +117,13 @@ class UnitBuffers(PlannedMemory):
     @property
     def own_elements(self) -> int:
         """Elements that the first rank's optimizer updates: no rank has more."""
-        spans = ((slot, *slot.span(0)) for slot in self._rest.slots)
-        return sum((stop - start) * slot.row_bytes // MASTER for slot, start, stop in spans)
+        spans = ((slot, *slot.span(0)) for slot in self._wire.slots)
+        return sum((stop - start) * slot.row_bytes // slot.itemsize for slot, start, stop in spans)
 
     @property
-    def parameters(self) -> int:
-        """How many parameters it has."""
-        return len(self._names)
+    def updated(self) -> int:
+        """How many parameters the optimizer updates."""
+        return len(self._computes)
 
     # ---- buffers that come and go
 
@@ -118,7 +142,7 @@ class UnitBuffers(PlannedMemory):
         if kind == "reduce_scatter":
             transports.reductions.take((self._shards - 1) * nbytes)
         elif kind == "all_reduce":
-            part = -(-(nbytes // REDUCED_BYTES) // self._replicas) * REDUCED_BYTES
+            part = -(-(nbytes // self._reduced) // self._replicas) * self._reduced
             transports.exchanges.take(self._replicas * part)
         elif not self._reads_in_place:
             transports.gathers.take(self._layout.shard_bytes)
@@ -127,17 +151,20 @@ class UnitBuffers(PlannedMemory):
     # ---- gradients
 
     def gradient(self, name: str, nbytes: int) -> None:
+        """Autograd leaves a new gradient of a parameter."""
+        self.give_gradient(name, self._book.hold(nbytes, "unsharded_gradients"))
+
+    def give_gradient(self, name: str, arrived: Held) -> None:
         """Autograd leaves the gradient of a parameter; a second one in the same backward is added to it."""
-        arrived = self._book.hold(nbytes, "unsharded_gradients")
         self._arrived.setdefault(name, arrived)
 
     def collect_gradients(self, keep: bool) -> None:
         """Take the gradients of this backward, adding them to those of earlier ones: kept ones are kept in the dtype
         that is reduced, and a sum of two dtypes casts first.
         """
-        for name in [each for each in self._names if each in self._arrived]:
+        for name in [each for each in self._computes if each in self._arrived]:
             arrived = self._arrived.pop(name)
-            wide = arrived.nbytes // self._itemsize * REDUCED_BYTES
+            wide = arrived.nbytes // self._computes[name] * self._reduced
             cast = keep and wide != arrived.nbytes
             if name not in self._whole:
                 self._whole[name] = self._book.hold(wide, "unsharded_gradients") if cast else arrived
@@ -162,11 +189,11 @@ class UnitBuffers(PlannedMemory):
         self.written, self._handed_out = True, False
 
 
-def _layout(parameters: Sequence[Parameter], ranks: int, itemsize: int, alignment: int) -> Layout:
-    return _layout_of(tuple((each.name, each.shape, itemsize) for each in parameters), ranks, alignment)
-
-
 @lru_cache(maxsize=512)
 def _layout_of(entries: tuple[tuple[str, tuple[int, ...], int], ...], ranks: int, alignment: int) -> Layout:
     """Kept, since a lab asks again with every number of tokens, on which it does not depend."""
     return Layout.of(entries, ranks, alignment)
+
+
+def _layout(entries: Sequence[tuple[str, tuple[int, ...], int]], ranks: int, alignment: int) -> Layout:
+    return _layout_of(tuple(entries), ranks, alignment)

@@ -1,0 +1,375 @@
+"""Records one micro-batch of any model for predictions: its storages, and when the engine's hooks would act.
+
+The plain model runs one forward and one backward on fake tensors (shapes without values, `FakeTensorMode`), with no
+process group. The engine's own hooks say where units begin and end; what they call is written down instead of done. A
+dispatch mode sees every result of an operator, and a finalizer of its storage when the last tensor of it is gone. Real
+tensors are recorded alike, for models whose control flow depends on values.
+
+Kernels take scratch memory that no result shows; `scratch.py` knows that of the common ones on the CPU.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._prims_common import is_non_overlapping_and_dense_or_false as is_dense
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.flop_counter import flop_registry
+
+from fsdplab.engine import compat
+from fsdplab.engine.core.hooks import Runtime, UnitHooks
+from fsdplab.engine.core.policy import MixedPrecisionPolicy
+from fsdplab.engine.core.unit import Memory, Unit
+from fsdplab.engine.features.recompute import recompute_of, recomputing
+from fsdplab.engine.shard import owned_parameters, select_units
+from fsdplab.planning.lab_memory.micro_batch import Allocate, Call, Event, Free, Gradient, MicroBatch
+from fsdplab.planning.lab_memory.unit_buffers import Stored
+from fsdplab.sessions.scratch import taken_by
+from fsdplab.workloads.workload import At, Workload
+
+_RANDOM_STATE = 5056  # bytes: checkpointing keeps the generator's state for each region, past all dispatch modes
+CPU = torch.device("cpu")
+NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
+
+
+@dataclass(frozen=True)
+class RecordChoices:
+    """What a recording depends on, besides the workload. `units`: as for `shard_model`."""
+
+    units: Any
+    low_precision: bool = False  # whether parameters compute in bfloat16
+    checkpoint: str = "none"
+    world_size: int = 1
+    seed: int = 0
+
+
+def record_micro_batch(workload: Workload, choices: RecordChoices) -> MicroBatch:
+    """The first micro-batch of `workload`, on fake tensors; on real ones where its control flow needs values."""
+    batch = workload.batch(At(0, 0, choices.world_size, seed=choices.seed))
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            model = without_values(workload.build("meta", choices.seed))
+            batch_without = tree_map_only(Tensor, fake.from_tensor, batch)
+            return _record(workload, model, batch_without, choices, real=False)
+    except NEEDS_VALUES:
+        return _record(workload, workload.build("cpu", choices.seed), batch, choices, real=True)
+
+
+def without_values(model: nn.Module) -> nn.Module:
+    """`model` with fake tensors of the CPU instead of its own; what is shared stays shared."""
+    made: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in made:
+            new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=CPU)
+            made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+        return made[id(tensor)]
+
+    for module in model.modules():
+        for held in (module._parameters, module._buffers, module.__dict__):
+            held |= {name: fake(value) for name, value in held.items() if isinstance(value, Tensor)}
+    return model
+
+
+def _record(workload: Workload, model: nn.Module, batch: Any, choices: RecordChoices, real: bool) -> MicroBatch:
+    log = StorageLog()
+    runtime, stored = _hooked(model, choices, log)
+    tensors = [each for each in tree_leaves(batch) if isinstance(each, Tensor)]
+    for tensor in (*model.buffers(), *tensors):
+        log.know(tensor)
+    with log:
+        loss = workload.loss(model, batch)
+        with log.between_nodes(loss):
+            loss.backward()
+        del loss
+    return MicroBatch(
+        {name: stored[name] for name in runtime.units}, log.events(), _bytes_of(tensors), _bytes_of(model.buffers()),
+        log.flops, real,
+    )  # fmt: skip
+
+
+def _bytes_of(tensors: Iterable[Tensor]) -> int:
+    """Of their storages, each counted once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+# ---- when the engine would act
+
+
+def _hooked(model: nn.Module, choices: RecordChoices, log: StorageLog) -> tuple[_Calls, dict[str, tuple[Stored, ...]]]:
+    """Put the engine's hooks on the units of `model`; what these call, and the units' parameters."""
+    recompute = recompute_of(choices.checkpoint)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if choices.low_precision else None)
+    names = {module: name or "root" for name, module in model.named_modules()}
+    stored: dict[str, tuple[Stored, ...]] = {}
+    hooks = []
+    for module in [*reversed(select_units(model, choices.units)), model]:
+        if recompute is not None and module is not model:
+            module.__class__ = recomputing(module.__class__, recompute)
+        name = names[module]
+        owned = {parameter: first for parameter, (first, _) in owned_parameters([module], set()).items()}
+        stored[name] = tuple(_stored(parameter, first, name, policy, log) for parameter, first in owned.items())
+        hooks.append(UnitHooks([module], Unit(_NoMemory(name, owned, policy), None)))
+    units = {each.unit.name: each.unit for each in reversed(hooks)}
+    regions = _RANDOM_STATE if recompute is not None else 0
+    runtime = _Calls({name: units[name] for name in names.values() if name in units}, log, regions)
+    for each in hooks:
+        each.runtime = runtime
+    return runtime, stored
+
+
+def _stored(parameter: nn.Parameter, name: str, unit: str, policy: MixedPrecisionPolicy, log: StorageLog) -> Stored:
+    """What the unit stores of it; from now on it is as it computes, and its gradient is noted."""
+    rests, low = parameter.dtype, policy.param_dtype
+    if low and rests.is_floating_point:
+        parameter.data = parameter.data.to(low)
+    log.know(parameter)
+    if parameter.requires_grad:
+        parameter.register_post_accumulate_grad_hook(partial(log.note_gradient, unit, name))
+    return Stored(name, tuple(parameter.shape), rests.itemsize, parameter.dtype.itemsize, parameter.requires_grad)
+
+
+class _NoMemory(Memory):
+    """A unit that holds and sends nothing: its parameters are there as they are."""
+
+    keeps_whole, keeps_gradients, hides_all_reduce = True, False, False
+
+    def __init__(self, name: str, parameters: Iterable[nn.Parameter], policy: MixedPrecisionPolicy) -> None:
+        self.name, self.config = name, SimpleNamespace(policy=policy, device=CPU)
+        self.params = [SimpleNamespace(at_rest=parameter) for parameter in parameters]
+
+    def changed(self) -> bool:
+        return False
+
+    def gather(self, phase: str) -> None:
+        return None
+
+    def free(self) -> None: ...
+    def collect_gradients(self, keep: bool) -> None: ...
+    def has_gradients(self, or_zeros: bool) -> bool:
+        return False
+
+    def reduce(self, options: Any) -> Iterator[Any]:
+        return iter(())
+
+    def forget_gradients(self) -> None: ...
+
+
+class _Calls(Runtime):
+    """Notes what hooks call. A unit's state is kept, as the hooks ask for it. Units but the root keep `random_state`
+    bytes from their forward to their backward.
+    """
+
+    def __init__(self, units: dict[str, Unit], log: StorageLog, random_state: int) -> None:
+        super().__init__(units, prefetch=0)
+        self.log, self._random_state = log, random_state
+        self._computing = [self.root.name]  # units whose forward or backward runs, the innermost last
+        self._ends = False
+
+    def _note(self, method: str, unit: Unit, *options: bool) -> None:
+        self.log.note(Call(method, unit.name, *options))
+        if method.startswith("before"):
+            self._computing.append(unit.name)
+        elif method.startswith("after") and unit.name in self._computing[1:]:
+            self._computing.remove(unit.name)
+        self.log.unit = self._computing[-1]
+
+    def before_forward(self, unit: Unit) -> None:
+        if not compat.inside_backward():
+            self._note("before_forward", unit)
+            if self._random_state and unit is not self.root:
+                self.log.note(Allocate(self._kept_for(unit), self._random_state, "activations"))
+        super().before_forward(unit)
+
+    def after_forward(self, unit: Unit, will_backward: bool) -> None:
+        if not compat.inside_backward():
+            self._note("after_forward", unit, will_backward, unit.hidden)
+        super().after_forward(unit, will_backward)
+
+    def unshard_again(self, unit: Unit) -> None:
+        self._note("unshard_again", unit)
+        super().unshard_again(unit)
+
+    def begin_backward(self) -> bool:
+        if not self.in_backward:
+            self.log.note(Call("begin_backward", ""))
+        return super().begin_backward()
+
+    def before_backward(self, unit: Unit) -> None:
+        self._queue_end()
+        self._note("before_backward", unit)
+        super().before_backward(unit)
+
+    def after_backward(self, unit: Unit) -> None:
+        if not self._ends:
+            self._queue_end()
+            self._note("after_backward", unit)
+            if self._random_state and unit is not self.root:
+                self.log.note(Free(self._kept_for(unit)))
+        super().after_backward(unit)
+
+    def end_backward(self) -> None:
+        self.log.note(Call("end_backward", ""))
+        self._ends = True  # units that are left are the order's own business
+        super().end_backward()
+        self._ends = False
+
+    def _kept_for(self, unit: Unit) -> int:
+        """A number that no storage has."""
+        return -2 - [*self.units].index(unit.name)
+
+    def _hand_out_undecided(self) -> None: ...
+
+
+# ---- storages
+
+
+class StorageLog(TorchDispatchMode):
+    """The storages of all results of operators, from their beginning to their end, between the calls of hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = "root"  # whose operators run now
+        self.flops: dict[tuple[str, str], int] = {}
+        self._events: list[Event] = []
+        self._numbers: dict[int, int] = {}  # address of a storage -> its number; 0: it was there before
+        self._gradients: set[int] = set()
+        self._begun = 0
+        self._between = False  # whether autograd sums gradients now, between two nodes
+        self._summed: tuple[int, set[int]] = (0, set())  # the last sum, and what it might have been written into
+        self._same: dict[int, int] = {}  # storage -> an earlier one that it would have been written into
+
+    def know(self, tensor: Tensor) -> None:
+        """Its storage is no part of the recording."""
+        self._numbers[tensor.untyped_storage()._cdata] = 0
+
+    def note(self, event: Event) -> None:
+        """Add an event."""
+        self._events.append(event)
+
+    def note_gradient(self, unit: str, name: str, parameter: nn.Parameter) -> None:
+        """Autograd has left a gradient; from now on only the unit holds it."""
+        assert parameter.grad is not None
+        number = self._numbers[parameter.grad.untyped_storage()._cdata]
+        parameter.grad = None
+        number = self._same.get(number, number)
+        at = next(index for index in reversed(range(len(self._events))) if self._events[index] == Free(number))
+        self._events.insert(at, Gradient(unit, name, number))
+        self._gradients.add(number)
+
+    def events(self) -> list[Event]:
+        """All that was noted; storages that became gradients are so from their beginning."""
+        return [
+            each._replace(category="unsharded_gradients")
+            if isinstance(each, Allocate) and each.storage in self._gradients
+            else each
+            for each in self._events
+        ]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
+        given = kwargs or {}
+        self._summed = 0, set()
+        result = func(*args, **given)
+        taken = taken_by(func, args, result)
+        results = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        for each, nbytes in zip(results, taken.results, strict=bool(taken.results)):
+            _have(each, nbytes)
+        made = [number for each in results if (number := self._see(each))]
+        if self._between and func is torch.ops.aten.add.Tensor and made:
+            self._summed = made[0], {self._number(each) for each in args[:2] if _may_be_written(each)}
+        if taken.scratch:
+            self._events += [Allocate(-1, taken.scratch, "activations"), Free(-1)]
+        self._count(func, args, given, result)
+        return result
+
+    def _count(self, func: Any, args: tuple, given: dict[str, Any], result: Any) -> None:
+        count = flop_registry.get(func._overloadpacket)
+        if count is not None:
+            key = self.unit, "backward" if compat.inside_backward() else "forward"
+            self.flops[key] = self.flops.get(key, 0) + count(*args, **given, out_val=result)
+
+    def _number(self, tensor: Tensor) -> int:
+        number = self._numbers.get(tensor.untyped_storage()._cdata, 0)
+        return self._same.get(number, number)
+
+    def _see(self, tensor: Tensor) -> int:
+        """The number of a new storage; 0 for one that is known."""
+        if tensor.layout is not torch.strided:
+            return 0
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._numbers:
+            return 0
+        self._begun += 1
+        self._numbers[storage._cdata] = self._begun
+        self._events.append(Allocate(self._begun, storage.nbytes(), "activations"))
+        weakref.finalize(storage, self._end, storage._cdata, self._begun)
+        return self._begun
+
+    def _end(self, address: int, number: int) -> None:
+        self._numbers.pop(address, None)
+        number = self._same.get(number, number)
+        made, places = self._summed
+        if number in places:
+            # without a dispatch mode, autograd would have summed in place: one storage goes on as the other
+            self._summed = 0, set()
+            self._events = [each for each in self._events if not (isinstance(each, Allocate) and each.storage == made)]
+            self._same[made] = number
+            return
+        self._events.append(Free(number))
+
+    @contextmanager
+    def between_nodes(self, loss: Tensor) -> Iterator[None]:
+        """Know during the backward of `loss` which sums are those of gradients that autograd makes between nodes."""
+
+        def after(*_: Any) -> None:
+            self._between = True
+
+        def before(*_: Any) -> None:
+            self._between, self._summed = False, (0, set())
+
+        handles = [
+            handle for node in _nodes(loss) for handle in (node.register_prehook(before), node.register_hook(after))
+        ]
+        yield
+        for handle in handles:
+            handle.remove()
+
+
+def _have(tensor: Tensor, nbytes: int) -> None:
+    """Give a fake result the bytes that the kernel's has."""
+    if nbytes != tensor.untyped_storage().nbytes():
+        tensor.untyped_storage().resize_(nbytes)
+        tensor.set_(tensor.untyped_storage(), 0, (nbytes // tensor.element_size(),))
+
+
+def _nodes(loss: Tensor) -> list[Any]:
+    """The nodes of a graph that compute gradients."""
+    found: dict[Any, None] = {}
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in found and node.name() != "torch::autograd::AccumulateGrad":
+            found[node] = None
+            waiting += [each for each, _ in node.next_functions]
+    return list(found)
+
+
+def _may_be_written(tensor: Any) -> bool:
+    """Whether autograd may sum into a gradient that nobody else holds: no view, and in one piece."""
+    return isinstance(tensor, Tensor) and not tensor._is_view() and is_dense(tensor)

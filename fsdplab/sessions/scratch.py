@@ -1,0 +1,109 @@
+"""The memory that PyTorch's kernels on the CPU take inside an operator, which fake tensors do not show.
+
+That of common kernels follows from their source. Convolutions and recurrent layers leave it to oneDNN, which decides by
+the processor: such an operator is run once for each of its shapes, under the profiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._profiler import _EventType
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from fsdplab.planning.lab_memory.tape import attention_tile
+
+aten = torch.ops.aten
+MOST = 2**28  # bytes: an operator on more than these is not tried
+_TRIED = {
+    aten.convolution, aten.convolution_backward, aten.mkldnn_rnn_layer, aten.mkldnn_rnn_layer_backward,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Taken:
+    """`scratch`: bytes at the peak of an operator beside its results; `results`: bytes of each, () as they seem."""
+
+    scratch: int = 0
+    results: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Like:
+    """Shape, strides and dtype of a tensor."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def make(self) -> Tensor:
+        """One of zeros, of which no index is out of range."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="cpu").zero_()
+
+
+def taken_by(func: Any, args: tuple, result: Any) -> Taken:
+    """What `func` takes besides its visible results, on one thread."""
+    packet = func._overloadpacket
+    if packet in _RULES:
+        return Taken(_RULES[packet](args, result))
+    if packet not in _TRIED:
+        return Taken()
+    tensors, tree = tree_flatten(args)
+    nbytes = sum(each.numel() * each.element_size() for each in tensors if isinstance(each, Tensor))
+    if nbytes > MOST:
+        return Taken()
+    leaves = [_Like(tuple(x.shape), x.stride(), x.dtype) if isinstance(x, Tensor) else x for x in tensors]
+    return _tried(func, tuple(tuple(x) if isinstance(x, list) else x for x in leaves), tree)
+
+
+@lru_cache(maxsize=512)
+def _tried(func: Any, leaves: tuple, tree: TreeSpec) -> Taken:
+    """Run it once; the first result's bytes count as its storage has them."""
+    with unset_fake_temporarily(), torch.enable_grad():  # oneDNN keeps what a backward needs
+        args = tree_unflatten([x.make() if isinstance(x, _Like) else x for x in leaves], tree)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            result = func(*args)
+        results = tuple(x.untyped_storage().nbytes() for x in tree_leaves(result) if isinstance(x, Tensor))
+    now = peak = 0
+    for _, nbytes in sorted(_changes(profiled.profiler.kineto_results.experimental_event_tree())):
+        now += nbytes
+        peak = max(peak, now)
+    return Taken(peak - now, results)
+
+
+def _changes(nodes: Any) -> Iterator[tuple[int, int]]:
+    """Time and bytes of every allocation and free."""
+    for node in nodes:
+        if node.tag == _EventType.Allocation:
+            yield node.start_time_ns, node.typed[1].alloc_size
+        yield from _changes(node.children)
+
+
+def _attention(args: tuple, result: Any) -> int:
+    sequence, head_width = args[0].shape[-2:]
+    rows, columns = attention_tile(sequence)
+    return rows * (columns + 2 + head_width) * 4
+
+
+def _attention_backward(args: tuple, result: Any) -> int:
+    rows, columns = attention_tile(args[1].shape[-2])
+    return 2 * rows * columns * 4
+
+
+def _layer_norm_backward(args: tuple, result: Any) -> int:
+    """The sums of one thread, for weight and bias."""
+    return 2 * result[1].numel() * result[1].element_size() if result[1] is not None else 0
+
+
+_RULES: dict[Any, Callable[[tuple, Any], int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    aten.native_layer_norm_backward: _layer_norm_backward,
+}
