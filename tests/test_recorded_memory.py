@@ -26,7 +26,7 @@ STRATEGIES = ("full_shard", "zero2", "no_shard")
 def recorded(name: str) -> MicroBatch:
     """One micro-batch of a model in tests/own_models."""
     workload = OwnModel(name)
-    return record_micro_batch(workload, RecordChoices(tuple(workload.file.units), world_size=RANKS))
+    return record_micro_batch(workload, RecordChoices(lambda _: tuple(workload.file.units), world_size=RANKS))
 
 
 def predicted(name: str, strategy: str) -> dict[str, int]:
@@ -81,9 +81,13 @@ def test_a_recording_of_a_preset_equals_its_tape(settings):
     """In every category, but for the two scalars that a loss divides; the tape knows no such thing."""
     spec = RunSpec(**{"model": "gpt-tiny", "device": "cpu", **settings})
     workload = workload_of(spec)
-    units = units_of(spec, workload.build("meta", 0), workload)
     recording = record_micro_batch(
-        workload, RecordChoices(units, low_precision=spec.precision == "bf16", checkpoint=spec.checkpoint)
+        workload,
+        RecordChoices(
+            lambda model: units_of(spec, model, workload),
+            low_precision=spec.precision == "bf16",
+            checkpoint=spec.checkpoint,
+        ),
     )
     assert not recording.real
     for more in (

@@ -112,11 +112,12 @@ def _state_traffic(spec: PlanSpec) -> list[AxisTraffic]:
     for unit, parameters, count in (("block", spec.model.block, spec.model.layers), ("root", spec.model.root, 1)):
         held = [each.on(spec.tensor_parallel) for each in parameters]
         rows = _lora_rows(held, unit, spec) if spec.lora_rank else _rows(held, unit, spec, spec.param_bytes)
-        found += [_on_axis(row, unit, count, spec) for row in rows]
+        found += [on_axis(row, unit, count, spec) for row in rows]
     return [row for row in found if row.wire_bytes]
 
 
-def _on_axis(row: Traffic, unit: str, units: int, spec: PlanSpec) -> AxisTraffic:
+def on_axis(row: Traffic, unit: str, units: int, spec: PlanSpec) -> AxisTraffic:
+    """A row of the formula for one unit as that of `units` such units along its axis."""
     across = row.kind == "all_reduce" and spec.row.in_groups
     members = spec.replicas if across else spec.shards
     return AxisTraffic("replicate" if across else "shard", unit, row.kind, row.count * units, row.wire_bytes, members)

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from .efficiency import efficiency_of
 from .hardware import Gpu
 from .plan_spec import PlanError, PlanSpec
 from .plan_traffic import AXES, AxisTraffic, axis_link, inline_counts, plan_traffic, transfer_of
-from .program import BLOCK, ROOT, Holds, StepWork, Transfer, UnitWork, program_of_blocks, seconds_of
+from .program import BLOCK, ROOT, Holds, StepWork, Transfer, UnitWork, names_of, program_of_blocks, seconds_of
 from .unit_bytes import adapters, all_units
 
 _MOST_PASSES = 10_000  # of a simulated step: each costs some milliseconds, and thousands of bytes of its record
@@ -47,7 +48,8 @@ def step_time(spec: PlanSpec, efficiency: float | None = None) -> StepTime:
     compute = Compute(spec, efficiency)
     root, block = compute.units(rows)
     program = program_of_blocks(layers, (not spec.lora_rank, True), spec.sharing, spec.prefetch, min(count, 3))
-    each = [seconds_of(operations, root, block) for operations in program]
+    units = dict.fromkeys(names_of(layers), block) | {ROOT: root}
+    each = [seconds_of(operations, units) for operations in program]
     step_s = sum(each) + (count - len(each)) * each[len(each) // 2] + compute.optimizer_s  # the middle ones are alike
     micro_s = root.forward_s + root.backward_s + layers * (block.forward_s + block.backward_s)
     compute_s = count * micro_s + compute.optimizer_s
@@ -143,15 +145,28 @@ def _multiplied(spec: PlanSpec) -> float:
     return sum(each.on(spec.tensor_parallel).count for each in spec.model.block if each.is_matrix)
 
 
+class GpuRates(NamedTuple):
+    """FLOP/s that matrix products reach, and bytes/s that other operators do."""
+
+    flops: float
+    bytes_per_s: float
+
+
+def rates_of(spec: PlanSpec, efficiency: float | None = None) -> GpuRates:
+    """Those of the spec's GPU and dtype: float32 at half of bf16's; PlanError for a GPU of unknown FLOP/s."""
+    reached = efficiency or efficiency_of(spec.gpu).part
+    flops = reached * peak_flops(spec.gpu) * (1.0 if spec.param_bytes == 2 else 0.5)
+    return GpuRates(flops, _HBM_EFFICIENCY * spec.gpu.hbm_bytes_per_s)
+
+
 class Compute:
     """Seconds of compute of one micro-batch's parts on one rank; the simulation computes with the same."""
 
     def __init__(self, spec: PlanSpec, efficiency: float | None) -> None:
         reached = efficiency or efficiency_of(spec.gpu).part
-        self.flops = reached * peak_flops(spec.gpu) * (1.0 if spec.param_bytes == 2 else 0.5)
+        self.flops, self.bytes_per_s = rates_of(spec, reached)
         at_attention = _ATTENTION_EFFICIENCY.get(spec.gpu.name.split()[0], _USUAL_ATTENTION) if spec.flash else reached
         self.attention_flops = min(at_attention, reached) * self.flops / reached
-        self.bytes_per_s = _HBM_EFFICIENCY * spec.gpu.hbm_bytes_per_s
         self.spec = spec
         products, attention = self._products_s(), self._attention_s()
         moved = _elementwise_bytes(spec) * spec.tokens / spec.tensor_parallel / self.bytes_per_s

@@ -11,12 +11,12 @@ Kernels take scratch memory that no result shows; `scratch.py` knows that of the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -39,8 +39,8 @@ from fsdplab.engine.features.recompute import recompute_of, recomputing
 from fsdplab.engine.shard import owned_parameters, select_units
 from fsdplab.planning.lab_memory.micro_batch import Allocate, Call, Event, Free, Gradient, MicroBatch
 from fsdplab.planning.lab_memory.unit_buffers import Stored
-from fsdplab.sessions.scratch import taken_by
-from fsdplab.workloads.workload import At, Workload
+from fsdplab.sessions.scratch import Taken, taken_by
+from fsdplab.workloads.workload import At
 
 _RANDOM_STATE = 5056  # bytes: checkpointing keeps the generator's state for each region, past all dispatch modes
 CPU = torch.device("cpu")
@@ -49,16 +49,27 @@ NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsup
 
 @dataclass(frozen=True)
 class RecordChoices:
-    """What a recording depends on, besides the workload. `units`: as for `shard_model`."""
+    """What a recording depends on, besides the workload. `units`: the built model -> what `shard_model` takes.
+    `on_card`: the scratch memory of the CPU's kernels is left out.
+    """
 
-    units: Any
+    units: Callable[[nn.Module], Any]
     low_precision: bool = False  # whether parameters compute in bfloat16
     checkpoint: str = "none"
     world_size: int = 1
     seed: int = 0
+    on_card: bool = False
 
 
-def record_micro_batch(workload: Workload, choices: RecordChoices) -> MicroBatch:
+class Trainable(Protocol):
+    """What is recorded: as a run's workload."""
+
+    def build(self, device: torch.device | str, seed: int) -> nn.Module: ...
+    def batch(self, at: At) -> Any: ...
+    def loss(self, model: nn.Module, batch: Any) -> Tensor: ...
+
+
+def record_micro_batch(workload: Trainable, choices: RecordChoices) -> MicroBatch:
     """The first micro-batch of `workload`, on fake tensors; on real ones where its control flow needs values."""
     batch = workload.batch(At(0, 0, choices.world_size, seed=choices.seed))
     try:
@@ -86,8 +97,8 @@ def without_values(model: nn.Module) -> nn.Module:
     return model
 
 
-def _record(workload: Workload, model: nn.Module, batch: Any, choices: RecordChoices, real: bool) -> MicroBatch:
-    log = StorageLog()
+def _record(workload: Trainable, model: nn.Module, batch: Any, choices: RecordChoices, real: bool) -> MicroBatch:
+    log = StorageLog(with_scratch=not choices.on_card)
     runtime, stored = _hooked(model, choices, log)
     tensors = [each for each in tree_leaves(batch) if isinstance(each, Tensor)]
     for tensor in (*model.buffers(), *tensors):
@@ -99,7 +110,7 @@ def _record(workload: Workload, model: nn.Module, batch: Any, choices: RecordCho
         del loss
     return MicroBatch(
         {name: stored[name] for name in runtime.units}, log.events(), _bytes_of(tensors), _bytes_of(model.buffers()),
-        log.flops, real,
+        log.flops, log.moved, real,
     )  # fmt: skip
 
 
@@ -119,7 +130,7 @@ def _hooked(model: nn.Module, choices: RecordChoices, log: StorageLog) -> tuple[
     names = {module: name or "root" for name, module in model.named_modules()}
     stored: dict[str, tuple[Stored, ...]] = {}
     hooks = []
-    for module in [*reversed(select_units(model, choices.units)), model]:
+    for module in [*reversed(select_units(model, choices.units(model))), model]:
         if recompute is not None and module is not model:
             module.__class__ = recomputing(module.__class__, recompute)
         name = names[module]
@@ -243,10 +254,12 @@ class _Calls(Runtime):
 class StorageLog(TorchDispatchMode):
     """The storages of all results of operators, from their beginning to their end, between the calls of hooks."""
 
-    def __init__(self) -> None:
+    def __init__(self, with_scratch: bool = True) -> None:
         super().__init__()
         self.unit = "root"  # whose operators run now
         self.flops: dict[tuple[str, str], int] = {}
+        self.moved: dict[tuple[str, str], int] = {}
+        self._with_scratch = with_scratch
         self._events: list[Event] = []
         self._numbers: dict[int, int] = {}  # address of a storage -> its number; 0: it was there before
         self._gradients: set[int] = set()
@@ -286,7 +299,7 @@ class StorageLog(TorchDispatchMode):
         given = kwargs or {}
         self._summed = 0, set()
         result = func(*args, **given)
-        taken = taken_by(func, args, result)
+        taken = taken_by(func, args, result) if self._with_scratch else Taken()
         results = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
         for each, nbytes in zip(results, taken.results, strict=bool(taken.results)):
             _have(each, nbytes)
@@ -295,14 +308,17 @@ class StorageLog(TorchDispatchMode):
             self._summed = made[0], {self._number(each) for each in args[:2] if _may_be_written(each)}
         if taken.scratch:
             self._events += [Allocate(-1, taken.scratch, "activations"), Free(-1)]
-        self._count(func, args, given, result)
+        self._count(func, args, given, result, bool(made))
         return result
 
-    def _count(self, func: Any, args: tuple, given: dict[str, Any], result: Any) -> None:
-        count = flop_registry.get(func._overloadpacket)
+    def _count(self, func: Any, args: tuple, given: dict[str, Any], result: Any, makes: bool) -> None:
+        """The arithmetic of products, and of other operators the bytes that they read and write; views do neither."""
+        key, count = (self.unit, _phase()), flop_registry.get(func._overloadpacket)
         if count is not None:
-            key = self.unit, "backward" if compat.inside_backward() else "forward"
             self.flops[key] = self.flops.get(key, 0) + count(*args, **given, out_val=result)
+        elif makes or func._schema.is_mutable:
+            touched = [each for each in tree_leaves((args, given, result)) if isinstance(each, Tensor)]
+            self.moved[key] = self.moved.get(key, 0) + sum(each.numel() * each.element_size() for each in touched)
 
     def _number(self, tensor: Tensor) -> int:
         number = self._numbers.get(tensor.untyped_storage()._cdata, 0)
@@ -328,7 +344,8 @@ class StorageLog(TorchDispatchMode):
         if number in places:
             # without a dispatch mode, autograd would have summed in place: one storage goes on as the other
             self._summed = 0, set()
-            self._events = [each for each in self._events if not (isinstance(each, Allocate) and each.storage == made)]
+            at = next(at for at in reversed(range(len(self._events))) if _begins(self._events[at], made))
+            del self._events[at]
             self._same[made] = number
             return
         self._events.append(Free(number))
@@ -349,6 +366,14 @@ class StorageLog(TorchDispatchMode):
         yield
         for handle in handles:
             handle.remove()
+
+
+def _begins(event: Event, storage: int) -> bool:
+    return isinstance(event, Allocate) and event.storage == storage
+
+
+def _phase() -> str:
+    return "backward" if compat.inside_backward() else "forward"
 
 
 def _have(tensor: Tensor, nbytes: int) -> None:

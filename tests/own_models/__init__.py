@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdplab.workloads.workload import At, Workload
+from fsdplab.workloads.workload import At
 
 NAMES = (
     "convolutions", "unet", "vision_transformer", "lstm", "experts", "generator", "embeddings", "one_parameter", "lora",
@@ -21,7 +21,7 @@ NAMES = (
 
 
 @dataclass(frozen=True)
-class OwnModel(Workload):
+class OwnModel:
     """One of the files as a workload."""
 
     name: str
@@ -41,6 +41,3 @@ class OwnModel(Workload):
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         return self.file.loss(model, batch)
-
-    def units(self, model: nn.Module) -> tuple[type[nn.Module], ...]:
-        return tuple(self.file.units)

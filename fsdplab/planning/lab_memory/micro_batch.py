@@ -17,7 +17,7 @@ from .unit_buffers import Stored, UnitBuffers
 
 
 class Allocate(NamedTuple):
-    """A storage of `nbytes` begins. `category`: activations, or unsharded_gradients for one that a parameter will get."""
+    """A storage of `nbytes` begins. `category`: activations, or unsharded_gradients for what a parameter gets."""
 
     storage: int
     nbytes: int
@@ -55,7 +55,8 @@ Event = Allocate | Free | Gradient | Call
 @dataclass(frozen=True)
 class MicroBatch:
     """A recording. `units`: their parameters, the root first; `nbytes`: of the batch; `buffers`: of the model's.
-    `flops`: (unit, phase) -> floating-point operations, with those of a second forward in the backward.
+    `flops` and `moved`: (unit, phase) -> floating-point operations of products, and bytes that other operators read and
+    write; those of a second forward are in the backward's.
     """
 
     units: Mapping[str, tuple[Stored, ...]]
@@ -63,6 +64,7 @@ class MicroBatch:
     nbytes: int
     buffers: int
     flops: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    moved: Mapping[tuple[str, str], int] = field(default_factory=dict)
     real: bool = False  # whether it was recorded on real tensors instead of fake ones
 
     def play(self, order: StepOrder, units: Mapping[str, UnitBuffers], book: Book) -> None:

@@ -21,7 +21,7 @@ _ENOUGH = 3  # micro-batches: those between the first and the last are alike
 
 @dataclass(frozen=True, kw_only=True)
 class StepChoices:
-    """What a run of the lab's engine between CPU ranks chooses, whatever it trains, as far as its memory goes.
+    """What a run of the lab's engine chooses, whatever it trains, as far as its memory goes.
     `itemsize`: bytes of an element that computes, where parameters at rest have 4.
     """
 
@@ -33,6 +33,8 @@ class StepChoices:
     prefetch: int = 1
     offloads: bool = False
     foreach: bool = False
+    state_bytes: float = 2 * MASTER  # of optimizer state an element: AdamW's two moments
+    on_card: bool = False  # whether a GPU's allocator makes what collectives need, instead of shared memory
 
 
 class Computing(Protocol):
@@ -51,7 +53,12 @@ class Computing(Protocol):
 
 def peak_of_step(run: StepChoices, model: Computing) -> Bytes:
     """Bytes by category at the peak of the second step, on rank 0, whose shards are largest."""
-    return _Play(run, model).peak()
+    return _Play(run, model).moments()[1]
+
+
+def rest_and_peak(run: StepChoices, model: Computing) -> tuple[Bytes, Bytes]:
+    """Bytes by category between two steps, with the batches of the next, and at the peak."""
+    return _Play(run, model).moments()
 
 
 class _Play:
@@ -59,9 +66,9 @@ class _Play:
 
     def __init__(self, run: StepChoices, model: Computing) -> None:
         self.run, self.model, self.book = run, model, Book()
-        casts = run.itemsize != MASTER
-        self.sharing = Sharing.of(run.strategy, run.shards, run.replicas, casts=casts, offloads=run.offloads)
-        self.transports = Transports()
+        choices = dict(casts=run.itemsize != MASTER, offloads=run.offloads, streams=run.on_card)
+        self.sharing = Sharing.of(run.strategy, run.shards, run.replicas, **choices)
+        self.transports = None if run.on_card else Transports()
         self.units = {
             name: UnitBuffers(name, own, self.sharing, run.shards, run.replicas, self.book, self.transports)
             for name, own in model.units.items()
@@ -70,22 +77,25 @@ class _Play:
         for unit in self.units.values():
             unit.place_at_rest()
 
-    def peak(self) -> Bytes:
+    def moments(self) -> tuple[Bytes, Bytes]:
         # the batches of a step are read before it begins
         alive = [self.book.hold(self.model.nbytes * self.run.micro_batches + self.model.buffers, "other")]
         self._step()
         alive.append(self._optimizer_state())
-        alive.append(self.book.hold(self.transports.bytes_of_steps(), "communication_buffers"))
+        if self.transports is not None:
+            alive.append(self.book.hold(self.transports.bytes_of_steps(), "communication_buffers"))
         self.book.begin()
+        rests = dict(self.book.peak)
         self._step()
         del alive
-        return self.book.peak
+        return rests, self.book.peak
 
     def _optimizer_state(self) -> Held:
-        """Two moments of every element that this rank updates, and a count of steps a parameter."""
+        """That of every element that this rank updates, and a count of steps a parameter."""
         own = sum(unit.own_elements for unit in self.units.values())
         counts = sum(unit.updated for unit in self.units.values())
-        return self.book.hold(0 if self.run.offloads else 2 * MASTER * own + 4 * counts, "optimizer_state")
+        nbytes = 0 if self.run.offloads else round(self.run.state_bytes * own) + 4 * counts
+        return self.book.hold(nbytes, "optimizer_state")
 
     def _step(self) -> None:
         count = min(self.run.micro_batches, _ENOUGH)

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import prod
 
 from fsdplab.engine.core.layout import SHARDS_ALIGNED, WHOLE_ALIGNED, Layout
 from fsdplab.engine.core.pending import Pending
 from fsdplab.planning.program import PlannedMemory, Sharing
-from fsdplab.planning.program.memory import GATHERED, REDUCED
+from fsdplab.planning.program.memory import GATHERED, REDUCED, SENT
 
 from .held import Book, Held
 
@@ -31,6 +32,11 @@ class Stored:
     rests: int = MASTER
     computes: int = MASTER
     trained: bool = True
+
+    @property
+    def count(self) -> int:
+        """Its elements."""
+        return prod(self.shape)
 
 
 class Staging:
@@ -68,7 +74,7 @@ class Transports:
 
 
 class UnitBuffers(PlannedMemory):
-    """One unit's memory in bytes."""
+    """One unit's memory in bytes; without `transports`, as on a GPU, gradients are packed into their own buffer."""
 
     def __init__(
         self,
@@ -78,7 +84,7 @@ class UnitBuffers(PlannedMemory):
         shards: int,
         replicas: int,
         book: Book,
-        transports: Transports,
+        transports: Transports | None,
     ) -> None:
         super().__init__(name, sharing)
         self._shards, self._replicas = shards, replicas
@@ -99,7 +105,9 @@ class UnitBuffers(PlannedMemory):
             GATHERED: (self._layout.whole_bytes, "unsharded_parameters"),
             REDUCED: (self._wire.shard_bytes, reduced),
         }
-        self._held: dict[str, list[Held]] = {GATHERED: [], REDUCED: []}
+        if transports is None:
+            self._sizes[SENT] = self._wire.total_bytes, "communication_buffers"
+        self._held: dict[str, list[Held]] = {buffer: [] for buffer in self._sizes}
         self._at_rest: list[Held] = []
         self._arrived: dict[str, Held] = {}  # gradients that autograd left, by parameter
         self._whole: dict[str, Held] = {}  # those that were collected
@@ -139,7 +147,9 @@ class UnitBuffers(PlannedMemory):
     def issue(self, kind: str, phase: str, after: Pending | None = None) -> Pending:
         """Peers read this rank's part of a collective in a buffer, unless they read a shard in place."""
         nbytes, transports = self._wire.shard_bytes, self._transports
-        if kind == "reduce_scatter":
+        if transports is None:
+            pass
+        elif kind == "reduce_scatter":
             transports.reductions.take((self._shards - 1) * nbytes)
         elif kind == "all_reduce":
             part = -(-(nbytes // self._reduced) // self._replicas) * self._reduced

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -123,6 +123,11 @@ def _seen(unit: UnitWork) -> Holds:
     return Holds(trained or bool(unit.gather), trained)
 
 
+def names_of(blocks: int) -> list[str]:
+    """The root and so many blocks in it."""
+    return [ROOT, *(f"{BLOCK}s.{number}" for number in range(blocks))]
+
+
 @lru_cache(maxsize=64)
 def program_of_blocks(
     blocks: int, trained: tuple[bool, bool], sharing: Sharing, prefetch: int, micro_batches: int
@@ -130,34 +135,35 @@ def program_of_blocks(
     """The same of alike blocks in a root; `trained`: whether the root and the blocks have gradients. It is kept, since
     it depends on no bytes and no seconds: plans that differ in these have one program.
     """
-    units = {ROOT: Holds(gradients=trained[0])}
-    units |= {f"{BLOCK}s.{number}": Holds(gradients=trained[1]) for number in range(blocks)}
+    root, *names = names_of(blocks)
+    units = {root: Holds(gradients=trained[0])} | dict.fromkeys(names, Holds(gradients=trained[1]))
     return record_step(units, sharing, Schedule(prefetch), micro_batches=micro_batches)
 
 
-def seconds_of(operations: Sequence[Operation], root: UnitWork, block: UnitWork) -> float:
-    """Seconds from the first operation of a micro-batch to the end of the last, where all blocks are alike.
+def seconds_of(operations: Sequence[Operation], units: Mapping[str, UnitWork]) -> float:
+    """Seconds from the first operation of a micro-batch to the end of the last.
 
     All-reduces have a link of their own; other collectives run one after the other.
 
     >>> send = {kind: Transfer(kind, 1.0, 1.0) for kind in ("all_gather", "reduce_scatter")}
     >>> root, block = UnitWork("root", 0.0, 0.0), UnitWork("blocks.0", 2.0, 3.0, *send.values())
     >>> (operations,) = program_of(StepWork(root, (block,), prefetch=0))
-    >>> seconds_of(operations, root, block)
+    >>> seconds_of(operations, {unit.name: unit for unit in (root, block)})
     8.0
     """
-    costs = {False: _costs(block), True: _costs(root)}
+    distinct = {id(unit): _costs(unit) for unit in units.values()}
+    costs = {name: distinct[id(unit)] for name, unit in units.items()}
     now, free = 0.0, {False: 0.0, True: 0.0}  # link across replicas -> when it is free
     ended: dict[int, float] = {}
     for each in operations:
         if isinstance(each, Wait):
             now = max(now, ended[each.number])
         elif isinstance(each, Compute):
-            now += costs[each.unit == ROOT].get(each.phase, 0.0)
+            now += costs[each.unit].get(each.phase, 0.0)
         elif isinstance(each, Issue):
             across = each.kind == "all_reduce"
             begin = max(now if each.after is None else ended[each.after], free[across])
-            ended[each.number] = free[across] = begin + costs[each.unit == ROOT][each.kind]
+            ended[each.number] = free[across] = begin + costs[each.unit][each.kind]
     return now
 
 

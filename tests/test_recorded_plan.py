@@ -1,0 +1,51 @@
+"""A plan from a recording: of a preset it is the closed form's, and of any model it has memory, traffic and seconds."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdplab.planning import plan
+from fsdplab.planning.plan_spec import PlanError
+from fsdplab.planning.plan_traffic import bytes_by_axis
+from fsdplab.planning.recorded_plan import RecordedPlan, recorded_spec
+from fsdplab.sessions.micro_batch import RecordChoices, record_micro_batch
+from fsdplab.workloads import ByteText
+from fsdplab.workloads.workload import OnText
+from tests.own_models import NAMES, OwnModel
+
+pytestmark = pytest.mark.quick
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "full"])
+@pytest.mark.parametrize("strategy", ["full_shard", "zero2", "no_shard", "hybrid_shard"])
+def test_of_a_preset_it_is_the_closed_form(strategy, checkpoint):
+    """Bytes of traffic are equal, memory nearly is: attention's scratch and small buffers are no part of the other."""
+    workload = OnText("gpt2", ByteText.from_standard_library(), 1, 256)
+    choices = RecordChoices(workload.units, low_precision=True, checkpoint=checkpoint, on_card=True)
+    recording = record_micro_batch(workload, choices)
+    common = dict(gpus=32, strategy=strategy, checkpointing=checkpoint, grad_accum=2)
+    found = RecordedPlan(recorded_spec("gpt2", "h100-80gb", **common), recording)
+    closed = plan("gpt2", "h100-80gb", micro_batch=1, seq=256, **common)
+    assert bytes_by_axis(found.traffic) == bytes_by_axis(closed.traffic)
+    assert found.memory.peak.total == pytest.approx(closed.memory.peak.total, rel=0.02)
+    assert found.time.step_s == pytest.approx(closed.time.step_s, rel=0.05)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "experts"])
+def test_of_any_model_it_has_memory_traffic_and_seconds(name):
+    workload = OwnModel(name)
+    units = lambda _: tuple(workload.file.units)  # noqa: E731
+    recording = record_micro_batch(workload, RecordChoices(units, low_precision=True, on_card=True))
+    answer = RecordedPlan(recorded_spec(f"{name}.py", "h100-80gb", gpus=64), recording).as_dict()
+    assert answer["fits"] and answer["memory_bytes"]["total"] > 2**30
+    assert answer["comm_bytes_per_step"]["shard"] > 0 and answer["step_time_s"] > answer["compute_s"] > 0
+    assert "recording of one micro-batch" in answer["provenance"]
+
+
+@pytest.mark.parametrize(
+    "choice", [dict(tensor_parallel=2), dict(seq=128), dict(lora_rank=8), dict(param_dtype="fp16")]
+)
+def test_what_a_recording_cannot_answer_is_refused_in_one_line(choice):
+    with pytest.raises(PlanError, match="recorded|recording") as refused:
+        recorded_spec("mine.py", "h100-80gb", **choice)
+    assert "\n" not in str(refused.value)
