@@ -27,7 +27,7 @@ CHECKPOINTINGS = ("none", "selective", "full")
 POLICIES = ("none", "products", "selective", "attention", "full")
 MASTERS = ("slices", "separate")
 # bytes of optimizer state a parameter, beside masters: as multiples of the master dtype, or in bytes
-OPTIMIZERS = {"adamw": 2.0, "adamw-foreach": 2.0, "adamw-8bit": 0.5, "sgd": 0.0, "sgd-momentum": 1.0}
+OPTIMIZERS = {"adamw": 2.0, "adamw-foreach": 2.0, "adamw-8bit": 0.5, "muon": 2.0, "sgd": 0.0, "sgd-momentum": 1.0}
 _LARGEST = {
     "gpus": 10**6, "gpus_per_node": 10**6, "seq": 10**8, "micro_batch": 10**6, "grad_accum": 10**6,
     "tensor_parallel": 10**4, "context_parallel": 10**4, "prefetch": 100,
@@ -71,7 +71,9 @@ class PlanSpec:
     masters: str = option(
         "slices", "slices: the optimizer updates the slices (FSDP); separate: a copy beside them (ZeRO)."
     )
-    optimizer: str = option("adamw", "adamw, adamw-foreach, adamw-8bit, sgd or sgd-momentum.")
+    optimizer: str = option(
+        "adamw", "adamw, adamw-foreach, adamw-8bit, muon (the blocks' matrices; adamw the rest), sgd or sgd-momentum."
+    )
     tensor_parallel: int = option(1, "GPUs of a tensor-parallel group.")
     context_parallel: int = option(1, "GPUs that share each sequence (context parallelism).")
     compile: bool = option(False, "Blocks are compiled.")
@@ -100,6 +102,8 @@ class PlanSpec:
             raise PlanError(
                 f"--base-dtype {self.base_dtype} needs a frozen base, and all parameters are trained; give --lora-rank"
             )
+        if self.optimizer == "muon" and (self.lora_rank or self.tensor_parallel > 1):
+            raise PlanError("--optimizer muon steps whole matrices that are trained; leave --lora-rank and --tp out")
         if self.offload and not self.row.can_offload:
             raise PlanError(
                 f"--offload moves sharded slices, but {self.strategy} keeps parameters whole; give --strategy"

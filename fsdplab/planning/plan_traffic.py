@@ -14,11 +14,13 @@ from dataclasses import dataclass, replace
 from fsdplab.workloads.shapes import Parameter
 
 from .links import LinkSpec, ring_steps
+from .muon import OwnersStep
 from .plan_spec import PlanSpec
 from .program import Transfer
 from .traffic import Traffic, UnitShapes, step_traffic
 from .unit_bytes import adapters, frozen_bytes, frozen_parts
 
+OPTIMIZER = "optimizer"  # beside "block" and "root": what its step sends
 AXES = ("shard", "replicate", "tensor", "context")
 # Of a link's data sheet, what collectives reach: 376 to 380 of 450 GB/s measured between two GPUs (NVIDIA/nccl #1264).
 LINK_EFFICIENCY = 0.84
@@ -29,7 +31,7 @@ class AxisTraffic:
     """Collectives of one kind of one kind of unit along one axis in a step; bytes are what one rank sends for each."""
 
     axis: str
-    unit: str  # "block" (all blocks together) or "root"
+    unit: str  # "block" (all blocks together), "root" or "optimizer"
     kind: str
     count: float
     wire_bytes: float
@@ -43,7 +45,7 @@ class AxisTraffic:
 
 def plan_traffic(spec: PlanSpec) -> list[AxisTraffic]:
     """Every collective of a step of `spec`; nothing for an axis of one rank."""
-    return [*_state_traffic(spec), *_tensor_traffic(spec), *_context_traffic(spec)]
+    return [*_state_traffic(spec), *_tensor_traffic(spec), *_context_traffic(spec), *_optimizer_traffic(spec)]
 
 
 def bytes_by_axis(rows: Sequence[AxisTraffic]) -> dict[str, int]:
@@ -138,6 +140,19 @@ def _lora_rows(parameters: Sequence[Parameter], unit: str, spec: PlanSpec) -> li
     base = _rows([Parameter("base", (packed,))], unit, spec, 1)
     trained = adapters(parameters, spec.lora_rank) if adapted else []
     return [row for row in base if row.kind == "all_gather"] + _rows(trained, unit, spec, spec.param_bytes)
+
+
+def owners_step(spec: PlanSpec) -> OwnersStep:
+    """Muon's step: within a shard group, or over all ranks that hold whole matrices."""
+    cut = bool(spec.row.cuts)
+    return OwnersStep.of(spec.model, spec.shards if cut else spec.replicas, not cut)
+
+
+def _optimizer_traffic(spec: PlanSpec) -> list[AxisTraffic]:
+    if spec.optimizer != "muon":
+        return []
+    axis, step = ("shard" if spec.row.cuts else "replicate"), owners_step(spec)
+    return [AxisTraffic(axis, OPTIMIZER, row.kind, row.count, row.wire_bytes, step.ranks) for row in step.traffic()]
 
 
 # ---- activations

@@ -18,7 +18,16 @@ from typing import NamedTuple
 from .efficiency import efficiency_of
 from .hardware import Gpu
 from .plan_spec import PlanError, PlanSpec
-from .plan_traffic import AXES, AxisTraffic, axis_link, inline_counts, plan_traffic, transfer_of
+from .plan_traffic import (
+    AXES,
+    OPTIMIZER,
+    AxisTraffic,
+    axis_link,
+    inline_counts,
+    owners_step,
+    plan_traffic,
+    transfer_of,
+)  # fmt: skip
 from .program import BLOCK, ROOT, Holds, StepWork, Transfer, UnitWork, names_of, program_of_blocks, seconds_of
 from .unit_bytes import adapters, all_units
 
@@ -51,6 +60,8 @@ def step_time(spec: PlanSpec, efficiency: float | None = None) -> StepTime:
     units = dict.fromkeys(names_of(layers), block) | {ROOT: root}
     each = [seconds_of(operations, units) for operations in program]
     step_s = sum(each) + (count - len(each)) * each[len(each) // 2] + compute.optimizer_s  # the middle ones are alike
+    exchange_s = _exchange_s(spec, rows)
+    step_s += exchange_s
     micro_s = root.forward_s + root.backward_s + layers * (block.forward_s + block.backward_s)
     compute_s = count * micro_s + compute.optimizer_s
     alone_s = sum(row.count * transfer_of(spec, row).seconds for row in rows)
@@ -67,12 +78,19 @@ def work_of(spec: PlanSpec, efficiency: float | None = None, in_flight: int = 1)
             f" passes; expected at most {_MOST_PASSES:,}: give fewer --micro-batches: those in the middle are alike"
         )
     compute = Compute(spec, efficiency)
-    root, block = compute.units(plan_traffic(spec))
+    rows = plan_traffic(spec)
+    root, block = compute.units(rows)
     return StepWork(
         root=root, blocks=tuple(replace(block, name=f"{BLOCK}s.{index}") for index in range(spec.model.layers)),
-        optimizer_s=compute.optimizer_s, prefetch=spec.prefetch, micro_batches=spec.grad_accum, in_flight=in_flight,
+        optimizer_s=compute.optimizer_s + _exchange_s(spec, rows), prefetch=spec.prefetch,
+        micro_batches=spec.grad_accum, in_flight=in_flight,
         sharing=spec.sharing, shards=spec.shards, replicas=spec.replicas,
     )  # fmt: skip
+
+
+def _exchange_s(spec: PlanSpec, rows: Sequence[AxisTraffic]) -> float:
+    """Seconds of what the optimizer's step sends; nothing of it is taken as hidden."""
+    return sum(row.count * transfer_of(spec, row).seconds for row in rows if row.unit == OPTIMIZER)
 
 
 def _unit(spec: PlanSpec, rows: Sequence[AxisTraffic], unit: str, forward_s: float, backward_s: float) -> UnitWork:
@@ -177,6 +195,8 @@ class Compute:
         self.backward_s += (spec.checkpointing != "none") * moved
         self.head_forward_s, self.head_backward_s = self._head_s()
         self.optimizer_s = _optimizer_bytes(spec) / self.bytes_per_s
+        if spec.optimizer == "muon":  # Newton-Schulz in bfloat16
+            self.optimizer_s += owners_step(spec).flops / rates_of(replace(spec, param_dtype="bf16"), reached).flops
 
     def units(self, rows: Sequence[AxisTraffic]) -> tuple[UnitWork, UnitWork]:
         """The root and a block, with what they send of `rows`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 from fsdplab.engine.core.layout import Layout
@@ -52,7 +52,12 @@ def unit_bytes(parameters: Sequence[Parameter], spec: PlanSpec, *, adapted: bool
     """
     held = [each.on(spec.tensor_parallel) for each in parameters]
     if not spec.lora_rank:
-        return _trained(held, spec)
+        found = _trained(held, spec)
+        if adapted and spec.optimizer == "muon":  # which has one moment of a matrix
+            matrices = _trained([each for each in held if each.is_matrix], spec)
+            one = matrices.optimizer_state / spec.optimizer_bytes * ITEMSIZES[spec.master_dtype]
+            return replace(found, optimizer_state=found.optimizer_state - one)
+        return found
     base = UnitBytes()
     for frozen, itemsize in frozen_parts(held, spec, adapted):
         base += _frozen(frozen, itemsize, spec)

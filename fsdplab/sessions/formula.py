@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from fsdplab.common.names import IN_GROUPS
+from typing import Any
+
+from fsdplab.common.names import IN_GROUPS, STRATEGY_ROWS
 from fsdplab.planning import Traffic, UnitShapes, step_traffic
 from fsdplab.planning.lab_memory import LabRun, unit_parameters
+from fsdplab.planning.muon import OwnersStep, state_bytes
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.workloads.shapes import preset
 
@@ -23,10 +26,17 @@ def traffic_of(spec: RunSpec, strategy: str) -> list[Traffic]:
     run = lab_run(spec)
     units = [UnitShapes(name, tuple((each.name, each.shape) for each in own))
              for name, own in unit_parameters(run).items()]  # fmt: skip
-    return step_traffic(
+    rows = step_traffic(
         units, strategy, spec.world_size, param_itemsize=run.itemsize, reduce_itemsize=4,
         micro_batches=spec.micro_batches, replicas=spec.replicas if strategy in IN_GROUPS else 1,
     )  # fmt: skip
+    return rows + owners_step(spec, strategy).traffic() if spec.optimizer == "muon" else rows
+
+
+def owners_step(spec: RunSpec, strategy: str) -> OwnersStep:
+    """Muon's step of a run: over the ranks of a shard group, or over all that hold whole matrices."""
+    cut, ranks = bool(STRATEGY_ROWS[strategy].cuts), spec.world_size
+    return OwnersStep.of(preset(spec.model), ranks // (spec.replicas if strategy in IN_GROUPS else 1), not cut)
 
 
 def lab_run(spec: RunSpec) -> LabRun:
@@ -46,4 +56,11 @@ def lab_run(spec: RunSpec) -> LabRun:
         units="block" if spec.units == "auto" else spec.units,
         offloads=spec.offload != "none",
         foreach=spec.optimizer == "adamw-foreach",
+        **(_of_muon(spec) if spec.optimizer == "muon" else {}),
     )
+
+
+def _of_muon(spec: RunSpec) -> dict[str, Any]:
+    shape = preset(spec.model)
+    packed, other = owners_step(spec, spec.strategy).held
+    return {"state_bytes": state_bytes(shape), "step_buffers": packed, "step_scratch": other}

@@ -68,10 +68,8 @@ def predict(spec: RunSpec, calibration: Calibration | None = None) -> Prediction
 
 
 def _seconds(spec: RunSpec, traffic: Sequence[Traffic], calibration: Calibration | None) -> StepSeconds | None:
-    """The parts of a step; None behind an emulated link, whose waiting hides behind computing, and for a calibration of
-    another number of ranks.
-    """
-    if calibration is None or calibration.ranks != spec.world_size or spec.linked or spec.offload != "none":
+    """The parts of a step; None where no rates are measured, and for a calibration of another number of ranks."""
+    if calibration is None or calibration.ranks != spec.world_size or not _has_rates(spec):
         return None
     run = lab_run(spec)
     return step_seconds(run, traffic, [*unit_parameters(run).values()], calibration.rates)
@@ -79,7 +77,12 @@ def _seconds(spec: RunSpec, traffic: Sequence[Traffic], calibration: Calibration
 
 def needs_calibration(spec: RunSpec) -> bool:
     """Whether the seconds of this run's step are predicted from a calibration of the machine."""
-    return spec.engine == "lab" and not _not_modelled(spec) and not spec.linked and spec.offload == "none"
+    return spec.engine == "lab" and not _not_modelled(spec) and _has_rates(spec)
+
+
+def _has_rates(spec: RunSpec) -> bool:
+    """Not behind an emulated link, whose waiting hides behind computing, nor for offload and Muon."""
+    return not spec.linked and spec.offload == "none" and spec.optimizer != "muon"
 
 
 def _not_modelled(spec: RunSpec) -> str:

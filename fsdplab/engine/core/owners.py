@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import prod
 
 Shape = tuple[int, int]
+BUCKET_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ def newton_schulz_flops(shape: Shape, steps: int = 5) -> float:
 
 
 def buckets_of(matrices: Sequence[Matrix], costs: Sequence[float], ranks: int, bucket_elements: int) -> list[Bucket]:
-    """Owners, balanced by `costs`, the largest first; a bucket is full once it has `bucket_elements`.
+    """Owners, balanced by `costs`, the largest first; a bucket is full once it has `bucket_elements`, and a matrix for
+    every rank, so that all of them compute.
 
     The largest matrix that is left goes to the rank that has least to do (Graham 1969: the slowest rank has at most 4/3
     of the best possible), so every bucket is balanced about as well as all of them. A matrix that one rank holds
@@ -114,7 +116,7 @@ def buckets_of(matrices: Sequence[Matrix], costs: Sequence[float], ranks: int, b
         numbers.append(number)
         owners.append(owner)
         elements += matrices[number].numel
-        if elements >= bucket_elements:
+        if elements >= bucket_elements and len(numbers) >= ranks:
             buckets.append(Bucket(tuple(numbers), tuple(owners)))
             numbers, owners, elements = [], [], 0
     return [*buckets, Bucket(tuple(numbers), tuple(owners))] if numbers else buckets

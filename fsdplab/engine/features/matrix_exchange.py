@@ -7,7 +7,7 @@ to the owners, and the results are all-gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -42,8 +42,8 @@ class Exchange:
     def ranks(self) -> int:
         return 1 if self.group is None else self.group.size()
 
-    def to_owners(self, bucket: Bucket, parts: Sequence[torch.Tensor]) -> Arriving:
-        """Send this rank's `parts` of the matrices of `bucket` to their owners."""
+    def to_owners(self, bucket: Bucket, parts: Iterable[torch.Tensor]) -> Arriving:
+        """Send this rank's `parts` of the matrices of `bucket` to their owners; each is packed as it comes."""
         plan = [(self.matrices[number], owner) for number, owner in zip(bucket.numbers, bucket.owners)]
         sizes = [0] * self.ranks
         for matrix, owner in plan:
@@ -53,17 +53,17 @@ class Exchange:
         for place, part in zip(places, parts):
             if place.numel():
                 place.view(part.shape).copy_(part)
+            del part  # so that one at a time takes memory
         mine = [matrix for matrix, owner in plan if owner == self.rank]
         comes = [sum(matrix.sent(rank, self.rank) for matrix in mine) for rank in range(self.ranks)]
         if all(matrix.dim is None for matrix, _ in plan):  # everything is here
             return Arriving(Pending(lambda: None), send, comes)
         return self._all_to_all(bucket, send, sizes, comes, there=True)
 
-    def assemble(self, bucket: Bucket, arrived: Arriving) -> list[torch.Tensor]:
-        """The whole matrices that this rank owns, in the bucket's order, once their parts are there."""
+    def assemble(self, bucket: Bucket, arrived: Arriving) -> Iterator[torch.Tensor]:
+        """The whole matrices that this rank owns, one by one in the bucket's order, once their parts are there."""
         arrived.work.wait()
         begins = [sum(arrived.sizes[:rank]) for rank in range(self.ranks)]
-        wholes = []
         for number, owner in zip(bucket.numbers, bucket.owners):
             if owner != self.rank:
                 continue
@@ -74,8 +74,7 @@ class Exchange:
                 if count:
                     parts.append(arrived.buffer[begins[rank] : begins[rank] + count].view(shape))
                 begins[rank] += count
-            wholes.append(parts[0] if len(parts) == 1 else torch.cat(parts, matrix.dim or 0))
-        return wholes
+            yield parts[0] if len(parts) == 1 else torch.cat(parts, matrix.dim or 0)
 
     def back(self, bucket: Bucket, results: Sequence[torch.Tensor]) -> Arriving:
         """Send every rank its parts of `results`, the updates of the matrices that this rank owns."""

@@ -26,12 +26,11 @@ from torch.optim import _muon
 from torch.optim.optimizer import Optimizer
 
 from fsdplab.engine import compat
-from fsdplab.engine.core.owners import Bucket, Matrix, buckets_of, newton_schulz_flops
+from fsdplab.engine.core.owners import BUCKET_BYTES, Bucket, Matrix, buckets_of, newton_schulz_flops
 from fsdplab.engine.core.transport import Link
 from fsdplab.engine.features.matrix_exchange import Arriving, Exchange
 
 LinkOf = Callable[[dist.ProcessGroup, torch.device], Link]
-BUCKET_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,8 @@ class MatrixOptimizer(Optimizer):
     alone. `states` names the element-wise state, zero at first, which is sharded as the parameter is. What `whole`
     returns has the shape and the dtype of what it was given. `rest` is an optimizer of other parameters that steps in
     this one's: one object for schedulers, scalers and checkpoints. `replicas` is the group whose ranks hold equal plain
-    parameters (DDP, `no_shard`), which then share the work; `bucket_bytes` bounds the matrices that travel together.
+    parameters (DDP, `no_shard`), which then share the work. Matrices travel together in a bucket, which is full once it
+    has `bucket_bytes`, and a matrix for each rank.
 
     Raises `ValueError` for parameters that are no matrices, or are cut along two dimensions of a mesh.
     """
@@ -159,19 +159,18 @@ class MatrixOptimizer(Optimizer):
             self._apply(*jobs[-1], back)
 
     def _send(self, share: _Share, bucket: Bucket) -> Arriving:
-        parts = []
-        for place in (share.places[number] for number in bucket.numbers):
-            gradient, group = place.of(_gradient(place.parameter)), self.param_groups[place.group]
-            state = {name: place.of(self._state(place.parameter, name)) for name in self.states}
-            parts.append(self.prepare(gradient, state, group))
-        return share.exchange.to_owners(bucket, parts)
+        return share.exchange.to_owners(bucket, (self._prepared(share.places[number]) for number in bucket.numbers))
+
+    def _prepared(self, place: _Place) -> torch.Tensor:
+        gradient = place.of(_gradient(place.parameter))
+        state = {name: place.of(self._state(place.parameter, name)) for name in self.states}
+        return self.prepare(gradient, state, self.param_groups[place.group])
 
     def _compute(self, share: _Share, bucket: Bucket, there: Arriving) -> list[torch.Tensor]:
-        wholes = share.exchange.assemble(bucket, there)
         rank = share.exchange.rank
         mine = [share.places[number] for number, owner in zip(bucket.numbers, bucket.owners) if owner == rank]
         results = []
-        for place, matrix in zip(mine, wholes):
+        for place, matrix in zip(mine, share.exchange.assemble(bucket, there)):
             shape, dtype = matrix.shape, matrix.dtype
             result = self.whole(matrix, self.param_groups[place.group])
             if result.shape != shape or result.dtype != dtype:
@@ -305,10 +304,11 @@ def whole_matrices(
     An object is changed in place, and stays a `torch.optim.Muon`: schedulers and state dicts see what they know. The
     class takes stacks of matrices [experts, rows, columns] too, each of which is orthogonalised alone. `rest`: an
     optimizer (AdamW) of the other parameters, which steps with it. `replicas`: the group whose ranks hold equal plain
-    parameters (DDP, `no_shard`) and share the work. `bucket_bytes` bounds what travels together. Call it after the
-    model is sharded; on n ranks each sends 2 P (n-1) / n^2 elements a step of matrices of P elements, in two
-    all-to-alls a bucket. Raises `ValueError` for other optimizers: subclass `MatrixOptimizer` for those. Example: 18
-    matrices of gpt-20m on 2 ranks take 2 collectives, where torch.optim.Muon on DTensors takes 258.
+    parameters (DDP, `no_shard`) and share the work. A bucket of matrices that travel together is full once it has
+    `bucket_bytes`, and a matrix for each rank. Call it after the model is sharded. On n ranks each sends
+    2 P (n-1) / n^2 elements a step of matrices of P elements, in two all-to-alls a bucket; 18 matrices in one bucket
+    take 2 collectives, where torch.optim.Muon on DTensors takes 258. Raises `ValueError` for other optimizers: subclass
+    `MatrixOptimizer` for those.
     """
     if optimizer is torch.optim.Muon:
         return Muon(params, rest=rest, replicas=replicas, bucket_bytes=bucket_bytes, **options)

@@ -34,6 +34,8 @@ class StepChoices:
     offloads: bool = False
     foreach: bool = False
     state_bytes: float = 2 * MASTER  # of optimizer state an element: AdamW's two moments
+    step_buffers: int = 0  # bytes of communication buffers at the fullest moment of the optimizer's step
+    step_scratch: int = 0  # and of other tensors
     on_card: bool = False  # whether a GPU's allocator makes what collectives need, instead of shared memory
 
 
@@ -104,5 +106,8 @@ class _Play:
             self.model.play(self.order, self.units, self.book)
         if self.run.foreach:
             self.book.hold(MASTER * sum(unit.own_elements for unit in self.units.values()), "other")
+        packed = self.book.hold(self.run.step_buffers, "communication_buffers")
+        self.book.hold(self.run.step_scratch, "other")
+        del packed
         for unit in self.units.values():
             unit.step()
