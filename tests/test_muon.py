@@ -1,0 +1,65 @@
+"""Muon in runs, predictions and plans: what is said before agrees with what is measured."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdplab.planning.hardware import find_gpu
+from fsdplab.planning.muon import OwnersStep, state_bytes
+from fsdplab.planning.plan_spec import PlanError, PlanSpec
+from fsdplab.planning.step_time import step_time
+from fsdplab.planning.unit_bytes import all_units
+from fsdplab.sessions import RunSpec, run
+from fsdplab.sessions.prediction import predict
+from fsdplab.sessions.spec import SpecError
+from fsdplab.workloads.shapes import model
+
+SHORT = {"model": "gpt-20m", "world_size": 2, "batch_size": 1, "sequence_length": 32, "steps": 1, "profile": 0}
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+def test_memory_and_bytes_are_predicted(strategy: str) -> None:
+    spec = RunSpec(optimizer="muon", strategy=strategy, **SHORT)
+    record, said = run(spec), predict(spec)
+    summary = record.summary
+    assert summary.comm.bytes_per_step == summary.formula_bytes_per_step == said.bytes_per_step
+    measured = summary.peak_memory_bytes
+    assert said.peak_bytes == pytest.approx(measured.total, rel=0.03)
+    assert said.by_category["optimizer_state"] == pytest.approx(measured.by_category["optimizer_state"], rel=1e-4)
+
+
+@pytest.mark.quick
+def test_one_moment_of_a_matrix_and_two_of_the_rest() -> None:
+    shape = model("llama-3.1-8b")
+    inside = shape.layers * sum(each.count for each in shape.block if each.is_matrix)
+    assert state_bytes(shape) * shape.parameters == pytest.approx(4 * inside + 8 * (shape.parameters - inside))
+    for name, moments in (("adamw", 2 * shape.parameters), ("muon", 2 * shape.parameters - inside)):
+        plan = PlanSpec(model=shape, gpu=find_gpu("h100-80gb"), gpus=16, optimizer=name)
+        assert all_units(plan).optimizer_state == pytest.approx(4 * moments / 16, rel=1e-3)
+    with pytest.raises(PlanError, match="whole matrices"):
+        PlanSpec(model=shape, gpu=find_gpu("h100-80gb"), gpus=16, optimizer="muon", tensor_parallel=2)
+
+
+@pytest.mark.quick
+def test_muons_step_takes_longer_on_more_work() -> None:
+    """Newton-Schulz costs FLOPs that AdamW has not, divided by the ranks."""
+    shape = model("llama-3.1-8b")
+    plans = {
+        name: PlanSpec(model=shape, gpu=find_gpu("h100-80gb"), gpus=16, optimizer=name) for name in ("adamw", "muon")
+    }
+    assert step_time(plans["muon"]).step_s > step_time(plans["adamw"]).step_s
+
+
+@pytest.mark.quick
+def test_what_travels_follows_the_formula() -> None:
+    step = OwnersStep.of(model("llama-3.1-8b"), 16, whole=False)
+    elements = sum(matrix.numel for matrix in step.matrices)
+    sent = sum(row.step_bytes for row in step.traffic())
+    assert sent == pytest.approx(2 * 2 * elements * 15 / 16**2, rel=0.05)  # of the rank that sends most
+    assert OwnersStep.of(model("gpt-tiny"), 1, whole=False).traffic() == []
+
+
+@pytest.mark.quick
+def test_engines_that_hide_matrices_are_refused() -> None:
+    with pytest.raises(SpecError, match="needs whole matrices"):
+        RunSpec(engine="torch-fsdp1", optimizer="muon")
