@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from fsdplab.records.summary import Nodes
 from fsdplab.sessions import RanksFailed, RunSpec, SpecError, call_on_ranks
 from fsdplab.sessions.launch.mailbox import Mailbox, read_heartbeat
 from fsdplab.sessions.launch.netns import NetworkSetupError, address, bucket, shape
-from fsdplab.sessions.launch.netns_supervisor import _join_exits
+from fsdplab.sessions.launch.served import Ranks, tell
 from fsdplab.sessions.virtual_nodes import NodesUnavailable, check_nodes, run_nodes, shaped_nodes, why_no_nodes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -212,11 +213,11 @@ def test_the_bucket_is_the_rate_and_a_little_at_once() -> None:
     assert [address(node) for node in (0, 1, 255)] == ["10.77.0.1", "10.77.0.2", "10.77.1.0"]
 
 
-def test_the_exits_of_all_nodes_come_together(tmp_path: Path) -> None:
-    notes, mailbox = tmp_path / "notes", Mailbox(tmp_path)
-    for node, exits in enumerate(('{"0": 1}', None, '{"4": -9}')):
-        (notes / f"node{node}").mkdir(parents=True)
-        if exits:
-            Mailbox(notes / f"node{node}").exits.write_text(exits)
-    _join_exits(notes, mailbox)
-    assert mailbox.exits.read_text() == '{"0": 1, "4": -9}'
+def test_the_exits_of_all_nodes_come_together() -> None:
+    own, theirs = socket.socketpair()
+    ranks = Ranks(own)
+    for exits in ({0: 1}, {}, {4: -9}):
+        tell(theirs, exits=exits)
+    assert ranks.poll() is None and ranks.failed() == {0: 1, 4: -9}
+    theirs.close()
+    own.close()

@@ -5,10 +5,10 @@ leaving anything.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +25,7 @@ from fsdplab.sessions import RanksFailed, RunSpec, SpecError, call_on_ranks, com
 from fsdplab.sessions.launch import launcher, warm
 from fsdplab.sessions.launch.launcher import begin_starter
 from fsdplab.sessions.launch.mailbox import Mailbox, read_heartbeats
+from fsdplab.sessions.launch.served import tell
 
 PROGRAMS = Path(__file__).with_name("warm_programs.py")
 LIBRARY = (os.path.dirname(os.__file__), os.path.join(os.path.dirname(os.__file__), "lib-dynload"))
@@ -226,6 +227,7 @@ def test_a_forked_caller_has_a_starter_of_its_own(tmp_path: Path) -> None:
 import os, sys
 from pathlib import Path
 from fsdplab.sessions.launch import warm
+from fsdplab.sessions.launch.launcher import rank_environment
 from fsdplab.sessions.launch.mailbox import Mailbox
 folder = Path(sys.argv[1])
 warm._BOOT = sys.argv[2]
@@ -233,7 +235,7 @@ warm._BOOT = sys.argv[2]
 def forked_by(name):
     mailbox = Mailbox(folder / name)
     mailbox.folder.mkdir()
-    process = warm.start([str(folder / "program.py")], mailbox, 1, os.environ, lambda: None)
+    process = warm.start([str(folder / "program.py")], mailbox, 1, rank_environment(), lambda: None)
     process.wait(60.0)
     assert process.exits == {0: 0}
     assert int(mailbox.agent_log.read_text()) == warm.starter_pid()
@@ -254,13 +256,13 @@ assert forked_by("again") == mine
     assert done.returncode == 0, done.stderr
 
 
-def test_what_a_starter_has_sent_is_read_though_it_has_left_a_packet_unread(tmp_path: Path) -> None:
+def test_what_a_starter_has_sent_is_read_though_it_has_left_a_request_unread(tmp_path: Path) -> None:
     """The caller asks for the end as the last rank ends: the exit codes count, not the connection that was reset."""
-    own, theirs = warm._packet_sockets()
-    ranks = warm.WarmRanks(None, own, Path(os.devnull), tmp_path / "store")  # type: ignore[arg-type]
+    own, theirs = socket.socketpair()
+    ranks = warm.WarmRanks(None, own, tmp_path / "store")  # type: ignore[arg-type]
     ranks.terminate()
     for message in ({"pids": [7]}, {"left": {0: 0}}, {"exits": {0: 0}}):
-        theirs.send(json.dumps(message).encode())
+        tell(theirs, **message)
     theirs.close()
     assert ranks.wait(5.0) == 0 and (ranks.pids, ranks.exits, ranks.lost) == ([7], {0: 0}, None)
 
@@ -338,7 +340,7 @@ def test_why_forking_cannot_work_is_said_in_one_line(
     monkeypatch.setattr(warm, "_BOOT", boot)
     with pytest.raises(SpecError, match=says) as caught:
         call("look", start="warm")
-    assert "\n" not in str(caught.value) and "give start='torchrun'" in str(caught.value)
+    assert "\n" not in str(caught.value) and "give start='auto' or 'torchrun'" in str(caught.value)
     with pytest.warns(RuntimeWarning, match=says), pytest.raises(TakenInstead):
         call("look", start="auto")
     warm.end()
@@ -527,7 +529,7 @@ from pathlib import Path
 from fsdplab.sessions import RunSpec, run
 from fsdplab.sessions.launch import warm
 from fsdplab.sessions.launch.mailbox import Mailbox
-from fsdplab.sessions.launch.launcher import begin_starter
+from fsdplab.sessions.launch.launcher import begin_starter, rank_environment
 begin_starter()
 open({begun + ".new"!r}, "w").write(str(warm.starter_pid()))
 os.replace({begun + ".new"!r}, {begun!r})
@@ -547,7 +549,7 @@ def ended_with_its_starter(caller: subprocess.Popen[bytes], how: signal.Signals,
 
 @SIGNALS
 def test_a_caller_that_ends_while_its_starter_imports_takes_it_along(how: signal.Signals, tmp_path: Path) -> None:
-    wait = f"warm.start(['none'], Mailbox(Path({str(tmp_path)!r})), 1, os.environ, lambda: None)"
+    wait = f"warm.start(['none'], Mailbox(Path({str(tmp_path)!r})), 1, rank_environment(), lambda: None)"
     caller = caller_of(wait, tmp_path)
     assert until((tmp_path / "starter").exists, 60.0)
     assert ended_with_its_starter(caller, how, tmp_path)

@@ -9,9 +9,7 @@ that of two cables in the kernel, about 0.1 ms.
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,16 +17,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from fsdplab.common.processes import send_group
 from fsdplab.common.pythons import run_of
-from fsdplab.common.temporary import temporary_folder
-from fsdplab.common.waiting import readable
 from fsdplab.planning.links import LinkSpec
 from fsdplab.records import RunRecord
 from fsdplab.records.summary import Link, Nodes
 from fsdplab.sessions.launch.failure_report import RanksFailed
-from fsdplab.sessions.launch.launcher import Process, rank_environment, ranks_started_by
+from fsdplab.sessions.launch.launcher import rank_environment, ranks_started_by
 from fsdplab.sessions.launch.mailbox import Mailbox
+from fsdplab.sessions.launch.served import ExecutedRanks, execute
 from fsdplab.sessions.run_and_record import WORKER, OnProgress, run
 from fsdplab.sessions.spec import RunSpec, SpecError, check_whole
 from fsdplab.sessions.spec.rules import Rule
@@ -37,7 +33,6 @@ MOST_NODES = 8
 _LEAST_BYTES_PER_S = 125e3  # 1 Mbit/s; below, the rendezvous times out
 # The latency of a cable in the kernel: links with less are accepted, higher latency cannot be set.
 _OWN_LATENCY_S = 100e-6
-_GONE_WITHIN_S = 5.0
 
 
 class NodesUnavailable(RuntimeError):
@@ -82,23 +77,18 @@ def shaped_nodes(nodes: int, ranks_per_node: int, link: LinkSpec | None) -> Iter
     _check_link(link)
     if (why := why_no_nodes()) is not None:
         raise NodesUnavailable(f"No nodes can be made here: {why}. Give the run an emulated link instead of nodes.")
-    switches: list[_Switch] = []
 
-    def start(program: Sequence[str], mailbox: Mailbox, world_size: int) -> Process:
+    def start(program: Sequence[str], mailbox: Mailbox, world_size: int) -> ExecutedRanks:
         if world_size != nodes * ranks_per_node:
             raise SpecError(
                 f"{world_size} ranks on {nodes} nodes with {ranks_per_node} ranks each; expected"
                 f" {nodes * ranks_per_node} ranks"
             )
-        switches.append(_Switch(program, mailbox, nodes, ranks_per_node, link))
-        return switches[-1].process
+        words = [nodes, ranks_per_node, link and link.bytes_per_s, *program]
+        return execute("fsdplab.sessions.launch.netns_supervisor", words, mailbox, rank_environment())
 
-    try:
-        with ranks_started_by(start):
-            yield
-    finally:
-        for switch in switches:
-            switch.close()
+    with ranks_started_by(start):
+        yield
 
 
 def why_no_nodes() -> str | None:
@@ -178,30 +168,3 @@ def _on_nodes(record: RunRecord, nodes: int, ranks_per_node: int, link: LinkSpec
         record.provenance["link"] = "measured"
     record.summary = replace(record.summary, nodes=Nodes(nodes, ranks_per_node))
     return record.save()
-
-
-class _Switch:
-    """The process of the network (netns_supervisor.py), and a pipe that closes when it and all agents are gone."""
-
-    def __init__(
-        self, program: Sequence[str], mailbox: Mailbox, nodes: int, ranks_per_node: int, link: LinkSpec | None
-    ) -> None:
-        self._notes = temporary_folder("nodes")  # not in the mailbox, which is part of the record
-        self._gone, alive = os.pipe()
-        words = [os.getpid(), mailbox.folder, self._notes, nodes, ranks_per_node, link and link.bytes_per_s, alive]
-        try:
-            with mailbox.agent_log.open("wb") as log:
-                self.process = Process(
-                    run_of("fsdplab.sessions.launch.netns_supervisor", *map(str, words), *program),
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=rank_environment(),
-                    start_new_session=True, pass_fds=(alive,),
-                )  # fmt: skip
-        finally:
-            os.close(alive)
-
-    def close(self) -> None:
-        """Return when all its processes are gone; the ranks were ended before (launcher.py)."""
-        send_group(self.process.pid, signal.SIGKILL)
-        readable([self._gone], _GONE_WITHIN_S)
-        os.close(self._gone)
-        shutil.rmtree(self._notes, ignore_errors=True)

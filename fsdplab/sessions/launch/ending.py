@@ -11,32 +11,15 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 from fsdplab.common.processes import gone, send
+from fsdplab.sessions.launch.served import Ranks
 
 _PATIENCE_S = 3.0
 _LOOK_EVERY_S = 0.02
 
 
-class Agent(Protocol):
-    """The process that starts the ranks of one run and ends after them. `lost` says how it was killed, if it was;
-    `left` holds the exit codes of ranks that ended before the others, where it knows them; `started()` are the ids of
-    its ranks, also of those without a heartbeat, and of what these have started, as far as it can be known.
-    """
-
-    left: dict[int, int]
-
-    @property
-    def lost(self) -> str | None: ...
-    def started(self) -> list[int]: ...
-    def poll(self) -> int | None: ...
-    def wait(self, timeout: float) -> int: ...
-    def terminate(self) -> None: ...
-    def kill(self) -> None: ...
-
-
-def end_all(running: Sequence[tuple[Agent, Sequence[int]]]) -> None:
+def end_all(running: Sequence[tuple[Ranks, Sequence[int]]]) -> None:
     """End agents and their ranks (process ids), and return once all are gone, after at most about ten seconds."""
     known = [(agent, {*ranks, *agent.started()}) for agent, ranks in running]
     # without a known rank they may be starting
@@ -55,7 +38,7 @@ def end_all(running: Sequence[tuple[Agent, Sequence[int]]]) -> None:
         _all_gone(everyone)
 
 
-def _wait(agents: Sequence[Agent]) -> None:
+def _wait(agents: Sequence[Ranks]) -> None:
     deadline = time.monotonic() + _PATIENCE_S
     for agent in agents:
         try:

@@ -7,7 +7,6 @@ functions of a `PostMortem`.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -79,12 +78,11 @@ _LOOK_EVERY_S = 0.05
 _ANSWER_WITHIN_S = 2.0
 
 
-def gather(mailbox: Mailbox, world_size: int) -> PostMortem:
+def gather(mailbox: Mailbox, world_size: int, exits: Mapping[int, int]) -> PostMortem:
     """Exit codes, notes, heartbeats and what was printed; no stacks, since the ranks may be gone."""
-    exits = json.loads(mailbox.exits.read_text()) if mailbox.exits.exists() else {}
     notes = {rank: read_lines(mailbox.of(rank, "failure")) for rank in range(world_size)}
     return PostMortem(
-        exits={int(rank): code for rank, code in exits.items()},
+        exits=exits,
         notes={rank: lines[0] for rank, lines in notes.items() if lines},
         heartbeats=read_heartbeats(mailbox, world_size),
         printed=_printed(mailbox, world_size),

@@ -1,8 +1,8 @@
 """Starts the ranks, watches them, and ends them: no process of a run is left when this module returns.
 
 Ranks of this machine are forked by the warm starter (warm.py), in a tenth of a second and without a listening port.
-Where forking is impossible, or with `start="torchrun"`, torch.distributed.run starts them in a separate process
-(agent.py). It uses no fixed port, so several runs can go on at once.
+Where forking is impossible, or with `start="torchrun"`, torch.distributed.run executes them (agent.py). It uses no
+fixed port, so several runs can go on at once. Both speak one protocol (served.py).
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Protocol, TypeVar
 
-from fsdplab.common.processes import descendants, gone, name_of
-from fsdplab.common.pythons import run_of, with_this_checkout
+from fsdplab.common.processes import gone
+from fsdplab.common.pythons import with_this_checkout
 from fsdplab.common.temporary import TEMPORARY, folder_of_this_process
 from fsdplab.sessions.launch import warm
-from fsdplab.sessions.launch.ending import Agent, end_all
+from fsdplab.sessions.launch.ending import end_all
 from fsdplab.sessions.launch.failure_report import (
     Failure,
     PostMortem,
@@ -44,6 +43,7 @@ from fsdplab.sessions.launch.failure_report import (
 )
 from fsdplab.sessions.launch.mailbox import NOT_FORKED, Heartbeat, Mailbox, read_heartbeats
 from fsdplab.sessions.launch.program import as_ranks_of_torchrun
+from fsdplab.sessions.launch.served import ExecutedRanks, Ranks, execute
 from fsdplab.sessions.spec import STARTS, SpecError
 
 _LOOK_EVERY_S = 0.05
@@ -137,7 +137,7 @@ class Waiting(Protocol):
 class RunningRanks:
     """The ranks of one run, which `start` has started, `watch` follows and `end_ranks` ends."""
 
-    agent: Agent
+    agent: Ranks
     mailbox: Mailbox
     world_size: int
     time_limit: float
@@ -153,7 +153,12 @@ class RunningRanks:
     ) -> RunningRanks:  # fmt: skip
         """Start ranks and return at once; the caller watches them, and ends them."""
         mailbox.folder.mkdir(parents=True, exist_ok=True)
-        agent = (_other_start.get() or _starter(start, on_look))(program, mailbox, world_size)
+        elsewhere = _other_start.get()
+        agent = (
+            elsewhere(program, mailbox, world_size)
+            if elsewhere is not None
+            else _start_ranks(program, mailbox, world_size, start, on_look)
+        )
         return cls(agent, mailbox, world_size, time_limit, on_look)
 
     def watch(self, turns: Waiting | None = None) -> bool:
@@ -168,8 +173,7 @@ class RunningRanks:
         finally:
             self._used += time.monotonic() - began
         if failure is not None:
-            lost = isinstance(self.agent, warm.WarmRanks) and self.agent.lost and failure.rank is None
-            raise StarterLost(failure) if lost else RanksFailed(failure)
+            raise StarterLost(failure) if self.agent.lost and failure.rank is None else RanksFailed(failure)
         return turns is not None and turns.all_wait
 
     def running(self, within_s: float = _LOOK_EVERY_S) -> bool:
@@ -182,7 +186,7 @@ class RunningRanks:
 
     def how_it_ended(self) -> Failure:
         """The report of ranks that have ended without finishing their work."""
-        post_mortem = gather(self.mailbox, self.world_size)
+        post_mortem = gather(self.mailbox, self.world_size, self.agent.failed())
         if self.agent.lost and not blames_a_rank(post_mortem):
             return lost_agent(self.agent.lost, post_mortem)
         return failed_first(post_mortem)
@@ -217,7 +221,7 @@ class RunningRanks:
     def _late(self) -> Failure | None:
         """The outcome of a run whose time is up: it may end just now, and may be slow or hung."""
         if len(self.activity.heartbeats) < self.world_size:
-            return not_started(gather(self.mailbox, self.world_size), self.time_limit, self.world_size)
+            return not_started(gather(self.mailbox, self.world_size, {}), self.time_limit, self.world_size)
         busy = self._watch_longer()
         if self.agent.poll() is not None:
             return self._ended()
@@ -263,7 +267,7 @@ def end_ranks(runs: Sequence[RunningRanks]) -> None:
         run.ended = True
 
 
-Start = Callable[[Sequence[str], Mailbox, int], Agent]
+Start = Callable[[Sequence[str], Mailbox, int], Ranks]
 _other_start: ContextVar[Start | None] = ContextVar("other_start", default=None)
 
 
@@ -284,12 +288,12 @@ def starts_elsewhere() -> bool:
 
 def begin_starter() -> None:
     """Begin the warm starter in the background, so that the first run need not wait for it."""
-    warm.begin(_warm_environment())
+    warm.begin(rank_environment())
 
 
 def why_not_warm() -> str | None:
     """Why ranks cannot be forked on this machine, in one line, tried by a starter; None where they can."""
-    return warm.tried(_warm_environment())
+    return warm.tried(rank_environment())
 
 
 def why_no_ranks() -> str | None:
@@ -299,72 +303,43 @@ def why_no_ranks() -> str | None:
     return None
 
 
-def _starter(start: str, on_look: Callable[[], None]) -> Start:
+def _start_ranks(
+    program: Sequence[str], mailbox: Mailbox, world_size: int, start: str, on_look: Callable[[], None]
+) -> Ranks:
     if (refused := why_no_ranks()) is not None:
         raise SpecError(refused)
     if start not in STARTS:
         raise SpecError(f"unknown start {start!r}; expected one of {', '.join(STARTS)}", "start")
     _check_loopback()
     if start == "torchrun":
-        return start_torchrun
-    refused = warm.why_not()
-    if refused and start == "warm":
-        raise SpecError(f"start is 'warm', but {refused}; give start='auto' or 'torchrun'", "start")
-    return partial(start_torchrun, not_forked=refused) if refused else partial(_start_warm, on_look, start == "auto")
-
-
-def _start_warm(
-    on_look: Callable[[], None], may_fall_back: bool, program: Sequence[str], mailbox: Mailbox, world_size: int
-) -> Agent:
-    try:
-        return warm.start(program, mailbox, world_size, _warm_environment(), on_look)
-    except warm.StarterFailed as failed:
-        if not may_fall_back:
-            raise SpecError(f"start is 'warm', but {failed}; give start='torchrun'", "start") from failed
-        warnings.warn(f"ranks are started by torchrun, which takes seconds: {failed}", RuntimeWarning, stacklevel=5)
-        not_forked = str(failed)
+        return start_torchrun(program, mailbox, world_size)
+    not_forked, failed = warm.why_not(), False
+    if not_forked is None:
+        try:
+            return warm.start(program, mailbox, world_size, rank_environment(), on_look)
+        except warm.StarterFailed as error:
+            not_forked, failed = str(error), True
+    if start == "warm":
+        raise SpecError(f"start is 'warm', but {not_forked}; give start='auto' or 'torchrun'", "start")
+    if failed:
+        warnings.warn(f"ranks are started by torchrun, which takes seconds: {not_forked}", RuntimeWarning, stacklevel=5)
     return start_torchrun(program, mailbox, world_size, not_forked)
 
 
-class Process(subprocess.Popen[bytes]):
-    """An agent in a separate process, which reports exit codes at its end."""
-
-    left: dict[int, int] = {}
-
-    def started(self) -> list[int]:
-        """The ranks, and all that they and the agent have started."""
-        return descendants(self.pid)
-
-    @property
-    def lost(self) -> str | None:
-        """How the agent was killed; None where it ended by itself."""
-        if self.returncode is None or self.returncode >= 0:
-            return None
-        return f"The launcher of the ranks was killed by {name_of(-self.returncode)}, and all ranks ended with it."
-
-
-def start_torchrun(program: Sequence[str], mailbox: Mailbox, world_size: int, not_forked: str = "") -> Process:
+def start_torchrun(program: Sequence[str], mailbox: Mailbox, world_size: int, not_forked: str = "") -> ExecutedRanks:
     """Start the ranks with torch.distributed.run; `not_forked` says why they are not forked, for their record."""
     arguments = [
         "--nnodes=1", f"--nproc-per-node={world_size}", "--max-restarts=0", "--monitor-interval=0.1",
         f"--log-dir={os.devnull}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", f"--rdzv-id={uuid.uuid4()}",
-        "--local-addr=127.0.0.1",
+        "--local-addr=127.0.0.1", *as_ranks_of_torchrun(program),
     ]  # fmt: skip
-    words = [str(os.getpid()), str(mailbox.folder), *arguments, *as_ranks_of_torchrun(program)]
-    with mailbox.agent_log.open("wb") as log:
-        return Process(
-            run_of("fsdplab.sessions.launch.agent", *words),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**rank_environment(), NOT_FORKED: not_forked},
-            start_new_session=True,  # Ctrl-C in a terminal reaches only the caller, which ends the ranks
-        )
+    environment = {**rank_environment(), NOT_FORKED: not_forked}
+    return execute("fsdplab.sessions.launch.agent", arguments, mailbox, environment)
 
 
 def rank_environment() -> dict[str, str]:
     """The caller's environment, so that a checkout works without being installed, each rank computes on one thread, and
-    gloo finds loopback.
+    gloo uses loopback, whatever interface was chosen for several machines.
     """
     inherited = with_this_checkout(
         {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
@@ -374,17 +349,7 @@ def rank_environment() -> dict[str, str]:
     # the profiler logs its start and stop to stderr
     inherited.setdefault("KINETO_LOG_LEVEL", "99")
     inherited.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if loopback := _loopback():
-        inherited.setdefault("GLOO_SOCKET_IFNAME", loopback)
-    return inherited
-
-
-def _warm_environment() -> dict[str, str]:
-    """The same for ranks that are all on this machine: gloo uses loopback, whatever interface was chosen for several
-    machines.
-    """
-    inherited = rank_environment()
-    if loopback := _loopback():
+    if loopback := next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None):
         inherited["GLOO_SOCKET_IFNAME"] = loopback
     return inherited
 
@@ -399,7 +364,3 @@ def _check_loopback() -> None:
                 f"ranks meet at 127.0.0.1, which this machine does not reach ({error.strerror}); bring its loopback"
                 " interface up: ip link set lo up"
             ) from None
-
-
-def _loopback() -> str | None:
-    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)

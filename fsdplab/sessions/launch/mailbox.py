@@ -9,7 +9,6 @@ rank0.turn, .waits FIFOs of a run that takes turns with others (turns.py)
 rank0.memory       the memory of the measured step
 rank0.result       the rank's result
 rank0.out, .err    what it printed
-exits.json         the exit code of each rank that ended badly
 agent.log          the output of torchrun, or of a rank that could not start
 """
 
@@ -39,11 +38,6 @@ class Mailbox:
     def of(self, rank: int, kind: str) -> Path:
         """The file of one rank."""
         return self.folder / f"rank{rank}.{kind}"
-
-    @property
-    def exits(self) -> Path:
-        """Exit codes of the ranks that ended badly."""
-        return self.folder / "exits.json"
 
     @property
     def agent_log(self) -> Path:

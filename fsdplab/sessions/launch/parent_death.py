@@ -1,8 +1,8 @@
 """No process outlives its parent, even after `kill -9` of the notebook's kernel.
 
-The kernel of Linux can send a signal to a child at the moment its parent dies. Where it cannot (macOS), a thread looks
-at the parent's id, which changes when the parent dies. Both begin only after the child has started, so a parent that
-died before is looked for once.
+The kernel of Linux can send a signal to a child at the moment the thread that has started it ends. Where it cannot
+(macOS), or where the parent goes on without that thread, a thread looks at the parent's id, which changes when the
+parent dies. Both begin only after the child has started, so a parent that died before is looked for once.
 
     python -m fsdplab.sessions.launch.parent_death PARENT MODULE ARGUMENTS     a module, asked to end then
 """
@@ -24,24 +24,29 @@ from fsdplab.common.processes import KILL, send
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_LOOK_EVERY_S = 0.5
+_LOOK_EVERY_S = 0.2
 
 
 def end_with_parent(parent: int, with_signal: signal.Signals = KILL) -> None:
-    """End this process with `with_signal` when the process `parent`, which started it, is gone; at once if it already
-    is.
+    """End this process with `with_signal` when the process `parent`, of one thread, which started it, is gone; at once
+    if it already is.
     """
-    if sys.platform == "linux":
-        if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(with_signal), 0, 0, 0) != 0:
-            raise OSError(
-                ctypes.get_errno(),
-                "prctl(PR_SET_PDEATHSIG) failed, so this process could outlive the one that started it",
-            )
-    else:
-        threading.Thread(
-            target=_look_for_parent, args=(parent, with_signal), daemon=True, name="fsdplab-parent-watch"
-        ).start()
+    if sys.platform != "linux":
+        end_with_caller(parent, with_signal)
+        return
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(with_signal), 0, 0, 0) != 0:
+        raise OSError(
+            ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed, so this process could outlive the one that started it"
+        )
     _end_if_orphaned(parent, with_signal)
+
+
+def end_with_caller(caller: int, with_signal: signal.Signals) -> None:
+    """The same for a parent of several threads, which may live on without the one that started this process."""
+    _end_if_orphaned(caller, with_signal)
+    threading.Thread(
+        target=_look_for_parent, args=(caller, with_signal), daemon=True, name="fsdplab-parent-watch"
+    ).start()
 
 
 def adopt_orphans() -> None:
@@ -53,21 +58,21 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def children() -> set[int]:
+def end_children(but: Collection[int] = ()) -> None:
+    """Kill the children of this process, and what they leave to it, and return when none is left but some."""
+    while left := _children() - {*but}:
+        for pid in left:
+            send(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):  # collected by somebody else
+                os.waitpid(pid, 0)
+
+
+def _children() -> set[int]:
     """The children of this process that were started or adopted by its main thread; none where /proc does not say."""
     try:
         return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
     except FileNotFoundError:
         return set()
-
-
-def end_children(but: Collection[int] = ()) -> None:
-    """Kill all children of this process but some, and what they leave to it, and return when none of them is left."""
-    while left := children().difference(but):
-        for pid in left:
-            send(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):  # collected by somebody else
-                os.waitpid(pid, 0)
 
 
 def _look_for_parent(parent: int, with_signal: signal.Signals) -> None:

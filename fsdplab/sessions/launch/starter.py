@@ -4,17 +4,10 @@
     start)
 
 The starter imports torch and the rank side of fsdplab and does nothing else: no process group, no CUDA context, no
-thread. So a fork is as good as a fresh process, and runs cannot affect each other. It talks to its caller (warm.py)
-over pairs of packet sockets, on which a message is one packet of JSON:
-
-    control    from the starter: {"ready": pid, "why_not": why it cannot fork, or None}, once it has tried; where it
-               cannot, it ends
-               from the caller: a byte with three descriptors: a run's own socket, a file with its request, its folder
-    a run's    from the starter: {"cannot": why it could not fork all ranks}, {"pids": [...]},
-               {"left": {rank: exit code}} as ranks end, {"exits": ...} of all
-               from the caller: a byte asks the ranks to end; the socket's end kills them
-
-The end of the caller ends everything, and its temporary folders are removed, for it may have been killed.
+thread. So a fork is as good as a fresh process, and runs cannot affect each other. Over its control socket the starter
+says {"ready": pid, "why_not": why it cannot fork, or None} once it has tried; where it cannot, it ends. From its caller
+(warm.py) comes a byte for each run, with three descriptors: the run's own socket (served.py), a file with the request,
+and the working folder. The end of the caller ends everything.
 
 Why not Python's own means: multiprocessing's forkserver is shared with the user's code; its children keep it alive, so
 ranks that hang would survive `kill -9` of the caller; it keeps the environment of its start and cannot be restarted.
@@ -27,25 +20,28 @@ import ctypes
 import importlib
 import json
 import os
+import resource
 import selectors
-import shutil
 import signal
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fsdplab.common.processes import end_as_if_by, name_of, send, send_group
+from fsdplab.common.processes import end_as_if_by, name_of, send_group
 from fsdplab.common.pythons import imports_that_stay
-from fsdplab.common.waiting import readable
+from fsdplab.common.temporary import TEMPORARY
 from fsdplab.sessions.launch.inherited import as_if_fresh, inherited, signals_of_the_lab, take_over
 from fsdplab.sessions.launch.mailbox import AGENT_PID
-from fsdplab.sessions.launch.parent_death import adopt_orphans, children, end_children, end_with_parent
+from fsdplab.sessions.launch.parent_death import adopt_orphans, end_children, end_with_parent
 from fsdplab.sessions.launch.program import end_process, run_and_end
+from fsdplab.sessions.launch.served import tell
 from fsdplab.sessions.launch.stacks import headline
 
 # What ranks use, also lazily: anything missing here is imported again by every rank of every run.
@@ -60,7 +56,6 @@ RANK_SIDE = (
 )  # fmt: skip
 _OTHERS_FOLLOW_S = 0.2  # after one rank ended badly, the others may still write their failures
 _TERM_S = 2.0  # then they are asked to end, and this much later killed
-_CALLER_ENDS_S = 1.0
 _TRIAL = ("-m", "fsdplab.sessions.worker.trial")
 _TRIAL_WITHIN_S = 20
 _DRIVER = "libcuda.so.1"
@@ -87,7 +82,7 @@ class _Run:
             self.kill_at = self.ask_at + _TERM_S
 
 
-def main(descriptor: str, caller: str, temporary: str) -> None:
+def main(descriptor: str, caller: str) -> None:
     """Import, say "ready", and fork on request until the caller is gone."""
     signals_of_the_lab()
     os.chdir("/")  # the caller's folder may be unmounted or deleted meanwhile
@@ -97,25 +92,21 @@ def main(descriptor: str, caller: str, temporary: str) -> None:
                 importlib.import_module(module)
     control = socket.socket(fileno=int(descriptor))
     if os.getppid() != int(caller):
-        shutil.rmtree(temporary, ignore_errors=True)
         os._exit(0)  # taking torch apart would take a second
-    why_not = _why_not(temporary)
-    _send(control, {"ready": os.getpid(), "why_not": why_not})
+    why_not = _why_not()
+    tell(control, ready=os.getpid(), why_not=why_not)
     if why_not is not None:
         os._exit(0)
     try:
-        starter = _Starter(control, int(caller))
-        starter.serve()
-        if starter.caller_has_ended():
-            shutil.rmtree(temporary, ignore_errors=True)
-    except ProcessLookupError:  # the caller ended before it could be watched
-        shutil.rmtree(temporary, ignore_errors=True)
+        _Starter(control, int(caller)).serve()
+    except (_Left, ProcessLookupError):  # also before it could be watched
+        pass
     except _Asked:
         end_as_if_by(signal.SIGTERM)
     os._exit(0)
 
 
-def _why_not(temporary: str) -> str | None:
+def _why_not() -> str | None:
     """Why this process cannot serve runs, by trying all that they need; None if it can."""
     import torch
 
@@ -129,7 +120,7 @@ def _why_not(temporary: str) -> str | None:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError) as error:
         return f"the warm starter cannot see its caller end: os.pidfd_open failed ({headline(error)})"
-    if (failed := _failed_trial(temporary)) is not None:
+    if (failed := _failed_trial()) is not None:
         return failed
     if torch.version.cuda is not None and not _child_has_cuda():
         return (
@@ -139,9 +130,9 @@ def _why_not(temporary: str) -> str | None:
     return None
 
 
-def _failed_trial(temporary: str) -> str | None:
+def _failed_trial() -> str | None:
     """Why a rank that is forked from this process cannot form a group, tried with a group of one; None if it can."""
-    with tempfile.TemporaryDirectory(dir=temporary, prefix="trial-") as folder:
+    with tempfile.TemporaryDirectory(dir=os.environ[TEMPORARY], prefix="trial-") as folder:
         request = {
             "program": [_TRIAL[0], _TRIAL[1], f"{folder}/store"], "world_size": 1, "log": f"{folder}/log",
             "environment": dict(os.environ), "inherited": inherited(),
@@ -193,51 +184,39 @@ def _is_spoilt() -> bool:
 
 
 class _Starter:
+    """What is registered in the selector belongs to the starter alone; its data is called when it can be read."""
+
     def __init__(self, control: socket.socket, caller: int) -> None:
         adopt_orphans()
-        self.control = control
-        self.runs: list[_Run] = []
-        self.selector = selectors.DefaultSelector()
-        self.selector.register(control, selectors.EVENT_READ, None)
-        self.wake, self.woken = socket.socketpair()
-        for end in (self.wake, self.woken):
-            end.setblocking(False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(self.woken.fileno(), warn_on_full_buffer=False)
-        self.selector.register(self.wake, selectors.EVENT_READ, None)
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # it watches each rank by a descriptor
         signal.signal(signal.SIGTERM, _leave)
+        self.control, self.runs = control, list[_Run]()
         self.asked = True  # whether requests may still come
-        self.caller = os.pidfd_open(caller)
-        self.selector.register(self.caller, selectors.EVENT_READ, None)
+        self.selector = selectors.DefaultSelector()
+        self._watch(control, self._accept)
+        self._watch(os.pidfd_open(caller), self._caller_has_ended)
 
     def serve(self) -> None:
         """Until the caller has died, or has asked for the last run and it has ended."""
         try:
-            while (self.asked or self.runs) and self._look():
-                self._collect()
+            while self.asked or self.runs:
+                due = [at for run in self.runs for at in (run.ask_at, run.kill_at) if at is not None]
+                timeout = max(0.0, min(due) - time.monotonic()) if due else None
+                for key, _ in self.selector.select(timeout):
+                    key.data()
+                for run in list(self.runs):
+                    self._follow(run)
         finally:
             for run in self.runs:
                 run.signal_all(signal.SIGKILL)
             end_children()
 
-    def caller_has_ended(self) -> bool:
-        """Whether the caller is gone, and does not only use another starter; its end follows that of its sockets."""
-        return bool(readable([self.caller], _CALLER_ENDS_S))
+    def _watch(self, file: socket.socket | int, read: Callable[[], None]) -> None:
+        self.selector.register(file, selectors.EVENT_READ, read)
 
-    def _look(self) -> bool:
-        """Wait for a request, an end or a deadline; False when the caller is gone."""
-        due = [at for run in self.runs for at in (run.ask_at, run.kill_at) if at is not None]
-        timeout = max(0.0, min(due) - time.monotonic()) if due else None
-        for key, _ in self.selector.select(timeout):
-            if key.fileobj is self.caller:
-                return False
-            if key.fileobj is self.control:
-                self._accept()
-            elif key.fileobj is self.wake:
-                self.wake.recv(4096)
-            else:
-                self._read_run_socket(key.data)
-        return True
+    def _caller_has_ended(self) -> None:
+        raise _Left
 
     def _accept(self) -> None:
         """Accept a request, and fork its ranks."""
@@ -249,35 +228,32 @@ class _Starter:
             self.asked = False
             self.selector.unregister(self.control)
             return
-        run = _Run(socket.socket(fileno=descriptors[0]))
-        with open(descriptors[1], encoding="utf-8") as file:
+        connection, content, folder = descriptors
+        run = _Run(socket.socket(fileno=connection))
+        with open(content, encoding="utf-8") as file:
             request = json.load(file)
-        folder = descriptors[2]
         self.runs.append(run)
-        self.selector.register(run.socket, selectors.EVENT_READ, run)
-        sys.stdout.flush()
-        sys.stderr.flush()
+        self._watch(run.socket, partial(self._read_run_socket, run))
         try:
             for rank in range(request["world_size"]):
                 pid = os.fork()
                 if pid == 0:
                     self._become_rank(request, folder, rank)
                 run.living[pid] = rank
+                ended = os.pidfd_open(pid)
+                self._watch(ended, partial(self._reap, run, pid, ended))
         except OSError as error:  # a limit on processes
-            _send(run.socket, {"cannot": headline(error)})
+            tell(run.socket, cannot=headline(error))
             run.end_soon(0.0)
         os.close(folder)
-        _send(run.socket, {"pids": list(run.living)})
+        tell(run.socket, pids=list(run.living))
 
     def _become_rank(self, request: Mapping[str, Any], folder: int, rank: int) -> NoReturn:
         """In the child: close what is the starter's, and be a rank; this process never returns."""
         try:
-            signal.set_wakeup_fd(-1)
-            mine = [self.control, self.wake, self.woken, *(run.socket for run in self.runs)]
+            for key in list(self.selector.get_map().values()):
+                key.fileobj.close() if isinstance(key.fileobj, socket.socket) else os.close(key.fd)
             self.selector.close()
-            os.close(self.caller)
-            for each in mine:
-                each.close()
             be_rank(request, folder, rank)
         finally:
             os._exit(1)
@@ -294,39 +270,21 @@ class _Starter:
         else:
             run.end_soon(0.0)
 
-    def _collect(self) -> None:
-        """Reap ended ranks, report exit codes, and end the other ranks of a failed run."""
-        for run in list(self.runs):
-            for pid in list(run.living):
-                self._reap(run, pid)
-        self._end_orphans()
-        for run in list(self.runs):
-            self._follow(run)
-            if not run.living:
-                _send(run.socket, {"exits": run.exits})
-                if run.socket in (key.fileobj for key in self.selector.get_map().values()):
-                    self.selector.unregister(run.socket)
-                run.socket.close()
-                self.runs.remove(run)
-
-    def _reap(self, run: _Run, pid: int) -> None:
-        if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            return
-        send_group(pid, signal.SIGKILL)  # before its id is reused: processes that the rank has started
-        _, status = os.waitpid(pid, 0)
-        code = os.waitstatus_to_exitcode(status)
-        run.exits[run.living.pop(pid)] = code
-        _send(run.socket, {"left": run.exits})
+    def _reap(self, run: _Run, pid: int, ended: int) -> None:
+        """Take the exit code of a rank that has ended, end what it has started, and soon the others if it failed."""
+        self.selector.unregister(ended)
+        os.close(ended)
+        send_group(pid, signal.SIGKILL)  # before its id is reused
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        rank = run.living.pop(pid)
+        run.exits[rank] = code
+        end_children(but={pid for run in self.runs for pid in run.living})  # what it has started in another session
+        tell(run.socket, left={rank: code})
         if code != 0:
             run.end_soon(_OTHERS_FOLLOW_S)
 
-    def _end_orphans(self) -> None:
-        """Kill what ended ranks have started in another session, which is a child of this process now."""
-        for pid in children() - {pid for run in self.runs for pid in run.living}:
-            send(pid, signal.SIGKILL)
-            os.waitpid(pid, os.WNOHANG)
-
     def _follow(self, run: _Run) -> None:
+        """Ask or kill the ranks where it is time to; report the exit codes after the last."""
         now = time.monotonic()
         if run.ask_at is not None and now >= run.ask_at:
             run.signal_all(signal.SIGTERM)
@@ -334,6 +292,16 @@ class _Starter:
         if run.kill_at is not None and now >= run.kill_at:
             run.signal_all(signal.SIGKILL)
             run.kill_at = None
+        if not run.living:
+            tell(run.socket, exits=run.exits)
+            with suppress(KeyError):  # the caller has closed its side before
+                self.selector.unregister(run.socket)
+            run.socket.close()
+            self.runs.remove(run)
+
+
+class _Left(Exception):
+    """The caller has ended."""
 
 
 class _Asked(Exception):
@@ -380,10 +348,3 @@ def _print_into(log: str) -> None:
     for descriptor in (1, 2):
         os.dup2(file, descriptor)
     os.close(file)
-
-
-def _send(to: socket.socket, message: Mapping[str, Any]) -> None:
-    try:
-        to.send(json.dumps(message).encode())
-    except OSError:  # the caller is gone; the loop sees it
-        pass

@@ -27,17 +27,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from fsdplab.common.files import write_whole
 from fsdplab.common.processes import name_of, state
 from fsdplab.common.pythons import SAFE_PATH
 from fsdplab.common.temporary import folder_of_this_process
 from fsdplab.common.waiting import readable
 from fsdplab.sessions.launch.inherited import fixed, inherited
 from fsdplab.sessions.launch.mailbox import RANKS_STORE, Mailbox
+from fsdplab.sessions.launch.served import GONE_WITHIN_S, Ranks
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 _READY_WITHIN_S = 120.0
-_GONE_WITHIN_S = 3.0
 _LOOK_EVERY_S = 0.05
 _STANDS_STILL_S = 2.0
 _STOPPED = "was stopped by SIGSTOP"
@@ -48,93 +47,51 @@ class StarterFailed(RuntimeError):
     """The warm starter could not be begun; the message is one line."""
 
 
-class WarmRanks:
-    """The forked ranks of one run, used like one process: it has ended when all of them have."""
+class WarmRanks(Ranks):
+    """The ranks of one run that a starter has forked; they meet in the file `store`."""
 
-    def __init__(self, starter: _Starter, own: socket.socket, exits_file: Path, store: Path) -> None:
-        self._starter, self._socket, self._exits_file, self._store = starter, own, exits_file, store
-        self._ended = False
-        self.pids: list[int] = []
-        self.exits: dict[int, int] = {}
-        self.lost: str | None = None
-        self.left: dict[int, int] = {}
-
-    def started(self) -> list[int]:
-        """The process ids of the ranks; none before the starter has answered."""
-        return self.pids
-
-    def poll(self) -> int | None:
-        """0 when all ranks have ended, None while one runs."""
-        self._read(0.0)
-        return 0 if self._ended else None
+    def __init__(self, starter: _Starter, connection: socket.socket, store: Path) -> None:
+        super().__init__(connection)
+        self._starter, self._store = starter, store
 
     def wait(self, timeout: float) -> int:
-        """Return when all have ended; subprocess.TimeoutExpired when that takes longer."""
-        self._read(timeout)
-        if not self._ended:
-            raise subprocess.TimeoutExpired("ranks", timeout)
+        try:
+            return super().wait(timeout)
+        except subprocess.TimeoutExpired:
+            if not self._starter.stands_still:
+                raise
+        self._starter.end(signal.SIGKILL)  # its ranks end with it
+        self._finish(_lost(_STOPPED))
         return 0
 
     def terminate(self) -> None:
         """Ask all ranks to end; two seconds later they are killed."""
-        try:
-            self._socket.send(b"e")
-        except OSError:
-            pass  # the starter is gone, and its ranks with it
+        with suppress(OSError):  # the starter is gone, and its ranks with it
+            self._connection.send(b"e")
 
     def kill(self) -> None:
         """End all ranks at once; the starter too, if it does not answer."""
-        if self._ended:
-            return
-        try:
-            self._socket.shutdown(socket.SHUT_WR)  # on which the starter kills remaining ranks
-        except OSError:
-            pass
-        self._read(_GONE_WITHIN_S)
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)  # on which the starter kills remaining ranks
+        self._read(GONE_WITHIN_S)
         if not self._ended:
             # a stopped starter, for example; its ranks end with it, and the next run starts another
             self._starter.end()
-            self._finish()
+            self._finish(None)
 
-    def _read(self, timeout: float) -> None:
-        """Read messages until all have ended, for at most `timeout` seconds."""
-        deadline = time.monotonic() + timeout
-        while not self._ended and self._read_message(deadline - time.monotonic()):
-            pass
+    def _how_lost(self) -> str | None:
+        return None if self.exits is not None or self.lost else _lost(self._starter.how_it_ended())
 
-    def _read_message(self, timeout: float) -> bool:
-        """Read the starter's next message; False if none came within `timeout` seconds."""
-        if not readable([self._socket], timeout):
-            if self._starter.stands_still:
-                self._starter.end(signal.SIGKILL)  # its ranks end with it
-                self._lose(_STOPPED)
-            return self._ended
-        if (message := receive(self._socket)) is None:
-            self._lose(self._starter.how_it_ended())
-            return True
-        if "cannot" in message:
-            self.lost = f"The warm starter could not fork all ranks: {message['cannot']}."
-        self.pids = message.get("pids", self.pids)
-        self.left = {int(rank): code for rank, code in message.get("left", self.left).items()}
-        if "exits" in message:
-            self.exits = {int(rank): code for rank, code in message["exits"].items()}
-            bad = {rank: code for rank, code in self.exits.items() if code}
-            if bad and self.lost is None:  # else the starter has ended them
-                write_whole(self._exits_file, json.dumps(bad))
-            self._finish()
-        return True
-
-    def _lose(self, how: str) -> None:
-        self.lost = (
-            f"The warm starter, the process that forks the ranks, {how}, and all ranks ended with it. The next run"
-            " starts a new one."
-        )
-        self._finish()
-
-    def _finish(self) -> None:
-        self._ended = True
-        self._socket.close()
+    def _finish(self, lost: str | None) -> None:
+        super()._finish(lost)
         self._store.unlink(missing_ok=True)
+
+
+def _lost(how: str) -> str:
+    return (
+        f"The warm starter, the process that forks the ranks, {how}, and all ranks ended with it. The next run starts a"
+        " new one."
+    )
 
 
 class _Starter:
@@ -143,8 +100,8 @@ class _Starter:
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.owner, self.key = os.getpid(), _key(environment)
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the starter)
-        self._control, theirs = _packet_sockets()
-        words = [str(theirs.fileno()), str(os.getpid()), str(folder_of_this_process())]
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        words = [str(theirs.fileno()), str(os.getpid())]
         try:
             self.process = subprocess.Popen(
                 [sys.executable, "-u", "-c", _BOOT, *words],
@@ -179,17 +136,17 @@ class _Starter:
     def _read_ready(self) -> bool:
         with self._hearing:
             if not self._ready and readable([self._control], _LOOK_EVERY_S):
-                message = receive(self._control)
-                if message is None:
+                message = self._control.recv(1 << 16)
+                if not message:
                     raise StarterFailed(f"the warm starter {self.how_it_ended()}{self._output()}")
-                self._ready = message
+                self._ready = json.loads(message)
         return bool(self._ready)
 
-    def fork(self, request: Mapping[str, object], exits_file: Path, store: Path) -> WarmRanks:
+    def fork(self, request: Mapping[str, object], store: Path) -> WarmRanks:
         """Send a request, with a socket for this run alone; in a file, for the environment may be longer than a
         packet.
         """
-        own, theirs = _packet_sockets()
+        own, theirs = socket.socketpair()
         folder = os.open(".", os.O_PATH)  # it may have been deleted, or have a path that is too long
         try:
             with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
@@ -202,7 +159,7 @@ class _Starter:
         finally:
             theirs.close()
             os.close(folder)
-        return WarmRanks(self, own, exits_file, store)
+        return WarmRanks(self, own, store)
 
     def retire(self) -> None:
         """Send no more requests: it ends when its last run has."""
@@ -231,7 +188,7 @@ class _Starter:
         self._control.close()
         self.process.send_signal(by)
         try:
-            self.process.wait(_GONE_WITHIN_S)
+            self.process.wait(GONE_WITHIN_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -240,7 +197,7 @@ class _Starter:
     def how_it_ended(self) -> str:
         """`"was killed by SIGKILL"`; waits a moment for the system to know."""
         try:
-            code = self.process.wait(_GONE_WITHIN_S)
+            code = self.process.wait(GONE_WITHIN_S)
         except subprocess.TimeoutExpired:
             return "closed its connection"
         return f"was killed by {name_of(-code)}" if code < 0 else f"ended with exit code {code}"
@@ -249,19 +206,6 @@ class _Starter:
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         return f": {lines[-1]}" if lines else ""
-
-
-def _packet_sockets() -> tuple[socket.socket, socket.socket]:
-    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
-def receive(source: socket.socket) -> dict[str, Any] | None:
-    """The next message of the starter; None when it has closed its side."""
-    while True:
-        try:
-            return json.loads(source.recv(1 << 20) or "null")
-        except ConnectionResetError:  # it has left a packet unread; those that it has sent are still to be read
-            continue
 
 
 _lock = threading.Lock()
@@ -316,7 +260,7 @@ def start(
     store = folder_of_this_process() / f"store-{uuid.uuid4().hex}"
     ranks = {"program": list(program), "world_size": world_size, "log": str(mailbox.agent_log)}
     own = {"environment": {**environment, RANKS_STORE: str(store)}, "inherited": inherited()}
-    return starter.fork({**ranks, **own}, mailbox.exits, store)
+    return starter.fork({**ranks, **own}, store)
 
 
 def starter_pid() -> int | None:
