@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -399,6 +400,38 @@ def test_a_rank_that_dies_between_two_cells_is_named_at_the_next() -> None:
         f"rank {rank}: ended (it was process {pid})" for rank, pid in enumerate(pids)
     ]
     assert eventually(lambda: all(map(gone, pids)))
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_a_starter_lost_while_ranks_that_stay_begin_costs_one_try(
+    start: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first rank to begin kills its parent, once."""
+    kills = (
+        f"import os, pathlib, time\npathlib.Path({str(tmp_path / 'killed')!r}).touch(exist_ok=False)\n"
+        "os.kill(os.getppid(), 9)\ntime.sleep(60)"
+    )
+    (tmp_path / "kills.py").write_text(
+        f"try:\n    exec({kills!r})\nexcept FileExistsError:\n    pass\n"
+        "import sys, time\nfrom fsdplab.sessions.staying.cell_loop import main\nmain(sys.argv[1])\n"
+    )
+    monkeypatch.setattr("fsdplab.sessions.staying.ranks._PROGRAM", (str(tmp_path / "kills.py"),))
+    with pytest.warns(RuntimeWarning, match="was killed by SIGKILL.*It is tried once more"):
+        ranks = StayingRanks.start(1, start)
+    assert (tmp_path / "killed").exists() and heard(ranks, "rank") == [(0, "0")]
+    ranks.stop()
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_ranks_that_a_thread_has_started_outlive_it(start: str) -> None:
+    """Linux tells a child when the thread that has started it ends, as if it were the process."""
+    started: list[StayingRanks] = []
+    thread = threading.Thread(target=lambda: started.append(StayingRanks.start(1, start)))
+    thread.start()
+    thread.join()
+    time.sleep(1.0)
+    assert heard(started[0], "rank") == [(0, "0")]
+    started[0].stop()
 
 
 def test_stopped_ranks_are_gone_with_their_folder() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from fsdplab.common.temporary import temporary_folder
 from fsdplab.engine import compat
 from fsdplab.sessions import RanksFailed
-from fsdplab.sessions.launch.launcher import run_ranks
+from fsdplab.sessions.launch.launcher import once_more, run_ranks
 from fsdplab.sessions.launch.mailbox import Mailbox, read_lines
 from fsdplab.sessions.worker.rank_process import RankContext, rank_process
 
@@ -31,16 +31,20 @@ _Call = Callable[[Tensor, Tensor], object]
 
 def main(backend: str, ranks: int) -> int:
     """Run the collectives on so many ranks, and print a row of each with what was wrong on any; 1 if ranks failed."""
-    mailbox = Mailbox(temporary_folder("nccl"))
-    program = ["-m", "fsdplab.gpu_check.collectives", backend, str(mailbox.folder), "rank"]
     try:
-        run_ranks(program, mailbox, world_size=ranks, time_limit=80.0)
+        of_ranks = once_more(lambda: _rows(backend, ranks))
     except RanksFailed as error:
         print(f"{backend} forms no group of {ranks}: {str(error).strip().splitlines()[0][:300]}")
         return 1
-    of_ranks = [read_lines(mailbox.of(rank, "result"))[0]["rows"] for rank in range(ranks)]
     print(json.dumps([rows[0] | {"wrong": _of_all(rows)} for rows in zip(*of_ranks)]))
     return 0
+
+
+def _rows(backend: str, ranks: int) -> list[list[dict[str, Any]]]:
+    mailbox = Mailbox(temporary_folder("nccl"))
+    program = ["-m", "fsdplab.gpu_check.collectives", backend, str(mailbox.folder), "rank"]
+    run_ranks(program, mailbox, world_size=ranks, time_limit=80.0)
+    return [read_lines(mailbox.of(rank, "result"))[0]["rows"] for rank in range(ranks)]
 
 
 def _of_all(rows: Sequence[dict[str, Any]]) -> str:

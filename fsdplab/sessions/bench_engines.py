@@ -27,7 +27,7 @@ from torch import nn
 from fsdplab.common.files import write_whole
 from fsdplab.common.temporary import temporary_folder
 from fsdplab.engine import events
-from fsdplab.sessions.launch.launcher import run_ranks
+from fsdplab.sessions.launch.launcher import once_more, run_ranks
 from fsdplab.sessions.launch.live_output import Tail
 from fsdplab.sessions.launch.mailbox import Mailbox, read_lines
 from fsdplab.sessions.spec import EngineChoice, RunSpec, SpecError
@@ -100,6 +100,12 @@ def bench(
     does. `on_look` is `run`'s.
     """
     _check(specs, rounds)
+    return once_more(lambda: _bench_once(specs, rounds, on_round, on_look))
+
+
+def _bench_once(
+    specs: Sequence[RunSpec], rounds: int, on_round: Callable[[int, int], None] | None, on_look: Callable[[], None]
+) -> Bench:
     folder = temporary_folder("bench")
     mailbox = Mailbox(folder)
     request = {"specs": [spec.as_dict() for spec in specs], "rounds": rounds}

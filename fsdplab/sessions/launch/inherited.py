@@ -15,7 +15,6 @@ from __future__ import annotations
 import locale
 import os
 import re
-import resource
 import signal
 import tempfile
 import time
@@ -30,7 +29,11 @@ _READ_AT_START = (
     "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NPY_", "NUMPY_", "ATEN_", "DNNL_", "ONEDNN_",
 )  # fmt: skip
 _RIGHTS = ("Uid:", "Gid:", "Groups:", "Cap", "NoNewPrivs:", "Seccomp:")
-_OF_THE_LAB = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGCHLD)
+_OF_THE_LAB = tuple(
+    getattr(signal, name)
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGCHLD")
+    if hasattr(signal, name)  # Windows, which imports this, lacks most
+)
 
 
 def fixed(environment: Mapping[str, str]) -> tuple[object, ...]:
@@ -51,12 +54,15 @@ def fixed(environment: Mapping[str, str]) -> tuple[object, ...]:
 
 def inherited() -> dict[str, Any]:
     """What a child of this thread would inherit now, JSON-able, without its environment and its folder."""
+    import resource  # Windows has none
+
     status = dict(line.split(":", 1) for line in _status())
+    limits = [name for name in dir(resource) if name.startswith("RLIMIT_")]
     return {
         "umask": int(status["Umask"], 8),
         "ignored": _signals(status["SigIgn"]),
         "blocked": _signals(status["SigBlk"]),
-        "limits": {name: resource.getrlimit(getattr(resource, name)) for name in _LIMITS},
+        "limits": {name: resource.getrlimit(getattr(resource, name)) for name in limits},
         "cores": sorted(os.sched_getaffinity(0)),
         "scheduler": [os.sched_getscheduler(0), os.sched_getparam(0).sched_priority],
         "nice": os.getpriority(os.PRIO_PROCESS, 0),
@@ -69,6 +75,8 @@ def take_over(caller: Mapping[str, Any]) -> None:
 
     What is as it should be is not asked for: a container may deny the call.
     """
+    import resource
+
     os.umask(caller["umask"])
     if _OOM.read_text() != caller["oom"]:
         _OOM.write_text(caller["oom"])
@@ -110,7 +118,6 @@ def as_if_fresh(callers: Mapping[str, str], own: Mapping[str, str]) -> None:
     torch.default_generator.seed()
 
 
-_LIMITS = [name for name in dir(resource) if name.startswith("RLIMIT_")]
 _OOM = Path("/proc/self/oom_score_adj")
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from fsdplab.common.processes import gone
 from fsdplab.common.pythons import with_this_checkout
@@ -44,6 +44,7 @@ from fsdplab.sessions.launch.failure_report import (
 from fsdplab.sessions.launch.mailbox import NOT_FORKED, Heartbeat, Mailbox, read_heartbeats
 from fsdplab.sessions.launch.program import as_ranks_of_torchrun
 from fsdplab.sessions.launch.served import ExecutedRanks, Ranks, execute
+from fsdplab.sessions.launch.turns import Turns
 from fsdplab.sessions.spec import STARTS, SpecError
 
 _LOOK_EVERY_S = 0.05
@@ -125,14 +126,6 @@ def once_more(attempt: Callable[[], _Result]) -> _Result:
         return attempt()
 
 
-class Waiting(Protocol):
-    """When all ranks of a run wait for their caller, who then leaves them alone: for a turn, or for a cell."""
-
-    @property
-    def all_wait(self) -> bool: ...
-    def look(self, within_s: float) -> None: ...
-
-
 @dataclass
 class RunningRanks:
     """The ranks of one run, which `start` has started, `watch` follows and `end_ranks` ends."""
@@ -161,7 +154,7 @@ class RunningRanks:
         )
         return cls(agent, mailbox, world_size, time_limit, on_look)
 
-    def watch(self, turns: Waiting | None = None) -> bool:
+    def watch(self, turns: Turns | None = None) -> bool:
         """Watch the ranks until they have ended (False), or all of them wait (True); RanksFailed where they fail or
         hang.
 
@@ -191,7 +184,7 @@ class RunningRanks:
             return lost_agent(self.agent.lost, post_mortem)
         return failed_first(post_mortem)
 
-    def _watch(self, turns: Waiting | None, deadline: float) -> Failure | None:
+    def _watch(self, turns: Turns | None, deadline: float) -> Failure | None:
         while self._runs_on(turns):
             self._look()
             if self.activity.finished(self.world_size) or turns is not None and turns.all_wait:
@@ -202,7 +195,7 @@ class RunningRanks:
                 return failure
         return self._ended()
 
-    def _runs_on(self, turns: Waiting | None) -> bool:
+    def _runs_on(self, turns: Turns | None) -> bool:
         """Whether the agent still runs, after a twentieth of a second or as soon as all ranks wait."""
         if turns is None:
             return self.running()

@@ -5,7 +5,7 @@ rank0.steps        one line of JSON a finished step
 rank0.ledger       one line of JSON a collective, written after each step
 rank0.failure      the exception that ended the rank
 rank0.stack        the stack of a rank, written on SIGUSR1
-rank0.turn, .waits FIFOs of a run that takes turns with others (turns.py)
+rank0.turn, .waits FIFOs of ranks that are told what to do next (turns.py)
 rank0.memory       the memory of the measured step
 rank0.result       the rank's result
 rank0.out, .err    what it printed

@@ -1,6 +1,8 @@
-"""Turns: runs whose ranks are alive side by side train one step at a time, so that a slow machine slows all alike.
+"""How ranks that wait are told what to do next: a step of their run, where runs take turns, or a cell of a notebook.
 
-    rank0.turn     a FIFO to the rank: one byte allows the next step, or all that is left
+Runs whose ranks are alive side by side train one step at a time, so that a slow machine slows all alike.
+
+    rank0.turn     a FIFO to the rank: a line, what it does next
     rank0.waits    a FIFO from the rank: one byte each time it begins to wait
 
 A rank that waits is blocked in a read: it uses no processor (a thread of gloo looks a hundred times a second, 0.2 % of
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +23,7 @@ from fsdplab.common.waiting import readable
 from fsdplab.sessions.launch.mailbox import HeartbeatWriter, Mailbox
 
 WAITING = "waiting for its turn"  # the phase of a rank that waits
-_STEP, _ALL, _WAITS = b"s", b"a", b"w"
+_STEP, _ALL, _WAITS = "step", "all", b"w"
 
 
 def fifos_in(folder: Path) -> bool:
@@ -35,7 +38,7 @@ def fifos_in(folder: Path) -> bool:
 
 
 class Turns:
-    """The caller's side: the turns of all ranks of one run."""
+    """The caller's side, of all ranks of one run."""
 
     def __init__(self, mailbox: Mailbox, world_size: int) -> None:
         self._names = [mailbox.of(rank, kind) for kind in ("turn", "waits") for rank in range(world_size)]
@@ -48,7 +51,12 @@ class Turns:
             self.close()
             raise
         self._turns, self._waits = self._files[:world_size], self._files[world_size:]
-        self._busy = set(self._waits)
+        self._busy = {file: rank for rank, file in enumerate(self._waits)}
+
+    @property
+    def busy(self) -> list[int]:
+        """The ranks that do not wait, as far as the last look has seen."""
+        return sorted(self._busy.values())
 
     @property
     def all_wait(self) -> bool:
@@ -64,16 +72,23 @@ class Turns:
                 return
             for file in ready:
                 os.read(file, 1)
-                self._busy.remove(file)
+                del self._busy[file]
         self._remove_names()
 
     def allow_step(self) -> None:
         """Let all ranks take their next step; then they wait again."""
-        self._allow(_STEP)
+        self.tell(_STEP)
 
     def allow_all(self) -> None:
         """Let all ranks go on to their end, without further turns."""
-        self._allow(_ALL)
+        self.tell(_ALL)
+
+    def tell(self, what: str, ranks: Iterable[int] | None = None) -> None:
+        """Let all ranks, which wait, or some of them go on with `what`, one line; then they wait again."""
+        chosen = range(len(self._waits)) if ranks is None else ranks
+        self._busy = {self._waits[rank]: rank for rank in chosen}
+        for rank in chosen:
+            os.write(self._turns[rank], f"{what}\n".encode())
 
     def close(self) -> None:
         """Remove the FIFOs, after the ranks have ended; does nothing the second time."""
@@ -81,29 +96,28 @@ class Turns:
         while self._files:
             os.close(self._files.pop())
 
-    def _allow(self, what: bytes) -> None:
-        self._busy = set(self._waits)
-        for file in self._turns:
-            os.write(file, what)
-
     def _remove_names(self) -> None:
         while self._names:
             self._names.pop().unlink(missing_ok=True)
 
 
 class OwnTurns:
-    """The rank's side: `wait` returns when the run may go on, at once where it takes no turns."""
+    """The rank's side; `phase` is what its heartbeat says while it waits."""
 
-    def __init__(self, mailbox: Mailbox, rank: int, heartbeat: HeartbeatWriter) -> None:
-        self._heartbeat = heartbeat
+    def __init__(self, mailbox: Mailbox, rank: int, heartbeat: HeartbeatWriter, phase: str = WAITING) -> None:
+        self._heartbeat, self._phase = heartbeat, phase
         self._takes_turns = mailbox.of(rank, "turn").exists()
         if self._takes_turns:
-            self._turn = os.open(mailbox.of(rank, "turn"), os.O_RDONLY)
+            self._turn = mailbox.of(rank, "turn").open(encoding="utf-8")
             self._waits = os.open(mailbox.of(rank, "waits"), os.O_WRONLY)
 
     def wait(self) -> None:
-        """Wait until the caller allows the next step."""
+        """Wait until the caller allows the next step; return at once where the run takes no turns, or no more."""
         if self._takes_turns:
-            self._heartbeat.enter(WAITING)
-            os.write(self._waits, _WAITS)
-            self._takes_turns = os.read(self._turn, 1) == _STEP
+            self._takes_turns = self.next() == _STEP
+
+    def next(self) -> str:
+        """Wait until the caller says what is next; "" where there is nothing more."""
+        self._heartbeat.enter(self._phase)
+        os.write(self._waits, _WAITS)
+        return self._turn.readline().rstrip("\n")

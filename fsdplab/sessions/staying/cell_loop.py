@@ -3,7 +3,7 @@ how it ended, wait again.
 
     python -m fsdplab.sessions.staying.cell_loop FOLDER
 
-    rank0.in        a FIFO: the number of the next cell; closing it ends the rank
+    rank0.turn      a FIFO: the number of the next cell (launch/turns.py)
     cell3.py        the source of cell 3, complete before any rank gets its number
     before.py       runs before each cell, with names of its own
     rank0.cells     one line of JSON a cell that has ended
@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from fsdplab.common.files import naming
 from fsdplab.sessions.launch.stacks import headline, of_exception
+from fsdplab.sessions.launch.turns import OwnTurns
 from fsdplab.sessions.staying.cell_code import IDLE, cell_namespace, given_names, run_source, source_of, title
 from fsdplab.sessions.worker.rank_process import RankContext, backend_of_cells, rank_process
 
@@ -32,13 +33,11 @@ _NO_GROUP = " (a cell has destroyed the process group; ranks that are started an
 
 
 def main(folder: str) -> None:
-    """Run cells on this rank until the caller closes the FIFO."""
+    """Run cells on this rank until the caller is gone."""
     with rank_process(folder, backend_of_cells(int(os.environ["WORLD_SIZE"])), "cpu") as context:
-        cells = _Cells(context)
-        context.heartbeat.enter(IDLE)
-        with context.mailbox.of(context.rank, "in").open() as requests:
-            for line in requests:
-                cells.run(int(line))
+        cells, turns = _Cells(context), OwnTurns(context.mailbox, context.rank, context.heartbeat, IDLE)
+        while number := turns.next():
+            cells.run(int(number))
 
 
 class _Cells:
@@ -81,7 +80,6 @@ class _Cells:
         with naming(Path(self.results.name)):
             self.results.write(json.dumps(result | self._held()) + "\n")
             self.results.flush()
-        self.context.heartbeat.enter(IDLE)
 
     def _execute(self, number: int) -> None:
         before = self.context.mailbox.folder / "before.py"

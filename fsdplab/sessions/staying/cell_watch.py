@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from fsdplab.sessions.launch.launcher import RankActivity, RunningRanks
 from fsdplab.sessions.launch.live_output import LiveOutput, Tail
 from fsdplab.sessions.launch.mailbox import Heartbeat, read_heartbeats
 from fsdplab.sessions.launch.stacks import waits_for_others
+from fsdplab.sessions.launch.turns import Turns
 from fsdplab.sessions.staying.cell_code import show_source, source_of, title
 from fsdplab.sessions.staying.cell_reports import interrupted, raised, waiting_for_ever
 
@@ -34,7 +34,7 @@ class Living:
     """The handles of ranks that stay."""
 
     ranks: RunningRanks
-    requests: list[int]  # file descriptors, by rank: the writing end of its FIFO
+    turns: Turns
     ends: list[Tail]  # by rank: its results, a line a cell
     output: LiveOutput
 
@@ -98,15 +98,13 @@ class CellWatch:
         """Write the source, then start the ranks."""
         show_source(source, title(self.number))
         source_of(self.living.ranks.mailbox, self.number).write_text(source, encoding="utf-8")
-        for rank in self.ranks:
-            os.write(self.living.requests[rank], f"{self.number}\n".encode())
+        self.living.turns.tell(str(self.number), self.ranks)
 
     def wait(self, time_limit: float) -> Outcome:
         """Return when the cell has ended or failed."""
         deadline = time.monotonic() + time_limit
         while True:
-            running = self.living.ranks.running(_LOOK_EVERY_S)
-            self._look()
+            running = self._look()
             if not self.unfinished():
                 return self._ended()
             if not running or self.living.missing():
@@ -118,7 +116,7 @@ class CellWatch:
 
     def interrupt(self, why: str) -> Outcome:
         """Take the stacks of the ranks that still run the cell, interrupt them, and wait a moment for their end."""
-        self._look()
+        running = self._look()
         heartbeats, before = self._heartbeats(), dict(self.results)
         if not heartbeats:
             return self._ended()
@@ -126,18 +124,23 @@ class CellWatch:
         for heartbeat in heartbeats.values():
             send(heartbeat.pid, signal.SIGINT)
         deadline = time.monotonic() + _ANSWER_WITHIN_S
-        while self.unfinished() and time.monotonic() < deadline and self.living.ranks.running(_LOOK_EVERY_S):
-            self._look()
+        while self.unfinished() and time.monotonic() < deadline and running:
+            running = self._look()
         self.living.output.flush()
         deaf = self.unfinished()
         return Outcome(interrupted(why, heartbeats, stacks, before, deaf), lost=bool(deaf))
 
     def unfinished(self) -> list[int]:
         """The ranks that have not ended the cell."""
-        return [rank for rank in self.ranks if rank not in self.results]
+        return self.living.turns.busy
 
-    def _look(self) -> None:
-        for rank in self.unfinished():  # before the output: a rank prints before it reports its end
+    def _look(self) -> bool:
+        """See what the ranks have done, after a moment or as soon as all have ended the cell; whether they still run.
+
+        A rank prints before it reports its end, and reports before it waits.
+        """
+        self.living.turns.look(_LOOK_EVERY_S)
+        for rank in self.ranks:
             for line in self.living.ends[rank].lines():
                 self._read_result(rank, line)
         self.activity.look(self.living.heartbeats())
@@ -145,6 +148,7 @@ class CellWatch:
         self.living.output.look()
         if self.living.output.lines > before:
             self.activity.last = time.monotonic()
+        return self.living.ranks.running(0.0)
 
     def _read_result(self, rank: int, line: str) -> None:
         result = json.loads(line)

@@ -26,9 +26,10 @@ from typing import Any
 
 from fsdplab.common.temporary import temporary_folder
 from fsdplab.sessions.launch.failure_report import Failure, RanksFailed
-from fsdplab.sessions.launch.launcher import RunningRanks, end_ranks
+from fsdplab.sessions.launch.launcher import RunningRanks, end_ranks, once_more
 from fsdplab.sessions.launch.live_output import LiveOutput, OnOutput, Tail
 from fsdplab.sessions.launch.mailbox import Mailbox, read_heartbeats
+from fsdplab.sessions.launch.turns import Turns
 from fsdplab.sessions.spec import SpecError, check_whole
 from fsdplab.sessions.staying.cell_code import IDLE
 from fsdplab.sessions.staying.cell_reports import CellInterrupted
@@ -36,7 +37,6 @@ from fsdplab.sessions.staying.cell_watch import CellWatch, Living, Outcome
 
 CELL_LIMIT_S = 90.0
 _START_LIMIT_S = 90.0
-_LOOK_EVERY_S = 0.01
 _PROGRAM = ("-m", "fsdplab.sessions.staying.cell_loop")
 _numbers = itertools.count(1)  # of all cells of this process, so that titles are unique
 _STOPPED = Failure("died", "The ranks were stopped, and what they held is gone.")
@@ -92,19 +92,7 @@ class StayingRanks:
         `before` is source that every rank runs before each cell, in a separate namespace.
         """
         check_whole("world_size", world_size, 1)
-        mailbox = Mailbox(temporary_folder("ranks"))
-        (mailbox.folder / "before.py").write_text(before, encoding="utf-8")
-        requests = [_fifo(mailbox, rank) for rank in range(world_size)]
-        running: list[RunningRanks] = []
-        try:
-            running.append(RunningRanks.start([*_PROGRAM, str(mailbox.folder)], mailbox, world_size, time_limit, start))
-            if not running[0].watch(_Idle(running[0])):
-                raise RanksFailed(running[0].how_it_ended())
-        except BaseException:
-            _clear(mailbox, running, requests)
-            raise
-        ends = [Tail(mailbox.of(rank, "cells")) for rank in range(world_size)]
-        return cls(Living(running[0], requests, ends, LiveOutput(mailbox, world_size, print_labelled)))
+        return once_more(lambda: cls(_started(world_size, start, before, time_limit)))
 
     def run(
         self,
@@ -197,36 +185,28 @@ class StayingRanks:
         return sorted(chosen)
 
 
-def _fifo(mailbox: Mailbox, rank: int) -> int:
-    path = mailbox.of(rank, "in")
-    os.mkfifo(path, 0o600)
-    return os.open(path, os.O_RDWR | os.O_CLOEXEC)  # for writing alone, open would wait for the rank
-
-
-@dataclass(frozen=True)
-class _Idle:
-    """Whether all ranks wait for their first cell, by their heartbeats."""
-
-    ranks: RunningRanks
-
-    @property
-    def all_wait(self) -> bool:
-        heartbeats = self.ranks.activity.heartbeats
-        return len(heartbeats) == self.ranks.world_size and all(each.phase == IDLE for each in heartbeats.values())
-
-    def look(self, within_s: float) -> None:
-        """A moment later the ranks are looked at again; their start takes a tenth of a second."""
-        self.ranks.running(min(within_s, _LOOK_EVERY_S))
+def _started(world_size: int, start: str, before: str, time_limit: float) -> Living:
+    mailbox = Mailbox(temporary_folder("ranks"))
+    (mailbox.folder / "before.py").write_text(before, encoding="utf-8")
+    turns, running = Turns(mailbox, world_size), list[RunningRanks]()
+    try:
+        running.append(RunningRanks.start([*_PROGRAM, str(mailbox.folder)], mailbox, world_size, time_limit, start))
+        if not running[0].watch(turns):
+            raise RanksFailed(running[0].how_it_ended())
+    except BaseException:
+        _clear(mailbox, running, turns)
+        raise
+    ends = [Tail(mailbox.of(rank, "cells")) for rank in range(world_size)]
+    return Living(running[0], turns, ends, LiveOutput(mailbox, world_size, print_labelled))
 
 
 def _end(owner: int, living: Living) -> None:
     if os.getpid() == owner:  # not in a process that was forked from it
-        _clear(living.ranks.mailbox, [living.ranks], living.requests)
+        _clear(living.ranks.mailbox, [living.ranks], living.turns)
 
 
-def _clear(mailbox: Mailbox, running: Sequence[RunningRanks], requests: Sequence[int]) -> None:
+def _clear(mailbox: Mailbox, running: Sequence[RunningRanks], turns: Turns) -> None:
     """End the ranks, if they were started, and delete their files."""
     end_ranks(running)
-    for descriptor in requests:
-        os.close(descriptor)
+    turns.close()
     shutil.rmtree(mailbox.folder, ignore_errors=True)
