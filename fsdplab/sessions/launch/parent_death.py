@@ -58,21 +58,21 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def end_children(but: Collection[int] = ()) -> None:
-    """Kill the children of this process, and what they leave to it, and return when none is left but some."""
-    while left := _children() - {*but}:
-        for pid in left:
-            send(pid, signal.SIGKILL)
-            with contextlib.suppress(ChildProcessError):  # collected by somebody else
-                os.waitpid(pid, 0)
-
-
-def _children() -> set[int]:
+def children() -> set[int]:
     """The children of this process that were started or adopted by its main thread; none where /proc does not say."""
     try:
         return {int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()}
     except FileNotFoundError:
         return set()
+
+
+def end_children(but: Collection[int] = ()) -> None:
+    """Kill the children of this process, and what they leave to it, and return when none is left but some."""
+    while left := children() - {*but}:
+        for pid in left:
+            send(pid, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):  # collected by somebody else
+                os.waitpid(pid, 0)
 
 
 def _look_for_parent(parent: int, with_signal: signal.Signals) -> None:
