@@ -8,13 +8,14 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from fsdplab.common.names import IN_GROUPS, OVER_ALL_RANKS
 from fsdplab.gpu_check import looks
 from fsdplab.gpu_check.check import Check, Part
+from fsdplab.gpu_check.looks import Command
 from fsdplab.records import RecordError
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
@@ -51,23 +52,6 @@ SIZES = (
 def fitting(free: float, needed: Callable[[Size], float]) -> str:
     """The largest size whose GB fit into the free bytes, as flags; the last one where none does."""
     return next((size for size in SIZES if needed(size) <= _USABLE * free), SIZES[-1]).flags
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command line, the seconds that it may take, and what is looked at when it has ended well.
-
-    `least_ranks`: on fewer the command is left out. `module` is what `python -m` runs, in `folder` if one is named.
-    """
-
-    part: str
-    name: str
-    words: str
-    limit_s: float
-    look: Callable[[Part, Command, Path], None]
-    least_ranks: int = 1
-    module: str = "fsdplab"
-    folder: Path | None = None
 
 
 _PROBES = "fsdplab.sessions.gpu_probes"

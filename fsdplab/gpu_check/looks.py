@@ -1,4 +1,4 @@
-"""What is looked at when a command of the check has ended: each adds rows, checks and notes to its part.
+"""A command of the check, and what is looked at when it has ended: each look adds rows, checks and notes to its part.
 
 `wrote` is what the command has written to `{out}`, or what it has printed where it writes nothing.
 """
@@ -8,8 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fsdplab.common.machine import output_of
 from fsdplab.gpu_check.check import Part, Row
@@ -19,15 +21,29 @@ from fsdplab.planning.step_time import model_flops
 from fsdplab.records import RunRecord, core_sentence
 from fsdplab.workloads.shapes import preset
 
-if TYPE_CHECKING:
-    from fsdplab.gpu_check.commands import Command
-
 _LOSSES = 0.02  # bf16 rounds differently in each engine; a wrong gradient shows by far more
 _OF_A_TEST = re.compile(r"^(tests/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED)(?: \((.*)\))?", re.MULTILINE)  # pytest -v
 
 
 class Refused(ValueError):
     """Nothing can be checked on this machine; the message is one line that says what to do."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line, the seconds that it may take, and what is looked at when it has ended well.
+
+    `least_ranks`: on fewer the command is left out. `module` is what `python -m` runs, in `folder` if one is named.
+    """
+
+    part: str
+    name: str
+    words: str
+    limit_s: float
+    look: Callable[[Part, Command, Path], None]
+    least_ranks: int = 1
+    module: str = "fsdplab"
+    folder: Path | None = None
 
 
 # ---- what everything rests on
