@@ -19,17 +19,18 @@ from rich.console import Console
 
 import fsdplab
 from fsdplab import cli
+from fsdplab.cli.doctor import verdict_lines
 from fsdplab.cli.outputs import Detail
 from fsdplab.cli.parse import names, parse_card
 from fsdplab.cli.progress import ProgressTable
 from fsdplab.cli.render import show
 from fsdplab.cli.runs import parts_of_runs
-from fsdplab.cli.verdict import readiness, verdict_lines
 from fsdplab.common.places import how_to_install
 from fsdplab.figures.view import RunView
 from fsdplab.records import CATEGORIES, RunRecord, Spread, Summary
 from fsdplab.records.summary import Comm, Peak, Steady
 from fsdplab.sessions import RunSpec
+from fsdplab.sessions.capabilities import readiness
 from fsdplab.sessions.spec import STRATEGIES
 
 TINY = ["--model", "gpt-tiny", "--steps", "2", "--sequence-length", "16"]

@@ -64,8 +64,8 @@ def test_the_caller_of_a_run_does_without_torchs_dtensor() -> None:
 
 def test_the_doctor_says_of_shared_memory_what_the_engine_does() -> None:
     """It does not ask the engine, whose import would be half of its time."""
-    from fsdplab.cli.doctor import _transport
     from fsdplab.engine.transport.shared_memory.arena import machine_of_this_rank
+    from fsdplab.sessions.capabilities import _transport
 
     assert (_transport().value == "shared memory") == (machine_of_this_rank() is not None)
 

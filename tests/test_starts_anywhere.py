@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
-from fsdplab.cli.doctor import capabilities
 from fsdplab.gpu_check.looks import source_digest
 from fsdplab.sessions import RanksFailed, RunSpec, SpecError, call_on_ranks, compare, run
+from fsdplab.sessions.capabilities import capabilities
 from fsdplab.sessions.launch import warm
 from fsdplab.sessions.launch.failure_report import NO_ANSWER
 from tests.denied import at_every_start

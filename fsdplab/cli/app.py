@@ -193,7 +193,8 @@ def report(
     """Show recorded runs, or traces, as a table with findings, a standalone page or JSON; a record of the twin serves
     as the reference.
     """
-    from fsdplab.cli.report import TraceOptions, report_records
+    from fsdplab.cli.report import report_records
+    from fsdplab.profiling.traces.load import TraceOptions
 
     options = TraceOptions(whole_numbers("--ranks", ranks) if ranks else None, comm_pattern or [])
     report_records(records, outputs, exports, options, tables)

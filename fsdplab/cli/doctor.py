@@ -1,188 +1,13 @@
-"""`fsdplab doctor`: looks up or tries each capability of this machine, and says what the machine is ready for."""
+"""`fsdplab doctor`: shows the capabilities of this machine, and what it is ready for."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import platform
-import shutil
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from datetime import timedelta
-from types import ModuleType
+from collections.abc import Sequence
+from dataclasses import asdict
 
-from fsdplab import __version__
 from fsdplab.cli.answer import Answer, Line, Part, Table
-from fsdplab.cli.errors import refuse
-from fsdplab.cli.verdict import readiness, verdict_lines
-from fsdplab.common.machine import cores, memory_bytes
-from fsdplab.common.sizes import size
 from fsdplab.records import FORMAT
-
-PACKAGES = ("numpy", "plotly", "pandas", "jupyterlab", "ipywidgets", "transformers", "deepspeed", "tensorboard")
-NEEDED_FOR = {
-    "plotly": "for figures, pages and the course",
-    "pandas": "for the course",
-    "jupyterlab": "for the course",
-    "ipywidgets": "for the course",
-    "transformers": "for programs of your own that train its models",
-    "deepspeed": "for DeepSpeed beside our engine",
-    "tensorboard": "to look at exported traces",
-}
-SEVERAL = "ranks on one GPU"
-IPC = "CUDA IPC"
-_NO_GPU = "use a machine with an NVIDIA GPU and a CUDA build of torch; recorded GPU runs open here"
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
-
-
-@dataclass(frozen=True)
-class Capability:
-    """One capability: its name, whether it is present, its value, and a note."""
-
-    name: str
-    present: bool
-    value: str
-    note: str = ""
-
-
-def capabilities() -> list[Capability]:
-    """All capabilities, in the order of the table."""
-    return [*_machine(), *_torch(), _browser(), *map(_package, PACKAGES)]
-
-
-def _machine() -> list[Capability]:
-    count, total = cores(), memory_bytes()
-    return [
-        Capability("fsdplab", True, __version__),
-        Capability("python", True, platform.python_version(), f"{platform.system()} {platform.machine()}"),
-        Capability("cores", True, str(count), "" if count > 1 else "two ranks share one core: step times say little"),
-        Capability("memory", True, size(total), "" if total > 4e9 else "small: use --model gpt-tiny"),
-    ]
-
-
-def _torch() -> list[Capability]:
-    try:
-        import torch
-    except (ImportError, OSError, RuntimeError, ValueError) as error:  # a broken install, or a wrong TORCH_...
-        refuse(f"torch cannot be imported: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
-
-    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-    return [Capability("torch", True, torch.__version__, build), _gloo(), _starts(), _transport(), *_gpus(torch)]
-
-
-def _gloo() -> Capability:
-    """Form a group of one rank and reduce a tensor, which needs everything that a CPU run needs."""
-    import torch
-    import torch.distributed as dist
-
-    try:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=20))
-        ones = torch.ones(4)
-        dist.all_reduce(ones)
-        dist.destroy_process_group()
-    except RuntimeError as error:
-        return Capability(
-            "gloo",
-            False,
-            "does not start",
-            f"{' '.join(str(error).split())[:160]}; set GLOO_SOCKET_IFNAME to a working interface",
-        )
-    return Capability("gloo", True, "works", "starts CPU ranks, on one machine or several")
-
-
-def _starts() -> Capability:
-    """How ranks are started on this machine: a starter forks one on trial."""
-    from fsdplab.sessions.launch.launcher import why_not_warm
-
-    if (refused := why_not_warm()) is not None:
-        return Capability("rank starts", True, "torchrun", f"some seconds a run: {refused}")
-    return Capability("rank starts", True, "warm", "forked in a tenth of a second; torchrun for several nodes")
-
-
-def _transport() -> Capability:
-    """The transport between the CPU ranks of this machine."""
-    # the rule of engine/transport/shared_memory/arena.py, repeated: importing the engine takes as long as everything
-    # else here
-    if platform.system() != "Linux" or platform.machine() != "x86_64" or not hasattr(os, "pidfd_open"):
-        return Capability("CPU transport", True, "gloo", "shared memory needs Linux on x86-64")
-    return Capability("CPU transport", True, "shared memory", "between ranks of this machine; gloo between machines")
-
-
-def _gpus(torch: ModuleType) -> list[Capability]:
-    """The GPUs, NCCL and CUDA IPC, looked at by processes of their own: this one never has a CUDA context."""
-    from fsdplab.sessions.gpu_probes import ask
-    from fsdplab.sessions.spec.gpus import driver_complaint, driver_cuda
-
-    if torch.version.cuda is None:
-        lacking = _NO_GPU if driver_cuda() is None else driver_complaint(driver_cuda(), None)
-        return _without_gpus("none", lacking)
-    found = ask("machine")
-    broken = next((gpu["error"] for gpu in found.get("gpus", []) if gpu["error"]), "")
-    if blocked := found.get("error") or found["blocks"] or broken:
-        return _without_gpus("not usable", blocked)
-    names = sorted({gpu["name"] for gpu in found["gpus"]})
-    advice = list(found["advice"])
-    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
-        advice.append("CUDA_DEVICE_MAX_CONNECTIONS=1 silently removes overlap: unset it")
-    exclusive = any(gpu["exclusive"] for gpu in found["gpus"])
-    return [
-        Capability("GPUs", True, f"{len(found['gpus'])}: {', '.join(names)}", "; ".join(advice)),
-        Capability("NCCL", True, found["nccl"], "one rank a GPU"),
-        _ipc(ask("ipc")),
-        _several(tuple(map(int, found["nccl"].split("."))), exclusive),
-    ]
-
-
-def _without_gpus(value: str, lacking: str) -> list[Capability]:
-    needs = "needs a GPU and a CUDA build of torch"
-    others = [Capability(name, False, "none", needs) for name in ("NCCL", IPC, SEVERAL)]
-    return [Capability("GPUs", False, value, lacking), *others]
-
-
-def _ipc(found: Mapping[str, str]) -> Capability:
-    """Whether a second process can open the memory of a GPU."""
-    refused = found.get("error") or found["refused"]
-    note = f"{refused}; NCCL goes through host memory instead" if refused else "a second process reads a GPU's memory"
-    return Capability(IPC, not refused, "refused" if refused else "works", note)
-
-
-def _several(nccl: tuple[int, ...], exclusive: bool) -> Capability:
-    """Whether several ranks can share a GPU, and by what."""
-    from fsdplab.sessions.spec.gpus import MULTI_RANK_NCCL
-
-    if exclusive:
-        return Capability(SEVERAL, False, "none", "the compute mode allows one process a GPU")
-    value = "by NCCL" if nccl >= MULTI_RANK_NCCL else "by gloo, through host memory"
-    return Capability(SEVERAL, True, value, "with --device cuda; emulated: ranks take turns on the GPU")
-
-
-def _browser() -> Capability:
-    path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-    return Capability(
-        "browser", path is not None, os.path.basename(path) if path else "none", "for the notebooks' browser tests only"
-    )
-
-
-def _package(name: str) -> Capability:
-    try:
-        return Capability(name, True, importlib.metadata.version(name))
-    except importlib.metadata.PackageNotFoundError:
-        return Capability(name, False, "not installed", NEEDED_FOR.get(name, ""))
-
-
-def reality(found: list[Capability]) -> Mapping[str, str]:
-    """What a run on this machine measures, emulates and simulates."""
-    by_name = {item.name: item for item in found}
-    gpus, on_cpu = by_name["GPUs"].present, f"CPU processes over {by_name['CPU transport'].value}"
-    ranks = f"one process a GPU over NCCL, or {on_cpu}" if gpus else on_cpu
-    return {
-        "real": f"ranks ({ranks}), training, losses, bytes sent, step times, memory of every rank",
-        "emulated": (
-            "the card (--card): a run whose counted bytes exceed it goes on, and is marked as over the card"
-            + ("; step times of several ranks on one GPU" if gpus else "")
-        ),
-        "simulated": "nothing" if gpus else "nothing; what other machines measured is shown from their records",
-    }
+from fsdplab.sessions.capabilities import Readiness, capabilities, readiness, reality
 
 
 def capabilities_answer() -> Answer:
@@ -198,3 +23,10 @@ def capabilities_answer() -> Answer:
     parts: list[Part] = [table, *real, Line(""), *verdict_lines(verdict)]
     said = {"findings": [asdict(item) for item in found], **reality(found)}
     return Answer(parts, {"format": FORMAT, **said, "verdict": [asdict(each) for each in verdict]})
+
+
+def verdict_lines(found: Sequence[Readiness]) -> list[Line]:
+    """`ready for: a; b`, then `not for: c: lacks d; do: e` for each that is not ready, unbroken as it has a command."""
+    ready = "; ".join(each.use for each in found if not each.lacks)
+    absent = [(f"{each.use}: lacks {each.lacks}; do: {each.remedy}") for each in found if each.lacks]
+    return [Line(ready or "nothing yet", "ready for"), *(Line(text, "not for", whole=True) for text in absent)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from fsdplab.cli import answer
@@ -17,15 +16,8 @@ from fsdplab.common.words import harmless
 from fsdplab.figures.trace_tables import cells, left_out
 from fsdplab.figures.view import views
 from fsdplab.profiling.tables import Table, tables_of_pair, tables_of_record
+from fsdplab.profiling.traces.load import TraceOptions, load_all
 from fsdplab.records import RunRecord
-
-
-@dataclass(frozen=True)
-class TraceOptions:
-    """What trace files may lack: their ranks, in the order of the files, and the names of kernels that communicate."""
-
-    ranks: Sequence[int] | None = None
-    comm_patterns: Sequence[str] = ()
 
 
 def report_records(
@@ -35,7 +27,8 @@ def report_records(
 
     Raises RunError with the reports of the runs that failed.
     """
-    loaded = load_all(paths, options or TraceOptions(), outputs.detail)
+    progress = None if outputs.detail is Detail.QUIET else _print_progress
+    loaded = load_all(paths, options or TraceOptions(), progress)
     twins = [record for record in loaded if record.spec.get("engine") == "twin"]
     records = [record for record in loaded if record not in twins] or loaded
     reference = next((twin for twin in twins if twin.status == "finished"), None)
@@ -73,54 +66,6 @@ def _shown(name: str, tables: Sequence[Table]) -> Iterator[Part]:
             yield answer.Table(headings, cells(table), words, folds=headings)
         for note in filter(None, (left_out(table), *table.notes)):
             yield Line(note, mood="dim")
-
-
-def load_all(paths: Sequence[Path], options: TraceOptions, detail: Detail) -> list[RunRecord]:
-    """Folders are records, or hold records, or one run's traces; files are traces, all of one run."""
-    from fsdplab.profiling.traces.import_traces import record_of_traces
-    from fsdplab.profiling.traces.ranks_of_files import traces_in
-
-    loaded: list[RunRecord] = []
-    files: list[Path] = []
-    folders: list[list[Path]] = []
-    for path in map(_its_record, paths):
-        if path.exists() and not path.is_dir():
-            files.append(path)
-        elif below := _records_below(path):
-            loaded += map(RunRecord.load, below)
-        elif path.is_dir() and not (path / "run.json").exists() and (traces := traces_in(path)):
-            folders.append(traces)
-        else:
-            loaded.append(RunRecord.load(path))
-    progress = None if detail is Detail.QUIET else _print_progress
-    traced = [
-        record_of_traces(run, ranks=options.ranks, comm_patterns=options.comm_patterns, progress=progress)
-        for run in [*([files] if files else []), *folders]
-    ]
-    _name_apart(traced)
-    return loaded + traced
-
-
-def _name_apart(traced: Sequence[RunRecord]) -> None:
-    """Runs of one name, such as worker0, which every job calls its first rank, are called as their folders are."""
-    names = [record.spec["strategy"] for record in traced]
-    for record, name in zip(traced, names):
-        if names.count(name) > 1:
-            record.spec["strategy"] = record.path.resolve().name
-
-
-def _its_record(path: Path) -> Path:
-    """For the folder `traces` of a record that record, which knows what its traces lack; else the path itself."""
-    record = path.resolve().parent
-    return record if path.is_dir() and path.resolve().name == "traces" and (record / "run.json").exists() else path
-
-
-def _records_below(path: Path) -> list[Path]:
-    """The records in a folder that is none itself, as `compare --keep` writes them: 0-no_shard-lab, 1-zero1-lab, ..."""
-    if not path.is_dir() or (path / "run.json").exists():
-        return []
-    found = [own.parent for own in path.glob("*/run.json")]
-    return sorted(found, key=lambda own: (len(own.name.partition("-")[0]), own.name))
 
 
 def _print_progress(done: int, of: int, path: Path) -> None:

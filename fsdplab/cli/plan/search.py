@@ -58,7 +58,7 @@ def sweep_answer(settings: dict[str, Any], text: str) -> Answer:
     rows = [{name: value} | each.as_dict() for value, each in zip(values, plans)]
 
     def page() -> str:
-        from fsdplab.cli.plan.figures import page_of, sweep_figure
+        from fsdplab.figures.plots.plans import page_of, sweep_figure
 
         return page_of(sweep_figure(name, values, plans))
 

@@ -24,7 +24,7 @@ def validation_answer(file: Path | None) -> Answer:
     table = Table(columns, [_row(row) for row in found.rows], words=("row", "quantity", "efficiency"))
 
     def page() -> str:
-        from fsdplab.cli.plan.figures import page_of, validation_figure
+        from fsdplab.figures.plots.plans import page_of, validation_figure
 
         return page_of(validation_figure([_point(row) for row in found.rows], _finding(found)))
 

@@ -1,0 +1,216 @@
+"""The capabilities of this machine, each looked up or tried, and the uses of fsdplab that it is ready for."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from types import ModuleType
+
+from fsdplab import __version__
+from fsdplab.common.errors import UserError
+from fsdplab.common.machine import cores, memory_bytes
+from fsdplab.common.places import how_to_install, shared_folder
+from fsdplab.common.sizes import size
+
+PACKAGES = ("numpy", "plotly", "pandas", "jupyterlab", "ipywidgets", "transformers", "deepspeed", "tensorboard")
+NEEDED_FOR = {
+    "plotly": "for figures, pages and the course",
+    "pandas": "for the course",
+    "jupyterlab": "for the course",
+    "ipywidgets": "for the course",
+    "transformers": "for programs of your own that train its models",
+    "deepspeed": "for DeepSpeed beside our engine",
+    "tensorboard": "to look at exported traces",
+}
+SEVERAL = "ranks on one GPU"
+IPC = "CUDA IPC"
+_NO_GPU = "use a machine with an NVIDIA GPU and a CUDA build of torch; recorded GPU runs open here"
+_COURSE = "the course (lab, course)"
+# a use, the capabilities that it needs, and the extra that installs them; without one their notes say what to do
+_USES: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("plans and recorded runs (plan, report)", (), ""),
+    ("training on CPU ranks (compare, run, bench)", ("gloo",), ""),
+    ("pages and figures (--html, --figure)", ("plotly",), "lab"),
+    (_COURSE, ("jupyterlab", "ipywidgets", "plotly", "pandas"), "lab"),
+    ("DeepSpeed beside our engine (--engines lab,deepspeed-3)", ("deepspeed",), "peers"),
+    ("training on GPUs (gpu-check, --device cuda)", ("GPUs",), ""),
+)
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+
+
+@dataclass(frozen=True)
+class Capability:
+    """One capability: its name, whether it is present, its value, and a note."""
+
+    name: str
+    present: bool
+    value: str
+    note: str = ""
+
+
+def capabilities() -> list[Capability]:
+    """All capabilities, in the order of the table."""
+    return [*_machine(), *_torch(), _browser(), *map(_package, PACKAGES)]
+
+
+def _machine() -> list[Capability]:
+    count, total = cores(), memory_bytes()
+    return [
+        Capability("fsdplab", True, __version__),
+        Capability("python", True, platform.python_version(), f"{platform.system()} {platform.machine()}"),
+        Capability("cores", True, str(count), "" if count > 1 else "two ranks share one core: step times say little"),
+        Capability("memory", True, size(total), "" if total > 4e9 else "small: use --model gpt-tiny"),
+    ]
+
+
+def _torch() -> list[Capability]:
+    try:
+        import torch
+    except (ImportError, OSError, RuntimeError, ValueError) as error:  # a broken install, or a wrong TORCH_...
+        raise UserError(
+            f"torch cannot be imported: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        ) from error
+
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
+    return [Capability("torch", True, torch.__version__, build), _gloo(), _starts(), _transport(), *_gpus(torch)]
+
+
+def _gloo() -> Capability:
+    """Form a group of one rank and reduce a tensor, which needs everything that a CPU run needs."""
+    import torch
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=20))
+        ones = torch.ones(4)
+        dist.all_reduce(ones)
+        dist.destroy_process_group()
+    except RuntimeError as error:
+        return Capability(
+            "gloo",
+            False,
+            "does not start",
+            f"{' '.join(str(error).split())[:160]}; set GLOO_SOCKET_IFNAME to a working interface",
+        )
+    return Capability("gloo", True, "works", "starts CPU ranks, on one machine or several")
+
+
+def _starts() -> Capability:
+    """How ranks are started on this machine: a starter forks one on trial."""
+    from fsdplab.sessions.launch.launcher import why_not_warm
+
+    if (refused := why_not_warm()) is not None:
+        return Capability("rank starts", True, "torchrun", f"some seconds a run: {refused}")
+    return Capability("rank starts", True, "warm", "forked in a tenth of a second; torchrun for several nodes")
+
+
+def _transport() -> Capability:
+    """The transport between the CPU ranks of this machine."""
+    # the rule of engine/transport/shared_memory/arena.py, repeated: importing the engine takes as long as everything
+    # else here
+    if platform.system() != "Linux" or platform.machine() != "x86_64" or not hasattr(os, "pidfd_open"):
+        return Capability("CPU transport", True, "gloo", "shared memory needs Linux on x86-64")
+    return Capability("CPU transport", True, "shared memory", "between ranks of this machine; gloo between machines")
+
+
+def _gpus(torch: ModuleType) -> list[Capability]:
+    """The GPUs, NCCL and CUDA IPC, looked at by processes of their own: this one never has a CUDA context."""
+    from fsdplab.sessions.gpu_probes import ask
+    from fsdplab.sessions.spec.gpus import driver_complaint, driver_cuda
+
+    if torch.version.cuda is None:
+        lacking = _NO_GPU if driver_cuda() is None else driver_complaint(driver_cuda(), None)
+        return _without_gpus("none", lacking)
+    found = ask("machine")
+    broken = next((gpu["error"] for gpu in found.get("gpus", []) if gpu["error"]), "")
+    if blocked := found.get("error") or found["blocks"] or broken:
+        return _without_gpus("not usable", blocked)
+    names = sorted({gpu["name"] for gpu in found["gpus"]})
+    advice = list(found["advice"])
+    if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        advice.append("CUDA_DEVICE_MAX_CONNECTIONS=1 silently removes overlap: unset it")
+    exclusive = any(gpu["exclusive"] for gpu in found["gpus"])
+    return [
+        Capability("GPUs", True, f"{len(found['gpus'])}: {', '.join(names)}", "; ".join(advice)),
+        Capability("NCCL", True, found["nccl"], "one rank a GPU"),
+        _ipc(ask("ipc")),
+        _several(tuple(map(int, found["nccl"].split("."))), exclusive),
+    ]
+
+
+def _without_gpus(value: str, lacking: str) -> list[Capability]:
+    needs = "needs a GPU and a CUDA build of torch"
+    others = [Capability(name, False, "none", needs) for name in ("NCCL", IPC, SEVERAL)]
+    return [Capability("GPUs", False, value, lacking), *others]
+
+
+def _ipc(found: Mapping[str, str]) -> Capability:
+    """Whether a second process can open the memory of a GPU."""
+    refused = found.get("error") or found["refused"]
+    note = f"{refused}; NCCL goes through host memory instead" if refused else "a second process reads a GPU's memory"
+    return Capability(IPC, not refused, "refused" if refused else "works", note)
+
+
+def _several(nccl: tuple[int, ...], exclusive: bool) -> Capability:
+    """Whether several ranks can share a GPU, and by what."""
+    from fsdplab.sessions.spec.gpus import MULTI_RANK_NCCL
+
+    if exclusive:
+        return Capability(SEVERAL, False, "none", "the compute mode allows one process a GPU")
+    value = "by NCCL" if nccl >= MULTI_RANK_NCCL else "by gloo, through host memory"
+    return Capability(SEVERAL, True, value, "with --device cuda; emulated: ranks take turns on the GPU")
+
+
+def _browser() -> Capability:
+    path = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    return Capability(
+        "browser", path is not None, os.path.basename(path) if path else "none", "for the notebooks' browser tests only"
+    )
+
+
+def _package(name: str) -> Capability:
+    try:
+        return Capability(name, True, importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        return Capability(name, False, "not installed", NEEDED_FOR.get(name, ""))
+
+
+def reality(found: list[Capability]) -> Mapping[str, str]:
+    """What a run on this machine measures, emulates and simulates."""
+    by_name = {item.name: item for item in found}
+    gpus, on_cpu = by_name["GPUs"].present, f"CPU processes over {by_name['CPU transport'].value}"
+    ranks = f"one process a GPU over NCCL, or {on_cpu}" if gpus else on_cpu
+    return {
+        "real": f"ranks ({ranks}), training, losses, bytes sent, step times, memory of every rank",
+        "emulated": (
+            "the card (--card): a run whose counted bytes exceed it goes on, and is marked as over the card"
+            + ("; step times of several ranks on one GPU" if gpus else "")
+        ),
+        "simulated": "nothing" if gpus else "nothing; what other machines measured is shown from their records",
+    }
+
+
+@dataclass(frozen=True)
+class Readiness:
+    """One use of fsdplab; what it lacks here ("" for nothing), and what to do then."""
+
+    use: str
+    lacks: str = ""
+    remedy: str = ""
+
+
+def readiness(present: Mapping[str, bool], notes: Mapping[str, str]) -> list[Readiness]:
+    """Each use with what it lacks: `present` and `notes` of the capabilities, by name."""
+    found, notebooks = [], shared_folder("notebooks")
+    for use, needs, extra in _USES:
+        lacks = [name for name in needs if not present[name]]
+        remedy = (how_to_install(extra) if extra else notes[lacks[0]]) if lacks else ""
+        if use == _COURSE and not lacks and not any(notebooks.glob("*.ipynb")):  # a copied package may lack them
+            lacks, remedy = [f"notebooks in {notebooks}"], "install fsdplab again, from a wheel or a whole clone"
+        found.append(Readiness(use, ", ".join(lacks), remedy))
+    return found
