@@ -18,7 +18,7 @@ import torch
 
 from fsdplab.common.processes import _all, gone
 from fsdplab.gpu_check import commands
-from fsdplab.gpu_check.__main__ import chosen, main, run_check
+from fsdplab.gpu_check.__main__ import _ended, chosen, main, run_check
 from fsdplab.gpu_check.check import FORMAT, Check, CheckError, Part, open_check, shown, table
 from fsdplab.gpu_check.collectives import case, wrong_value
 from fsdplab.gpu_check.commands import PARTS, SIZES, TESTS, Command, Size, commands_of, fitting, missing_for
@@ -37,6 +37,15 @@ ROOT = Path(__file__).resolve().parents[1]
 def faulty(part: str, words: str, limit_s: float = 60.0, look=None) -> Command:
     """A command of tests/faulty_part.py, of which a good one prints a row."""
     return Command(part, words.split()[0], words, limit_s, look or prints_a_row, module="tests.faulty_part")
+
+
+def test_the_reason_is_what_a_rank_said(tmp_path):
+    (tmp_path / "log").write_text(
+        "gpt-tiny, 2 ranks\nRank 1 raised: out of memory\nTraceback\nSet VERBOSE=1 for more\n"
+    )
+    assert _ended(1, tmp_path / "log") == ("failed", "Rank 1 raised: out of memory")
+    (tmp_path / "log").write_text("hello\nRuntimeError: no\n")
+    assert _ended(1, tmp_path / "log") == ("failed", "RuntimeError: no")
 
 
 def prints_a_row(part: Part, command: Command, wrote: Path) -> None:
@@ -374,18 +383,18 @@ def planned(size: Size, strategy: str, flash: bool):
 
 @pytest.mark.parametrize("size", SIZES, ids=lambda size: f"{size.model}-{size.batch}")
 def test_sizes_are_the_planners(size):
-    """Alone, DDP holds most: its state, its buckets and 16-bit copies. In turns the states of all stay."""
+    """Alone, DDP holds most: its state, its buckets and 16-bit copies. In turns the states of all engines stay."""
     flash, parameters = size.alone_gb > 25, preset(size.model).parameters
     whole, cut = (planned(size, strategy, flash) for strategy in ("no_shard", "full_shard"))
     alone = whole.peak.total + 6 * parameters
     passing = whole.peak.total - whole.resting.total
-    together = 1.5 * whole.resting.total + 2 * cut.resting.total + 4 * parameters + passing
+    together = 1.5 * whole.resting.total + 3 * cut.resting.total + 4 * parameters + passing
     assert (round(alone / 1e9, 1), round(together / 1e9, 1)) == (size.alone_gb, size.together_gb)
 
 
 @pytest.mark.parametrize("gigabytes,alone,together", [
     (15, "llama-0.3b", "gpt-20m"), (24, "llama-0.3b", "gpt2"),
-    (80, "llama-1b", "llama-1b"), (140, "llama-3b", "llama-1b"), (0, "gpt-tiny", "gpt-tiny"),
+    (80, "llama-1b", "llama-0.3b"), (140, "llama-3b", "llama-1b"), (0, "gpt-tiny", "gpt-tiny"),
 ])  # fmt: skip
 def test_sizes_follow_from_the_free_memory(gigabytes, alone, together):
     assert f"--model {alone} " in fitting(gigabytes * 1e9, lambda size: size.alone_gb)
@@ -406,7 +415,7 @@ def test_commands_follow_from_the_gpus(count, exclusive, correctness, speed, row
     (command,) = commands_of("correctness", check)
     assert correctness in command.words and ("hybrid_shard:shard_size=2" in command.words) == (count == 4)
     found = [*commands_of("speed", check)]
-    assert len(found) == rows and all(speed in each.words and "--model llama-1b" in each.words for each in found)
+    assert len(found) == rows and all(speed in each.words and "--model llama-" in each.words for each in found)
     assert bool([*commands_of("traces", check)]) is not exclusive
 
 

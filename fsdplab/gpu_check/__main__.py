@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -221,13 +222,14 @@ def run_program(words: Sequence[str], limit: float, output: Path, folder: Path |
 
 
 def _ended(code: int, output: Path) -> tuple[str, str]:
-    """Status and reason of a part by its exit code and its last line: of a traceback, the error itself."""
+    """Status and reason by the exit code: what a rank said that failed, or the last line, in a traceback the error."""
     if code == 0:
         return "finished", ""
     if code < 0:
         return "killed", f"by {name_of(-code)}"
     lines = without_paths(output.read_text(errors="replace")).strip().splitlines()
-    said = lines[-1][:400] if lines else f"exit code {code}, nothing printed"
+    lines = [line for line in lines if re.search(r"\bRank \d+ ", line)][:1] or lines[-1:]
+    said = lines[0][:400] if lines else f"exit code {code}, nothing printed"
     return ("refused" if code == REFUSED else "failed"), said
 
 

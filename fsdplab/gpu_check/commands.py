@@ -25,7 +25,7 @@ _USABLE = 0.85e-9  # GB of a free byte: the rest is for fragments and libraries
 class Size(NamedTuple):
     """A model with the sequences and tokens that a rank reads in a step, and the GB that it needs on a GPU.
 
-    `alone_gb`: under any one engine; `together_gb`: with the states of three engines that take turns. They are the
+    `alone_gb`: under any one engine; `together_gb`: with the states of all engines of a bench, which take turns. They are the
     planner's bytes, of GPUs that keep no attention scores from 25 GB on, and of those that do below it (older ones).
     """
 
@@ -42,10 +42,10 @@ class Size(NamedTuple):
 
 
 SIZES = (
-    Size("llama-3b", 2, 2048, 75.2, 162.3), Size("llama-1b", 8, 2048, 53.2, 86.0),
-    Size("llama-1b", 2, 2048, 30.2, 63.0), Size("llama-0.3b", 4, 2048, 21.7, 32.8),
-    Size("llama-0.3b", 1, 2048, 10.8, 21.9), Size("gpt2", 4, 1024, 8.5, 14.6),
-    Size("gpt-20m", 16, 256, 2.3, 5.6), Size("gpt-tiny", 2, 32, 1.1, 3.8),
+    Size("llama-3b", 2, 2048, 75.2, 199.6), Size("llama-1b", 8, 2048, 53.2, 99.9),
+    Size("llama-1b", 2, 2048, 30.2, 77.0), Size("llama-0.3b", 4, 2048, 21.7, 37.5),
+    Size("llama-0.3b", 1, 2048, 10.8, 26.6), Size("gpt2", 4, 1024, 8.5, 17.2),
+    Size("gpt-20m", 16, 256, 2.3, 6.9), Size("gpt-tiny", 2, 32, 1.1, 4.8),
 )  # fmt: skip
 
 
