@@ -25,8 +25,9 @@ _USABLE = 0.85e-9  # GB of a free byte: the rest is for fragments and libraries
 class Size(NamedTuple):
     """A model with the sequences and tokens that a rank reads in a step, and the GB that it needs on a GPU.
 
-    `alone_gb`: under any one engine; `together_gb`: with the states of all engines of a bench, which take turns. They are the
-    planner's bytes, of GPUs that keep no attention scores from 25 GB on, and of those that do below it (older ones).
+    `alone_gb`: under any one engine; `together_gb`: with the states of all engines of a bench, which take turns. They
+    are the planner's bytes, of GPUs that keep no attention scores from 25 GB on, and of those that do below it (older
+    ones).
     """
 
     model: str
@@ -122,8 +123,9 @@ def commands_of(part: str, check: Check) -> Iterator[Command]:
 
 
 def _files_of_tests() -> list[str]:
-    """The files with tests for a GPU: to import all others takes longer than these tests."""
-    return [f"tests/{path.name}" for path in sorted(TESTS.glob("test_*.py")) if "mark.gpu" in path.read_text("utf-8")]
+    """The files with tests for a GPU, the course last: to import all others takes longer than these tests."""
+    marked = [path.name for path in TESTS.glob("test_*.py") if "mark.gpu" in path.read_text("utf-8")]
+    return [f"tests/{name}" for name in sorted(marked, key=lambda name: ("course" in name, name))]
 
 
 def missing_for(command: Command) -> str:
