@@ -28,7 +28,8 @@ from fsdplab.records.summary import known
 from fsdplab.sessions import RunSpec, gpu_probes, run
 from fsdplab.sessions.run_and_record import WORKER
 from fsdplab.sessions.worker import training
-from fsdplab.sessions.worker.engines import Held, TrainingSetup, adamw, one_step, workload_of
+from fsdplab.sessions.worker.engines import Held, TrainingSetup, one_step, workload_of
+from fsdplab.sessions.worker.optimizers import optimizer_of
 from fsdplab.sessions.worker.rank_process import RankContext
 
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -74,7 +75,7 @@ def cut_along_dimension_1(spec: RunSpec, context: RankContext) -> TrainingSetup:
     mesh = init_device_mesh(context.device.type, (spec.world_size,))
     for module in [*(each for each in model.modules() if isinstance(each, workload.units(model))), model]:
         fully_shard(module, mesh=mesh, shard_placement_fn=along_1)
-    optimizer, mine = adamw(spec, model, workload), Held(model)
+    optimizer, mine = optimizer_of(spec, model, workload), Held(model)
 
     def step(batches: Sequence[Sequence[Any]]) -> float:
         return one_step(mine, optimizer, batches[0], workload.loss, context.heartbeat.enter).item()
