@@ -84,6 +84,8 @@ def test_lab_models_are_those_that_read_bytes() -> None:
         ("checkpoint", "some", "expected one of none, selective, full"),
         ("prefetch", 5, "expected one of 0, 1, 2, 3, 4"),
         ("prefetch", "1", "prefetch is '1'"),
+        ("prefetch", (1,), "prefetch is (1,)"),
+        ("strategies", "full_shard", "strategies is 'f'"),
         ("link", "eth3", "did you mean eth"),
         ("card", "a lot", "expected a size such as 300MB"),
         ("card", "-3", "expected a size such as 300MB"),
@@ -94,6 +96,8 @@ def test_lab_models_are_those_that_read_bytes() -> None:
         ("tokens", 40, "expected a multiple of 32"),
         ("steps", 0, "whole number from 1 to 200"),
         ("steps", 2.5, "whole number from 1 to 200"),
+        ("steps", 2.0, "whole number from 1 to 200"),
+        ("tokens", 64.0, "whole number from 1 to 1048576"),
     ],
 )
 def test_a_wrong_choice_is_answered_in_one_line_beside_its_control(control: str, value: Any, words: str) -> None:

@@ -44,8 +44,8 @@ def _offered(values: Sequence[Any] | Callable[[Choices], Sequence[Any]]) -> Judg
         got, expected = getattr(choices, name), values(choices) if callable(values) else values
         if got == ():
             return f"nothing is chosen; expected at least one of {', '.join(expected)}"
-        several = got if isinstance(got, tuple) else (got,)
-        wrong = [each for each in several if isinstance(each, bool) or each not in expected]
+        several = got if isinstance(getattr(Choices, name), tuple) else (got,)
+        wrong = [each for each in several if isinstance(each, (bool, float)) or each not in expected]
         return f"{name} is {_unlike(wrong[0], expected)}" if wrong else ""
 
     return judge
