@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from plotly.graph_objects import Figure
 
+from fsdplab.figures.report.parts import PIECES, PLOTLY
 from fsdplab.figures.view import view
 from fsdplab.records import RunRecord, Summary
 from fsdplab.sessions import RunSpec
@@ -19,7 +20,7 @@ from fsdplab.teaching.site import outputs
 from fsdplab.widgets.choices import MODELS, TARGETS, Choices, check, label, parse_card
 from fsdplab.widgets.lab_state import Batch, BatchProgress, LabState
 from fsdplab.widgets.running import Runner
-from fsdplab.widgets.stills import PIECES, PLOTLY, Still
+from fsdplab.widgets.stills import Still
 from fsdplab.widgets.strategy_lab import StrategyLab
 from fsdplab.widgets.tabs import EMPTY, FAULT, TABS, pieces
 from tests.leftovers import processes_of

@@ -17,6 +17,7 @@ from typing import Any
 from plotly.graph_objects import Figure
 
 from fsdplab.figures import alt_text
+from fsdplab.figures.report.parts import PIECES, PLOTLY
 
 from .lab_state import Batch
 from .tabs import Piece, pieces
@@ -36,8 +37,6 @@ def _output(data: dict[str, Any]) -> dict[str, Any]:
     return {"output_type": "display_data", "data": data, "metadata": {}}
 
 
-PLOTLY = "application/vnd.plotly.v1+json"
-PIECES = "application/vnd.fsdplab.pieces+json"  # bundles of outputs, one below the other
 _UNSEEN = "position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)"  # there for screen readers only
 
 

@@ -21,6 +21,8 @@ from fsdplab.figures.style import ALARM, CAMERA, DARK_TEXT, FONT, TEXT, alt_text
 from fsdplab.figures.table import COLUMNS, cells
 from fsdplab.figures.view import RunView
 
+# forms of a cell's output: a figure, and the strategy lab's saved batch (bundles of outputs, one below the other)
+PLOTLY, PIECES = "application/vnd.plotly.v1+json", "application/vnd.fsdplab.pieces+json"
 What = ParamSpec("What")
 Texts: TypeAlias = Sequence[str]
 # the attributes of a cell's tag by its column's place and its text (None: the column's heading): classes where there is

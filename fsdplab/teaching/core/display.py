@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdplab.figures import alt_text
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.report.parts import picture
+from fsdplab.figures.report.parts import PLOTLY, picture
 from fsdplab.figures.report.parts import table as html_table
 
 from .verdicts import with_code
@@ -174,7 +174,7 @@ class Shown:
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
         return {
-            "application/vnd.plotly.v1+json": json.loads(self.figure.to_json()),
+            PLOTLY: json.loads(self.figure.to_json()),
             "text/html": picture(self.figure, self.alt),
             "text/plain": str(self),
         }

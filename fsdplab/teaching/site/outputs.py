@@ -16,11 +16,10 @@ from typing import Any
 from markupsafe import Markup, escape
 from nbconvert.filters.ansi import strip_ansi
 
-from fsdplab.figures.report.parts import in_script
+from fsdplab.figures.report.parts import PIECES, PLOTLY, in_script
 from fsdplab.teaching.site.foreign_html import without_scripts
 
-PLOTLY, WIDGET = "application/vnd.plotly.v1+json", "application/vnd.jupyter.widget-view+json"
-PIECES = "application/vnd.fsdplab.pieces+json"  # the strategy lab's saved batch: bundles, one below the other
+WIDGET = "application/vnd.jupyter.widget-view+json"
 WITHOUT_A_KERNEL = "In the notebook, controls stand here; this page shows where they begin."
 _DRAWN = ("data", "layout", "frames")
 _TALL_AS_PLOTLY, _TALLEST = 450, 10_000  # px: what plotly.js takes where a figure says nothing; a page's patience
