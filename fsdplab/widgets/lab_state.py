@@ -93,15 +93,9 @@ class Batch:
             return f"all batches: {plural(len(self.rows), 'run')}"
         first = self.specs[0].as_dict() if self.specs else self.records[0].spec
         prefetch = first.get("prefetch")
-        parts = [
-            self.name,
-            str(first.get("model") or ""),
-            plural(first["world_size"], "rank"),
-            str(first.get("precision") or ""),
-            "" if prefetch is None else f"prefetch {prefetch}",
-            _network(first),
-            plural(len(self.specs or self.records), "run"),
-        ]
+        parts = [self.name, str(first.get("model") or ""), plural(first["world_size"], "rank")]
+        parts += [str(first.get("precision") or ""), "" if prefetch is None else f"prefetch {prefetch}"]
+        parts += [_network(first), plural(len(self.specs or self.records), "run")]
         return f"{self.number}: {', '.join(filter(None, parts))}"
 
 

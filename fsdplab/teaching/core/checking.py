@@ -36,6 +36,12 @@ _UNWAITED = (
     "`{}` only begins the message and returns something to wait on: the tensor holds the result once its `.wait()` has"
     " returned"
 )
+_BEGUN = (
+    "a message was begun and never waited for: call `.wait()` on what isend and irecv return, before you return; or the"
+    " ranks called different collectives (an `if rank == 0` around one, say)"
+)
+_TOO_BUSY = "this machine is too busy to start ranks in time, or the code never lets go of the interpreter: check again"
+_ENDED = "a rank process ended: look for exit() or a crash (reading or filling a tensor without memory is one)"
 GRADES = ("a nudge", "a pointer", "nearly the solution")
 
 
@@ -140,22 +146,13 @@ def use(*exercises: str, more: str = "") -> None:
 def _unwritten(exercise: Exercise, source: str | None) -> Feedback | None:
     """Feedback where there is nothing to run yet: no cell was run, or the stub is untouched."""
     expected = f"a cell that begins with %%exercise {exercise.id} and defines {exercise.function}"
+    told = partial(Feedback, expected=expected, untouched=True)
     if source is None:
-        return Feedback(
-            "There is nothing to check yet.",
-            expected,
-            "no such cell was run",
-            "run the exercise's cell, then this one",
-            untouched=True,
-        )
+        then = "run the exercise's cell, then this one"
+        return told("There is nothing to check yet.", got="no such cell was run", cause=then)
     if fingerprint(source) == fingerprint(exercise.stub):
-        return Feedback(
-            "This is still the stub; it was not run.",
-            expected,
-            "the stub as it was given",
-            "write the missing lines first",
-            untouched=True,
-        )
+        headline = "This is still the stub; it was not run."
+        return told(headline, got="the stub as it was given", cause="write the missing lines first")
     return None
 
 
@@ -212,47 +209,23 @@ def _asynchronous(keyword: ast.keyword) -> bool:
 def feedback_on_failure(exercise: Exercise, report: Failure) -> Feedback:
     """The feedback on a solution that did not return on all ranks: it raised, waits for a message, or ended a rank."""
     who, hung = ("every rank", exercise.hung) if not exercise.pure else ("the call", "a loop that never ends")
-    expected, got = f"{who} returns from {exercise.function}", report.message.splitlines()[0]
+    name, got = exercise.function, report.message.splitlines()[0]
     step = None if report.step is None else str(report.step)
+    told = partial(Feedback, expected=f"{who} returns from {name}", got=got, rank=report.rank, step=step)
     if StillWaiting.__name__ in got:
-        headline = f"{exercise.function} did not return within {exercise.time_limit:g} s."
-        return Feedback(headline, expected, got.partition(f"{StillWaiting.__name__}: ")[2], hung, report.rank, step)
+        stood = got.partition(f"{StillWaiting.__name__}: ")[2]
+        return told(f"{name} did not return within {exercise.time_limit:g} s.", got=stood, cause=hung)
     if LeftUnfinished.__name__ in got:
-        cause = (
-            "a message was begun and never waited for: call `.wait()` on what isend and irecv return, before you"
-            " return; or the ranks "
-        )
-        cause += "called different collectives (an `if rank == 0` around one, say)"
-        return Feedback(
-            f"{exercise.function} left messages unfinished.",
-            "every message that is begun arrives",
-            got.partition(f"{LeftUnfinished.__name__}: ")[2],
-            cause,
-            report.rank,
-            step,
-        )
+        return told(
+            f"{name} left messages unfinished.", expected="every message that is begun arrives",
+            got=got.partition(f"{LeftUnfinished.__name__}: ")[2], cause=_BEGUN,
+        )  # fmt: skip
     if report.kind == "raised":
-        return Feedback(
-            f"{exercise.function} raised an error.",
-            expected,
-            _last_frames(report),
-            cause_of((report.traceback or report.message).strip().splitlines()[-1]),
-            report.rank,
-            step,
-        )
+        error = (report.traceback or report.message).strip().splitlines()[-1]
+        return told(f"{name} raised an error.", got=_last_frames(report), cause=cause_of(error))
     if report.kind in ("hung", "timeout"):
-        cause = (
-            "this machine is too busy to start ranks in time, or the code never lets go of the interpreter: check again"
-        )
-        return Feedback(f"{exercise.function} did not end.", expected, got, cause, report.rank, step)
-    return Feedback(
-        f"{exercise.function} ended the run.",
-        expected,
-        got,
-        "a rank process ended: look for exit() or a crash (reading or filling a tensor without memory is one)",
-        report.rank,
-        step,
-    )
+        return told(f"{name} did not end.", cause=_TOO_BUSY)
+    return told(f"{name} ended the run.", cause=_ENDED)
 
 
 def _last_frames(report: Failure) -> str:

@@ -255,16 +255,8 @@ def _feedback(exercise: Exercise, place: _Place, learner: Behaviour, cause: str)
         where = "" if exercise.world_size == 1 else f" {'for' if exercise.pure else 'on'} rank {place.rank}"
         headline = f"{exercise.function} {verb} {what}{where} (case: {learner.cases[place.case]})."
     named = difference.index is not None or place.fact != VALUE or "[" in difference.tensor
-    return Feedback(
-        headline,
-        difference.expected,
-        difference.got,
-        cause,
-        None if exercise.world_size == 1 else place.rank,
-        None,
-        difference.tensor if named else None,
-        difference.index,
-    )
+    rank, tensor = None if exercise.world_size == 1 else place.rank, difference.tensor if named else None
+    return Feedback(headline, difference.expected, difference.got, cause, rank, None, tensor, difference.index)
 
 
 # ---- right values at more bytes

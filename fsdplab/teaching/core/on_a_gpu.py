@@ -28,42 +28,23 @@ def on_a_gpu(draw: Callable[[RunRecord], go.Figure], strategy: str = "full_shard
     `on_a_gpu(rank_timeline)` in lesson 07. Raises `CheckError` where the folder holds a damaged check.
     """
     if not (folder / "check.json").exists():
-        present(_none("no check was made on one yet"))
-        return
+        return present(_none("no check was made on one yet"))
     check = open_check(folder)
-    if check.provenance.get("device") != "cuda":
-        present(
-            _none(
-                f"the check that is kept ran on {check.provenance.get('device', 'an unnamed device')}, as a rehearsal"
-            )
-        )
-        return
-    chosen = max(
-        (
-            run
-            for run in map(RunRecord.load, check.records())
-            if run.spec["strategy"] == strategy and not run.spec["link"]
-        ),
-        key=lambda run: run.spec["world_size"],
-        default=None,
-    )
-    if chosen is None:
-        present(_none(f"the check that is kept has no {strategy} run"))
-        return
+    device = check.provenance.get("device", "an unnamed device")
+    if device != "cuda":
+        return present(_none(f"the check that is kept ran on {device}, as a rehearsal"))
+    runs = map(RunRecord.load, check.records())
+    fitting = [run for run in runs if run.spec["strategy"] == strategy and not run.spec["link"]]
+    if not fitting:
+        return present(_none(f"the check that is kept has no {strategy} run"))
+    chosen = max(fitting, key=lambda run: run.spec["world_size"])
     show(draw(chosen))
     present(Note((_where(check.provenance, chosen),)))
 
 
 def _none(why: str) -> Note:
-    return Note(
-        (
-            f"Not measured on a GPU: {why}.",
-            (
-                f"On a machine with one, `fsdplab gpu-check --out {_place()}` measures it, and this cell then shows the"
-                " figure."
-            ),
-        )
-    )
+    then = f"`fsdplab gpu-check --out {_place()}` measures it, and this cell then shows the figure."
+    return Note((f"Not measured on a GPU: {why}.", f"On a machine with one, {then}"))
 
 
 def _place() -> str:

@@ -64,16 +64,13 @@ def _seen_on_ranks(solutions: Sequence[tuple[Exercise, Path]], workspace: Worksp
 
 def _behaviour(by_rank: Sequence[Sequence[Mapping[str, Any]]], source: str) -> Behaviour:
     """`[rank][case]` dicts as one record."""
-    trials = [
-        tuple(
-            Trial(
-                rank, seen["returned"], seen["printed"], tuple(Call(*call) for call in seen["calls"]), seen["nothing"]
-            )
-            for rank, seen in enumerate(at_case)
-        )
-        for at_case in zip(*by_rank, strict=True)
-    ]
+    trials = [tuple(map(_trial, range(len(by_rank)), at_case)) for at_case in zip(*by_rank, strict=True)]
     return Behaviour(tuple(seen["case"] for seen in by_rank[0]), tuple(trials), source)
+
+
+def _trial(rank: int, seen: Mapping[str, Any]) -> Trial:
+    calls = tuple(Call(*call) for call in seen["calls"])
+    return Trial(rank, seen["returned"], seen["printed"], calls, seen["nothing"])
 
 
 def _seen_here(exercise: Exercise, path: Path) -> Behaviour:

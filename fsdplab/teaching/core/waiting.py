@@ -48,14 +48,8 @@ def follow(spec: RunSpec, step: int, steps: int, loss: float) -> None:
 
 
 _followed: list[tuple[str, float]] = []  # (words, part of the run that is done), one or none
-_TOLD = (
-    "prefetch",
-    "batch_size",
-    "precision",
-    "checkpoint",
-    "offload",
-    "transport",
-)  # what tells a lesson's runs apart
+# what tells a lesson's runs apart
+_TOLD = ("prefetch", "batch_size", "precision", "checkpoint", "offload", "transport")
 
 
 def _settings(spec: RunSpec) -> list[str]:

@@ -106,16 +106,8 @@ class Runs(HasTable):
         ]
         for run in self.runs:
             counts = [f"{run.collectives}", f"{run.bytes_sent:,}"] if run.is_counted else [MISSING, MISSING]
-            rows.append(
-                [
-                    run.name,
-                    f"{run.losses[0]:.6f}",
-                    f"{run.losses[-1]:.6f}",
-                    run.verdict,
-                    *counts,
-                    f"{run.moment_bytes:,}",
-                ]
-            )
+            ends = [f"{run.losses[0]:.6f}", f"{run.losses[-1]:.6f}"]
+            rows.append([run.name, *ends, run.verdict, *counts, f"{run.moment_bytes:,}"])
         losses = ["loss, step 1", f"loss, step {len(twin)}"]
         header = ["", *losses, "parameters beside the twin's", "messages a step", "bytes sent", "moment bytes"]
         caption = (

@@ -79,27 +79,13 @@ def plan(model_name: str, is_unit: Wanted) -> Plan:
 def choices_table(model: str = "gpt-20m", **more: Wanted) -> Table:
     """Ready-made choices of units (and `more`) beside each other, computed."""
     plans = {name: plan(model, is_unit) for name, is_unit in {**CHOICES, **more}.items()}
-    rows = [
-        [
-            name,
-            f"{len(each.units):,}",
-            size(each.root),
-            size(each.chain) if each.chain else MISSING,
-            size(each.peak),
-            f"{each.collectives:,}",
-            size(each.traffic(2) // each.collectives),
-        ]
-        for name, each in plans.items()
-    ]
-    header = [
-        "units",
-        "how many",
-        "root",
-        "largest other unit",
-        "gathered at most",
-        "collectives a step",
-        "sent by each, on average",
-    ]
+    rows = []
+    for name, each in plans.items():
+        held = [size(each.root), size(each.chain) if each.chain else MISSING, size(each.peak)]
+        sent = size(each.traffic(2) // each.collectives)
+        rows.append([name, f"{len(each.units):,}", *held, f"{each.collectives:,}", sent])
+    header = ["units", "how many", "root", "largest other unit", "gathered at most"]
+    header += ["collectives a step", "sent by each, on average"]
     return table(header, rows, f"Computed for {model} in fp32 on 2 ranks, with nothing gathered ahead.")
 
 

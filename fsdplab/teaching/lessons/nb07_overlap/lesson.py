@@ -81,15 +81,8 @@ def by_hand(exposed: Callable[[InMs, InMs], float], record: RunRecord) -> Table:
         lists = [_intervals(rows, rank, lanes) for lanes in (COLLECTIVES, ("compute",))]
         moved, computed = ([((start - begin) / MS, (end - begin) / MS) for start, end in each] for each in lists)
         own = next(row for row in record.table("breakdown") if (row["rank"], row["step"]) == (rank, step))
-        lines.append(
-            [
-                f"rank {rank}",
-                len(moved),
-                len(computed),
-                f"{exposed(moved, computed):.1f}",
-                f"{own['exposed_ns'] / MS:.1f}",
-            ]
-        )
+        both = [f"{exposed(moved, computed):.1f}", f"{own['exposed_ns'] / MS:.1f}"]
+        lines.append([f"rank {rank}", len(moved), len(computed), *both])
     header = ["", "messages", "pieces of compute", "exposed by your function, ms", "in the record, ms"]
     return table(header, lines, "A step on the steady card, simulated.")
 
@@ -122,14 +115,8 @@ def inflation(runs: Mapping[str, RunRecord]) -> Table:
         hidden = percent(own.overlapped_ns, own.communication_ns) if own.communication_ns else "nothing sent"
         beside = [computed / computing_ms(first), step / known(first.summary.step_time_s.median)]
         rows.append([name, f"{computed:.0f}", f"{beside[0]:.2f}", hidden, f"{1e3 * step:.0f}", f"{beside[1]:.2f}"])
-    header = [
-        "run",
-        "forward + backward, ms",
-        "compute inflation",
-        "communication hidden",
-        "step, ms",
-        "times the first",
-    ]
+    header = ["run", "forward + backward, ms", "compute inflation", "communication hidden"]
+    header += ["step, ms", "times the first"]
     others = [
         replace(view(record), strategy=name, engine="lab") for name, record in runs.items() if record is not first
     ]

@@ -68,15 +68,9 @@ def seen(record: RunRecord) -> Note:
     """The numbers of the memory timeline."""
     row, rows = peak_row(record), record.table("memory")
     rest = min(total(each) for each in rows if each["rank"] == row["rank"])
-    return Note(
-        (
-            (
-                f"Rank {row['rank']} holds {rest / MB:.0f} MB when it holds least and {total(row) / MB:.0f} MB at its"
-                f" peak, {place_of(record, row['time_ns'])}; {row['unsharded_parameters'] / MB:.1f} MB of the"
-                " peak are unsharded parameters."
-            ),
-        )
-    )
+    holds = f"holds {rest / MB:.0f} MB when it holds least and {total(row) / MB:.0f} MB at its peak"
+    unsharded = f"{row['unsharded_parameters'] / MB:.1f} MB of the peak are unsharded parameters"
+    return Note((f"Rank {row['rank']} {holds}, {place_of(record, row['time_ns'])}; {unsharded}.",))
 
 
 def place_of(record: RunRecord, at: int) -> str:
@@ -159,12 +153,9 @@ def compared(runs: Mapping[str, RunRecord]) -> Table:
     for name, run in runs.items():
         row = peak_row(run)
         gathered = sum(state != "sharded" for state in state_at(life_of(run, row["rank"]), row["time_ns"]).values())
-        sizes = [
-            f"{total(row) / MB:.1f}",
-            f"{(total(row) - first) / MB:+.1f}",
-            f"{row['unsharded_parameters'] / MB:.1f}",
-        ]
-        rows.append([name, *sizes, str(gathered), place_of(run, row["time_ns"])])
+        sizes = [f"{total(row) / MB:.1f}", f"{(total(row) - first) / MB:+.1f}"]
+        held = [f"{row['unsharded_parameters'] / MB:.1f}", str(gathered)]
+        rows.append([name, *sizes, *held, place_of(run, row["time_ns"])])
     header = ["run", "peak, MB", "against the first", "gathered, MB", "units gathered", "the peak is"]
     return table(header, rows, "Measured on the worst rank, at its peak.")
 

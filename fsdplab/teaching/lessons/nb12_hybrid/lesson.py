@@ -199,17 +199,10 @@ def link_figure(runs: Sequence[RunRecord]) -> go.Figure:
         for name, found in split.items()
     )
     first, last = runs[0].spec["strategy"], runs[-1].spec["strategy"]
-    title = (
-        f"{first} keeps the links busy for {seconds(_total(split[first]))} a step, {last} for"
-        f" {seconds(_total(split[last]))}"
-    )
-    return titled(
-        figure,
-        title,
-        f"Counted on 4 CPU ranks; both links are emulated ({WITHIN} within a node, {ACROSS} between)",
-        f"Stacked bars: {summary}.",
-        height=190,
-    )
+    busy = [seconds(_total(split[name])) for name in (first, last)]
+    title = f"{first} keeps the links busy for {busy[0]} a step, {last} for {busy[1]}"
+    subtitle = f"Counted on 4 CPU ranks; both links are emulated ({WITHIN} within a node, {ACROSS} between)"
+    return titled(figure, title, subtitle, f"Stacked bars: {summary}.", height=190)
 
 
 def _total(found: dict[str, tuple[int, float]]) -> float:
@@ -232,12 +225,8 @@ def beside_the_formula(traffic: Callable[[float, int, int], dict[str, float]], r
         cells = [f"{each[axis] / MB:.1f}" for axis in ("within", "across") for each in (formula, ledger)]
         rows.append([record.spec["strategy"], s, r, *cells])
     header = ["run", "s", "r", "within, formula MB", "within, ledger MB", "across, formula MB", "across, ledger MB"]
-    return table(
-        header,
-        rows,
-        "A step and rank. The ledger has a little less within: the root unit is gathered once, not twice, because it"
-        " stays.",
-    )
+    why = "the root unit is gathered once, not twice, because it stays"
+    return table(header, rows, f"A step and rank. The ledger has a little less within: {why}.")
 
 
 def waits(full: RunRecord, hybrid: RunRecord) -> Table:
@@ -318,8 +307,5 @@ def mesh_table(mesh_for: Callable[[int, int, float, float], list[list[int]]]) ->
         spent = "-" if refused else f"{expected_ms(chosen, per_node):.0f}"
         rows.append([f"{ranks // per_node} x {per_node}", state, card, words, spent])
     header = ["nodes x ranks", "state, MB", "card, MB", "mesh", "on the links, ms"]
-    return table(
-        header,
-        rows,
-        "Computed with the formulas of this notebook; the fast link has ten times the bandwidth of the slow one.",
-    )
+    caption = "Computed with the formulas of this notebook; the fast link has ten times the bandwidth of the slow one."
+    return table(header, rows, caption)

@@ -91,23 +91,14 @@ def kept_figure(bytes_each: Callable[[Sequence[str], int], dict[str, float]], ra
     names = list({STRATEGY_ROWS[name].cuts: name for name in OVER_ALL_RANKS}.values())  # one of those that cut the same
     by_name = {name: bytes_each(cut_by(name), ranks) for name in names}
     totals = [sum(each.values()) for each in by_name.values()]
-    parts = [
-        Part(
-            f"{kept} ({'bf16' if kept == 'working copy' else 'fp32'})", colour, [by_name[each][kept] for each in names]
-        )
-        for kept, colour in _COLOURS.items()
-    ]
+    written = {kept: f"{kept} ({'bf16' if kept == 'working copy' else 'fp32'})" for kept in _COLOURS}
+    parts = [Part(written[kept], _COLOURS[kept], [by_name[each][kept] for each in names]) for kept in _COLOURS]
     ends = {name: f"<b>{total:g}</b>" for name, total in zip(names, totals)}
     figure = stacked_bars(ends, parts, "bytes a parameter, on one rank", "%{x:g} bytes")
     title = f"Mixed precision keeps {totals[0]:g} bytes a parameter; full_shard on {ranks} ranks {totals[-1]:g}"
     summary = "; ".join(f"{name} {total:g} bytes" for name, total in zip(names, totals))
-    return titled(
-        figure,
-        title,
-        f"Computed for n = {ranks} ranks; activations and gathered units come on top",
-        f"Stacked bars: {summary}.",
-        height=280,
-    )
+    subtitle = f"Computed for n = {ranks} ranks; activations and gathered units come on top"
+    return titled(figure, title, subtitle, f"Stacked bars: {summary}.", height=280)
 
 
 # ---- prices
@@ -125,12 +116,8 @@ def prices(runs: Sequence[RunRecord]) -> Table:
 def _price(run: RunRecord) -> list[str]:
     losses, sent = run.summary.losses, run.summary.comm.bytes_per_step
     loss = f"{losses[1]:.6f}" if len(losses) > 1 and losses[1] is not None else "-"
-    return [
-        _FORWARDS[run.spec["checkpoint"]],
-        "-" if sent is None else f"{sent / MB:.0f}",
-        f"{bus_bytes(run.spec) / MB:.0f}",
-        loss,
-    ]
+    moved = ["-" if sent is None else f"{sent / MB:.0f}", f"{bus_bytes(run.spec) / MB:.0f}"]
+    return [_FORWARDS[run.spec["checkpoint"]], *moved, loss]
 
 
 def bus_bytes(spec: dict[str, Any]) -> float:
