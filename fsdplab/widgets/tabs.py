@@ -116,13 +116,8 @@ def _findings(batch: Batch, record: RunRecord) -> list[Piece]:
         for each in found
     ]
     lines = "".join(f"<li style='margin:10px 0'>{line}</li>" for line in words)
-    return [
-        (
-            f"<ol style='font-size:var(--fsdplab-type, 16px);line-height:1.5;max-width:62em'>{lines}</ol>"
-            if found
-            else note("nothing stands out in this run")
-        )
-    ]
+    listed = f"<ol style='font-size:var(--fsdplab-type, 16px);line-height:1.5;max-width:62em'>{lines}</ol>"
+    return [listed if found else note("nothing stands out in this run")]
 
 
 TABS: dict[str, Callable[[Batch, RunRecord], list[Piece]]] = {

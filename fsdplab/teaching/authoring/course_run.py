@@ -56,11 +56,8 @@ def run_course(
     with tempfile.TemporaryDirectory(prefix="fsdplab-course-") as scratch:
         for name, edition, notebook, complaint in _editions(Path(directory), editions):
             workspace = Path(scratch) / edition.replace(" ", "-") / "my_fsdp"
-            runs.append(
-                NotebookRun(name, edition, 0.0, complaint)
-                if complaint
-                else run_notebook(name, edition, notebook, directory, workspace)
-            )
+            refused = NotebookRun(name, edition, 0.0, complaint)
+            runs.append(refused if complaint else run_notebook(name, edition, notebook, directory, workspace))
             on_run(runs[-1])
     return runs
 
@@ -122,11 +119,8 @@ def _errors_of_the_kernel() -> Iterator[IO[str]]:
 
 def _failure_of(notebook: NotebookNode, error: Exception) -> str:
     """The failed cell's number and first line, and the error's last lines."""
-    number, cell = max(
-        ((index, cell) for index, cell in enumerate(notebook.cells, 1) if cell.cell_type == "code" and _has_run(cell)),
-        key=lambda pair: pair[0],
-        default=(0, None),
-    )
+    ran = [pair for pair in enumerate(notebook.cells, 1) if pair[1].cell_type == "code" and _has_run(pair[1])]
+    number, cell = ran[-1] if ran else (0, None)
     first = (cell.source.strip().splitlines() or [""])[0] if cell else ""
     if isinstance(error, CellExecutionError):
         return f"cell {number} ({first}): {error.ename}: {error.evalue}"

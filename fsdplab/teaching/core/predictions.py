@@ -141,12 +141,9 @@ def compared(ratio: float) -> str:
         return "there is no ratio to a measurement of 0"
     if ratio < 0:
         return "the measurement has the other sign"
-    side = "high" if ratio > 1 else "low"
-    return (
-        f"{ratio:.2f} times the measurement ({abs(ratio - 1) * 100:.0f} % {side})"
-        if 0.5 <= ratio <= 2
-        else f"{ratio:.3g} times the measurement"
-    )
+    if not 0.5 <= ratio <= 2:
+        return f"{ratio:.3g} times the measurement"
+    return f"{ratio:.2f} times the measurement ({abs(ratio - 1) * 100:.0f} % {'high' if ratio > 1 else 'low'})"
 
 
 @dataclass(frozen=True)
@@ -171,14 +168,12 @@ class Calibration:
 
 def calibration_of(workspace: Workspace) -> Calibration:
     """Every scored prediction that the learner made, by name."""
-    kept = sorted(workspace.read(FILE).items())
-    scored = [(name, row) for name, row in kept if row["by_learner"] and row["measured"] is not None]
-    return Calibration(
-        tuple(
-            Score(name, row["unit"], row["predicted"], row["measured"], row.get("origin", "measured"))
-            for name, row in scored
-        )
-    )
+    scores = []
+    for name, row in sorted(workspace.read(FILE).items()):
+        if row["by_learner"] and row["measured"] is not None:
+            origin = row.get("origin", "measured")
+            scores.append(Score(name, row["unit"], row["predicted"], row["measured"], origin))
+    return Calibration(tuple(scores))
 
 
 # ---- on the page

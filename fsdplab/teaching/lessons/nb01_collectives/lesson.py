@@ -6,6 +6,7 @@ P is the whole payload in bytes and n the number of ranks, here as in every tabl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import product
 from statistics import median
 
 from fsdplab.teaching.core.checking import solution
@@ -50,11 +51,8 @@ def compose(world_size: int = 2, elements: int = 1_000_000) -> Table:
         [f"rank {rank}", f"{elements:,}", f"{seen['differing_bits_in']:,}", f"{seen['largest']:.1e}"]
         for rank, seen in enumerate(by_rank)
     ]
-    return table(
-        ["", "floats compared", "floats with a differing bit", "largest difference"],
-        rows,
-        f"Measured on {world_size} real ranks.",
-    )
+    header = ["", "floats compared", "floats with a differing bit", "largest difference"]
+    return table(header, rows, f"Measured on {world_size} real ranks.")
 
 
 @doing("gathering with the ring on real ranks")
@@ -71,10 +69,8 @@ def measure_bandwidth(sizes: Sequence[int] = SIZES, world_size: int = 2, repeats
     """Time all_gather, reduce_scatter and all_reduce for each payload size (bytes) on real ranks."""
     divided = [nbytes - nbytes % (4 * world_size) for nbytes in sizes]
     by_rank = _on_ranks("timed", world_size, sizes=divided, repeats=repeats)
-    return Bandwidth(
-        tuple(
-            Timing(kind, nbytes, world_size, median(map(min, *(ranks[kind][nbytes] for ranks in by_rank))))
-            for kind in by_rank[0]
-            for nbytes in divided
-        )
-    )
+    timings = []
+    for kind, nbytes in product(by_rank[0], divided):
+        quickest = map(min, *(ranks[kind][nbytes] for ranks in by_rank))
+        timings.append(Timing(kind, nbytes, world_size, median(quickest)))
+    return Bandwidth(tuple(timings))

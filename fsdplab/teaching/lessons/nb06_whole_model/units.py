@@ -97,11 +97,8 @@ def largest_modules(model: str = "gpt-20m") -> Table:
         parameters = sum(parameter.numel() for parameter in module.parameters())
         if parameters and (name.startswith("blocks.0") or "." not in name and name not in ("", "blocks")):
             rows.append([name, type(module).__name__, size(FLOAT * parameters)])
-    return table(
-        ["name", "class", "gathered"],
-        rows,
-        f"Computed for {model} in fp32: one of its {built.config.layers} blocks, and what lies outside them.",
-    )
+    caption = f"Computed for {model} in fp32: one of its {built.config.layers} blocks, and what lies outside them."
+    return table(["name", "class", "gathered"], rows, caption)
 
 
 def choices_figure(
