@@ -182,7 +182,7 @@ def test_a_damaged_checkpoint_changes_nothing(ranks, damage: Callable[[Path], No
 def harmful_entry(folder: str) -> None:
     """An entry that is no tensor holds an object which runs code when it is read."""
     model, optimizer = trainee(0)
-    state = checkpoint._states(model, optimizer)
+    state = checkpoint.states_of(model, optimizer)
     state["optim"]["param_groups"][0]["lr"] = Harm(str(Path(folder) / "proof"))
     dcp.save(state, checkpoint_id=str(Path(folder) / "bad"))
     other, its = trainee(1)
@@ -234,7 +234,7 @@ def test_another_dtype_is_another_model(ranks) -> None:
 def from_torch(folder: str) -> None:
     """A checkpoint that PyTorch's own `dcp.save` wrote has no manifest, and is read."""
     model, optimizer = trainee(0)
-    dcp.save(checkpoint._states(model, optimizer), checkpoint_id=folder)
+    dcp.save(checkpoint.states_of(model, optimizer), checkpoint_id=folder)
     other, its = trainee(1)
     with pytest.raises(CheckpointDamaged, match="require_manifest is set"):
         checkpoint.load(other, its, folder, require_manifest=True)

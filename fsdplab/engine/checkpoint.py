@@ -39,7 +39,7 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path)
     Raises torch's `CheckpointException` ("Checkpoint already exists") where a checkpoint is: give every save its own
     folder.
     """
-    dcp.save(_states(model, optimizer), storage_writer=dcp.FileSystemWriter(str(folder), overwrite=False))
+    dcp.save(states_of(model, optimizer), storage_writer=dcp.FileSystemWriter(str(folder), overwrite=False))
     write_manifest(Path(folder))
 
 
@@ -62,7 +62,7 @@ def load(
     metadata = on_all_ranks(reader.read_metadata)
     check_entries(Path(folder), metadata, files)
     entries = metadata.state_dict_metadata
-    state = _states(model, optimizer)
+    state = states_of(model, optimizer)
     _check("model", "model.", state["model"], entries)
     states = {f"{name}.{key}": value for name, each in state["optim"]["state"].items() for key, value in each.items()}
     _check("optimizer", "optim.state.", states, entries)
@@ -90,8 +90,10 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     return whole
 
 
-def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Both states over the live memory; those of an optimizer that has not stepped are made, as zeros."""
+def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Both states over the live memory, as DCP's recipe has them (`model`, `optim`); those of an optimizer that has not
+    stepped are made, as zeros.
+    """
     fresh, parameters = not optimizer.state, [each for group in optimizer.param_groups for each in group["params"]]
     gradients = [parameter.grad for parameter in parameters]
     if fresh:

@@ -49,16 +49,22 @@ class CheckpointDamaged(ValueError):
 # ---- the manifest
 
 
-def write_manifest(folder: Path) -> None:
-    """Every rank hashes the files that it wrote; rank 0 writes the manifest. All ranks must call it."""
+def write_manifest(folder: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Every rank hashes the files that it wrote; rank 0 writes the manifest. All ranks of `group` (default: all) must
+    call it; raises `OSError` on all of them if it fails on one.
+    """
     rank = dist.get_rank() if dist.is_initialized() else 0
-    own = [path for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
-    own += [folder / ".metadata"] if rank == 0 else []
-    parts = _gathered({path.name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in own})
-    if rank == 0:
-        files = {name: entry for part in parts for name, entry in sorted(part.items())}
-        write_whole(folder / MANIFEST, json.dumps({"format": FORMAT, "files": files}, indent=1) + "\n")
-    _gathered(None)  # no rank may load a checkpoint whose manifest is still to come
+
+    def written() -> dict[str, dict[str, Any]]:
+        own = [path for path in folder.iterdir() if path.name.startswith(f"__{rank}_")]
+        own += [folder / ".metadata"] if rank == 0 else []
+        return {path.name: {"bytes": path.stat().st_size, "sha256": _digest(path)} for path in own}
+
+    parts = on_each_rank(written, group)
+    files = {name: entry for part in parts for name, entry in sorted(part.items())}
+    text = json.dumps({"format": FORMAT, "files": files}, indent=1) + "\n"
+    # no rank may load a checkpoint whose manifest is still to come
+    on_each_rank(lambda: write_whole(folder / MANIFEST, text) if rank == 0 else None, group)
 
 
 def check_manifest(folder: Path, required: bool) -> Files | None:
@@ -118,6 +124,18 @@ def on_all_ranks(read: Callable[[], T]) -> T:
     if reasons := [reason for reason in _gathered(wrong) if reason is not None]:
         raise CheckpointDamaged(reasons[0])
     return cast(T, value)
+
+
+def on_each_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
+    """What `action` returns on each rank of `group`; raises `OSError` on all ranks if it raises that on one."""
+    try:
+        mine: tuple[Any, OSError | None] = action(), None
+    except OSError as error:
+        mine = None, error
+    ends = _gathered(mine, group)
+    if failures := [error for _, error in ends if error is not None]:
+        raise failures[0]
+    return [value for value, _ in ends]
 
 
 def _refuse(folder: Path, checks: Sequence[Callable[[], str | None]]) -> None:
@@ -228,11 +246,11 @@ def _digest(path: Path) -> str:
     return made.hexdigest()
 
 
-def _gathered(mine: Any) -> list[Any]:
+def _gathered(mine: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     if not dist.is_initialized():
         return [mine]
-    parts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, mine)
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, mine, group)
     return parts
 
 
