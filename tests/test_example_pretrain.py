@@ -1,0 +1,125 @@
+"""docs/examples/pretrain.py: the losses of PyTorch's engine, and a job that is cut in two is the job in one piece."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from fsdplab.engine.checkpoint_folder import published
+from tests.examples import losses, run_on_this_rank, tiny_llama
+from tests.test_works_with import ImportedByTheMother
+
+pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="transformers 5.23 needs Python 3.11")
+TEXT = Path(__file__).read_bytes()
+ALWAYS = ("--sequence-length", "16", "--micro-batch-size", "2", "--lr", "1e-2", "--warmup", "2")
+
+
+def job(folder: Path, **options: Any) -> list[str]:
+    """The words of a job in a folder; `save_every=5` gives --save-every 5, `bf16=True` --bf16."""
+    tiny_llama(folder, tie_word_embeddings=options.pop("tied", False))
+    (folder / "text.txt").write_bytes(TEXT)
+    words = ["--config", str(folder), "--data", str(folder / "text.txt"), *ALWAYS]
+    words += ["--checkpoints", str(folder / options.pop("checkpoints", "checkpoints"))]
+    for name, value in {"steps": 6, "batch_size": 6, "save_every": 4, **options}.items():
+        words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return words
+
+
+def run(_: object, engine: str, words: list[str], machines: int) -> str:
+    return run_on_this_rank("pretrain.py", engine, *words, machines=machines)
+
+
+def printed(ranks: Any, number: int, words: list[str], engine: str = "lab", machines: int = 1) -> str:
+    """What rank 0 printed; the others print nothing."""
+    first, *others = ranks(number, run, ImportedByTheMother(), engine, words, machines)
+    assert others == [""] * (number - 1)
+    return first
+
+
+@pytest.mark.parametrize(
+    "machines,options",
+    [
+        (1, {}),
+        (1, {"bf16": True}),
+        (1, {"tied": True}),
+        (1, {"strategy": "shard_grad_op"}),
+        (1, {"strategy": "no_shard"}),
+        (2, {"strategy": "hybrid_shard"}),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())) or "full_shard" if isinstance(value, dict) else "",
+)
+def test_losses_equal_those_of_pytorch_s_engine(ranks: Any, tmp_path: Path, machines: int, options: dict) -> None:
+    number = 2 * machines
+    ours = losses(printed(ranks, number, job(tmp_path / "lab", **options), machines=machines))
+    theirs = losses(printed(ranks, number, job(tmp_path / "torch", **options), "torch", machines))
+    assert len(ours) == 6 and float(ours[6]) < float(ours[1]) - 0.5
+    if options.get("bf16"):  # sums of gradients are in fp32 here, and rounded at each addition by gloo
+        assert [float(ours[at]) for at in ours] == pytest.approx([float(theirs[at]) for at in theirs], rel=1e-2)
+    else:
+        assert ours == theirs
+
+
+@pytest.mark.parametrize("before,after", [(2, 2), (2, 1), (2, 3), (3, 2)])
+def test_a_job_that_goes_on_is_the_job_in_one_piece(ranks: Any, tmp_path: Path, before: int, after: int) -> None:
+    """Batches are those of the step, so on other ranks losses differ by the order of sums alone; 5 rows are uneven."""
+    words = job(tmp_path, batch_size=5, save_every=3, keep=1, steps=7)
+    whole = losses(printed(ranks, before, [*words, "--checkpoints", str(tmp_path / "whole"), "--keep", "9"]))
+    (tmp_path / "checkpoints").mkdir()
+    shutil.copytree(published(tmp_path / "whole")[3], tmp_path / "checkpoints" / "step-00000003")
+    again = printed(ranks, after, words)
+    assert again.startswith(f"begin 3 on {after} ranks\n") and list(published(tmp_path / "checkpoints")) == [7]
+    rest = losses(again)
+    assert list(rest) == [4, 5, 6, 7]
+    if after == before:
+        assert rest == {step: whole[step] for step in rest}
+    else:
+        assert [float(rest[at]) for at in rest] == pytest.approx([float(whole[at]) for at in rest], rel=1e-5)
+
+
+def asked_to_end(_: object, words: list[str]) -> str:
+    """Rank 1 alone gets SIGTERM, in its second step."""
+    step, steps = torch.optim.AdamW.step, []
+
+    def stepping(self: torch.optim.AdamW, *arguments: Any) -> Any:
+        steps.append(1)
+        if dist.get_rank() == 1 and len(steps) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, *arguments)
+
+    torch.optim.AdamW.step = stepping
+    return run_on_this_rank("pretrain.py", "lab", *words)
+
+
+def test_sigterm_to_one_rank_saves_and_ends(ranks: Any, tmp_path: Path) -> None:
+    first, _ = ranks(2, asked_to_end, ImportedByTheMother(), job(tmp_path, steps=50, export=tmp_path / "out"))
+    assert list(losses(first)) == [1, 2] and list(published(tmp_path / "checkpoints")) == [2]
+    assert not (tmp_path / "out").exists()
+
+
+def exported(_: object, words: list[str], folder: Path) -> tuple[int, bool]:
+    """How many parameters `from_pretrained` finds, and whether they are those of the newest checkpoint."""
+    from transformers import AutoModelForCausalLM
+
+    run_on_this_rank("pretrain.py", "lab", *words, "--export", str(folder))
+    dist.barrier()
+    found, notes = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(notes.values()), notes
+    step, path = list(published(folder.parent / "checkpoints").items())[-1]
+    saved = {name: torch.empty_like(value) for name, value in found.state_dict().items()}
+    dcp.load({"model": saved}, checkpoint_id=str(path))
+    return step, all(torch.equal(saved[name], value) for name, value in found.state_dict().items())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_it_exports_opens_in_transformers(ranks: Any, tmp_path: Path, tied: bool) -> None:
+    words = job(tmp_path, tied=tied)
+    assert ranks(2, exported, ImportedByTheMother(), words, tmp_path / "out") == [(6, True)] * 2
