@@ -151,8 +151,16 @@ def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, batches
     return mine
 
 
+def check_restarts() -> None:
+    """End where torchrun's restarts would meet the addresses of ranks that are gone, and wait for them (torch 2.13)."""
+    restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if restarts and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise SystemExit("For --max-restarts set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun is started.")
+
+
 def main() -> None:
     args = arguments()
+    check_restarts()
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:

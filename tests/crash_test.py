@@ -1,0 +1,297 @@
+"""Kills ranks of docs/examples/pretrain.py again and again, and checks what each restart goes on from.
+
+    python -m tests.crash_test --kills 100 --seed 0
+
+torchrun starts two ranks of a small Llama; after each kill it starts them again. The moment and the rank are drawn from
+the seed: while the ranks start, while they train, while a checkpoint is written, and on a full disk (a small tmpfs that
+is filled up; where none can be mounted, a limit on the size of one rank's files). Now and then torchrun is killed too,
+with all its ranks, as when a machine is lost. After each kill: the job goes on from a checkpoint at least as new as the
+newest that was published, no checkpoint is damaged, and every step that is computed again has the same loss, in every
+digit. At the end SIGTERM ends the job: no process, no shared memory and no temporary file is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fsdplab.engine.checkpoint_folder import published
+from tests.examples import EXAMPLES, tiny_llama
+from tests.leftovers import processes_of
+
+RANKS = 2
+MOMENTS = {"starting": 2, "training": 3, "saving": 4, "full disk": 2, "machine lost": 1}  # how often, relatively
+DISK_BYTES = 4_000_000  # of the tmpfs: several checkpoints of 0.4 MB
+PATIENCE_S = 240.0  # for a restart on a busy machine
+_NEW_USER, _NEW_MOUNTS = 0x10000000, 0x00020000  # linux/sched.h
+
+
+class Lost(AssertionError):
+    """What the crash test must never see."""
+
+
+def small_disk(folder: Path) -> bool:
+    """Mount a small tmpfs on a folder, in a namespace that ends with this process and those it starts; whether it is
+    allowed.
+    """
+    libc, user, group = ctypes.CDLL(None, use_errno=True), os.geteuid(), os.getegid()
+    if libc.unshare(_NEW_MOUNTS) != 0:
+        if libc.unshare(_NEW_USER | _NEW_MOUNTS) != 0:
+            return False
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    for words in (["--make-rprivate", "/"], ["-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]):
+        if shutil.which("mount") is None or subprocess.run(["mount", *words], capture_output=True).returncode:
+            return False
+    return True
+
+
+@dataclass
+class Job:
+    """torchrun with its ranks, and all that they printed."""
+
+    words: list[str]
+    environment: dict[str, str]
+    lines: list[str] = field(default_factory=list)
+    losses: dict[int, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    repeated: int = 0
+
+    def start(self) -> None:
+        self.torchrun = subprocess.Popen(
+            self.words, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self) -> None:
+        for line in self.torchrun.stdout:
+            self.lines.append(line.rstrip())
+            if "is left out" in line:
+                self.problems.append(line.rstrip())
+            if found := re.match(r"step (\d+) loss (\S+)", line):
+                step, loss = int(found[1]), found[2]
+                self.repeated += step in self.losses
+                if self.losses.setdefault(step, loss) != loss:
+                    self.problems.append(f"step {step} had the loss {self.losses[step]}, and after a restart {loss}")
+
+    def ranks(self) -> dict[int, int]:
+        """Rank -> process, of those that live."""
+        found = {}
+        for pid in _children(self.torchrun.pid):
+            with suppress(OSError):
+                rank = re.search(rb"(?:^|\0)RANK=(\d+)", Path(f"/proc/{pid}/environ").read_bytes())
+                if rank:
+                    found[int(rank[1])] = pid
+        return found
+
+    def until(self, come: Callable[[], object], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not come():
+            if time.monotonic() > deadline:
+                raise Lost(f"{what} did not come within {PATIENCE_S:.0f} s:\n" + "\n".join(self.lines[-40:]))
+            time.sleep(0.01)
+
+    def began(self, after: int) -> int | None:
+        """The step from which ranks went on that were started after so many lines."""
+        steps = [found[1] for line in self.lines[after:] if (found := re.match(r"begin (\d+) on", line))]
+        return int(steps[-1]) if steps else None
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+@dataclass
+class Crashes:
+    """One crash test: the job, where it writes, and what was seen."""
+
+    folder: Path
+    chance: random.Random
+    on_small_disk: bool
+    job: Job
+    kills: Counter = field(default_factory=Counter)
+    waits_s: list[float] = field(default_factory=list)
+    unfinished: int = 0  # kills that left a half-written checkpoint
+
+    @property
+    def disk(self) -> Path:
+        return self.folder / "disk"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.disk / "checkpoints"
+
+    def once(self) -> None:
+        """Wait for the moment, kill, and see what the job goes on from."""
+        (moment,) = self.chance.choices(list(MOMENTS), list(MOMENTS.values()))
+        victim, late_s = self.chance.randrange(RANKS), self.chance.random()
+        if self.chance.random() < 0.5:
+            newest = max(published(self.checkpoints), default=0)
+            self.job.until(lambda: max(published(self.checkpoints), default=0) > newest, "a checkpoint")
+        lines = len(self.job.lines)
+        getattr(self, f"_until_{moment.replace(' ', '_')}")(victim, late_s)
+        newest = max(published(self.checkpoints), default=0)
+        if moment == "machine lost":
+            self._kill_all()
+        elif victim in (ranks := self.job.ranks()):
+            lines = len(self.job.lines)
+            os.kill(ranks[victim], signal.SIGKILL)
+        self.unfinished += any(self.checkpoints.glob(".step-*"))
+        self._free_disk()
+        self._check_goes_on(moment, newest, lines)
+        self.kills[moment] += 1
+
+    # ---- moments
+
+    def _until_starting(self, victim: int, late_s: float) -> None:
+        """The ranks that run now are replaced, so that the kill falls into the start of the next ones."""
+        now = self.job.ranks()
+        for pid in now.values():
+            os.kill(pid, signal.SIGKILL)
+        self.job.until(lambda: (new := self.job.ranks()).get(victim) not in (None, now.get(victim)), "new ranks")
+        time.sleep(8 * late_s)
+
+    def _until_training(self, victim: int, late_s: float) -> None:
+        time.sleep(2 * late_s)
+
+    def _until_saving(self, victim: int, late_s: float) -> None:
+        self.job.until(lambda: list(self.checkpoints.glob(".step-*")), "a save")
+        time.sleep(0.1 * late_s)
+
+    def _until_full_disk(self, victim: int, late_s: float) -> None:
+        lines = len(self.job.lines)
+        if self.on_small_disk:
+            with suppress(OSError), (self.disk / "filler").open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(10_000))
+        else:
+            resource.prlimit(self.job.ranks()[victim], resource.RLIMIT_FSIZE, (int(100_000 * late_s),) * 2)
+        refused = lambda: any("was not saved" in line for line in self.job.lines[lines:])  # noqa: E731
+        self.job.until(refused, "a save that fails")
+        time.sleep(late_s)
+
+    _until_machine_lost = _until_training
+
+    def _free_disk(self) -> None:
+        (self.disk / "filler").unlink(missing_ok=True)
+
+    def _kill_all(self) -> None:
+        """torchrun first, so that it starts none again."""
+        ranks = self.job.ranks()
+        for pid in (self.job.torchrun.pid, *ranks.values()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.job.torchrun.wait()
+        self.job.reader.join()
+        self.job.until(lambda: not processes_of(self.folder), "the end of the ranks")
+        self.job.start()
+
+    # ---- checks
+
+    def _check_goes_on(self, moment: str, newest: int, lines: int) -> None:
+        start = time.monotonic()
+        self.job.until(lambda: self.job.began(lines) is not None or self.job.problems, "a restart")
+        self.waits_s.append(time.monotonic() - start)
+        began = self.job.began(lines)
+        if began is not None and began < newest:
+            self.job.problems.append(f"after {moment} it went on from {began}, though {newest} was published")
+        self.job.until(lambda: any(f"step {began + 1} " in line for line in self.job.lines[lines:]), "a step")
+        if self.job.problems:
+            raise Lost("\n".join(self.job.problems))
+
+    def end(self) -> str:
+        """SIGTERM, and what is left."""
+        self.job.torchrun.send_signal(signal.SIGTERM)
+        self.job.torchrun.wait(PATIENCE_S)
+        self.job.reader.join(10)
+        if self.job.problems:
+            raise Lost("\n".join(self.job.problems))
+        left = [*processes_of(self.folder), *map(str, (self.folder / "tmp").iterdir())]
+        left += [path.name for path in self.checkpoints.iterdir() if path.name.startswith(".")]
+        steps = [int(found[1]) for line in self.job.lines if (found := re.match(r"step (\d+) ", line))]
+        last = max(published(self.checkpoints))
+        if left or last != steps[-1]:
+            raise Lost(f"left behind: {left}; the last checkpoint is of step {last}, the last step {steps[-1]}")
+        kinds = ", ".join(f"{name} {count}" for name, count in self.kills.items())
+        waits = sorted(self.waits_s)
+        return (
+            f"{self.kills.total()} kills ({kinds}; {self.unfinished} left a half-written checkpoint): 0 lost. {last}"
+            f" steps, {self.job.repeated} computed again with equal losses; back within {waits[len(waits) // 2]:.1f} s"
+            f" (median), {waits[-1]:.1f} s (longest)."
+        )
+
+
+def crash(kills: int, seed: int, folder: Path) -> str:
+    """Run the crash test in an empty folder; a report in one sentence. Raises `Lost`."""
+    (folder / "disk").mkdir()
+    (folder / "tmp").mkdir()
+    (folder / "text.txt").write_bytes(Path(__file__).read_bytes())
+    on_small_disk = small_disk(folder / "disk")
+    words = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}",
+        f"--max-restarts={10 * kills}", f"--log-dir={os.devnull}", str(EXAMPLES / "pretrain.py"),
+        "--config", str(tiny_llama(folder)), "--data", str(folder / "text.txt"), "--sequence-length=16",
+        "--batch-size=4", "--micro-batch-size=2", "--steps=1000000", "--save-every=10",
+        "--checkpoints", str(folder / "disk" / "checkpoints"),
+    ]  # fmt: skip
+    there = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(folder / "tmp"), "PYTHONUNBUFFERED": "1"}
+    there["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # see pretrain.py
+    there |= {"PYTHONPATH": str(Path(__file__).resolve().parents[1]), "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
+    crashes = Crashes(folder, random.Random(seed), on_small_disk, Job(words, {**os.environ, **there}))
+    shared = set(os.listdir("/dev/shm"))
+    crashes.job.start()
+    try:
+        crashes.job.until(lambda: crashes.job.began(0) is not None, "the first start")
+        for _ in range(kills):
+            crashes.once()
+            print(f"{crashes.kills.total()} {crashes.job.lines[-1]}", file=sys.stderr, flush=True)
+        report = crashes.end()
+    finally:
+        for pid in (crashes.job.torchrun.pid, *crashes.job.ranks().values()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        crashes.job.torchrun.wait()
+    if new := [name for name in set(os.listdir("/dev/shm")) - shared if str(crashes.job.torchrun.pid) in name]:
+        raise Lost(f"shared memory is left: {new}")
+    return f"{report} Full disk: {'a tmpfs' if on_small_disk else 'a limit on the size of files'}."
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=100)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="file for the report")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        report = crash(args.kills, args.seed, Path(folder))
+    print(report)
+    if args.json:
+        args.json.write_text(json.dumps({"kills": args.kills, "seed": args.seed, "report": report}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
