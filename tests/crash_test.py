@@ -2,12 +2,13 @@
 
     python -m tests.crash_test --kills 100 --seed 0
 
-torchrun starts two ranks of a small Llama; after each kill it starts them again. The moment and the rank are drawn from
-the seed: while the ranks start, while they train, while a checkpoint is written, and on a full disk (a small tmpfs that
-is filled up; where none can be mounted, a limit on the size of one rank's files). Now and then torchrun is killed too,
-with all its ranks, as when a machine is lost. After each kill: the job goes on from a checkpoint at least as new as the
-newest that was published, no checkpoint is damaged, and every step that is computed again has the same loss, in every
-digit. At the end SIGTERM ends the job: no process, no shared memory and no temporary file is left.
+Two ranks of a small Llama are started, and after each kill again: by torchrun (`--torchrun`), or sooner by
+tests/forking_starter.py. The moment and the rank are drawn from the seed: while the ranks start, while they train,
+while a checkpoint is written, and on a full disk (a small tmpfs that is filled up; where none can be mounted, a limit
+on the size of one rank's files). Now and then the starter is killed too, with all its ranks, as when a machine is
+lost. After each kill: the job goes on from a checkpoint at least as new as the newest that was published, no checkpoint
+is damaged, and every step that is computed again has the same loss, in every digit. At the end SIGTERM ends the job: no
+process, no shared memory and no temporary file is left.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def small_disk(folder: Path) -> bool:
 
 @dataclass
 class Job:
-    """torchrun with its ranks, and all that they printed."""
+    """The starter (torchrun, or one that forks) with its ranks, and all that they printed."""
 
     words: list[str]
     environment: dict[str, str]
@@ -76,7 +77,7 @@ class Job:
     repeated: int = 0
 
     def start(self) -> None:
-        self.torchrun = subprocess.Popen(
+        self.starter = subprocess.Popen(
             self.words, env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, start_new_session=True,
         )  # fmt: skip
@@ -84,7 +85,7 @@ class Job:
         self.reader.start()
 
     def _read(self) -> None:
-        for line in self.torchrun.stdout:
+        for line in self.starter.stdout:
             self.lines.append(line.rstrip())
             if "is left out" in line:
                 self.problems.append(line.rstrip())
@@ -95,14 +96,8 @@ class Job:
                     self.problems.append(f"step {step} had the loss {self.losses[step]}, and after a restart {loss}")
 
     def ranks(self) -> dict[int, int]:
-        """Rank -> process, of those that live."""
-        found = {}
-        for pid in _children(self.torchrun.pid):
-            with suppress(OSError):
-                rank = re.search(rb"(?:^|\0)RANK=(\d+)", Path(f"/proc/{pid}/environ").read_bytes())
-                if rank:
-                    found[int(rank[1])] = pid
-        return found
+        """The processes of the ranks that live, in the order in which they were started."""
+        return dict(enumerate(sorted(_children(self.starter.pid))))
 
     def until(self, come: Callable[[], object], what: str) -> None:
         deadline = time.monotonic() + PATIENCE_S
@@ -132,6 +127,7 @@ class Crashes:
     chance: random.Random
     on_small_disk: bool
     job: Job
+    start_s: float  # within which a start is killed
     kills: Counter = field(default_factory=Counter)
     waits_s: list[float] = field(default_factory=list)
     unfinished: int = 0  # kills that left a half-written checkpoint
@@ -172,7 +168,7 @@ class Crashes:
         for pid in now.values():
             os.kill(pid, signal.SIGKILL)
         self.job.until(lambda: (new := self.job.ranks()).get(victim) not in (None, now.get(victim)), "new ranks")
-        time.sleep(8 * late_s)
+        time.sleep(self.start_s * late_s)
 
     def _until_training(self, victim: int, late_s: float) -> None:
         time.sleep(2 * late_s)
@@ -199,12 +195,12 @@ class Crashes:
         (self.disk / "filler").unlink(missing_ok=True)
 
     def _kill_all(self) -> None:
-        """torchrun first, so that it starts none again."""
+        """The starter first, so that it starts none again."""
         ranks = self.job.ranks()
-        for pid in (self.job.torchrun.pid, *ranks.values()):
+        for pid in (self.job.starter.pid, *ranks.values()):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.job.torchrun.wait()
+        self.job.starter.wait()
         self.job.reader.join()
         self.job.until(lambda: not processes_of(self.folder), "the end of the ranks")
         self.job.start()
@@ -224,8 +220,8 @@ class Crashes:
 
     def end(self) -> str:
         """SIGTERM, and what is left."""
-        self.job.torchrun.send_signal(signal.SIGTERM)
-        self.job.torchrun.wait(PATIENCE_S)
+        self.job.starter.send_signal(signal.SIGTERM)
+        self.job.starter.wait(PATIENCE_S)
         self.job.reader.join(10)
         if self.job.problems:
             raise Lost("\n".join(self.job.problems))
@@ -244,15 +240,16 @@ class Crashes:
         )
 
 
-def crash(kills: int, seed: int, folder: Path) -> str:
+def crash(kills: int, seed: int, folder: Path, by_torchrun: bool = False) -> str:
     """Run the crash test in an empty folder; a report in one sentence. Raises `Lost`."""
     (folder / "disk").mkdir()
     (folder / "tmp").mkdir()
     (folder / "text.txt").write_bytes(Path(__file__).read_bytes())
     on_small_disk = small_disk(folder / "disk")
+    torchrun = ("torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", f"--log-dir={os.devnull}")
+    starter = (*torchrun, f"--max-restarts={10 * kills}") if by_torchrun else ("tests.forking_starter", str(RANKS))
     words = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}",
-        f"--max-restarts={10 * kills}", f"--log-dir={os.devnull}", str(EXAMPLES / "pretrain.py"),
+        sys.executable, "-m", *starter, str(EXAMPLES / "pretrain.py"),
         "--config", str(tiny_llama(folder)), "--data", str(folder / "text.txt"), "--sequence-length=16",
         "--batch-size=4", "--micro-batch-size=2", "--steps=1000000", "--save-every=10",
         "--checkpoints", str(folder / "disk" / "checkpoints"),
@@ -260,7 +257,9 @@ def crash(kills: int, seed: int, folder: Path) -> str:
     there = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(folder / "tmp"), "PYTHONUNBUFFERED": "1"}
     there["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # see pretrain.py
     there |= {"PYTHONPATH": str(Path(__file__).resolve().parents[1]), "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
-    crashes = Crashes(folder, random.Random(seed), on_small_disk, Job(words, {**os.environ, **there}))
+    crashes = Crashes(
+        folder, random.Random(seed), on_small_disk, Job(words, {**os.environ, **there}), 8.0 if by_torchrun else 2.0
+    )
     shared = set(os.listdir("/dev/shm"))
     crashes.job.start()
     try:
@@ -270,11 +269,11 @@ def crash(kills: int, seed: int, folder: Path) -> str:
             print(f"{crashes.kills.total()} {crashes.job.lines[-1]}", file=sys.stderr, flush=True)
         report = crashes.end()
     finally:
-        for pid in (crashes.job.torchrun.pid, *crashes.job.ranks().values()):
+        for pid in (crashes.job.starter.pid, *crashes.job.ranks().values()):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        crashes.job.torchrun.wait()
-    if new := [name for name in set(os.listdir("/dev/shm")) - shared if str(crashes.job.torchrun.pid) in name]:
+        crashes.job.starter.wait()
+    if new := [name for name in set(os.listdir("/dev/shm")) - shared if str(crashes.job.starter.pid) in name]:
         raise Lost(f"shared memory is left: {new}")
     return f"{report} Full disk: {'a tmpfs' if on_small_disk else 'a limit on the size of files'}."
 
@@ -283,11 +282,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--torchrun", action="store_true", help="restart by torchrun: 10 s of computing for each kill")
     parser.add_argument("--json", type=Path, help="file for the report")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        report = crash(args.kills, args.seed, Path(folder))
+        report = crash(args.kills, args.seed, Path(folder), args.torchrun)
     print(report)
     if args.json:
         args.json.write_text(json.dumps({"kills": args.kills, "seed": args.seed, "report": report}, indent=1) + "\n")

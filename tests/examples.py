@@ -39,15 +39,21 @@ def source(name: str, engine: str) -> str:
     return text.replace(found[0], found[1] or "")
 
 
-def run_on_this_rank(name: str, engine: str, *words: str, machines: int = 1) -> str:
-    """What the example prints on this rank, whose process group the test has started."""
+def run_on_this_rank(name: str, engine: str, *words: str, machines: int = 1, file_bytes: int | None = None) -> str:
+    """What the example prints on this rank, whose process group the test has started; `file_bytes` of an exported
+    file.
+    """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     there = {"RANK": rank, "LOCAL_RANK": rank % (ranks // machines), "WORLD_SIZE": ranks}
     os.environ.update({key: str(value) for key, value in there.items()}, LOCAL_WORLD_SIZE=str(ranks // machines))
     torch.set_num_threads(1)
+    text = source(name, engine)
+    if file_bytes is not None:
+        text, replaced = re.subn(r"^FILE_BYTES = 1 << 30", f"FILE_BYTES = {file_bytes}", text, flags=re.MULTILINE)
+        assert replaced == 1
     group = mock.patch.multiple(dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT)
     with group, mock.patch.object(sys, "argv", [name, *words]), contextlib.redirect_stdout(io.StringIO()) as out:
-        exec(compile(source(name, engine), name, "exec"), {"__name__": "__main__"})  # noqa: S102  what a user copies
+        exec(compile(text, name, "exec"), {"__name__": "__main__"})  # noqa: S102  what a user copies
     return out.getvalue()
 
 

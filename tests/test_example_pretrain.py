@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from fsdplab.engine.checkpoint_folder import published
-from tests.examples import losses, run_on_this_rank, tiny_llama
+from tests.examples import EXAMPLES, losses, run_on_this_rank, tiny_llama
 from tests.test_works_with import ImportedByTheMother
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="transformers 5.23 needs Python 3.11")
+ROOT = Path(__file__).resolve().parents[1]
 TEXT = Path(__file__).read_bytes()
 ALWAYS = ("--sequence-length", "16", "--micro-batch-size", "2", "--lr", "1e-2", "--warmup", "2")
 
@@ -123,3 +126,57 @@ def exported(_: object, words: list[str], folder: Path) -> tuple[int, bool]:
 def test_what_it_exports_opens_in_transformers(ranks: Any, tmp_path: Path, tied: bool) -> None:
     words = job(tmp_path, tied=tied)
     assert ranks(2, exported, ImportedByTheMother(), words, tmp_path / "out") == [(6, True)] * 2
+
+
+def facts_of(process: int) -> tuple[int, int, int]:
+    """Resident bytes, open files and threads of a process."""
+    status = Path(f"/proc/{process}/status").read_text()
+    resident, threads = (int(re.search(rf"^{name}:\s+(\d+)", status, re.M)[1]) for name in ("VmRSS", "Threads"))
+    return 1024 * resident, len(os.listdir(f"/proc/{process}/fd")), threads
+
+
+@pytest.mark.timeout(900)
+def test_a_thousand_steps_with_saves_leave_memory_files_and_threads_as_they_were(tmp_path: Path) -> None:
+    """Looked at from outside, every 50 steps, half-way between two saves."""
+    words = [str(EXAMPLES / "pretrain.py"), *job(tmp_path, steps=1000, save_every=50, batch_size=4)]
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.forking_starter", "2", *words],
+        cwd=ROOT, stdout=subprocess.PIPE, text=True, env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    ) as starter:  # fmt: skip
+        found: list[list[tuple[int, int, int]]] = []
+        for line in starter.stdout:
+            if (step := re.match(r"step (\d+) ", line)) and int(step[1]) % 50 == 25:
+                ranks = Path(f"/proc/{starter.pid}/task/{starter.pid}/children").read_text().split()
+                found.append([facts_of(int(rank)) for rank in ranks])
+    assert len(found) == 20 and list(published(tmp_path / "checkpoints")) == [950, 1000]
+    for rank in range(2):
+        resident, files, threads = zip(*(each[rank] for each in found))
+        print(f"rank {rank}: {resident[4] / 1e6:.1f} MB at step 225, {resident[-1] / 1e6:.1f} MB at step 975")
+        print(f"open files {files}, threads {threads}")
+        assert max(resident[4:]) - resident[4] < 4e6
+        assert max(files[10:]) <= max(files[:10]) and max(threads[10:]) <= max(threads[:10])
+
+
+def grown(_: object, words: list[str]) -> tuple[int, int]:
+    """Bytes of the model, and by how much this rank's memory was larger than before at the most, in bytes."""
+    import transformers
+
+    made = []
+    build = transformers.AutoModelForCausalLM.from_config
+    transformers.AutoModelForCausalLM.from_config = lambda *a, **k: made.append(build(*a, **k)) or made[0]
+    before = 1024 * int(re.search(r"^VmRSS:\s+(\d+)", Path("/proc/self/status").read_text(), re.M)[1])
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is the present
+    run_on_this_rank("pretrain.py", "lab", *words, file_bytes=8 << 20)
+    peak = 1024 * int(re.search(r"^VmHWM:\s+(\d+)", Path("/proc/self/status").read_text(), re.M)[1])
+    return sum(each.numel() * 4 for each in made[0].parameters()), peak - before
+
+
+def test_no_rank_holds_the_whole_model(ranks: Any, tmp_path: Path) -> None:
+    """From the first weights to the exported files: a quarter of 127 MB, a block, and rank 0 one file of 8 MB."""
+    words = job(tmp_path, steps=0, export=tmp_path / "out")
+    tiny_llama(tmp_path, hidden_size=256, intermediate_size=1024, num_hidden_layers=30, num_attention_heads=4)
+    found = ranks(4, grown, ImportedByTheMother(), words)
+    model = found[0][0]
+    print([f"{each / 1e6:.0f} of {model / 1e6:.0f} MB" for _, each in found])
+    assert model > 100e6 and max(each for _, each in found) < 0.75 * model
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 10
