@@ -151,7 +151,7 @@ def test_a_thousand_steps_with_saves_leave_memory_files_and_threads_as_they_were
     assert len(found) == 20 and list(published(tmp_path / "checkpoints")) == [950, 1000]
     for rank in range(2):
         resident, files, threads = zip(*(each[rank] for each in found))
-        print(f"rank {rank}: {resident[4] / 1e6:.1f} MB at step 225, {resident[-1] / 1e6:.1f} MB at step 975")
+        print(f"rank {rank}, MB every 50 steps:", *(f"{each / 1e6:.1f}" for each in resident))
         print(f"open files {files}, threads {threads}")
         assert max(resident[4:]) - resident[4] < 4e6
         assert max(files[10:]) <= max(files[:10]) and max(threads[10:]) <= max(threads[:10])
@@ -172,11 +172,13 @@ def grown(_: object, words: list[str]) -> tuple[int, int]:
 
 
 def test_no_rank_holds_the_whole_model(ranks: Any, tmp_path: Path) -> None:
-    """From the first weights to the exported files: a quarter of 127 MB, a block, and rank 0 one file of 8 MB."""
+    """From the first weights to the exported files: a quarter of 237 MB, a block, rank 0 one file of 8 MB;
+    some 60 MB are no weights.
+    """
     words = job(tmp_path, steps=0, export=tmp_path / "out")
-    tiny_llama(tmp_path, hidden_size=256, intermediate_size=1024, num_hidden_layers=30, num_attention_heads=4)
+    tiny_llama(tmp_path, hidden_size=256, intermediate_size=1024, num_hidden_layers=60, num_attention_heads=4)
     found = ranks(4, grown, ImportedByTheMother(), words)
     model = found[0][0]
     print([f"{each / 1e6:.0f} of {model / 1e6:.0f} MB" for _, each in found])
-    assert model > 100e6 and max(each for _, each in found) < 0.75 * model
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 10
+    assert model > 200e6 and max(each for _, each in found) < 0.75 * model
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 20
