@@ -21,6 +21,7 @@ _MODULES = {
     "run": "fsdplab.sessions",
     "compare": "fsdplab.sessions",
     "RunRecord": "fsdplab.records",
+    "Workload": "fsdplab.workloads.own.value",
 }
 
 __all__ = ["__version__", *_MODULES]

@@ -33,7 +33,7 @@ OUTER = {
     "rich",
     "click",
 }
-WHEN_NEEDED = {"pandas", "deepspeed", "tensorboard"}  # imported inside the function that needs them
+WHEN_NEEDED = {"pandas", "deepspeed", "tensorboard", "cloudpickle"}  # imported inside the function that needs them
 WITHOUT_TORCH = ("layout", "pending", "unit", "step")  # files of the engine's core
 MAX_LINES_OF_A_STEP = 800
 MAX_MEDIAN_FUNCTION_LINES = 12

@@ -79,10 +79,7 @@ def test_a_spec_survives_the_way_through_json() -> None:
         ({"time_limit": float("inf")}, "time_limit is inf"),
         ({"sequence_length": 257}, "longer than the model's context of 256"),
         ({"model": "gpt-20"}, "unknown model 'gpt-20': did you mean gpt-20m"),
-        (
-            {"model": "mine.py"},
-            "unknown model 'mine.py': start a program of your own with torchrun, and fsdplab report",
-        ),
+        ({"model": "mine.py"}, "there is no file mine.py; expected a Python file with"),
         ({"text": "/nowhere/at/all.txt"}, "does not exist"),
         ({"engine": "torch-ddp"}, "engine torch-ddp cannot do full_shard; expected no_shard"),
         ({"engine": "torch-fsdp2", "strategy": "zero2"}, "expected full_shard or shard_grad_op"),

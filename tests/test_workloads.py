@@ -36,7 +36,7 @@ from fsdplab.workloads import (
 )  # fmt: skip
 from fsdplab.workloads.attention import CausalAttention, Rotary, rotary_frequencies
 from fsdplab.workloads.twin import SideBySide, replay_gradients
-from fsdplab.workloads.workload import At, OnText, Workload
+from fsdplab.workloads.workload import At, OnText, Task
 
 TINY = ("gpt-tiny", "llama-tiny")
 PUBLISHED = {
@@ -598,7 +598,7 @@ def test_what_a_replay_of_one_rank_raises_is_raised():
 # ---- a workload as a value
 
 
-class Regression(Workload):
+class Regression(Task):
     """A model that reads numbers, in batches that are a dict."""
 
     name = "regression"

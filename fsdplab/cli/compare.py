@@ -58,6 +58,7 @@ def compare_runs(strategies: list[str], engines: list[str], common: dict[str, An
                 on_record=progress.finished,
                 on_ready=progress.ready if progress.live else None,
                 on_note=progress.note,
+                on_start=progress.begins,
                 on_progress=progress.step,
                 on_look=look_for_signals,
             )

@@ -46,7 +46,8 @@ def _fields(spec: type, names: Mapping[str, tuple[str, ...]] = {}) -> dict[str, 
     return {
         each.name: Flag(
             types[each.name], each.default, each.metadata["help"],
-            names.get(each.name, each.metadata.get("flags", ())), each.metadata.get("one_of", ()),
+            names.get(each.name, each.metadata.get("flags", ())),
+            each.metadata.get("one_of", each.metadata.get("known", ())),
             metavar=each.metadata.get("metavar"),
         )
         for each in fields(spec)

@@ -22,6 +22,7 @@ from fsdplab.figures.table import peak_of, step_of
 from fsdplab.figures.view import RunView, view, views
 from fsdplab.records import RunRecord, Summary
 from fsdplab.sessions.steady_card import steady_step
+from fsdplab.workloads.own.sources import name_of
 
 if TYPE_CHECKING:
     from fsdplab.sessions import RunSpec
@@ -88,10 +89,20 @@ class ProgressTable:
             told = f"{row.label}: step {step_of(row)}, peak {peak_of(row)}"
             self._console.print(f"{told} ({self._done} of {len(self._rows)} runs)", highlight=False, markup=False)
 
+    def begins(self, spec: RunSpec) -> None:
+        """The ranks of a run start: until their first step they build their model, which may take long."""
+        if spec.own_model:
+            self._now = Text(f"{self._name(spec)}: building the model", style="dim")
+        if self._live:
+            self._live.update(self._draw())
+
+    def _name(self, spec: RunSpec) -> str:
+        own = RunView(spec.strategy, spec.engine, spec.world_size).label
+        return "the twin, for reference" if spec.engine == "twin" else self._labels.get(spec, own)
+
     def step(self, spec: RunSpec, step: int, steps: int, loss: float) -> None:
         """Rank 0 of the current run finished a step."""
-        own = RunView(spec.strategy, spec.engine, spec.world_size).label
-        name = "the twin, for reference" if spec.engine == "twin" else self._labels.get(spec, own)
+        name = self._name(spec)
         at = _which(spec, step, steps)
         done = f"{self._done} of {plural(len(self._rows), 'run')} done"
         measuring = sum(row.status == MEASURING for row in self._rows.values())
@@ -134,8 +145,10 @@ def headline(spec: RunSpec, card: int | None) -> Line:
     parts = [f"a link of {' and '.join(links)}"] * bool(links) + [f"a card of {size(card)}"] * bool(card)
     emulated = f"emulated: {', '.join(parts)}" if parts else "no emulated card"
     why = f" ({spec.why_this_device})" if spec.why_this_device else ""
+    tokens = spec.tokens_per_rank is not None
+    batch = f"batch {spec.batch_size} x {spec.sequence_length} a rank" if tokens else "batches of its own"
     return Line(
-        f"{spec.model}, {plural(spec.world_size, 'rank')} on {spec.device_type}, batch {spec.batch_size} x"
-        f" {spec.sequence_length} a rank, {spec.precision}, {plural(spec.steps, 'timed step')}, {emulated}{why}",
+        f"{name_of(spec.model)}, {plural(spec.world_size, 'rank')} on {spec.device_type}, {batch}, {spec.precision},"
+        f" {plural(spec.steps, 'timed step')}, {emulated}{why}",
         mood="bold",
     )

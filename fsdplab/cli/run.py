@@ -28,6 +28,7 @@ def record_run(settings: dict[str, Any], outputs: Outputs, runner: Callable[...,
     if detail is not Detail.QUIET:
         show(console, [headline(spec, spec.card)])
     with ProgressTable(console, {folder: spec}, detail) as progress:
+        progress.begins(spec)
         record = (runner or run)(
             spec, directory=folder, on_progress=lambda *where: progress.step(spec, *where), on_look=look_for_signals
         )

@@ -8,6 +8,7 @@ from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import percent, seconds, size, three_digits
 from fsdplab.common.words import MISSING
 from fsdplab.figures.view import RunView
+from fsdplab.records import Summary
 
 _NAMED = tuple(dict.fromkeys(row.group for row in CATEGORY_ROWS.values() if row.group != "rest"))
 _GROUPS = {group: tuple(row.name for row in CATEGORY_ROWS.values() if row.group == group) for group in _NAMED}
@@ -77,6 +78,13 @@ def beside(predicted: float | None, measured: float | None, shown: Callable[[flo
     return f"{shown(predicted)} ({predicted / measured:.2f})" if measured else shown(predicted)
 
 
+def speed_of(summary: Summary) -> str:
+    """Tokens a second; `812 samples/s` of a model of one's own whose batches have none; else a dash."""
+    if summary.samples_per_s and not summary.tokens_per_s:
+        return f"{three_digits(summary.samples_per_s)} samples/s"
+    return three_digits(summary.tokens_per_s) if summary.tokens_per_s else MISSING
+
+
 def formula_of(run: RunView) -> str:
     """The formula's bytes, and whether the ledger equals them to the byte."""
     formula, sent = run.summary.formula_bytes_per_step, run.summary.comm.bytes_per_step
@@ -109,7 +117,7 @@ _CELLS: dict[str, Callable[[RunView], str]] = {
     "step, simulated": lambda run: seconds(run.steady.step_time_s),
     "hidden, simulated": lambda run: percent(run.steady.overlap),
     "step, measured": step_of,
-    "tokens/s": lambda run: three_digits(run.summary.tokens_per_s) if run.summary.tokens_per_s else MISSING,
+    "tokens/s": lambda run: speed_of(run.summary),
     "peak": peak_of,
     SPLIT: split_of,
     "predicted": predicted_of,

@@ -24,11 +24,12 @@ except ImportError:  # Windows, where no run writes a record: records of other m
     pass
 
 MARKER = ".fsdplab-record"
+MODEL_SOURCE = "model_source.txt"  # the text of a model of one's own, to be read and never run
 _MOST_BYTES = 10**8  # of a run.json
 _TOLD = "This folder holds a run record of fsdplab. A new record may replace the files of this one, and no others.\n"
 _BELOW = ("ranks", "traces", "snapshots")
 _WRITTEN = re.compile(
-    rf"run\.json|\.fsdplab-record|({'|'.join(TABLES)})\.csv\.gz|(ranks|traces|snapshots)/rank\d+\.[\w.]+"
+    rf"run\.json|\.fsdplab-record|model_source\.txt|({'|'.join(TABLES)})\.csv\.gz|(ranks|traces|snapshots)/rank\d+\.[\w.]+"
     r"|ranks/(spec\.json|exits\.json|store|agent\.log)"
 )
 

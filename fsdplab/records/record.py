@@ -5,6 +5,7 @@
     ledger.csv.gz    one row a collective (empty for engines that keep no ledger)
     memory.csv.gz    bytes by category over one step (empty when memory was not measured)
     timeline, breakdown, idle, exposed, life   what profiled steps did (empty when none was)
+    model_source.txt the text of a model of one's own, which nothing runs again
     traces/          each rank's own trace, as PyTorch's profiler wrote it (profiled runs)
 
 The tables are written before run.json, and run.json is renamed into place last: a folder with a run.json is a complete

@@ -144,6 +144,7 @@ class SimulatedRanks:
 class Summary:
     """The figures of a run. A step is as slow as its slowest rank; memory is the worst rank's; losses are means.
 
+    `samples_per_s` stands in the place of `tokens_per_s` for a model of one's own, whose batches are not of tokens.
     `in_turns`: whether its timed steps took turns with those of the other runs of a comparison; `again_s`: the median
     step of the same run, timed again at the comparison's end.
     `cpu_share` is the part of the timed steps in which the ranks had a core when they wanted one
@@ -155,6 +156,7 @@ class Summary:
     in_turns: bool | None = None
     again_s: Amount | None = None
     tokens_per_s: Amount | None = None
+    samples_per_s: Amount | None = None
     cpu_share: float | None = None
     peak_memory_bytes: Peak = Peak()
     memory_start_ns: Mapping[int, int] = field(default_factory=dict)

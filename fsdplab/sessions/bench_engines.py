@@ -30,14 +30,16 @@ from fsdplab.engine import events
 from fsdplab.sessions.launch.launcher import once_more, run_ranks
 from fsdplab.sessions.launch.live_output import Tail
 from fsdplab.sessions.launch.mailbox import Mailbox, read_lines
+from fsdplab.sessions.launch.stacks import of_exception, of_own_code
+from fsdplab.sessions.run_and_record import check_code, reachable
 from fsdplab.sessions.spec import EngineChoice, RunSpec, SpecError
 from fsdplab.sessions.spec.rules import check_same
 from fsdplab.sessions.spec.sharing import nccl_variables
 from fsdplab.sessions.worker.emulated_network import EmulatedNetwork
-from fsdplab.sessions.worker.engines import TrainingSetup, build, micro_batches, workload_of
+from fsdplab.sessions.worker.engines import TrainingSetup, build, in_bf16, micro_batches, units_of, workload_of
 from fsdplab.sessions.worker.optimizers import optimizer_of
 from fsdplab.sessions.worker.rank_process import RankContext, rank_process
-from fsdplab.workloads.compiled import compile_blocks
+from fsdplab.workloads.compiled import compile_modules
 
 ALONE = "alone"
 WARMUP_ROUNDS = 2
@@ -100,6 +102,7 @@ def bench(
     does. `on_look` is `run`'s.
     """
     _check(specs, rounds)
+    check_code(specs[0])
     return once_more(lambda: _bench_once(specs, rounds, on_round, on_look))
 
 
@@ -108,7 +111,7 @@ def _bench_once(
 ) -> Bench:
     folder = temporary_folder("bench")
     mailbox = Mailbox(folder)
-    request = {"specs": [spec.as_dict() for spec in specs], "rounds": rounds}
+    request = {"specs": [reachable(spec) for spec in specs], "rounds": rounds}
     write_whole(folder / "bench.json", json.dumps(request))
     steps, reported = Tail(mailbox.of(0, "steps")), 0
 
@@ -169,8 +172,10 @@ class Alone:
 
     def __init__(self, spec: RunSpec, context: RankContext) -> None:
         workload = workload_of(spec)
-        model, self._loss_of = workload.build(context.device, spec.seed), workload.loss
-        self.model = _autocast(spec, compile_blocks(model) if spec.compile == "blocks" else model)
+        model, self._loss_of = workload.build(context.device, spec.seed), workload.seeded_loss
+        if spec.compile == "blocks":
+            compile_modules(units_of(spec, model, workload).modules or [model])
+        self.model = _autocast(spec, model)
         self.optimizer = optimizer_of(spec, self.model, workload, engine=ALONE)
         self.parts: dict[str, list[float]] = {"compute": [], "optimizer": []}
 
@@ -191,7 +196,10 @@ class Alone:
 
 def _autocast(spec: EngineChoice, model: nn.Module) -> nn.Module:
     """In bf16 a rank alone computes with bfloat16 parameters: the least that any engine could do."""
-    return model.to(torch.bfloat16) if spec.precision == "bf16" else model
+    if spec.precision != "bf16":
+        return model
+    model.register_forward_pre_hook(lambda _, args, kwargs: in_bf16(args, kwargs), with_kwargs=True)
+    return model.to(torch.bfloat16)
 
 
 def main(folder: str) -> None:
@@ -201,7 +209,9 @@ def main(folder: str) -> None:
     wanted = {spec.backend for spec in specs}
     os.environ |= nccl_variables(specs[0])
     # the lab's engine works on either
-    with rank_process(folder, "shm" if "shm" in wanted else specs[0].backend, specs[0].device_type) as context:
+    backend = "shm" if "shm" in wanted else specs[0].backend
+    told = of_own_code if specs[0].own_model else of_exception
+    with rank_process(folder, backend, specs[0].device_type, traceback_of=told) as context:
         context.heartbeat.enter("build")
         alone = Alone(specs[0], context)
         engines = [build(spec, context) for spec in specs]

@@ -57,4 +57,4 @@ def _tried(spec: RunSpec, before: float, words: str, edit: Mapping[str, Any]) ->
 def _speed(spec: RunSpec) -> float:
     """Tokens a second of all ranks on the steady card; 0 where it cannot show the run."""
     step_s = steady_step(spec).step_time_s
-    return spec.world_size * spec.tokens_per_rank / step_s if step_s else 0.0
+    return spec.world_size * (spec.tokens_per_rank or 0) / step_s if step_s else 0.0

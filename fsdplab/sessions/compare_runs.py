@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Any
 
 from fsdplab.common.machine import free_memory
 from fsdplab.common.sizes import size
@@ -26,6 +27,7 @@ from fsdplab.sessions.launch.launcher import starts_elsewhere
 from fsdplab.sessions.launch.turns import fifos_in
 from fsdplab.sessions.run_and_record import WORKER, OnStep, StartedRun, end_runs, run
 from fsdplab.sessions.spec import RunSpec, SpecError, WorkloadPart
+from fsdplab.sessions.spec.of_a_model import specs_for
 from fsdplab.sessions.spec.pairs import least_bytes
 from fsdplab.sessions.spec.rules import check_same
 
@@ -46,39 +48,48 @@ class Callbacks:
     on_record: OnRecord | None = None
     on_ready: OnRecord | None = None
     on_note: Callable[[str], None] | None = None
+    on_start: Callable[[RunSpec], None] | None = None
     on_progress: OnProgress | None = None
     on_step: OnStep | None = None
     on_look: Callable[[], None] | None = None
 
 
 def compare(
-    specs: Sequence[RunSpec],
+    specs: Sequence[RunSpec] | Any,
     *,
     directory: str | Path | None = None,
     on_record: OnRecord | None = None,
     on_ready: OnRecord | None = None,
     on_note: Callable[[str], None] | None = None,
+    on_start: Callable[[RunSpec], None] | None = None,
     on_progress: OnProgress | None = None,
     on_step: OnStep | None = None,
     on_look: Callable[[], None] | None = None,
     program: Sequence[str] = WORKER,
+    **settings: Any,
 ) -> list[RunRecord]:
     """Run several specs of the same model and data; their records, in the order of the specs.
+
+    In place of specs a model may be given (a `Workload`, a file, a preset's name), with `settings` of a RunSpec. It is
+    trained under five strategies (or `strategies`), and by the unsharded twin, whose record comes last.
 
     Records are written below `directory`, one folder each: `0-no_shard-lab`, `1-full_shard-lab`, ...
     `on_record(record)` is called as each run ends, failed ones included; without it, the reason of a failure is
     printed. `on_ready(record)` is called when a run has warmed up and waits for its turns, with a record that is not
     saved and has memory and bytes but no step time.
-    `on_progress(spec, step, total, loss)` and `on_step(row)` follow rank 0 of the run that works. `on_note(sentence)`
+    `on_start(spec)` is called as its ranks start and build their model; `on_progress(spec, step, total, loss)` and
+    `on_step(row)` follow rank 0 of the run that works. `on_note(sentence)`
     says whether the runs take turns, and if not, why. `on_look()` is called about twenty times a second; an exception
     in it ends the comparison. `program` is what each rank executes. Specs of different work raise SpecError before
-    anything runs.
+    anything runs; where the first two runs of a model of one's own fail alike before they have trained a step, that is
+    raised as `run` does.
     """
+    specs = specs_for(specs, settings)
     if not specs:
         raise SpecError("there is nothing to compare; give at least one RunSpec")
     check_same("runs to compare", specs, SAME)
     specs = _on_one_network(specs, on_look)
-    callbacks = Callbacks(on_record, on_ready, on_note, on_progress, on_step, on_look)
+    callbacks = Callbacks(on_record, on_ready, on_note, on_start, on_progress, on_step, on_look)
     comparison = _Comparison(specs, Path(directory) if directory is not None else None, callbacks, program)
     try:
         return comparison.run_all()
@@ -99,6 +110,7 @@ class _Comparison:
     ) -> None:
         self._specs, self._directory, self._callbacks, self._program = specs, directory, callbacks, program
         self._records: dict[int, RunRecord] = {}
+        self._errors: dict[int, str | None] = {}  # of runs that failed in or before their first step
         self._lost: set[int] = set()  # runs whose starter was lost, which are run again, once
         self.started: list[StartedRun] = []
 
@@ -165,6 +177,16 @@ class _Comparison:
             self._note(f"{failed.report.message} {self._specs[number].strategy} is run again, after the others.")
         else:
             self._keep(number, failed.record)
+            self._end_if_all_would_fail(number, failed)
+
+    def _end_if_all_would_fail(self, number: int, failed: RanksFailed) -> None:
+        """Raise the failure of a model of one's own where the first two runs failed alike before their first step's
+        end: all others would too.
+        """
+        self._errors[number] = failed.report.error if not failed.report.step else None
+        alike = self._errors.get(0) is not None and self._errors.get(0) == self._errors.get(1)
+        if alike and self._specs[number].own_model and len(self._specs) > 2:
+            raise failed
 
     def _keep(self, number: int, record: RunRecord | None) -> None:
         assert record is not None  # RanksFailed of a started run has one
@@ -177,6 +199,8 @@ class _Comparison:
     def _start(self, number: int, in_turns: bool = False) -> StartedRun:
         spec, tell = self._specs[number], self._callbacks.on_progress
         folder = None if self._directory is None else folders_of(self._specs, self._directory)[number]
+        if self._callbacks.on_start is not None:
+            self._callbacks.on_start(spec)
         started = StartedRun(
             spec,
             directory=folder,

@@ -14,9 +14,9 @@ from fsdplab.workloads.shapes import preset
 
 def formula_bytes(spec: RunSpec) -> int | None:
     """Bytes that one rank should send in one step, by the textbook's formula for the strategy; None for the twin, which
-    sends nothing.
+    sends nothing, and for a model whose shapes are not known.
     """
-    if spec.engine == "twin":
+    if spec.engine == "twin" or spec.own_model:
         return None
     return sum(entry.step_bytes for entry in traffic_of(spec, spec.strategy))
 

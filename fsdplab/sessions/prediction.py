@@ -53,6 +53,8 @@ def predict(spec: RunSpec, calibration: Calibration | None = None) -> Prediction
     """
     if spec.engine == "twin":
         return Prediction(None, None, None, None, None, "the twin is no rank of a run")
+    if spec.own_model:
+        return predict_own(spec)
     why_not, traffic = _not_modelled(spec), traffic_of(spec, spec.strategy)
     peak = None if why_not else _peak(lab_run(spec))
     total = None if peak is None else sum(peak.values())
@@ -67,6 +69,11 @@ def predict(spec: RunSpec, calibration: Calibration | None = None) -> Prediction
     )
 
 
+def predict_own(spec: RunSpec) -> Prediction:
+    """The prediction of a model of one's own, whose shapes no table has."""
+    return Prediction(None, None, None, None, None, "the shapes of a model of one's own are known once it is built")
+
+
 def _seconds(spec: RunSpec, traffic: Sequence[Traffic], calibration: Calibration | None) -> StepSeconds | None:
     """The parts of a step; None where no rates are measured, and for a calibration of another number of ranks."""
     if calibration is None or calibration.ranks != spec.world_size or not _has_rates(spec):
@@ -77,7 +84,7 @@ def _seconds(spec: RunSpec, traffic: Sequence[Traffic], calibration: Calibration
 
 def needs_calibration(spec: RunSpec) -> bool:
     """Whether the seconds of this run's step are predicted from a calibration of the machine."""
-    return spec.engine == "lab" and not _not_modelled(spec) and _has_rates(spec)
+    return spec.engine == "lab" and not spec.own_model and not _not_modelled(spec) and _has_rates(spec)
 
 
 def _has_rates(spec: RunSpec) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from fsdplab.common.files import write_whole
 from fsdplab.common.processes import resident_bytes
 from fsdplab.common.temporary import temporary_folder
 from fsdplab.records import RunRecord
-from fsdplab.records.folder import claim_folder, is_written, release_folder
+from fsdplab.records.folder import MODEL_SOURCE, claim_folder, is_written, release_folder
 from fsdplab.records.summary import Link
 from fsdplab.records.typed import read
 from fsdplab.sessions.launch.failure_report import RanksFailed
@@ -25,9 +25,11 @@ from fsdplab.sessions.launch.live_output import Tail
 from fsdplab.sessions.launch.mailbox import Mailbox, read_heartbeats, read_lines
 from fsdplab.sessions.launch.turns import Turns
 from fsdplab.sessions.spec import RunSpec
+from fsdplab.sessions.spec.of_a_model import spec_for
 from fsdplab.sessions.summary import summarise
 from fsdplab.sessions.trace_tables import profile_summary, tables_of
 from fsdplab.sessions.worker.environment import capture_environment
+from fsdplab.workloads.own.sources import FILE, kind_of, name_of, source_of
 
 OnProgress = Callable[[int, int, float], None]
 OnStep = Callable[[Mapping[str, Any]], None]
@@ -37,15 +39,18 @@ followers: list[Callable[[RunSpec, int, int, float], None]] = []
 
 
 def run(
-    spec: RunSpec,
+    spec: RunSpec | Any,
     *,
     directory: str | Path | None = None,
     on_progress: OnProgress | None = None,
     on_step: OnStep | None = None,
     on_look: Callable[[], None] | None = None,
     program: Sequence[str] = WORKER,
+    **settings: Any,
 ) -> RunRecord:
     """Run one spec on real ranks and return its record, written into `directory`.
+
+    In place of a spec a model may be given (a `Workload`, a file, a preset's name) with `settings` of a RunSpec.
 
     Without a directory the record is in a temporary folder that is deleted when Python ends. One that holds an earlier
     record gets this one instead; one with other files and no record raises RecordError. `on_progress(step, total,
@@ -54,6 +59,7 @@ def run(
     rank that dies, raises, hangs or diverges, or a run longer than `spec.time_limit`, raises RanksFailed; its `.record`
     is the record of the failed run. `program` is what each rank executes, for workers other than the lab's own.
     """
+    spec = spec_for(spec, settings)
 
     def attempt() -> RunRecord:
         started = StartedRun(
@@ -86,10 +92,12 @@ class StartedRun:
         program: Sequence[str] = WORKER,
     ) -> None:
         self.spec = spec
+        check_code(spec)
+        self._source = source_of(spec.model).text if spec.own_model else None  # as it was when the run began
         self.folder = claim_folder(Path(directory) if directory is not None else temporary_folder("run"))
         self.mailbox = Mailbox(self.folder.absolute() / "ranks")  # ranks start in another folder
         self.mailbox.folder.mkdir(exist_ok=True)
-        write_whole(self.mailbox.folder / "spec.json", json.dumps(_reachable(spec)))
+        write_whole(self.mailbox.folder / "spec.json", json.dumps(reachable(spec)))
         look = _Follower(self.mailbox, spec, on_progress, on_step, on_look).look
         self._took_turns = False
         self._turns = Turns(self.mailbox, spec.processes) if in_turns else None
@@ -122,7 +130,7 @@ class StartedRun:
             self._turns.allow_all()
         self._watch(None)
         _end_ranks([self])
-        record = self._record(None).save()
+        record = self._saved(None)
         _tidy(self.mailbox)
         release_folder(self.folder)
         return record
@@ -141,9 +149,15 @@ class StartedRun:
             return self._ranks.watch(turns)
         except RanksFailed as failed:
             _end_ranks([self])
-            failed.record = self._record(failed).save()
+            failed.record = self._saved(failed)
             release_folder(self.folder)  # a run whose starter was lost is tried once more in the same folder
             raise
+
+    def _saved(self, failed: RanksFailed | None) -> RunRecord:
+        record = self._record(failed).save()
+        if self._source is not None:
+            write_whole(self.folder / MODEL_SOURCE, self._source)
+        return record
 
     def _record(self, failed: RanksFailed | None) -> RunRecord:
         record = _record(self.folder, self.spec, self.mailbox, failed)
@@ -199,14 +213,25 @@ class _Follower:
             follower(self._spec, self._told, self._spec.total_steps, loss)
 
 
-def _reachable(spec: RunSpec) -> dict[str, Any]:
+def reachable(spec: RunSpec) -> dict[str, Any]:
+    """The spec as ranks read it, which start in another folder."""
     text = str(Path(spec.text).expanduser().resolve()) if spec.text else None
-    return {**spec.as_dict(), "text": text}
+    model = str(Path(spec.model).expanduser().resolve()) if spec.own_model else spec.model
+    return {**spec.as_dict(), "text": text, "model": model}
 
 
 def _portable(spec: RunSpec) -> dict[str, Any]:
-    """The spec as a record keeps it: the text by its name only, since a path identifies a machine."""
-    return {**spec.as_dict(), "text": Path(spec.text).name if spec.text else None}
+    """The spec as a record keeps it: text and model by their names only, since a path identifies a machine."""
+    text = Path(spec.text).name if spec.text else None
+    return {**spec.as_dict(), "text": text, "model": name_of(spec.model)}
+
+
+def check_code(spec: RunSpec) -> None:
+    """ModelError, before any rank starts, where a file of one's own cannot be imported or has other than functions."""
+    if kind_of(spec.model) == FILE:
+        from fsdplab.workloads.own.reading import workload_in  # which imports torch
+
+        workload_in(Path(spec.model))
 
 
 def _record(folder: Path, spec: RunSpec, mailbox: Mailbox, failed: RanksFailed | None) -> RunRecord:
@@ -219,7 +244,9 @@ def _record(folder: Path, spec: RunSpec, mailbox: Mailbox, failed: RanksFailed |
     link = next((result["link"] for result in results.values()), None)
     summary = profile_summary(
         spec,
-        replace(summarise(spec, steps, ledger, memory), link=link and read(Link, link, "link")),
+        replace(
+            summarise(spec, steps, ledger, memory, _samples(mailbox, ranks)), link=link and read(Link, link, "link")
+        ),
         [result["profiled_s"] for result in results.values()],
         ledger,
         trace_tables,
@@ -242,10 +269,17 @@ def _record(folder: Path, spec: RunSpec, mailbox: Mailbox, failed: RanksFailed |
     )
 
 
+def _samples(mailbox: Mailbox, ranks: Iterable[int]) -> int | None:
+    """Samples of all ranks in their first step; None for a model that reads tokens."""
+    told = [line["samples"] for rank in ranks for line in read_lines(mailbox.of(rank, "workload"))]
+    return sum(told) if told and None not in told else None
+
+
 def _environment(spec: RunSpec, mailbox: Mailbox) -> dict[str, Any]:
     """The environment of rank 0; this process's if the ranks did not get that far."""
-    seen = read_lines(mailbox.of(0, "environment"))
-    return seen[0] if seen else capture_environment(spec.device_type)
+    seen, told = read_lines(mailbox.of(0, "environment")), read_lines(mailbox.of(0, "workload"))
+    environment = seen[0] if seen else capture_environment(spec.device_type)
+    return environment | ({"workload": told[0]} if told else {})
 
 
 def _provenance(spec: RunSpec) -> dict[str, str]:

@@ -20,6 +20,7 @@ from fsdplab.records import RunRecord
 from fsdplab.records.summary import Link, Peak, Steady
 from fsdplab.sessions.spec import RunSpec, SpecError
 from fsdplab.workloads.model_files import model_named
+from fsdplab.workloads.own.sources import is_own
 
 STEADY_CARD = "steady card"
 GIGAFLOPS = 60.0  # in fp32, about what a core or two reach
@@ -54,6 +55,8 @@ def steady(spec: RunSpec, gigaflops: float = GIGAFLOPS, schedule: Callable[[int]
 
 def why_not_steady(spec: RunSpec) -> str:
     """Why the steady card cannot show a run; "" where it can."""
+    if spec.own_model:
+        return "the steady card simulates presets, whose shapes are known, and not a model of one's own"
     if spec.link is None or spec.units not in ("auto", "block"):
         return (
             f"the steady card got link={spec.link!r} and units={spec.units!r}; expected a link such as '400MB/s' and"
@@ -76,7 +79,12 @@ def steady_step(spec: RunSpec) -> Steady:
 
 
 def spec_of(record: RunRecord) -> RunSpec | None:
-    """The spec of a recorded run, on Python's sources where its text is another; None where it could not run here."""
+    """The spec of a recorded run, on Python's sources where its text is another; None where it could not run here.
+
+    A record names a model of one's own, and nothing is read by that name.
+    """
+    if is_own(str(record.spec.get("model"))):
+        return None
     names = [each.name for each in fields(RunSpec) if each.name in record.spec]
     try:
         return RunSpec(**{name: record.spec[name] for name in names} | {"text": None})

@@ -25,9 +25,11 @@ Row = Mapping[str, Any]
 
 
 def summarise(
-    spec: RunSpec, steps: Sequence[Row], ledger: Sequence[Row], memory: Mapping[int, Mapping[str, Any]]
-) -> Summary:
-    """The summary of a record. `memory[rank]` holds bytes: `total`, `by_category`, `resident_growth`, `workspaces`.
+    spec: RunSpec, steps: Sequence[Row], ledger: Sequence[Row], memory: Mapping[int, Mapping[str, Any]],
+    samples: int | None = None,
+) -> Summary:  # fmt: skip
+    """The summary of a record. `memory[rank]` holds bytes: `total`, `by_category`, `resident_growth`, `workspaces`,
+    `samples` those of one step of all ranks, where a model of one's own reads no tokens.
 
     What was not measured is None: times of a run that ended before its timed steps, bytes sent by an engine without a
     ledger.
@@ -36,7 +38,8 @@ def summarise(
     worst = max(memory.values(), key=lambda peak: peak["total"], default=None)
     return Summary(
         step_time_s=times,
-        tokens_per_s=spec.tokens_per_rank * spec.world_size / times.median if times.median else None,
+        tokens_per_s=_a_second(spec.tokens_per_rank and spec.tokens_per_rank * spec.world_size, times.median),
+        samples_per_s=_a_second(samples, times.median),
         cpu_share=cpu_share(steps),
         peak_memory_bytes=Peak(worst["total"], worst["by_category"]) if worst else Peak(),
         memory_start_ns={rank: memory[rank]["start_ns"] for rank in sorted(memory)},
@@ -51,6 +54,10 @@ def summarise(
         losses=mean_losses(steps),
         card=None if spec.card is None else Card(spec.card, bool(worst and worst["total"] > spec.card)),
     )
+
+
+def _a_second(many: float | None, seconds: float | None) -> float | None:
+    return many / seconds if many and seconds else None
 
 
 def cpu_share(steps: Sequence[Row]) -> float | None:

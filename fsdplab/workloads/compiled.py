@@ -11,6 +11,7 @@ import importlib.util
 import os
 import shutil
 import sysconfig
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -33,9 +34,14 @@ def compile_blocks(model: nn.Module, backend: str = "inductor") -> nn.Module:
             f"{type(model).__name__} has no blocks to compile; expected a ModuleList called blocks with at least one"
             " module"
         )
-    for block in blocks:
-        block.__class__ = _compiled(block.__class__, backend)
+    compile_modules(blocks, backend)
     return model
+
+
+def compile_modules(modules: Iterable[nn.Module], backend: str = "inductor") -> None:
+    """Have each of these modules compiled at its first forward, as `compile_blocks` does for blocks."""
+    for module in modules:
+        module.__class__ = _compiled(module.__class__, backend)
 
 
 @cache

@@ -80,7 +80,7 @@ def initialise(model: GPT | Llama, seed: int = 0) -> GPT | Llama:
                 f"cannot initialise {name}: it is on the meta device and has no memory; call model.to_empty(device=...)"
                 " first"
             )
-        _fill(parameter, _initial_value(name, parameter.shape, model.config.layers, seed))
+        fill_parameter(parameter, _initial_value(name, parameter.shape, model.config.layers, seed))
     reset_buffers(model)
     return model
 
@@ -129,7 +129,8 @@ def _initial_value(name: str, shape: torch.Size, layers: int, seed: int) -> Tens
 
 
 @torch.no_grad()
-def _fill(parameter: nn.Parameter, value: Tensor) -> None:
+def fill_parameter(parameter: nn.Parameter, value: Tensor) -> None:
+    """Copy a whole value into a parameter; of a sharded one, each rank takes its own slice."""
     if not _is_dtensor(parameter):
         parameter.copy_(value)
         return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,16 +35,26 @@ class SideBySide:
 
     Each thread computes with modules of its own over the same parameters; gradients are still summed in rank order. For
     models on the CPU that draw no random numbers in their forward (threads would draw them in any order). `at_once`
-    gradients of the whole model live at a time.
+    gradients of the whole model live at a time. With `buffers` one rank is replayed after the other, each with its own.
     """
 
-    def __init__(self, model: nn.Module, at_once: int) -> None:
+    def __init__(self, model: nn.Module, at_once: int, buffers: BuffersByRank | None = None) -> None:
+        self._buffers = buffers
         self._model, self._others = model, [_over_same_parameters(model) for _ in range(at_once - 1)]
         self._threads = ThreadPoolExecutor(at_once)
 
     def replay_gradients(self, batches_by_rank: Sequence[Sequence[Batch]], loss_of: LossOf) -> float:
         """As the function above, on the model that was given."""
-        return _averaged(self._model, self._replayed(batches_by_rank, loss_of), len(batches_by_rank))
+        replayed = self._one_by_one if self._buffers is not None else self._replayed
+        return _averaged(self._model, replayed(batches_by_rank, loss_of), len(batches_by_rank))
+
+    def _one_by_one(
+        self, batches_by_rank: Sequence[Sequence[Batch]], loss_of: LossOf
+    ) -> Iterator[tuple[float, Gradients]]:
+        assert self._buffers is not None
+        for rank, batches in enumerate(batches_by_rank):
+            with self._buffers.of(rank):
+                yield _replay(self._model, batches, loss_of)
 
     def _replayed(
         self, batches_by_rank: Sequence[Sequence[Batch]], loss_of: LossOf
@@ -52,6 +63,36 @@ class SideBySide:
         for first in range(0, len(batches_by_rank), len(models)):
             some = batches_by_rank[first : first + len(models)]
             yield from self._threads.map(_replay, models, some, [loss_of] * len(some))
+
+
+class BuffersByRank:
+    """The buffers of a model, a set for each rank: a forward that changes them, as batch norm does, changes its own."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model, self._kept = model, dict[int, dict[tuple[nn.Module, str], torch.Tensor]]()
+        self._first = self._copied(self._now())
+
+    @contextmanager
+    def of(self, rank: int) -> Iterator[None]:
+        """Inside, the model has the buffers of `rank`; what its forward makes of them is kept for the next time."""
+        own = self._kept.get(rank) or self._copied(self._first)
+        for (module, name), tensor in own.items():
+            module._buffers[name] = tensor
+        yield
+        self._kept[rank] = self._now()
+
+    def _now(self) -> dict[tuple[nn.Module, str], torch.Tensor]:
+        return {
+            (module, name): tensor
+            for module in self._model.modules()
+            for name, tensor in module._buffers.items()
+            if tensor is not None
+        }
+
+    def _copied(self, found: dict[tuple[nn.Module, str], torch.Tensor]) -> dict[tuple[nn.Module, str], torch.Tensor]:
+        """One copy of each tensor, however many modules share it."""
+        copies = {id(tensor): tensor.clone() for tensor in found.values()}
+        return {place: copies[id(tensor)] for place, tensor in found.items()}
 
 
 def _over_same_parameters(model: nn.Module) -> nn.Module:

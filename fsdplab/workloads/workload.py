@@ -1,7 +1,7 @@
 """What a run trains, as one value: a model, each rank's batches, the loss, and the modules that are its units.
 
-Engines, the bench and the unsharded twin take a `Workload` and know nothing else of what they train; a preset on a text
-(`OnText`) is one kind of it.
+Engines, the bench and the unsharded twin take a `Task` and know nothing else of what they train. A preset on a text
+(`OnText`) is one kind of it, a model of one's own (`fsdplab.Workload`) another.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .models import block_types, build_model, loss_of
 from .text import ByteText
+from .units import Units, of_classes
 
 
 @dataclass(frozen=True)
@@ -30,20 +31,30 @@ class At:
     device: torch.device = torch.device("cpu")
 
     @property
+    def place(self) -> str:
+        """`seed/step/rank/micro-batch`, which no other batch has."""
+        return f"{self.seed}/{self.step}/{self.rank}/{self.micro_batch}"
+
+    @property
     def generator(self) -> torch.Generator:
         """Random numbers of this batch alone, from the CPU: the same on every device and in every run."""
-        text = f"{self.seed}/{self.step}/{self.rank}/{self.micro_batch}"
-        return torch.Generator(device="cpu").manual_seed(zlib.crc32(text.encode()))
+        return torch.Generator(device="cpu").manual_seed(zlib.crc32(self.place.encode()))
 
 
-class Workload(ABC):
+class Task(ABC):
     """A model to train and what it is trained on; every rank makes an equal one."""
 
     name: str
+    built_on_meta: bool = False  # whether an engine may shard what `build("meta", seed)` returns, and `fill` it then
+    draws: bool = False  # whether forward may draw random numbers or change buffers, as dropout and batch norm do
 
     @abstractmethod
     def build(self, device: torch.device | str, seed: int) -> nn.Module:
         """The model with values that `seed` alone sets; on the meta device its shapes."""
+
+    def fill(self, model: nn.Module, device: torch.device | str, seed: int) -> nn.Module:
+        """Give parameters on the meta device, whole or sharded, memory on `device` and their values."""
+        raise NotImplementedError(f"{self.name} is built whole")
 
     @abstractmethod
     def batch(self, at: At) -> Any:
@@ -53,9 +64,37 @@ class Workload(ABC):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """The mean loss of a batch, a scalar; the forward goes through `model(...)`, so hooks run."""
 
-    @abstractmethod
     def units(self, model: nn.Module) -> tuple[type[nn.Module], ...]:
         """The classes to shard, a unit for each instance."""
+        return tuple(dict.fromkeys(type(module) for module in self.found_units(model).modules))
+
+    def found_units(self, model: nn.Module) -> Units:
+        """The modules to shard as a unit each, and a sentence on how they were chosen."""
+        return of_classes(model, self.units(model))
+
+    def drawn(self, at: At) -> Any:
+        """One rank's micro-batch as `seeded_loss` takes it."""
+        return self.batch(at)
+
+    def seeded_loss(self, model: nn.Module, drawn: Any) -> Tensor:
+        """The loss of what `drawn` returned: the same on a rank and in the twin, whatever its forward draws."""
+        return self.loss(model, drawn)
+
+    def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer | None:
+        """The workload's own optimizer; None: the run's."""
+        return None
+
+    def tokens(self, drawn: Any) -> int | None:
+        """Tokens in a micro-batch; None where it has none."""
+        return None
+
+    def samples(self, drawn: Any) -> int | None:
+        """Samples in a micro-batch, where they are not tokens; None where that is unknown."""
+        return None
+
+    def notes(self, model: nn.Module) -> list[str]:
+        """Sentences on the model for the record."""
+        return []
 
     def data(self) -> list[Tensor]:
         """Tensors that batches are cut from: memory that no training needs."""
@@ -63,7 +102,7 @@ class Workload(ABC):
 
 
 @dataclass(frozen=True)
-class OnText(Workload):
+class OnText(Task):
     """A preset that learns to say the next byte of a text: `batch_size` sequences of `sequence_length` tokens."""
 
     name: str
@@ -86,6 +125,9 @@ class OnText(Workload):
 
     def units(self, model: nn.Module) -> tuple[type[nn.Module], ...]:
         return block_types(model)
+
+    def tokens(self, drawn: tuple[Tensor, Tensor]) -> int:
+        return drawn[0].numel()
 
     def data(self) -> list[Tensor]:
         return [self.text.data]

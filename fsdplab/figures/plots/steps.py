@@ -145,8 +145,9 @@ def _steady_words(simulated: list[RunView]) -> str:
 def _tokens(run: RunView) -> str:
     if run.traced:
         return "tokens are not in a trace"
-    tokens_per_s = run.summary.tokens_per_s
-    return f"{three_digits(tokens_per_s)} tokens/s" if tokens_per_s else "no throughput"
+    if run.summary.tokens_per_s:
+        return f"{three_digits(run.summary.tokens_per_s)} tokens/s"
+    return f"{three_digits(run.summary.samples_per_s)} samples/s" if run.summary.samples_per_s else "no throughput"
 
 
 def _conditions(shown: list[RunView]) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdplab.common.errors import RunError
 from fsdplab.common.processes import KILL, name_of, processor_seconds, send
-from fsdplab.sessions.launch.mailbox import Heartbeat, Mailbox, read_heartbeats, read_lines
+from fsdplab.sessions.launch.mailbox import BUILDING, Heartbeat, Mailbox, read_heartbeats, read_lines
 from fsdplab.sessions.launch.stacks import readable, waits_for_device, waits_for_others
 
 if TYPE_CHECKING:
@@ -38,6 +38,7 @@ class Failure:
     phase: str | None = None
     collective: str | None = None
     traceback: str | None = None
+    error: str | None = None  # what a rank raised, without its number
 
     def as_dict(self) -> dict[str, Any]:
         """All fields, JSON-able."""
@@ -195,7 +196,9 @@ def _raised(rank: int, post_mortem: PostMortem) -> Failure:
     if full:
         message += " Give a place with free space, and no limit on the size of files (ulimit -f)."
     traceback = None if full else note["traceback"]
-    return Failure(note["kind"], message, rank, note["step"], note["phase"], note["collective"], traceback)
+    return Failure(
+        note["kind"], message, rank, note["step"], note["phase"], note["collective"], traceback, note["error"]
+    )
 
 
 def _died(rank: int, post_mortem: PostMortem) -> Failure:
@@ -307,7 +310,9 @@ def _progress(heartbeat: Heartbeat) -> tuple[int, int]:
 
 
 def _where(step: int | None, phase: str | None) -> str:
-    return f" in step {step} ({phase})" if step is not None else ""
+    if step is not None:
+        return f" in step {step} ({phase})"
+    return f" while {phase}" if phase == BUILDING else ""
 
 
 def _after(position: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ from zlib import crc32
 AGENT_PID = "FSDPLAB_AGENT_PID"
 RANKS_STORE = "FSDPLAB_RANKS_STORE"
 NOT_FORKED = "FSDPLAB_NOT_FORKED"  # why torchrun starts these ranks, where they were to be forked if possible
+BUILDING = "building the model"  # the phase of a rank before its first step
 _HEARTBEAT_BYTES = 512  # a heartbeat with two names of the longest kind fits
 _LONGEST_NAME = 100
 _LOOKS = 5  # at a heartbeat; writing one takes microseconds

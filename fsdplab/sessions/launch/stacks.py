@@ -10,9 +10,16 @@ writes file names and line numbers only; it is cut to the main thread, and the s
 from __future__ import annotations
 
 import linecache
+import os
 import re
+import sysconfig
 import traceback
+from pathlib import Path
 
+from fsdplab.common.errors import UserError
+
+_LAB = str(Path(__file__).resolve().parents[2]) + os.sep  # the package's folder
+_INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _FRAME = re.compile(r'^\s+File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 _MOST_FRAMES = 8
 # Frames of the lab itself and of PyTorch's logging, which do not help a reader.
@@ -38,6 +45,32 @@ def of_exception(error: BaseException) -> str:
         link.stack = traceback.StackSummary.from_list(kept or list(link.stack))
         link = link.__cause__ or link.__context__
     return "".join(formatted.format())
+
+
+def of_own_code(error: BaseException) -> str:
+    """The traceback of an exception, from the first line of a user's code on and without the lab's frames below it.
+
+    An error that says all in its message has none; one that the user's code has no part in has that of `of_exception`.
+    """
+    if isinstance(error, UserError) and error.__cause__ is None:
+        return ""
+    formatted = traceback.TracebackException.from_exception(error)
+    link: traceback.TracebackException | None = formatted
+    while link is not None:
+        frames = list(link.stack)
+        own = [number for number, frame in enumerate(frames) if _is_own(frame.filename)]
+        if link is formatted and not own:
+            return of_exception(error)
+        if own:
+            kept = [each for each in frames[own[0] : own[-1]] if not each.filename.startswith(_LAB)]
+            link.stack = traceback.StackSummary.from_list([*kept, *frames[own[-1] :]])
+        link = link.__cause__ or link.__context__
+    return "".join(formatted.format())
+
+
+def _is_own(filename: str) -> bool:
+    """Whether a file is neither the lab's, nor Python's, nor an installed package's."""
+    return not filename.startswith((_LAB, *_INSTALLED, "<frozen"))
 
 
 def headline(error: BaseException) -> str:

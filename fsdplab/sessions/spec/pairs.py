@@ -16,8 +16,9 @@ from fsdplab.common.words import plural
 from fsdplab.workloads.shapes import PRESETS, preset
 
 from . import gpus
-from .choices import ENGINES, ON_SHARED_MEMORY, WITH_MUON
-from .rules import Rule
+from .choices import ENGINES, ON_SHARED_MEMORY, UNITS, WITH_MUON
+from .parts import NO_WIND_TUNNEL
+from .rules import Rule, near_matches
 
 _BYTES_OF_A_PROCESS = 250_000_000  # Python and torch before any model, measured
 
@@ -81,6 +82,8 @@ def least_bytes(spec: Any) -> int:
     Every rank builds the whole model before it shards it, and what a strategy shards is held once by all ranks
     together.
     """
+    if spec.own_model:  # its size is not known before it is built
+        return int(spec.processes * _BYTES_OF_A_PROCESS)
     shape = preset(spec.model)
     model, logits = 4 * shape.parameters, 4 * spec.batch_size * spec.sequence_length * shape.vocabulary
     copies = 1 if spec.row.cuts else spec.processes
@@ -94,7 +97,19 @@ def _too_large(spec: Any) -> str:
     )
 
 
+def _known_units(spec: Any) -> bool:
+    return spec.units in UNITS or (spec.own_model and str(spec.units).isidentifier())
+
+
+def _unknown_units(spec: Any) -> str:
+    more = ", or the name of a class of its modules" if spec.own_model else ""
+    return f"unknown units {spec.units!r}{near_matches(spec.units, UNITS)}; expected one of {', '.join(UNITS)}{more}"
+
+
 PAIRS = (
+    # ---- what a model can do
+    Rule(("units",), _known_units, _unknown_units, ""),
+    Rule(("emulate", "model"), lambda s: not (s.emulate and s.own_model), NO_WIND_TUNNEL, ""),
     # ---- what an engine can do
     Rule(
         ("strategy", "engine"), lambda s: s.strategy in ENGINES[s.engine], _cannot_do,

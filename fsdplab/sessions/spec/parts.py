@@ -6,8 +6,9 @@ The fields are also flags of the command line, with these help texts; so this fi
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fsdplab.common.fields import option
 from fsdplab.common.names import IN_GROUPS, STRATEGIES, STRATEGIES_IN_WORDS, STRATEGY_ROWS, StrategyRow, strategies_that
@@ -15,16 +16,35 @@ from fsdplab.planning.hardware import HardwareError, parse_cluster
 from fsdplab.planning.links import LinkError, parse_link
 from fsdplab.planning.windtunnel import TARGET_TOKENS, Target, WindTunnelError, card_for, wind_tunnel
 from fsdplab.workloads.errors import ModelError, TextError
+from fsdplab.workloads.own.sources import check_model, is_own, reads_text
 from fsdplab.workloads.shapes import preset
 
 from . import choices, gpus
-from .rules import Checked, Readable, Rule, Rules
+from .rules import Checked, Readable, Rule, Rules, SpecError
 
 # Step whose memory is measured: the first has made the optimizer's state and recorded the order of the units, so the
 # second is typical.
 MEMORY_STEP = 1
 _OFFLOADABLE = strategies_that(lambda row: row.can_offload)
+NO_WIND_TUNNEL = (
+    "emulate needs the model's size and traffic before it runs, which are not known of a model of one's own; give a"
+    " link instead"
+)
 _MANY = 10**9  # beyond such numbers a run is a mistake, or would overflow a seed or an index
+
+
+def _named(model: Any) -> Any:
+    """A path, or a `Workload`, which is written to a file for the ranks, as a text."""
+    if isinstance(model, os.PathLike):
+        return os.fspath(model)
+    if "torch" not in sys.modules:
+        return model
+    from fsdplab.workloads.own.carried import Workload, saved  # which import torch
+
+    try:
+        return saved(model) if isinstance(model, Workload) else model
+    except ModelError as error:
+        raise SpecError(str(error), "model") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,17 +57,31 @@ class WorkloadPart(Checked):
     128
     """
 
-    model: str = option("gpt-20m", "Preset: gpt-tiny, gpt-20m, gpt-25m, llama-tiny, llama-20m, gpt2, ...")
+    model: str = option(
+        "gpt-20m",
+        "Preset (gpt-tiny, gpt-20m, llama-20m, gpt2, ...), a Python file with model(), batch(at), loss(model, batch),"
+        " or a Hugging Face folder or config.json.",
+    )
     text: str | None = option(None, "Train on this file or folder; default: Python's own library sources.")
     seed: int = option(0, "Seed of weights and data.", least=0, most=2**63 - 1)
     batch_size: int = option(2, "Sequences that each rank reads in a micro-batch.", least=1, most=10**15)
     sequence_length: int = option(64, "Tokens in a sequence.", least=1)
     micro_batches: int = option(1, "Micro-batches a step (gradient accumulation).", least=1, most=_MANY)
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.model, str):  # the spec holds what JSON can hold
+            object.__setattr__(self, "model", _named(self.model))
+        super().__post_init__()
+
     @property
-    def tokens_per_rank(self) -> int:
-        """Tokens that one rank reads in one step."""
-        return self.batch_size * self.sequence_length * self.micro_batches
+    def own_model(self) -> bool:
+        """Whether the model is none of the presets: its parts are known to ranks only, once they have built it."""
+        return is_own(self.model)
+
+    @property
+    def tokens_per_rank(self) -> int | None:
+        """Tokens that one rank reads in one step; None where batches are a model's own."""
+        return self.batch_size * self.sequence_length * self.micro_batches if reads_text(self.model) else None
 
     def _read_text(self) -> None:
         if self.text is not None:
@@ -55,9 +89,13 @@ class WorkloadPart(Checked):
 
             ByteText.from_path(self.text).require(self.sequence_length)
 
+    def _require_length(self) -> None:
+        if not self.own_model:
+            preset(self.model).require_length(self.sequence_length)
+
     RULES: ClassVar[Rules] = (
-        Readable(("model",), lambda s: preset(s.model), (ModelError,)),
-        Readable(("sequence_length",), lambda s: preset(s.model).require_length(s.sequence_length), (ModelError,)),
+        Readable(("model",), lambda s: check_model(s.model), (ModelError,)),
+        Readable(("sequence_length",), _require_length, (ModelError,)),
         Readable(("text", "sequence_length"), _read_text, (TextError,)),
     )
 
@@ -73,8 +111,9 @@ class Sharding(Checked):
     shard_size: int | None = option(None, "Ranks of one shard group of hybrid_shard.", least=1)
     units: str = option(
         "auto",
-        "FSDP units: auto (each block), linear (each linear layer) or model (the whole model).",
-        one_of=choices.UNITS,
+        "FSDP units: auto (each block), linear (each linear layer), model (the whole model), or the name of a class of"
+        " a model of your own.",
+        known=choices.UNITS,
     )
     prefetch: int = option(1, "Units that the lab's engine gathers ahead; 0: none.", least=0, most=_MANY)
     offload: str = option(
@@ -166,6 +205,8 @@ class Network(Checked):
         target's.
         """
         assert self.target is not None and self.as_model is not None, "the network has no wind tunnel"
+        if workload.own_model:
+            raise SpecError(NO_WIND_TUNNEL, "emulate")
         here, there = preset(workload.model).parameters, preset(self.as_model).parameters
         return card_for(self.target, parameters_here=here, target_parameters=there, ranks=ranks)
 

@@ -45,7 +45,8 @@ class Rule:
     def check(self, spec: object) -> None:
         """SpecError unless the condition is fulfilled."""
         if not self.holds(spec):
-            raise SpecError(f"{_words(self.message, spec)}; {_words(self.remedy, spec)}", *self.fields)
+            told = filter(None, (_words(self.message, spec), _words(self.remedy, spec)))
+            raise SpecError("; ".join(told), *self.fields)
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,12 @@ class Checked:
 
 def check_value(
     name: str, got: object, default: object, *, one_of: Sequence[object] = (), least: int | None = None,
-    most: int | None = None, above: float | None = None, remark: str = "", help: str = "",
+    most: int | None = None, above: float | None = None, remark: str = "", help: str = "", known: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """SpecError unless the value of a field is what its `option` expects; a default is always allowed."""
+    """SpecError unless the value of a field is what its `option` expects; a default is always allowed.
+
+    `known` are values of a field that may have others.
+    """
     if one_of and got not in one_of:
         words = [str(word) for word in one_of]
         raise SpecError(f"unknown {name} {got!r}{near_matches(got, words)}; expected one of {', '.join(words)}", name)

@@ -12,25 +12,38 @@ engines do.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils._pytree import tree_map_only
 
-from fsdplab.sessions.spec import RunSpec, Sharding, WorkloadPart
+from fsdplab.sessions.launch.mailbox import BUILDING
+from fsdplab.sessions.spec import UNITS, RunSpec, Sharding, WorkloadPart
 from fsdplab.sessions.worker.optimizers import optimizer_of
+from fsdplab.sessions.worker.own_model import Tried, check_equal, facts_of, tried
 from fsdplab.sessions.worker.rank_process import RankContext
 from fsdplab.workloads import ByteText
-from fsdplab.workloads.compiled import compile_blocks
-from fsdplab.workloads.twin import SideBySide
-from fsdplab.workloads.workload import At, OnText, Workload
+from fsdplab.workloads.compiled import compile_modules
+from fsdplab.workloads.own.carried import workload_from
+from fsdplab.workloads.own.hugging_face import CausalLM
+from fsdplab.workloads.own.reading import workload_in
+from fsdplab.workloads.own.sources import FILE, HUGGING_FACE, VALUE, kind_of, source_of
+from fsdplab.workloads.twin import BuffersByRank, SideBySide
+from fsdplab.workloads.units import Units, named_class, of_classes
+from fsdplab.workloads.workload import At, OnText, Task
 
+_DDP_BUFFERS = (
+    "DDP sends rank 0's buffers to all ranks before each forward (its default), so where the loss depends on a buffer"
+    " that changes, its losses are not the twin's."
+)
 Accumulate = Callable[[bool], AbstractContextManager[Any]]
 LossOf = Callable[[nn.Module, Any], Tensor]
 TrainStep = Callable[[Sequence[Sequence[Any]]], float]
@@ -43,26 +56,37 @@ def _at_once(last: bool) -> AbstractContextManager[Any]:
 @dataclass(frozen=True)
 class Held:
     """A model as an engine holds it. A micro-batch is trained inside `accumulate(last)`: gradients travel with the last
-    one of a step.
+    one of a step. `notes` are sentences on how the engine treats this model.
     """
 
     model: nn.Module
     accumulate: Accumulate = _at_once
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class TrainingSetup:
     """A model ready to train. `train_step(batches)` does one whole step and returns its mean loss; `batches[i]` are the
-    micro-batches of the i-th rank that this process plays: one for every engine but the twin, which plays all.
+    micro-batches of the i-th rank that this process plays: one for every engine but the twin, which plays all. `facts`
+    are of a model of one's own, for its record.
     """
 
     model: nn.Module
     optimizer: Any
     train_step: TrainStep
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-def workload_of(part: WorkloadPart) -> Workload:
-    """What the run trains."""
+def workload_of(part: WorkloadPart) -> Task:
+    """What the run trains; of a model of one's own the same object each time, as its file is imported once."""
+    kind = kind_of(part.model)
+    if kind == FILE:
+        return workload_in(Path(part.model))
+    if kind == VALUE:
+        return workload_from(Path(part.model))
+    if kind == HUGGING_FACE:
+        source = source_of(part.model)
+        return CausalLM(source.name, source.path, _text(part.text), part.batch_size, part.sequence_length)
     return OnText(part.model, _text(part.text), part.batch_size, part.sequence_length)
 
 
@@ -72,27 +96,37 @@ def _text(path: str | None) -> ByteText:
     return ByteText.from_path(path) if path else ByteText.from_standard_library()
 
 
-def micro_batches(spec: RunSpec, workload: Workload, step: int, rank: int, device: torch.device) -> list[Any]:
-    """Those of one rank's step."""
+def micro_batches(spec: RunSpec, workload: Task, step: int, rank: int, device: torch.device) -> list[Any]:
+    """Those of one rank's step, as `seeded_loss` takes them."""
     at = partial(At, step, rank, spec.world_size, seed=spec.seed, device=device)
-    return [workload.batch(at(micro_batch=number)) for number in range(spec.micro_batches)]
+    return [workload.drawn(at(micro_batch=number)) for number in range(spec.micro_batches)]
 
 
 def build(spec: RunSpec, context: RankContext) -> TrainingSetup:
     """The setup of `spec.engine` on this rank; the weights depend on `spec.seed` alone."""
     workload = workload_of(spec)
-    model = workload.build(context.device, spec.seed)
+    context.heartbeat.enter(BUILDING)
+    late = workload.built_on_meta and spec.engine in ("lab", "torch-fsdp2")  # which take slices of it
+    model = workload.build("meta" if late else context.device, spec.seed)
+    if workload.draws and not late:
+        check_equal(model, context.device)
+    facts = facts_of(model, workload, units_of(spec, model, workload)) if spec.own_model else {}
     if spec.compile == "blocks" and spec.engine != "twin":  # the twin is what others are compared with
-        compile_blocks(model)
+        compile_modules(units_of(spec, model, workload).modules or [model])
     if spec.engine == "twin":
-        return _twin(spec, context, model, workload)
-    if spec.engine.startswith("deepspeed"):
-        return _deepspeed(spec, context, model, workload)
-    mine = held(spec, context.device, model, workload)
-    return _trained(context, mine, optimizer_of(spec, model, workload), workload)
+        setup = _twin(spec, context, model, workload)
+    elif spec.engine.startswith("deepspeed"):
+        setup = _deepspeed(spec, context, model, workload)
+    else:
+        mine = held(spec, context.device, model, workload)
+        if late:
+            workload.fill(mine.model, context.device, spec.seed)
+        setup = _trained(context, mine, optimizer_of(spec, model, workload), workload)
+        facts = facts and {**facts, "notes": [*facts["notes"], *mine.notes]}
+    return replace(setup, facts=facts)
 
 
-def held(spec: RunSpec, device: torch.device, model: nn.Module, workload: Workload) -> Held:
+def held(spec: RunSpec, device: torch.device, model: nn.Module, workload: Task) -> Held:
     """`model` in the hands of `spec.engine` (the lab's or one of torch's), over all ranks of the process group."""
     return _HOLDERS[spec.engine](spec, device, model, workload)
 
@@ -117,15 +151,15 @@ def one_step(
     return sum(losses[1:], losses[0])
 
 
-def _trained(context: RankContext, mine: Held, optimizer: torch.optim.Optimizer, workload: Workload) -> TrainingSetup:
+def _trained(context: RankContext, mine: Held, optimizer: torch.optim.Optimizer, workload: Task) -> TrainingSetup:
     def train_step(batches_by_rank: Sequence[Sequence[Any]]) -> float:
         (batches,) = batches_by_rank
-        return one_step(mine, optimizer, batches, workload.loss, context.heartbeat.enter).item()
+        return one_step(mine, optimizer, batches, workload.seeded_loss, context.heartbeat.enter).item()
 
     return TrainingSetup(mine.model, optimizer, train_step)
 
 
-def _lab(spec: RunSpec, device: torch.device, model: nn.Module, workload: Workload) -> Held:
+def _lab(spec: RunSpec, device: torch.device, model: nn.Module, workload: Task) -> Held:
     from fsdplab.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, shard_model
 
     policy = (
@@ -135,8 +169,8 @@ def _lab(spec: RunSpec, device: torch.device, model: nn.Module, workload: Worklo
     )
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if spec.offload == "cpu" else OffloadPolicy()
     sharded = shard_model(
-        model, spec.strategy, units=units_of(spec, model, workload), mesh=_mesh(spec, device), mp_policy=policy,
-        offload_policy=offload,
+        model, spec.strategy, units=_only(units_of(spec, model, workload).modules), mesh=_mesh(spec, device),
+        mp_policy=policy, offload_policy=offload,
         checkpoint=spec.checkpoint, prefetch=spec.prefetch, transport=spec.transport,
     )  # fmt: skip
 
@@ -149,11 +183,19 @@ def _lab(spec: RunSpec, device: torch.device, model: nn.Module, workload: Worklo
     return Held(sharded, announce)
 
 
-def units_of(spec: Sharding, model: nn.Module, workload: Workload) -> Literal["root"] | tuple[type[nn.Module], ...]:
-    """The `units` argument of `shard_model`."""
+def units_of(spec: Sharding, model: nn.Module, workload: Task) -> Units:
+    """The modules below the root that are units of the run."""
     if spec.units == "model":
-        return "root"
-    return (nn.Linear,) if spec.units == "linear" else workload.units(model)
+        return Units([], "The whole model is one unit, as asked.")
+    if spec.units == "linear":
+        return of_classes(model, (nn.Linear,))
+    return workload.found_units(model) if spec.units in UNITS else named_class(model, spec.units)
+
+
+def _only(modules: Sequence[nn.Module]) -> Literal["root"] | Callable[[str, nn.Module], bool]:
+    """The `units` argument of `shard_model`."""
+    chosen = {id(module) for module in modules}
+    return (lambda _, module: id(module) in chosen) if chosen else "root"
 
 
 def _mesh(spec: Sharding, device: torch.device) -> DeviceMesh:
@@ -164,23 +206,30 @@ def _mesh(spec: Sharding, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (replicas, spec.shard_size), mesh_dim_names=("replicate", "shard"))
 
 
-def _ddp(spec: RunSpec, device: torch.device, model: nn.Module, workload: Workload) -> Held:
+def _ddp(spec: RunSpec, device: torch.device, model: nn.Module, workload: Task) -> Held:
     from torch.nn.parallel import DistributedDataParallel
 
+    shown = Tried(unused=False, changes_buffers=False)  # a preset uses all of its parameters
+    if workload.draws:
+        shown = tried(model, workload, micro_batches(spec, workload, 0, dist.get_rank(), device)[0], device)
     seen = _Autocast(model, device.type) if spec.precision == "bf16" else model
-    replicated = DistributedDataParallel(seen, device_ids=None if device.type == "cpu" else [device.index])
-    return Held(replicated, lambda last: nullcontext() if last else replicated.no_sync())
+    replicated = DistributedDataParallel(
+        seen, device_ids=None if device.type == "cpu" else [device.index], find_unused_parameters=shown.unused
+    )
+    notes = (_DDP_BUFFERS,) if shown.changes_buffers else ()
+    return Held(replicated, lambda last: nullcontext() if last else replicated.no_sync(), notes)
 
 
-def _fsdp1(spec: RunSpec, device: torch.device, model: nn.Module, workload: Workload) -> Held:
+def _fsdp1(spec: RunSpec, device: torch.device, model: nn.Module, workload: Task) -> Held:
     from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from torch.distributed.fsdp.wrap import CustomPolicy
 
+    units = {id(module) for module in units_of(spec, model, workload).modules}
     mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if spec.precision == "bf16" else None
     sharded = FullyShardedDataParallel(
         model,
         sharding_strategy=ShardingStrategy[spec.row.torch_fsdp1],
-        auto_wrap_policy=ModuleWrapPolicy(set(workload.units(model))),
+        auto_wrap_policy=CustomPolicy(lambda module: id(module) in units),
         mixed_precision=mixed,
         device_id=device,
         use_orig_params=True,
@@ -188,7 +237,7 @@ def _fsdp1(spec: RunSpec, device: torch.device, model: nn.Module, workload: Work
     return Held(sharded)
 
 
-def _fsdp2(spec: RunSpec, device: torch.device, model: nn.Module, workload: Workload) -> Held:
+def _fsdp2(spec: RunSpec, device: torch.device, model: nn.Module, workload: Task) -> Held:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = (
@@ -202,24 +251,24 @@ def _fsdp2(spec: RunSpec, device: torch.device, model: nn.Module, workload: Work
         reshard_after_forward=None if spec.row.reshards_after_forward else False,
         mp_policy=policy,
     )
-    units = units_of(spec, model, workload)
-    for module in [module for module in model.modules() if units != "root" and isinstance(module, tuple(units))]:
+    for module in units_of(spec, model, workload).modules:
         shard(module)
     return Held(shard(model))
 
 
-def _twin(spec: RunSpec, context: RankContext, model: nn.Module, workload: Workload) -> TrainingSetup:
+def _twin(spec: RunSpec, context: RankContext, model: nn.Module, workload: Task) -> TrainingSetup:
     seen = _CastParameters(model) if spec.precision == "bf16" else model
     # a twin whose memory is measured computes on one thread: the profiler sees no other, and one set of gradients is
     # what it needs
-    spread = context.device.type == "cpu" and not spec.memory and hasattr(os, "sched_getaffinity")
-    replay = SideBySide(seen, min(spec.world_size, len(os.sched_getaffinity(0))) if spread else 1)
+    spread = context.device.type == "cpu" and not (spec.memory or workload.draws) and hasattr(os, "sched_getaffinity")
+    buffers = BuffersByRank(model) if workload.draws else None
+    replay = SideBySide(seen, min(spec.world_size, len(os.sched_getaffinity(0))) if spread else 1, buffers)
     optimizer = optimizer_of(spec, model, workload)
 
     def train_step(batches_by_rank: Sequence[Sequence[Any]]) -> float:
         context.heartbeat.enter("replay")
         played = [[(batch,) for batch in batches] for batches in batches_by_rank]
-        loss = replay.replay_gradients(played, workload.loss)
+        loss = replay.replay_gradients(played, workload.seeded_loss)
         context.heartbeat.enter("optimizer")
         optimizer.step()
         optimizer.zero_grad()
@@ -228,12 +277,12 @@ def _twin(spec: RunSpec, context: RankContext, model: nn.Module, workload: Workl
     return TrainingSetup(model, optimizer, train_step)
 
 
-def _deepspeed(spec: RunSpec, context: RankContext, model: nn.Module, workload: Workload) -> TrainingSetup:
+def _deepspeed(spec: RunSpec, context: RankContext, model: nn.Module, workload: Task) -> TrainingSetup:
     from fsdplab.sessions.worker.deepspeed_engine import deepspeed_setup
 
     stage = int(spec.engine.removeprefix("deepspeed-"))
     return TrainingSetup(
-        *deepspeed_setup(stage, spec, context, model, optimizer_of(spec, model, workload), workload.loss)
+        *deepspeed_setup(stage, spec, context, model, optimizer_of(spec, model, workload), workload.seeded_loss)
     )
 
 
@@ -258,10 +307,15 @@ class _CastParameters(nn.Module):
         self.model = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        low = {name: parameter.to(torch.bfloat16) for name, parameter in self.model.named_parameters()}
-        return torch.func.functional_call(self.model, low, args, kwargs)
+        low = {name: in_bf16(parameter)[0] for name, parameter in self.model.named_parameters()}
+        return torch.func.functional_call(self.model, low, *in_bf16(args, kwargs))
 
 
-_HOLDERS: dict[str, Callable[[RunSpec, torch.device, nn.Module, Workload], Held]] = {
+def in_bf16(*values: Any) -> Any:
+    """The values with all floating-point tensors in them cast to bfloat16, as sharding engines cast a unit's inputs."""
+    return tree_map_only(Tensor, lambda each: each.bfloat16() if each.is_floating_point() else each, values)
+
+
+_HOLDERS: dict[str, Callable[[RunSpec, torch.device, nn.Module, Task], Held]] = {
     "lab": _lab, "torch-ddp": _ddp, "torch-fsdp1": _fsdp1, "torch-fsdp2": _fsdp2,
 }  # fmt: skip

@@ -15,12 +15,15 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdplab.sessions.spec import RunSpec
-from fsdplab.workloads.workload import Workload
+from fsdplab.workloads.workload import Task
 
 
-def optimizer_of(spec: RunSpec, model: nn.Module, workload: Workload, engine: str = "") -> torch.optim.Optimizer:
-    """The optimizer of `spec` on the parameters of a model that its engine, or `engine`, holds."""
+def optimizer_of(spec: RunSpec, model: nn.Module, workload: Task, engine: str = "") -> torch.optim.Optimizer:
+    """The workload's own optimizer, or that of `spec`, on parameters as an engine (that of `spec`) holds them."""
     engine = engine or spec.engine
+    own = workload.optimizer([each for each in model.parameters() if each.requires_grad])
+    if own is not None:
+        return own
     if spec.optimizer == "muon":
         return _muon(spec, model, workload, engine)
     if spec.optimizer == "adamw-foreach":
@@ -41,10 +44,17 @@ def _by_block(model: nn.Module, units: tuple[type[nn.Module], ...]) -> list[dict
 
 
 def _blocks(model: nn.Module, units: tuple[type[nn.Module], ...]) -> list[list[nn.Parameter]]:
-    return [list(module.parameters()) for module in model.modules() if isinstance(module, units)]
+    """The parameters of each block; those of a block inside of another are the outer one's."""
+    taken: set[int] = set()
+    groups = []
+    for module in model.modules():
+        if isinstance(module, units):
+            groups.append([each for each in module.parameters() if id(each) not in taken])
+            taken |= {id(each) for each in module.parameters()}
+    return groups
 
 
-def _muon(spec: RunSpec, model: nn.Module, workload: Workload, engine: str) -> torch.optim.Optimizer:
+def _muon(spec: RunSpec, model: nn.Module, workload: Task, engine: str) -> torch.optim.Optimizer:
     """Muon of the matrices in units, AdamW of all else. Muon's updates have the size of AdamW's, so one learning rate
     fits both (Liu et al. 2025, arXiv 2502.16982).
     """

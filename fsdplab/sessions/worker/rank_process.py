@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -70,12 +70,14 @@ class RankContext:
 
 @contextmanager
 def rank_process(
-    folder: str, backend: str = "gloo", device: str | None = None, keep_issued: bool = False
-) -> Iterator[RankContext]:
+    folder: str, backend: str = "gloo", device: str | None = None, keep_issued: bool = False,
+    traceback_of: Callable[[BaseException], str] = of_exception,
+) -> Iterator[RankContext]:  # fmt: skip
     """Run the body as one rank of a process group (gloo or shm on the CPU, nccl on CUDA).
 
     The process ends after the body. `device` is "cuda" where the ranks of a gloo group compute on GPUs, "cuda:0" where
-    all share that one. `keep_issued`: the context lists all collectives.
+    all share that one. `keep_issued`: the context lists all collectives. `traceback_of` makes the text of a report of
+    the exception that ends the rank.
     """
     end_with_parent(int(os.environ[AGENT_PID]))
     mailbox, rank, world_size = Mailbox(Path(folder)), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -89,7 +91,7 @@ def rank_process(
         HeartbeatWriter(mailbox.of(rank, "heartbeat"), rank),
         [] if keep_issued else None,
     )
-    sys.excepthook = lambda kind, error, trace: _leave_note_and_end(context, error)
+    sys.excepthook = lambda kind, error, trace: _leave_note_and_end(context, error, traceback_of(error))
     dist.init_process_group(_known(backend), timeout=_GROUP_PATIENCE, **_meeting_place(rank, world_size))
     store = dist.distributed_c10d._get_default_store()
     store.set(_connected(rank), "")
@@ -174,8 +176,8 @@ def _answer_when_asked(mailbox: Mailbox, rank: int) -> None:
     faulthandler.register(signal.SIGUSR1, file=mailbox.of(rank, "stack").open("a"), all_threads=True)
 
 
-def _leave_note_and_end(context: RankContext, error: BaseException) -> None:
-    text, heartbeat = of_exception(error), asdict(context.heartbeat.last())
+def _leave_note_and_end(context: RankContext, error: BaseException, text: str) -> None:
+    heartbeat = asdict(context.heartbeat.last())
     kind = "diverged" if isinstance(error, Diverged) else "raised"
     where = {name: heartbeat[name] for name in ("step", "phase", "collective", "completed")}
     note = {
@@ -187,7 +189,7 @@ def _leave_note_and_end(context: RankContext, error: BaseException) -> None:
     }
     with suppress(OSError):  # on a full disk nobody can be told; the caller, which writes there too, says why
         context.write("failure", note)
-        sys.stderr.write(text)
+        sys.stderr.write(text or f"{headline(error)}\n")
     end_process(1)
 
 

@@ -15,7 +15,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -28,6 +28,7 @@ from fsdplab.profiling.intervals import EMPTY
 from fsdplab.profiling.memory.snapshot import memory_snapshot
 from fsdplab.profiling.profiler_rules import prepare_profiler
 from fsdplab.sessions.launch.mailbox import NOT_FORKED, RANKS_STORE
+from fsdplab.sessions.launch.stacks import of_exception, of_own_code
 from fsdplab.sessions.launch.turns import OwnTurns
 from fsdplab.sessions.spec import MEMORY_STEP, RunSpec
 from fsdplab.sessions.spec.sharing import carrier, nccl_variables
@@ -38,6 +39,7 @@ from fsdplab.sessions.worker.environment import capture_environment
 from fsdplab.sessions.worker.ledger import Ledger
 from fsdplab.sessions.worker.profiler import MEMORY_TRACE, RANGE, TRACE, StepProfiler, UnitStateLog, leave_analysis
 from fsdplab.sessions.worker.rank_process import Diverged, RankContext, rank_process
+from fsdplab.workloads.own.sources import source_of
 
 Build = Callable[[RunSpec, RankContext], TrainingSetup]
 
@@ -47,7 +49,8 @@ def main(folder: str, build_setup: Build = build) -> None:
     with open(f"{folder}/spec.json") as file:
         spec = RunSpec(**json.load(file))
     os.environ |= nccl_variables(spec)
-    with rank_process(folder, spec.backend, spec.device_type) as context:
+    told = of_own_code if spec.own_model else of_exception
+    with rank_process(folder, spec.backend, spec.device_type, traceback_of=told) as context:
         if context.rank == 0:
             context.write("environment", capture_environment(spec.device_type) | carrier(spec) | how_started())
         context.heartbeat.enter("build")
@@ -145,6 +148,8 @@ class Training:
         self.context.heartbeat.enter("data", step)
         asked = time.perf_counter()
         batches = self._batches(step)
+        if step == 0:
+            self._tell_of_the_model(batches)
         loading = time.perf_counter() - asked
         with around:
             before, start = core_time(), time.perf_counter()
@@ -152,7 +157,7 @@ class Training:
             seconds, after = time.perf_counter() - start, core_time()
         events.flush()
         self.ledger.write()
-        tokens = self.spec.tokens_per_rank * len(batches)
+        tokens = self._sum(self.workload.tokens, batches)
         row = {
             "rank": self.context.rank,
             "step": step,
@@ -165,8 +170,27 @@ class Training:
         }
         self.context.append("steps", row)
         if not math.isfinite(loss):
-            raise Diverged(f"the loss is {loss}; give a smaller learning_rate than {self.spec.learning_rate:g}")
+            raise Diverged(f"the loss is {loss}; {self._remedy}")
         return seconds
+
+    def _tell_of_the_model(self, batches: Sequence[Sequence[Any]]) -> None:
+        """What a model of one's own turned out to be, for the record."""
+        if not self.spec.own_model:
+            return
+        source = source_of(self.spec.model)
+        told = {"name": source.name, "kind": source.kind, "digest": source.digest, **self.setup.facts}
+        self.context.write("workload", {**told, "samples": self._sum(self.workload.samples, batches)})
+
+    def _sum(self, count: Callable[[Any], int | None], batches_by_rank: Sequence[Sequence[Any]]) -> int | None:
+        counts = [count(batch) for batches in batches_by_rank for batch in batches]
+        known = [each for each in counts if each is not None]
+        return sum(known) if len(known) == len(counts) else None
+
+    @property
+    def _remedy(self) -> str:
+        if self.spec.own_model:
+            return "give a smaller learning rate, or look for what is not finite in the model, its loss or this batch"
+        return f"give a smaller learning_rate than {self.spec.learning_rate:g}"
 
     def _measured_step(self, step: int) -> MemoryTimeline:
         recorder = MemoryRecorder(

@@ -1,0 +1,65 @@
+"""A Python file as a workload: it is imported once a process, and its functions are taken."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import traceback
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+from fsdplab.workloads.errors import ModelError
+
+from .value import Workload
+
+
+def workload_in(path: Path) -> Workload:
+    """The workload of a file with model(), batch(at), loss(model, batch); ModelError in one line where it has none."""
+    whole = path.expanduser().resolve()
+    return _workload_in(whole, whole.stat().st_mtime_ns)
+
+
+@cache
+def _workload_in(path: Path, changed_ns: int) -> Workload:
+    module = _imported(path)
+    given = {name: getattr(module, name, None) for name in ("model", "batch", "loss", "units", "optimizer")}
+    try:
+        return Workload(**given, name=path.name)  # type: ignore[arg-type]  # checked there
+    except ModelError as error:
+        raise ModelError(f"{path.name}: {error}") from None
+
+
+def _imported(path: Path) -> ModuleType:
+    """The module of a file, which finds the modules beside it; Python's own come first, as torch imports them later."""
+    name = path.stem if path.stem.isidentifier() and path.stem not in sys.modules else f"own_model_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # a file that ends in .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    beside_it(str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise ModelError(f"{path.name} cannot be imported: {_where(error, path)}") from error
+    return module
+
+
+def beside_it(folder: str) -> None:
+    """Let modules of `folder` be imported, after Python's own."""
+    if folder not in sys.path:
+        library = os.path.dirname(os.__file__)
+        behind = [
+            place for place, each in enumerate(sys.path) if each in (library, os.path.join(library, "lib-dynload"))
+        ]
+        sys.path.insert(max(behind, default=-1) + 1, folder)
+
+
+def _where(error: BaseException, path: Path) -> str:
+    """`line 3, NameError: name 'x' is not defined`: the last line of the file itself that was reached."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    message = str(error).strip().partition("\n")[0]
+    said = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    return f"line {lines[-1]}, {said}" if lines else said

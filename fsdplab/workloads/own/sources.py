@@ -1,0 +1,163 @@
+"""What a `--model` names: a preset, a Python file, a folder of Hugging Face, or a file with a notebook's workload.
+
+Nothing here runs a user's code or imports torch: a request is checked, and a record says what was trained.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdplab.common.files import read_file
+from fsdplab.workloads.errors import ModelError
+from fsdplab.workloads.shapes import SHAPES, preset
+
+PRESET, FILE, HUGGING_FACE, VALUE = "preset", "file", "hugging face", "value"
+CARRIED = ".workload"  # ends the name of a file with a workload of a notebook
+NEEDED = ("model", "batch", "loss")
+_LARGEST = 10**7  # bytes of a source
+_HOW = "expected a Python file with model(), batch(at) and loss(model, batch)"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model of one's own comes from: its kind, its file, and the name that tables show."""
+
+    kind: str
+    path: Path
+    name: str
+
+    @property
+    def text(self) -> str:
+        """What a record keeps: the file's own text, or the sources of a notebook's functions and classes."""
+        kept = self.path.with_suffix(".txt") if self.kind == VALUE else self.path
+        return read_file(kept, _LARGEST).decode(errors="replace")
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hex digits that differ when the file does; modules that it imports have no part in them."""
+        if self.kind == VALUE:
+            return self.path.name.removesuffix(CARRIED).rpartition("-")[2]
+        return hashlib.blake2b(read_file(self.path, 10**10), digest_size=8).hexdigest()
+
+
+def is_own(model: str) -> bool:
+    """Whether `model` is somebody's own, of which no shape is known; not a preset's name."""
+    return kind_of(model) != PRESET
+
+
+def reads_text(model: str) -> bool:
+    """Whether a run's text is what the model learns: a preset's or a Hugging Face model's batches are its tokens."""
+    return kind_of(model) in (PRESET, HUGGING_FACE)
+
+
+def kind_of(model: str) -> str:
+    """What `model` names, by its spelling and by what is there; a name without a suffix or a slash is a preset."""
+    if model.endswith(".py"):
+        return FILE
+    if model.endswith(CARRIED):
+        return VALUE
+    if "\0" in model or model in SHAPES:
+        return PRESET
+    return HUGGING_FACE if model.endswith(".json") or "/" in model or Path(model).is_dir() else PRESET
+
+
+def source_of(model: str) -> Source:
+    """The source of a model of one's own; ModelError says in one line what is missing or wrong in its file."""
+    kind, path = kind_of(model), Path(model).expanduser()
+    if kind == FILE:
+        _check_python(path)
+        return Source(kind, path, path.name)
+    if kind == VALUE:
+        return Source(kind, path, path.name.removesuffix(CARRIED).rpartition("-")[0])
+    config = path / "config.json" if path.is_dir() else path
+    if not config.is_file():
+        raise ModelError(_no_config(model, path))
+    _check_config(config)
+    return Source(kind, config, config.resolve().parent.name if config.name == "config.json" else config.stem)
+
+
+def check_model(model: object) -> None:
+    """ModelError unless `model` names a preset, or a source that can be read; none of its code runs."""
+    if not isinstance(model, str) or not is_own(model):
+        _check_preset(model)
+    else:
+        source_of(model)
+
+
+def name_of(model: str) -> str:
+    """What a table and a record call a model: never a path, which identifies a machine."""
+    return source_of(model).name if is_own(model) else model
+
+
+def _check_preset(model: object) -> None:
+    if isinstance(model, str) and "\0" not in model and model not in SHAPES:
+        if Path(f"{model}.py").is_file():
+            raise ModelError(f"unknown model {model!r}: did you mean the file {model}.py?")
+        if Path(model).is_file():
+            raise ModelError(f"the model {model} is a file that is no Python file (.py) and no config.json; {_HOW}")
+    preset(model)  # type: ignore[arg-type]  # which raises for what is no text
+
+
+def _check_config(path: Path) -> None:
+    """ModelError unless `path` is JSON that names a model."""
+    try:
+        content = json.loads(read_file(path, _LARGEST))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read: {error}; expected the config.json of a Hugging Face model") from None
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        raise ModelError(f"{path} names no model_type; expected the config.json of a Hugging Face model")
+
+
+def _no_config(model: str, path: Path) -> str:
+    if path.is_dir():
+        return f"the folder {model} holds no config.json, so it is no model of Hugging Face; {_HOW}, or that folder"
+    return f"there is no file {model}; {_HOW}, a Hugging Face folder or its config.json, or a preset such as gpt-20m"
+
+
+def _check_python(path: Path) -> None:
+    if path.is_dir():
+        raise ModelError(f"{path} is a folder; {_HOW}")
+    try:
+        text = read_file(path, _LARGEST)
+    except FileNotFoundError:
+        raise ModelError(f"there is no file {path}; {_HOW}") from None
+    except OSError as error:
+        raise ModelError(f"cannot read {path}: {error}; {_HOW}") from error
+    try:
+        tree = ast.parse(text, str(path))
+    except SyntaxError as error:
+        raise ModelError(f"{path}, line {error.lineno}: {error.msg}; mend the file") from None
+    except ValueError as error:  # bytes that are no text
+        raise ModelError(f"{path} is no Python source: {error}; {_HOW}") from None
+    defined = set(_defined(tree.body))
+    if missing := [name for name in NEEDED if name not in defined and "*" not in defined]:
+        raise ModelError(f"{path} defines no {' and no '.join(missing)}{_instead(defined)}; {_HOW}")
+
+
+def _instead(defined: set[str]) -> str:
+    """What to do about a file that has its own step in place of a loss."""
+    if not defined & {"step", "training_step", "train_step"}:
+        return ""
+    return (
+        " (a step of one's own, such as a GAN's two losses, is none that the lab trains: give one loss, or record the"
+        " training program itself)"
+    )
+
+
+def _defined(statements: list[ast.stmt]) -> list[str]:
+    """The names that a module's statements define; "*" where they import all names of another."""
+    found: list[str] = []
+    for each in statements:
+        if isinstance(each, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.append(each.name)
+        elif isinstance(each, (ast.Import, ast.ImportFrom)):
+            found += [alias.asname or alias.name for alias in each.names]
+        elif isinstance(each, (ast.If, ast.Try, ast.With)):
+            found += ["*"]  # which of its statements run is known when they do
+        else:
+            found += [node.id for node in ast.walk(each) if isinstance(node, ast.Name)]
+    return found

@@ -1,0 +1,230 @@
+"""A model of one's own as a value: `fsdplab.Workload(model=..., batch=..., loss=...)`, of functions and classes.
+
+What a run needs beside them is done here: seeds that make ranks and the twin draw equal numbers, one scalar of several
+losses, units where none are named, and errors that say what a function returned and what is expected.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fsdplab.common.words import plural
+from fsdplab.workloads.errors import ModelError
+from fsdplab.workloads.units import Units, count_words, of_classes, repeated_block
+from fsdplab.workloads.workload import At, Task
+
+
+class Drawn(NamedTuple):
+    """A micro-batch and where it belongs, so that its loss draws the same random numbers wherever it is computed."""
+
+    at: At
+    content: Any
+
+
+class Workload(Task):
+    """A model of one's own and what it learns: `Workload(model=make, batch=draw, loss=loss_of)`.
+
+    `model()` returns an nn.Module, built on the device that is current; `batch(at)` one rank's micro-batch, of anything
+    that `loss` takes, from `at.generator` (or `at.step`, `at.rank`, `at.world_size`, `at.micro_batch`, `at.seed`),
+    moved to `at.device`; `loss(model, batch)` a scalar, or several of which the sum is trained. `units` are the
+    classes to shard; None: the repeated block is found. `optimizer(parameters)` returns an optimizer; None: AdamW.
+    ModelError says what is of the wrong kind.
+    """
+
+    draws = True
+
+    def __init__(
+        self,
+        model: Callable[[], nn.Module],
+        batch: Callable[[At], Any],
+        loss: Callable[[Any, Any], Any],
+        units: Sequence[type[nn.Module]] | None = None,
+        optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None = None,
+        name: str | None = None,
+    ) -> None:
+        given: dict[str, Callable[..., Any]] = {"model": model, "batch": batch, "loss": loss}
+        if optimizer is not None:
+            given["optimizer"] = optimizer
+        for what, function in given.items():
+            if not callable(function) or isinstance(function, nn.Module):
+                raise ModelError(f"{what} is {_kind(function)}; expected a function{_HINTS.get(what, '')}")
+        named = getattr(model, "__name__", type(model).__name__)
+        self.name = name or ("own model" if named in ("model", "<lambda>") else named)
+        self.given_units = _checked_units(units)
+        self._functions = given
+
+    def __repr__(self) -> str:
+        return f"Workload({self.name})"
+
+    @property
+    def functions(self) -> dict[str, Callable[..., Any]]:
+        """The functions that were given, by name."""
+        return dict(self._functions)
+
+    def build(self, device: torch.device | str, seed: int) -> nn.Module:
+        """`model()` from one seed on `device`, in the mode of training; torch's generators stay as they were."""
+        with _seeded(seed), torch.device(device):
+            built = self._functions["model"]()
+        if not isinstance(built, nn.Module):
+            raise ModelError(f"model() returned {_kind(built)}; expected an nn.Module")
+        if not any(parameter.requires_grad for parameter in built.parameters()):
+            raise ModelError("model() has no parameter that requires a gradient; expected at least one to train")
+        built = built.to(device) if torch.device(device).type != "meta" else built
+        return _without_whole_compile(built).train()
+
+    def batch(self, at: At) -> Any:
+        return self._functions["batch"](at)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        return one_scalar(self._functions["loss"](model, batch))
+
+    def drawn(self, at: At) -> Drawn:
+        return Drawn(at, self.batch(at))
+
+    def seeded_loss(self, model: nn.Module, drawn: Drawn) -> Tensor:
+        """The loss, with torch's generators seeded by the micro-batch: dropout is equal on a rank and in the twin."""
+        torch.manual_seed(zlib.crc32(f"loss/{drawn.at.place}".encode()))
+        return self.loss(model, drawn.content)
+
+    def found_units(self, model: nn.Module) -> Units:
+        return repeated_block(model) if self.given_units is None else of_classes(model, self.given_units)
+
+    def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer | None:
+        """The optimizer of one's own; None where none was given."""
+        make = self._functions.get("optimizer")
+        if make is None:
+            return None
+        made = make(parameters)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise ModelError(f"optimizer(parameters) returned {_kind(made)}; expected one torch.optim.Optimizer")
+        return made
+
+    def samples(self, drawn: Drawn) -> int | None:
+        """The first size of the first tensor in a batch; None where it has none."""
+        first = next((each for each in _tensors(drawn.content) if each.dim()), None)
+        return None if first is None else len(first)
+
+    def notes(self, model: nn.Module) -> list[str]:
+        """What is said of a model beside its units."""
+        told = [f"{self.name} has {count_words(model)}."]
+        norms = [each for each in model.modules() if isinstance(each, _BATCH_NORM) and each.track_running_stats]
+        if norms:
+            told.append(
+                f"Running statistics of {plural(len(norms), 'batch norm')} are each rank's own, as in training without"
+                " SyncBatchNorm; the twin keeps a set for each rank."
+            )
+        if getattr(model, "_fsdplab_was_compiled", False):
+            told.append("torch.compile of the whole model was left out: with --compile blocks each unit is compiled.")
+        return told
+
+
+_HINTS = {
+    "model": " that returns an nn.Module, such as a class or lambda: Net(64); a module itself would be trained by all"
+    " runs one after the other",
+    "batch": " of at, which has a generator, a step and a rank",
+    "loss": " of the model and a batch",
+    "optimizer": " of a list of parameters",
+}
+_BATCH_NORM = (nn.modules.batchnorm._BatchNorm,)
+
+
+def one_scalar(value: Any) -> Tensor:
+    """The scalar to differentiate: the loss itself, what is called `loss` in a dict or an output, or else the sum of
+    several.
+    """
+    named = value.get("loss") if isinstance(value, Mapping) else getattr(value, "loss", None)
+    if isinstance(named, Tensor):
+        return _scalar(named)
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)) and value:
+        scalars = [_scalar(each) for each in value]
+        return sum(scalars[1:], scalars[0])
+    return _scalar(value)
+
+
+def _scalar(value: Any) -> Tensor:
+    if not isinstance(value, Tensor) or value.numel() != 1 or value.is_complex():
+        raise ModelError(
+            f"loss(model, batch) returned {_kind(value)}; expected a scalar tensor, such as .mean(), or a dict or tuple"
+            " of them"
+        )
+    if torch.is_grad_enabled() and not value.requires_grad:
+        raise ModelError(
+            "loss(model, batch) returned a tensor without a gradient (requires_grad is False); expected one that is"
+            " computed by model(...), without .item(), .detach() or torch.no_grad()"
+        )
+    return value.reshape(())
+
+
+def _kind(value: Any) -> str:
+    """`a tensor of shape [4, 2]`, `None`, `an int` or `a Net`."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)} and dtype {str(value.dtype).removeprefix('torch.')}"
+    if value is None:
+        return "None"
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def _checked_units(units: Any) -> tuple[type[nn.Module], ...] | None:
+    if units is None:
+        return None
+    if isinstance(units, type):
+        units = [units]
+    if isinstance(units, (str, Mapping)) or not isinstance(units, (Sequence, set, frozenset)):
+        raise ModelError(f"units is {_kind(units)}; expected a list of module classes, such as units = [Block]")
+    for each in units:
+        if not (isinstance(each, type) and issubclass(each, nn.Module)):
+            raise ModelError(f"units has {_kind(each)}; expected classes of modules, such as units = [Block]")
+    return tuple(units)
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Python's, numpy's and torch's random numbers from one seed, and as they were afterwards."""
+    numpy = sys.modules.get("numpy")
+    before, numbers = random.getstate(), None if numpy is None else numpy.random.get_state()
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        random.seed(seed)
+        if numpy is not None:
+            numpy.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            random.setstate(before)
+            if numpy is not None:
+                numpy.random.set_state(numbers)
+
+
+def _without_whole_compile(model: nn.Module) -> nn.Module:
+    """The model without torch.compile around all of it: an engine's hooks lie between its units."""
+    plain = getattr(model, "_orig_mod", model)
+    compiled = [each for each in plain.modules() if getattr(each, "_compiled_call_impl", None) is not None]
+    for each in compiled:
+        each._compiled_call_impl = None
+    if plain is not model or compiled:
+        plain._fsdplab_was_compiled = True
+    return plain
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for each in value.values():
+            yield from _tensors(each)
+    elif isinstance(value, (tuple, list)):
+        for each in value:
+            yield from _tensors(each)
