@@ -22,7 +22,7 @@ from fsdplab.common.machine import free_memory
 from fsdplab.common.sizes import size
 from fsdplab.records import RunRecord, known
 from fsdplab.records.summary import Link
-from fsdplab.sessions.launch.failure_report import RanksFailed, StarterLost
+from fsdplab.sessions.launch.failure_report import Failure, RanksFailed, StarterLost
 from fsdplab.sessions.launch.launcher import starts_elsewhere
 from fsdplab.sessions.launch.turns import fifos_in
 from fsdplab.sessions.run_and_record import WORKER, OnStep, StartedRun, end_runs, run
@@ -183,7 +183,7 @@ class _Comparison:
         """Raise the failure of a model of one's own where the first two runs failed alike before their first step's
         end: all others would too.
         """
-        self._errors[number] = failed.report.error if not failed.report.step else None
+        self._errors[number] = failed.report.error if _is_the_models(failed.report) else None
         alike = self._errors.get(0) is not None and self._errors.get(0) == self._errors.get(1)
         if alike and self._specs[number].own_model and len(self._specs) > 2:
             raise failed
@@ -233,6 +233,12 @@ class _Comparison:
     def _note(self, sentence: str) -> None:
         if self._callbacks.on_note is not None and len(self._specs) > 1:
             self._callbacks.on_note(sentence)
+
+
+def _is_the_models(report: Failure) -> bool:
+    """Whether a run failed before its first step's end by other than an engine, which is in its traceback's last frame."""
+    frames = [line for line in (report.traceback or "").splitlines() if line.lstrip().startswith("File ")]
+    return not report.step and not (frames and "/fsdplab/" in frames[-1])
 
 
 def _are_timed(specs: Sequence[RunSpec]) -> bool:

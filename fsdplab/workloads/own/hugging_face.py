@@ -48,11 +48,10 @@ class CausalLM(Task):
         """The model with values on `device`; on the meta device its parameters alone are there, for `fill`."""
         transformers = _transformers()
         with torch.random.fork_rng(), _parameters_on_meta(), WithoutValues(), _plainly():
-            found = transformers.AutoConfig.from_pretrained(
-                self.config.parent if _is_usual(self.config) else self.config
-            )
+            where = self.config.parent if self.config.name == "config.json" else self.config
+            found = transformers.AutoConfig.from_pretrained(where, local_files_only=True, trust_remote_code=False)
             self._check(found)
-            model = transformers.AutoModelForCausalLM.from_config(found)
+            model = transformers.AutoModelForCausalLM.from_config(found, trust_remote_code=False)
         model.train()
         return model if torch.device(device).type == "meta" else self.fill(model, device, seed)
 
@@ -144,10 +143,6 @@ def _plainly() -> Iterator[None]:
         raise ModelError(
             f"transformers cannot build a causal language model of this configuration: {type(error).__name__}: {said}"
         ) from error
-
-
-def _is_usual(config: Path) -> bool:
-    return config.name == "config.json"
 
 
 @contextmanager
