@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from fsdplab.common.names import CATEGORIES
-from fsdplab.engine import shard_model
+from fsdplab.engine import events, shard_model
 from fsdplab.planning.lab_memory import MicroBatch, StepChoices, memory_of_step, peak_of_step
+from fsdplab.planning.recorded_plan import recorded_traffic
 from fsdplab.profiling import MemoryRecorder, TagLog
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.formula import lab_run
@@ -35,9 +36,9 @@ def predicted(name: str, strategy: str) -> dict[str, int]:
     return peak_of_step(StepChoices(strategy=strategy, shards=shards, replicas=RANKS // shards), recorded(name))
 
 
-def measured(name: str, strategy: str) -> dict[str, int]:
-    """The same on one of the ranks that train; called on each."""
-    workload, device = OwnModel(name), torch.device("cpu")
+def measured(name: str, strategy: str) -> tuple[dict[str, int], int]:
+    """The same on one of the ranks that train, and the bytes that it sends in a step; called on each."""
+    workload, device, sent = OwnModel(name), torch.device("cpu"), []
     with TagLog() as tags:
         model = workload.build(device, 0)
         shard_model(model, strategy, units=tuple(workload.file.units), transport="shm")
@@ -46,11 +47,14 @@ def measured(name: str, strategy: str) -> dict[str, int]:
             batch = workload.batch(At(step, torch.distributed.get_rank(), RANKS))
             if step == 3:
                 recorder = MemoryRecorder(model=model, optimizer=optimizer, engine="lab", device=device, tags=tags)
+                unsubscribe = events.subscribe(lambda event: sent.append(getattr(event, "wire_bytes", 0)))
                 with recorder:
                     _train(workload, model, optimizer, batch)
             else:
                 _train(workload, model, optimizer, batch)
-    return {category: recorder.timeline.peak[category] for category in CATEGORIES}
+    events.flush()
+    unsubscribe()
+    return {category: recorder.timeline.peak[category] for category in CATEGORIES}, sum(sent)
 
 
 def _train(workload, model, optimizer, batch) -> None:
@@ -62,8 +66,9 @@ def _train(workload, model, optimizer, batch) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_memory_of_models_that_are_no_language_models(ranks, name):
     for strategy in STRATEGIES:
-        expected = ranks(RANKS, measured, name, strategy)[0]
+        expected, sent = ranks(RANKS, measured, name, strategy)[0]
         found = sum(predicted(name, strategy).values())
+        assert sum(row.step_bytes for row in recorded_traffic(recorded(name), strategy, RANKS)) == sent
         assert found == pytest.approx(sum(expected.values()), rel=0.03), (strategy, predicted(name, strategy), expected)
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from fsdplab import cli
 from fsdplab.planning import plan
 from fsdplab.planning.plan_spec import PlanError
 from fsdplab.planning.plan_traffic import bytes_by_axis
@@ -40,6 +44,16 @@ def test_of_any_model_it_has_memory_traffic_and_seconds(name):
     assert answer["fits"] and answer["memory_bytes"]["total"] > 2**30
     assert answer["comm_bytes_per_step"]["shard"] > 0 and answer["step_time_s"] > answer["compute_s"] > 0
     assert "recording of one micro-batch" in answer["provenance"]
+
+
+def test_the_command_plans_a_file(capsys):
+    file = Path(__file__).parent / "own_models" / "convolutions.py"
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", "step", "--model", str(file), "--world-size", "64", "--json", "-"])
+    answer = json.loads(capsys.readouterr().out)
+    assert ended.value.code == 0
+    assert answer["model"] == "convolutions.py" and answer["gpus"] == 64 and answer["parameters"] == 1_228_042
+    assert answer["memory_bytes"]["by_category"]["activations"] > 0 and "recording" in answer["provenance"]
 
 
 @pytest.mark.parametrize(

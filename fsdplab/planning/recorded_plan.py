@@ -14,6 +14,7 @@ from typing import Any
 from fsdplab.common.names import CATEGORIES
 from fsdplab.workloads.shapes import ModelShape
 
+from .efficiency import Efficiency, efficiency_of
 from .hardware import find_gpu
 from .lab_memory import MicroBatch, StepChoices, rest_and_peak
 from .memory import FRAMEWORK_BYTES, Memory, Moment
@@ -51,6 +52,23 @@ def recorded_spec(name: str, gpu: str, **choices: Any) -> PlanSpec:
             f" {', '.join(_CHECKPOINTINGS)}, and fp32 or bf16"
         )
     return spec
+
+
+def recorded_traffic(
+    recording: MicroBatch, strategy: str, ranks: int, replicas: int = 1, micro_batches: int = 1
+) -> list[Traffic]:
+    """The collectives of a step by the formula: all parameters are gathered, those that are trained are reduced."""
+    found: list[Traffic] = []
+    for name, unit in recording.units.items():
+        trained = [each for each in unit if each.trained]
+        for parameters, gathers in ((unit, True), (trained, False)):
+            shapes = UnitShapes(name, tuple((each.name, each.shape) for each in parameters))
+            rows = step_traffic(
+                [shapes], strategy, ranks, param_itemsize=max((each.computes for each in unit), default=4),
+                micro_batches=micro_batches, replicas=replicas,
+            )  # fmt: skip
+            found += [row for row in rows if (row.kind == "all_gather") == gathers and row.wire_bytes]
+    return found
 
 
 @dataclass(frozen=True)
@@ -92,16 +110,10 @@ class RecordedPlan:
     @cached_property
     def traffic(self) -> tuple[AxisTraffic, ...]:
         """Collectives of a step, a row a unit and kind."""
-        spec, found = self.spec, list[Traffic]()
-        for name, unit in self.recording.units.items():
-            every = UnitShapes(name, tuple((each.name, each.shape) for each in unit))
-            trained = UnitShapes(name, tuple((each.name, each.shape) for each in unit if each.trained))
-            for shapes, gathers in ((every, True), (trained, False)):
-                rows = step_traffic(
-                    [shapes], spec.strategy, spec.shards * spec.replicas, param_itemsize=spec.param_bytes,
-                    reduce_itemsize=spec.reduce_bytes, micro_batches=spec.grad_accum, replicas=spec.replicas,
-                )  # fmt: skip
-                found += [row for row in rows if (row.kind == "all_gather") == gathers and row.wire_bytes]
+        spec = self.spec
+        found = recorded_traffic(
+            self.recording, spec.strategy, spec.shards * spec.replicas, spec.replicas, spec.grad_accum
+        )
         return tuple(on_axis(row, row.unit, 1, spec) for row in found)
 
     @cached_property
@@ -117,6 +129,11 @@ class RecordedPlan:
         compute_s = count * sum(unit.forward_s + unit.backward_s for unit in work.units) + work.optimizer_s
         alone_s = sum(row.count * transfer_of(self.spec, row).seconds for row in self.traffic)
         return StepTime(step_s, compute_s, alone_s, step_s - compute_s)
+
+    @property
+    def efficiency(self) -> Efficiency | None:
+        """What part of the data sheet's FLOP/s products are taken to reach, and where that is from."""
+        return efficiency_of(self.spec.gpu) if has_known_flops(self.spec.gpu) else None
 
     def work(self) -> StepWork:
         """What the units compute and send."""

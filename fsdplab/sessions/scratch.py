@@ -65,12 +65,17 @@ def taken_by(func: Any, args: tuple, result: Any) -> Taken:
 
 @lru_cache(maxsize=512)
 def _tried(func: Any, leaves: tuple, tree: TreeSpec) -> Taken:
-    """Run it once; the first result's bytes count as its storage has them."""
-    with unset_fake_temporarily(), torch.enable_grad():  # oneDNN keeps what a backward needs
-        args = tree_unflatten([x.make() if isinstance(x, _Like) else x for x in leaves], tree)
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-            result = func(*args)
-        results = tuple(x.untyped_storage().nbytes() for x in tree_leaves(result) if isinstance(x, Tensor))
+    """Run it once, on one thread as a rank does."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with unset_fake_temporarily(), torch.enable_grad():  # oneDNN keeps what a backward needs
+            args = tree_unflatten([x.make() if isinstance(x, _Like) else x for x in leaves], tree)
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+                result = func(*args)
+    finally:
+        torch.set_num_threads(threads)
+    results = tuple(x.untyped_storage().nbytes() for x in tree_leaves(result) if isinstance(x, Tensor))
     now = peak = 0
     for _, nbytes in sorted(_changes(profiled.profiler.kineto_results.experimental_event_tree())):
         now += nbytes

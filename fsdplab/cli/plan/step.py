@@ -10,12 +10,13 @@ from fsdplab.cli.errors import refuse
 from fsdplab.cli.plan.provenance import PREDICTED, reached_words
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size, three_digits
-from fsdplab.common.words import MISSING
+from fsdplab.common.words import MISSING, plural
 from fsdplab.planning.links import HOST_LINK
 from fsdplab.planning.memory import host_crossing
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import latency_s
 from fsdplab.planning.planner import Plan, plan_of, plan_spec, shortfall
+from fsdplab.planning.recorded_plan import PROVENANCE, RecordedPlan
 from fsdplab.planning.step_time import StepTime
 
 _BAR = 30  # columns of a whole card
@@ -32,10 +33,55 @@ def check_tokens(tokens: float | None) -> None:
 def step_answer(settings: dict[str, Any], tokens: float | None) -> Answer:
     """The plan of one step."""
     check_tokens(tokens)
+    if settings["model"].endswith(".py"):
+        return _recorded_answer(settings, tokens)
     found = plan_of(plan_spec(**settings))
     times = Table(("name", "value"), [*_times(found, tokens)], ("name", "value"), folds=("value",), header=False)
     parts = (Line(_headline(found), mood="bold"), _memory_table(found), _card(found), times)
     return Answer(parts, found.as_dict(tokens))
+
+
+def _recorded_answer(settings: dict[str, Any], tokens: float | None) -> Answer:
+    """The same for a model in a Python file, of which one micro-batch is recorded."""
+    from fsdplab.sessions.recorded_model import plan_of_file  # torch
+
+    if tokens is not None:
+        refuse("--tokens counts the tokens of a language model; leave it out for a Python file")
+    found = plan_of_file(**settings)
+    spec, recording = found.spec, found.recording
+    units = plural(len(recording.units) - 1, "unit")
+    headline = (
+        f"{spec.model.name}, {found.parameters / 1e6:,.1f} M parameters in {units} beside the root, {spec.strategy} on"
+        f" {spec.gpus} x {spec.gpu.name}; gathers in {spec.param_dtype}, reductions in {spec.reduce_dtype}"
+    )
+    peak, card = found.memory.peak.total, spec.gpu.memory_bytes
+    verdict = (
+        Line(f"{size(card - peak)} of {size(card)} are left at the peak", "fits", "good")
+        if found.fits
+        else Line(f"needs {size(peak)}, has {size(card)}", "does not fit", "bad")
+    )
+    times = Table(("name", "value"), [*_recorded_times(found)], ("name", "value"), folds=("value",), header=False)
+    return Answer((Line(headline, mood="bold"), _memory_table(found), verdict, times), found.as_dict())
+
+
+def _recorded_times(found: RecordedPlan) -> Iterator[tuple[str, str]]:
+    yield "sent by a rank a step", _sent(found.as_dict())
+    time, tensors = found.time, "real" if found.recording.real else "fake"
+    if time is None:
+        yield "step time", f"unknown: no bf16 FLOP/s are known for {found.spec.gpu.name}"
+    else:
+        yield "step", f"{seconds(time.step_s)}: compute {seconds(time.compute_s)}, exposed {_exposed(time)}"
+        yield "matrix products reach", reached_words(found)
+    yield "provenance", f"{PROVENANCE} on {tensors} tensors; operators are the CPU's"
+
+
+def _sent(answer: dict[str, Any]) -> str:
+    by_axis = answer["comm_bytes_per_step"].items()
+    return ", ".join(f"{axis} {size(nbytes)}" for axis, nbytes in by_axis) or "nothing"
+
+
+def _exposed(time: StepTime) -> str:
+    return seconds(time.exposed_s) if time.exposed_s > _NOTHING_S else "none"
 
 
 def _headline(found: Plan) -> str:
@@ -49,7 +95,7 @@ def _headline(found: Plan) -> str:
     )
 
 
-def _memory_table(found: Plan) -> Table:
+def _memory_table(found: Plan | RecordedPlan) -> Table:
     """Categories at the peak and between steps."""
     peak, resting, card = found.memory.peak, found.memory.resting, found.spec.gpu.memory_bytes
     rows = []
@@ -72,16 +118,14 @@ def _card(found: Plan) -> Line:
 
 
 def _times(found: Plan, tokens: float | None) -> Iterator[tuple[str, str]]:
-    sent = found.as_dict()["comm_bytes_per_step"]
-    yield "sent by a rank a step", ", ".join(f"{axis} {size(nbytes)}" for axis, nbytes in sent.items()) or "nothing"
+    yield "sent by a rank a step", _sent(found.as_dict())
     time = found.time
     if time is None:
         yield "step time", f"unknown: no bf16 FLOP/s are known for {found.spec.gpu.name}"
         yield "provenance", PREDICTED
         return
     least = "at least " if found.spec.offload else ""
-    exposed = seconds(time.exposed_s) if time.exposed_s > _NOTHING_S else "none"
-    yield "step", f"{least}{seconds(time.step_s)}: compute {seconds(time.compute_s)}, exposed {exposed}"
+    yield "step", f"{least}{seconds(time.step_s)}: compute {seconds(time.compute_s)}, exposed {_exposed(time)}"
     yield "communication alone", _communication(found, time)
     if found.spec.offload:
         yield "not in the step", _host(found.spec)
