@@ -9,12 +9,12 @@ import torch
 
 from fsdplab.common.names import CATEGORIES
 from fsdplab.engine import events, shard_model
-from fsdplab.planning.lab_memory import MicroBatch, StepChoices, memory_of_step, peak_of_step
+from fsdplab.planning.lab_memory import MicroBatch, StepChoices, peak_of_step
 from fsdplab.planning.recorded_plan import recorded_traffic
 from fsdplab.profiling import MemoryRecorder, TagLog
 from fsdplab.sessions import RunSpec
-from fsdplab.sessions.formula import lab_run
 from fsdplab.sessions.micro_batch import RecordChoices, record_micro_batch
+from fsdplab.sessions.prediction import predict, predict_recorded
 from fsdplab.sessions.worker.engines import units_of, workload_of
 from fsdplab.workloads.workload import At
 from tests.own_models import NAMES, OwnModel
@@ -96,13 +96,11 @@ def test_a_recording_of_a_preset_equals_its_tape(settings):
     )
     assert not recording.real
     for more in (
-        dict(),
-        dict(strategy="zero2", micro_batches=2),
-        dict(strategy="no_shard"),
-        dict(world_size=3, prefetch=2),
-    ):
-        run = lab_run(RunSpec(**{"model": "gpt-tiny", "device": "cpu", **settings, **more}))
-        choices = {name: getattr(run, name) for name in StepChoices.__dataclass_fields__}
-        played, taped = peak_of_step(StepChoices(**choices), recording), memory_of_step(run)
+        dict(), dict(strategy="zero2", micro_batches=2), dict(strategy="no_shard"), dict(world_size=3, prefetch=2),
+        dict(strategy="hybrid_shard", world_size=4, shard_size=2),
+    ):  # fmt: skip
+        one = RunSpec(**{"model": "gpt-tiny", "device": "cpu", **settings, **more})
+        played, taped = predict_recorded(one, recording), predict(one)
+        assert played.bytes_per_step == taped.bytes_per_step
         for category in CATEGORIES:
-            assert played[category] == pytest.approx(taped[category], abs=16), (more, category)
+            assert played.by_category[category] == pytest.approx(taped.by_category[category], abs=16), (more, category)

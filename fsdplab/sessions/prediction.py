@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from fsdplab.planning import Traffic
-from fsdplab.planning.lab_memory import LabRun, memory_of_step, unit_parameters
+from fsdplab.planning.lab_memory import LabRun, MicroBatch, StepChoices, memory_of_step, peak_of_step, unit_parameters
 from fsdplab.planning.lab_step_time import StepSeconds, step_seconds
+from fsdplab.planning.recorded_plan import recorded_traffic
 from fsdplab.records.summary import Peak, Predicted
 from fsdplab.sessions.calibration import Calibration
 from fsdplab.sessions.formula import lab_run, traffic_of
@@ -72,6 +73,29 @@ def predict(spec: RunSpec, calibration: Calibration | None = None) -> Prediction
 def predict_own(spec: RunSpec) -> Prediction:
     """The prediction of a model of one's own, whose shapes no table has."""
     return Prediction(None, None, None, None, None, "the shapes of a model of one's own are known once it is built")
+
+
+def predict_recorded(spec: RunSpec, recording: MicroBatch) -> Prediction:
+    """The same for any model, from a recording of one of its micro-batches (`sessions/micro_batch.py`) with the units,
+    the precision and the checkpointing of `spec`. Seconds are not known before a run.
+    """
+    why_not, shards = _not_modelled(spec), spec.world_size // spec.replicas if spec.row.cuts else 1
+    choices = StepChoices(
+        strategy=spec.strategy, shards=shards, replicas=spec.world_size // shards,
+        itemsize=2 if spec.precision == "bf16" else 4, micro_batches=spec.micro_batches, prefetch=spec.prefetch,
+        offloads=spec.offload != "none", foreach=spec.optimizer == "adamw-foreach",
+    )  # fmt: skip
+    replicas = spec.replicas if spec.row.in_groups else 1
+    traffic = recorded_traffic(recording, spec.strategy, spec.world_size, replicas, spec.micro_batches)
+    peak = None if why_not else peak_of_step(choices, recording)
+    return Prediction(
+        by_category=peak,
+        bytes_per_step=sum(row.step_bytes for row in traffic),
+        step_time_s=None,
+        exposed_s=None,
+        fits=None if peak is None or spec.card is None else sum(peak.values()) <= spec.card,
+        why_not=why_not,
+    )
 
 
 def _seconds(spec: RunSpec, traffic: Sequence[Traffic], calibration: Calibration | None) -> StepSeconds | None:
