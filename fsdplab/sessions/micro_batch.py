@@ -5,7 +5,7 @@ process group. The engine's own hooks say where units begin and end; what they c
 dispatch mode sees every result of an operator, and a finalizer of its storage when the last tensor of it is gone. Real
 tensors are recorded alike, for models whose control flow depends on values.
 
-Kernels take scratch memory that no result shows; `scratch.py` knows that of the common ones on the CPU.
+Kernels take scratch memory that no result shows: see `scratch.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fsdplab.engine.features.recompute import recompute_of, recomputing
 from fsdplab.engine.shard import owned_parameters, select_units
 from fsdplab.planning.lab_memory.micro_batch import Allocate, Call, Event, Free, Gradient, MicroBatch
 from fsdplab.planning.lab_memory.unit_buffers import Stored
-from fsdplab.sessions.scratch import Taken, taken_by
+from fsdplab.sessions.scratch import Taken, one_thread, taken_by
 from fsdplab.workloads.workload import At
 
 _RANDOM_STATE = 5056  # bytes: checkpointing keeps the generator's state for each region, past all dispatch modes
@@ -78,7 +78,8 @@ def record_micro_batch(workload: Trainable, choices: RecordChoices) -> MicroBatc
             batch_without = tree_map_only(Tensor, fake.from_tensor, batch)
             return _record(workload, model, batch_without, choices, real=False)
     except NEEDS_VALUES:
-        return _record(workload, workload.build("cpu", choices.seed), batch, choices, real=True)
+        with one_thread():
+            return _record(workload, workload.build("cpu", choices.seed), batch, choices, real=True)
 
 
 def without_values(model: nn.Module) -> nn.Module:

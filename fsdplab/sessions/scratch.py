@@ -7,6 +7,7 @@ the processor: such an operator is run once for each of its shapes, under the pr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -48,6 +49,17 @@ class _Like:
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="cpu").zero_()
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute as a rank does."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def taken_by(func: Any, args: tuple, result: Any) -> Taken:
     """What `func` takes besides its visible results, on one thread."""
     packet = func._overloadpacket
@@ -65,16 +77,11 @@ def taken_by(func: Any, args: tuple, result: Any) -> Taken:
 
 @lru_cache(maxsize=512)
 def _tried(func: Any, leaves: tuple, tree: TreeSpec) -> Taken:
-    """Run it once, on one thread as a rank does."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        with unset_fake_temporarily(), torch.enable_grad():  # oneDNN keeps what a backward needs
-            args = tree_unflatten([x.make() if isinstance(x, _Like) else x for x in leaves], tree)
-            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-                result = func(*args)
-    finally:
-        torch.set_num_threads(threads)
+    """Run it once."""
+    with one_thread(), unset_fake_temporarily(), torch.enable_grad():  # oneDNN keeps what a backward needs
+        args = tree_unflatten([x.make() if isinstance(x, _Like) else x for x in leaves], tree)
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            result = func(*args)
     results = tuple(x.untyped_storage().nbytes() for x in tree_leaves(result) if isinstance(x, Tensor))
     now = peak = 0
     for _, nbytes in sorted(_changes(profiled.profiler.kineto_results.experimental_event_tree())):
