@@ -22,6 +22,8 @@ _MODULES = {
     "compare": "fsdplab.sessions",
     "RunRecord": "fsdplab.records",
     "Workload": "fsdplab.workloads.own.value",
+    "Recorder": "fsdplab.recording",
+    "open_record": "fsdplab.recording",
 }
 
 __all__ = ["__version__", *_MODULES]

@@ -154,6 +154,41 @@ def run(
 
 @app.command(
     epilog=examples(
+        "fsdplab record --out mine -- torchrun --nproc-per-node 2 train.py --lr 1e-4",
+        "fsdplab record --out mine --steps 100:102 -- accelerate launch train.py",
+        "fsdplab report mine --html page.html",
+    ),
+    context_settings={"allow_interspersed_args": False},
+)
+@outputs_of("json", "html", "force", "quiet", "verbose")
+def record(
+    command: Annotated[
+        list[str], typer.Argument(help="The command that starts the job, behind --.", metavar="COMMAND")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of the record.")],
+    steps: Annotated[
+        str,
+        typer.Option(
+            help="Optimizer steps to profile, FIRST:END counted from 0; memory is measured in the one before."
+        ),
+    ] = "10:13",
+    ranks: Annotated[
+        str | None,
+        typer.Option(
+            help="Ranks to measure, such as 0,1,8; default: all of at most 16, else those of the first node. The steps"
+            " of every rank are timed."
+        ),
+    ] = None,
+    outputs: Outputs = Outputs(),
+) -> None:
+    """Run a training job of your own as it would run, and record a few of its steps: times, memory, a trace."""
+    from fsdplab.cli.record import record_job
+
+    raise typer.Exit(record_job(command, out, steps, ranks, outputs))
+
+
+@app.command(
+    epilog=examples(
         "fsdplab report runs/full_shard-lab --html page.html",
         "fsdplab report rank0.json rank1.json",
         "fsdplab report folder/of/traces --comm-pattern my_dispatch=all_to_all",

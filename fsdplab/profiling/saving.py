@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import errno
 import gzip
+import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -21,12 +24,16 @@ _LEVEL = 1
 _PIECE = 1 << 20  # so that a trace of a gigabyte needs no gigabyte of memory
 
 
-def save_trace(profile: torch.profiler.profile, path: Path) -> None:
-    """Write the trace of a stopped profile to `path` (.json.gz), whole or not at all; `OSError` if that fails."""
-    # a temporary name, as torch has it: the trace holds the name under which it was first written, and that must not
-    # name a user's folder
-    with tempfile.TemporaryDirectory(prefix="trace-", dir=folder_for_unfinished()) as folder:
-        first = Path(folder, "trace.json")
+def save_trace(profile: torch.profiler.profile, path: Path, unfinished: Path | None = None) -> None:
+    """Write the trace of a stopped profile to `path` (.json.gz), whole or not at all; `OSError` if that fails.
+
+    What is unfinished lies in the folder `unfinished`, else in one of the caller's.
+    """
+    with (
+        tempfile.TemporaryDirectory(prefix="trace-", dir=unfinished or folder_for_unfinished()) as folder,
+        _nameless(Path(folder)) as place,
+    ):
+        first = place / "trace.json"
         profile.export_chrome_trace(str(first))
         if not first.exists() or not first.stat().st_size:  # torch does not say that it could not write
             raise OSError(errno.EIO, "the profiler did not write its trace: a full disk or a limit", str(first))
@@ -36,3 +43,16 @@ def save_trace(profile: torch.profiler.profile, path: Path) -> None:
             gzip.GzipFile(filename="", mode="wb", compresslevel=_LEVEL, fileobj=whole) as packed,
         ):
             shutil.copyfileobj(plain, packed, _PIECE)
+
+
+@contextmanager
+def _nameless(folder: Path) -> Iterator[Path]:
+    """The folder under a name that tells nobody where it is, since a trace holds the name under which it was first
+    written; the folder itself where the system has no such names.
+    """
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    nameless = Path(f"/proc/self/fd/{opened}")
+    try:
+        yield nameless if nameless.exists() else folder
+    finally:
+        os.close(opened)

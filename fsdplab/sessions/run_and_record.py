@@ -240,7 +240,7 @@ def _record(folder: Path, spec: RunSpec, mailbox: Mailbox, failed: RanksFailed |
     results = {rank: lines[0] for rank in ranks if (lines := read_lines(mailbox.of(rank, "result")))}
     memory = {rank: lines[0] for rank in ranks if (lines := read_lines(mailbox.of(rank, "memory")))}
     ledger = [row for rank in ranks for row in read_lines(mailbox.of(rank, "ledger"))]
-    trace_tables = tables_of(spec, mailbox, ledger, folder) if spec.profile else {}
+    trace_tables = tables_of(ranks, mailbox, ledger, folder, spec.untimed + spec.steps) if spec.profile else {}
     link = next((result["link"] for result in results.values()), None)
     summary = profile_summary(
         spec,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fsdplab.records import Spread, Summary
@@ -34,25 +35,33 @@ def summarise(
     What was not measured is None: times of a run that ended before its timed steps, bytes sent by an engine without a
     ledger.
     """
-    times = Spread.of(step_seconds(steps))
+    found = measured(steps, memory)
+    peak, median = found.peak_memory_bytes.total, found.step_time_s.median
+    return replace(
+        found,
+        tokens_per_s=_a_second(spec.tokens_per_rank and spec.tokens_per_rank * spec.world_size, median),
+        samples_per_s=_a_second(samples, median),
+        comm=sent_per_step(spec, ledger),
+        formula_bytes_per_step=formula_bytes(spec),
+        predicted=predict(spec, find_calibration(spec.world_size).calibration).recorded(),
+        steady=steady_step(spec),
+        change=best_change(spec),
+        card=None if spec.card is None else Card(spec.card, bool(peak and peak > spec.card)),
+    )
+
+
+def measured(steps: Sequence[Row], memory: Mapping[int, Mapping[str, Any]]) -> Summary:
+    """What the ranks measured themselves, of a run that nobody specified too: times, memory, losses."""
     worst = max(memory.values(), key=lambda peak: peak["total"], default=None)
     return Summary(
-        step_time_s=times,
-        tokens_per_s=_a_second(spec.tokens_per_rank and spec.tokens_per_rank * spec.world_size, times.median),
-        samples_per_s=_a_second(samples, times.median),
+        step_time_s=Spread.of(step_seconds(steps)),
         cpu_share=cpu_share(steps),
         peak_memory_bytes=Peak(worst["total"], worst["by_category"]) if worst else Peak(),
         memory_start_ns={rank: memory[rank]["start_ns"] for rank in sorted(memory)},
         peak_by_rank=tuple(memory[rank]["total"] for rank in sorted(memory)),
         workspace_bytes=max((memory[rank].get("workspaces") or 0 for rank in memory), default=0) or None,
         resident_growth_by_rank=tuple(memory[rank]["resident_growth"] for rank in sorted(memory)),
-        comm=sent_per_step(spec, ledger),
-        formula_bytes_per_step=formula_bytes(spec),
-        predicted=predict(spec, find_calibration(spec.world_size).calibration).recorded(),
-        steady=steady_step(spec),
-        change=best_change(spec),
         losses=mean_losses(steps),
-        card=None if spec.card is None else Card(spec.card, bool(worst and worst["total"] > spec.card)),
     )
 
 

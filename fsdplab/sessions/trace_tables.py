@@ -26,8 +26,12 @@ Row = dict[str, Any]
 TABLES = ("timeline", "breakdown", "exposed", "collectives", "idle")
 
 
-def tables_of(spec: RunSpec, mailbox: Mailbox, ledger: Sequence[Row], folder: Path) -> dict[str, list[Row]]:
-    """The rows of these tables of all profiled steps, and the timeline of the step whose memory was measured."""
+def tables_of(
+    ranks: Sequence[int], mailbox: Mailbox, ledger: Sequence[Row], folder: Path, first: int
+) -> dict[str, list[Row]]:
+    """The rows of these tables of all profiled steps, of which `first` is the first, and the timeline of the step whose
+    memory was measured.
+    """
     from fsdplab.profiling.traces.skew import with_peers
     from fsdplab.sessions.worker.profiler import MEMORY_TRACE, TRACE, analysis_of
 
@@ -37,11 +41,10 @@ def tables_of(spec: RunSpec, mailbox: Mailbox, ledger: Sequence[Row], folder: Pa
         return with_peers([analysis_of(mailbox, rank, kind, path, mine[rank]) for rank, path in traces.items()])
 
     tables: dict[str, list[Row]] = {name: [] for name in TABLES}
-    ranks = range(spec.processes)
     kept = {rank: path for rank in ranks if (path := _keep(mailbox.of(rank, TRACE), folder / "traces"))}
     of_memory = {rank: path for rank in kept if (path := mailbox.of(rank, MEMORY_TRACE)).exists()}
     for analysis in analysed(kept, TRACE):
-        _add(tables, analysis, TABLES, shift=spec.untimed + spec.steps)
+        _add(tables, analysis, TABLES, shift=first)
     for analysis in analysed(of_memory, MEMORY_TRACE):
         _add(tables, analysis, ("timeline",), shift=0)
     for path in of_memory.values():
@@ -77,22 +80,41 @@ def profile_summary(
     `exposed_s` is the mean of the profiled steps, from the trace, with its parts. `blocked_s` is another quantity: for
     how long the host of a timed step was blocked for collectives, from the ledger.
     """
+    comm = summary.comm if spec.engine == "lab" else None
+    world_size = None if spec.engine == "twin" else spec.world_size
+    return replace(
+        summary,
+        profile=profile_of(spec.profile, profiled_s, summary, tables),
+        comm=communication(tables, world_size, comm, blocked(ledger, spec.untimed, spec.untimed + spec.steps)),
+    )
+
+
+def profile_of(
+    steps: int, profiled_s: Sequence[Sequence[float]], summary: Summary, tables: Mapping[str, Sequence[Row]]
+) -> Profile:
+    """The profiled steps beside the timed ones."""
+    cost = overhead(profiled_s, summary.step_time_s.median)
+    return Profile(steps, cost, "trace" if tables.get("breakdown") else None)
+
+
+def communication(
+    tables: Mapping[str, Sequence[Row]], world_size: int | None, sent: Comm | None, blocked_s: float | None
+) -> Comm:
+    """What a step sent and what that cost; where nobody counted what was `sent`, the traces' collectives tell.
+
+    `world_size` is None where one process plays all ranks.
+    """
     from fsdplab.profiling.step_summary import exposure
     from fsdplab.profiling.traces.skew import sent_per_step
 
-    breakdown = tables.get("breakdown", [])
-    cost = exposure(breakdown)
-    sent = (summary.comm.bytes_per_step, summary.comm.collectives_per_step)
-    if spec.engine != "lab":
-        sent = sent_per_step(tables.get("collectives", []), spec.world_size)
-    if spec.world_size == 1 and spec.engine != "twin":
+    cost = exposure(tables.get("breakdown", []))
+    if world_size == 1:
         cost = dict.fromkeys(cost, 0.0) | {"overlap": None}  # nothing travels
-    blocked_s = blocked(ledger, spec.untimed, spec.untimed + spec.steps)
-    return replace(
-        summary,
-        profile=Profile(spec.profile, overhead(profiled_s, summary.step_time_s.median), "trace" if breakdown else None),
-        comm=Comm(*sent, **cost, blocked_s=blocked_s),
-    )
+    if sent is None:
+        counted = sent_per_step(tables.get("collectives", []), world_size or 1)
+    else:
+        counted = (sent.bytes_per_step, sent.collectives_per_step)
+    return Comm(*counted, **cost, blocked_s=blocked_s)
 
 
 def blocked(ledger: Sequence[Row], first: int, last: int) -> float | None:

@@ -75,8 +75,8 @@ class MemoryRecorder:
 
     `tags` is the log that was started before the model was built (lab engine); `ignore` lists tensors that are no part
     of training, such as the text that batches are cut from. With `save_trace` the profiler's trace of the step is
-    written there. An exception inside the step passes through and leaves no timeline. No other `torch.profiler` may
-    run.
+    written there (`unfinished` as of `saving.save_trace`). An exception inside the step passes through and leaves no
+    timeline. No other `torch.profiler` may run.
 
     With `offloaded`, offloaded tensors do not count. A GPU's allocator never sees them. On CPU ranks this is emulated:
     parameters and optimizer state are left out from the beginning, a reduced gradient from the moment its parameter
@@ -101,6 +101,7 @@ class MemoryRecorder:
     ignore: Iterable[torch.Tensor] = ()
     offloaded: bool = False
     save_trace: Path | None = None
+    unfinished: Path | None = None
 
     def __post_init__(self) -> None:
         self.device = _indexed(self.device)
@@ -147,7 +148,7 @@ class MemoryRecorder:
         await_gloo_threads()
         self._profile.stop()
         if kind is None and self.save_trace is not None:
-            save_trace(self._profile, self.save_trace)
+            save_trace(self._profile, self.save_trace, self.unfinished)
         if kind is None:
             self._timeline = self._build(tags, measured)
         del self._profile

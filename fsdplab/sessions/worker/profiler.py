@@ -19,14 +19,13 @@ import torch
 from torch.profiler import ProfilerAction, profile
 
 from fsdplab.engine import events
-from fsdplab.profiling import AccountingError, StepAnalysis, TraceAnalysis, TraceError, analyse_trace
+from fsdplab.profiling import AccountingError, MemoryTimeline, StepAnalysis, TraceAnalysis, TraceError, analyse_trace
 from fsdplab.profiling.intervals import EMPTY, Intervals, pairs
 from fsdplab.profiling.profiler_rules import activities_on, await_gloo_threads
 from fsdplab.profiling.saving import save_trace
 from fsdplab.profiling.traces.origin import MARK
 from fsdplab.profiling.traces.steps import NoStep
 from fsdplab.sessions.launch.mailbox import Mailbox
-from fsdplab.sessions.worker.rank_process import RankContext
 
 RANGE = "ProfilerStep#"  # the profiler's own name for a step
 TRACE, MEMORY_TRACE = "pt.trace.json.gz", "memory.trace.json.gz"
@@ -62,10 +61,10 @@ class StepProfiler:
         await_gloo_threads()
         self._profile.step()
 
-    def save(self, path: Path) -> list[float]:
-        """Write the trace to `path` (.json.gz) and return the seconds of the steps in it."""
+    def save(self, path: Path, unfinished: Path | None = None) -> list[float]:
+        """Write the trace to `path` (.json.gz) as `save_trace` does, and return the seconds of its steps."""
         self._profile.stop()
-        save_trace(self._profile, path)
+        save_trace(self._profile, path, unfinished)
         return self.seconds[self._warmup :]
 
 
@@ -98,22 +97,36 @@ class UnitStateLog:
         self.rows.append({"rank": self._rank, "step": self.step, **row})
 
 
+def written_memory(timeline: MemoryTimeline, rank: int, step: int) -> dict[str, Any]:
+    """What a rank writes of its measured step: bytes, and the rows of the table `memory`."""
+    where = {"rank": rank, "step": step}
+    rows = [{**where, **point, "is_peak": point["time_ns"] == timeline.peak_time_ns} for point in timeline.points]
+    return {
+        "start_ns": timeline.start_ns,
+        "rows": rows,
+        "total": timeline.peak_total,
+        "by_category": timeline.peak,
+        "resident_growth": timeline.resident_growth,
+        "workspaces": timeline.workspaces,
+    }
+
+
 def leave_analysis(
-    context: RankContext, kind: str, ledger: Sequence[dict[str, Any]], core_waits: Intervals = EMPTY
+    mailbox: Mailbox, rank: int, kind: str, ledger: Sequence[dict[str, Any]], core_waits: Intervals = EMPTY
 ) -> None:
     """Analyse this rank's trace of one kind and write the rows; a large or bad trace is left to the caller.
     `core_waits`: when the rank waited for a core.
     """
-    trace = context.mailbox.of(context.rank, kind)
-    context.mailbox.of(context.rank, kind + _WAITS).write_text(json.dumps(core_waits.tolist()))
+    trace = mailbox.of(rank, kind)
+    mailbox.of(rank, kind + _WAITS).write_text(json.dumps(core_waits.tolist()))
     if not trace.exists() or trace.stat().st_size > _LARGEST:
         return
     try:
-        found = analyse_trace(trace, ledger=ledger, rank=context.rank, core_waits=core_waits)
+        found = analyse_trace(trace, ledger=ledger, rank=rank, core_waits=core_waits)
     except (AccountingError, TraceError):
         return
     steps = [vars(step) for step in found.steps]
-    context.mailbox.of(context.rank, kind + _SUFFIX).write_text(
+    mailbox.of(rank, kind + _SUFFIX).write_text(
         json.dumps([found.world_size, found.device, steps, vars(found.no_step)], default=lambda value: value.tolist())
     )
 

@@ -37,7 +37,15 @@ from fsdplab.sessions.worker.emulated_network import EmulatedNetwork
 from fsdplab.sessions.worker.engines import TrainingSetup, build, micro_batches, workload_of
 from fsdplab.sessions.worker.environment import capture_environment
 from fsdplab.sessions.worker.ledger import Ledger
-from fsdplab.sessions.worker.profiler import MEMORY_TRACE, RANGE, TRACE, StepProfiler, UnitStateLog, leave_analysis
+from fsdplab.sessions.worker.profiler import (
+    MEMORY_TRACE,
+    RANGE,
+    TRACE,
+    StepProfiler,
+    UnitStateLog,
+    leave_analysis,
+    written_memory,
+)
 from fsdplab.sessions.worker.rank_process import Diverged, RankContext, rank_process
 from fsdplab.workloads.own.sources import source_of
 
@@ -91,7 +99,7 @@ class Training:
         self.network.begin(self.setup)
         timeline = self._warm_up()
         if timeline is not None:
-            self.context.write("memory", self._memory(timeline))
+            self.context.write("memory", written_memory(timeline, self.context.rank, MEMORY_STEP))
         self.network.warmed_up(self.setup)
         profiled = self._timed_and_profiled_steps()
         for unsubscribe in subscriptions:
@@ -100,7 +108,8 @@ class Training:
         result = {"life": self.unit_states.rows, "profiled_s": profiled, "link": self.network.as_dict()}
         self.context.write("result", result)
         for kind in (TRACE, MEMORY_TRACE) if profiled else ():
-            leave_analysis(self.context, kind, self.ledger.kept, self.core_waits if kind == TRACE else EMPTY)
+            waits = self.core_waits if kind == TRACE else EMPTY
+            leave_analysis(self.context.mailbox, self.context.rank, kind, self.ledger.kept, waits)
 
     def _is_traced(self, step: int) -> bool:
         return bool(self.spec.profile) and (step == MEMORY_STEP or step >= self.spec.untimed + self.spec.steps)
@@ -220,18 +229,6 @@ class Training:
             return
         self.context.heartbeat.complete(f"{event.kind} of {event.unit or 'the root'} in {event.phase}")
         self.ledger.add({"rank": self.context.rank, "step": self.context.heartbeat.step, **vars(event)})
-
-    def _memory(self, timeline: MemoryTimeline) -> dict[str, Any]:
-        where = {"rank": self.context.rank, "step": MEMORY_STEP}
-        rows = [{**where, **point, "is_peak": point["time_ns"] == timeline.peak_time_ns} for point in timeline.points]
-        return {
-            "start_ns": timeline.start_ns,
-            "rows": rows,
-            "total": timeline.peak_total,
-            "by_category": timeline.peak,
-            "resident_growth": timeline.resident_growth,
-            "workspaces": timeline.workspaces,
-        }
 
 
 if __name__ == "__main__":

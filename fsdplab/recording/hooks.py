@@ -1,0 +1,182 @@
+"""Where a recorded job's steps end: the functions of torch and DeepSpeed that take one, wrapped when they are imported.
+
+A step ends when the outermost of them returns: `Optimizer.step`, `GradScaler.step` (which may skip the optimizer's), a
+DeepSpeed engine's `step`, or the `backward` in which optimizers stepped. Wrapped is `Optimizer.profile_hook_step`,
+through which every optimizer's class passes its `step` when the first of it is made: what is done at the end of a step
+starts and stops a profiler, and inside the range that torch opens there a profiler must do neither.
+
+While a step runs the hooks note the losses whose `backward` was called and how long data loaders took. Once the
+recording has ended they pass everything on.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from fsdplab.recording.rank import RankRecorder
+from fsdplab.recording.settings import Settings
+
+_recorder: RankRecorder | None = None
+
+
+def hook(module: ModuleType) -> None:
+    """Wrap what takes steps in a module that was just imported: torch.optim.optimizer, or one of `_OF_A_MODULE`."""
+    global _recorder
+    settings = Settings.of_environment()
+    if settings is None:
+        return
+    _recorder = _recorder or RankRecorder(settings)
+    _OF_A_MODULE[module.__name__](module, _recorder)
+
+
+def _hook_optimizers(module: ModuleType, recorder: RankRecorder) -> None:
+    profiled = module.Optimizer.profile_hook_step
+
+    def profile_hook_step(step: Callable[..., Any]) -> Callable[..., Any]:
+        return ends_a_step(profiled(step), recorder, lambda optimizer, *_: optimizer)
+
+    module.Optimizer.profile_hook_step = staticmethod(profile_hook_step)
+    _hook_losses(recorder)
+    _hook_scalers(recorder)
+    _hook_loaders(recorder)
+    _hook_evaluations(recorder)
+    _hook_profilers(recorder)
+
+
+def ends_a_step(
+    function: Callable[..., Any], recorder: RankRecorder, stepped: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`function`, a method after which a step may have ended: that of what `stepped(*args)` returns, None for none."""
+    enter, leave = _uncompiled(recorder.enter), _uncompiled(recorder.leave)
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if recorder.done:
+            return function(*args, **kwargs)
+        enter()
+        ended = None
+        try:
+            ended = stepped(*args)
+            result = function(*args, **kwargs)
+        except BaseException:
+            ended = None
+            raise
+        finally:
+            leave(ended)
+        return result
+
+    return wrapper
+
+
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as torch.compile leaves it alone: what is around it is compiled in two parts."""
+    from torch._compile import _disable_dynamo
+
+    return _disable_dynamo(lambda *args: function(*args))  # which keeps what it makes as an attribute of a function
+
+
+def _hook_losses(recorder: RankRecorder) -> None:
+    """Note every scalar whose `backward` is called; optimizers may step inside it, as hooks of its parameters."""
+    from torch import Tensor
+
+    backward = ends_a_step(Tensor.backward, recorder, lambda *_: None)
+
+    @functools.wraps(Tensor.backward)
+    def noting(self: Tensor, *args: Any, **kwargs: Any) -> None:
+        if not recorder.done:
+            recorder.taken.note_loss(self)
+        backward(self, *args, **kwargs)
+
+    Tensor.backward = noting
+
+
+def _hook_scalers(recorder: RankRecorder) -> None:
+    """A step that a GradScaler skips is a step, and the loss that it has scaled is noted as it was."""
+    from torch.amp.grad_scaler import GradScaler
+
+    scale = GradScaler.scale
+
+    @functools.wraps(scale)
+    def noting(self: GradScaler, outputs: Any) -> Any:
+        scaled = scale(self, outputs)
+        if not recorder.done:
+            recorder.taken.scaled = (scaled, outputs)
+        return scaled
+
+    GradScaler.scale = noting
+    GradScaler.step = ends_a_step(GradScaler.step, recorder, lambda scaler, optimizer, *_: optimizer)
+
+
+def _hook_loaders(recorder: RankRecorder) -> None:
+    """Note how long data loaders took for their next batch."""
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+    following = _BaseDataLoaderIter.__next__
+
+    @functools.wraps(following)
+    def timed(self: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return following(self)
+        finally:
+            recorder.taken.loading_s += time.perf_counter() - began
+
+    _BaseDataLoaderIter.__next__ = timed
+
+
+def _hook_evaluations(recorder: RankRecorder) -> None:
+    """Note the module that is last set to evaluate."""
+    from torch.nn import Module
+
+    evaluating = Module.eval
+
+    @functools.wraps(evaluating)
+    def noting(self: Module) -> Module:
+        if not recorder.done:
+            recorder.taken.evaluated = self
+        return evaluating(self)
+
+    Module.eval = noting
+
+
+def _hook_profilers(recorder: RankRecorder) -> None:
+    """Notice a profiler that the job starts: the one before it gets no more events, and nothing says so."""
+    from torch.autograd.profiler import profile
+
+    preparing = profile._prepare_trace
+
+    @functools.wraps(preparing)
+    def noticed(self: Any) -> Any:
+        if not recorder.done:
+            recorder.profiler_starts()
+        return preparing(self)
+
+    profile._prepare_trace = noticed
+
+
+def _hook_deepspeed(module: ModuleType, recorder: RankRecorder) -> None:
+    """A step of DeepSpeed's engine is one of the job's after the last of its micro-batches, however many optimizers it
+    steps.
+    """
+
+    def stepped(engine: Any, *_: Any) -> Any:
+        return engine if engine.is_gradient_accumulation_boundary() else None
+
+    module.DeepSpeedEngine.step = ends_a_step(module.DeepSpeedEngine.step, recorder, stepped)
+
+
+def _hook_the_labs_engine(module: ModuleType, recorder: RankRecorder) -> None:
+    from fsdplab.recording import tags
+
+    tags.begin()
+
+
+_OF_A_MODULE: dict[str, Callable[[ModuleType, RankRecorder], None]] = {
+    "torch.optim.optimizer": _hook_optimizers,
+    "deepspeed.runtime.engine": _hook_deepspeed,
+    "fsdplab.engine.events": _hook_the_labs_engine,
+}

@@ -1,0 +1,190 @@
+"""One rank of a recorded job: it notes each step, and in the middle of the job measures a few.
+
+A process becomes a rank when an optimizer steps in it, so agents, data loader workers and subprocesses are none. Its
+steps have the job's own numbers, from 0; a step lasts from the end of the one before to its own end, less what data
+loaders took. Rows are appended to the rank's file as they come, so that a rank which is killed leaves what it did.
+
+An error of the recording is printed, noted, and ends the recording: the job goes on without it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from fsdplab.recording.optimizers import parameters_of
+from fsdplab.recording.rows import Place, StepRows, Taken
+from fsdplab.recording.settings import Settings
+
+if TYPE_CHECKING:
+    from fsdplab.recording.window import Window
+
+
+class RankRecorder:
+    """Told by hooks (hooks.py), or by hand, when optimizers step; `done` when nothing is to be told any more.
+
+    `model`: where it is known; else it is looked for before the first step that is measured.
+    """
+
+    def __init__(self, settings: Settings, model: torch.nn.Module | None = None) -> None:
+        self.settings, self.model = settings, model
+        self.done = False
+        self.taken = Taken()  # by the step that runs
+        self._depth, self._inner = 0, None
+        self._round = Round()
+        self._rows: StepRows | None = None
+        self._window: Window | None = None
+        self._step = 0
+        self._began: float | None = None
+        os.register_at_fork(after_in_child=self._forked)
+
+    # ---- told by hooks
+
+    def enter(self) -> None:
+        """A function begins after which a step may have ended."""
+        self._depth += 1
+
+    def leave(self, stepped: Any) -> None:
+        """It has ended, and `stepped` is the optimizer that it stepped or skipped, None for none."""
+        self._depth -= 1
+        self._inner = stepped if stepped is not None else self._inner
+        if self._depth == 0 and self._inner is not None:
+            stepped, self._inner = self._inner, None
+            self.stepped(stepped)
+
+    def stepped(self, optimizer: Any) -> None:
+        """An optimizer has stepped, and its range in a trace is closed."""
+        if self.done:
+            return
+        try:
+            if self._round.is_first_of(optimizer):
+                self._end_first_step()
+                return
+            self.taken.first_losses = []
+            if optimizer is self._round.optimizers[-1]:
+                self.end_step(self._round.optimizers)
+        except Exception as error:  # whatever it is: a recording may fail, its job may not
+            self.give_up(f"{type(error).__name__}: {error}")
+
+    def profiler_starts(self) -> None:
+        """The job starts a profiler of its own, beside which no other one sees anything."""
+        if self._window is not None:
+            self._window.drop("the job's own profiler began in step {step}, so this recording has no trace")
+
+    # ---- one step after the other
+
+    def end_by_hand(self, optimizers: Sequence[Any], loss: torch.Tensor | float | None, tokens: int | None) -> None:
+        """A step has ended, as the loop itself says."""
+        try:
+            if loss is not None:
+                self.taken.note_loss(torch.as_tensor(loss))
+            self.taken.tokens = tokens
+            self.end_step(optimizers)
+        except Exception as error:  # as in `stepped`
+            self.give_up(f"{type(error).__name__}: {error}")
+
+    def end_step(self, optimizers: Sequence[Any]) -> None:
+        """A step has ended, in which these optimizers stepped; what follows is the next one's."""
+        now = time.perf_counter()
+        if self._rows is None:
+            self._become_a_rank(optimizers)
+        if self._rows is None:
+            return
+        seconds = None if self._began is None else now - self._began - self.taken.loading_s
+        evaluated = self.taken.evaluated is not None and _trains(self.taken.evaluated, optimizers)
+        self._rows.add(self._step, None if evaluated else seconds, self.taken)
+        if self._window is not None:
+            self._window.between(self._step, seconds or 0.0, evaluated)
+        self._step += 1
+        if self._step > self.settings.last_timed:
+            self.end()
+        self._begin()
+
+    def _end_first_step(self) -> None:
+        """The first step has ended, unless an optimizer that has not stepped yet does so before one steps again."""
+        losses, self._step = [*self.taken.first_losses, *self.taken.losses], 0
+        self._began = None
+        self.end_step(self._round.optimizers)
+        self.taken.first_losses = losses
+
+    def _begin(self) -> None:
+        self.taken, self._began = Taken(), time.perf_counter()
+
+    def _become_a_rank(self, optimizers: Sequence[Any]) -> None:
+        """Claim this rank's files; the recording has ended where another process has them."""
+        place = _place(optimizers)
+        self._rows = StepRows.claimed(self.settings, place)
+        if self._rows is None:
+            self.done = True
+        elif self.settings.measures(place.rank, place.world_size, place.of_a_node):
+            from fsdplab.recording.window import Window
+
+            self._window = Window(self.settings, place, self._rows, optimizers, self.model)
+
+    def give_up(self, why: str) -> None:
+        """End the recording for this reason, which is printed and noted."""
+        print(f"fsdplab: the recording has ended, the job goes on: {why}", file=sys.stderr)
+        self.done = True
+        try:
+            if self._rows is not None:
+                self._rows.note(f"the recording ended in step {self._step}: {why}")
+            self.end()
+        except Exception as error:  # such as a full disk, of which the note tells nobody
+            print(f"fsdplab: {type(error).__name__}: {error}", file=sys.stderr)
+
+    def end(self) -> None:
+        """Nothing more is recorded."""
+        self.done = True
+        window, rows, self._window, self._rows = self._window, self._rows, None, None
+        self.model, self._round, self.taken = None, Round(), Taken()
+        if window is not None:
+            window.close()
+        if rows is not None:
+            rows.close()
+
+    def _forked(self) -> None:
+        """In a forked process: one whose parent is a rank is none itself."""
+        self.done = self.done or self._rows is not None
+
+
+class Round:
+    """The optimizers of a step, in the order in which they first stepped; all are known once one of them steps again.
+
+    The last of them ends a step.
+    """
+
+    def __init__(self) -> None:
+        self.optimizers: list[Any] = []
+        self._is_known = False
+
+    def is_first_of(self, optimizer: Any) -> bool:
+        """Whether this optimizer has not stepped before, and no other one has stepped twice."""
+        if self._is_known:
+            return False
+        self._is_known = any(optimizer is each for each in self.optimizers)
+        if not self._is_known:
+            self.optimizers.append(optimizer)
+        return not self._is_known
+
+
+def _trains(module: torch.nn.Module, optimizers: Sequence[Any]) -> bool:
+    """Whether a module holds most of what these optimizers step: its evaluation is one of the model."""
+    stepped = {id(each): each.numel() for each in parameters_of(optimizers)}
+    held = sum(stepped.get(id(each), 0) for each in module.parameters())
+    return 2 * held > sum(stepped.values())
+
+
+def _place(optimizers: Sequence[Any]) -> Place:
+    """This process's place in the job: by its process group, else by what its launcher said."""
+    device = next((each.device for each in parameters_of(optimizers)), torch.device("cpu"))
+    if dist.is_available() and dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    else:
+        rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    return Place(rank, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), device)

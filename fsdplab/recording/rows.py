@@ -1,0 +1,135 @@
+"""The row of each step of one rank, written as soon as its times are known.
+
+On a GPU the host runs ahead, so a step's time is that between two events on the device, and its loss is copied to the
+host beside the step's other work. Both are read once the second event has passed, which is asked and never waited for.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections import deque
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fsdplab.recording.settings import Settings
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank this is, of how many, of how many on its node, and its device."""
+
+    rank: int
+    world_size: int
+    of_a_node: int
+    device: torch.device
+
+
+@dataclass
+class Taken:
+    """What hooks have noted of a step: its losses, seconds in data loaders, tokens, and a module that was evaluated.
+
+    `scaled`: what a GradScaler returned last, and what it had been given. `first_losses`: those of the first step, as
+    long as it may still go on.
+    """
+
+    losses: list[torch.Tensor] = field(default_factory=list)
+    first_losses: list[torch.Tensor] = field(default_factory=list)
+    loading_s: float = 0.0
+    tokens: int | None = None
+    evaluated: torch.nn.Module | None = None
+    scaled: tuple[Any, Any] | None = None
+
+    def note_loss(self, loss: torch.Tensor) -> None:
+        """`backward` is called of this tensor; one that a GradScaler has scaled counts as it was before."""
+        if self.scaled is not None and loss is self.scaled[0]:
+            loss = self.scaled[1]
+        self.scaled = None
+        if loss.numel() == 1:
+            self.losses.append(loss.detach().to("cpu", non_blocking=True))
+
+
+@dataclass
+class _Step:
+    """A step whose row is not written yet: `mark` is the device's event at its end, None on a CPU."""
+
+    number: int
+    seconds: float | None
+    taken: Taken
+    mark: torch.cuda.Event | None
+
+
+class StepRows:
+    """Appends a row a step to the rank's file, which is this process's alone."""
+
+    def __init__(self, settings: Settings, place: Place, file: int) -> None:
+        self.settings, self.place, self._file = settings, place, file
+        self._waiting: deque[_Step] = deque()
+        self._last_mark: torch.cuda.Event | None = None
+
+    @classmethod
+    def claimed(cls, settings: Settings, place: Place) -> StepRows | None:
+        """The rank's rows; None, and a note, where another process has been this rank."""
+        path = settings.mailbox.of(place.rank, "steps")
+        try:
+            file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND, 0o666)
+        except FileExistsError:
+            note(settings, place.rank, "a second process took steps as this rank; the first one is recorded")
+            return None
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the recording ends, however it does
+        about = {"world_size": place.world_size, "device": place.device.type}
+        settings.mailbox.of(place.rank, "about").write_text(json.dumps(about) + "\n")
+        return cls(settings, place, file)
+
+    def add(self, step: int, seconds: float | None, taken: Taken) -> None:
+        """A step has ended after `seconds` of the host's time, None where it is not timed."""
+        mark = None
+        if self.place.device.type == "cuda":
+            mark = torch.cuda.Event(enable_timing=True)
+            mark.record()
+        self._waiting.append(_Step(step, seconds, taken, mark))
+        self._write()
+
+    def _write(self, at_the_end: bool = False) -> None:
+        while self._waiting:
+            first = self._waiting[0]
+            if first.mark is not None and not (at_the_end or first.mark.query()):
+                return
+            os.write(self._file, (json.dumps(self._row(self._waiting.popleft())) + "\n").encode())
+
+    def _row(self, step: _Step) -> dict[str, Any]:
+        seconds, loading_s = step.seconds, None if step.seconds is None else step.taken.loading_s
+        if step.mark is not None:  # what the loader took is hidden behind the device's work, as far as it can be
+            if seconds is not None and self._last_mark is not None:
+                seconds = self._last_mark.elapsed_time(step.mark) / 1e3
+            self._last_mark, loading_s = step.mark, None
+        losses = [each.item() for each in (*step.taken.first_losses, *step.taken.losses)]
+        return {
+            "rank": self.place.rank, "step": step.number, "loss": sum(losses) if losses else None,
+            "step_time_s": seconds, "tokens": step.taken.tokens, "loading_s": loading_s, "cpu_s": None,
+            "core_wait_s": None,
+        }  # fmt: skip
+
+    def note(self, words: str) -> None:
+        """Something that the record must say of this rank."""
+        note(self.settings, self.place.rank, words)
+
+    def close(self) -> None:
+        """Write what is left; no more rows follow."""
+        if self._waiting:
+            torch.cuda.synchronize(self.place.device)
+        self._write(at_the_end=True)
+        with suppress(OSError):
+            fcntl.flock(self._file, fcntl.LOCK_UN)  # for forked processes too
+        os.close(self._file)
+
+
+def note(settings: Settings, rank: int, words: str) -> None:
+    """Append a sentence to a rank's notes."""
+    with settings.mailbox.of(rank, "notes").open("a") as file:
+        file.write(json.dumps({"words": words}) + "\n")

@@ -1,0 +1,93 @@
+"""What is recorded of a job, and where: the launcher's words to every process of the job, in its environment."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from fsdplab.common.errors import UserError
+from fsdplab.sessions.launch.mailbox import Mailbox
+
+VARIABLE = "FSDPLAB_RECORD"
+BOOTSTRAP = Path(__file__).parent / "bootstrap"
+TIMED_AFTER = 10  # steps that are timed after the profiled ones
+MOST_RANKS = 16  # a job of more has those of its first node recorded
+
+
+class RecordingError(UserError, ValueError):
+    """A recording that cannot be made as it was asked for."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """`folder` gets the record; steps `first` to `end` - 1 are profiled, counted from 0; `ranks` are those that are
+    profiled and whose memory is measured, None for the usual ones; `job` is what the record is called.
+    """
+
+    folder: str
+    first: int = 10
+    end: int = 13
+    ranks: tuple[int, ...] | None = None
+    job: str = "job"
+
+    def __post_init__(self) -> None:
+        if not 1 < self.first < self.end:
+            raise RecordingError(
+                f"the steps to record are {self.first}:{self.end}; expected FIRST:END with FIRST at least 2, such as"
+                " 10:13, because steps are counted from 0 and memory is measured in the step before"
+            )
+
+    @property
+    def mailbox(self) -> Mailbox:
+        """The ranks' files."""
+        return Mailbox(Path(self.folder) / "ranks")
+
+    @property
+    def last_timed(self) -> int:
+        """The last step of which anything is noted; then every hook is passed through."""
+        return self.end - 1 + TIMED_AFTER
+
+    def memory_step(self, warmup: int) -> int:
+        """The step whose memory is measured: before the `warmup` steps that the profiler throws away."""
+        return self.first - warmup - 1
+
+    def measures(self, rank: int, world_size: int, of_a_node: int) -> bool:
+        """Whether this rank is profiled, or only timed."""
+        if self.ranks is not None:
+            return rank in self.ranks
+        return world_size <= MOST_RANKS or rank < min(of_a_node, MOST_RANKS)
+
+    def as_text(self) -> str:
+        """As the environment holds it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def of_environment(cls) -> Settings | None:
+        """What the launcher said; None in a process of no recorded job."""
+        said = os.environ.get(VARIABLE)
+        if said is None:
+            return None
+        content = json.loads(said)
+        return cls(**{**content, "ranks": content["ranks"] and tuple(content["ranks"])})
+
+
+def steps_of(text: str) -> tuple[int, int]:
+    """`"10:13"` is (10, 13)."""
+    first, colon, end = text.partition(":")
+    if not (colon and first.isdecimal() and end.isdecimal()):
+        raise RecordingError(f"--steps is {text!r}; expected FIRST:END, such as 10:13")
+    return int(first), int(end)
+
+
+def environment(settings: Settings, base: Collection[tuple[str, str]]) -> dict[str, str]:
+    """The environment of a recorded job: `base` and two variables."""
+    variables = dict(base)
+    above = variables.get("PYTHONPATH")
+    return {
+        **variables,
+        VARIABLE: settings.as_text(),
+        "PYTHONPATH": os.pathsep.join([str(BOOTSTRAP), *([above] if above else [])]),
+    }

@@ -1,0 +1,180 @@
+"""What a job trains, found from the optimizers that stepped: the model, the engine by its class, the strategy."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdplab.common.names import STRATEGY_ROWS
+from fsdplab.recording.optimizers import parameters_of
+
+PLAIN = "plain"  # no engine that is known: one process, or a job that averages gradients itself
+
+
+@dataclass(frozen=True)
+class Subject:
+    """The root module (an empty one where none holds the optimizer's parameters), its engine and its strategy.
+
+    `settings` is what else a record's spec says: precision, ranks of a shard group.
+    """
+
+    model: nn.Module
+    engine: str
+    strategy: str
+    settings: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+    def as_spec(self) -> dict[str, Any]:
+        """What a record's spec says of it."""
+        return {"model": self.name, "engine": self.engine, "strategy": self.strategy, **self.settings}
+
+    @property
+    def name(self) -> str:
+        """The model's class, without the wrappers around it."""
+        inner = self.model
+        while (wrapped := _wrapped(inner)) is not None:
+            inner = wrapped
+        return type(inner).__name__.removeprefix("FSDP") if _is_fsdp2(inner) else type(inner).__name__
+
+
+def subject_of(optimizers: Sequence[Any], model: nn.Module | None = None) -> Subject:
+    """What these optimizers train; `model` is looked for among all living modules where it is not given."""
+    found = model if model is not None else _root_of(optimizers)
+    if found is None:
+        why = "no module holds the parameters that the optimizer steps, so memory has no categories of the model"
+        return Subject(nn.Module(), PLAIN, "no_shard", {}, (why,))
+    for is_its, describe in _ENGINES:
+        if is_its(found):
+            return describe(found, optimizers)
+    return Subject(found, PLAIN, "no_shard", {"precision": _precision(found.parameters())})
+
+
+def _root_of(optimizers: Sequence[Any]) -> nn.Module | None:
+    """The root module that holds most of the optimizers' parameters, in elements."""
+    for optimizer in optimizers:
+        if isinstance(optimizer, nn.Module):  # DeepSpeed's engine steps itself
+            return optimizer
+    stepped = {id(each): each.numel() for each in parameters_of(optimizers)}
+    held: list[tuple[int, nn.Module]] = []
+    inner: set[int] = set()
+    for thing in gc.get_objects():
+        if issubclass(type(thing), nn.Module) and "_modules" in vars(thing):  # not isinstance: lazy proxies would load
+            elements = sum(stepped.get(id(each), 0) for each in thing.parameters())
+            if elements:
+                held.append((elements, thing))
+                inner.update(id(child) for child in thing.children())
+    roots = [(elements, module) for elements, module in held if id(module) not in inner]
+    return max(roots, key=lambda root: root[0], default=(0, None))[1]
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    """What a wrapper holds: DDP and FSDP1 and DeepSpeed as `module`, torch.compile as `_orig_mod`."""
+    wraps = type(module).__name__ in (
+        "DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine", "OptimizedModule"
+    )  # fmt: skip
+    inner = getattr(module, "_orig_mod", None) or getattr(module, "module", None) if wraps else None
+    return inner if isinstance(inner, nn.Module) else None
+
+
+def _precision(parameters: Iterable[torch.Tensor]) -> str:
+    """`fp32` or `bf16`, ...: of most parameters."""
+    sizes: dict[torch.dtype, int] = {}
+    for each in parameters:
+        sizes[each.dtype] = sizes.get(each.dtype, 0) + each.numel()
+    return _dtype_word(max(sizes, key=sizes.__getitem__, default=torch.float32))
+
+
+def _dtype_word(dtype: torch.dtype | None) -> str:
+    words = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64", None: "fp32"}
+    return words.get(dtype, str(dtype).removeprefix("torch."))
+
+
+# ---- the engines
+
+
+def _is_ddp(module: nn.Module) -> bool:
+    return isinstance(module, nn.parallel.DistributedDataParallel)
+
+
+def _of_ddp(module: nn.Module, optimizers: Sequence[Any]) -> Subject:
+    shards_state = any(type(each).__name__ == "ZeroRedundancyOptimizer" for each in optimizers)
+    strategy = "zero1" if shards_state else "no_shard"
+    return Subject(module, "torch-ddp", strategy, {"precision": _precision(module.parameters())})
+
+
+def _is_fsdp1(module: nn.Module) -> bool:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return any(isinstance(each, FullyShardedDataParallel) for each in module.modules())
+
+
+def _of_fsdp1(module: nn.Module, optimizers: Sequence[Any]) -> Subject:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    first = next(each for each in module.modules() if isinstance(each, FullyShardedDataParallel))
+    named = {row.torch_fsdp1: row.name for row in STRATEGY_ROWS.values() if row.torch_fsdp1}
+    strategy = named.get(first.sharding_strategy.name, "hybrid_shard")
+    mixed = first.mixed_precision.param_dtype if first.mixed_precision else None
+    return Subject(module, "torch-fsdp1", strategy, {"precision": _dtype_word(mixed)})
+
+
+def _is_fsdp2(module: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(each, FSDPModule) for each in module.modules())
+
+
+def _of_fsdp2(module: nn.Module, optimizers: Sequence[Any]) -> Subject:
+    """PyTorch's fully_shard: reshard_after_forward and the mesh tell the strategy."""
+    from torch.distributed.fsdp import FSDPModule
+
+    units = [each for each in module.modules() if isinstance(each, FSDPModule)]
+    groups = [group for unit in units if (group := getattr(unit._get_fsdp_state(), "_fsdp_param_group", None))]
+    if not groups:
+        return Subject(module, "torch-fsdp2", "full_shard", {})
+    reshards = any(group.post_forward_mesh_info is not None for group in groups)
+    mesh, mixed = groups[0].mesh_info.mesh, getattr(groups[0], "mp_policy", None)
+    in_groups = mesh.ndim > 1
+    settings: dict[str, Any] = {
+        "precision": _dtype_word(getattr(mixed, "param_dtype", None)),
+        "unit_count": len(groups),
+    }
+    if in_groups:
+        settings["shard_size"] = mesh.size(mesh.ndim - 1)
+    return Subject(
+        module, "torch-fsdp2", "hybrid_shard" if in_groups else "full_shard" if reshards else "shard_grad_op", settings
+    )
+
+
+def _is_lab(module: nn.Module) -> bool:
+    import sys
+
+    engine = sys.modules.get("fsdplab.engine.module")  # a job that has not imported the engine does not train with it
+    return engine is not None and any(isinstance(each, engine.FSDPModule) for each in module.modules())
+
+
+def _of_lab(module: nn.Module, optimizers: Sequence[Any]) -> Subject:
+    return Subject(module, "lab", "full_shard", {})
+
+
+def _is_deepspeed(module: nn.Module) -> bool:
+    return type(module).__name__ in ("DeepSpeedEngine", "PipelineEngine")
+
+
+def _of_deepspeed(module: Any, optimizers: Sequence[Any]) -> Subject:
+    stage = module.zero_optimization_stage()
+    named = {row.deepspeed_stage: row.name for row in STRATEGY_ROWS.values() if row.deepspeed_stage}
+    low = "bf16" if module.bfloat16_enabled() else "fp16" if module.fp16_enabled() else "fp32"
+    engine = f"deepspeed-{stage}" if stage else "torch-ddp"
+    return Subject(module, engine, named.get(stage, "no_shard"), {"precision": low})
+
+
+_ENGINES = (
+    (_is_deepspeed, _of_deepspeed), (_is_lab, _of_lab), (_is_fsdp2, _of_fsdp2), (_is_fsdp1, _of_fsdp1),
+    (_is_ddp, _of_ddp),
+)  # fmt: skip

@@ -1,0 +1,156 @@
+"""The few steps in the middle of a job that are measured: the memory of one by category, and a trace of the next ones.
+
+Everything here happens between two steps. What is measured is written when it is complete, so that a job which dies
+afterwards, however it does, leaves a whole record.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import record_function
+
+from fsdplab.common.files import write_whole
+from fsdplab.engine import events
+from fsdplab.profiling import MemoryRecorder
+from fsdplab.profiling.profiler_rules import prepare_profiler
+from fsdplab.recording import tags
+from fsdplab.recording.optimizers import together
+from fsdplab.recording.rows import Place, StepRows
+from fsdplab.recording.settings import Settings
+from fsdplab.recording.subject import Subject, subject_of
+from fsdplab.sessions.worker.core_share import core_time, waited_s
+from fsdplab.sessions.worker.environment import capture_environment
+from fsdplab.sessions.worker.profiler import (
+    MEMORY_TRACE,
+    RANGE,
+    TRACE,
+    StepProfiler,
+    UnitStateLog,
+    leave_analysis,
+    written_memory,
+)
+
+
+class Window:
+    """Measures the steps of `settings` on this rank; `between` is called after every step and before the next."""
+
+    def __init__(
+        self, settings: Settings, place: Place, rows: StepRows, optimizers: Sequence[Any], model: torch.nn.Module | None
+    ) -> None:
+        self._settings, self._place, self._rows = settings, place, rows
+        self._optimizers, self._model = optimizers, model
+        self._warmup = 1 if place.device.type == "cuda" else 0
+        self._memory_step = settings.memory_step(self._warmup)
+        self._open = ExitStack()
+        self._subject: Subject | None = None
+        self._memory: MemoryRecorder | None = None
+        self._profiler: StepProfiler | None = None
+        self._is_starting = False
+        self._ended, self._units = -1, UnitStateLog(place.rank)
+        self._first_reading = (time.perf_counter(), core_time())
+        self._cpu_share: float | None = None
+
+    def between(self, ended: int, seconds: float, evaluated: bool) -> None:
+        """Step `ended` has ended after `seconds`, and the next one begins when this returns."""
+        self._ended = ended
+        if evaluated and self._memory_step <= ended < self._settings.end:
+            self._rows.note(f"step {ended}, which was measured, holds an evaluation")
+        if self._memory is not None:
+            self._end_memory(self._memory)
+        if self._profiler is not None:
+            self._profiler.step_done(seconds)
+            if ended == self._settings.end - 1:
+                self._end_profile(self._profiler)
+        if ended + 1 == self._memory_step:
+            self._if_no_other_profiles(self._begin_memory)
+        if ended + 1 == self._settings.first - self._warmup and self._subject is not None:
+            self._if_no_other_profiles(self._begin_profile)
+
+    def drop(self, why: str) -> None:
+        """Measure nothing more, for a reason that is noted; nothing is said where nothing is being measured."""
+        if self._is_starting or (self._memory is None and self._profiler is None):
+            return
+        self._rows.note(why.format(step=self._ended + 1))
+        self._memory = self._profiler = self._subject = None
+        self._open.close()
+
+    def close(self) -> None:
+        """Nothing more is measured."""
+        self._open.close()
+
+    def _if_no_other_profiles(self, begin: Callable[[], None]) -> None:
+        """Profilers of one process see nothing while another one runs."""
+        if torch.autograd._profiler_enabled():
+            step = self._ended + 1
+            self._rows.note(
+                f"a profiler of the job's own ran in step {step}, so this step and the next are not measured"
+            )
+            self._subject = None
+            return
+        self._is_starting = True
+        begin()
+        self._is_starting = False
+
+    def _begin_memory(self) -> None:
+        prepare_profiler(self._place.device)
+        self._cpu_share = self._share_of_a_core()
+        self._subject = found = subject_of(self._optimizers, self._model)
+        mailbox, rank = self._settings.mailbox, self._place.rank
+        for words in found.notes:
+            self._rows.note(words)
+        if rank == 0:
+            self._write("environment", _environment(self._place.device))
+        self._open.callback(events.subscribe(self._units.on_event))
+        self._units.step = self._memory_step
+        self._memory = MemoryRecorder(
+            model=found.model, optimizer=together(self._optimizers), engine=found.engine, device=self._place.device,
+            tags=tags.heard, save_trace=mailbox.of(rank, MEMORY_TRACE), unfinished=mailbox.folder,
+        )  # fmt: skip
+        self._open.enter_context(self._memory)
+        self._open.enter_context(record_function(f"{RANGE}{self._memory_step}"))
+
+    def _end_memory(self, memory: MemoryRecorder) -> None:
+        self._is_starting, self._memory, self._units.step = True, None, None
+        self._open.close()
+        self._is_starting = False
+        if tags.heard is not None:
+            tags.heard.close()
+        self._write("memory", written_memory(memory.timeline, self._place.rank, self._memory_step))
+
+    def _begin_profile(self) -> None:
+        steps = self._settings.end - self._settings.first
+        self._profiler = StepProfiler(steps, self._warmup, self._place.device)
+        self._profiler.begin(None)
+
+    def _end_profile(self, profiler: StepProfiler) -> None:
+        mailbox, rank, found = self._settings.mailbox, self._place.rank, self._subject
+        assert found is not None
+        profiled = profiler.save(mailbox.of(rank, TRACE), mailbox.folder)
+        for kind in (TRACE, MEMORY_TRACE):
+            leave_analysis(mailbox, rank, kind, [])
+        content = {"profiled_s": profiled, "spec": found.as_spec(), "life": self._units.rows}
+        self._write("result", {**content, "cpu_share": self._cpu_share})
+        self._profiler = self._subject = None
+
+    def _share_of_a_core(self) -> float | None:
+        """The part of the steps before the measured ones in which this rank had a core when it wanted one."""
+        began, before = self._first_reading
+        waited = waited_s(before, core_time(), torch.get_num_threads())
+        return None if waited is None else max(0.0, 1 - waited / (time.perf_counter() - began))
+
+    def _write(self, kind: str, content: dict[str, Any]) -> None:
+        write_whole(self._settings.mailbox.of(self._place.rank, kind), json.dumps(content) + "\n")
+
+
+def _environment(device: torch.device) -> dict[str, Any]:
+    found = capture_environment(device.type)
+    if dist.is_available() and dist.is_initialized() and "nccl" not in dist.get_backend():
+        found["backend"] = dist.get_backend()
+    return found
