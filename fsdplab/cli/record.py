@@ -12,8 +12,9 @@ from fsdplab.cli.parse import whole_numbers
 from fsdplab.cli.render import show
 from fsdplab.cli.runs import answer_of_runs
 from fsdplab.recording.assemble import NothingRecorded, assemble
-from fsdplab.recording.launch import prepare, run_job
-from fsdplab.recording.settings import Settings, steps_of
+from fsdplab.recording.launch import clear, prepare, run_job
+from fsdplab.recording.settings import RecordingError, Settings, steps_of
+from fsdplab.records.folder import release_folder
 
 
 def record_job(command: Sequence[str], out: Path, steps: str, ranks: str | None, outputs: Outputs) -> int:
@@ -22,13 +23,19 @@ def record_job(command: Sequence[str], out: Path, steps: str, ranks: str | None,
     chosen = tuple(whole_numbers("--ranks", ranks)) if ranks else None
     settings = Settings(str(out.absolute()), first, end, chosen, _name(command))
     prepare(settings, outputs.force)
-    code = run_job(command, settings)
-    sys.stdout.flush()
     try:
+        code = run_job(command, settings)
+        sys.stdout.flush()
         record = assemble(out, code)
     except NothingRecorded as nothing:
         print(f"fsdplab: {nothing}", file=sys.stderr)
+        clear(settings)
         return code
+    except RecordingError:
+        clear(settings)
+        raise
+    finally:
+        release_folder(out)
     outputs.give(answer_of_runs([record], None, outputs.detail))
     show(outputs.console(), [Line(f"recorded in {out}; show it again with: fsdplab report {out}")])
     return code

@@ -27,8 +27,12 @@ def report_records(
 
     Raises RunError with the reports of the runs that failed.
     """
+    from fsdplab.recording.assemble import has_parts, open_record
+
     progress = None if outputs.detail is Detail.QUIET else _print_progress
-    loaded = load_all(paths, options or TraceOptions(), progress)
+    parts = [path for path in paths if has_parts(path)]  # a recorded job whose command is gone
+    whole = [path for path in paths if path not in parts]
+    loaded = load_all(whole, options or TraceOptions(), progress) + [open_record(path) for path in parts]
     twins = [record for record in loaded if record.spec.get("engine") == "twin"]
     records = [record for record in loaded if record not in twins] or loaded
     reference = next((twin for twin in twins if twin.status == "finished"), None)

@@ -106,11 +106,13 @@ def _explained(shown: Sequence[RunView], reference: RunRecord | None) -> Iterato
 
 
 def _notes(records: Sequence[RunRecord]) -> Iterator[Line]:
-    """What a model of one's own turned out to be, and what the tables of traces leave out."""
+    """What a model of one's own turned out to be, what the tables of traces leave out, and what could not be seen of a
+    recorded job.
+    """
     told = (note for record in records for note in (record.environment.get("workload") or {}).get("notes", ()))
     yield from (Line(str(note), "model") for note in dict.fromkeys(told))
     for record in records:
-        for note in record.summary.traces.notes if record.summary.traces else ():
+        for note in (*record.summary.notes, *(record.summary.traces.notes if record.summary.traces else ())):
             yield Line(note, "note")
 
 

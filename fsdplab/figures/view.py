@@ -50,8 +50,12 @@ class RunView:
 
     @property
     def label(self) -> str:
-        """`full_shard` for the lab's own engine, `torch-fsdp2` or `torch-fsdp2 zero2` for others; then the note."""
-        if self.engine in ("lab", "twin"):
+        """`full_shard` for the lab's own engine, `torch-fsdp2` or `torch-fsdp2 zero2` for others, of a recorded job its
+        program; then the note.
+        """
+        if self.recorded:
+            name = str(self.spec["job"])
+        elif self.engine in ("lab", "twin"):
             name = self.strategy if self.engine == "lab" else "twin"
         else:
             implied = ENGINES.get(self.engine, ("",))[0]  # what the engine is best known for
@@ -124,6 +128,11 @@ class RunView:
     def simulated(self) -> bool:
         """Whether its times come from a simulation."""
         return "simulated" in [self.provenance.get(name) for name in ("step_time_s", "exposed_s")]
+
+    @property
+    def recorded(self) -> bool:
+        """Whether it is a job that was not written for the lab."""
+        return bool(self.spec.get("job"))
 
     @property
     def traced(self) -> bool:
@@ -259,7 +268,9 @@ def provenance(runs: list[RunView]) -> list[tuple[str, str]]:
     pairs = []
     if own:
         measured = "step time, tokens/s, peak memory, bytes sent, losses"
-        pairs.append(("measured", f"{measured}: on {ranks_and_device(own)}, real processes of one machine"))
+        where = "a job of its own" if all(run.recorded for run in own) else "real processes of one machine"
+        pairs.append(("measured", f"{measured}: on {ranks_and_device(own)}, {where}"))
+        pairs += [("not seen", note) for run in own for note in run.summary.notes]
     for run in traced:
         software = {"backend": run.environment.get("backend"), "PyTorch": run.environment.get("torch")}
         where = ", ".join([ranks_and_device([run]), *(f"{name} {said}" for name, said in software.items() if said)])
@@ -268,7 +279,7 @@ def provenance(runs: list[RunView]) -> list[tuple[str, str]]:
     if traced:
         missing = [name for name in ("peak memory", "bytes sent") if not any(name in _told_by(run) for run in traced)]
         pairs.append(("not in the traces", ", ".join([*missing, "tokens/s", "losses"])))
-    if own or simulated:
+    if any(not run.recorded for run in own) or simulated:
         pairs.append(("computed", "formula: the bytes that each strategy must send"))
     shares = [(run.label, run.summary.cpu_share) for run in own]
     if low := [f"{label} {share:.0%}" for label, share in shares if share is not None and share < _ALL_CORES]:

@@ -78,10 +78,10 @@ class Rule:
 
     def in_words(self, fact: Fact, facts: StepFacts) -> Finding:
         """The rule's words for a fact."""
-        words = {"seconds": seconds(fact.seconds), "share": percent(fact.seconds / facts.step_s), "rank": fact.rank}
-        words |= {"step_s": seconds(facts.step_s), **fact.values}
-        remedy = self.remedy if isinstance(self.remedy, str) else self.remedy(facts)
-        title, text, remedy = (each.format(**words).strip() for each in (self.title, self.text, remedy))
+        words: dict[str, Any] = {**facts.words, "seconds": seconds(fact.seconds), "rank": fact.rank}
+        words |= {"share": percent(fact.seconds / facts.step_s), "step_s": seconds(facts.step_s), **fact.values}
+        title, text = self.title.format(**words).strip(), self.text.format(**words).strip()
+        remedy = self.remedy.format(**words) if isinstance(self.remedy, str) else self.remedy(facts)
         return Finding(**vars(fact), title=title, text=text, remedy=remedy)
 
 
@@ -255,18 +255,17 @@ def _faster_link(facts: StepFacts) -> str:
     grown = ", or more micro-batches" if facts.spec.get("strategy") in _REDUCED_ONCE else ""
     less = _fewer_bytes(facts)
     if facts.spec.get("strategy") not in IN_GROUPS:
-        less.append(f"{' or '.join(IN_GROUPS)} with the shard group on a fast axis")
+        less.append(facts.words["hybrid"])
     times = f"About {facts.link_s / facts.busy_s:.1f} times the tokens a rank and step would hide it"
-    times += f" (a larger batch{grown})"
+    times += f" ({facts.words['larger_batch']}{grown})"
     traces = "Give the other ranks' traces too, which tell waiting from sending. " if facts.absent else ""
     return f"{traces}{times}" + (f"; or send less: {', '.join(less)}." if less else ".")
 
 
 def _fewer_bytes(facts: StepFacts) -> list[str]:
     """Ways to send less that the run does not follow already."""
-    ways = ["bf16 (half the bytes)"] if facts.spec.get("precision") != "bf16" else []
-    strategy = facts.spec.get("strategy")
-    return [*ways, f"shard_grad_op instead of {strategy}"] if strategy in SAVES_MOST else ways
+    ways = [facts.words["low_precision"]] if facts.spec.get("precision") != "bf16" else []
+    return [*ways, facts.words["keep_gathered"]] if facts.spec.get("strategy") in SAVES_MOST else ways
 
 
 def _tiny_units(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
@@ -280,9 +279,8 @@ def _tiny_units(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     return Fact(kind, claim.seconds, values=values) if claim.cell else None
 
 
-def _as_blocks(otherwise: str, blocks: str) -> Callable[[StepFacts], str]:
-    """A remedy for runs whose units are blocks, and another for those whose units are not."""
-    return lambda facts: otherwise if facts.spec.get("units", "auto") in ("auto", "block") else blocks
+def _units_are_blocks(facts: StepFacts) -> bool:
+    return facts.spec.get("units", "auto") in ("auto", "block")
 
 
 def _one_big_unit(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
@@ -311,7 +309,7 @@ def _gather_ahead(facts: StepFacts) -> str:
     names = "set_modules_to_forward_prefetch and set_modules_to_backward_prefetch"
     if depth := _depth(facts):
         return f"The run gathers ahead already, but not these: name them with {names}, or try prefetch={depth + 1}."
-    return f"Gather a unit ahead: prefetch=1 (or {names})."
+    return facts.words["gather_ahead"]
 
 
 def _one_communicator(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
@@ -335,7 +333,7 @@ def _units_alike(facts: StepFacts) -> str:
     ways = ["make units alike in size"] if blocks and max(blocks) > ALIKE * min(blocks) else []
     if blocks and root is not None and root > ALIKE * statistics.median(blocks):
         ways.append("keep the root small (embedding and head in units of their own)")
-    ways.append("give each step more work (a larger batch)")
+    ways.append(f"give each step more work ({facts.words['larger_batch']})")
     ways += [] if blocks else ["if units or buckets differ in size, make them alike"]  # a trace does not say
     remedy = ", or ".join(ways)
     return f"{remedy[0].upper()}{remedy[1:]}."
@@ -408,34 +406,35 @@ def _peak(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
         return None
     name = max(split, key=split.__getitem__)
     values = {"total": size(total), "bytes": size(split[name]), "part": percent(split[name] / total)}
-    values |= {"category": CATEGORY_ROWS[name].title, "smaller": _smaller(facts.spec, name)}
+    values |= {"category": CATEGORY_ROWS[name].title, "smaller": _smaller(facts, name)}
     kept = facts.record.summary.workspace_bytes
     values["besides"] = f" cuBLAS keeps {size(kept)} of scratch memory besides, which is not counted." if kept else ""
     return Fact(kind, 0.0, "memory", values=values)
 
 
-def _smaller(spec: Mapping[str, Any], category: str) -> str:
+def _smaller(facts: StepFacts, category: str) -> str:
     """Ways to make a category smaller that the run does not follow already."""
+    spec, words = facts.spec, facts.words
     whole = spec.get("strategy") in SAVES_MOST
     offloads = spec.get("offload", "none") != "none"
     recomputes = spec.get("checkpoint") not in (None, "none")
     ways = {
         "activations": (
-            "" if recomputes else 'recompute them (checkpoint="full" or "selective")',
-            "" if spec.get("batch_size") == 1 else "take a smaller micro-batch", "take shorter sequences",
+            "" if recomputes else words["recompute"],
+            "" if spec.get("batch_size") == 1 else words["smaller_batch"], words["shorter"],
         ),
-        "optimizer_state": ("shard it over more ranks", "" if offloads else "offload it"),
-        "unsharded_gradients": ("shard them: zero2, shard_grad_op or full_shard",),
+        "optimizer_state": (words["shard_state"], "" if offloads else words["offload_state"]),
+        "unsharded_gradients": (words["shard_gradients"],),
         "unsharded_parameters": (
-            "" if whole else "reshard units after their forward (full_shard)", "make units smaller",
+            "" if whole else words["reshard"], words["smaller_units"],
             "gather fewer ahead" if spec.get("prefetch") else "",
         ),
         "sharded_parameters": (
-            f"shard them over more ranks{'' if whole else ' (full_shard)'}", "" if offloads else "offload them",
+            words["shard" if whole else "shard_more"], "" if offloads else words["offload"],
         ),
-        "sharded_gradients": ("shard them over more ranks", "reduce in bf16"),
-        "communication_buffers": ("make units smaller", "allow fewer reductions in flight"),
-        "other": ("look at the memory timeline: the optimizer's temporaries are the usual reason",),
+        "sharded_gradients": (words["shard"], words["reduce_low"]),
+        "communication_buffers": (words["smaller_units"], words["fewer_in_flight"]),
+        "other": (words["other"],),
     }[category]  # fmt: skip
     return ", or ".join(filter(None, ways))
 
@@ -468,10 +467,6 @@ def _link(record: RunRecord) -> str:
     return f"{link.name}: {link.bytes_per_s / 1e6:,.0f} MB/s, {record.provenance.get('link', 'emulated')}"
 
 
-_LOADER = (
-    "More workers that stay and load ahead (DataLoader: num_workers, persistent_workers, prefetch_factor), pinned"
-    " memory, samples that are decoded beforehand, a faster storage."
-)
 _WAIT_FOR_IT = "The others wait for it at their next collective: {seconds} of each step."
 _LATE = "comes last to {last} of {of} collectives{where}, {by} after the others (median)"
 
@@ -498,7 +493,7 @@ _SMALLER = Rule(
 # whom others wait for, the link, copies, the loader, idle time; a cause before its consequences
 _RULES = (
     Rule("slow_loading", _one_loader, "Rank {rank} waits {own} a step for its data, the others {others}",
-         _WAIT_FOR_IT, "Look at rank {rank}'s loader. " + _LOADER),
+         _WAIT_FOR_IT, "Look at rank {rank}'s loader. {loader}"),
     Rule("long_step", _long_step, "Step {step} was a long one {who}: {own} without communication, usually {usual}",
          "Spread over the {steps} profiled steps that is {seconds} a step. The other steps are as usual.",
          "Look at what else happened in this step: a checkpoint, an evaluation, garbage collection, new shapes"
@@ -524,16 +519,12 @@ _RULES = (
          "Units are too small: {count} collectives a step of {size} each spend {latency} on latency",
          "Latency is {part} of all communication; it does not shrink with the bytes. {seconds} of each step are"
          " exposed.",
-         _as_blocks("Make several blocks one unit: fewer, larger collectives.",
-                    'Make whole blocks units (units="auto"), or several blocks one unit: fewer, larger collectives.')),
+         lambda facts: facts.words["fewer_units" if _units_are_blocks(facts) else "blocks_as_units"]),
     Rule("one_big_unit", _one_big_unit,
          "One unit holds {part} of the parameters: {unit} costs {seconds} of each step",
          "Its all-gather has nothing to overlap with before it, its reduction nothing after it, and all of it is in"
          " memory at once.",
-         _as_blocks("Cut it: make parts of it units of their own, so that one unit is gathered while its neighbour"
-                    " computes.",
-                    'Cut it: make each block a unit (units="auto"), so that one unit is gathered while its neighbour'
-                    " computes.")),
+         lambda facts: facts.words["cut_unit" if _units_are_blocks(facts) else "cut_into_blocks"]),
     Rule("no_prefetch", _no_prefetch,
          "All-gathers are issued too late: {seconds} of each step ({share}) are exposed, {where}",
          "They are issued when their unit is needed, so nothing runs while they travel{depth}.", _gather_ahead),
@@ -541,13 +532,12 @@ _RULES = (
          "Gathers and reductions queue behind each other: {seconds} of each step are exposed, {where}",
          "The link was carrying another unit's collective when this one was issued: one communicator runs them one"
          " after the other.",
-         lambda facts: "Give reductions a communicator of their own (set_separate_reduce_scatter_group, --link-queues"
-         f" 2){_deeper(facts)}."),
+         lambda facts: f"{facts.words['apart']}{_deeper(facts)}."),
     # what gathers and reductions side by side would not save: collectives that queue behind their own kind
     Rule("busy_link", lambda kind, facts, left: _of_claim(kind, left.claim("on_link_ns", _caused("link_busy"))),
          "Collectives queue behind others of their kind: {seconds} of each step are exposed, {where}",
          "The link was still carrying earlier ones when they were issued: for a while it cannot keep up.",
-         lambda facts: f"Give the step more work beside them (a larger batch){_deeper(facts)}."),
+         lambda facts: f"Give the step more work beside them ({facts.words['larger_batch']}){_deeper(facts)}."),
     Rule("nothing_to_hide_behind", _nothing_beside,
          "Communication has nothing to overlap with for {seconds} of each step ({share}), {where}",
          "Too little computing is left beside it: the first gathers of a step and the last reductions have none{more}.",
@@ -564,7 +554,7 @@ _RULES = (
          "Look at the timeline, or in Perfetto, for what runs beside them."),
     Rule("slow_loading", _loading_everywhere, "Loading data takes {seconds} of a step of {step_s}",
          "{who} waits for its data before it computes, in most of the steps.",
-         f"Load while the step computes. {_LOADER}", unless=("slow_loading",)),
+         "Load while the step computes. {loader}", unless=("slow_loading",)),
     _idle_rule("host_bound", "the host launched its next work too late",
                "Give the device more work a launch (larger batch, torch.compile, fused operators, CUDA graphs), and"
                " keep Python out of the step."),

@@ -18,6 +18,7 @@ from typing import Any
 from fsdplab.profiling.arrivals import late_rank_of
 from fsdplab.profiling.late_rank import LateRank
 from fsdplab.profiling.step_summary import ExposedCell, StepSummary, exposed_cells, step_summary
+from fsdplab.profiling.vocabulary import words_of
 from fsdplab.records import PARTS_OF_EXPOSED, RunRecord
 from fsdplab.records.tables import Row
 
@@ -45,6 +46,11 @@ class StepFacts:
     def spec(self) -> dict[str, Any]:
         """What was run."""
         return self.record.spec
+
+    @property
+    def words(self) -> dict[str, str]:
+        """What a change is called in the program that was run."""
+        return words_of(self.spec)
 
     @property
     def steps(self) -> list[int]:
@@ -87,8 +93,9 @@ class StepFacts:
 
     @cached_property
     def last_step(self) -> list[Row]:
-        """The collectives of rank 0's last step in the ledger."""
+        """The collectives of rank 0's last step in the ledger; without one, those that its trace tells in bytes."""
         rows = [row for row in self.record.table("ledger") if row["rank"] == 0]
+        rows = rows or [row for row in self.record.table("collectives") if row["rank"] == 0 and row["logical_bytes"]]
         last = max((row["step"] for row in rows), default=0)
         return [row for row in rows if row["step"] == last]
 

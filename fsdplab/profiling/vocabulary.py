@@ -24,6 +24,9 @@ _LAB = {
     "cut_unit": (
         "Cut it: make parts of it units of their own, so that one unit is gathered while its neighbour computes."
     ),
+    "cut_into_blocks": (
+        'Cut it: make each block a unit (units="auto"), so that one unit is gathered while its neighbour computes.'
+    ),
     "apart": "Give reductions a communicator of their own (set_separate_reduce_scatter_group, --link-queues 2)",
     "larger_batch": "a larger batch",
     "reshard": "reshard units after their forward (full_shard)",
@@ -31,6 +34,8 @@ _LAB = {
     "shard_gradients": "shard them: zero2, shard_grad_op or full_shard",
     "shard_state": "shard it over more ranks",
     "shard": "shard them over more ranks",
+    "shard_more": "shard them over more ranks (full_shard)",
+    "fewer_in_flight": "allow fewer reductions in flight",
     "offload_state": "offload it",
     "offload": "offload them",
     "reduce_low": "reduce in bf16",
@@ -67,7 +72,7 @@ _FSDP2 = {
     "apart": "Give reductions a communicator of their own (model.set_separate_reduce_scatter_group())",
     "reshard": "fully_shard(..., reshard_after_forward=True)",
     "smaller_units": "call fully_shard on smaller modules",
-    "shard": "shard them over more ranks, with fully_shard(..., reshard_after_forward=True)",
+    "shard_more": "fully_shard(..., reshard_after_forward=True)",
     "offload_state": "fully_shard(..., offload_policy=CPUOffloadPolicy())",
     "offload": "fully_shard(..., offload_policy=CPUOffloadPolicy())",
     "reduce_low": "MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)",
@@ -81,11 +86,12 @@ _FSDP1 = {
     "blocks_as_units": "Give whole blocks to auto_wrap_policy (ModuleWrapPolicy({Block})): fewer, larger collectives.",
     "fewer_units": "Wrap several blocks as one (auto_wrap_policy): fewer, larger collectives.",
     "cut_unit": (
-        "Cut it: give its parts' classes to auto_wrap_policy, so that one unit is gathered while its neighbour computes."
+        "Cut it: give its parts' classes to auto_wrap_policy, so that one unit is gathered while its neighbour"
+        " computes."
     ),
     "reshard": "sharding_strategy=ShardingStrategy.FULL_SHARD",
     "smaller_units": "give smaller modules to auto_wrap_policy",
-    "shard": "sharding_strategy=ShardingStrategy.FULL_SHARD over more ranks",
+    "shard_more": "sharding_strategy=ShardingStrategy.FULL_SHARD",
     "offload_state": "FullyShardedDataParallel(cpu_offload=CPUOffload(offload_params=True))",
     "offload": "FullyShardedDataParallel(cpu_offload=CPUOffload(offload_params=True))",
     "reduce_low": "MixedPrecision(reduce_dtype=torch.bfloat16)",
@@ -101,7 +107,7 @@ _DDP = {
         "=True) keeps them once instead of twice"
     ),
     "shard_state": "shard it: ZeroRedundancyOptimizer, or fully_shard instead of DistributedDataParallel",
-    "shard": "shard them: fully_shard instead of DistributedDataParallel",
+    "shard_more": "shard them: fully_shard instead of DistributedDataParallel",
     "smaller_units": "DistributedDataParallel(gradient_as_bucket_view=True), which keeps no second copy of gradients",
 }
 _DEEPSPEED = {
@@ -120,7 +126,7 @@ _DEEPSPEED = {
     "smaller_units": 'smaller buckets ("reduce_bucket_size", "stage3_prefetch_bucket_size")',
     "shard_gradients": '"zero_optimization": {"stage": 2} or 3',
     "shard_state": 'shard it over more ranks, with "zero_optimization": {"stage": 1} or more',
-    "shard": '"zero_optimization": {"stage": 3}',
+    "shard_more": '"zero_optimization": {"stage": 3}',
     "offload_state": '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}',
     "offload": '"zero_optimization": {"offload_param": {"device": "cpu"}}',
     "reduce_low": '"communication_data_type": "bf16"',
@@ -140,7 +146,7 @@ _BY_TRAINER = {
         "keep_gathered": 'TrainingArguments(fsdp_config={"reshard_after_forward": False})',
         "gather_ahead": 'Gather a unit ahead: TrainingArguments(fsdp_config={"forward_prefetch": True}).',
         "fewer_units": "Larger buckets: TrainingArguments(ddp_bucket_cap_mb=100).",
-        "shard": "shard them: TrainingArguments(fsdp=True)",
+        "shard_more": "shard them: TrainingArguments(fsdp=True)",
         "shard_gradients": "shard them: TrainingArguments(fsdp=True)",
         "shard_state": "shard it: TrainingArguments(fsdp=True)",
         "loader": "Load ahead: TrainingArguments(dataloader_num_workers=4, dataloader_persistent_workers=True).",
@@ -150,7 +156,7 @@ _BY_TRAINER = {
         "low_precision": 'Trainer(precision="bf16-true")',
         "keep_gathered": 'Trainer(strategy=FSDPStrategy(sharding_strategy="SHARD_GRAD_OP"))',
         "fewer_units": "Larger buckets: Trainer(strategy=DDPStrategy(bucket_cap_mb=100)).",
-        "shard": 'shard them: Trainer(strategy="fsdp")',
+        "shard_more": 'shard them: Trainer(strategy="fsdp")',
         "shard_gradients": 'shard them: Trainer(strategy="fsdp")',
         "shard_state": 'shard it: Trainer(strategy="fsdp")',
     },

@@ -4,21 +4,27 @@ of a job whose launcher is gone.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+import fcntl
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fsdplab.common.errors import UserError
+from fsdplab.common.words import plural
 from fsdplab.recording.settings import Settings
-from fsdplab.records import RunRecord, Summary
+from fsdplab.records import RecordError, RunRecord, Summary
+from fsdplab.records.folder import is_written
 from fsdplab.sessions.launch.mailbox import Mailbox, read_lines
-from fsdplab.sessions.summary import measured
+from fsdplab.sessions.summary import mean_losses, measured
 from fsdplab.sessions.trace_tables import communication, profile_of, tables_of
 
 SETTINGS_FILE = "spec.json"
 NOTHING = "no rank took an optimizer step: nothing was recorded"
+Row = dict[str, Any]
 
 
 class NothingRecorded(UserError, RuntimeError):
@@ -26,79 +32,167 @@ class NothingRecorded(UserError, RuntimeError):
 
 
 def open_record(folder: str | Path) -> RunRecord:
-    """The record in a folder, which is made first where ranks have left the parts of one."""
+    """The record in a folder, which is made first where ranks have left the parts of one.
+
+    RecordError as `RunRecord.load`, and while ranks still record; NothingRecorded where no rank has taken a step.
+    """
     place = Path(folder)
-    if not (place / "run.json").exists() and (place / "ranks" / SETTINGS_FILE).exists():
-        return assemble(place)
-    return RunRecord.load(place)
+    if not has_parts(place):
+        return RunRecord.load(place)
+    busy = [int(path.name[4:-6]) for path in sorted((place / "ranks").glob("rank*.steps")) if _is_locked(path)]
+    if busy:
+        raise RecordError(f"{plural(len(busy), 'rank')} of the job still record into {place}; open it when they have")
+    return assemble(place)
+
+
+def has_parts(folder: Path) -> bool:
+    """Whether ranks have left something in `folder` of which no record has been made yet."""
+    return not (folder / "run.json").exists() and (folder / "ranks" / SETTINGS_FILE).exists()
 
 
 def assemble(folder: Path, exit_code: int | None = None) -> RunRecord:
     """Make the record of what ranks left in `folder`, and save it; NothingRecorded where no rank took a step.
 
-    `exit_code`: the job's, None where it is not known.
+    `exit_code`: the job's, None where it is not known. A job that ended badly after its measured steps is finished.
     """
     mailbox = Mailbox(folder / "ranks")
-    settings = Settings(**json.loads((mailbox.folder / SETTINGS_FILE).read_text()))
+    settings = Settings.read((mailbox.folder / SETTINGS_FILE).read_text())
     abouts = _parts(mailbox, "about")
     if not abouts:
         raise NothingRecorded(NOTHING)
     rows = [row for rank in abouts for row in read_lines(mailbox.of(rank, "steps"))]
     # the later one where there are two: the first step's end came later than it seemed
     steps = [*{(row["rank"], row["step"]): row for row in rows}.values()]
-    memory, results = _parts(mailbox, "memory"), _parts(mailbox, "result")
-    ledger = [row for rank in abouts for row in read_lines(mailbox.of(rank, "ledger"))]
-    tables = tables_of(sorted(results), mailbox, ledger, folder, settings.first)
-    whole = len(results) > 0
-    return RunRecord(
+    memory, results, subjects = (_parts(mailbox, kind) for kind in ("memory", "result", "subject"))
+    tables = tables_of(sorted(results), mailbox, [], folder, settings.first)
+    spec = {"engine": "plain", "strategy": "no_shard", **_any(subjects)}
+    spec |= {"world_size": _any(abouts)["world_size"], "job": settings.job}
+    failed = not results and exit_code not in (None, 0)
+    summary = _summary(settings, spec, results, steps, memory, tables)
+    notes = [*_of_ranks(mailbox, abouts), *_unseen(settings, summary, spec, steps, tables, exit_code)]
+    record = RunRecord(
         folder,
-        spec=_spec(settings, abouts, results),
-        environment=next(iter(_parts(mailbox, "environment").values()), {"device": _any(abouts)["device"]}),
-        status="finished" if whole or exit_code == 0 else "failed",
-        failure=None if whole or exit_code == 0 else {"message": f"the job ended with exit code {exit_code}"},
-        summary=_summary(settings, abouts, results, steps, memory, tables),
+        spec=spec,
+        environment=_any(_parts(mailbox, "environment")) or {"device": _any(abouts)["device"]},
+        status="failed" if failed else "finished",
+        failure={"message": f"the job ended with exit code {exit_code}"} if failed else None,
+        summary=replace(summary, notes=tuple(notes)),
         provenance=dict.fromkeys(("losses", "step_time_s", "peak_memory_bytes", "exposed_s"), "measured"),
         tables={
             "steps": steps,
-            "ledger": ledger,
             "memory": [row for peak in memory.values() for row in peak["rows"]],
             "life": [row for result in results.values() for row in result["life"]],
             **tables,
         },
     ).save()
-
-
-def _parts(mailbox: Mailbox, kind: str) -> dict[int, dict[str, Any]]:
-    """What ranks wrote of one kind, by rank."""
-    paths = {
-        int(path.name.partition(".")[0].removeprefix("rank")): path for path in mailbox.folder.glob(f"rank*.{kind}")
-    }
-    return {rank: lines[0] for rank, path in sorted(paths.items()) if (lines := read_lines(path))}
-
-
-def _any(parts: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
-    return next(iter(parts.values()), {})
-
-
-def _spec(settings: Settings, abouts: Mapping[int, Any], results: Mapping[int, Any]) -> dict[str, Any]:
-    known = _any(results).get("spec") or {"engine": "plain", "strategy": "no_shard"}
-    return {**known, "world_size": _any(abouts)["world_size"], "job": settings.job}
+    _tidy(mailbox)
+    return record
 
 
 def _summary(
-    settings: Settings, abouts: Mapping[int, Any], results: Mapping[int, Any], steps: list[dict[str, Any]],
-    memory: Mapping[int, Any], tables: dict[str, list[dict[str, Any]]],
+    settings: Settings, spec: Row, results: Mapping[int, Row], steps: list[Row], memory: Mapping[int, Row],
+    tables: dict[str, list[Row]],
 ) -> Summary:  # fmt: skip
-    found, world_size = measured(_untouched(settings, steps), memory), _any(abouts)["world_size"]
+    """Times are those of the steps in which nothing else was measured."""
+    first = min((peak["rows"][0]["step"] for peak in memory.values()), default=settings.first)
+    timed = measured([row for row in steps if not first <= row["step"] < settings.end], memory)
     profiled = [result["profiled_s"] for result in results.values()]
+    shares = [share for result in results.values() if (share := result["cpu_share"]) is not None]
     return replace(
-        found,
-        losses=measured(steps, {}).losses,
-        profile=profile_of(settings.end - settings.first if results else 0, profiled, found, tables),
-        comm=communication(tables, world_size, None, None),
+        timed,
+        losses=mean_losses(steps) if _tells_loss(steps) else (),
+        tokens_per_s=_tokens_per_s(steps, timed),
+        cpu_share=min(shares, default=None),
+        profile=profile_of(settings.end - settings.first if results else 0, profiled, timed, tables),
+        comm=communication(tables, spec["world_size"], None, None),
     )
 
 
-def _untouched(settings: Settings, steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The steps in which nothing was measured but their time."""
-    return [row for row in steps if not settings.memory_step(0) <= row["step"] < settings.end]
+def _tells_loss(steps: Sequence[Row]) -> bool:
+    return any(row["loss"] is not None for row in steps)
+
+
+def _tokens_per_s(steps: Sequence[Row], timed: Summary) -> float | None:
+    """Tokens of a step of all ranks over the median step; None where the job did not tell them."""
+    by_step: dict[int, int] = defaultdict(int)
+    for row in steps:
+        by_step[row["step"]] += row["tokens"] or 0
+    read, median = statistics.median(by_step.values()), timed.step_time_s.median
+    return read / median if read and median else None
+
+
+# ---- what could not be seen
+
+
+def _of_ranks(mailbox: Mailbox, abouts: Mapping[int, Row]) -> Iterator[str]:
+    """The sentences that ranks have noted, each with those that noted it."""
+    said: dict[str, list[int]] = defaultdict(list)
+    for rank in abouts:
+        for row in read_lines(mailbox.of(rank, "notes")):
+            said[row["words"]].append(rank)
+    for words, ranks in said.items():
+        whose = "every rank" if len(ranks) == len(abouts) > 1 else f"rank {', '.join(map(str, ranks))}"
+        yield f"{whose}: {words}"
+
+
+def _unseen(
+    settings: Settings, summary: Summary, spec: Row, steps: Sequence[Row], tables: Mapping[str, Sequence[Row]],
+    exit_code: int | None,
+) -> Iterator[str]:  # fmt: skip
+    """What this record lacks, and why."""
+    taken = 1 + max((row["step"] for row in steps), default=-1)
+    if taken < settings.end:
+        yield (
+            f"the job took {plural(taken, 'step')}, and its steps {settings.first} to {settings.end - 1} were to be"
+            f" profiled: {_earlier(taken)}"
+        )
+    if exit_code:
+        yield f"the job ended with exit code {exit_code}"
+    unsaid = {row["kind"] for row in tables.get("collectives", ()) if row["logical_bytes"] is None}
+    if unsaid:
+        yield f"the traces do not tell the bytes of {', '.join(sorted(unsaid))}, so the bytes sent are not known"
+    if summary.profile and summary.profile.source and spec["engine"] in ("torch-ddp", *_WITHOUT_UNITS):
+        yield "the traces of this engine name no units, so time and bytes are of the whole model"
+    if _tells_loss(steps) and not any(row["tokens"] for row in steps):
+        yield "the loss is the sum of what backward was called of in a step, and tokens are not known"
+
+
+_WITHOUT_UNITS = ("deepspeed-1", "deepspeed-2", "deepspeed-3")
+
+
+def _earlier(taken: int) -> str:
+    if taken < 5:
+        return "give it at least 5 steps"
+    return f"record it again with --steps {max(3, taken // 2)}:{max(3, taken // 2) + 1}"
+
+
+# ---- the ranks' files
+
+
+def _parts(mailbox: Mailbox, kind: str) -> dict[int, Row]:
+    """What ranks wrote of one kind, by rank."""
+    paths = {int(path.name.split(".")[0].removeprefix("rank")): path for path in mailbox.folder.glob(f"rank*.{kind}")}
+    return {rank: lines[0] for rank, path in sorted(paths.items()) if (lines := read_lines(path))}
+
+
+def _any(parts: Mapping[int, Row]) -> Row:
+    return next(iter(parts.values()), {})
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether the process that records into this file still does."""
+    with path.open("r") as file, suppress(OSError):
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _tidy(mailbox: Mailbox) -> None:
+    """Remove the parts, which are in the record now."""
+    for path in mailbox.folder.iterdir():
+        if is_written(path.relative_to(mailbox.folder.parent)):
+            path.unlink()
+    with suppress(OSError):  # what somebody else has put there stays
+        mailbox.folder.rmdir()

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from contextlib import suppress
 from pathlib import Path
 
 from fsdplab.common.files import write_whole
 from fsdplab.recording.assemble import SETTINGS_FILE
 from fsdplab.recording.settings import RecordingError, Settings, environment
-from fsdplab.records.folder import claim_folder
+from fsdplab.records.folder import MARKER, claim_folder
+from fsdplab.sessions.launch.parent_death import end_with_parent
 
 
 def prepare(settings: Settings, force: bool = False) -> None:
     """Claim the folder for a new record, and write what is recorded into it; RecordError as `claim_folder`."""
     claim_folder(Path(settings.folder), replace=force)
     settings.mailbox.folder.mkdir(exist_ok=True)
-    write_whole(settings.mailbox.folder / SETTINGS_FILE, json.dumps(asdict(settings)) + "\n")
+    write_whole(settings.mailbox.folder / SETTINGS_FILE, settings.as_text() + "\n")
+
+
+def clear(settings: Settings) -> None:
+    """Remove what `prepare` wrote, and the folder where nothing else is in it."""
+    folder = Path(settings.folder)
+    for each in (*settings.mailbox.folder.glob("*"), folder / MARKER):
+        each.unlink(missing_ok=True)
+    for each in (settings.mailbox.folder, folder):
+        with suppress(OSError):  # what somebody else has put there stays
+            each.rmdir()
 
 
 def run_job(command: Sequence[str], settings: Settings) -> int:
@@ -29,16 +40,25 @@ def run_job(command: Sequence[str], settings: Settings) -> int:
     Signals that ask this process to end are passed on, and the job's own end is waited for.
     """
     before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    this = os.getpid()
     try:
-        job = subprocess.Popen(command, env=environment(settings, os.environ.items()))
+        job = subprocess.Popen(
+            command, env=environment(settings, os.environ.items()),
+            preexec_fn=lambda: end_with_parent(this, signal.SIGTERM),  # also where this process is killed
+        )  # fmt: skip
     except OSError as error:
         raise RecordingError(f"{command[0]} cannot be started: {error.strerror}") from None
     try:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to the job too
-        for each in (signal.SIGTERM, signal.SIGHUP):
-            signal.signal(each, lambda number, _: job.send_signal(number))
+        for each in before:
+            signal.signal(each, lambda number, _: _pass_on(job, number))
         code = job.wait()
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
     return code if code >= 0 else 128 - code
+
+
+def _pass_on(job: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal on to the job; a terminal's Ctrl-C has reached it already, as one of the same process group."""
+    if number != signal.SIGINT or not sys.stdin.isatty():
+        job.send_signal(number)

@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer
 
 def together(optimizers: Sequence[Any]) -> Any:
     """One optimizer itself (of DeepSpeed's engine the one that it holds), several as one."""
-    inner = [each.optimizer if isinstance(each, torch.nn.Module) else each for each in optimizers]
+    inner = [_holding_state(each) for each in optimizers]
     return inner[0] if len(inner) == 1 else _Together(inner)
 
 
@@ -23,6 +23,13 @@ def parameters_of(optimizers: Sequence[Any]) -> list[torch.Tensor]:
             found += optimizer.parameters()
         found += [each for group in getattr(optimizer, "param_groups", ()) for each in group["params"]]
     return found
+
+
+def _holding_state(optimizer: Any) -> Any:
+    """The optimizer inside DeepSpeed's engine, or inside a ZeroRedundancyOptimizer, that has the state."""
+    if isinstance(optimizer, torch.nn.Module):
+        return optimizer.optimizer
+    return optimizer.optim if type(optimizer).__name__ == "ZeroRedundancyOptimizer" else optimizer
 
 
 class _Together(Optimizer):

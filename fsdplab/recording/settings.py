@@ -34,10 +34,10 @@ class Settings:
     job: str = "job"
 
     def __post_init__(self) -> None:
-        if not 1 < self.first < self.end:
+        if not 2 < self.first < self.end:
             raise RecordingError(
-                f"the steps to record are {self.first}:{self.end}; expected FIRST:END with FIRST at least 2, such as"
-                " 10:13, because steps are counted from 0 and memory is measured in the step before"
+                f"the steps to record are {self.first}:{self.end}; expected FIRST:END with FIRST at least 3, such as"
+                " 10:13: they are counted from 0, the first makes the optimizer's state, and memory is measured before"
             )
 
     @property
@@ -68,9 +68,12 @@ class Settings:
     def of_environment(cls) -> Settings | None:
         """What the launcher said; None in a process of no recorded job."""
         said = os.environ.get(VARIABLE)
-        if said is None:
-            return None
-        content = json.loads(said)
+        return None if said is None else cls.read(said)
+
+    @classmethod
+    def read(cls, text: str) -> Settings:
+        """The settings that `as_text` wrote."""
+        content = json.loads(text)
         return cls(**{**content, "ranks": content["ranks"] and tuple(content["ranks"])})
 
 

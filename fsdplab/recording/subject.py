@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,11 @@ from torch import nn
 from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.recording.optimizers import parameters_of
 
+_TRAINERS = (
+    ("transformers.trainer", "Trainer"), ("pytorch_lightning.trainer.trainer", "Lightning"),
+    ("lightning.pytorch.trainer.trainer", "Lightning"), ("torchtitan.trainer", "torchtitan"),
+    ("torchtitan.train", "torchtitan"), ("accelerate.accelerator", "accelerate"),
+)  # fmt: skip
 PLAIN = "plain"  # no engine that is known: one process, or a job that averages gradients itself
 
 
@@ -31,7 +37,13 @@ class Subject:
 
     def as_spec(self) -> dict[str, Any]:
         """What a record's spec says of it."""
-        return {"model": self.name, "engine": self.engine, "strategy": self.strategy, **self.settings}
+        known = {"model": self.name, "engine": self.engine, "strategy": self.strategy, "trainer": self.trainer}
+        return {**known, **self.settings}
+
+    @property
+    def trainer(self) -> str:
+        """What runs the loop, by what the job has imported: `Trainer`, `Lightning`, ...; "" for a loop of its own."""
+        return next((name for module, name in _TRAINERS if module in sys.modules), "")
 
     @property
     def name(self) -> str:
@@ -152,8 +164,6 @@ def _of_fsdp2(module: nn.Module, optimizers: Sequence[Any]) -> Subject:
 
 
 def _is_lab(module: nn.Module) -> bool:
-    import sys
-
     engine = sys.modules.get("fsdplab.engine.module")  # a job that has not imported the engine does not train with it
     return engine is not None and any(isinstance(each, engine.FSDPModule) for each in module.modules())
 

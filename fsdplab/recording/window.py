@@ -22,6 +22,7 @@ from fsdplab.profiling import MemoryRecorder
 from fsdplab.profiling.profiler_rules import prepare_profiler
 from fsdplab.recording import tags
 from fsdplab.recording.optimizers import together
+from fsdplab.recording.ranges import ended_with_the_profile
 from fsdplab.recording.rows import Place, StepRows
 from fsdplab.recording.settings import Settings
 from fsdplab.recording.subject import Subject, subject_of
@@ -36,6 +37,10 @@ from fsdplab.sessions.worker.profiler import (
     leave_analysis,
     written_memory,
 )
+
+
+class _Dropped(Exception):
+    """What was being measured is of no use."""
 
 
 class Window:
@@ -65,6 +70,8 @@ class Window:
         if self._memory is not None:
             self._end_memory(self._memory)
         if self._profiler is not None:
+            if ended == self._settings.end - 1:
+                self._open.close()
             self._profiler.step_done(seconds)
             if ended == self._settings.end - 1:
                 self._end_profile(self._profiler)
@@ -78,12 +85,18 @@ class Window:
         if self._is_starting or (self._memory is None and self._profiler is None):
             return
         self._rows.note(why.format(step=self._ended + 1))
+        self._is_starting = True
+        self._open.__exit__(_Dropped, _Dropped(), None)
+        if self._profiler is not None:
+            self._profiler.stop()
         self._memory = self._profiler = self._subject = None
-        self._open.close()
+        self._is_starting = False
 
     def close(self) -> None:
         """Nothing more is measured."""
-        self._open.close()
+        self._open.__exit__(_Dropped, _Dropped(), None)
+        if self._profiler is not None:
+            self._profiler.stop()
 
     def _if_no_other_profiles(self, begin: Callable[[], None]) -> None:
         """Profilers of one process see nothing while another one runs."""
@@ -107,6 +120,7 @@ class Window:
             self._rows.note(words)
         if rank == 0:
             self._write("environment", _environment(self._place.device))
+        self._write("subject", found.as_spec())
         self._open.callback(events.subscribe(self._units.on_event))
         self._units.step = self._memory_step
         self._memory = MemoryRecorder(
@@ -114,6 +128,7 @@ class Window:
             tags=tags.heard, save_trace=mailbox.of(rank, MEMORY_TRACE), unfinished=mailbox.folder,
         )  # fmt: skip
         self._open.enter_context(self._memory)
+        self._open.enter_context(ended_with_the_profile())
         self._open.enter_context(record_function(f"{RANGE}{self._memory_step}"))
 
     def _end_memory(self, memory: MemoryRecorder) -> None:
@@ -128,14 +143,14 @@ class Window:
         steps = self._settings.end - self._settings.first
         self._profiler = StepProfiler(steps, self._warmup, self._place.device)
         self._profiler.begin(None)
+        self._open.enter_context(ended_with_the_profile())
 
     def _end_profile(self, profiler: StepProfiler) -> None:
-        mailbox, rank, found = self._settings.mailbox, self._place.rank, self._subject
-        assert found is not None
+        mailbox, rank = self._settings.mailbox, self._place.rank
         profiled = profiler.save(mailbox.of(rank, TRACE), mailbox.folder)
         for kind in (TRACE, MEMORY_TRACE):
             leave_analysis(mailbox, rank, kind, [])
-        content = {"profiled_s": profiled, "spec": found.as_spec(), "life": self._units.rows}
+        content = {"profiled_s": profiled, "life": self._units.rows}
         self._write("result", {**content, "cpu_share": self._cpu_share})
         self._profiler = self._subject = None
 

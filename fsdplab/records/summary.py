@@ -149,7 +149,8 @@ class Summary:
     step of the same run, timed again at the comparison's end.
     `cpu_share` is the part of the timed steps in which the ranks had a core when they wanted one
     (sessions/worker/core_share.py). `memory_start_ns`: when each rank's measured step began. `workspace_bytes`: what
-    cuBLAS kept on a GPU besides, which no strategy changes; `peak_memory_bytes` and `card` leave it out.
+    cuBLAS kept on a GPU besides, which no strategy changes; `peak_memory_bytes` and `card` leave it out. `notes`: what
+    could not be seen of a recorded job.
     """
 
     step_time_s: Spread = Spread()
@@ -176,6 +177,7 @@ class Summary:
     traces: Traces | None = None
     simulated: SimulatedRanks | None = None
     gathered_bytes: int | None = None
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any], where: str = "summary") -> Summary:

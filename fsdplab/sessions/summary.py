@@ -90,7 +90,7 @@ def mean_losses(steps: Sequence[Row]) -> tuple[float | None, ...]:
     """
     by_step: dict[int, dict[int, float]] = defaultdict(dict)
     for row in steps:
-        by_step[row["step"]][row["rank"]] = row["loss"]
+        by_step[row["step"]][row["rank"]] = math.nan if row["loss"] is None else row["loss"]
     ranks = max(map(len, by_step.values()), default=0)
     whole = [by_step[step] for step in sorted(by_step) if len(by_step[step]) == ranks]
     means = [sum(losses[rank] for rank in sorted(losses)) / ranks for losses in whole]

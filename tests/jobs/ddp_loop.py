@@ -1,4 +1,4 @@
-"""A loop with DistributedDataParallel as many have it: a data loader, accumulation, clipping, a schedule, evaluation."""
+"""A loop with DistributedDataParallel: a data loader, accumulation, clipping, a schedule, evaluation."""
 
 import contextlib
 

@@ -96,6 +96,8 @@ def _title(runs: Sequence[RunView]) -> str:
         return "What each sharding strategy would cost, simulated"
     if runs and all(run.traced for run in runs):
         return f"What the traces of {' and '.join(run.strategy for run in runs)} show"
+    if runs and all(run.recorded for run in runs):
+        return f"Where a step of {' and '.join(run.label for run in runs)} goes"
     return "What each sharding strategy costs"
 
 
@@ -208,6 +210,9 @@ def _setting(spec: Mapping[str, Any], runs: Sequence[RunView]) -> str:
     """One sentence on what was trained, of the fields that the spec has; of traces, whose they are."""
     if len(runs) == 1 and runs[0].traced:
         return ranks_and_device(list(runs))
+    if len(runs) == 1 and runs[0].recorded:
+        said = ("model", "trainer", "engine", "strategy", "precision")
+        return ", ".join([*(str(spec[name]) for name in said if spec.get(name)), ranks_and_device(list(runs))])
     return ", ".join(form.format(spec[name]) for name, form in _SETTING.items() if spec.get(name) is not None)
 
 
