@@ -10,7 +10,7 @@ from torch import nn
 
 def main():
     stage = int(sys.argv[1]) if len(sys.argv) > 1 else 2
-    deepspeed.init_distributed("gloo")
+    dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 128)) for _ in range(3)))
     config = {
@@ -20,7 +20,9 @@ def main():
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 500_000},
         "zero_force_ds_cpu_optimizer": False,
     }
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config, dist_init_required=False
+    )
     for number in range(40):
         loss = engine(torch.randn(8, 128)).pow(2).mean()
         engine.backward(loss)

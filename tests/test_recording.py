@@ -1,0 +1,320 @@
+"""`fsdplab record`: jobs that were written for no lab (tests/jobs) run as they would, and become records."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdplab import Recorder, open_record
+from fsdplab.profiling.findings import findings
+from fsdplab.profiling.vocabulary import _BY_ENGINE, _BY_TRAINER, _LAB, words_of
+from fsdplab.recording.assemble import NothingRecorded
+from fsdplab.recording.rank import Round
+from fsdplab.recording.settings import BOOTSTRAP, RecordingError, Settings, steps_of
+from fsdplab.records import RecordError, RunRecord
+
+JOBS = Path(__file__).parent / "jobs"
+ROOT = Path(__file__).parents[1]
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+
+
+def run(*words: object, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=170, cwd=cwd, env=environment(**more))
+
+
+def recorded(folder: Path, *job: object, **more: str) -> subprocess.CompletedProcess[str]:
+    return run("-m", "fsdplab", "record", "-q", "--out", folder, "--", sys.executable, *job, cwd=folder.parent, **more)
+
+
+def losses_in(printed: str) -> list[str]:
+    return sorted(re.findall(r"(?:rank \d )?step \d+ loss \S+", printed))
+
+
+# ---- whole jobs
+
+
+def test_an_fsdp2_loop_trains_as_it_would_and_becomes_a_record(tmp_path):
+    """Its losses are the unrecorded job's bit for bit, and nothing is written outside the folder."""
+    for name in ("home", "temporary", "there"):
+        (tmp_path / name).mkdir()
+    apart = {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "temporary"), "PYTHONDONTWRITEBYTECODE": "1"}
+    job = (*TORCHRUN, JOBS / "fsdp2_loop.py", "--lr", "1e-3", "--steps", "24")
+    alone = run(*job, cwd=tmp_path / "there", **apart)
+    done = recorded(tmp_path / "there" / "out", *job, **apart)
+    assert (alone.returncode, done.returncode) == (0, 0), done.stderr
+    assert losses_in(done.stdout) == losses_in(alone.stdout) != []
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["out"]
+    assert not any(file.is_file() for name in ("home", "temporary") for file in (tmp_path / name).rglob("*"))
+
+    record = RunRecord.load(tmp_path / "there" / "out")
+    assert record.status == "finished" and not (record.path / "ranks").exists()
+    told = {name: record.spec[name] for name in ("job", "engine", "strategy", "model", "world_size", "precision")}
+    assert told == {
+        "job": "fsdp2_loop.py", "engine": "torch-fsdp2", "strategy": "full_shard", "model": "Network", "world_size": 2,
+        "precision": "fp32",
+    }  # fmt: skip
+    parameters = sum(
+        each.numel() for each in [*torch.nn.Linear(256, 1024).parameters(), *torch.nn.Linear(1024, 256).parameters()]
+    )
+    parameters = 4 * (4 * (parameters + 2 * 256) + 10 * 257)
+    split = record.summary.peak_memory_bytes.split
+    assert split["parameter_slices"] == pytest.approx(parameters / 2, rel=0.01)
+    assert split["optimizer_state"] == pytest.approx(parameters, rel=0.01)
+    # gathered twice and reduced once, half of it from each rank; the root is not gathered again
+    assert record.summary.comm.bytes_per_step == pytest.approx(3 * parameters / 2, rel=0.01)
+    assert len(record.summary.losses) == 23 and {row["step"] for row in record.table("breakdown")} == {10, 11, 12}
+    assert {path.name for path in (record.path / "traces").iterdir()} == {
+        f"rank{rank}.pt.trace.json.gz" for rank in (0, 1)
+    }
+    memory = next(each for each in findings(record) if each.of == "memory")
+    assert "fully_shard" in memory.remedy
+
+    page = run("-m", "fsdplab", "report", record.path, "--html", tmp_path / "page.html", cwd=tmp_path)
+    assert page.returncode == 0, page.stderr
+    assert "Where a step of fsdp2_loop.py goes" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "job,engine,strategy", [("ddp_loop.py", "torch-ddp", "no_shard"), ("fsdp1_loop.py", "torch-fsdp1", "shard_grad_op")]
+)
+def test_other_engines_of_torch(job, engine, strategy, tmp_path):
+    done = recorded(tmp_path / "out", *TORCHRUN, JOBS / job)
+    record = RunRecord.load(tmp_path / "out")
+    assert done.returncode == 0 and (record.spec["engine"], record.spec["strategy"]) == (engine, strategy), done.stderr
+    assert record.summary.peak_memory_bytes.split["optimizer_state"] and record.summary.comm.bytes_per_step
+    if job == "ddp_loop.py":  # a step is one of the optimizer, whatever it accumulates; evaluations are not timed
+        untimed = {row["step"] for row in record.table("steps") if row["step_time_s"] is None}
+        assert untimed == {0, 5, 15} and all(row["loading_s"] for row in record.table("steps") if row["step"] == 3)
+
+
+def test_ranks_that_torch_spawns_and_an_optimizer_that_shards_its_state(tmp_path):
+    done = recorded(tmp_path / "out", JOBS / "spawned.py", MEETING=str(tmp_path / "meeting"))
+    record = RunRecord.load(tmp_path / "out")
+    assert done.returncode == 0 and record.spec["strategy"] == "zero1", done.stderr
+    whole = 4 * (128 * 128 + 128)
+    split = record.summary.peak_memory_bytes.split
+    assert split["parameter_slices"] == whole and 0 < split["optimizer_state"] <= 2 * whole
+
+
+def test_transformers_trainer(tmp_path):
+    pytest.importorskip("transformers")
+    done = recorded(tmp_path / "out", *TORCHRUN, JOBS / "trainer.py", tmp_path / "of_trainer")
+    record = RunRecord.load(tmp_path / "out")
+    assert done.returncode == 0 and len(record.summary.losses) == 20, done.stderr
+    assert (record.spec["engine"], record.spec["trainer"]) == ("torch-ddp", "Trainer")
+    assert "TrainingArguments" in next(each for each in findings(record) if each.of == "memory").remedy
+
+
+def test_several_optimizers_and_a_step_that_the_scaler_skips(tmp_path):
+    """The last optimizer of the first round ends a step; a skipped one is a step."""
+    done = recorded(tmp_path / "out", JOBS / "gan.py")
+    record = RunRecord.load(tmp_path / "out")
+    assert done.returncode == 0 and record.status == "finished", done.stderr
+    printed = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert len(record.summary.losses) == len(printed) == 20
+    for step in (0, 1, 10, 19):
+        assert record.summary.losses[step] == pytest.approx(printed[step], abs=1e-6)
+    assert record.summary.losses[5] is None  # the loss that was infinite
+
+
+# ---- how jobs end
+
+
+def test_a_job_that_never_steps_leaves_nothing(tmp_path):
+    done = recorded(tmp_path / "out", JOBS / "plain.py", "--steps", 0)
+    assert done.returncode == 0 and "no rank took an optimizer step: nothing was recorded" in done.stderr
+    assert not (tmp_path / "out").exists()
+    isolated = recorded(tmp_path / "out", "-E", JOBS / "plain.py")
+    assert isolated.returncode == 0 and "nothing was recorded" in isolated.stderr
+
+
+def test_a_job_that_is_too_short_says_what_to_record(tmp_path):
+    done = recorded(tmp_path / "out", JOBS / "plain.py", "--steps", 8, "--ends-by", "exit")
+    record = RunRecord.load(tmp_path / "out")
+    assert done.returncode == 7 and record.status == "failed" and "exit code 7" in record.failure["message"]
+    assert any("record it again with --steps 4:5" in note for note in record.summary.notes)
+    assert len(record.summary.losses) == 8
+
+
+def test_a_rank_that_is_killed_after_its_measured_steps_leaves_a_whole_record(tmp_path):
+    done = recorded(tmp_path / "out", JOBS / "plain.py", "--steps", 16, "--ends-by", "kill")
+    record = RunRecord.load(tmp_path / "out")
+    assert done.returncode == 128 + signal.SIGKILL and record.status == "finished"
+    assert "the job ended with exit code 137" in record.summary.notes
+    assert record.table("memory") and record.table("breakdown") and len(record.summary.losses) == 16
+
+
+def test_an_earlier_record_stays(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "run.json").write_text('{"format": "fsdplab run record 2"}')
+    done = recorded(tmp_path / "out", JOBS / "plain.py")
+    assert done.returncode == 2 and "holds an earlier record, which stays" in done.stderr and not done.stdout
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["run.json"]
+
+
+def test_a_command_that_does_not_exist_is_refused(tmp_path):
+    done = run("-m", "fsdplab", "record", "--out", tmp_path / "out", "--", "no-such-program", cwd=tmp_path)
+    assert done.returncode == 2 and "no-such-program cannot be started" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_interrupted_launcher_ends_its_job_and_passes_its_code_on(tmp_path):
+    command = [sys.executable, "-m", "fsdplab", "record", "--out", "out", "--", sys.executable, str(JOBS / "plain.py")]
+    launcher = subprocess.Popen(
+        [*command, "--steps", "1000000"], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
+    )
+    assert launcher.stdout is not None
+    for line in launcher.stdout:
+        if line.startswith("step 30 "):
+            break
+    launcher.send_signal(signal.SIGTERM)
+    launcher.communicate(timeout=100)
+    assert launcher.returncode == 128 + signal.SIGTERM
+    assert RunRecord.load(tmp_path / "out").status == "finished"
+
+
+# ---- what the recording must not do
+
+
+def test_a_failure_of_the_recording_does_not_fail_the_job(tmp_path):
+    """The user's own sitecustomize runs too: this one breaks the recording."""
+    (tmp_path / "site").mkdir()
+    broken = "import fsdplab.recording.window as window\n\ndef fail(*_):\n    raise MemoryError('injected')\n\n"
+    (tmp_path / "site" / "sitecustomize.py").write_text(f"{broken}window.Window._begin_profile = fail\n")
+    above = os.pathsep.join([str(ROOT), str(tmp_path / "site")])
+    done = recorded(tmp_path / "out", JOBS / "plain.py", PYTHONPATH=above)
+    alone = run(JOBS / "plain.py", cwd=tmp_path)
+    assert done.returncode == 0 and "MemoryError: injected" in done.stderr
+    assert losses_in(done.stdout) == losses_in(alone.stdout)
+    record = RunRecord.load(tmp_path / "out")
+    assert any("the recording ended in step" in note for note in record.summary.notes) and record.table("memory")
+
+
+def test_the_jobs_own_profiler_comes_first(tmp_path):
+    done = recorded(tmp_path / "out", JOBS / "plain.py", "--profile", 10)
+    record = RunRecord.load(tmp_path / "out")
+    assert done.returncode == 0 and record.table("memory") and not record.table("breakdown")
+    assert any("the job's own profiler began in step 10" in note for note in record.summary.notes)
+
+
+@pytest.mark.parametrize("how", ["--compile", "--in-backward"])
+def test_compiled_steps_and_steps_inside_the_backward(how, tmp_path):
+    done = recorded(tmp_path / "out", JOBS / "plain.py", how)
+    alone = run(JOBS / "plain.py", how, cwd=tmp_path)
+    record = RunRecord.load(tmp_path / "out")
+    assert done.returncode == 0 and losses_in(done.stdout) == losses_in(alone.stdout), done.stderr
+    assert len(record.summary.losses) == 20 and record.table("memory") and record.table("breakdown")
+
+
+def test_two_jobs_under_one_command_are_told_apart(tmp_path):
+    both = f"import subprocess, sys; [subprocess.run([sys.executable, {str(JOBS / 'plain.py')!r}]) for _ in 'ab']"
+    done = recorded(tmp_path / "out", "-c", both)
+    record = RunRecord.load(tmp_path / "out")
+    assert done.returncode == 0 and len(record.summary.losses) == 20
+    assert any("a second process took steps as this rank" in note for note in record.summary.notes)
+
+
+# ---- by hand
+
+
+def loop(recorder: Recorder, model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(8, 16)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        recorder.step(loss=loss, tokens=8)
+    return losses
+
+
+def test_by_hand_in_a_loop(tmp_path):
+    model = torch.nn.Linear(16, 16)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    recorder = Recorder(tmp_path / "out", model, optimizer, steps="4:6", job="a cell")
+    loop(recorder, model, optimizer, 3)
+    with pytest.raises(RecordError, match="1 rank of the job still record"):
+        open_record(tmp_path / "out")
+    loop(recorder, model, optimizer, 20)
+    record = open_record(tmp_path / "out")
+    assert record.spec["job"] == "a cell" and {row["step"] for row in record.table("breakdown")} == {4, 5}
+    assert record.summary.peak_memory_bytes.split["optimizer_state"] == 2 * 4 * 16 * 17 + 8
+    assert record.summary.tokens_per_s and record.summary.tokens_per_s > 0
+    assert open_record(tmp_path / "out").summary == record.summary
+
+
+def test_by_hand_a_folder_that_cannot_be_had_is_said_and_the_loop_goes_on(tmp_path, capsys):
+    (tmp_path / "notes.txt").write_text("mine")
+    model = torch.nn.Linear(16, 16)
+    optimizer = torch.optim.SGD(model.parameters())
+    assert len(loop(Recorder(tmp_path, model, optimizer), model, optimizer, 3)) == 3
+    assert "holds other files (notes.txt)" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+# ---- parts
+
+
+@pytest.mark.quick
+def test_the_round_of_optimizers_is_known_once_one_steps_again():
+    around = Round()
+    assert [around.is_first_of(each) for each in "abab"] == [True, True, False, False]
+    assert around.optimizers == ["a", "b"]
+
+
+@pytest.mark.quick
+def test_which_ranks_are_measured():
+    usual = Settings("out")
+    assert usual.measures(15, 16, 8) and usual.measures(7, 64, 8) and not usual.measures(8, 64, 8)
+    assert Settings("out", ranks=(9,)).measures(9, 64, 8) and not Settings("out", ranks=(9,)).measures(0, 64, 8)
+    assert Settings.read(Settings("out", ranks=(1, 2)).as_text()) == Settings("out", ranks=(1, 2))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("text", ["10", "a:b", "12:10", "1:4", ""])
+def test_steps_that_cannot_be_recorded_are_refused(text):
+    with pytest.raises(RecordingError, match="FIRST:END"):
+        Settings("out", *steps_of(text))
+
+
+@pytest.mark.quick
+def test_a_folder_without_a_step_says_so(tmp_path):
+    (tmp_path / "ranks").mkdir()
+    (tmp_path / "ranks" / "spec.json").write_text(Settings(str(tmp_path)).as_text())
+    with pytest.raises(NothingRecorded, match="no rank took an optimizer step"):
+        open_record(tmp_path)
+
+
+@pytest.mark.quick
+def test_remedies_are_said_in_the_jobs_own_words():
+    """Every word has a general one, and a run of the lab keeps the lab's."""
+    for own in (*_BY_ENGINE.values(), *_BY_TRAINER.values()):
+        assert own.keys() <= _LAB.keys()
+    assert words_of({"engine": "torch-fsdp2"}) == _LAB
+    assert words_of({"job": "a.py", "engine": "torch-fsdp2"})["gather_ahead"].startswith(
+        "Gather a unit ahead: blocks[i]"
+    )
+    told = words_of({"job": "a.py", "engine": "torch-ddp", "trainer": "Trainer"})
+    assert told["low_precision"] == "TrainingArguments(bf16=True)" and "ZeroRedundancy" not in told["shard_state"]
+    assert json.loads("{" + words_of({"job": "a.py", "engine": "deepspeed-3"})["offload_state"] + "}")
+
+
+@pytest.mark.quick
+def test_what_every_python_of_a_job_runs_imports_neither_torch_nor_fsdplab(tmp_path):
+    done = run("-c", "import sys; print('torch' in sys.modules, 'fsdplab' in sys.modules)", cwd=tmp_path,
+               PYTHONPATH=str(BOOTSTRAP))  # fmt: skip
+    assert done.stdout.split() == ["False", "False"], done.stderr
