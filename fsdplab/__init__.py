@@ -24,6 +24,8 @@ _MODULES = {
     "Workload": "fsdplab.workloads.own.value",
     "Recorder": "fsdplab.recording",
     "open_record": "fsdplab.recording",
+    "trainer_callback": "fsdplab.recording",
+    "lightning_callback": "fsdplab.recording",
 }
 
 __all__ = ["__version__", *_MODULES]

@@ -19,7 +19,7 @@ import pytest
 pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parents[1]
 GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-INNER = ("engine", "workloads", "records", "planning", "profiling", "sessions", "recording")  # run with torch and numpy alone
+INNER = ("engine", "workloads", "records", "planning", "profiling", "sessions", "recording")  # need torch, numpy
 OUTER = {
     "plotly",
     "jinja2",

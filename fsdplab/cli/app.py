@@ -163,9 +163,9 @@ def run(
 @outputs_of("json", "html", "force", "quiet", "verbose")
 def record(
     command: Annotated[
-        list[str], typer.Argument(help="The command that starts the job, behind --.", metavar="COMMAND")
-    ],
-    out: Annotated[Path, typer.Option(help="Folder of the record.")],
+        list[str] | None, typer.Argument(help="The command that starts the job, behind --.", metavar="COMMAND")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of the record.")] = Path("runs/recorded"),
     steps: Annotated[
         str,
         typer.Option(
@@ -179,12 +179,23 @@ def record(
             " of every rank are timed."
         ),
     ] = None,
+    print_env: Annotated[
+        bool,
+        typer.Option(
+            "--print-env", help="Run nothing: print the environment in which ranks record themselves, for other nodes."
+        ),
+    ] = False,
     outputs: Outputs = Outputs(),
 ) -> None:
     """Run a training job of your own as it would run, and record a few of its steps: times, memory, a trace."""
-    from fsdplab.cli.record import record_job
+    from fsdplab.cli.record import print_environment, record_job
 
-    raise typer.Exit(record_job(command, out, steps, ranks, outputs))
+    if print_env:
+        print_environment(command or [], out, steps, ranks)
+    elif not command:
+        refuse("record got no command; give the one that starts the job behind --")
+    else:
+        raise typer.Exit(record_job(command, out, steps, ranks, outputs))
 
 
 @app.command(

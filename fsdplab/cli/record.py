@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,15 +15,13 @@ from fsdplab.cli.render import show
 from fsdplab.cli.runs import answer_of_runs
 from fsdplab.recording.assemble import NothingRecorded, assemble
 from fsdplab.recording.launch import clear, prepare, run_job
-from fsdplab.recording.settings import RecordingError, Settings, steps_of
+from fsdplab.recording.settings import RecordingError, Settings, environment, steps_of
 from fsdplab.records.folder import release_folder
 
 
 def record_job(command: Sequence[str], out: Path, steps: str, ranks: str | None, outputs: Outputs) -> int:
     """Run and record the command; the job's own exit code."""
-    first, end = steps_of(steps)
-    chosen = tuple(whole_numbers("--ranks", ranks)) if ranks else None
-    settings = Settings(str(out.absolute()), first, end, chosen, _name(command))
+    settings = _settings(command, out, steps, ranks)
     prepare(settings, outputs.force)
     try:
         code = run_job(command, settings)
@@ -41,7 +41,19 @@ def record_job(command: Sequence[str], out: Path, steps: str, ranks: str | None,
     return code
 
 
+def print_environment(command: Sequence[str], out: Path, steps: str, ranks: str | None) -> None:
+    """Print the two variables as lines of a shell."""
+    above = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+    for name, value in environment(_settings(command, out, steps, ranks), above.items()).items():
+        print(f"export {name}={shlex.quote(value)}")
+
+
+def _settings(command: Sequence[str], out: Path, steps: str, ranks: str | None) -> Settings:
+    chosen = tuple(whole_numbers("--ranks", ranks)) if ranks else None
+    return Settings(str(out.absolute()), *steps_of(steps), ranks=chosen, job=_name(command))
+
+
 def _name(command: Sequence[str]) -> str:
     """What the record is called: the name of the job's program."""
     programs = [word for word in command if word.endswith(".py")]
-    return Path(programs[0] if programs else command[0]).name
+    return Path([*programs, *command, "job"][0]).name

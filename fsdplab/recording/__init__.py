@@ -14,8 +14,15 @@ from fsdplab.common.lazy import names_of
 if TYPE_CHECKING:
     from fsdplab.recording.assemble import open_record as open_record
     from fsdplab.recording.by_hand import Recorder as Recorder
+    from fsdplab.recording.callbacks import lightning_callback as lightning_callback
+    from fsdplab.recording.callbacks import trainer_callback as trainer_callback
 
-_MODULES = {"Recorder": "by_hand", "open_record": "assemble"}
+_MODULES = {
+    "Recorder": "by_hand",
+    "open_record": "assemble",
+    "trainer_callback": "callbacks",
+    "lightning_callback": "callbacks",
+}
 
 __all__ = [*_MODULES]
 

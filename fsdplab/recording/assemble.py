@@ -15,14 +15,13 @@ from typing import Any
 
 from fsdplab.common.errors import UserError
 from fsdplab.common.words import plural
-from fsdplab.recording.settings import Settings
+from fsdplab.recording.settings import FILE, Settings
 from fsdplab.records import RecordError, RunRecord, Summary
 from fsdplab.records.folder import is_written
 from fsdplab.sessions.launch.mailbox import Mailbox, read_lines
 from fsdplab.sessions.summary import mean_losses, measured
 from fsdplab.sessions.trace_tables import communication, profile_of, tables_of
 
-SETTINGS_FILE = "spec.json"
 NOTHING = "no rank took an optimizer step: nothing was recorded"
 Row = dict[str, Any]
 
@@ -47,7 +46,7 @@ def open_record(folder: str | Path) -> RunRecord:
 
 def has_parts(folder: Path) -> bool:
     """Whether ranks have left something in `folder` of which no record has been made yet."""
-    return not (folder / "run.json").exists() and (folder / "ranks" / SETTINGS_FILE).exists()
+    return not (folder / "run.json").exists() and (folder / "ranks" / FILE).exists()
 
 
 def assemble(folder: Path, exit_code: int | None = None) -> RunRecord:
@@ -56,7 +55,7 @@ def assemble(folder: Path, exit_code: int | None = None) -> RunRecord:
     `exit_code`: the job's, None where it is not known. A job that ended badly after its measured steps is finished.
     """
     mailbox = Mailbox(folder / "ranks")
-    settings = Settings.read((mailbox.folder / SETTINGS_FILE).read_text())
+    settings = Settings.read((mailbox.folder / FILE).read_text())
     abouts = _parts(mailbox, "about")
     if not abouts:
         raise NothingRecorded(NOTHING)

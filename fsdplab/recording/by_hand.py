@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fsdplab.common.errors import UserError
+from fsdplab.recording.hooks import hook_losses
 from fsdplab.recording.launch import prepare
 from fsdplab.recording.rank import RankRecorder
 from fsdplab.recording.settings import Settings, steps_of
@@ -59,6 +60,10 @@ class Recorder:
         recorder.end_by_hand(self._optimizers, loss, tokens)
         if recorder.done:
             self.close()
+
+    def note_losses(self) -> None:
+        """From now on note every loss whose `backward` is called, for a loop that does not say it in `step`."""
+        hook_losses(self._recorder)
 
     def close(self) -> None:
         """End the recording, which ends by itself some steps after the profiled ones."""

@@ -40,7 +40,7 @@ def _hook_optimizers(module: ModuleType, recorder: RankRecorder) -> None:
         return ends_a_step(profiled(step), recorder, lambda optimizer, *_: optimizer)
 
     module.Optimizer.profile_hook_step = staticmethod(profile_hook_step)
-    _hook_losses(recorder)
+    hook_losses(recorder)
     _hook_scalers(recorder)
     _hook_loaders(recorder)
     _hook_evaluations(recorder)
@@ -79,7 +79,7 @@ def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return _disable_dynamo(lambda *args: function(*args))  # which keeps what it makes as an attribute of a function
 
 
-def _hook_losses(recorder: RankRecorder) -> None:
+def hook_losses(recorder: RankRecorder) -> None:
     """Note every scalar whose `backward` is called; optimizers may step inside it, as hooks of its parameters."""
     from torch import Tensor
 

@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from fsdplab.common.files import write_whole
-from fsdplab.recording.assemble import SETTINGS_FILE
 from fsdplab.recording.settings import RecordingError, Settings, environment
 from fsdplab.records.folder import MARKER, claim_folder
 from fsdplab.sessions.launch.parent_death import end_with_parent
@@ -21,7 +20,7 @@ def prepare(settings: Settings, force: bool = False) -> None:
     """Claim the folder for a new record, and write what is recorded into it; RecordError as `claim_folder`."""
     claim_folder(Path(settings.folder), replace=force)
     settings.mailbox.folder.mkdir(exist_ok=True)
-    write_whole(settings.mailbox.folder / SETTINGS_FILE, settings.as_text() + "\n")
+    write_whole(settings.file, settings.as_text() + "\n")
 
 
 def clear(settings: Settings) -> None:

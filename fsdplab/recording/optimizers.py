@@ -26,10 +26,11 @@ def parameters_of(optimizers: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _holding_state(optimizer: Any) -> Any:
-    """The optimizer inside DeepSpeed's engine, or inside a ZeroRedundancyOptimizer, that has the state."""
+    """The optimizer that has the state: that inside DeepSpeed's engine, ZeroRedundancyOptimizer or accelerate's."""
     if isinstance(optimizer, torch.nn.Module):
         return optimizer.optimizer
-    return optimizer.optim if type(optimizer).__name__ == "ZeroRedundancyOptimizer" else optimizer
+    inner = getattr(optimizer, "optim" if type(optimizer).__name__ == "ZeroRedundancyOptimizer" else "optimizer", None)
+    return _holding_state(inner) if isinstance(inner, Optimizer) else optimizer
 
 
 class _Together(Optimizer):

@@ -12,11 +12,14 @@ import os
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from fsdplab.common.files import write_whole
 from fsdplab.recording.settings import Settings
+from fsdplab.records import RecordError
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class StepRows:
     def claimed(cls, settings: Settings, place: Place) -> StepRows | None:
         """The rank's rows; None, and a note, where another process has been this rank."""
         path = settings.mailbox.of(place.rank, "steps")
+        _make_ranks_folder(settings)
         try:
             file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND, 0o666)
         except FileExistsError:
@@ -127,6 +131,15 @@ class StepRows:
         with suppress(OSError):
             fcntl.flock(self._file, fcntl.LOCK_UN)  # for forked processes too
         os.close(self._file)
+
+
+def _make_ranks_folder(settings: Settings) -> None:
+    """For ranks that no launcher has started; RecordError where their folder holds a record already."""
+    if (Path(settings.folder) / "run.json").exists():
+        raise RecordError(f"{settings.folder} holds an earlier record, which stays; give another folder")
+    settings.mailbox.folder.mkdir(parents=True, exist_ok=True)
+    if not settings.file.exists():
+        write_whole(settings.file, settings.as_text() + "\n")
 
 
 def note(settings: Settings, rank: int, words: str) -> None:

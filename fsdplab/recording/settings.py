@@ -12,6 +12,7 @@ from fsdplab.common.errors import UserError
 from fsdplab.sessions.launch.mailbox import Mailbox
 
 VARIABLE = "FSDPLAB_RECORD"
+FILE = "spec.json"
 BOOTSTRAP = Path(__file__).parent / "bootstrap"
 TIMED_AFTER = 10  # steps that are timed after the profiled ones
 MOST_RANKS = 16  # a job of more has those of its first node recorded
@@ -44,6 +45,11 @@ class Settings:
     def mailbox(self) -> Mailbox:
         """The ranks' files."""
         return Mailbox(Path(self.folder) / "ranks")
+
+    @property
+    def file(self) -> Path:
+        """Where these settings are kept, for whoever makes the record."""
+        return self.mailbox.folder / FILE
 
     @property
     def last_timed(self) -> int:
