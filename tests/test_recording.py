@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -32,7 +33,7 @@ def environment(**more: str) -> dict[str, str]:
 
 def run(*words: object, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=170, cwd=cwd, env=environment(**more))
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=cwd, env=environment(**more))
 
 
 def recorded(folder: Path, *job: object, **more: str) -> subprocess.CompletedProcess[str]:
@@ -46,6 +47,7 @@ def losses_in(printed: str) -> list[str]:
 # ---- whole jobs
 
 
+@pytest.mark.timeout(400)
 def test_an_fsdp2_loop_trains_as_it_would_and_becomes_a_record(tmp_path):
     """Its losses are the unrecorded job's bit for bit, and nothing is written outside the folder."""
     for name in ("home", "temporary", "there"):
@@ -71,7 +73,7 @@ def test_an_fsdp2_loop_trains_as_it_would_and_becomes_a_record(tmp_path):
     )
     parameters = 4 * (4 * (parameters + 2 * 256) + 10 * 257)
     split = record.summary.peak_memory_bytes.split
-    assert split["parameter_slices"] == pytest.approx(parameters / 2, rel=0.01)
+    assert split["sharded_parameters"] == pytest.approx(parameters / 2, rel=0.01)
     assert split["optimizer_state"] == pytest.approx(parameters, rel=0.01)
     # gathered twice and reduced once, half of it from each rank; the root is not gathered again
     assert record.summary.comm.bytes_per_step == pytest.approx(3 * parameters / 2, rel=0.01)
@@ -106,7 +108,7 @@ def test_ranks_that_torch_spawns_and_an_optimizer_that_shards_its_state(tmp_path
     assert done.returncode == 0 and record.spec["strategy"] == "zero1", done.stderr
     whole = 4 * (128 * 128 + 128)
     split = record.summary.peak_memory_bytes.split
-    assert split["parameter_slices"] == whole and 0 < split["optimizer_state"] <= 2 * whole
+    assert split["sharded_parameters"] == whole and 0 < split["optimizer_state"] <= 2 * whole
 
 
 def test_transformers_trainer(tmp_path):
@@ -269,11 +271,47 @@ def test_by_hand_a_folder_that_cannot_be_had_is_said_and_the_loop_goes_on(tmp_pa
 # ---- parts
 
 
+# ---- the page
+
+
+@pytest.mark.timeout(400)
+def test_every_command_of_the_page_runs(tmp_path):
+    """docs/your_training_job.md, followed in a folder with the jobs and nothing else."""
+    page = (ROOT / "docs" / "your_training_job.md").read_text(encoding="utf-8")
+    program = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    assert len(program) == 1 and program[0].startswith("# by_hand.py")
+    (tmp_path / "by_hand.py").write_text(program[0])
+    for job in ("fsdp2_loop.py", "plain.py"):
+        shutil.copy(JOBS / job, tmp_path)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    commands = re.findall(r"^```bash\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    lines = [line for block in commands for line in block.splitlines()]
+    assert len(lines) == 5
+    for line in lines:
+        here = line.replace("fsdplab ", f"{sys.executable} -m fsdplab ", 1) if line.startswith("fsdplab") else line
+        done = subprocess.run(
+            here, shell=True, cwd=tmp_path, env=environment(PATH=path), capture_output=True, text=True
+        )
+        assert done.returncode == 0, (line, done.stdout[-2000:], done.stderr[-2000:])
+    assert "Where a step of fsdp2_loop.py goes" in (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert {row["step"] for row in RunRecord.load(tmp_path / "early").table("breakdown")} == {4, 5}
+    assert RunRecord.load(tmp_path / "by-hand").summary.tokens_per_s
+
+
 @pytest.mark.quick
 def test_the_round_of_optimizers_is_known_once_one_steps_again():
     around = Round()
     assert [around.is_first_of(each) for each in "abab"] == [True, True, False, False]
     assert around.optimizers == ["a", "b"]
+
+
+@pytest.mark.quick
+def test_the_environment_for_other_nodes_is_printed_and_nothing_is_written(tmp_path):
+    done = run("-m", "fsdplab", "record", "--out", "there", "--print-env", "--", "python", "my.py", cwd=tmp_path)
+    lines = dict(line.removeprefix("export ").split("=", 1) for line in done.stdout.splitlines())
+    assert done.returncode == 0 and not any(tmp_path.iterdir()), done.stderr
+    assert Settings.read(lines["FSDPLAB_RECORD"].strip("'")).job == "my.py"
+    assert lines["PYTHONPATH"].startswith(str(BOOTSTRAP))
 
 
 @pytest.mark.quick

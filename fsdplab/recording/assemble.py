@@ -4,7 +4,6 @@ of a job whose launcher is gone.
 
 from __future__ import annotations
 
-import fcntl
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,6 +20,11 @@ from fsdplab.records.folder import is_written
 from fsdplab.sessions.launch.mailbox import Mailbox, read_lines
 from fsdplab.sessions.summary import mean_losses, measured
 from fsdplab.sessions.trace_tables import communication, profile_of, tables_of
+
+try:
+    import fcntl
+except ImportError:  # Windows, where nothing records: records of other machines are read there
+    pass
 
 NOTHING = "no rank took an optimizer step: nothing was recorded"
 Row = dict[str, Any]
