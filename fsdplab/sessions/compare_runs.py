@@ -236,7 +236,7 @@ class _Comparison:
 
 
 def _is_the_models(report: Failure) -> bool:
-    """Whether a run failed before its first step's end by other than an engine, which is in its traceback's last frame."""
+    """Whether a run failed in its first step, and not in an engine, which would be its traceback's last frame."""
     frames = [line for line in (report.traceback or "").splitlines() if line.lstrip().startswith("File ")]
     return not report.step and not (frames and "/fsdplab/" in frames[-1])
 

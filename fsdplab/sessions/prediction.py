@@ -71,8 +71,17 @@ def predict(spec: RunSpec, calibration: Calibration | None = None) -> Prediction
 
 
 def predict_own(spec: RunSpec) -> Prediction:
-    """The prediction of a model of one's own, whose shapes no table has."""
-    return Prediction(None, None, None, None, None, "the shapes of a model of one's own are known once it is built")
+    """The prediction of a model of one's own, from a recording of its first micro-batch in this process."""
+    if why_not := _not_modelled(spec):
+        return Prediction(None, None, None, None, None, why_not)
+    from fsdplab.sessions.recorded_model import recording_of  # which imports torch
+
+    try:
+        recording = recording_of(spec)
+    except Exception as error:  # of the model's own code, which may raise anything; its ranks say where
+        said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return Prediction(None, None, None, None, None, f"its micro-batch could not be recorded: {said}")
+    return predict_recorded(spec, recording)
 
 
 def predict_recorded(spec: RunSpec, recording: MicroBatch) -> Prediction:

@@ -1,24 +1,24 @@
-"""A model of one's own, recorded for a plan: a Python file with model(), batch(at), loss(model, batch) and units."""
+"""A model of one's own, recorded for a prediction: of a run on this machine, or of a plan on GPUs that are not here.
+
+The recording is kept for a model and its units; other choices of a run or a plan only play it.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fsdplab.planning.lab_memory import MicroBatch
 from fsdplab.planning.recorded_plan import RecordedPlan, recorded_spec
 from fsdplab.sessions.micro_batch import RecordChoices, record_micro_batch
+from fsdplab.sessions.spec import RunSpec, Sharding
+from fsdplab.sessions.worker.engines import as_argument, units_of, workload_of
 from fsdplab.workloads.errors import ModelError
-from fsdplab.workloads.workload import At
-
-NEEDED = ("model", "batch", "loss")
+from fsdplab.workloads.own.reading import workload_in
+from fsdplab.workloads.workload import Task
 
 
 def plan_of_file(model: str, gpu: str, **choices: Any) -> RecordedPlan:
@@ -29,53 +29,26 @@ def plan_of_file(model: str, gpu: str, **choices: Any) -> RecordedPlan:
             f"there is no file {model}; expected a Python file with model(), batch(at), loss(model, batch)"
         )
     spec = recorded_spec(path.name, gpu, **choices)
-    digest = hashlib.blake2b(path.read_bytes()).hexdigest()
-    return RecordedPlan(spec, _recorded(path.resolve(), digest, spec.param_bytes == 2, spec.checkpointing))
+    return RecordedPlan(spec, _of_plan(workload_in(path), spec.param_bytes == 2, spec.checkpointing))
 
 
 @lru_cache(maxsize=16)
-def _recorded(path: Path, digest: str, low_precision: bool, checkpoint: str) -> MicroBatch:
-    """Kept for a file's content: other choices of a plan only play it."""
-    workload = _File(path)
-    choices = RecordChoices(workload.units, low_precision=low_precision, checkpoint=checkpoint, on_card=True)
-    return record_micro_batch(workload, choices)
+def _of_plan(task: Task, low_precision: bool, checkpoint: str) -> MicroBatch:
+    choices = RecordChoices(
+        lambda model: as_argument(task.found_units(model).modules),
+        low_precision=low_precision, checkpoint=checkpoint, on_card=True,
+    )  # fmt: skip
+    return record_micro_batch(task, choices)
 
 
-class _File:
-    """The functions of a file, as what is recorded."""
-
-    def __init__(self, path: Path) -> None:
-        self._module = _imported(path)
-        missing = [name for name in NEEDED if not callable(getattr(self._module, name, None))]
-        if missing:
-            raise ModelError(f"{path.name} has no function {missing[0]}; expected {', '.join(NEEDED)}")
-
-    def build(self, device: torch.device | str, seed: int) -> nn.Module:
-        """`model()` on `device`, from one seed; torch's generators stay as they were."""
-        with torch.random.fork_rng(), torch.device(device):
-            torch.manual_seed(seed)
-            return self._module.model()
-
-    def batch(self, at: At) -> Any:
-        """The file's own."""
-        return self._module.batch(at)
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The file's own."""
-        return self._module.loss(model, batch)
-
-    def units(self, model: nn.Module) -> Any:
-        """The classes that the file names; else every child of a ModuleList, or none."""
-        given = getattr(self._module, "units", None)
-        if given is not None:
-            return tuple(given)
-        return "auto" if any(isinstance(each, nn.ModuleList) for each in model.modules()) else "root"
+def recording_of(spec: RunSpec) -> MicroBatch:
+    """The first micro-batch of a run, in its units and its precision; raises what the model's own code raises."""
+    return _of_run(workload_of(spec), spec.units, spec.precision, spec.checkpoint, spec.world_size, spec.seed)
 
 
-def _imported(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ModelError(f"{path.name} is no Python file; expected one that ends in .py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+@lru_cache(maxsize=16)
+def _of_run(task: Task, units: str, precision: str, checkpoint: str, world_size: int, seed: int) -> MicroBatch:
+    def chosen(model: nn.Module) -> Any:
+        return as_argument(units_of(Sharding(units=units), model, task).modules)
+
+    return record_micro_batch(task, RecordChoices(chosen, precision == "bf16", checkpoint, world_size, seed))

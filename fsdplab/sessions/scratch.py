@@ -6,6 +6,7 @@ the processor: such an operator is run once for each of its shapes, under the pr
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -78,6 +79,7 @@ def taken_by(func: Any, args: tuple, result: Any) -> Taken:
 @lru_cache(maxsize=512)
 def _tried(func: Any, leaves: tuple, tree: TreeSpec) -> Taken:
     """Run it once."""
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else each profile writes two lines to stderr
     with one_thread(), unset_fake_temporarily(), torch.enable_grad():  # oneDNN keeps what a backward needs
         args = tree_unflatten([x.make() if isinstance(x, _Like) else x for x in leaves], tree)
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:

@@ -169,7 +169,7 @@ def _lab(spec: RunSpec, device: torch.device, model: nn.Module, workload: Task) 
     )
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if spec.offload == "cpu" else OffloadPolicy()
     sharded = shard_model(
-        model, spec.strategy, units=_only(units_of(spec, model, workload).modules), mesh=_mesh(spec, device),
+        model, spec.strategy, units=as_argument(units_of(spec, model, workload).modules), mesh=_mesh(spec, device),
         mp_policy=policy, offload_policy=offload,
         checkpoint=spec.checkpoint, prefetch=spec.prefetch, transport=spec.transport,
     )  # fmt: skip
@@ -192,7 +192,7 @@ def units_of(spec: Sharding, model: nn.Module, workload: Task) -> Units:
     return workload.found_units(model) if spec.units in UNITS else named_class(model, spec.units)
 
 
-def _only(modules: Sequence[nn.Module]) -> Literal["root"] | Callable[[str, nn.Module], bool]:
+def as_argument(modules: Sequence[nn.Module]) -> Literal["root"] | Callable[[str, nn.Module], bool]:
     """The `units` argument of `shard_model`."""
     chosen = {id(module) for module in modules}
     return (lambda _, module: id(module) in chosen) if chosen else "root"
