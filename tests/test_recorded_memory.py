@@ -15,7 +15,7 @@ from fsdplab.profiling import MemoryRecorder, TagLog
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.micro_batch import RecordChoices, record_micro_batch
 from fsdplab.sessions.prediction import predict, predict_recorded
-from fsdplab.sessions.worker.engines import units_of, workload_of
+from fsdplab.sessions.worker.engines import as_argument, units_of, workload_of
 from fsdplab.workloads.workload import At
 from tests.own_models import NAMES, OwnModel
 
@@ -89,7 +89,7 @@ def test_a_recording_of_a_preset_equals_its_tape(settings):
     recording = record_micro_batch(
         workload,
         RecordChoices(
-            lambda model: units_of(spec, model, workload),
+            lambda model: as_argument(units_of(spec, model, workload).modules),
             low_precision=spec.precision == "bf16",
             checkpoint=spec.checkpoint,
         ),

@@ -51,7 +51,7 @@ def _recorded_answer(settings: dict[str, Any], tokens: float | None) -> Answer:
     spec, recording = found.spec, found.recording
     units = plural(len(recording.units) - 1, "unit")
     headline = (
-        f"{spec.model.name}, {found.parameters / 1e6:,.1f} M parameters in {units} beside the root, {spec.strategy} on"
+        f"{spec.model.name}, {found.parameters:,} parameters in {units} beside the root, {spec.strategy} on"
         f" {spec.gpus} x {spec.gpu.name}; gathers in {spec.param_dtype}, reductions in {spec.reduce_dtype}"
     )
     peak, card = found.memory.peak.total, spec.gpu.memory_bytes
