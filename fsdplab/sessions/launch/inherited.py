@@ -47,8 +47,8 @@ def fixed(environment: Mapping[str, str]) -> tuple[object, ...]:
         here and (here.st_dev, here.st_ino),
         os.sched_getaffinity(0) if counted else None,
         [line for line in _status() if line.startswith(_RIGHTS)],
-        Path("/proc/self/cgroup").read_text(),
-        [os.readlink(entry.path) for entry in sorted(os.scandir("/proc/self/ns"), key=lambda entry: entry.name)],
+        _read("/proc/self/cgroup"),
+        [os.readlink(path) for path in sorted(Path("/proc/self/ns").glob("*"))],
     )
 
 
@@ -56,17 +56,16 @@ def inherited() -> dict[str, Any]:
     """What a child of this thread would inherit now, JSON-able, without its environment and its folder."""
     import resource  # Windows has none
 
-    status = dict(line.split(":", 1) for line in _status())
     limits = [name for name in dir(resource) if name.startswith("RLIMIT_")]
     return {
-        "umask": int(status["Umask"], 8),
-        "ignored": _signals(status["SigIgn"]),
-        "blocked": _signals(status["SigBlk"]),
+        "umask": _umask(),
+        "ignored": [which for which in signal.valid_signals() if signal.getsignal(which) == signal.SIG_IGN],
+        "blocked": [int(which) for which in signal.pthread_sigmask(signal.SIG_BLOCK, ())],
         "limits": {name: resource.getrlimit(getattr(resource, name)) for name in limits},
         "cores": sorted(os.sched_getaffinity(0)),
         "scheduler": [os.sched_getscheduler(0), os.sched_getparam(0).sched_priority],
         "nice": os.getpriority(os.PRIO_PROCESS, 0),
-        "oom": _OOM.read_text(),
+        "oom": _read(_OOM),
     }
 
 
@@ -78,8 +77,8 @@ def take_over(caller: Mapping[str, Any]) -> None:
     import resource
 
     os.umask(caller["umask"])
-    if _OOM.read_text() != caller["oom"]:
-        _OOM.write_text(caller["oom"])
+    if _read(_OOM) != caller["oom"]:
+        Path(_OOM).write_text(caller["oom"])
     if set(caller["cores"]) != os.sched_getaffinity(0):
         os.sched_setaffinity(0, caller["cores"])
     if [os.sched_getscheduler(0), os.sched_getparam(0).sched_priority] != caller["scheduler"]:
@@ -118,17 +117,27 @@ def as_if_fresh(callers: Mapping[str, str], own: Mapping[str, str]) -> None:
     torch.default_generator.seed()
 
 
-_OOM = Path("/proc/self/oom_score_adj")
+_OOM = "/proc/self/oom_score_adj"
+
+
+def _read(path: str) -> str:
+    """A file of the kernel; "" where this one has none."""
+    with suppress(OSError):
+        return Path(path).read_text()
+    return ""
 
 
 def _status() -> list[str]:
-    return Path("/proc/thread-self/status").read_text().splitlines()
+    return _read("/proc/thread-self/status").splitlines()
 
 
-def _signals(mask: str) -> list[int]:
-    """The numbers in a mask of /proc: `"0000000000001000"` is [13]."""
-    bits = int(mask, 16)
-    return [number for number in range(1, 65) if bits >> (number - 1) & 1]
+def _umask() -> int:
+    for line in _status():
+        if line.startswith("Umask:"):
+            return int(line.split()[1], 8)
+    own = os.umask(0o077)  # an older kernel tells only who sets it
+    os.umask(own)
+    return own
 
 
 def _take_over_signals(ignored: list[int], blocked: list[int]) -> None:

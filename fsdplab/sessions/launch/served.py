@@ -127,7 +127,11 @@ class ExecutedRanks(Ranks):
         send_group(self.process.pid, signal.SIGKILL)  # on which the ranks end, see parent_death.py
 
     def _how_lost(self) -> str | None:
-        code = self.process.wait()  # its end has closed the stream
+        try:
+            code = self.process.wait(GONE_WITHIN_S)  # it is about to end: the stream has ended
+        except subprocess.TimeoutExpired:
+            self.kill()
+            code = max(0, self.process.wait())  # its ranks had ended before
         if code >= 0:
             return None
         return f"The launcher of the ranks was killed by {name_of(-code)}, and all ranks ended with it."

@@ -251,6 +251,7 @@ class _Starter:
     def _become_rank(self, request: Mapping[str, Any], folder: int, rank: int) -> NoReturn:
         """In the child: close what is the starter's, and be a rank; this process never returns."""
         try:
+            signals_of_the_lab()
             for key in list(self.selector.get_map().values()):
                 key.fileobj.close() if isinstance(key.fileobj, socket.socket) else os.close(key.fd)
             self.selector.close()
