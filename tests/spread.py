@@ -20,7 +20,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Files of more than 24 seconds, the longest first.
 LONGEST = (
-    "test_course_exercises", "test_warm_starts", "07_overlap", "test_findings", "test_gpu_check",
+    "test_without_linux", "test_course_exercises", "test_warm_starts", "07_overlap", "test_findings", "test_gpu_check",
     "test_strategy_lab_browser",
     "test_engine_state", "test_sessions_runs", "13_precision_checkpointing_offload", "test_course_11",
     "test_staying_ranks", "test_sessions_reports", "test_sessions_nodes", "test_compose_tensor",

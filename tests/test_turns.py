@@ -33,7 +33,8 @@ from tests.leftovers import processes_of
 
 WORKER = str(Path(__file__).with_name("turns_worker.py"))
 TINY: dict[str, Any] = {"model": "gpt-tiny", "steps": 4, "sequence_length": 32, "device": "cpu"}
-STARTS = ("warm", "torchrun")
+NEEDS_FORKS = pytest.mark.skipif(warm.why_not() is not None, reason="ranks are not forked here")
+STARTS = (pytest.param("warm", marks=NEEDS_FORKS), "torchrun")
 linux = pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc")
 
 

@@ -22,6 +22,13 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+def why_no_ranks() -> str | None:
+    """Why this system runs no ranks, in one line with the remedy; None where it does."""
+    if sys.platform == "win32":
+        return "ranks do not run on Windows itself; run fsdplab in WSL 2 (wsl --install), which is a Linux"
+    return None
+
+
 def cores() -> int:
     """How many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

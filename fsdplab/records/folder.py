@@ -16,11 +16,12 @@ from itertools import count
 from pathlib import Path
 
 from fsdplab.common.files import naming, read_file
+from fsdplab.common.machine import why_no_ranks
 from fsdplab.records.tables import TABLES, RecordError
 
 try:
     import fcntl
-except ImportError:  # Windows, where no run writes a record: records of other machines are read there
+except ImportError:  # Windows, where records are read and none is written
     pass
 
 MARKER = ".fsdplab-record"
@@ -42,6 +43,7 @@ def claim_folder(folder: Path, replace: bool = True) -> Path:
     It is this process's until `release_folder`. RecordError, and nothing is touched, where it is a file, holds files of
     somebody else and no record, holds an earlier record and `replace` is false, or where another run writes into it.
     """
+    _refuse_without_ranks()
     _check(folder, replace)
     if _key(folder) in _held and os.listdir(folder) == [MARKER]:  # claimed before the run that now begins
         return folder
@@ -59,6 +61,7 @@ def claim_folder(folder: Path, replace: bool = True) -> Path:
 
 def claim_free_folder(wanted: Path) -> Path:
     """`wanted`, or the first of `wanted-2`, `wanted-3`, ... where nothing is, claimed: no two runs get the same one."""
+    _refuse_without_ranks()
     for folder in _numbered(wanted):
         if _is_free(folder):
             folder.mkdir(parents=True, exist_ok=True)
@@ -90,6 +93,12 @@ def is_record(folder: Path) -> bool:
 def is_written(path: Path) -> bool:
     """Whether a run writes a file of this name: `path` is relative to the record's folder."""
     return _WRITTEN.fullmatch(path.as_posix()) is not None
+
+
+def _refuse_without_ranks() -> None:
+    """RecordError where no run can write a record: no folder is left behind, and no lock is asked for."""
+    if (refused := why_no_ranks()) is not None:
+        raise RecordError(refused)
 
 
 def _check(folder: Path, replace: bool) -> None:

@@ -6,6 +6,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,7 +14,7 @@ from types import ModuleType
 
 from fsdplab import __version__
 from fsdplab.common.errors import UserError
-from fsdplab.common.machine import cores, memory_bytes
+from fsdplab.common.machine import cores, memory_bytes, why_no_ranks
 from fsdplab.common.places import how_to_install, shared_folder
 from fsdplab.common.sizes import size
 
@@ -59,13 +60,31 @@ def capabilities() -> list[Capability]:
 
 
 def _machine() -> list[Capability]:
-    count, total = cores(), memory_bytes()
+    count = cores()
     return [
         Capability("fsdplab", True, __version__),
         Capability("python", True, platform.python_version(), f"{platform.system()} {platform.machine()}"),
         Capability("cores", True, str(count), "" if count > 1 else "two ranks share one core: step times say little"),
-        Capability("memory", True, size(total), "" if total > 4e9 else "small: use --model gpt-tiny"),
+        _memory(memory_bytes()),
+        _system(),
     ]
+
+
+def _memory(total: int) -> Capability:
+    if not total:
+        return Capability("memory", True, "unknown", "this system does not say")
+    return Capability("memory", True, size(total), "" if total > 4e9 else "small: use --model gpt-tiny")
+
+
+def _system() -> Capability:
+    """Whether this is Linux; else what goes a second way, and what there is not."""
+    if sys.platform == "linux":
+        return Capability("Linux's calls", True, "there")
+    if why_no_ranks() is not None:
+        return Capability("Linux's calls", False, "none", "plans and recorded runs only")
+    instead = "torchrun for forks, gloo for shared memory, ps for /proc, a thread that ends orphans"
+    lacks = "--nodes, offload to files, waits for a core, resident memory"
+    return Capability("Linux's calls", False, "none", f"second ways: {instead}; not here: {lacks}")
 
 
 def _torch() -> list[Capability]:
@@ -82,6 +101,8 @@ def _torch() -> list[Capability]:
 
 def _gloo() -> Capability:
     """Form a group of one rank and reduce a tensor, which needs everything that a CPU run needs."""
+    if (refused := why_no_ranks()) is not None:
+        return Capability("gloo", False, "not used", refused)
     import torch
     import torch.distributed as dist
 
@@ -102,6 +123,8 @@ def _gloo() -> Capability:
 
 def _starts() -> Capability:
     """How ranks are started on this machine: a starter forks one on trial."""
+    if (refused := why_no_ranks()) is not None:
+        return Capability("rank starts", False, "none", refused)
     from fsdplab.sessions.launch.launcher import why_not_warm
 
     if (refused := why_not_warm()) is not None:
@@ -111,9 +134,11 @@ def _starts() -> Capability:
 
 def _transport() -> Capability:
     """The transport between the CPU ranks of this machine."""
+    if (refused := why_no_ranks()) is not None:
+        return Capability("CPU transport", False, "none", refused)
     # the rule of engine/transport/shared_memory/arena.py, repeated: importing the engine takes as long as everything
     # else here
-    if platform.system() != "Linux" or platform.machine() != "x86_64" or not hasattr(os, "pidfd_open"):
+    if sys.platform != "linux" or platform.machine() != "x86_64" or not hasattr(os, "pidfd_open"):
         return Capability("CPU transport", True, "gloo", "shared memory needs Linux on x86-64")
     return Capability("CPU transport", True, "shared memory", "between ranks of this machine; gloo between machines")
 
@@ -185,8 +210,9 @@ def reality(found: list[Capability]) -> Mapping[str, str]:
     by_name = {item.name: item for item in found}
     gpus, on_cpu = by_name["GPUs"].present, f"CPU processes over {by_name['CPU transport'].value}"
     ranks = f"one process a GPU over NCCL, or {on_cpu}" if gpus else on_cpu
+    real = f"ranks ({ranks}), training, losses, bytes sent, step times, memory of every rank"
     return {
-        "real": f"ranks ({ranks}), training, losses, bytes sent, step times, memory of every rank",
+        "real": real if by_name["rank starts"].present else "nothing: no ranks run here",
         "emulated": (
             "the card (--card): a run whose counted bytes exceed it goes on, and is marked as over the card"
             + ("; step times of several ranks on one GPU" if gpus else "")

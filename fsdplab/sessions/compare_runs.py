@@ -29,7 +29,7 @@ from fsdplab.sessions.run_and_record import WORKER, OnStep, StartedRun, end_runs
 from fsdplab.sessions.spec import RunSpec, SpecError, WorkloadPart
 from fsdplab.sessions.spec.of_a_model import specs_for
 from fsdplab.sessions.spec.pairs import least_bytes
-from fsdplab.sessions.spec.rules import check_same
+from fsdplab.sessions.spec.rules import check_ranks_run_here, check_same
 
 SAME = (*(each.name for each in fields(WorkloadPart)), "world_size")
 
@@ -87,6 +87,7 @@ def compare(
     specs = specs_for(specs, settings)
     if not specs:
         raise SpecError("there is nothing to compare; give at least one RunSpec")
+    check_ranks_run_here()
     check_same("runs to compare", specs, SAME)
     specs = _on_one_network(specs, on_look)
     callbacks = Callbacks(on_record, on_ready, on_note, on_start, on_progress, on_step, on_look)

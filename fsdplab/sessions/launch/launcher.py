@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import time
 import uuid
 import warnings
@@ -45,7 +44,7 @@ from fsdplab.sessions.launch.mailbox import NOT_FORKED, Heartbeat, Mailbox, read
 from fsdplab.sessions.launch.program import as_ranks_of_torchrun
 from fsdplab.sessions.launch.served import ExecutedRanks, Ranks, execute
 from fsdplab.sessions.launch.turns import Turns
-from fsdplab.sessions.spec import STARTS, SpecError
+from fsdplab.sessions.spec import STARTS, SpecError, check_ranks_run_here
 
 _LOOK_EVERY_S = 0.05
 # After the first step, a pause this many times as long as the longest before it, and at least this long, is a hang.
@@ -289,18 +288,10 @@ def why_not_warm() -> str | None:
     return warm.tried(rank_environment())
 
 
-def why_no_ranks() -> str | None:
-    """Why this system runs no ranks, in one line with the remedy; None where it does."""
-    if sys.platform == "win32":
-        return "ranks do not run on Windows itself; run fsdplab in WSL 2 (wsl --install), where it is as on Linux"
-    return None
-
-
 def _start_ranks(
     program: Sequence[str], mailbox: Mailbox, world_size: int, start: str, on_look: Callable[[], None]
 ) -> Ranks:
-    if (refused := why_no_ranks()) is not None:
-        raise SpecError(refused)
+    check_ranks_run_here()
     if start not in STARTS:
         raise SpecError(f"unknown start {start!r}; expected one of {', '.join(STARTS)}", "start")
     _check_loopback()

@@ -16,11 +16,11 @@ from fsdplab.sessions.spec.choices import (
     UNITS,
 )
 from fsdplab.sessions.spec.parts import MEMORY_STEP, EngineChoice, Measuring, Network, Placement, Sharding, WorkloadPart
-from fsdplab.sessions.spec.rules import SpecError, check_whole, near_matches
+from fsdplab.sessions.spec.rules import SpecError, check_ranks_run_here, check_whole, near_matches
 from fsdplab.sessions.spec.run_spec import RunSpec
 
 __all__ = [
     "CHECKPOINTS", "COMPILES", "ENGINES", "ENGINES_IN_WORDS", "MEMORY_STEP", "OPTIMIZERS", "PEERS", "PRECISIONS",
     "STARTS", "STRATEGIES", "UNITS", "EngineChoice", "Measuring", "Network", "Placement", "RunSpec", "Sharding",
-    "SpecError", "WorkloadPart", "check_whole", "near_matches",
+    "SpecError", "WorkloadPart", "check_ranks_run_here", "check_whole", "near_matches",
 ]  # fmt: skip

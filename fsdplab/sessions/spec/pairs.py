@@ -7,6 +7,7 @@ one device or machine lacks.
 from __future__ import annotations
 
 import importlib.util
+import math
 from typing import Any
 
 from fsdplab.common.machine import memory_bytes
@@ -193,7 +194,7 @@ PAIRS = (
     ),
     Rule(
         ("model", "world_size", "batch_size"),
-        lambda s: s.device_type == "cuda" or least_bytes(s) <= memory_bytes(), _too_large,
+        lambda s: s.device_type == "cuda" or least_bytes(s) <= (memory_bytes() or math.inf), _too_large,
         f"give a smaller model ({', '.join(list(PRESETS)[:3])}), fewer ranks or a smaller batch",
     ),
 )  # fmt: skip

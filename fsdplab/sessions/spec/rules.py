@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from fsdplab.common.errors import UserError
+from fsdplab.common.machine import why_no_ranks
 from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.common.words import did_you_mean, squeezed
 
@@ -109,6 +110,12 @@ def check_whole(name: str, got: object, least: int, most: int | None = None, rem
         raise SpecError(f"{name} is {got!r}; expected a whole number of at least {least}{remark}", name)
     if most is not None and got > most:
         raise SpecError(f"{name} is {str(got)[:40]}; expected at most {most:,}", name)
+
+
+def check_ranks_run_here() -> None:
+    """SpecError on a system that runs no ranks."""
+    if (refused := why_no_ranks()) is not None:
+        raise SpecError(refused)
 
 
 def check_same(what: str, specs: Sequence[object], names: Sequence[str]) -> None:

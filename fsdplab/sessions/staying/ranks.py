@@ -30,7 +30,7 @@ from fsdplab.sessions.launch.launcher import RunningRanks, end_ranks, once_more
 from fsdplab.sessions.launch.live_output import LiveOutput, OnOutput, Tail
 from fsdplab.sessions.launch.mailbox import Mailbox, read_heartbeats
 from fsdplab.sessions.launch.turns import Turns
-from fsdplab.sessions.spec import SpecError, check_whole
+from fsdplab.sessions.spec import SpecError, check_ranks_run_here, check_whole
 from fsdplab.sessions.staying.cell_code import IDLE
 from fsdplab.sessions.staying.cell_reports import CellInterrupted
 from fsdplab.sessions.staying.cell_watch import CellWatch, Living, Outcome
@@ -92,6 +92,7 @@ class StayingRanks:
         `before` is source that every rank runs before each cell, in a separate namespace.
         """
         check_whole("world_size", world_size, 1)
+        check_ranks_run_here()
         return once_more(lambda: cls(_started(world_size, start, before, time_limit)))
 
     def run(
