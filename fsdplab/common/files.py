@@ -135,3 +135,24 @@ def is_full(error: OSError) -> bool:
 
 def _bytes(content: str | bytes) -> bytes:
     return content.encode() if isinstance(content, str) else content
+
+
+def lock(descriptor: int) -> None:
+    """Lock an open file for this process and those forked from it; BlockingIOError where another has it.
+
+    Another OSError where there are no such locks: on some file systems, and on Windows.
+    """
+    _flock(descriptor, "LOCK_EX", "LOCK_NB")
+
+
+def unlock(descriptor: int) -> None:
+    """Unlock it, for forked processes too; OSError as `lock`."""
+    _flock(descriptor, "LOCK_UN")
+
+
+def _flock(descriptor: int, *how: str) -> None:
+    try:
+        import fcntl
+    except ImportError:
+        raise OSError(errno.ENOTSUP, "this system has no flock") from None
+    fcntl.flock(descriptor, sum(getattr(fcntl, each) for each in how))

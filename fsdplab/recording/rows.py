@@ -6,7 +6,6 @@ host beside the step's other work. Both are read once the second event has passe
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections import deque
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fsdplab.common.files import write_whole
+from fsdplab.common.files import lock, unlock, write_whole
 from fsdplab.recording.settings import Settings
 from fsdplab.records import RecordError
 
@@ -85,7 +84,7 @@ class StepRows:
             note(settings, place.rank, "a second process took steps as this rank; the first one is recorded")
             return None
         with suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # until the recording ends, however it does
+            lock(file)  # until the recording ends, however it does
         about = {"world_size": place.world_size, "device": place.device.type}
         settings.mailbox.of(place.rank, "about").write_text(json.dumps(about) + "\n")
         return cls(settings, place, file)
@@ -129,7 +128,7 @@ class StepRows:
             torch.cuda.synchronize(self.place.device)
         self._write(at_the_end=True)
         with suppress(OSError):
-            fcntl.flock(self._file, fcntl.LOCK_UN)  # for forked processes too
+            unlock(self._file)
         os.close(self._file)
 
 

@@ -15,14 +15,9 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
-from fsdplab.common.files import naming, read_file
+from fsdplab.common.files import lock, naming, read_file, unlock
 from fsdplab.common.machine import why_no_ranks
 from fsdplab.records.tables import TABLES, RecordError
-
-try:
-    import fcntl
-except ImportError:  # Windows, where records are read and none is written
-    pass
 
 MARKER = ".fsdplab-record"
 MODEL_SOURCE = "model_source.txt"  # the text of a model of one's own, to be read and never run
@@ -75,7 +70,7 @@ def release_folder(folder: Path) -> None:
     descriptor = _held.pop(_key(folder), None)
     if descriptor is not None:
         with suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # for forked processes too
+            unlock(descriptor)
         os.close(descriptor)
 
 
@@ -143,7 +138,7 @@ def _hold(folder: Path, exclusive: int = 0) -> bool:
         except FileExistsError:
             return False
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(descriptor)
         except BlockingIOError:
             os.close(descriptor)
             return False
