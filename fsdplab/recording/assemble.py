@@ -14,7 +14,7 @@ from typing import Any
 
 from fsdplab.common.errors import UserError
 from fsdplab.common.words import plural
-from fsdplab.recording.settings import FILE, Settings
+from fsdplab.recording.settings import COLUMNS, FILE, Settings
 from fsdplab.records import RecordError, RunRecord, Summary
 from fsdplab.records.folder import is_written
 from fsdplab.sessions.launch.mailbox import Mailbox, read_lines
@@ -63,7 +63,8 @@ def assemble(folder: Path, exit_code: int | None = None) -> RunRecord:
     abouts = _parts(mailbox, "about")
     if not abouts:
         raise NothingRecorded(NOTHING)
-    rows = [row for rank in abouts for row in read_lines(mailbox.of(rank, "steps"))]
+    lines = [(rank, line) for rank in abouts for line in read_lines(mailbox.of(rank, "steps"))]
+    rows = [{"rank": rank, **dict(zip(COLUMNS, line)), "cpu_s": None, "core_wait_s": None} for rank, line in lines]
     # the later one where there are two: the first step's end came later than it seemed
     steps = [*{(row["rank"], row["step"]): row for row in rows}.values()]
     memory, results, subjects = (_parts(mailbox, kind) for kind in ("memory", "result", "subject"))

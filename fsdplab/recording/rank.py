@@ -72,6 +72,13 @@ class RankRecorder:
         except Exception as error:  # whatever it is: a recording may fail, its job may not
             self.give_up(f"{type(error).__name__}: {error}")
 
+    def note_loss(self, loss: torch.Tensor) -> None:
+        """`backward` is called of this tensor."""
+        try:
+            self.taken.note_loss(loss)
+        except Exception as error:  # as in `stepped`
+            self.give_up(f"{type(error).__name__}: {error}")
+
     def profiler_starts(self) -> None:
         """The job starts a profiler of its own, beside which no other one sees anything."""
         if self._window is not None:

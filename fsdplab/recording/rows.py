@@ -39,8 +39,8 @@ class Taken:
     long as it may still go on.
     """
 
-    losses: list[torch.Tensor] = field(default_factory=list)
-    first_losses: list[torch.Tensor] = field(default_factory=list)
+    losses: list[torch.Tensor | float] = field(default_factory=list)
+    first_losses: list[torch.Tensor | float] = field(default_factory=list)
     loading_s: float = 0.0
     tokens: int | None = None
     evaluated: torch.nn.Module | None = None
@@ -52,7 +52,7 @@ class Taken:
             loss = self.scaled[1]
         self.scaled = None
         if loss.numel() == 1:
-            self.losses.append(loss.detach().to("cpu", non_blocking=True))
+            self.losses.append(loss.item() if loss.device.type == "cpu" else loss.detach().to("cpu", non_blocking=True))
 
 
 @dataclass
@@ -105,18 +105,15 @@ class StepRows:
                 return
             os.write(self._file, (json.dumps(self._row(self._waiting.popleft())) + "\n").encode())
 
-    def _row(self, step: _Step) -> dict[str, Any]:
+    def _row(self, step: _Step) -> list[Any]:
+        """The values of `COLUMNS`."""
         seconds, loading_s = step.seconds, None if step.seconds is None else step.taken.loading_s
         if step.mark is not None:  # what the loader took is hidden behind the device's work, as far as it can be
             if seconds is not None and self._last_mark is not None:
                 seconds = self._last_mark.elapsed_time(step.mark) / 1e3
             self._last_mark, loading_s = step.mark, None
-        losses = [each.item() for each in (*step.taken.first_losses, *step.taken.losses)]
-        return {
-            "rank": self.place.rank, "step": step.number, "loss": sum(losses) if losses else None,
-            "step_time_s": seconds, "tokens": step.taken.tokens, "loading_s": loading_s, "cpu_s": None,
-            "core_wait_s": None,
-        }  # fmt: skip
+        losses = [float(each) for each in (*step.taken.first_losses, *step.taken.losses)]
+        return [step.number, sum(losses) if losses else None, seconds, step.taken.tokens, loading_s]
 
     def note(self, words: str) -> None:
         """Something that the record must say of this rank."""

@@ -13,6 +13,7 @@ from fsdplab.sessions.launch.mailbox import Mailbox
 
 VARIABLE = "FSDPLAB_RECORD"
 FILE = "spec.json"
+COLUMNS = ("step", "loss", "step_time_s", "tokens", "loading_s")  # a rank's row of a step
 BOOTSTRAP = Path(__file__).parent / "bootstrap"
 TIMED_AFTER = 10  # steps that are timed after the profiled ones
 MOST_RANKS = 16  # a job of more has those of its first node recorded
