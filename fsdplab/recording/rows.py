@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ import torch
 from fsdplab.common.files import lock, unlock, write_whole
 from fsdplab.recording.settings import Settings
 from fsdplab.records import RecordError
+
+_APART_S = 0.02  # shorter steps than this are written several at once
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class StepRows:
         self.settings, self.place, self._file = settings, place, file
         self._waiting: deque[_Step] = deque()
         self._last_mark: torch.cuda.Event | None = None
+        self._written_at = 0.0
 
     @classmethod
     def claimed(cls, settings: Settings, place: Place) -> StepRows | None:
@@ -96,14 +100,16 @@ class StepRows:
             mark = torch.cuda.Event(enable_timing=True)
             mark.record()
         self._waiting.append(_Step(step, seconds, taken, mark))
-        self._write()
+        if time.perf_counter() - self._written_at > _APART_S:
+            self.write()
 
-    def _write(self, at_the_end: bool = False) -> None:
-        while self._waiting:
-            first = self._waiting[0]
-            if first.mark is not None and not (at_the_end or first.mark.query()):
-                return
-            os.write(self._file, (json.dumps(self._row(self._waiting.popleft())) + "\n").encode())
+    def write(self, at_the_end: bool = False) -> None:
+        """Write the rows of all steps that the device has ended."""
+        lines = []
+        while self._waiting and (self._waiting[0].mark is None or at_the_end or self._waiting[0].mark.query()):
+            lines.append(json.dumps(self._row(self._waiting.popleft())) + "\n")
+        os.write(self._file, "".join(lines).encode())
+        self._written_at = time.perf_counter()
 
     def _row(self, step: _Step) -> list[Any]:
         """The values of `COLUMNS`."""
@@ -123,7 +129,7 @@ class StepRows:
         """Write what is left; no more rows follow."""
         if self._waiting:
             torch.cuda.synchronize(self.place.device)
-        self._write(at_the_end=True)
+        self.write(at_the_end=True)
         with suppress(OSError):
             unlock(self._file)
         os.close(self._file)

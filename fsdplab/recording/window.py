@@ -161,6 +161,7 @@ class Window:
         return None if waited is None else max(0.0, 1 - waited / (time.perf_counter() - began))
 
     def _write(self, kind: str, content: dict[str, Any]) -> None:
+        self._rows.write()
         write_whole(self._settings.mailbox.of(self._place.rank, kind), json.dumps(content) + "\n")
 
 
