@@ -27,12 +27,13 @@ CONF = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
 class Machine:
-    """A torchrun with one rank, and what they print."""
+    """A torchrun with one rank, and what they print; the host keeps the rendezvous of all."""
 
-    def __init__(self, folder: Path, endpoint: str) -> None:
+    def __init__(self, folder: Path, endpoint: str, host: bool) -> None:
         words = [
             "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=5", "--rdzv-backend=c10d", "--rdzv-id=job",
-            f"--rdzv-endpoint={endpoint}", f"--rdzv-conf={CONF}", "--local-addr=127.0.0.1", f"--log-dir={os.devnull}",
+            f"--rdzv-endpoint={endpoint}", f"--rdzv-conf={CONF},is_host={host}",
+            "--local-addr=127.0.0.1", f"--log-dir={os.devnull}",
             str(EXAMPLES / "pretrain.py"), "--config", str(tiny_llama(folder)), "--data", str(folder / "text.txt"),
             "--sequence-length=16", "--batch-size=4", "--micro-batch-size=2", "--steps=1000000", "--save-every=20",
             "--checkpoints", str(folder / "checkpoints"),
@@ -53,8 +54,8 @@ class Machine:
 
 
 @contextmanager
-def machine(folder: Path, endpoint: str) -> Iterator[Machine]:
-    made = Machine(folder, endpoint)
+def machine(folder: Path, endpoint: str, host: bool = False) -> Iterator[Machine]:
+    made = Machine(folder, endpoint, host)
     try:
         yield made
     finally:
@@ -81,7 +82,7 @@ def test_a_lost_machine_is_done_without_and_taken_back(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(Path(__file__).read_bytes())
     endpoint = f"127.0.0.1:{_free_port()}"
     newest = lambda: max(published(tmp_path / "checkpoints"), default=0)  # noqa: E731
-    with machine(tmp_path, endpoint) as first, machine(tmp_path, endpoint) as second:
+    with machine(tmp_path, endpoint, host=True) as first, machine(tmp_path, endpoint) as second:
         both = [first, second]
         until(lambda: begun(both, 2) == 0, both)
         until(newest, both)
