@@ -6,6 +6,7 @@ The import rules are tried on copies of the package with one wrong import each, 
 from __future__ import annotations
 
 import ast
+import os
 import re
 import shutil
 import statistics
@@ -15,6 +16,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.without_linux import TAKES
 
 pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parents[1]
@@ -76,7 +79,10 @@ def loaded_after(statement: str) -> set[str]:
 
 def tool(*command: str, cwd: Path = ROOT) -> tuple[int, str]:
     """The exit status of `python ...` and all that it printed."""
-    done = subprocess.run([sys.executable, *command], cwd=cwd, capture_output=True, text=True, timeout=170)
+    environment = {name: value for name, value in os.environ.items() if name != TAKES}  # mypy is compiled for Linux
+    done = subprocess.run(
+        [sys.executable, *command], cwd=cwd, capture_output=True, text=True, timeout=170, env=environment
+    )
     return done.returncode, done.stdout + done.stderr
 
 

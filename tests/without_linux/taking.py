@@ -200,18 +200,21 @@ class _BuiltForLinux:
     """While one of `NEEDS_LINUX` is imported, the system has its own name."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name not in NEEDS_LINUX or sys.platform == "linux":
+        if name.partition(".")[0] not in NEEDS_LINUX or sys.platform == "linux":
             return None
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            run = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                said, sys.platform = sys.platform, "linux"
-                try:
-                    run(module)
-                finally:
-                    sys.platform = said
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            for name in ("create_module", "exec_module"):  # compiled modules may run at either
+                setattr(spec.loader, name, _as_on_linux(getattr(spec.loader, name)))
         return spec
+
+
+def _as_on_linux(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def called(what: Any) -> Any:
+        said, sys.platform = sys.platform, "linux"
+        try:
+            return function(what)
+        finally:
+            sys.platform = said
+
+    return called
