@@ -6,6 +6,7 @@ host beside the step's other work. Both are read once the second event has passe
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import time
@@ -76,6 +77,7 @@ class StepRows:
         self._waiting: deque[_Step] = deque()
         self._last_mark: torch.cuda.Event | None = None
         self._written_at = 0.0
+        atexit.register(self.write)  # what a job that is not killed has not written
 
     @classmethod
     def claimed(cls, settings: Settings, place: Place) -> StepRows | None:
@@ -130,6 +132,7 @@ class StepRows:
         if self._waiting:
             torch.cuda.synchronize(self.place.device)
         self.write(at_the_end=True)
+        atexit.unregister(self.write)
         with suppress(OSError):
             unlock(self._file)
         os.close(self._file)
