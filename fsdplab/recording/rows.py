@@ -129,7 +129,7 @@ class StepRows:
 
     def close(self) -> None:
         """Write what is left; no more rows follow."""
-        if self._waiting:
+        if self._waiting and self.place.device.type == "cuda":
             torch.cuda.synchronize(self.place.device)
         self.write(at_the_end=True)
         atexit.unregister(self.write)
