@@ -115,10 +115,19 @@ def test_a_file_is_read_again_after_an_edit(tmp_path):
     assert workload_in(path).given_units is None
 
 
-def test_what_is_not_known_of_an_own_model_says_why():
+def test_an_own_model_is_predicted_and_what_cannot_be_says_why(tmp_path):
     spec = RunSpec(model=str(MINE))
     found = predict(spec)
-    assert found.peak_bytes is None and "one's own" in found.why_not and formula_bytes(spec) is None
+    assert found.peak_bytes and found.bytes_per_step and not found.why_not and formula_bytes(spec) is None
+    own = _written(tmp_path / "own.py", MINE.read_text() + "def optimizer(parameters): ...\n")
+    unknown = predict(RunSpec(model=own))
+    assert unknown.peak_bytes is None and unknown.bytes_per_step and "optimizer of one's own" in unknown.why_not
+    broken = _written(tmp_path / "broken.py", MINE.read_text().replace(".square().mean()", ".sqare().mean()"))
+    assert "AttributeError: " in predict(RunSpec(model=broken)).why_not
+
+
+def test_what_an_own_model_lacks_is_refused():
+    spec = RunSpec(model=str(MINE))
     assert spec.tokens_per_rank is None
     with pytest.raises(SpecError, match="emulate needs the model's size"):
         RunSpec(model=str(MINE), emulate="8xH100", as_model="llama-3.1-8b")

@@ -8,7 +8,7 @@ compiled block.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from fsdplab.planning import Traffic
@@ -74,14 +74,18 @@ def predict_own(spec: RunSpec) -> Prediction:
     """The prediction of a model of one's own, from a recording of its first micro-batch in this process."""
     if why_not := _not_modelled(spec):
         return Prediction(None, None, None, None, None, why_not)
-    from fsdplab.sessions.recorded_model import recording_of  # which imports torch
+    from fsdplab.sessions.recorded_model import has_own_optimizer, recording_of  # which imports torch
 
     try:
         recording = recording_of(spec)
     except Exception as error:  # of the model's own code, which may raise anything; its ranks say where
         said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         return Prediction(None, None, None, None, None, f"its micro-batch could not be recorded: {said}")
-    return predict_recorded(spec, recording)
+    found = predict_recorded(spec, recording)
+    if has_own_optimizer(spec):
+        why_not = "the state of an optimizer of one's own is not known before it steps"
+        return replace(found, by_category=None, fits=None, why_not=why_not)
+    return found
 
 
 def predict_recorded(spec: RunSpec, recording: MicroBatch) -> Prediction:

@@ -18,6 +18,7 @@ from fsdplab.sessions.spec import RunSpec, Sharding
 from fsdplab.sessions.worker.engines import as_argument, units_of, workload_of
 from fsdplab.workloads.errors import ModelError
 from fsdplab.workloads.own.reading import workload_in
+from fsdplab.workloads.own.value import Workload
 from fsdplab.workloads.workload import Task
 
 
@@ -44,6 +45,12 @@ def _of_plan(task: Task, low_precision: bool, checkpoint: str) -> MicroBatch:
 def recording_of(spec: RunSpec) -> MicroBatch:
     """The first micro-batch of a run, in its units and its precision; raises what the model's own code raises."""
     return _of_run(workload_of(spec), spec.units, spec.precision, spec.checkpoint, spec.world_size, spec.seed)
+
+
+def has_own_optimizer(spec: RunSpec) -> bool:
+    """Whether the model of a run brings an optimizer in place of AdamW."""
+    workload = workload_of(spec)
+    return isinstance(workload, Workload) and "optimizer" in workload.functions
 
 
 @lru_cache(maxsize=16)
