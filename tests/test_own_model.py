@@ -213,6 +213,13 @@ def test_a_whole_compiled_model_is_taken_without_its_compiler():
     assert model._compiled_call_impl is None and any("torch.compile" in note for note in work.notes(model))
 
 
+def test_the_strategy_lab_says_that_it_takes_presets():
+    from fsdplab.widgets import StrategyLab
+
+    with pytest.raises(ValueError, match="Workload.stack.; expected a dict.*trained by fsdplab.compare"):
+        StrategyLab(Workload(zoo.stack, zoo.numbers, zoo.squares))
+
+
 # ---- units
 
 

@@ -39,6 +39,11 @@ class StrategyLab:
         export_to: str | Path = ".",
         **choices: Any,
     ) -> None:
+        if fixed is not None and not isinstance(fixed, Mapping):
+            raise ValueError(
+                f"fixed is {fixed!r}; expected a dict of fields of a RunSpec. The strategy lab shows presets; a model of"
+                " your own is trained by fsdplab.compare(work)"
+            )
         self.state = LabState(fixed, **choices)
         if self.state.request.errors:
             raise ValueError("; ".join(self.state.request.errors.values()))
