@@ -22,6 +22,7 @@ from fsdplab.common.sizes import percent, seconds, size
 from fsdplab.profiling.arrivals import too_few_steps
 from fsdplab.profiling.step_facts import Claim, StepFacts, Unclaimed, ahead, beside, by_rank, of_ranks, step_facts
 from fsdplab.profiling.step_summary import ExposedCell
+from fsdplab.profiling.vocabulary import words_of
 from fsdplab.records import PARTS_OF_EXPOSED, RunRecord
 from fsdplab.records.summary import core_sentence
 
@@ -406,15 +407,15 @@ def _peak(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
         return None
     name = max(split, key=split.__getitem__)
     values = {"total": size(total), "bytes": size(split[name]), "part": percent(split[name] / total)}
-    values |= {"category": CATEGORY_ROWS[name].title, "smaller": _smaller(facts, name)}
+    values |= {"category": CATEGORY_ROWS[name].title, "smaller": _smaller(facts.spec, name)}
     kept = facts.record.summary.workspace_bytes
     values["besides"] = f" cuBLAS keeps {size(kept)} of scratch memory besides, which is not counted." if kept else ""
     return Fact(kind, 0.0, "memory", values=values)
 
 
-def _smaller(facts: StepFacts, category: str) -> str:
-    """Ways to make a category smaller that the run does not follow already."""
-    spec, words = facts.spec, facts.words
+def _smaller(spec: Mapping[str, Any], category: str) -> str:
+    """Ways to make a category smaller that a run does not follow already."""
+    words = words_of(spec)
     whole = spec.get("strategy") in SAVES_MOST
     offloads = spec.get("offload", "none") != "none"
     recomputes = spec.get("checkpoint") not in (None, "none")
