@@ -93,8 +93,8 @@ def steps_of(text: str) -> tuple[int, int]:
 
 
 def environment(settings: Settings, base: Collection[tuple[str, str]]) -> dict[str, str]:
-    """The environment of a recorded job: `base` and two variables."""
-    variables = dict(base)
+    """The environment of a recorded job: `base` and two variables, and no lines of the profiler's in what it prints."""
+    variables = {"KINETO_LOG_LEVEL": "99", **dict(base)}
     above = variables.get("PYTHONPATH")
     return {
         **variables,
