@@ -51,6 +51,7 @@ GUARDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "compare": (("--keep", FILE), ("--seed", "-1")),
     "run": (("--out", FILE), ("--seed", "-1")),
     "bench": (("--json", MISSING), ("--rounds", "0")),
+    "record": (("--out", FILE), ("--steps", "no")),
     "lab": (("--notebooks", MISSING), ("--edition", "pupil")),
     "course build": (("--source", MISSING), ("--edition", "pupil")),
     "course test": ((MISSING,), ("--edition", "pupil")),

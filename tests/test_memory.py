@@ -150,7 +150,7 @@ def test_the_optimizer_has_every_parameter_once(engine, groups):
     model = build_model("gpt-tiny")
     strategy = "no_shard" if engine == "torch-ddp" else "full_shard"
     spec = RunSpec(model="gpt-tiny", engine=engine, strategy=strategy, device="cpu")
-    optimizer = engines.adamw(spec, model, engines.workload_of(spec))
+    optimizer = engines.optimizer_of(spec, model, engines.workload_of(spec))
     held = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
     assert len(optimizer.param_groups) == groups and len(held) == len(set(held))
     assert set(held) == {id(parameter) for parameter in model.parameters()}

@@ -25,6 +25,9 @@ from fsdplab.records.tables import Row
 ByRankAndStep = Mapping[tuple[int, int], float]
 
 
+_ENOUGH = 4  # collectives of a step, of which the quickest tells what latency takes
+
+
 @dataclass(frozen=True)
 class StepFacts:
     """One record's profiled steps, means of the rank that is exposed longest, in seconds of a step.
@@ -95,7 +98,8 @@ class StepFacts:
     def last_step(self) -> list[Row]:
         """The collectives of rank 0's last step in the ledger; without one, those that its trace tells in bytes."""
         rows = [row for row in self.record.table("ledger") if row["rank"] == 0]
-        rows = rows or [row for row in self.record.table("collectives") if row["rank"] == 0 and row["logical_bytes"]]
+        traced = (row for row in self.record.table("collectives") if row["rank"] == 0)
+        rows = rows or [row for row in traced if row.get("logical_bytes")]
         last = max((row["step"] for row in rows), default=0)
         return [row for row in rows if row["step"] == last]
 
@@ -149,14 +153,14 @@ class StepFacts:
     @property
     def latency_s(self) -> float:
         """Seconds a step that collectives spend on latency: the emulated link's, or as long as the quickest collective
-        of the step took.
+        of the step took, where there are enough to compare.
         """
         rows, link = self.last_step, self.record.summary.link
         if not rows:
             return 0.0
         if link and link.bytes_per_s:
             return self._carried_s - sum(row["wire_bytes"] for row in rows if row["emulated"]) / link.bytes_per_s
-        if statistics.mean(row["logical_bytes"] for row in rows) >= 100_000:
+        if len(rows) < _ENOUGH or statistics.mean(row["logical_bytes"] for row in rows) >= 100_000:
             return 0.0
         timed = [row["end_ns"] - row["start_ns"] for row in self.record.table("collectives")]
         return min(timed, default=0) / 1e9 * len(rows)

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from torch._C._profiler import _EventType
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from fsdplab.planning.lab_memory.tape import attention_tile
+from fsdplab.profiling.profiler_rules import activities_on
 
 aten = torch.ops.aten
 MOST = 2**28  # bytes: an operator on more than these is not tried
@@ -66,7 +67,9 @@ def taken_by(func: Any, args: tuple, result: Any) -> Taken:
     packet = func._overloadpacket
     if packet in _RULES:
         return Taken(_RULES[packet](args, result))
-    if packet not in _TRIED:
+    if (
+        packet not in _TRIED or torch.cuda.is_available()
+    ):  # a profile of the host would leave later ones without kernels
         return Taken()
     tensors, tree = tree_flatten(args)
     nbytes = sum(each.numel() * each.element_size() for each in tensors if isinstance(each, Tensor))
@@ -82,7 +85,7 @@ def _tried(func: Any, leaves: tuple, tree: TreeSpec) -> Taken:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else each profile writes two lines to stderr
     with one_thread(), unset_fake_temporarily(), torch.enable_grad():  # oneDNN keeps what a backward needs
         args = tree_unflatten([x.make() if isinstance(x, _Like) else x for x in leaves], tree)
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        with profile(activities=activities_on(torch.device("cpu")), profile_memory=True) as profiled:
             result = func(*args)
     results = tuple(x.untyped_storage().nbytes() for x in tree_leaves(result) if isinstance(x, Tensor))
     now = peak = 0
