@@ -44,7 +44,7 @@ def recorded(folder: Path, *job: object, **more: str) -> subprocess.CompletedPro
     command = ("-m", "fsdplab", "record", "-q", "--out", folder, "--", sys.executable, *job)
     done = run(*command, cwd=folder.parent, **more)
     if done.returncode and ABORTED in done.stderr:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
         done = run(*command, cwd=folder.parent, **more)
     return done
 
