@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from fsdplab.common.names import OVER_ALL_RANKS
 from fsdplab.figures import alt_text
+from fsdplab.planning.planner import plan_of, plan_spec
 from fsdplab.profiling import MemoryRecorder
 from fsdplab.sessions import RunSpec, SpecError, run
 from fsdplab.teaching import trading
@@ -54,9 +56,9 @@ def test_worked_examples(ranks):
 
 
 def test_accounts_and_prices():
-    assert sum(BYTES((), 8).values()) == 18
+    assert sum(BYTES((), 8).values()) == 16
     assert trading.cut_by("zero1") == ["optimizer"] and trading.cut_by("no_shard") == []
-    assert sum(BYTES(trading.cut_by("full_shard"), 8).values()) == 18 / 8
+    assert sum(BYTES(trading.cut_by("full_shard"), 8).values()) == 16 / 8
     spec = {"offload": "cpu", "precision": "fp32", "model": "gpt-20m", "world_size": 2}
     assert trading.bus_bytes(spec) == 12 * 21_589_248 / 2
     assert (
@@ -66,9 +68,19 @@ def test_accounts_and_prices():
     assert "10.50 GB a step" in str(trading.bus_table(7, 8, 25)) and "0.42 s" in str(trading.bus_table(7, 8, 25))
 
 
+@pytest.mark.parametrize("strategy", OVER_ALL_RANKS)
+def test_the_reference_keeps_what_the_planner_says_that_the_engine_keeps(strategy):
+    spec = plan_spec("gpt-20m", "h100", gpus=8, seq=64, param_dtype="bf16", strategy=strategy)
+    resting = plan_of(spec).memory.resting.by_category
+    kept, parameters = BYTES(trading.cut_by(strategy), 8), spec.model.parameters
+    held = kept["working copy"] + kept["master"]
+    assert held == pytest.approx(resting["sharded_parameters"] / parameters, rel=0.01)
+    assert kept["moments"] == pytest.approx(resting["optimizer_state"] / parameters, rel=0.01)
+
+
 def test_the_kept_figure_says_its_numbers():
     figure = trading.kept_figure(BYTES)
-    assert "no_shard 18 bytes" in alt_text(figure) and "full_shard 2.25 bytes" in alt_text(figure)
+    assert "no_shard 16 bytes" in alt_text(figure) and "full_shard 2 bytes" in alt_text(figure)
 
 
 def test_runs_are_named_by_their_choices():

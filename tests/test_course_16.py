@@ -36,6 +36,7 @@ def test_worked_examples(ranks) -> None:
 def test_composed_models_are_shown_beside_their_twins(course) -> None:
     run = composing.tensor()
     assert run.at_rest().rows[0] == ("attention.query.weight", "dp: rows of each share; tp: rows", "[16, 64]")
+    assert run.rows_at_rest("attention.query.weight") == 16 and run.rows_at_rest("attention_norm.weight") == 32
     assert run.at_rest().rows[2] == ("attention_norm.weight", "dp: rows", "[32]")
     assert run.seen["drift"] < on_ranks.NEAR and len(run.beside_twin().rows) == 3
     # [2, 16, 64] float32 are 8,192 bytes: four sums a block, two for embeddings (positions half), logits out, their

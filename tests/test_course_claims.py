@@ -68,13 +68,13 @@ def test_hybrid_sharding_exposes_less_and_what_is_left_of_it_is_the_all_reduce()
     """The factor that 12 predicts and the rows of its table, on the card."""
     axes = overlapping_axes
     job = RunSpec(model="gpt-20m", world_size=4, batch_size=1, sequence_length=32)
-    full = steady(replace(job, strategy="full_shard", link=axes.ACROSS))
+    full = steady(replace(job, strategy="full_shard", link=axes.RING))
     across = dict(link=axes.WITHIN, link_across=axes.ACROSS)
     hybrid = steady(replace(job, strategy="hybrid_shard", shard_size=2, **across))
-    assert full.summary.comm.exposed_s / hybrid.summary.comm.exposed_s == pytest.approx(5.89, abs=0.01)
+    assert full.summary.comm.exposed_s / hybrid.summary.comm.exposed_s == pytest.approx(2.45, abs=0.01)
     shown = {(run, what): float(ms) for run, what, _, ms in axes.waits(full, hybrid).rows}
     assert shown["hybrid_shard", "all_reduce in backward"] > 10 * shown["hybrid_shard", "all_gather in backward"]
-    assert shown["full_shard", "all_gather in backward"] > 100 * shown["hybrid_shard", "all_gather in backward"]
+    assert shown["full_shard", "all_gather in backward"] > 50 * shown["hybrid_shard", "all_gather in backward"]
 
 
 def test_prefetch_leaves_the_edges_of_the_step_and_its_middle_exposed():

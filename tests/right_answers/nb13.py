@@ -9,7 +9,8 @@ from fsdplab.engine import fully_shard, shard_model
 def bytes_each__by_hand(cut, n):
     optimizer = n if "optimizer" in cut else 1
     kept = {"moments": 8 / optimizer, "master": 4 / optimizer, "gradient": 4 / (n if "gradients" in cut else 1)}
-    return {**kept, "working copy": 2 / (n if "parameters" in cut else 1)}
+    remade = "parameters" in cut or "optimizer" not in cut
+    return {**kept, "working copy": 0 if remade else 2}
 
 
 def global_norm__a_float(gradients):

@@ -1,12 +1,12 @@
 """Bytes a parameter in mixed precision
 
-Write bytes_each(cut, n): how many bytes a parameter each of the four kept things costs one rank.
+Write bytes_each(cut, n): how many bytes a parameter each of the four costs one rank after a backward.
 
-1. Two questions for each line: how many bytes has the format, and which of the three states does it go with?
-2. Who reads and writes the master? Not the forward: it reads the bf16 copy. So with which of the three is the master
-   cut?
-3. Master and moments take share["optimizer"]; the working copy share["parameters"]; the gradient share["gradients"].
-   Bytes: 2, 4, 4, 8.
+1. Master, gradient and moments: how many bytes has the format, and which of the three states does each go with?
+2. Who reads and writes the master? Only the optimizer, so it is cut with the optimizer. And the working copy: from what
+   can a rank make it again, the next time it computes?
+3. Master and moments take share["optimizer"], the gradient share["gradients"]: 4, 8 and 4 bytes. The working copy is 2
+   where the optimizer is cut and the parameters are not, else 0.
 """
 
 
@@ -23,11 +23,16 @@ def bytes_each(cut, n):
         ## "gradient": ...,  # fp32, as it is reduced
         ## "master": ...,  # fp32, what the optimizer updates
         ## "moments": ...,  # fp32, Adam's two
-        "working copy": 2 * share["parameters"],
-        #! "working copy": 4 * share["parameters"],
-        #: the copy that forward and backward read is bf16: 2 bytes
+        "working copy": 2 if "optimizer" in cut and "parameters" not in cut else 0,
+        #! "working copy": 2 * share["parameters"],
+        #: where a rank has the masters of what it keeps, it makes the bf16 copy from them when a unit computes, and
+        #: drops it then: nothing of it rests
         #! "working copy": 2,
-        #: the working copy is whole here: what is in `cut` is divided by n, what is not stays whole
+        #: as above
+        #! "working copy": 0,
+        #: this rank keeps whole parameters and only 1/n of the masters: the bf16 copy is all that it has of the rest
+        #! "working copy": 4 if "optimizer" in cut and "parameters" not in cut else 0,
+        #: the copy that forward and backward read is bf16: 2 bytes
         "gradient": 4 * share["gradients"],
         #! "gradient": 2 * share["gradients"],
         #: 2 bytes is what backward leaves in bf16; the ranks average in fp32, and that average is what is kept
@@ -55,7 +60,7 @@ def bytes_each(cut, n):
 
 
 #! def bytes_each(cut, n):
-#!     return 2 + 4 + 4 + 8
+#!     return 4 + 4 + 8
 #: return the dict with its four names, a number of bytes each
 
 # ---- check: pure, within 1e-9
@@ -69,6 +74,7 @@ def cases(rank, n):
 
 
 SAYS = dict.fromkeys(
-    ("working copy", "gradient", "master", "moments"),
-    "count the bytes of its format (bf16 2, fp32 4), then multiply by the share that a rank keeps",
+    ("gradient", "master", "moments"),
+    "count the bytes of its format (fp32 4), then multiply by the share that a rank keeps",
 )
+SAYS["working copy"] = "2 bytes where it must rest: where the rank could not make it again from the masters that it has"

@@ -131,7 +131,10 @@ def predicted_beside(record: RunRecord) -> go.Figure:
     bars = {"predicted": _predicted(record.spec["batch_size"]), "measured": _measured(record)}
     first, second = (sum(split.values()) for split in bars.values())
     title = f"Predicted {size(first)}, measured {size(second)}: {first / second:.0%} of it"
-    subtitle = "Peak of the worst of two CPU ranks, full_shard, fp32; predicted in closed form, measured by the record"
+    subtitle = (
+        "Worst of two CPU ranks, full_shard, fp32, each bar at its own highest instant; predicted in closed form,"
+        " measured by the record"
+    )
     return stacked(bars, record.spec["card"], title, subtitle)
 
 

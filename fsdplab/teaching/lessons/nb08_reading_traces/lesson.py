@@ -127,9 +127,13 @@ def transfers(record: RunRecord, rank: int = 0) -> Table:
     analysis = _analysed(record, rank)
     begin = next(row["start_ns"] for row in analysis.rows("timeline") if row["lane"] == "step")
     computing = [(row["start_ns"], row["end_ns"]) for row in analysis.rows("timeline") if row["lane"] == "compute"]
-    rows = [_transfer(row, begin, computing) for row in _messages(record, rank)]
+    messages = _messages(record, rank)
+    rows = [_transfer(row, begin, computing) for row in messages]
+    apart = max(row["issue_ns"] - row["start_ns"] for row in messages)
     header = ["unit", "phase", "collective", "issued", "link takes it", "delivered", "exposed, ms"]
     caption = f"Rank {rank}, ms since the step began. Issued and computing: measured; the link's times: emulated."
+    if apart > 0:
+        caption += f" The profiler's clock and the link's differ by up to {apart / MS:.2f} ms."
     return table([*header, "computing before, ms"], rows, caption)
 
 

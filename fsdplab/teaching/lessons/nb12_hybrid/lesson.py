@@ -2,7 +2,8 @@
 between the groups.
 
 P are the bytes of all parameters, s the ranks of a shard group, r the groups that hold the same slices: r s = n ranks.
-Every rank has its own end of each link, and a ring goes at the pace of the slowest link in it. Bytes and memory are
+Every rank has its own end of each link. A ring over both nodes goes at the pace of the network, of which both ranks of
+a node carry a part: the planner's rule (`ring_over_nodes` in `planning/hardware.py`). Bytes and memory are
 those of real runs; what is said about time comes from the steady card, whose times are the same on every machine.
 """
 
@@ -18,6 +19,7 @@ from fsdplab.figures.fastest import fastest_words
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import CATEGORY_COLOURS, COLLECTIVE_COLOURS, titled
 from fsdplab.figures.view import views
+from fsdplab.planning.links import parse_link
 from fsdplab.records import RunRecord, known
 from fsdplab.sessions.steady_card import steady
 from fsdplab.teaching.core.diagrams import HeldCell, cells_in_time, mesh
@@ -27,11 +29,12 @@ from fsdplab.workloads import preset
 from .on_ranks import complaint, expected_ms, on_one_node
 
 __all__ = [
-    "ACROSS", "WITHIN", "beside_the_formula", "gradient_diagram", "link_figure", "mesh_of", "mesh_table", "node_table",
+    "ACROSS", "RING", "WITHIN", "beside_the_formula", "gradient_diagram", "link_figure", "mesh_of", "mesh_table", "node_table",
     "raw_words", "slow", "steady", "steps", "waits",
 ]  # fmt: skip
 
-WITHIN, ACROSS = "4GB/s", "400MB/s"
+WITHIN, ACROSS, PER_NODE = "4GB/s", "400MB/s", 2
+RING = f"{PER_NODE * parse_link(ACROSS).bytes_per_s / 1e6:g}MB/s"  # of a ring over all ranks, both nodes' ranks in it
 MB = 1e6
 
 
@@ -173,7 +176,7 @@ def sent(record: RunRecord) -> dict[str, int]:
 
 
 def slow(record: RunRecord) -> int:
-    """Bytes that a rank sends at the slow link's pace: a group over both nodes sends everything at it."""
+    """Bytes that a rank sends at the network's pace: a group over both nodes sends everything at it."""
     moved = sent(record)
     return moved["across"] if groups_of(record)[1] > 1 else moved["within"]
 
@@ -201,7 +204,7 @@ def link_figure(runs: Sequence[RunRecord]) -> go.Figure:
     first, last = runs[0].spec["strategy"], runs[-1].spec["strategy"]
     busy = [seconds(_total(split[name])) for name in (first, last)]
     title = f"{first} keeps the links busy for {busy[0]} a step, {last} for {busy[1]}"
-    subtitle = f"Counted on 4 CPU ranks; both links are emulated ({WITHIN} within a node, {ACROSS} between)"
+    subtitle = f"Counted on 4 CPU ranks; links are emulated ({WITHIN} within a node, {ACROSS} a rank between nodes)"
     return titled(figure, title, subtitle, f"Stacked bars: {summary}.", height=190)
 
 
@@ -212,7 +215,7 @@ def _total(found: dict[str, tuple[int, float]]) -> float:
 def _end(record: RunRecord, found: dict[str, tuple[int, float]]) -> str:
     """The words at a bar's end: the time in all, and the bytes by the pace that they travelled at."""
     s = sent(record)
-    words = f"<b>{seconds(_total(found))}</b> · {size(slow(record))} at the slow link's pace"
+    words = f"<b>{seconds(_total(found))}</b> · {size(slow(record))} at the network's pace"
     return words + (f", {size(s['within'])} at the fast one's" if s["across"] else "")
 
 

@@ -41,6 +41,11 @@ class Composed:
             ["parameter of block 0", "at rest", "rank 0 holds"], self.seen["at rest"], f"Measured: {self.what}."
         )
 
+    def rows_at_rest(self, parameter: str) -> int:
+        """Rows of a parameter of block 0 that rank 0 holds between two steps."""
+        shapes = {name: shape for name, _, shape in self.seen["at rest"]}
+        return int(shapes[parameter].strip("[]").split(",")[0])
+
     def beside_twin(self) -> Table:
         """Loss of each step, and how far the parameters are from the twin's in the end."""
         rows = [[step, f"{ours:.6f}", f"{twins:.6f}"] for step, (ours, twins) in enumerate(self.seen["losses"])]

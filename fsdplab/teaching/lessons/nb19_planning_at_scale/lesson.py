@@ -17,12 +17,13 @@ from fsdplab.common.sizes import size
 from fsdplab.figures import lines
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import EDGE, GRID, mark_level, titled
-from fsdplab.planning.fit import fit
+from fsdplab.planning.fit import fit, largest_that_fits
+from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.planner import Plan, plan_of, plan_spec, shortfall
 from fsdplab.planning.validate import FITTED, HELD_OUT, NOT_FITTED, Row, Validation, validate
 from fsdplab.teaching.core.display import Note, Table, table
 
-from .order import BUDGET, DAYS, MODEL, PRICES, SEQUENCE, STEP_TOKENS, TOKENS, days, dollars, ordered
+from .order import BUDGET, DAYS, MODEL, PRICES, SEQUENCE, STEP_TOKENS, TOKENS, days, dollars, ordered, reserved, roomy
 
 __all__ = [
     "BUDGET", "DAYS", "PRICES", "STEP_TOKENS", "TOKENS", "best", "bill", "bill_factor", "error", "fewest", "ladder",
@@ -42,15 +43,20 @@ def told(found: Plan) -> Note:
     if not found.fits:
         return Note((f"{what}: does not fit.", f"{shortfall(found)}."))
     speed = f"{found.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, MFU {found.mfu:.0%}" if found.mfu else "unknown speed"
+    card, likely = size(spec.gpu.memory_bytes), "which fits too" if roomy(found) else "which is too much"
     return Note(
-        (f"{what}: {size(peak.total)} of {size(spec.gpu.memory_bytes)} at the peak, in the {peak.name}.", speed)
+        (
+            f"{what}: {size(peak.total)} of {card} at the peak, in the {peak.name}.",
+            f"The allocator is likely to reserve {size(reserved(found))} for it, {likely}.",
+            speed,
+        )
     )
 
 
 def fewest(gpu: str) -> int:
     """The fewest GPUs of a kind on which the model trains, one sequence a rank, whatever the strategy."""
     found = fit(plan_spec(MODEL, gpu, seq=SEQUENCE)).fewest
-    assert found is not None, "some number of the lesson's cards holds the model"
+    assert found is not None and roomy(found), "some number of the lesson's cards holds the model, and its reserve"
     return found.spec.gpus
 
 
@@ -62,12 +68,13 @@ def strategies(gpus: int, gpu: str = "h100") -> Table:
         peak, time = found.memory.peak.total, found.time
         assert time is not None, "the lesson's cards have known FLOP/s"
         speed = [f"{found.tokens_per_s_per_gpu:,.0f}", f"{time.exposed_s / time.step_s:.1%}", f"{found.mfu:.0%}"]
-        rows.append([name, f"{peak / 1e9:,.1f}", *(speed if found.fits else ["does not fit", "-", "-"])])
+        cells = [f"{each / 1e9:,.1f}" for each in (peak, reserved(found))]
+        rows.append([name, *cells, *(speed if roomy(found) else ["does not fit", "-", "-"])])
     card = plan_spec(MODEL, gpu).gpu.memory_bytes
     caption = (
         f"Predicted: {gpus} GPUs, cards of {size(card)}, sequences of {SEQUENCE:,} tokens, selective checkpointing."
     )
-    return table(["strategy", "peak, GB", "tokens/s a GPU", "exposed", "MFU"], rows, caption)
+    return table(["strategy", "in use, GB", "reserved, GB", "tokens/s a GPU", "exposed", "MFU"], rows, caption)
 
 
 # ---- time and money
@@ -75,11 +82,20 @@ def strategies(gpus: int, gpu: str = "h100") -> Table:
 
 @lru_cache(maxsize=256)
 def best(gpu: str, gpus: int) -> Plan | None:
-    """The cheapest plan on so many GPUs with at most 4 million tokens a step; None where nothing fits."""
+    """The cheapest plan on so many GPUs with at most 4 million tokens a step, and room for what the allocator reserves;
+    None where nothing fits.
+    """
     most = STEP_TOKENS // (SEQUENCE * gpus)
     found = fit(plan_spec(MODEL, gpu, gpus=gpus, seq=SEQUENCE)).candidates if most else ()
-    capped = [plan_of(replace(each.spec, micro_batch=min(each.spec.micro_batch, most))) for each in found]
-    return min(capped, key=lambda each: dollars(each, gpu), default=None)
+    with_room = [plan for each in found if (plan := _with_room(each.spec, most))]
+    return min(with_room, key=lambda each: dollars(each, gpu), default=None)
+
+
+def _with_room(spec: PlanSpec, most: int) -> Plan | None:
+    """The plan with as many sequences a rank as what is reserved has room for, at most `most` or those of `spec`."""
+    plan = lambda count: plan_of(replace(spec, micro_batch=count))  # noqa: E731
+    count = largest_that_fits(lambda count: roomy(plan(count)), min(spec.micro_batch, most))
+    return plan(count) if count else None
 
 
 def ladder(gpu: str, tokens: float = TOKENS) -> dict[int, tuple[float, float]]:
@@ -149,7 +165,7 @@ def weighed(order: dict[str, Any]) -> Table:
         plans = [each for gpus in LADDER if (each := best(gpu, gpus)) is not None and days(each) <= DAYS]
         cheapest = min(plans, key=lambda each: dollars(each, gpu))
         rows.append([f"cheapest of these on {gpu}", *_row(cheapest, gpu)])
-    header = ["", "GPUs", "strategy", "checkpointing", "micro-batch", "peak, GB", "days", "bill, $"]
+    header = ["", "GPUs", "strategy", "checkpointing", "micro-batch", "in use, GB", "days", "bill, $"]
     numbers = ", ".join(map(str, LADDER))
     return table(header, rows, f"Predicted; the cheapest of {numbers} GPUs. Budget ${BUDGET:,}, {DAYS} days.")
 

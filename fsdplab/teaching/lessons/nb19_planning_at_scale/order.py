@@ -11,6 +11,7 @@ from typing import Any
 from fsdplab.common.names import STRATEGIES
 from fsdplab.common.sizes import size
 from fsdplab.planning import HardwareError, PlanError
+from fsdplab.planning.memory import FRAMEWORK_BYTES
 from fsdplab.planning.planner import Plan, plan, shortfall
 
 MODEL, SEQUENCE = "llama-3.1-70b", 4096
@@ -31,6 +32,18 @@ def ordered(gpu: str, **choices: Any) -> Plan:
     """The plan of the job on such cards; numpy's numbers are numbers. Raises PlanError or HardwareError, one line."""
     whole = {name: value if isinstance(value, str) else int(value) for name, value in choices.items()}
     return plan(MODEL, gpu, seq=SEQUENCE, **whole)
+
+
+def reserved(found: Plan) -> float:
+    """Bytes that a rank is likely to take from its card: PyTorch's allocator keeps freed blocks, and reserves about a
+    fifth more than is in use.
+    """
+    return found.memory.reserved_bytes + FRAMEWORK_BYTES
+
+
+def roomy(found: Plan) -> bool:
+    """Whether what is reserved fits the card too."""
+    return reserved(found) <= found.spec.gpu.memory_bytes
 
 
 def days(found: Plan, tokens: float = TOKENS) -> float:
@@ -85,6 +98,11 @@ def _judged(found: Plan, gpu: str) -> str:
     spec = found.spec
     if not found.fits:
         return f"it does not fit: {shortfall(found)}"
+    if not roomy(found):
+        return (
+            f"{size(found.memory.peak.total)} in use would fit, but the allocator is likely to reserve"
+            f" {size(reserved(found))} of {size(spec.gpu.memory_bytes)}: more GPUs, or recompute more"
+        )
     if spec.step_tokens > STEP_TOKENS:
         return (
             f"a step reads {spec.gpus} x {spec.micro_batch} x {SEQUENCE:,} = {spec.step_tokens:,} tokens, the job"
