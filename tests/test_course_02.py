@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fsdplab.figures import alt_text
 from fsdplab.planning.fit import fit
 from fsdplab.planning.memory import memory_of
-from fsdplab.planning.planner import plan_spec
+from fsdplab.planning.planner import plan_of, plan_spec
 from fsdplab.records import CATEGORIES
 from fsdplab.sessions import RunSpec, run
 from fsdplab.teaching import accounting
@@ -65,6 +67,16 @@ def test_the_moments_are_the_planners_own():
         assert row[1] == row[2]
     assert fit(plan_spec("llama-3.1-8b", "h100", gpus=8)).best is not None
     assert "backward of the last block" in str(accounting.moments_table())
+
+
+def test_each_bar_of_the_stack_is_one_instant():
+    """The parts of a bar are there at the same time: together they are one moment of that strategy's plan."""
+    figure = accounting.stack(8, 1, "none")
+    spec = plan_spec(accounting.BIG, accounting.BIG_GPU, gpus=8, seq=accounting.SEQUENCE, gpus_per_node=8)
+    for place, name in enumerate(("no_shard", "zero1", "zero2", "shard_grad_op", "full_shard")):
+        drawn = sum(trace.x[place] for trace in figure.data if len(trace.x) == 5)
+        moments = [each.total / 1e9 for each in plan_of(replace(spec, strategy=name)).memory.moments]
+        assert drawn == pytest.approx(max(moments), rel=0.01)
 
 
 @pytest.mark.timeout(300)

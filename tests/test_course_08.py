@@ -44,6 +44,18 @@ def test_the_reference_splits_the_recorded_waits(record):
     assert longest[:3] == ("blocks.0", "backward", "all_gather") and float(longest[4]) > 4 > 1 > float(longest[3])
 
 
+def test_the_trace_is_as_the_text_tells_it(record):
+    """The copy comes before the emulated link lets the rank go on; two clocks differ, as the table says."""
+    begun = [row[0] for row in reading.ranges(traces_of(record)[0], first=40).rows if "(blocks.0)" in row[0]]
+    first = [name.split()[0].removeprefix("FSDP::") for name in begun[:4]]
+    assert first == ["pre_forward", "all_gather", "all_gather_copy_out", "link"]
+    table = reading.transfers(record)
+    early = [float(row[3]) - float(row[4]) for row in table.rows]
+    assert 0 < max(early) < 0.2 and "clock and the link's differ by up to 0.06 ms" in table.caption
+    waits = reading.waits_table(record, function_of(WAITED)).rows
+    assert min(float(cell) for row in waits for cell in row[3:6]) >= 0
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_parts_sum_to_the_step(record, rank):
     step, computing, communicating = reading.sets(record, rank)

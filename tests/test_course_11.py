@@ -11,6 +11,7 @@ import pytest
 from fsdplab.records import RunRecord, Spread, Summary
 from fsdplab.records.summary import Comm, Peak
 from fsdplab.sessions import RunSpec, compare
+from fsdplab.sessions.steady_card import steady
 from fsdplab.teaching import reading_choices
 from fsdplab.teaching.core import answers, registry, training_on_ranks
 from fsdplab.teaching.core.exercise import Question
@@ -72,6 +73,18 @@ def test_tables_say_what_the_records_hold():
 )
 def test_choices_outside_the_job_are_refused(choices, says):
     assert says in training_on_ranks.complaint(choices, on_ranks.JOB, on_ranks.CHOICES)
+
+
+def test_the_reference_is_on_the_front():
+    """No strategy that passes is better than the reference's in one of peak and step and as good in the other."""
+    choice = CHOOSE.module().choose()
+    cards = {name: steady(reading_choices.job(strategy=name)) for name in reading_choices.STRATEGIES}
+    peaks = {name: card.summary.peak_memory_bytes.total for name, card in cards.items()}
+    steps = {name: card.summary.step_time_s.median for name, card in cards.items()}
+    mine = choice["strategy"]
+    for name in cards:
+        better = peaks[name] < peaks[mine] and steps[name] <= 1.001 * steps[mine]
+        assert not better and (name == mine or peaks[name] != peaks[mine] or steps[name] >= steps[mine]), name
 
 
 def test_the_statement_names_the_card():

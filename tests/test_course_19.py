@@ -21,6 +21,15 @@ def test_the_stub_does_not_pass():
     assert "does not fit" in ordering.verdict(space["order"]())
 
 
+def test_what_the_allocator_reserves_must_fit_too():
+    """83 GB in use fit a card of 86 GB, and what is reserved for them does not."""
+    order = dict(gpu="h100", gpus=32, strategy="full_shard", micro_batch=1, checkpointing="selective")
+    assert sizing.ordered(**order).fits and "likely to reserve 99.6 GB of 85.9 GB" in ordering.verdict(order)
+    assert "which is too much" in str(sizing.told(sizing.ordered(**order)))
+    for gpu in sizing.PRICES:
+        assert all(ordering.roomy(found) for gpus in sizing.LADDER if (found := sizing.best(gpu, gpus)))
+
+
 def test_the_budget_is_a_tenth_above_the_best():
     bills = {
         gpu: min(cost for span, cost in sizing.ladder(gpu).values() if span <= sizing.DAYS) for gpu in sizing.PRICES
