@@ -12,6 +12,12 @@ def rows_of__a_tensor_of_two(rows, rank, n):
     return (torch.arange(n + 1) * size).clamp(max=rows)[rank : rank + 2]
 
 
+def rows_of__no_rows_are_zero_to_zero(rows, rank, n):
+    size = -(-rows // n)
+    start = rank * size
+    return (start, min(start + size, rows)) if start < rows else (0, 0)
+
+
 def rows_of__numpys_numbers(rows, rank, n):
     size = int(np.ceil(rows / n))
     return np.minimum(rank * size, rows), np.minimum((rank + 1) * size, rows)

@@ -42,6 +42,10 @@ _BEGUN = (
 )
 _TOO_BUSY = "this machine is too busy to start ranks in time, or the code never lets go of the interpreter: check again"
 _ENDED = "a rank process ended: look for exit() or a crash (reading or filling a tensor without memory is one)"
+_MISMATCHED = (
+    "the ranks' collectives do not fit together: at the same moment one rank called another collective than the rest, or"
+    " the same with another number of bytes. Every rank makes the same calls, with equal sizes, in the same order"
+)
 GRADES = ("a nudge", "a pointer", "nearly the solution")
 
 
@@ -222,16 +226,18 @@ def feedback_on_failure(exercise: Exercise, report: Failure) -> Feedback:
         )  # fmt: skip
     if report.kind == "raised":
         error = (report.traceback or report.message).strip().splitlines()[-1]
-        return told(f"{name} raised an error.", got=_last_frames(report), cause=cause_of(error))
+        return told(f"{name} raised an error.", got=_last_frames(exercise, report), cause=cause_of(error))
     if report.kind in ("hung", "timeout"):
         return told(f"{name} did not end.", cause=_TOO_BUSY)
-    return told(f"{name} ended the run.", cause=_ENDED)
+    aborted = "SIGABRT" in got and "The last collective it entered" in got  # gloo aborts a rank that gets strange bytes
+    return told(f"{name} ended the run.", cause=_MISMATCHED if aborted else _ENDED)
 
 
-def _last_frames(report: Failure) -> str:
-    """The error itself, under the last line of the learner's own file that led to it."""
+def _last_frames(exercise: Exercise, report: Failure) -> str:
+    """The error itself, under the last line of this exercise's own file that led to it, or of another of theirs."""
     text = re.sub(r'"[^"]*/(my_fsdp/[^"]*)"', r'"\1"', report.traceback or report.message)
     lines = [line.strip() for line in text.strip().splitlines()]
-    own = [index for index, line in enumerate(lines) if line.startswith("File") and "my_fsdp" in line]
+    learners = [index for index, line in enumerate(lines) if line.startswith("File") and "my_fsdp" in line]
+    own = [index for index in learners if f"/{exercise.id}.py" in lines[index]] or learners
     there = lines[own[-1] : own[-1] + 2] if own else []
     return "\n".join([*there, lines[-1]])

@@ -29,6 +29,10 @@ _WRITTEN = re.compile(
 )
 
 
+_SPELT = {"bytes": "B", "byte": "B", "seconds": "s", "second": "s", "times": "x", "percent": "%", "bits": "bit"}
+_OF_EACH = re.compile(r"\s*(/|\b(a|an|per|each)\b)\s*(parameter|rank|step|block)s?\s*\Z")
+
+
 class QuantityError(ValueError):
     """A value that is not a number with a known unit."""
 
@@ -81,12 +85,14 @@ def plain(value: Any) -> Any:
 
 
 def _written(text: str, unit: str) -> float:
-    match = _WRITTEN.match(text)
+    match = _WRITTEN.match(_OF_EACH.sub("", text))
     if not match:
         point = ", with a decimal point" if "," in text else ""
         raise QuantityError(f'expected a number and a unit such as "{f"12 {unit}".strip()}"{point}, got {text!r}')
     number = float(match[1].replace(",", "").replace("_", ""))
-    given = match[2] or unit
+    given = _SPELT.get(match[2], match[2]) or unit
+    if not unit and given.isalpha() and not any(given in scales for scales in _SCALES.values()):
+        given = ""  # "37 messages" answers how many there are
     if kind_of(given) != kind_of(unit):
         raise QuantityError(f"the question asks for {kind_of(unit)} ({unit}), {text!r} measures {kind_of(given)}")
     return number * scale_of(given) / scale_of(unit)

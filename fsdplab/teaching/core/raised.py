@@ -75,7 +75,8 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
     (
         r"IndexError.*index out of range",
         "there are fewer pieces, or fewer dimensions, than this index: `torch.chunk` and `split` give fewer pieces than"
-        " ranks where the rows run out, and a tensor may have one dimension only",
+        " ranks where the rows run out, and a tensor may have one dimension only. In a list there is nothing behind the"
+        " last place, and a slice, `a[i:j]`, may end there",
     ),
     (
         r"after before_(forward|backward): ",

@@ -21,6 +21,9 @@ def reduce_rows(parameter, mine):
     mine.grad = torch.empty_like(mine)
     #! pass
     #: raises: something is None
+    #! mine.grad = mine.data
+    #: the weights themselves were written to: `mine` and `mine.data` are rows of the parameter, only `mine.grad` is to
+    #: change
     dist.reduce_scatter(mine.grad, blocks)
     #! mine.grad.copy_(blocks[dist.get_rank()])
     #: these are the rank's own rows: nothing came from the other ranks
@@ -83,10 +86,11 @@ def cases(
 
 def observe(reduce_rows, gradient):
     parameter = torch.nn.Parameter(torch.zeros_like(gradient))
+    parameter.data += 7  # weights that are not zero
     rows = parameter.detach().chunk(dist.get_world_size())[dist.get_rank()]
     parameter.grad, mine = gradient.clone(), torch.nn.Parameter(rows)  # on the same memory
     reduce_rows(parameter, mine)
-    return {"mine.grad": mine.grad, "parameter.grad": parameter.grad}
+    return {"mine.grad": mine.grad, "parameter.grad": parameter.grad, "weights": parameter.detach()}
 
 
 SAYS = {
@@ -99,6 +103,8 @@ SAYS = {
     ),
     "parameter.grad": "the unsharded gradient is still there; set `parameter.grad = None`: that is the memory to be"
     " saved",
+    "weights": "the weights themselves were written to: `mine` and `mine.data` are rows of the parameter, only"
+    " `mine.grad` is to change",
     "hung": "deadlock: a rank waits in a collective that another rank never calls; every rank must make the same calls"
     " in the same order",
 }

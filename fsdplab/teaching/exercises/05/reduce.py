@@ -57,6 +57,8 @@ def reduce(gradient):
     return mine / n
     #! return mine
     #: this is the sum over the ranks; data parallel training averages: divide by the number of ranks
+    #! return mine // n
+    #: a mean has fractions: `//` rounds it down, `/` does not
     #! return mine / c
     #: the sum must be divided by the number of ranks, not of rows
     #! return mine / n / n
@@ -82,8 +84,8 @@ def cases(rank, n):
         ("floats [7, 2]: 3, 3 and 1 rows", (7, 2), torch.float32),
         ("floats [4]: 2, 2 and no rows", (4,), torch.float32),
         ("doubles [6, 1]: 2 rows each", (6, 1), torch.float64),
-    ):  # multiples of n, so that the mean is exact in whatever order it is taken
-        whole = 1 + torch.arange(torch.Size(shape).numel(), dtype=dtype).reshape(shape)
+    ):  # multiples of n / 2, so that the mean is exact in whatever order it is taken, and has halves
+        whole = 1.5 + torch.arange(torch.Size(shape).numel(), dtype=dtype).reshape(shape)
         yield name, n * whole * (1 + 10 * rank)
 
 

@@ -30,6 +30,10 @@ def ahead(order, position, depth):
     #: one unit too few: a slice ends before its second number
     #! return order[position + 1 : position + 2 + depth]
     #: one unit too many: a slice ends before its second number
+    #! return list(range(position + 1, min(len(order), position + 1 + depth)))
+    #: these are places in `order`; the names that stand there are wanted
+    #! return order[position + 1]
+    #: raises: a slice, `a[i:j]`, may
     #! return order[min(position + 1, len(order) - 1)]
     #: return a list of names, empty where nothing is to be gathered
     ### END SOLUTION

@@ -52,6 +52,19 @@ def exposed(communication, compute):
     #!                      for spans in (communication, compute))
     #! return sum(b - a for a, b in communication) - sum(b - a for a, b in moving & computing)
     #: an instant was counted twice where two messages travel at once: take the union of the messages first
+    #! def joined(spans):
+    #!     found = []
+    #!     for a, b in sorted(spans):
+    #!         if found and a <= found[-1][1]:
+    #!             found[-1] = (found[-1][0], b)
+    #!         else:
+    #!             found.append((a, b))
+    #!     return found
+    #!
+    #! shared = lambda a, b: sum(max(0, min(b, d) - max(a, c)) for c, d in joined(compute))
+    #! return sum(b - a - shared(a, b) for a, b in joined(communication))
+    #: where a short interval lies inside a long one, what they cover together ends with the long one: when you join
+    #: intervals, keep the later of the two ends
     for start, end in zip(edges, edges[1:]):  # between two edges nothing begins and nothing ends
         moving = any(a <= start and end <= b for a, b in communication)
         computing = any(a <= start and end <= b for a, b in compute)
@@ -80,6 +93,7 @@ def cases(rank, n):
         ("compute that came before the message", [(50, 60)], [(0, 40)]),
         ("two messages at once", [(0, 10), (5, 15)], [(13, 30)]),
         ("two streams that compute at once, unsorted", [(30, 40), (0, 10)], [(5, 9), (2, 7), (35, 60)]),
+        ("short intervals inside long ones", [(0, 30), (5, 10)], [(12, 28), (14, 16)]),
         ("no compute", [(3, 5), (9, 10)], []),
         ("no communication", [], [(3, 5)]),
     ):

@@ -26,6 +26,9 @@ def crossover(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):
     forward = param_bytes * sent / bandwidth / (2 * parameters / flops)
     #! forward = param_bytes * sent / bandwidth / (2 * parameters / flop)
     #: raises: its own imports
+    #! return param_bytes * sent / bandwidth / (parameters / flops)
+    #: this hides the forward only, and a forward computes 2 operations a parameter and token: a multiplication and an
+    #: addition
     backward = (param_bytes + reduce_bytes) * sent / bandwidth / (4 * parameters / flops)
     #! backward = (param_bytes + reduce_bytes) * sent / bandwidth / (2 * parameters / flops)
     #: a backward computes twice as much as a forward: 4 operations a parameter and token
@@ -43,6 +46,8 @@ def crossover(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):
     #: this hides the backward only: the later of the two phases counts, and here that is the forward
     #! return (2 * param_bytes + reduce_bytes) * sent / bandwidth / (6 * parameters / flops)
     #: this is the step as a whole: compute that one phase has to spare does not hide the messages of the other
+    #! return (param_bytes + reduce_bytes) * sent / bandwidth / (6 * parameters / flops)
+    #: this is the step as a whole, with one gather only: look at each phase alone; the backward gathers again
     #! return forward + backward
     #: the phases come one after the other: take the later crossover, not their sum
     #! return 2 * max(forward, backward)

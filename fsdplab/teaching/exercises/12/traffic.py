@@ -43,6 +43,8 @@ def traffic(P, s, r):
         #: the ring across has r ranks, one of each group
         #! "across": 2 * (P / s) * (s * r - 1) / (s * r),
         #: the ring across has r ranks, one of each group, not all n
+        #! "across": 2 * (P / s) * (r - 1),
+        #: a rank sends (r-1)/r of the payload once around the ring, not r-1 times all of it
         #! "across": 2 * P / s,
         #: a ring of r ranks sends (r-1)/r of its payload; with one group nothing travels
         #! "across": 3 * (P / s) * (r - 1) / r,
@@ -68,7 +70,7 @@ SAYS = {"within": RULE, "across": RULE}
 
 
 def cases(rank, n):
-    yield "four groups of eight", 9600, 8, 4
+    yield "five groups of eight", 9600, 8, 5  # here every slip has a number of its own
     yield "two groups of two", 1200, 2, 2
     yield "eight groups of four", 4800, 4, 8
     yield "one group of four: full_shard", 1200, 4, 1

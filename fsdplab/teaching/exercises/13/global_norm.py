@@ -53,6 +53,10 @@ def global_norm(gradients):
     #: this is the sum of squares; take the root in the end
     #! total.sqrt()
     #: the function returns nothing
+    #! for gradient in gradients:
+    #!     gradient /= total.sqrt()
+    #! return total.sqrt()
+    #: the gradients were changed: only their norm is asked for; scaling them is the next step
     ### END SOLUTION
 
 
@@ -73,7 +77,8 @@ def observe(global_norm, gradients):
         norm = global_norm(gradients)
     sent = [call for call in log.calls if call.kind != "barrier"]
     number = norm.item() if isinstance(norm, torch.Tensor) and norm.numel() == 1 else norm
-    return {"norm": number, "more than one number sent": len(sent) > 1 or sum(call.nbytes for call in sent) > 64}
+    too_many = len(sent) > 1 or sum(call.nbytes for call in sent) > 64
+    return {"norm": number, "more than one number sent": too_many, "gradients afterwards": gradients}
 
 
 def wrong_norm(got, right):
@@ -86,6 +91,7 @@ SAYS = {
     "norm": wrong_norm,
     "more than one number sent": "the ranks need to exchange one number only: add up the squares of all tensors first,"
     " then all_reduce that sum once",
+    "gradients afterwards": "the gradients were changed: only their norm is asked for; scaling them is the next step",
     "hung": "a rank waits in a collective that another never calls: a rank without gradients must take part too, with a"
     " sum of 0",
 }
