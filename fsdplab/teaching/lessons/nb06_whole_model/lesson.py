@@ -33,7 +33,7 @@ from .schedules import play, schedule_figure
 from .units import CHOICES, COLOURS, Plan, choices_figure, choices_table, largest_modules, plan
 
 __all__ = [
-    "choices_figure", "choices_table", "gathered_figure", "largest_modules", "run_schedule", "schedule_figure",
+    "beside_ddp", "choices_figure", "choices_table", "gathered_figure", "largest_modules", "run_schedule", "schedule_figure",
     "show_glue", "take_engine", "train",
 ]  # fmt: skip
 
@@ -165,6 +165,40 @@ def _training(by_rank: list[dict[str, Any]], work: dict[str, Any], computed: Pla
 
 def _mean(by_rank: Sequence[Sequence[float]]) -> list[float]:
     return [sum(losses) / len(losses) for losses in zip(*by_rank, strict=True)]
+
+
+@dataclass(frozen=True, repr=False)
+class Beside(HasTable):
+    """One training under the learner's engine, under DDP and under PyTorch's fully_shard: losses, peaks of a rank."""
+
+    whose: str
+    model: str
+    losses: dict[str, list[float]]
+    peaks: dict[str, int]
+    provenance: dict[str, str] = field(default_factory=lambda: dict.fromkeys(("losses", "peak memory"), "measured"))
+
+    def megabytes(self, engine: str) -> float:
+        """MB at the peak of the worst rank under `"my_fsdp"`, `"DDP"` or `"fully_shard"`."""
+        return self.peaks[engine] / 1e6
+
+    def table(self) -> Table:
+        """The mean loss of the ranks in each step, and the peak, an engine a row."""
+        rows = [
+            [name, *(f"{loss:.6f}" for loss in losses), f"{self.megabytes(name):.0f}"]
+            for name, losses in self.losses.items()
+        ]
+        header = ["", *(f"loss, step {step}" for step in range(len(rows[0]) - 2)), "peak, MB"]
+        return table(header, rows, f"Measured on 2 real ranks, {self.model} in fp32; my_fsdp {self.whose}.")
+
+
+@doing("training under your engine, under DDP and under fully_shard")
+def beside_ddp(model: str = "gpt-20m", steps: int = 3) -> Beside:
+    """Train a preset under the learner's engine, and under torch's DDP and fully_shard, on the same text."""
+    work = {**WORK, "model": model, "steps": steps, "ranks": 2}
+    by_rank = _on_ranks("losses_and_peaks", 2, work=work)
+    losses = {name: _mean([seen[name]["losses"] for seen in by_rank]) for name in by_rank[0]}
+    peaks = {name: max(seen[name]["peak"] for seen in by_rank) for name in by_rank[0]}
+    return Beside(whose(*PARTS, "06.hooks"), model, losses, peaks)
 
 
 _KINDS = {"unshard": "all_gather", "reduce": "reduce_scatter"}

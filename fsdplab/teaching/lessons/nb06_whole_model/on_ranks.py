@@ -6,14 +6,20 @@ same seeds, so that their losses and parameters can be compared bit by bit.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from fsdplab.engine import events, shard_model
+from fsdplab.profiling import MemoryRecorder
 from fsdplab.teaching.core.course_state import open_course
 from fsdplab.teaching.core.in_use import functions
 from fsdplab.teaching.lessons.nb06_whole_model.engine import MiniFSDP, MiniUnit, Parts
@@ -52,13 +58,20 @@ def losses_of(
     text, optimizer, losses = ByteText.from_standard_library(), optimizer_of(work, parameters), []
     for step in range(work["steps"]):
         log.step = step
-        loss = loss_of(model, *batch(text, work, step, dist.get_rank()))
-        loss.backward()
-        finish()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(one_step(model, optimizer, batch(text, work, step, dist.get_rank()), finish))
     return losses
+
+
+def one_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], finish: Callable[[], None]
+) -> float:
+    """One step of training, with `finish` called after the backward; this rank's loss."""
+    loss = loss_of(model, *batch)
+    loss.backward()
+    finish()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
 
 
 def trained(own: Parts, work: Work, is_unit: Callable[..., bool] | None = None) -> tuple[MiniFSDP, list[float]]:
@@ -124,6 +137,51 @@ def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, 
         "floats": sum(int((value > 0).sum()) for value in apart.values()),
         "of": sum(value.numel() for value in apart.values()),
     }
+
+
+# ---- the same training under the learner's engine, under DDP and under PyTorch's fully_shard
+
+Held = tuple[nn.Module, Iterable[Tensor], Callable[[], None]]  # model, what the optimizer updates, what ends a backward
+
+
+def _under_mine(model: nn.Module) -> Held:
+    engine = MiniFSDP(model, lambda name, module: isinstance(module, block_types(model)), parts())
+    return model, engine.parameters(), engine.finish_backward
+
+
+def _under_ddp(model: nn.Module) -> Held:
+    held = DistributedDataParallel(model)
+    return held, held.parameters(), lambda: None
+
+
+def _under_fully_shard(model: nn.Module) -> Held:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in [*filter(lambda module: isinstance(module, block_types(model)), model.modules()), model]:
+        fully_shard(module, mesh=mesh)
+    return model, model.parameters(), lambda: None
+
+
+ENGINES = {"my_fsdp": _under_mine, "DDP": _under_ddp, "fully_shard": _under_fully_shard}
+
+
+def losses_and_peaks(payload: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Train under each engine in turn: this rank's losses, and the most bytes that it held in the second step."""
+    open_course(workspace=payload["workspace"])
+    work, text = payload["work"], ByteText.from_standard_library()
+    found = {}
+    for name, under in ENGINES.items():
+        model, parameters, finish = under(build_model(work["model"], seed=work["seed"]))
+        optimizer, losses, cpu = optimizer_of(work, parameters), [], torch.device("cpu")
+        for step in range(work["steps"]):
+            recorder = MemoryRecorder(model=model, optimizer=optimizer, engine=name, device=cpu, ignore=[text.data])
+            with recorder if step == 1 else nullcontext():
+                losses.append(one_step(model, optimizer, batch(text, work, step, dist.get_rank()), finish))
+            if step == 1:
+                peak = recorder.timeline.peak_total
+        found[name] = {"losses": losses, "peak": peak}
+        del model, parameters, finish, optimizer, recorder
+        gc.collect()  # a model under hooks is garbage in cycles, and would count under the next engine
+    return found
 
 
 class Listener:
