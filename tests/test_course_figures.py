@@ -114,6 +114,7 @@ SOURCES: dict[str, dict[str, Source]] = {
         "173 MB": mb(SMALL, ADAM), "86 MB": mb(SMALL), "8 bytes": ADAM, "16 bytes": STATES,
     },
     "05": {
+        "21.6 million": SMALL / 1e6, "345 MB": mb(SMALL, STATES),
         "0 bytes": 0, "60 bytes": 5 * 3 * FP32, "2.10 MB": mb(1025 * 512), "4.20 MB": mb(1025 * 512, 2 * FP32),
     },
     "06": {
