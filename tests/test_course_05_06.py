@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from fsdplab.figures import alt_text, ledger_against_formula
 from fsdplab.records.summary import Comm
 from fsdplab.sessions import Failure
 from fsdplab.teaching import one_unit, whole_model
-from fsdplab.teaching.core import checking, in_use, registry
+from fsdplab.teaching.core import cell_runs, checking, in_use, registry
 from fsdplab.teaching.core.comm_log import bytes_sent
 from fsdplab.teaching.core.course_state import open_course
 from fsdplab.teaching.core.exercise import Call
@@ -16,6 +19,7 @@ from fsdplab.teaching.core.exercise_file import Exercise
 from fsdplab.teaching.core.run_submission import behaviours
 from fsdplab.teaching.lessons.nb06_whole_model.lesson import ledger
 from fsdplab.teaching.lessons.nb06_whole_model.units import CHOICES, plan
+from fsdplab.workloads import preset
 from tests.solutions import right_answers
 
 choosing = registry.find("06.choose_units").module()
@@ -45,8 +49,8 @@ def test_golden_values(workspace):
     assert seen(workspace, "05.guarded")[0]["the guard"] == "returns"
     mean = seen(workspace, "05.reduce")[
         2
-    ]  # (1 + 11 + 21) / 3 = 11 times the row 13, 14, whose multiples of 3 were given
-    assert mean["rows"].tolist() == [[3 * 11 * 13, 3 * 11 * 14]] and not mean["padding"].any()
+    ]  # (1 + 11 + 21) / 3 = 11 times the row 13.5, 14.5, whose multiples of 3 were given
+    assert mean["rows"].tolist() == [[3 * 11 * 13.5, 3 * 11 * 14.5]] and not mean["padding"].any()
     assert (
         registry.find("06.hooks").expected["bytes gathered at the peak"]
         == plan("gpt-tiny", CHOICES["every block"]).peak
@@ -97,6 +101,33 @@ def test_the_learners_engine_equals_the_twin_and_the_lab(training):
     assert len(training.losses["twin"]) == 4 and training.losses["twin"][-1] < training.losses["twin"][0]
     for name in ("my_fsdp", "lab"):
         assert training.differs[name] == {"largest": 0.0, "floats": 0, "of": 141_056}
+
+
+@pytest.mark.timeout(300)
+def test_the_learners_engine_beside_ddp_and_fully_shard(course):
+    """The same losses to the last bit, and the peak that sharding leaves."""
+    beside = whole_model.beside_ddp(steps=2)
+    assert beside.losses["my_fsdp"] == beside.losses["DDP"] == beside.losses["fully_shard"]
+    states = 16 * preset("gpt-20m").parameters / 1e6
+    mine, ddp, torchs = map(beside.megabytes, ("my_fsdp", "DDP", "fully_shard"))
+    assert ddp > states > max(mine, torchs) > states / 2 and mine < ddp / 2
+    assert f"{mine:.0f}" in str(beside) and "my_fsdp with the reference shard" in str(beside)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("notebook", ["05", "06"])
+def test_fully_shard_takes_the_engines_place_and_prints_the_same_losses(course, capsys, notebook):
+    whole_model.take_engine()
+    (path,) = (Path(__file__).parents[1] / "notebooks").glob(f"{notebook}_*.ipynb")
+    sources = ["".join(cell["source"]) for cell in json.loads(path.read_text())["cells"]]
+    mine, torchs = (source for source in sources if "range(5)" in source)
+    assert "sharded(model)" in mine and "fully_shard(module" in torchs
+    printed = []
+    for cell in (mine, torchs):
+        capsys.readouterr()
+        cell_runs.run_ranks("2", cell.partition("\n")[2])
+        printed.append(sorted(line for line in capsys.readouterr().out.splitlines() if "loss" in line))
+    assert printed[0] == printed[1] and len(printed[0]) == 10
 
 
 def test_its_collectives_are_the_formulas_and_the_labs(training):

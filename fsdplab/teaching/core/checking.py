@@ -43,8 +43,8 @@ _BEGUN = (
 _TOO_BUSY = "this machine is too busy to start ranks in time, or the code never lets go of the interpreter: check again"
 _ENDED = "a rank process ended: look for exit() or a crash (reading or filling a tensor without memory is one)"
 _MISMATCHED = (
-    "the ranks' collectives do not fit together: at the same moment one rank called another collective than the rest, or"
-    " the same with another number of bytes. Every rank makes the same calls, with equal sizes, in the same order"
+    "the ranks' collectives do not fit together: at the same moment one rank called another collective than the rest,"
+    " or the same with another number of bytes. Every rank makes the same calls, with equal sizes, in the same order"
 )
 GRADES = ("a nudge", "a pointer", "nearly the solution")
 

@@ -5,7 +5,8 @@ Write choose(): a strategy and settings that fit a card of 300 MB and expose as 
 1. Begin with the card: which strategies lie left of its line? Then ask which of those sends least.
 2. full_shard fits with room to spare, and keeps the link busy for half as long again. Others fit as well: look at the
    Pareto figure. Then let gathers set out ahead.
-3. "strategy": "zero2" has the lowest peak of those that send least; "zero1" and "shard_grad_op" with "prefetch": 1 pass.
+3. "strategy": "zero2" has the lowest peak of those that send least; "zero1" passes too, and
+   "shard_grad_op" with "prefetch": 1.
 """
 
 

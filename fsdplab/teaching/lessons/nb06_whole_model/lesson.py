@@ -33,8 +33,8 @@ from .schedules import play, schedule_figure
 from .units import CHOICES, COLOURS, Plan, choices_figure, choices_table, largest_modules, plan
 
 __all__ = [
-    "beside_ddp", "choices_figure", "choices_table", "gathered_figure", "largest_modules", "run_schedule", "schedule_figure",
-    "show_glue", "take_engine", "train",
+    "beside_ddp", "choices_figure", "choices_table", "gathered_figure", "largest_modules", "run_schedule",
+    "schedule_figure", "show_glue", "take_engine", "train",
 ]  # fmt: skip
 
 _on_ranks = LessonRanks(__file__)

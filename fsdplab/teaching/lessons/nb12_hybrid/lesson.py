@@ -29,8 +29,8 @@ from fsdplab.workloads import preset
 from .on_ranks import complaint, expected_ms, on_one_node
 
 __all__ = [
-    "ACROSS", "RING", "WITHIN", "beside_the_formula", "gradient_diagram", "link_figure", "mesh_of", "mesh_table", "node_table",
-    "raw_words", "slow", "steady", "steps", "waits",
+    "ACROSS", "RING", "WITHIN", "beside_the_formula", "gradient_diagram", "link_figure", "mesh_of", "mesh_table",
+    "node_table", "raw_words", "slow", "steady", "steps", "waits",
 ]  # fmt: skip
 
 WITHIN, ACROSS, PER_NODE = "4GB/s", "400MB/s", 2
