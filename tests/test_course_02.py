@@ -29,7 +29,7 @@ def test_the_questions_accept_the_right_number_and_name_each_slip(course):
 
 @pytest.mark.parametrize("strategy", ["no_shard", "zero1", "zero2", "full_shard"])
 def test_the_reference_is_the_planners_resting_state(strategy):
-    """The planner's slices and moments of the GPT, less padding; gradients do not rest there."""
+    """The planner's shards and moments of the GPT, less padding; gradients do not rest there."""
     count, gradient = 21_589_248, 2 if strategy in ("zero2", "full_shard") else 4
     resting = memory_of(
         plan_spec("gpt-20m", "h100", gpus=2, strategy=strategy, param_dtype="fp32", seq=64)

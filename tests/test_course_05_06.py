@@ -52,7 +52,7 @@ def test_golden_values(workspace):
     ]  # (1 + 11 + 21) / 3 = 11 times the row 13.5, 14.5, whose multiples of 3 were given
     assert mean["rows"].tolist() == [[3 * 11 * 13.5, 3 * 11 * 14.5]] and not mean["padding"].any()
     assert (
-        registry.find("06.hooks").expected["bytes gathered at the peak"]
+        registry.find("06.hooks").expected["bytes unsharded at the peak"]
         == plan("gpt-tiny", CHOICES["every block"]).peak
     )
 
@@ -87,7 +87,7 @@ def test_a_layer_lives_and_equals_the_whole_one(course):
         by_moment[name]["unsharded_parameters"] for name in ("unshard", "reshard", "unshard again", "reshard again")
     ] == [whole, 0, whole, 0]
     assert by_moment["at rest again"]["sharded_gradients"] == by_moment["shard (at rest)"]["sharded_parameters"] == mine
-    assert life.peak_megabytes == (mine + whole + whole) / 1e6, "in backward: slice, weight and unsharded gradient"
+    assert life.peak_megabytes == (mine + whole + whole) / 1e6, "in backward: shard, weight and unsharded gradient"
     assert "unsharded" in alt_text(one_unit.layer_figure(life)).lower()
 
 
@@ -170,7 +170,7 @@ def test_an_engine_of_other_right_answers_is_the_twins_equal_too(course, tmp_pat
 
 def test_its_figures_say_what_they_show(training):
     figure = whole_model.gathered_figure(training)
-    assert "gather blocks.1" in alt_text(figure) and len(figure.data) == 3
+    assert "unshard blocks.1" in alt_text(figure) and len(figure.data) == 3
     assert "equals the formula" in ledger_against_formula(training.mine).layout.title.text
     assert "every block" in alt_text(
         whole_model.choices_figure(

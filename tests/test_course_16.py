@@ -115,7 +115,7 @@ def test_tokens_travel_to_their_experts_and_back() -> None:
 def test_maps_say_what_ranks_hold() -> None:
     first, second = composing.mesh_map(), composing.expert_map()
     assert "rank 1: rows 32 to 47 of query" in alt_text(first) and "rank 2: rows 16 to 31 of query" in alt_text(first)
-    assert "rank 3: slice 2 of 2 of experts 2 to 3" in alt_text(second) and "rank 3" in str(second.data[0].text)
+    assert "rank 3: shard 2 of 2 of experts 2 to 3" in alt_text(second) and "rank 3" in str(second.data[0].text)
 
 
 @pytest.mark.parametrize(

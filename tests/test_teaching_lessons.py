@@ -109,10 +109,10 @@ def test_what_cannot_be_drawn_is_refused(draw, says):
         draw()
 
 
-def held(row: str = "here", moment: int = 0, kind: str = "slice", lasts: int = 1) -> object:
+def held(row: str = "here", moment: int = 0, kind: str = "shard", lasts: int = 1) -> object:
     """A figure of one row, two moments and one kind, with one cell."""
     cell = diagrams.HeldCell(row, moment, kind, lasts=lasts)
-    return diagrams.cells_in_time([cell], ["here"], ["0", "1"], {"slice": "#0064c8"}, "t", "s", "a")
+    return diagrams.cells_in_time([cell], ["here"], ["0", "1"], {"shard": "#0064c8"}, "t", "s", "a")
 
 
 def test_sliders_draw_a_figure(capsys):
@@ -141,7 +141,7 @@ def test_the_clock_of_the_puzzle():
     assert (engine.milliseconds, engine.peak) == (48, 2), "the order of the learner's own engine"
     assert (best.milliseconds, best.peak) == (shortest(4), MEMORY_TARGET) == (28, 3)
     assert [(span.start, span.end) for span in waits(best)] == [(0, 2)], "only the first gather is waited for"
-    both = play([(action, 0) for action in ("gather", "forward", "backward", "drop", "reduce")], 1)
+    both = play([(action, 0) for action in ("unshard", "forward", "backward", "reshard", "reduce")], 1)
     assert (both.milliseconds, both.peak) == (2 + 2 + 4 + 2, 2)
 
 
@@ -149,9 +149,9 @@ def test_a_schedule_is_drawn_and_one_that_cannot_run_says_why():
     figure = whole_model.schedule_figure(schedule_of(PUZZLE.stub))
     assert "48 ms (target 28)" in figure.layout.title.text and "waits" in [trace.name for trace in figure.data]
     assert "reduce 0 from 46 to 48" in alt_text(figure)
-    with pytest.raises(ScheduleError, match="entry 0, forward 0: its parameters are not gathered"):
+    with pytest.raises(ScheduleError, match="entry 0, forward 0: its parameters are not unsharded"):
         play([("forward", 0)], 4)
-    assert "its parameters are not gathered" in alt_text(whole_model.schedule_figure([("forward", 0)]))
+    assert "its parameters are not unsharded" in alt_text(whole_model.schedule_figure([("forward", 0)]))
 
 
 def test_the_engine_runs_the_schedule(tmp_path):

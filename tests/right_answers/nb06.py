@@ -2,11 +2,11 @@
 
 
 def hooks__asks_the_storage_reduces_first(unit, unshard, reshard, reduce):
-    def gather():
+    def again():
         if unit.whole.untyped_storage().nbytes() == 0:
             unshard(unit.mine, unit.whole)
 
-    def drop():
+    def free():
         if unit.name != "root":
             reshard(unit.whole)
 
@@ -14,7 +14,7 @@ def hooks__asks_the_storage_reduces_first(unit, unshard, reshard, reduce):
         unit.mine.grad = reduce(unit.take_gradient())
         reshard(unit.whole)
 
-    return [gather, drop, gather, after_backward]
+    return [again, free, again, after_backward]
 
 
 def choose_units__by_size(name, module):
@@ -27,11 +27,11 @@ def choose_units__by_class(name, module):
 
 
 def schedule__two_gathers_before_the_first_computation(n):
-    steps = [("gather", 0), ("gather", 1)]
+    steps = [("unshard", 0), ("unshard", 1)]
     for i in range(n - 1):
-        steps += [("forward", i), ("drop", i)] + [("gather", i + 2)] * (i + 2 < n)
+        steps += [("forward", i), ("reshard", i)] + [("unshard", i + 2)] * (i + 2 < n)
     steps += [("forward", n - 1)]
     for i in reversed(range(n)):
         steps += [("reduce", i + 1)] * (i + 1 < n)
-        steps += [("gather", i - 1)] * (i > 0) + [("backward", i), ("drop", i)]
+        steps += [("unshard", i - 1)] * (i > 0) + [("backward", i), ("reshard", i)]
     return (*steps, ("reduce", 0))

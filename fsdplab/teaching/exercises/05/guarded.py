@@ -3,7 +3,7 @@
 Write guarded(whole, name): it returns `whole` where its memory is there, and raises a helpful RuntimeError where it is
 not.
 
-1. What differs between a gathered and a dropped tensor? Not its shape.
+1. What differs between an unsharded and a resharded tensor? Not its shape.
 2. `whole.untyped_storage().nbytes()` counts the bytes behind it. Do not read the tensor, and do not print it.
 3. If that is 0, `raise RuntimeError(f"{name} ... unshard ...")`; else return `whole`.
 """
@@ -45,14 +45,14 @@ def guarded(whole, name):
 
 
 def cases(rank, n):
-    yield "gathered", torch.arange(6.0).reshape(3, 2), "blocks.3.weight", False
-    yield "all zeros, but gathered", torch.zeros(3), "blocks.3.weight", False
+    yield "unsharded", torch.arange(6.0).reshape(3, 2), "blocks.3.weight", False
+    yield "all zeros, but unsharded", torch.zeros(3), "blocks.3.weight", False
     yield "resharded", torch.arange(6.0).reshape(3, 2), "blocks.3.weight", True
 
 
-def observe(guarded, whole, name, dropped):
+def observe(guarded, whole, name, resharded):
     whole = whole.clone()
-    if dropped:
+    if resharded:
         whole.untyped_storage().resize_(0)
     try:
         got = guarded(whole, name)
@@ -60,7 +60,11 @@ def observe(guarded, whole, name, dropped):
         end = "raises RuntimeError" if isinstance(error, RuntimeError) else f"raises {type(error).__name__}"
         said = {"the message holds the name": name in str(error)}
         return {"the guard": end, **said, "the message says unshard": "unshard" in str(error).lower()}
-    return {"the guard": "returns", "it returns the tensor itself": got is whole, "content": None if dropped else whole}
+    return {
+        "the guard": "returns",
+        "it returns the tensor itself": got is whole,
+        "content": None if resharded else whole,
+    }
 
 
 SAYS = {

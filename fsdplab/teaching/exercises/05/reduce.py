@@ -2,7 +2,7 @@
 
 Write reduce(gradient): this rank's rows of the mean over all ranks.
 
-1. It is the mirror of unshard: there n slices become a whole, here n wholes become a slice, and they are added on the
+1. It is the mirror of unshard: there n shards become a whole, here n wholes become a shard, and they are added on the
    way.
 2. Zero rows up to n * c first. `dist.reduce_scatter(mine, pieces)` adds up piece r of all ranks and leaves the sum with
    rank r; then divide.
@@ -31,9 +31,9 @@ def reduce(gradient):
     mine = gradient.new_empty(c, *gradient.shape[1:])
     dist.reduce_scatter(mine, list(padded.chunk(n)))
     #! dist.reduce_scatter(mine, list(padded.chunk(n))[::-1])
-    #: this is the slice of another rank: rank r gets piece r
+    #: this is the shard of another rank: rank r gets piece r
     #! mine = padded.chunk(n)[dist.get_rank()] * n
-    #: this is a slice of the rank's own gradient: nothing came from the other ranks
+    #: this is a shard of the rank's own gradient: nothing came from the other ranks
     #! mine = padded.chunk(n)[dist.get_rank()]
     #: as above
     #! dist.reduce_scatter(mine, list(padded.chunk(n)), op=dist.ReduceOp.MAX)

@@ -1,4 +1,4 @@
-"""Drop the whole
+"""Reshard the whole
 
 Write reshard(whole): the memory behind it is given back, its shape stays.
 

@@ -1,9 +1,9 @@
-"""Keep one slice
+"""Keep one shard
 
 Write shard(whole, rank, n): the rows that torch.chunk would give to `rank`, padded with zero rows to c = ceil(rows /
 n).
 
-1. All slices are equally long, or the ranks could not exchange them in one call. So what does the last rank do, which
+1. All shards are equally long, or the ranks could not exchange them in one call. So what does the last rank do, which
    has fewer rows?
 2. Make c zero rows like `whole` (`whole.new_zeros(c, *whole.shape[1:])`) and write this rank's rows into the first of
    them. A slice that goes past the end is just shorter, or empty.
@@ -17,7 +17,7 @@ def shard(whole, rank, n):
     """`rank`'s rows of `whole` [rows, ...], then zero rows up to c = ceil(rows / n): [c, ...], a copy."""
     c = -(-len(whole) // n)  # rounds up
     #! c = len(whole) // n
-    #: a slice is shorter than c: all ranks send equally many rows, so short slices are padded with zero rows (c
+    #: a shard is shorter than c: all ranks send equally many rows, so short shards are padded with zero rows (c
     #: rounds up)
     ### BEGIN SOLUTION
     mine = whole.new_zeros(c, *whole.shape[1:])
@@ -33,10 +33,10 @@ def shard(whole, rank, n):
     #: rows are dealt out like cards; a rank keeps c rows that follow each other, from r * c on
     mine[: len(rows)] = rows
     #! return rows.clone()
-    #: a slice is shorter than c: all ranks send equally many rows, so short slices are padded with zero rows (c
+    #: a shard is shorter than c: all ranks send equally many rows, so short shards are padded with zero rows (c
     #: rounds up)
     #! mine[c - len(rows) :] = rows
-    #: the padding stands before the rows; it belongs after them, so that the slices joined end in padding
+    #: the padding stands before the rows; it belongs after them, so that the shards joined end in padding
     #! mine = whole[torch.arange(rank * c, (rank + 1) * c).clamp(max=len(whole) - 1)]
     #: this rank's rows are right, but those that pad them are not zeros: start from `new_zeros`, and write only as
     #: many rows as there are
@@ -45,13 +45,13 @@ def shard(whole, rank, n):
     #: this is a view: the whole tensor stays in memory behind it, and nothing is saved; copy the rows into memory of
     #: their own
     #! return torch.tensor_split(whole, n)[rank].clone()
-    #: a slice is shorter than c: all ranks send equally many rows, so short slices are padded with zero rows (c
+    #: a shard is shorter than c: all ranks send equally many rows, so short shards are padded with zero rows (c
     #: rounds up)
     #! return whole[rank * c : (rank + 1) * c] if (rank + 1) * c <= len(whole) else mine
     #: this is a view: the whole tensor stays in memory behind it, and nothing is saved; copy the rows into memory of
     #: their own
     #! return whole.clone()
-    #: a slice is longer than c = ceil(rows / n) rows
+    #: a shard is longer than c = ceil(rows / n) rows
     #! return mine.flatten()[:c]
     #: only dimension 0 is cut; the others stay as they are
     #! mine
@@ -84,7 +84,7 @@ def observe(shard, whole, rank, n):
 
 SAYS = {
     "shape of a row": "only dimension 0 is cut; the others stay as they are",
-    "rows in all": "a slice has c = ceil(rows / n) rows: short ones are padded with zero rows",
+    "rows in all": "a shard has c = ceil(rows / n) rows: short ones are padded with zero rows",
     "own rows": "these are not the rows r * c to (r + 1) * c",
     "padding": "this rank's rows are right, but those that pad them are not zeros: start from `new_zeros`, and write"
     " only as many rows as there are",

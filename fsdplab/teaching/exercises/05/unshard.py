@@ -1,9 +1,9 @@
-"""Gather the whole
+"""Unshard the whole
 
-Write unshard(mine, whole): give `whole` its memory back and fill it from the slices of all ranks.
+Write unshard(mine, whole): give `whole` its memory back and fill it from the shards of all ranks.
 
-1. The ranks hold the rows in order, rank 0 the first ones. Which rows of the joined slices are padding?
-2. Gather into a tensor of n * c rows: `dist.all_gather(pieces, mine)` fills a list of n tensors, and
+1. The ranks hold the rows in order, rank 0 the first ones. Which rows of the joined shards are padding?
+2. All-gather into a tensor of n * c rows: `dist.all_gather(pieces, mine)` fills a list of n tensors, and
    `list(padded.chunk(n))` is such a list, of views. Then copy its first `len(whole)` rows into `whole`, in place.
 3. `padded = mine.new_empty(n * len(mine), *mine.shape[1:])`, `dist.all_gather(list(padded.chunk(n)), mine)`, and at
    the end `whole.copy_(padded[: len(whole)])`.
@@ -16,14 +16,14 @@ import torch.distributed as dist
 def unshard(mine, whole):
     """Fill `whole` [rows, ...], which has a shape and no memory, from every rank's `mine` [c, ...]."""
     n = dist.get_world_size()
-    ### BEGIN SOLUTION  gather n slices of c rows: n * c rows, which may be more than `whole` has
+    ### BEGIN SOLUTION  all-gather n shards of c rows: n * c rows, which may be more than `whole` has
     padded = mine.new_empty(n * len(mine), *mine.shape[1:])
     dist.all_gather(list(padded.chunk(n)), mine)
     #! padded.zero_()
     #! padded[: len(mine)] = mine
     #: no collective was called, so nothing came from the other ranks
     #! dist.all_gather(list(padded.chunk(n))[::-1], mine)
-    #: the first rows are not those of rank 0: join the slices in rank order, 0 first
+    #: the first rows are not those of rank 0: join the shards in rank order, 0 first
     #! padded.zero_()
     #! padded.chunk(n)[dist.get_rank()].copy_(mine)
     #! dist.all_reduce(padded)
@@ -32,7 +32,7 @@ def unshard(mine, whole):
     #: `dist.gather` leaves its result on one rank only (`dst`); here every rank needs all rows: all_gather
     #! dist.all_gather(list(padded.chunk(n)), mine)
     #! dist.all_gather(list(padded.chunk(n)), mine)
-    #: it was gathered more than once, or more than the slices: one all_gather brings everything
+    #: it was unsharded more than once, or more than the shards: one all_gather brings everything
     ### END SOLUTION
     whole.untyped_storage().resize_(whole.nbytes)  # memory again, with nothing useful in it
     #! whole.data = padded[: len(whole)].clone()
@@ -51,11 +51,11 @@ def unshard(mine, whole):
     #! whole.zero_()
     #: `whole` has memory, but nothing was copied into it after the resize
     #! whole.copy_(padded[len(padded) - len(whole) :])
-    #: the first rows are not those of rank 0: join the slices in rank order, 0 first, and leave the padding out at
+    #: the first rows are not those of rank 0: join the shards in rank order, 0 first, and leave the padding out at
     #: the end
     #! whole.zero_()
     #! whole[: len(mine)] = padded[: len(mine)]
-    #: rows are missing: join n slices of c rows in rank order, then take the first `len(whole)` rows, which leaves the
+    #: rows are missing: join n shards of c rows in rank order, then take the first `len(whole)` rows, which leaves the
     #: padding out
     #! whole.copy_(padded)
     #: raises: padding that was not left out
@@ -90,10 +90,10 @@ def observe(unshard, mine, rows):
 
 SAYS = {
     "memory behind whole": "`whole` itself is still empty: fill the tensor that was handed in (`whole.copy_(...)`)",
-    "rows of whole": "rows are missing or misplaced: join n slices of c rows in rank order, then take the first"
+    "rows of whole": "rows are missing or misplaced: join n shards of c rows in rank order, then take the first"
     " `len(whole)` rows, which leaves the padding out",
     "memory behind what autograd kept": "`whole` looks at new memory now, while what autograd kept looks at the old,"
     " empty storage: resize that storage and copy into it",
     "rows of what autograd kept": "`whole` looks at new memory now: copy into the storage that was there",
-    "hung": "some rank does not take part: every rank calls all_gather, also one whose slice is all padding",
+    "hung": "some rank does not take part: every rank calls all_gather, also one whose shard is all padding",
 }

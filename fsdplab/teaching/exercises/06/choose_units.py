@@ -1,6 +1,6 @@
 """Meet a memory target
 
-Choose units for gpt-20m so that at most 6.5 MB are gathered at any moment, with at most 80 collectives a step.
+Choose units for gpt-20m so that at most 6.5 MB are unsharded at any moment, with at most 80 collectives a step.
 
 1. Two forces: large units hold much memory at once, small ones need many messages. The figure shows where the blocks
    stand.
@@ -14,9 +14,9 @@ def choose_units(name, module):
     ### BEGIN SOLUTION  name is such as "blocks.3.feed_forward.up", type(module).__name__ such as "GPTBlock" or "Linear"
     return name.endswith((".attention", ".feed_forward"))
     #! return False
-    #: everything is one unit, the root: the whole model is gathered at once. Return True for some modules
+    #: everything is one unit, the root: the whole model is unsharded at once. Return True for some modules
     #! return type(module).__name__ == "GPTBlock"
-    #: a unit is gathered while it runs, and with it the root and every unit around it
+    #: a unit is unsharded while it runs, and with it the root and every unit around it
     #! return type(module).__name__ == "GPTBlock" or name.endswith(".feed_forward")
     #: as above
     #! return name.endswith(".feed_forward")
@@ -30,7 +30,7 @@ def choose_units(name, module):
 
 # ---- check: on 2 ranks, in 60 s, facts only
 
-TARGET, LIMIT = 6_500_000, 80  # bytes gathered, collectives a step
+TARGET, LIMIT = 6_500_000, 80  # bytes unsharded, collectives a step
 
 
 def cases(rank, n):
@@ -45,16 +45,16 @@ def observe(choose_units, model):
     return {
         "bytes over the target": max(0, peak - TARGET),
         "collectives over the limit": max(0, collectives - LIMIT),
-        "_seen": f"{len(engine.units)} units, {peak:,} bytes gathered at the peak, {collectives} collectives",
+        "_seen": f"{len(engine.units)} units, {peak:,} bytes unsharded at the peak, {collectives} collectives",
         "_units": len(engine.units),
     }
 
 
 def too_large(got, right):
     if got["_units"] == 1:
-        return "everything is one unit, the root: the whole model is gathered at once. Return True for some modules"
+        return "everything is one unit, the root: the whole model is unsharded at once. Return True for some modules"
     return (
-        f"at most {TARGET:,} bytes gathered: a unit is gathered while it runs, and with it the root and every unit"
+        f"at most {TARGET:,} bytes unsharded: a unit is unsharded while it runs, and with it the root and every unit"
         " around it; what no unit claims belongs to the root. The largest unit must be smaller"
         f" ({got['_seen']})"
     )

@@ -2,8 +2,8 @@
 
 Write the bodies of the four hooks. With your five functions they train a GPT as the unsharded twin does.
 
-1. Follow one block through a step in the figure of 05: at which of the four moments is it gathered, and at which
-   dropped?
+1. Follow one block through a step in the figure of 05: at which of the four moments is it unsharded, and at which
+   resharded?
 2. Before each use `unshard(unit.mine, unit.whole)`, after it `reshard(unit.whole)`. The optimizer updates `unit.mine`
    and reads `unit.mine.grad`. The root (`unit.is_root`) stays from forward to backward.
 3. after_backward is two lines: `reshard(unit.whole)` and `unit.mine.grad = reduce(unit.take_gradient())`; the other
@@ -27,7 +27,7 @@ def hooks(unit, unshard, reshard, reduce):
         ### BEGIN SOLUTION
         if not unit.is_root:
             #! if False:
-            #: blocks stay gathered from forward to backward, so the whole model is in memory
+            #: blocks stay unsharded from forward to backward, so the whole model is in memory
             #! reshard(unit.whole)
             #! if False:
             #: raises: the hook has run and the unit still has no memory
@@ -38,7 +38,7 @@ def hooks(unit, unshard, reshard, reduce):
         ### BEGIN SOLUTION
         if not unit.is_root:
             #! if True:
-            #: one gather too many: after its forward the root stays
+            #: one unshard too many: after its forward the root stays
             #! if False:
             #: raises: the hook has run and the unit still has no memory
             unshard(unit.mine, unit.whole)
@@ -48,7 +48,7 @@ def hooks(unit, unshard, reshard, reduce):
         ### BEGIN SOLUTION
         reshard(unit.whole)
         #! pass
-        #: something stays gathered after the step
+        #: something stays unsharded after the step
         #! if not unit.is_root:
         #!     reshard(unit.whole)
         #: as above
@@ -86,14 +86,14 @@ def hooks(unit, unshard, reshard, reduce):
 #!         unit.mine.grad = reduce(unit.take_gradient())
 #!
 #!     return gather, lambda: reshard(unit.whole), gather, after_backward
-#: one gather too many: after its forward the root stays
+#: one unshard too many: after its forward the root stays
 #! def hooks(unit, unshard, reshard, reduce):
 #!     def after_backward():
 #!         reshard(unit.whole)
 #!         unit.mine.grad = reduce(unit.take_gradient())
 #!
 #!     return lambda: unshard(unit.mine, unit.whole), lambda: None, lambda: None, after_backward
-#: blocks stay gathered from forward to backward, so the whole model is in memory
+#: blocks stay unsharded from forward to backward, so the whole model is in memory
 
 
 # ---- check: on 2 ranks, in 60 s, facts only
@@ -115,10 +115,10 @@ def observe(hooks, work):
 LOSSES = "loss minus the twin's, by step"
 EXPECTED = {
     LOSSES: [0.0, 0.0, 0.0],
-    "gathers in a step": 5,  # two of each block, one of the root
+    "unshards in a step": 5,  # two of each block, one of the root
     "reductions in a step": 3,
-    "bytes gathered after a step": 0,
-    "bytes gathered at the peak": 364_288,  # the root and a block
+    "bytes unsharded after a step": 0,
+    "bytes unsharded at the peak": 364_288,  # the root and a block
     "parameters that differ from the twin's": [],
 }
 
@@ -128,7 +128,7 @@ def wrong_loss(got, right):
     if step == 0:
         return (
             "already the first forward is wrong, before any update: parameters changed, or were read before they were"
-            " gathered"
+            " unsharded"
         )
     reduced, units = got["reductions in a step"], right["reductions in a step"]
     if not reduced:
@@ -153,23 +153,23 @@ def wrong_loss(got, right):
 
 
 KEPT = (
-    "blocks stay gathered from forward to backward, so the whole model is in memory: drop every unit but the root in"
-    " after_forward"
+    "blocks stay unsharded from forward to backward, so the whole model is in memory: reshard every unit but the root"
+    " in after_forward"
 )
 SAYS = {
     LOSSES: wrong_loss,
-    "gathers in a step": lambda got, right: (
-        "one gather too many: after its forward the root stays, because its backward begins at once; so it is neither"
-        " dropped there nor gathered again"
-        if got["gathers in a step"] > right["gathers in a step"]
+    "unshards in a step": lambda got, right: (
+        "one unshard too many: after its forward the root stays, because its backward begins at once; so it is neither"
+        " resharded there nor unsharded again"
+        if got["unshards in a step"] > right["unshards in a step"]
         else KEPT
     ),
     "reductions in a step": "every unit reduces once a step, in after_backward",
-    "bytes gathered after a step": "something stays gathered after the step: after_backward drops the unit as well, the"
-    " root too",
-    "bytes gathered at the peak": KEPT,
+    "bytes unsharded after a step": "something stays unsharded after the step: after_backward reshards the unit as"
+    " well, the root too",
+    "bytes unsharded at the peak": KEPT,
     "parameters that differ from the twin's": "losses agree and parameters do not: what after_backward leaves in"
-    " `unit.mine.grad` is not this rank's slice of the mean gradient",
-    "hung": "the ranks gather or reduce different units at the same time: call the same functions in the same order on"
+    " `unit.mine.grad` is not this rank's shard of the mean gradient",
+    "hung": "the ranks unshard or reduce different units at the same time: call the same functions in the same order on"
     " every rank",
 }

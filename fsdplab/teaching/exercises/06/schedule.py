@@ -1,13 +1,13 @@
 """Order a step
 
-Order gathers, drops and reductions: at most 3 blocks in memory, and no time beyond the first gather, the computation
-and the last reduction.
+Order unshards, reshards and reductions: at most 3 blocks in memory, and no time beyond the first unshard, the
+computation and the last reduction.
 
-1. A message that is listed before a computation travels while it runs. Which gather could you list earlier?
-2. Forward: list `gather i + 1` before `forward i`. Backward: `gather i - 1` before `backward i`. The link sends in the
-   order of the list, and a gradient is in memory until its reduction has ended.
+1. A message that is listed before a computation travels while it runs. Which unshard could you list earlier?
+2. Forward: list `unshard i + 1` before `forward i`. Backward: `unshard i - 1` before `backward i`. The link sends in
+   the order of the list, and a gradient is in memory until its reduction has ended.
 3. Keep the last block from its forward to its backward. Before `backward i` list `reduce i + 1` first, then
-   `gather i - 1`; `reduce 0` ends the list.
+   `unshard i - 1`; `reduce 0` ends the list.
 """
 
 
@@ -16,28 +16,28 @@ def schedule(n):
     ### BEGIN SOLUTION
     ## steps = []
     ## for i in range(n):
-    ##     steps += [("gather", i), ("forward", i), ("drop", i)]
+    ##     steps += [("unshard", i), ("forward", i), ("reshard", i)]
     ## for i in reversed(range(n)):
-    ##     steps += [("gather", i), ("backward", i), ("drop", i), ("reduce", i)]
+    ##     steps += [("unshard", i), ("backward", i), ("reshard", i), ("reduce", i)]
     ## return steps
-    steps = [("gather", 0)]
-    #! steps = [("gather", 0), ("drop", 0), ("gather", 0)]
-    #: its gather is still under way; nothing has used it
-    #! n, steps = 4, [("gather", 0)]
+    steps = [("unshard", 0)]
+    #! steps = [("unshard", 0), ("reshard", 0), ("unshard", 0)]
+    #: its unshard is still under way; nothing has used it
+    #! n, steps = 4, [("unshard", 0)]
     #: now comes forward 4: forward runs from block 0 up, backward down again
     for i in range(n - 1):
         #! for i in range(n):
         #: there are blocks 0 to 3
-        steps += [("gather", i + 1), ("forward", i), ("drop", i)]
-        #! steps += [("gather", i), ("forward", i), ("drop", i)]
-        #: it is gathered already
+        steps += [("unshard", i + 1), ("forward", i), ("reshard", i)]
+        #! steps += [("unshard", i), ("forward", i), ("reshard", i)]
+        #: it is unsharded already
     steps += [("forward", n - 1)]  # its backward comes at once: it stays
-    #! steps += [("forward", n - 1), ("drop", n - 1), ("gather", n - 1)]
-    #: what is dropped and gathered again at once costs a message
+    #! steps += [("forward", n - 1), ("reshard", n - 1), ("unshard", n - 1)]
+    #: what is resharded and unsharded again at once costs a message
     #! pass
     #: now comes forward 3: forward runs from block 0 up, backward down again
     #! steps += [("foward", n - 1)]
-    #: the actions are gather, forward, drop, backward, reduce
+    #: the actions are unshard, forward, reshard, backward, reduce
     for i in reversed(range(n)):
         #! for i in range(n):
         #: it has no gradient to reduce: its backward comes first, and one reduction is enough
@@ -48,15 +48,15 @@ def schedule(n):
             #! steps += [("reduce", i)]
             #: it has no gradient to reduce: its backward comes first, and one reduction is enough
         if i > 0:
-            steps += [("gather", i - 1)]
+            steps += [("unshard", i - 1)]
             #! pass
-            #: its parameters are not gathered
-        steps += [("backward", i), ("drop", i)]
+            #: its parameters are not unsharded
+        steps += [("backward", i), ("reshard", i)]
         #! steps += [("backward", i)]
-        #: is still gathered: drop it, the optimizer works on slices
+        #: is still unsharded: reshard it, the optimizer works on shards
     return [*steps, ("reduce", 0)]
     #! return [*steps, "reduce 0"]
-    #: expected a pair such as ("gather", 0)
+    #: expected a pair such as ("unshard", 0)
     #! print([*steps, ("reduce", 0)])
     #: the function returns nothing
     ### END SOLUTION
@@ -65,41 +65,41 @@ def schedule(n):
 #! def schedule(n):
 #!     steps = []
 #!     for i in range(n):
-#!         steps += [("gather", i), ("forward", i), ("drop", i)]
+#!         steps += [("unshard", i), ("forward", i), ("reshard", i)]
 #!     for i in reversed(range(n)):
-#!         steps += [("gather", i), ("backward", i), ("drop", i), ("reduce", i)]
+#!         steps += [("unshard", i), ("backward", i), ("reshard", i), ("reduce", i)]
 #!     return steps  # as it was
-#: look for the red pieces in the figure. A gather hides behind the computation that is listed after it
+#: look for the red pieces in the figure. An unshard hides behind the computation that is listed after it
 #! def schedule(n):
-#!     steps = [("gather", i) for i in range(n)] + [("forward", i) for i in range(n)]
+#!     steps = [("unshard", i) for i in range(n)] + [("forward", i) for i in range(n)]
 #!     for i in reversed(range(n)):
-#!         steps += [("backward", i), ("drop", i), ("reduce", i)]
+#!         steps += [("backward", i), ("reshard", i), ("reduce", i)]
 #!     return steps
-#: gather one block ahead and not more
+#: unshard one block ahead and not more
 #! def schedule(n):
-#!     steps = [("gather", 0)]
+#!     steps = [("unshard", 0)]
 #!     for i in range(n - 1):
-#!         steps += [("gather", i + 1), ("forward", i), ("drop", i)]
+#!         steps += [("unshard", i + 1), ("forward", i), ("reshard", i)]
 #!     steps += [("forward", n - 1)]
 #!     for i in reversed(range(n)):
 #!         if i < n - 1:
-#!             steps += [("reduce", i + 1), ("gather", i)]
-#!         steps += [("backward", i), ("drop", i)]
+#!             steps += [("reduce", i + 1), ("unshard", i)]
+#!         steps += [("backward", i), ("reshard", i)]
 #!     return [*steps, ("reduce", 0)]
-#: look for the red pieces in the figure. A gather hides behind the computation that is listed after it
+#: look for the red pieces in the figure. An unshard hides behind the computation that is listed after it
 #! def schedule(n):
-#!     steps = [("gather", 0)]
+#!     steps = [("unshard", 0)]
 #!     for i in range(n - 1):
-#!         steps += [("gather", i + 1), ("forward", i), ("drop", i)]
+#!         steps += [("unshard", i + 1), ("forward", i), ("reshard", i)]
 #!     steps += [("forward", n - 1)]
 #!     for i in reversed(range(n)):
 #!         if i > 0:
-#!             steps += [("gather", i - 1)]
+#!             steps += [("unshard", i - 1)]
 #!         if i < n - 1:
 #!             steps += [("reduce", i + 1)]
-#!         steps += [("backward", i), ("drop", i)]
+#!         steps += [("backward", i), ("reshard", i)]
 #!     return [*steps, ("reduce", 0)]
-#: send a finished gradient's reduction before the next gather, or it waits in memory
+#: send a finished gradient's reduction before the next unshard, or it waits in memory
 
 
 # ---- check: pure, facts only
@@ -129,17 +129,17 @@ def observe(schedule, sizes):
 def too_many_blocks(got, right):
     blocks, over = next((name, more) for name, more in got["blocks over the memory target"].items() if more)
     return (
-        f"of {blocks}, {3 + over} are in memory at once (unsharded gradients count), the target is 3: drop a block"
-        " after its forward, gather one block ahead and not more, and send a finished gradient's reduction before the"
-        " next gather, or it waits in memory"
+        f"of {blocks}, {3 + over} are in memory at once (unsharded gradients count), the target is 3: reshard a block"
+        " after its forward, unshard one block ahead and not more, and send a finished gradient's reduction before the"
+        " next unshard, or it waits in memory"
     )
 
 
 def too_late(got, right):
     blocks, over = next((name, ms) for name, ms in got["ms over the time target"].items() if ms)
     return (
-        f"{blocks} take {over} ms more than the target: look for the red pieces in the figure. A gather hides behind"
-        " the computation that is listed after it; and what is dropped and gathered again at once costs a message"
+        f"{blocks} take {over} ms more than the target: look for the red pieces in the figure. An unshard hides behind"
+        " the computation that is listed after it; and what is resharded and unsharded again at once costs a message"
     )
 
 

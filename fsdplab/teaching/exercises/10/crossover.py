@@ -19,9 +19,9 @@ def crossover(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):
     """
     sent = parameters * (ranks - 1) / ranks  # numbers that a rank sends in one gather, or in one reduction
     #! sent = parameters
-    #: a rank sends (ranks - 1)/ranks of the block; it has its own slice already
+    #: a rank sends (ranks - 1)/ranks of the block; it has its own shard already
     #! sent = parameters / ranks
-    #: a rank's slice is 1/ranks of the block, but around the ring it sends ranks - 1 slices
+    #: a rank's shard is 1/ranks of the block, but around the ring it sends ranks - 1 shards
     ### BEGIN SOLUTION
     forward = param_bytes * sent / bandwidth / (2 * parameters / flops)
     #! forward = param_bytes * sent / bandwidth / (2 * parameters / flop)

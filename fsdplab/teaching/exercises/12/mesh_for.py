@@ -1,8 +1,8 @@
 """The mesh for a network
 
-Write mesh_for(ranks, per_node, state, card): rows of ranks whose slices fit the card, with the least time on the links.
+Write mesh_for(ranks, per_node, state, card): rows of ranks whose shards fit the card, with the least time on the links.
 
-1. Which of the two rings carries more bytes a step? It should find the fast link. And what, if the slices are then
+1. Which of the two rings carries more bytes a step? It should find the fast link. And what, if the shards are then
    still too large?
 2. A row is one node: gathers stay on the fast link, and across goes P/s. Only where state / per_node exceeds the card
    must a row span nodes.
@@ -13,7 +13,7 @@ Write mesh_for(ranks, per_node, state, card): rows of ranks whose slices fit the
 def mesh_for(ranks, per_node, state, card):
     """Rows of ranks, each a shard group; the first per_node of the ranks are on node 0, and so on.
 
-    state: MB of model state to cut over the ranks of a row. card: MB that a rank has for its slice.
+    state: MB of model state to cut over the ranks of a row. card: MB that a rank has for its shard.
     """
     ### BEGIN SOLUTION
     ## group = ...  # ranks in a row

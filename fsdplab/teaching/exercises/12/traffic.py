@@ -21,9 +21,9 @@ def traffic(P, s, r):
         #! "within": 3 * P * (s * r - 1) / (s * r),
         #: the ring has the s ranks of one group, not all of them: (s-1)/s
         #! "within": 3 * P / s,
-        #: P/s is a rank's slice; in a ring it sends s-1 of them, its own and those that it passes on
+        #: P/s is a rank's shard; in a ring it sends s-1 of them, its own and those that it passes on
         #! "within": 3 * (P / s) * (s - 1) / s,
-        #: the payload of a gather is all of P, not the slice that a rank has
+        #: the payload of a gather is all of P, not the shard that a rank has
         #! "within": 6 * P * (s - 1) / s,
         #: a gather and a reduce-scatter count once each; only an all-reduce counts twice
         #! "within": 3 * P,
@@ -32,13 +32,13 @@ def traffic(P, s, r):
         #: the ring within a group has s ranks; r counts the groups
         "across": 2 * (P / s) * (r - 1) / r,  # the groups: an all-reduce over r ranks
         #! "across": 2 * P * (r - 1) / r,
-        #: after the reduce-scatter a rank has 1/s of the gradient, and only that slice is all-reduced
+        #: after the reduce-scatter a rank has 1/s of the gradient, and only that shard is all-reduced
         #! "across": 3 * P * (r - 1) / r,
-        #: only gradients travel across, in an all-reduce, and of them only the slice P/s
+        #: only gradients travel across, in an all-reduce, and of them only the shard P/s
         #! "across": (P / s) * (r - 1) / r,
         #: an all-reduce is a reduce-scatter and an all-gather: it counts twice
         #! "across": P * (r - 1) / r,
-        #: an all-reduce counts twice, and only the slice P/s is all-reduced
+        #: an all-reduce counts twice, and only the shard P/s is all-reduced
         #! "across": 2 * (P / s) * (s - 1) / s,
         #: the ring across has r ranks, one of each group
         #! "across": 2 * (P / s) * (s * r - 1) / (s * r),

@@ -4,7 +4,7 @@ Write fine_tune(model, shard): freeze all but the adapters, shard the model with
 is trained.
 
 1. Three lines of work: freeze, shard, build the optimizer. Two orders are wrong: which, and why?
-2. Freezing is `parameter.requires_grad_(False)`. shard(model) replaces the parameters by slices, so an optimizer that
+2. Freezing is `parameter.requires_grad_(False)`. shard(model) replaces the parameters by shards, so an optimizer that
    was built before it holds the old ones.
 3. In a loop over model.named_parameters(): `parameter.requires_grad_("adapter" in name)`. Then shard(model). Then AdamW
    over the parameters with requires_grad.

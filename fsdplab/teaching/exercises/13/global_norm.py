@@ -1,10 +1,10 @@
 """One norm for all ranks
 
-Write global_norm(gradients): the norm of the unsharded gradient from this rank's slices, equal on every rank, with one
+Write global_norm(gradients): the norm of the unsharded gradient from this rank's shards, equal on every rank, with one
 collective.
 
 1. The norm is the root of a sum of squares. Which part of that sum can a rank compute alone?
-2. Each rank adds the squares of its own slices (in fp32); one all_reduce adds the ranks' sums; then everybody takes the
+2. Each rank adds the squares of its own shards (in fp32); one all_reduce adds the ranks' sums; then everybody takes the
    root. A rank with no rows calls too, with 0.
 3. `total = torch.zeros(())`, in a loop `total += gradient.float().square().sum()`, then `dist.all_reduce(total)` and
    `return total.sqrt()`.
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 
 def global_norm(gradients):
-    """The 2-norm of the unsharded gradient, equal on every rank, from this rank's slices (perhaps none)."""
+    """The 2-norm of the unsharded gradient, equal on every rank, from this rank's shards (perhaps none)."""
     ### BEGIN SOLUTION
     total = torch.zeros(())
     #! total = torch.zeros(())
@@ -32,7 +32,7 @@ def global_norm(gradients):
         #: the squares were summed or sent in bf16, which keeps 8 bits: convert with .float() first
     dist.all_reduce(total)
     #! total = total
-    #: this is the norm of this rank's slices alone. Every rank would scale by another number, and the slices would no
+    #: this is the norm of this rank's shards alone. Every rank would scale by another number, and the shards would no
     #: longer belong to one model
     #! total = total.sqrt()
     #! dist.all_reduce(total)
@@ -65,7 +65,7 @@ def global_norm(gradients):
 
 def cases(rank, n):
     two = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])], [torch.tensor([12.0])]
-    yield "slices of two parameters", two[rank]
+    yield "shards of two parameters", two[rank]
     yield "a rank without rows", ([torch.tensor([-3.0, 4.0])], [])[rank]
     yield "bf16 gradients", [torch.full((5000,), 0.0123).bfloat16()]  # a sum in bf16 would lose such small squares
 

@@ -28,7 +28,7 @@ Pairs = list[tuple[nn.Parameter, nn.Parameter]]  # (a parameter, this rank's row
 
 
 def make_optimizer(name: str, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW (fused: the same bits for a slice as for a whole) or plain SGD."""
+    """AdamW (fused: the same bits for a shard as for a whole) or plain SGD."""
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=RATES[name], fused=True)
     return torch.optim.SGD(parameters, lr=RATES[name])
@@ -94,7 +94,7 @@ class Trainer:
         return sum(value.numel() * value.element_size() for value in local)
 
     def gradient_bytes(self) -> int:
-        """Bytes of gradients held now: whole ones and slices."""
+        """Bytes of gradients held now: whole ones and shards."""
         owners = [*self.parameters.values(), *(mine for _, mine in self.pairs)]
         grads = [owner.grad for owner in owners if owner.grad is not None]
         return sum(grad.numel() * grad.element_size() for grad in grads)

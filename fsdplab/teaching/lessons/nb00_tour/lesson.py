@@ -1,6 +1,6 @@
 """Lesson 00: the arithmetic of model states, before anything is measured.
 
-Three states (parameters, gradients, Adam's two moments), each whole on every rank or cut into n slices: the strategy's
+Three states (parameters, gradients, Adam's two moments), each whole on every rank or cut into n shards: the strategy's
 row in the engine's own table says which.
 """
 
@@ -38,7 +38,7 @@ def state_bytes(strategy: Strategy, parameters: int, ranks: int) -> tuple[float,
 def states_by_strategy(million_parameters: float, ranks: int) -> dict[str, tuple[float, float, float]]:
     """Resting bytes on one rank under every strategy: (parameters, gradients, optimizer state)."""
     count = int(million_parameters * 1e6)
-    # the slices of others are of a group, not of all ranks: notebook 12
+    # the shards of others are of a group, not of all ranks: notebook 12
     return {name: state_bytes(STRATEGIES[name], count, ranks) for name in OVER_ALL_RANKS}
 
 

@@ -150,8 +150,8 @@ def gap(record: RunRecord) -> Note:
     furthest = max(CATEGORIES, key=lambda name: abs(measured[name] - predicted[name]))
     return Note(
         (
-            f"Seen here: the peak is {size(sum(measured.values()))}, of which {size(held)} are slices of model states."
-            " The rest passes: activations, parameters gathered for a moment, gradients on their way to their slices.",
+            f"Seen here: the peak is {size(sum(measured.values()))}, of which {size(held)} are shards of model states."
+            " The rest passes: activations, parameters gathered for a moment, gradients on their way to their shards.",
             f"The plan is furthest off in {furthest.replace('_', ' ')}: {size(predicted[furthest])} predicted,"
             f" {size(measured[furthest])} measured. A plan adds the activations of whole blocks, a run those of every"
             " operator.",

@@ -36,7 +36,7 @@ def rows_figure(rows: int, ranks: int) -> go.Figure:
     figure = go.Figure([lane(name, colour, cells, hovertemplate=hover.format(name)) for name, colour, cells in kinds])
     shown = range(0, c, max(1, c // 16))
     figure.update_xaxes(
-        title="place in the slice", range=[0, c], tickvals=[place + 0.5 for place in shown],
+        title="place in the shard", range=[0, c], tickvals=[place + 0.5 for place in shown],
         ticktext=[str(place) for place in shown], showgrid=False, zeroline=False,
     )  # fmt: skip
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
@@ -58,38 +58,38 @@ MOMENTS = ("shard", "unshard", "forward", "reshard", "unshard", "backward", "res
 _GATHERED = (1, 2, 4, 5)  # moments at which the whole weight is there
 _GRADIENT = (5, 6)  # moments at which autograd's unsharded gradient is there
 _KINDS = {
-    "its own slice": CATEGORY_COLOURS["sharded_parameters"],
-    "gathered weight": CATEGORY_COLOURS["unsharded_parameters"],
+    "its own shard": CATEGORY_COLOURS["sharded_parameters"],
+    "unsharded weight": CATEGORY_COLOURS["unsharded_parameters"],
     "unsharded gradient": CATEGORY_COLOURS["unsharded_gradients"],
-    "slice of the mean gradient": CATEGORY_COLOURS["sharded_gradients"],
+    "shard of the mean gradient": CATEGORY_COLOURS["sharded_gradients"],
 }
 
 
 def life_cells(rank: int) -> Iterator[HeldCell]:
-    """All that one of two ranks holds, moment by moment; its slice is there from the first to the last."""
+    """All that one of two ranks holds, moment by moment; its shard is there from the first to the last."""
     other = 1 - rank
     for moment, name in enumerate(MOMENTS):
-        yield HeldCell(f"rank {rank}: slice", moment, "its own slice", f"half {rank}")
+        yield HeldCell(f"rank {rank}: shard", moment, "its own shard", f"half {rank}")
         if moment in _GATHERED:
             arrives = name == "unshard"
-            yield HeldCell(f"rank {rank}: weight, half {rank}", moment, "gathered weight", "own" if arrives else "")
+            yield HeldCell(f"rank {rank}: weight, half {rank}", moment, "unsharded weight", "own" if arrives else "")
             came = "received" if arrives else ""
-            yield HeldCell(f"rank {rank}: weight, half {other}", moment, "gathered weight", came)
+            yield HeldCell(f"rank {rank}: weight, half {other}", moment, "unsharded weight", came)
         if moment in _GRADIENT:
             yield HeldCell(f"rank {rank}: gradient", moment, "unsharded gradient", "whole")
-    yield HeldCell(f"rank {rank}: gradient", len(MOMENTS) - 1, "slice of the mean gradient", f"half {rank}")
+    yield HeldCell(f"rank {rank}: gradient", len(MOMENTS) - 1, "shard of the mean gradient", f"half {rank}")
 
 
 def life_diagram() -> go.Figure:
     """The eight moments of a layer on two ranks, with a play button."""
-    things = ("slice", "weight, half 0", "weight, half 1", "gradient")
+    things = ("shard", "weight, half 0", "weight, half 1", "gradient")
     rows = [f"rank {rank}: {thing}" for rank in range(2) for thing in things]
     return cells_in_time(
         [*life_cells(0), *life_cells(1)], rows, MOMENTS, _KINDS,
         "A layer on two ranks: whole while it computes, half of it at rest",
         "Drawn from the rule, nothing was run: what is in memory after each call",
-        "Cells of memory on two ranks over eight calls. The own slice is always there. After each unshard, and during"
-        " forward and backward, both halves of the weight are there, one of them from the other rank; reshard drops"
+        "Cells of memory on two ranks over eight calls. The own shard is always there. After each unshard, and during"
+        " forward and backward, both halves of the weight are there, one of them from the other rank; reshard frees"
         " them. Backward leaves an unsharded gradient, which reduce turns into this rank's half of the mean.",
     )  # fmt: skip
 

@@ -46,7 +46,7 @@ def _layer_and_twin(rows: int, columns: int) -> tuple[nn.Linear, nn.Linear, list
 def _life(
     layer: nn.Linear, x: torch.Tensor, parts: SimpleNamespace
 ) -> tuple[list[dict[str, Any]], torch.Tensor, torch.Tensor]:
-    """The life in time order, (moments, output, this rank's slice of the mean gradient)."""
+    """The life in time order, (moments, output, this rank's shard of the mean gradient)."""
     weight, whole = layer.weight, layer.weight.data
     moments: list[dict[str, Any]] = []
     reduced: torch.Tensor | None = None

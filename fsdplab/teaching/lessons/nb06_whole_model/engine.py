@@ -1,7 +1,7 @@
 """The engine of lessons 05 and 06: it calls the learner's functions around the forward and the backward of every unit.
 
-Nothing here gathers, drops or reduces: that is done by the six functions in `Parts`. A unit's parameters become views
-of one flat tensor, `whole`, so that one message has them all and one storage is allocated and freed. Units take and
+Nothing here unshards, reshards or reduces: the six functions in `Parts` do that. A unit's parameters become views of
+one flat tensor, `whole`, so that one message has them all and one storage is allocated and freed. Units take and
 give one tensor each, as the blocks of a GPT do.
 """
 
@@ -43,7 +43,7 @@ class Log:
 
 
 class MiniUnit:
-    """The parameters of one unit: `mine`, the slice that the optimizer updates, and `whole`, with memory or without."""
+    """The parameters of one unit: `mine`, the shard that the optimizer updates, and `whole`, with memory or without."""
 
     def __init__(self, name: str, parameters: list[nn.Parameter], parts: Parts) -> None:
         self.name, self.is_root = name, name == "root"
@@ -81,7 +81,7 @@ class MiniFSDP:
             self._attach(unit, module)
 
     def parameters(self) -> list[nn.Parameter]:
-        """The slices: all that the optimizer sees."""
+        """The shards: all that the optimizer sees."""
         return [unit.mine for unit in self.units]
 
     def _attach(self, unit: MiniUnit, module: nn.Module) -> None:
@@ -150,7 +150,7 @@ class MiniFSDP:
 
     @torch.no_grad()
     def whole_parameters(self) -> dict[str, torch.Tensor]:
-        """Every parameter of the model, whole: gathered a unit at a time."""
+        """Every parameter of the model, whole: unsharded a unit at a time."""
         for unit in self.units:
             self.parts.unshard(unit.mine, unit.whole)
         values = {name: parameter.detach().clone() for name, parameter in self._named}
@@ -182,7 +182,7 @@ def chosen(model: nn.Module, is_unit: Wanted) -> Iterator[tuple[str, nn.Module, 
     for name, module in [*reversed(modules), ("root", model)]:
         if type(module).forward is nn.Module.forward:
             raise ValueError(
-                f"{name} is a {type(module).__name__}, which is never called, so nothing would gather it; "
+                f"{name} is a {type(module).__name__}, which is never called, so nothing would unshard it; "
                 "choose the modules in it"
             )
         own = [parameter for parameter in module.parameters() if parameter not in taken]

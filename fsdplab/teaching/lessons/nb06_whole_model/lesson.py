@@ -74,7 +74,7 @@ def _code(source: str) -> object:
 
 # ---- a training under each engine
 
-_ORIGINS = {**dict.fromkeys(("losses", "ledger", "gathered bytes"), "measured"), "formula_bytes_per_step": "computed"}
+_ORIGINS = {**dict.fromkeys(("losses", "ledger", "unsharded bytes"), "measured"), "formula_bytes_per_step": "computed"}
 
 
 @dataclass(frozen=True, repr=False)
@@ -96,11 +96,11 @@ class Training(HasTable):
 
     @property
     def gathered_megabytes(self) -> float:
-        """Most MB that the learner's engine had gathered at once on a rank."""
+        """Most MB that the learner's engine had unsharded at once on a rank."""
         return known(self.mine.summary.gathered_bytes) / 1e6
 
     def table(self) -> Table:
-        """Losses, distance from the twin, collectives, bytes and gathered bytes, an engine a row."""
+        """Losses, distance from the twin, collectives, bytes and unsharded bytes, an engine a row."""
         rows = [
             [name, f"{losses[0]:.6f}", f"{losses[-1]:.6f}", *self._distance(name), *self._traffic(name)]
             for name, losses in self.losses.items()
@@ -108,7 +108,7 @@ class Training(HasTable):
         bytes_sent = f"{self.mine.summary.formula_bytes_per_step:,}"
         formula = ["formula", *[""] * 4, f"{self.plan.collectives}", bytes_sent, f"{self.plan.peak:,}"]
         header = ["", "first loss", "last loss", "largest difference from the twin", "floats that differ"]
-        header += ["collectives a step", "bytes sent a step", "bytes gathered at most"]
+        header += ["collectives a step", "bytes sent a step", "bytes unsharded at most"]
         how = f"Measured on {self.mine.spec['world_size']} real ranks, {self.whose}. The formula is computed."
         return table(header, [*rows, formula], how)
 
@@ -139,7 +139,7 @@ def train(
     beside it.
 
     Blocks are units, or with `own_units` what the learner's `choose_units` chooses. `prefetch` is the lab's: units
-    gathered ahead.
+    unsharded ahead.
     """
     work = {**WORK, "ranks": world_size, "model": model, "steps": steps}
     asked = {"work": work, "engines": list(engines), "own_units": own_units, "prefetch": prefetch}
@@ -237,13 +237,10 @@ def record_of(engine: str, run: dict[str, Any], losses: list[float], work: dict[
 
 
 def gathered_figure(training: Training, engine: str = "my_fsdp") -> go.Figure:
-    """Gathered bytes after every unshard and reshard of the last step, stacked by unit, in time order from the top."""
+    """Unsharded bytes after every unshard and reshard of the last step, stacked by unit, in time order from the top."""
     rows = training.rows[engine]
     rows = [row for row in rows if row["step"] == rows[-1]["step"] and row["what"] != "reduce"]
-    names = [
-        f"{number}  {'gather' if row['what'] == 'unshard' else 'drop'} {row['unit']}"
-        for number, row in enumerate(rows, 1)
-    ]
+    names = [f"{number}  {row['what']} {row['unit']}" for number, row in enumerate(rows, 1)]
     totals = [sum(row["gathered"].values()) for row in rows]
     colours = dict(zip((name for name, _ in reversed(training.plan.units)), chain(COLOURS[:1], cycle(COLOURS[1:]))))
     whole = sum(nbytes for _, nbytes in training.plan.units)
@@ -257,7 +254,7 @@ def gathered_figure(training: Training, engine: str = "my_fsdp") -> go.Figure:
     spec = training.records[engine].spec
     how = "storages after each call" if engine == "my_fsdp" else "as its events announce"
     subtitle = f"Measured on rank 0 of {spec['world_size']} CPU ranks, {spec['model']}, last step: {how}"
-    title = f"{engine}: at most {size(max(totals))} of {size(whole)} gathered at once"
+    title = f"{engine}: at most {size(max(totals))} of {size(whole)} unsharded at once"
     alt = f"Bars from top to bottom in time order: {summary}."
     return titled(figure, title, subtitle, alt, height=140 + 30 * len(names))
 

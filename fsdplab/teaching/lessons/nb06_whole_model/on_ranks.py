@@ -221,7 +221,7 @@ def one_backward(is_unit: Callable[..., bool], preset: str) -> MiniFSDP:
 
 
 def largest_gathered(rows: list[dict[str, Any]]) -> int:
-    """Most bytes that all units together had gathered at any moment."""
+    """Most bytes that all units together had unsharded at any moment."""
     return max((sum(row["gathered"].values()) for row in rows), default=0)
 
 
@@ -240,10 +240,10 @@ def beside_the_twin(hooks: Callable[..., Any], work: Work) -> dict[str, Any]:
     apart = [loss - expected for loss, expected in zip(losses, twin["by_rank"][dist.get_rank()], strict=True)]
     return {
         LOSSES: [0.0 if abs(value) <= ROUNDING else value for value in apart],
-        "gathers in a step": sum(row["what"] == "unshard" for row in last),
+        "unshards in a step": sum(row["what"] == "unshard" for row in last),
         "reductions in a step": sum(row["what"] == "reduce" for row in last),
-        "bytes gathered after a step": kept,
-        "bytes gathered at the peak": largest_gathered(last),
+        "bytes unsharded after a step": kept,
+        "bytes unsharded at the peak": largest_gathered(last),
         "parameters that differ from the twin's": [
             name
             for name, value in twin["parameters"].items()
@@ -289,7 +289,7 @@ class _Step:
         self.outputs: dict[int, Tensor] = {}
 
     def take(self, action: str, block: int) -> float:
-        """Do one action; what is in memory after it (gathered blocks and unsharded gradients), in blocks."""
+        """Do one action; what is in memory after it (unsharded blocks and unsharded gradients), in blocks."""
         getattr(self, f"_{action}")(block)
         size = max(unit.whole.nbytes for unit in self.units)
         return sum(unit.gathered_bytes for unit in self.units) / size + self._gradient_bytes() / size
@@ -298,10 +298,10 @@ class _Step:
         gradients = [parameter.grad for block in self.blocks for parameter in block.parameters()]
         return sum(gradient.nbytes for gradient in gradients if gradient is not None)
 
-    def _gather(self, block: int) -> None:
+    def _unshard(self, block: int) -> None:
         self.parts.unshard(self.units[block].mine.detach(), self.units[block].whole)
 
-    def _drop(self, block: int) -> None:
+    def _reshard(self, block: int) -> None:
         self.parts.reshard(self.units[block].whole)
 
     def _forward(self, block: int) -> None:
@@ -319,7 +319,7 @@ class _Step:
 
 
 def _slices_of_the_twin(blocks: Sequence[nn.Module], parts: Parts) -> list[Tensor]:
-    """This rank's slices of the mean gradient, by the unsharded blocks on every rank's batch in turn."""
+    """This rank's shards of the mean gradient, by the unsharded blocks on every rank's batch in turn."""
     ranks, width = dist.get_world_size(), next(blocks[0].parameters()).shape[1]
     model = nn.Sequential(*blocks)
     totals = [torch.zeros(sum(each.numel() for each in block.parameters())) for block in blocks]

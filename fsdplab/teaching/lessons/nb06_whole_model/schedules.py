@@ -1,9 +1,9 @@
-"""The schedule puzzle of lesson 06: the order of gathers, drops and reductions in a step, played by arithmetic.
+"""The schedule puzzle of lesson 06: the order of unshards, reshards and reductions in a step, played by arithmetic.
 
 A schedule is a list of (action, block). A rank goes through it in order. It computes by itself (forward 2 ms, backward
-4 ms a block) and leaves messages to the link, which sends one at a time in the order of the list (a gather or a
-reduction takes 2 ms) while the rank goes on. A block that computes waits for its own gather. In memory, a gathered
-block counts from the start of its message until it is dropped, an unsharded gradient from the start of its backward
+4 ms a block) and leaves messages to the link, which sends one at a time in the order of the list (an unshard or a
+reduction takes 2 ms) while the rank goes on. A block that computes waits for its own unshard. In memory, an unsharded
+block counts from the start of its message until it is resharded, an unsharded gradient from the start of its backward
 until it is reduced, each as one block.
 """
 
@@ -19,7 +19,7 @@ from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import ALARM, CATEGORY_COLOURS, LANE_COLOURS, titled
 
 FORWARD, BACKWARD, MESSAGE = 2, 4, 2  # ms a block
-ACTIONS = ("gather", "forward", "drop", "backward", "reduce")
+ACTIONS = ("unshard", "forward", "reshard", "backward", "reduce")
 MEMORY_TARGET = 3  # blocks
 
 
@@ -61,7 +61,7 @@ class Played:
 
 
 def shortest(blocks: int) -> int:
-    """ms that no schedule can beat: the first gather, all computation, the last reduction. `shortest(4) == 28`."""
+    """ms that no schedule can beat: the first unshard, all computation, the last reduction. `shortest(4) == 28`."""
     return MESSAGE + blocks * (FORWARD + BACKWARD) + MESSAGE
 
 
@@ -82,7 +82,7 @@ def _read(steps: Any, blocks: int) -> list[tuple[str, int]]:
         raise ScheduleError(f"expected a list of (action, block), got {type(steps).__name__}")
     for number, entry in enumerate(steps):
         if not isinstance(entry, (list, tuple)) or len(entry) != 2:
-            raise ScheduleError(f'entry {number} is {entry!r}; expected a pair such as ("gather", 0)')
+            raise ScheduleError(f'entry {number} is {entry!r}; expected a pair such as ("unshard", 0)')
         if entry[0] not in ACTIONS:
             raise ScheduleError(f"entry {number} is {entry!r}; the actions are {', '.join(ACTIONS)}")
         if isinstance(entry[1], bool) or not isinstance(entry[1], int) or not 0 <= entry[1] < blocks:
@@ -100,7 +100,7 @@ class _Player:
     at: str = ""
     actions: list[Span] = field(default_factory=list)
     memory: list[Span] = field(default_factory=list)
-    gathers: dict[int, Span] = field(default_factory=dict)  # of what is gathered now
+    unshards: dict[int, Span] = field(default_factory=dict)  # of what is unsharded now
     gradients: dict[int, int] = field(default_factory=dict)  # block -> start of its unsharded gradient
     computed: list[tuple[str, int]] = field(default_factory=list)
     reduced: set[int] = field(default_factory=set)
@@ -114,28 +114,28 @@ class _Player:
         self.actions.append(Span(what, block, start, self.link))
         return self.actions[-1]
 
-    def _gather(self, block: int) -> None:
-        if block in self.gathers:
-            self._refuse("it is gathered already")
-        self.gathers[block] = self._message("gather", block)
+    def _unshard(self, block: int) -> None:
+        if block in self.unshards:
+            self._refuse("it is unsharded already")
+        self.unshards[block] = self._message("unshard", block)
 
-    def _drop(self, block: int) -> None:
-        if block not in self.gathers:
-            self._refuse("it is not gathered")
-        gather = self.gathers.pop(block)
-        if self.now < gather.end:
-            self._refuse("its gather is still under way; nothing has used it")
-        self.memory.append(Span("gathered", block, gather.start, self.now))
+    def _reshard(self, block: int) -> None:
+        if block not in self.unshards:
+            self._refuse("it is not unsharded")
+        unshard = self.unshards.pop(block)
+        if self.now < unshard.end:
+            self._refuse("its unshard is still under way; nothing has used it")
+        self.memory.append(Span("unsharded", block, unshard.start, self.now))
 
     def _compute(self, what: str, block: int, lasts: int) -> int:
-        if block not in self.gathers:
-            self._refuse("its parameters are not gathered")
+        if block not in self.unshards:
+            self._refuse("its parameters are not unsharded")
         order = [("forward", each) for each in range(self.blocks)]
         order += [("backward", each) for each in reversed(range(self.blocks))]
         expected = order[len(self.computed)] if len(self.computed) < len(order) else ("the end of the step", "")
         if (what, block) != expected:
             self._refuse(f"now comes {expected[0]} {expected[1]}: forward runs from block 0 up, backward down again")
-        start = max(self.now, self.gathers[block].end)
+        start = max(self.now, self.unshards[block].end)
         self.now = start + lasts
         self.computed.append((what, block))
         self.actions.append(Span(what, block, start, self.now))
@@ -162,8 +162,8 @@ class _Player:
             self._refuse(f"{2 * self.blocks - len(self.computed)} forwards and backwards are missing")
         if missing:
             self._refuse(f"the gradient of block {missing[0]} was never reduced, so its optimizer would do nothing")
-        if self.gathers:
-            self._refuse(f"block {min(self.gathers)} is still gathered: drop it, the optimizer works on slices")
+        if self.unshards:
+            self._refuse(f"block {min(self.unshards)} is still unsharded: reshard it, the optimizer works on shards")
         return Played(self.blocks, tuple(self.actions), tuple(self.memory))
 
 
@@ -180,13 +180,13 @@ def waits(played: Played) -> list[Span]:
 _COLOURS = {
     "forward": LANE_COLOURS["compute in forward"],
     "backward": LANE_COLOURS["compute in backward"],
-    "gather": LANE_COLOURS["all_gather"],
+    "unshard": LANE_COLOURS["all_gather"],
     "reduce": LANE_COLOURS["reduce_scatter"],
     "waits for": ALARM,
-    "gathered": CATEGORY_COLOURS["unsharded_parameters"],
+    "unsharded": CATEGORY_COLOURS["unsharded_parameters"],
     "gradient": CATEGORY_COLOURS["unsharded_gradients"],
 }
-_NAMES = {"waits for": "waits", "gathered": "gathered block in memory", "gradient": "unsharded gradient in memory"}
+_NAMES = {"waits for": "waits", "unsharded": "unsharded block in memory", "gradient": "unsharded gradient in memory"}
 
 
 def schedule_figure(steps: Any, blocks: int = 4) -> go.Figure:
@@ -213,9 +213,9 @@ def _rows(blocks: int) -> dict[str, float]:
 
 
 def _row_of(span: Span) -> str:
-    if span.what in ("gather", "reduce"):
+    if span.what in ("unshard", "reduce"):
         return "link"
-    kept = {"gathered": f"block {span.block}", "gradient": f"gradient {span.block}"}
+    kept = {"unsharded": f"block {span.block}", "gradient": f"gradient {span.block}"}
     return kept.get(span.what, "rank")
 
 
@@ -238,7 +238,7 @@ def _title(played: Played) -> str:
 
 def _subtitle(played: Played) -> str:
     waited = sum(span.end - span.start for span in waits(played))
-    return f"Computed from the schedule; the rank waits {waited} ms for gathers"
+    return f"Computed from the schedule; the rank waits {waited} ms for unshards"
 
 
 def _alt(played: Played) -> str:

@@ -1,7 +1,7 @@
-"""Choices of units and their cost by arithmetic: bytes gathered at once, and collectives a step.
+"""Choices of units and their cost by arithmetic: bytes unsharded at once, and collectives a step.
 
-A unit is gathered while it runs, and with it the root and every unit around it. So the peak of the gathered bytes is
-the largest chain of units, and a step has three collectives a unit (the root has two: it is gathered once).
+A unit is unsharded while it runs, and with it the root and every unit around it. So the peak of the unsharded bytes is
+the largest chain of units, and a step has three collectives a unit (the root has two: it is unsharded once).
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Plan:
 
     @property
     def root(self) -> int:
-        """Bytes of the root unit: gathered from the beginning of the forward to the end of the backward."""
+        """Bytes of the root unit: unsharded from the beginning of the forward to the end of the backward."""
         return dict(self.units).get("root", 0)
 
     @property
     def peak(self) -> int:
-        """Most bytes gathered at once."""
+        """Most bytes unsharded at once."""
         return self.root + self.chain
 
     def traffic(self, ranks: int) -> int:
@@ -84,9 +84,9 @@ def choices_table(model: str = "gpt-20m", **more: Wanted) -> Table:
         held = [size(each.root), size(each.chain) if each.chain else MISSING, size(each.peak)]
         sent = size(each.traffic(2) // each.collectives)
         rows.append([name, f"{len(each.units):,}", *held, f"{each.collectives:,}", sent])
-    header = ["units", "how many", "root", "largest other unit", "gathered at most"]
+    header = ["units", "how many", "root", "largest other unit", "unsharded at most"]
     header += ["collectives a step", "sent by each, on average"]
-    return table(header, rows, f"Computed for {model} in fp32 on 2 ranks, with nothing gathered ahead.")
+    return table(header, rows, f"Computed for {model} in fp32 on 2 ranks, with nothing unsharded ahead.")
 
 
 def largest_modules(model: str = "gpt-20m") -> Table:
@@ -125,7 +125,7 @@ def choices_figure(
 
 
 def _conditions(model: str, measured: dict[str, float] | None) -> str:
-    return f"Computed for {model} in fp32, nothing gathered ahead" + (
+    return f"Computed for {model} in fp32, nothing unsharded ahead" + (
         "; ticks are measured on CPU ranks" if measured else ""
     )
 
@@ -133,7 +133,7 @@ def _conditions(model: str, measured: dict[str, float] | None) -> str:
 def _chosen(plans: dict[str, Plan], target: int | None) -> str:
     name, last = list(plans.items())[-1]
     verdict = "" if not target else ", under the target" if last.peak <= target else ", over the target"
-    return f"{name}: {size(last.peak)} gathered in {last.collectives} collectives{verdict}"
+    return f"{name}: {size(last.peak)} unsharded in {last.collectives} collectives{verdict}"
 
 
 def _extremes(plans: dict[str, Plan]) -> str:
@@ -144,7 +144,7 @@ def _extremes(plans: dict[str, Plan]) -> str:
 
 def _spoken_choices(plans: dict[str, Plan], target: int | None) -> str:
     summary = "; ".join(f"{name} {size(each.peak)} with {each.collectives} collectives" for name, each in plans.items())
-    return f"Bars of gathered bytes: {summary}." + (f" Target {size(target)}." if target else "")
+    return f"Bars of unsharded bytes: {summary}." + (f" Target {size(target)}." if target else "")
 
 
 def _ticks(measured: dict[str, float]) -> go.Scatter:

@@ -1,7 +1,7 @@
 """Lesson 12 in the notebook's process: four ranks on two emulated nodes, and what travels within a shard group and
 between the groups.
 
-P are the bytes of all parameters, s the ranks of a shard group, r the groups that hold the same slices: r s = n ranks.
+P are the bytes of all parameters, s the ranks of a shard group, r the groups that hold the same shards: r s = n ranks.
 Every rank has its own end of each link. A ring over both nodes goes at the pace of the network, of which both ranks of
 a node carry a part: the planner's rule (`ring_over_nodes` in `planning/hardware.py`). Bytes and memory are
 those of real runs; what is said about time comes from the steady card, whose times are the same on every machine.
@@ -44,7 +44,7 @@ _NODES = ("#9cc3e6", "#f2c38b", "#a8d5a2", "#d7b5e0", "#e8a9a9", "#c9c98f", "#9f
 
 
 def mesh_of(nodes: int, per_node: int, shard_group: int) -> Shown | Note:
-    """Ranks as a mesh, for sliders: a row is a shard group, a column holds the same slice; the colour is the node.
+    """Ranks as a mesh, for sliders: a row is a shard group, a column holds the same shard; the colour is the node.
 
     A row of one colour gathers inside a node. The title says what the two axes send, in parts of the parameters P.
     """
@@ -52,12 +52,12 @@ def mesh_of(nodes: int, per_node: int, shard_group: int) -> Shown | Note:
     if ranks % s:
         return Note((f"{ranks} ranks make no groups of {s}: choose a smaller group.",))
     rows = [list(range(first, first + s)) for first in range(0, ranks, s)]
-    names = [f"slice {index + 1} of {s}" if s <= 8 else str(index + 1) for index in range(s)]
+    names = [f"shard {index + 1} of {s}" if s <= 8 else str(index + 1) for index in range(s)]
     texts = [[_place(rank, per_node, s) for rank in row] for row in rows]
     owners = [[rank // per_node for rank in row] for row in rows]
     colours = [_NODES[index % len(_NODES)] for index in range(nodes)]
     figure = mesh(names, [f"replica {index}" for index in range(len(rows))], owners, texts, colours)
-    figure.update_xaxes(title_text="shard axis: a row holds one model, in slices")
+    figure.update_xaxes(title_text="shard axis: a row holds one model, in shards")
     figure.update_yaxes(title_text="replicate axis")
     inside, r = on_one_node(rows, per_node), len(rows)
     within, across = 3 * (s - 1) / s, 2 / s * (r - 1) / r
@@ -133,7 +133,7 @@ def gradient_diagram(replicas: int = 2, shard_group: int = 2) -> go.Figure:
         f"Which parts of a gradient each of {ranks} ranks holds. After backward each has all parts of its own gradient."
         f" A reduce-scatter in each row ({_listed(groups)}) leaves a rank one part, summed over its row. An all-reduce"
         f" in each column ({_listed(columns)}) sums that part over all ranks. Divided by {ranks} that sum is the"
-        " slice of the mean gradient that the optimizer takes.",
+        " shard of the mean gradient that the optimizer takes.",
     )  # fmt: skip
 
 

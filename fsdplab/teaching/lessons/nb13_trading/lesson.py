@@ -121,7 +121,7 @@ def _price(run: RunRecord) -> list[str]:
 
 
 def bus_bytes(spec: dict[str, Any]) -> float:
-    """Bytes that a card's bus would carry in a step: the slice for each gather (bf16: one cast copy a step), the
+    """Bytes that a card's bus would carry in a step: the shard for each gather (bf16: one cast copy a step), the
     gradient back.
     """
     if spec["offload"] == "none":
@@ -133,7 +133,7 @@ def bus_bytes(spec: dict[str, Any]) -> float:
 def bus_table(billions: float, ranks: int, gigabytes_per_second: float) -> Table:
     """Seconds of transfers in a step with everything at rest in host memory."""
     part = 4 * billions / ranks  # fp32
-    moved, ways = 3 * part, ("slice down, for the forward", "slice down, for the backward", "gradient up")
+    moved, ways = 3 * part, ("shard down, for the forward", "shard down, for the backward", "gradient up")
     rows = [[way, f"{part:.2f}"] for way in ways]
     caption = (
         f"Computed: {moved:.2f} GB a step over {gigabytes_per_second:g} GB/s = {moved / gigabytes_per_second:.3g} s,"
@@ -157,6 +157,6 @@ def frozen_table(costs: dict[str, dict[str, int]]) -> Table:
     rows = [[name, *(f"{nbytes / 1e3:,.0f}" for nbytes in parts.values())] for name, parts in costs.items()]
     header = ["trained", *(f"{part}, kB" for part in costs["everything"])]
     caption = (
-        "Measured on rank 0 of 2 real ranks, full_shard, one step: sent for gathers and reductions, kept as slices."
+        "Measured on rank 0 of 2 real ranks, full_shard, one step: sent for gathers and reductions, kept as shards."
     )
     return table(header, rows, caption)

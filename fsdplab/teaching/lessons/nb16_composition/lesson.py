@@ -102,9 +102,9 @@ def mesh_map() -> go.Figure:
 
 
 def expert_map() -> go.Figure:
-    """The mesh of the experts, and which experts a rank holds slices of."""
+    """The mesh of the experts, and which experts a rank holds shards of."""
     half = EXPERTS // 2
-    part = lambda efsdp, ep: f"slice {efsdp + 1} of 2 of experts {half * ep} to {half * ep + half - 1}"  # noqa: E731
+    part = lambda efsdp, ep: f"shard {efsdp + 1} of 2 of experts {half * ep} to {half * ep + half - 1}"  # noqa: E731
     title = "Tokens travel along a row; the ranks of a column share their experts"
     return _mesh_figure({"efsdp": 2, "ep": 2}, part, title)
 
