@@ -94,7 +94,7 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
         " before_backward, after_backward`",
     ),
     (
-        r"is never called, so nothing would gather it",
+        r"is never called, so nothing would unshard it",
         "this module only holds others and is never called itself: choose the modules in it",
     ),
     (r"(?i)timed out|timeout", "a rank waited for a message that no rank sent"),
