@@ -43,7 +43,8 @@ def flat(value: Any, name: str = "") -> dict[str, Any]:
 
 def seen_after(changes: list[str], folder: Path) -> tuple[str, dict[str, list[dict[str, Any]]]]:
     """Whether the starter was the same, and what the ranks of either start saw, of a caller with these changes."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    own = ("PYTHONUNBUFFERED", "PYTHONHASHSEED")  # of whoever runs the tests
+    environment = {name: value for name, value in os.environ.items() if name not in own}
     done = subprocess.run(
         [sys.executable, "-m", "tests.as_fresh", str(folder), " ".join(changes), *changes],
         env={**environment, "PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True, timeout=170,
@@ -102,3 +103,6 @@ def test_a_forked_rank_sees_what_a_rank_of_torchrun_sees(case: str, tmp_path: Pa
         assert set(started["filters of warnings"]) <= set(forked["filters of warnings"])
     draws = [number for ranks in seen.values() for rank in ranks for number in rank["draws"]]
     assert len(set(draws)) == len(draws), "no two ranks draw the same"
+    if not changes:
+        hashes = {start: len({rank["hash"] for rank in ranks}) for start, ranks in seen.items()}
+        assert hashes == {"warm": 1, "torchrun": RANKS}, "docs/speed.md: only new Pythons have a seed each"

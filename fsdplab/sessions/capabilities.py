@@ -129,7 +129,8 @@ def _starts() -> Capability:
 
     if (refused := why_not_warm()) is not None:
         return Capability("rank starts", True, "torchrun", f"some seconds a run: {refused}")
-    return Capability("rank starts", True, "warm", "forked in a tenth of a second; torchrun for several nodes")
+    note = "forked in a tenth of a second; torchrun for several nodes, and to see what depends on each rank's hash seed"
+    return Capability("rank starts", True, "warm", note)
 
 
 def _transport() -> Capability:
