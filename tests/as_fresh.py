@@ -193,11 +193,11 @@ FIXED: dict[str, Callable[[random.Random, Path], object]] = {
 def caller(folder: Path, seed: str, changes: Sequence[str]) -> None:
     """Begin a starter, change this process in these ways, and start ranks in both."""
     from fsdplab.sessions.launch import warm
-    from fsdplab.sessions.launch.launcher import RunningRanks, begin_starter, end_ranks
+    from fsdplab.sessions.launch.launcher import RunningRanks, end_ranks
     from fsdplab.sessions.launch.mailbox import Mailbox
 
     os.environ["UNSET_LATER"] = "yes"
-    begin_starter()
+    warm.begin()
     first, draw = warm.starter_pid(), random.Random(seed)
     for name in changes:
         (TAKEN_OVER | FIXED)[name](draw, folder)

@@ -23,7 +23,6 @@ import pytest
 from fsdplab.common.temporary import folder_of_this_process
 from fsdplab.sessions import RanksFailed, RunSpec, SpecError, call_on_ranks, compare, run
 from fsdplab.sessions.launch import launcher, warm
-from fsdplab.sessions.launch.launcher import begin_starter
 from fsdplab.sessions.launch.mailbox import Mailbox, read_heartbeats
 from fsdplab.sessions.launch.served import tell
 
@@ -227,7 +226,6 @@ def test_a_forked_caller_has_a_starter_of_its_own(tmp_path: Path) -> None:
 import os, sys
 from pathlib import Path
 from fsdplab.sessions.launch import warm
-from fsdplab.sessions.launch.launcher import rank_environment
 from fsdplab.sessions.launch.mailbox import Mailbox
 folder = Path(sys.argv[1])
 warm._BOOT = sys.argv[2]
@@ -235,7 +233,7 @@ warm._BOOT = sys.argv[2]
 def forked_by(name):
     mailbox = Mailbox(folder / name)
     mailbox.folder.mkdir()
-    process = warm.start([str(folder / "program.py")], mailbox, 1, rank_environment(), lambda: None)
+    process = warm.start([str(folder / "program.py")], mailbox, 1, lambda: None)
     process.wait(60.0)
     assert process.exits == {0: 0}
     assert int(mailbox.agent_log.read_text()) == warm.starter_pid()
@@ -292,9 +290,9 @@ BROKEN = {
         "CUDA was touched while the warm starter imported .*torch.cuda.is_available.* is enough",
     ),
     "driver": (
-        f"import torch; torch.version.cuda = '13.0'; import fsdplab.sessions.launch.starter as starter, ctypes\n"
+        f"import torch; torch.version.cuda = '13.0'; from fsdplab.sessions.worker import trial\n"
         f"class Used: cuInit = staticmethod(lambda flags: 3)\n"
-        f"starter.ctypes = type('ctypes', (), dict(CDLL=staticmethod(lambda *_, **__: Used)))\n{OF_LITTLE}",
+        f"trial.ctypes = type('ctypes', (), dict(CDLL=staticmethod(lambda *_, **__: Used)))\n{OF_LITTLE}",
         "CUDA was touched while the warm starter imported",
     ),
     "thread": (
@@ -381,7 +379,7 @@ def test_an_unknown_start_is_refused() -> None:
 
 def test_a_starter_begun_by_a_thread_that_has_ended_lives_on() -> None:
     warm.end()
-    thread = threading.Thread(target=begin_starter)
+    thread = threading.Thread(target=warm.begin)
     thread.start()
     thread.join()
     begun = warm.starter_pid()
@@ -529,8 +527,7 @@ from pathlib import Path
 from fsdplab.sessions import RunSpec, run
 from fsdplab.sessions.launch import warm
 from fsdplab.sessions.launch.mailbox import Mailbox
-from fsdplab.sessions.launch.launcher import begin_starter, rank_environment
-begin_starter()
+warm.begin()
 open({begun + ".new"!r}, "w").write(str(warm.starter_pid()))
 os.replace({begun + ".new"!r}, {begun!r})
 """
@@ -549,7 +546,7 @@ def ended_with_its_starter(caller: subprocess.Popen[bytes], how: signal.Signals,
 
 @SIGNALS
 def test_a_caller_that_ends_while_its_starter_imports_takes_it_along(how: signal.Signals, tmp_path: Path) -> None:
-    wait = f"warm.start(['none'], Mailbox(Path({str(tmp_path)!r})), 1, rank_environment(), lambda: None)"
+    wait = f"warm.start(['none'], Mailbox(Path({str(tmp_path)!r})), 1, lambda: None)"
     caller = caller_of(wait, tmp_path)
     assert until((tmp_path / "starter").exists, 60.0)
     assert ended_with_its_starter(caller, how, tmp_path)

@@ -58,9 +58,9 @@ def begin_warm(start: str, strategies: Sequence[str] = ()) -> None:
     """
     check_strategies(strategies)
     if start in ("auto", "warm"):
-        from fsdplab.sessions.launch.launcher import begin_starter
+        from fsdplab.sessions.launch import warm
 
-        begin_starter()
+        warm.begin()
 
 
 @app.callback(invoke_without_command=True)

@@ -125,9 +125,9 @@ def _starts() -> Capability:
     """How ranks are started on this machine: a starter forks one on trial."""
     if (refused := why_no_ranks()) is not None:
         return Capability("rank starts", False, "none", refused)
-    from fsdplab.sessions.launch.launcher import why_not_warm
+    from fsdplab.sessions.launch import warm
 
-    if (refused := why_not_warm()) is not None:
+    if (refused := warm.tried()) is not None:
         return Capability("rank starts", True, "torchrun", f"some seconds a run: {refused}")
     note = "forked in a tenth of a second; torchrun for several nodes, and to see what depends on each rank's hash seed"
     return Capability("rank starts", True, "warm", note)

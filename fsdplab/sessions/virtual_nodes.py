@@ -22,7 +22,8 @@ from fsdplab.planning.links import LinkSpec
 from fsdplab.records import RunRecord
 from fsdplab.records.summary import Link, Nodes
 from fsdplab.sessions.launch.failure_report import RanksFailed
-from fsdplab.sessions.launch.launcher import rank_environment, ranks_started_by
+from fsdplab.sessions.launch.inherited import rank_environment
+from fsdplab.sessions.launch.launcher import ranks_started_by
 from fsdplab.sessions.launch.mailbox import Mailbox
 from fsdplab.sessions.launch.served import ExecutedRanks, execute
 from fsdplab.sessions.run_and_record import WORKER, OnProgress, run

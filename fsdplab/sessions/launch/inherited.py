@@ -16,12 +16,16 @@ import locale
 import os
 import re
 import signal
+import socket
 import tempfile
 import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from fsdplab.common.pythons import with_this_checkout
+from fsdplab.common.temporary import TEMPORARY, folder_of_this_process
 
 # Variables that a process reads once, at its start or when it loads a library.
 _READ_AT_START = (
@@ -34,6 +38,23 @@ _OF_THE_LAB = tuple(
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGCHLD")
     if hasattr(signal, name)  # Windows, which imports this, lacks most
 )
+
+
+def rank_environment() -> dict[str, str]:
+    """The caller's environment, so that a checkout works without being installed, each rank computes on one thread, and
+    gloo uses loopback, whatever interface was chosen for several machines.
+    """
+    inherited = with_this_checkout(
+        {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    )
+    inherited[TEMPORARY] = str(folder_of_this_process())
+    inherited.setdefault("OMP_NUM_THREADS", "1")
+    # the profiler logs its start and stop to stderr
+    inherited.setdefault("KINETO_LOG_LEVEL", "99")
+    inherited.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if loopback := next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None):
+        inherited["GLOO_SOCKET_IFNAME"] = loopback
+    return inherited
 
 
 def fixed(environment: Mapping[str, str]) -> tuple[object, ...]:

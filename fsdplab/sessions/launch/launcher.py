@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from fsdplab.common.processes import gone
-from fsdplab.common.pythons import with_this_checkout
-from fsdplab.common.temporary import TEMPORARY, folder_of_this_process
 from fsdplab.sessions.launch import warm
 from fsdplab.sessions.launch.ending import end_all
 from fsdplab.sessions.launch.failure_report import (
@@ -40,6 +38,7 @@ from fsdplab.sessions.launch.failure_report import (
     too_slow,
     used_so_far,
 )
+from fsdplab.sessions.launch.inherited import rank_environment
 from fsdplab.sessions.launch.mailbox import NOT_FORKED, Heartbeat, Mailbox, read_heartbeats
 from fsdplab.sessions.launch.program import as_ranks_of_torchrun
 from fsdplab.sessions.launch.served import ExecutedRanks, Ranks, execute
@@ -278,16 +277,6 @@ def starts_elsewhere() -> bool:
     return _other_start.get() is not None
 
 
-def begin_starter() -> None:
-    """Begin the warm starter in the background, so that the first run need not wait for it."""
-    warm.begin(rank_environment())
-
-
-def why_not_warm() -> str | None:
-    """Why ranks cannot be forked on this machine, in one line, tried by a starter; None where they can."""
-    return warm.tried(rank_environment())
-
-
 def _start_ranks(
     program: Sequence[str], mailbox: Mailbox, world_size: int, start: str, on_look: Callable[[], None]
 ) -> Ranks:
@@ -300,7 +289,7 @@ def _start_ranks(
     not_forked, failed = warm.why_not(), False
     if not_forked is None:
         try:
-            return warm.start(program, mailbox, world_size, rank_environment(), on_look)
+            return warm.start(program, mailbox, world_size, on_look)
         except warm.StarterFailed as error:
             not_forked, failed = str(error), True
     if start == "warm":
@@ -319,23 +308,6 @@ def start_torchrun(program: Sequence[str], mailbox: Mailbox, world_size: int, no
     ]  # fmt: skip
     environment = {**rank_environment(), NOT_FORKED: not_forked}
     return execute("fsdplab.sessions.launch.agent", arguments, mailbox, environment)
-
-
-def rank_environment() -> dict[str, str]:
-    """The caller's environment, so that a checkout works without being installed, each rank computes on one thread, and
-    gloo uses loopback, whatever interface was chosen for several machines.
-    """
-    inherited = with_this_checkout(
-        {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
-    )
-    inherited[TEMPORARY] = str(folder_of_this_process())
-    inherited.setdefault("OMP_NUM_THREADS", "1")
-    # the profiler logs its start and stop to stderr
-    inherited.setdefault("KINETO_LOG_LEVEL", "99")
-    inherited.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    if loopback := next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None):
-        inherited["GLOO_SOCKET_IFNAME"] = loopback
-    return inherited
 
 
 def _check_loopback() -> None:

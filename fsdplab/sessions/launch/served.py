@@ -38,8 +38,8 @@ class Ranks:
     """The ranks of one run, used like one process: it has ended when all of them have.
 
     `left` holds the exit codes of ranks that ended before the others, `exits` in the end those that are known, but of
-    ranks that were ended because others could not be started; `lost` says how their starter ended, where it did before
-    them.
+    ranks that were ended because others could not be started, for which `cannot` gives the reason; `lost` says that, or
+    how their starter ended where it did before them.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -47,6 +47,7 @@ class Ranks:
         self.pids: list[int] = []
         self.left: dict[int, int] = {}
         self.exits: dict[int, int] | None = None
+        self.cannot: str | None = None
         self.lost: str | None = None
 
     def started(self) -> list[int]:
@@ -75,6 +76,10 @@ class Ranks:
         """End all ranks at once."""
         raise NotImplementedError
 
+    def forget(self) -> None:
+        """Hear no more of them, whatever becomes of them."""
+        self._finish(None)
+
     def failed(self) -> dict[int, int]:
         """The exit codes of the ranks that ended badly."""
         return {rank: code for rank, code in (self.exits or {}).items() if code}
@@ -99,7 +104,8 @@ class Ranks:
 
     def _hear(self, message: Mapping[str, Any]) -> None:
         if "cannot" in message:
-            self.lost = f"The warm starter could not fork all ranks: {message['cannot']}."
+            self.cannot = message["cannot"]
+            self.lost = f"Not all ranks could be started: {self.cannot}."
         self.pids = message.get("pids", self.pids)
         self.left |= {int(rank): code for rank, code in message.get("left", {}).items()}
         if "exits" in message and self.lost is None:  # of every node a part

@@ -4,10 +4,10 @@
     start)
 
 The starter imports torch and the rank side of fsdplab and does nothing else: no process group, no CUDA context, no
-thread. So a fork is as good as a fresh process, and runs cannot affect each other. Over its control socket the starter
-says {"ready": pid, "why_not": why it cannot fork, or None} once it has tried; where it cannot, it ends. From its caller
-(warm.py) comes a byte for each run, with three descriptors: the run's own socket (served.py), a file with the request,
-and the working folder. The end of the caller ends everything.
+thread. So a fork is as good as a fresh process, and runs cannot affect each other. From its caller (warm.py) it gets a
+byte for each run over its control socket, with three descriptors: the run's own socket (served.py), a file with the
+request, and the working folder. The first run is a trial of one rank (worker/trial.py); a starter that cannot fork
+answers it with the reason, and ends. The end of the caller ends everything.
 
 Why not Python's own means: multiprocessing's forkserver is shared with the user's code; its children keep it alive, so
 ranks that hang would survive `kill -9` of the caller; it keeps the environment of its start and cannot be restarted.
@@ -16,7 +16,6 @@ torch.distributed.elastic forks from the process that it runs in, with threads a
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import json
 import os
@@ -25,19 +24,16 @@ import selectors
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
-from fsdplab.common.processes import end_as_if_by, name_of, send_group
+from fsdplab.common.processes import end_as_if_by, send_group
 from fsdplab.common.pythons import imports_that_stay
-from fsdplab.common.temporary import TEMPORARY
-from fsdplab.sessions.launch.inherited import as_if_fresh, inherited, signals_of_the_lab, take_over
+from fsdplab.sessions.launch.inherited import as_if_fresh, signals_of_the_lab, take_over
 from fsdplab.sessions.launch.mailbox import AGENT_PID
 from fsdplab.sessions.launch.parent_death import adopt_orphans, end_children, end_with_parent
 from fsdplab.sessions.launch.program import end_process, run_and_end
@@ -56,10 +52,6 @@ RANK_SIDE = (
 )  # fmt: skip
 _OTHERS_FOLLOW_S = 0.2  # after one rank ended badly, the others may still write their failures
 _TERM_S = 2.0  # then they are asked to end, and this much later killed
-_TRIAL = ("-m", "fsdplab.sessions.worker.trial")
-_TRIAL_WITHIN_S = 20
-_DRIVER = "libcuda.so.1"
-_NOT_INITIALIZED = 3  # CUDA_ERROR_NOT_INITIALIZED: what the driver answers in a child of a process that has used it
 
 
 @dataclass
@@ -83,7 +75,7 @@ class _Run:
 
 
 def main(descriptor: str, caller: str) -> None:
-    """Import, say "ready", and fork on request until the caller is gone."""
+    """Import, and fork on request until the caller is gone."""
     signals_of_the_lab()
     os.chdir("/")  # the caller's folder may be unmounted or deleted meanwhile
     with imports_that_stay():
@@ -93,9 +85,9 @@ def main(descriptor: str, caller: str) -> None:
     control = socket.socket(fileno=int(descriptor))
     if os.getppid() != int(caller):
         os._exit(0)  # taking torch apart would take a second
-    why_not = _why_not()
-    tell(control, ready=os.getpid(), why_not=why_not)
-    if why_not is not None:
+    if (why_not := _why_not()) is not None:
+        connection, *_ = socket.recv_fds(control, 1, 3)[1]
+        tell(socket.socket(fileno=connection), cannot=why_not)
         os._exit(0)
     try:
         _Starter(control, int(caller)).serve()
@@ -107,9 +99,7 @@ def main(descriptor: str, caller: str) -> None:
 
 
 def _why_not() -> str | None:
-    """Why this process cannot serve runs, by trying all that they need; None if it can."""
-    import torch
-
+    """Why this process cannot serve runs, as far as it shows before the first; None if it can."""
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         return (
@@ -120,67 +110,7 @@ def _why_not() -> str | None:
         os.close(os.pidfd_open(os.getpid()))
     except (AttributeError, OSError) as error:
         return f"the warm starter cannot see its caller end: os.pidfd_open failed ({headline(error)})"
-    if (failed := _failed_trial()) is not None:
-        return failed
-    if torch.version.cuda is not None and not _child_has_cuda():
-        return (
-            "CUDA was touched while the warm starter imported (look at sitecustomize.py and at what it loads;"
-            " torch.cuda.is_available() is enough), and no forked process can use it then"
-        )
     return None
-
-
-def _failed_trial() -> str | None:
-    """Why a rank that is forked from this process cannot form a group, tried with a group of one; None if it can."""
-    with tempfile.TemporaryDirectory(dir=os.environ[TEMPORARY], prefix="trial-") as folder:
-        request = {
-            "program": [_TRIAL[0], _TRIAL[1], f"{folder}/store"], "world_size": 1, "log": f"{folder}/log",
-            "environment": dict(os.environ), "inherited": inherited(),
-        }  # fmt: skip
-        try:
-            pid = os.fork()
-        except OSError as error:
-            return f"the warm starter cannot fork ({headline(error)})"
-        if pid == 0:
-            try:
-                signal.alarm(_TRIAL_WITHIN_S)
-                be_rank(request, os.open("/", os.O_PATH), 0)
-            finally:
-                os._exit(1)
-        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        if code == 0:
-            return None
-        said = Path(folder, "log").read_text(errors="replace").strip().splitlines() if code > 0 else []
-    how = f"was killed by {name_of(-code)}" if code < 0 else said[-1] if said else f"ended with exit code {code}"
-    return f"a rank forked on trial could not form a group: {how}"
-
-
-def _child_has_cuda() -> bool:
-    """Whether a process that is forked from this one can use CUDA, if there is any.
-
-    Neither torch nor the driver says so before the fork, so a child is asked. It does not start the driver: one that
-    nobody has loaded is as good as new.
-    """
-    pid = os.fork()
-    if pid == 0:
-        spoilt = True
-        try:
-            spoilt = _is_spoilt()
-        finally:
-            os._exit(int(spoilt))
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
-def _is_spoilt() -> bool:
-    import torch
-
-    if torch.cuda._is_in_bad_fork():
-        return True
-    try:
-        driver = ctypes.CDLL(_DRIVER, mode=os.RTLD_NOLOAD)
-    except OSError:  # nobody has loaded it
-        return False
-    return driver.cuInit(0) == _NOT_INITIALIZED
 
 
 class _Starter:
@@ -243,7 +173,7 @@ class _Starter:
                 ended = os.pidfd_open(pid)
                 self._watch(ended, partial(self._reap, run, pid, ended))
         except OSError as error:  # a limit on processes
-            tell(run.socket, cannot=headline(error))
+            tell(run.socket, cannot=f"the warm starter cannot fork ({headline(error)})")
             run.end_soon(0.0)
         os.close(folder)
         tell(run.socket, pids=list(run.living))

@@ -2,7 +2,7 @@
 
     begin()                      in the background: importing torch takes it two seconds
     start(program, ...)          forks the ranks of one run; waits for the starter where it is still importing
-    why_not()                    why no ranks can be forked here; torchrun starts them then
+    why_not(), tried()           why no ranks can be forked here, at a look and by a trial; torchrun starts them then
 
 A starter that was begun when its caller was another (inherited.py: LD_PRELOAD, OMP_NUM_THREADS, its user, ...), before
 a source file of fsdplab changed, or that was killed, is left to its running ranks, and a new one is started.
@@ -14,6 +14,7 @@ import atexit
 import json
 import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,16 +23,15 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from fsdplab.common.processes import name_of, state
 from fsdplab.common.pythons import SAFE_PATH
-from fsdplab.common.temporary import folder_of_this_process
-from fsdplab.common.waiting import readable
-from fsdplab.sessions.launch.inherited import fixed, inherited
+from fsdplab.common.temporary import folder_of_this_process, temporary_folder
+from fsdplab.sessions.launch.inherited import fixed, inherited, rank_environment
 from fsdplab.sessions.launch.mailbox import RANKS_STORE, Mailbox
 from fsdplab.sessions.launch.served import GONE_WITHIN_S, Ranks
 
@@ -39,7 +39,7 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 _READY_WITHIN_S = 120.0
 _LOOK_EVERY_S = 0.05
 _STANDS_STILL_S = 2.0
-_STOPPED = "was stopped by SIGSTOP"
+_TRIAL = ("-m", "fsdplab.sessions.worker.trial")
 _BOOT = f"{SAFE_PATH}; from fsdplab.sessions.launch.starter import main; main(*sys.argv[1:])"
 
 
@@ -61,7 +61,7 @@ class WarmRanks(Ranks):
             if not self._starter.stands_still:
                 raise
         self._starter.end(signal.SIGKILL)  # its ranks end with it
-        self._finish(_lost(_STOPPED))
+        self._finish(self._how_lost())
         return 0
 
     def terminate(self) -> None:
@@ -80,72 +80,94 @@ class WarmRanks(Ranks):
             self._finish(None)
 
     def _how_lost(self) -> str | None:
-        return None if self.exits is not None or self.lost else _lost(self._starter.how_it_ended())
+        if self.exits is not None or self.lost:
+            return None
+        return (
+            f"The warm starter, the process that forks the ranks, {self._starter.how_it_ended()}, and all ranks ended"
+            " with it. The next run starts a new one."
+        )
 
     def _finish(self, lost: str | None) -> None:
         super()._finish(lost)
         self._store.unlink(missing_ok=True)
 
 
-def _lost(how: str) -> str:
-    return (
-        f"The warm starter, the process that forks the ranks, {how}, and all ranks ended with it. The next run starts a"
-        " new one."
-    )
-
-
 class _Starter:
-    """One starter process and the socket to it."""
+    """One starter process, the socket to it, and its first run, a trial, which waits there while it imports."""
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self.owner, self.key = os.getpid(), _key(environment)
+    def __init__(self) -> None:
+        self.owner, self.key = os.getpid(), _key()
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the starter)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         words = [str(theirs.fileno()), str(os.getpid())]
-        try:
+        self._refused: str | None = None  # by the trial; "" where it went well
+        self._stopped_at = math.inf
+        self._hearing = threading.RLock()
+        self._mailbox = Mailbox(temporary_folder("trial"))
+        with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-u", "-c", _BOOT, *words],
                 stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, pass_fds=(theirs.fileno(),),
-                env={**environment, "OPENBLAS_NUM_THREADS": "1"},  # numpy would start threads, which no fork may have
+                # numpy would start threads, which no fork may have
+                env={**rank_environment(), "OPENBLAS_NUM_THREADS": "1"},
                 start_new_session=True,  # Ctrl-C in a terminal reaches the caller only
             )  # fmt: skip
-        finally:
-            theirs.close()
-        self._ready: dict[str, Any] = {}
-        self._stopped_at = math.inf
-        self._hearing = threading.Lock()
+            self._trial = self.fork(_TRIAL, self._mailbox, 1)
 
-    def fits(self, environment: Mapping[str, str]) -> bool:
-        """Whether a rank forked by it equals one started now, or it has said that it cannot fork."""
-        lives = not self.gone or self.owner == os.getpid() and bool(self._ready.get("why_not"))
-        return lives and self.key == _key(environment)
+    def fits(self) -> bool:
+        """Whether a rank forked by it equals one started now, or the trial has shown that it cannot fork."""
+        lives = not self.gone or self.owner == os.getpid() and bool(self._refused)
+        return lives and self.key == _key()
 
     def wait_until_ready(self, on_look: Callable[[], None]) -> None:
-        """Return when it has imported everything, calling `on_look()` meanwhile; StarterFailed when it cannot."""
+        """Return when it has imported everything and the trial went well, calling `on_look()` meanwhile; StarterFailed
+        when it did not.
+        """
         deadline = time.monotonic() + _READY_WITHIN_S
-        while not self._read_ready():
+        while self._tries():
             if time.monotonic() > deadline:
                 raise StarterFailed(f"the warm starter was not ready within {_READY_WITHIN_S:g} s")
-            if self.stands_still:
-                self.end(signal.SIGKILL)
-                raise StarterFailed(f"the warm starter {_STOPPED}")
             on_look()
-        if self._ready["why_not"]:
-            raise StarterFailed(str(self._ready["why_not"]))
+        if self._refused:
+            raise StarterFailed(self._refused)
 
-    def _read_ready(self) -> bool:
+    def _tries(self) -> bool:
+        """Whether the trial goes on, after a moment."""
         with self._hearing:
-            if not self._ready and readable([self._control], _LOOK_EVERY_S):
-                message = self._control.recv(1 << 16)
-                if not message:
-                    raise StarterFailed(f"the warm starter {self.how_it_ended()}{self._output()}")
-                self._ready = json.loads(message)
-        return bool(self._ready)
+            if self._refused is None:
+                try:
+                    self._trial.wait(_LOOK_EVERY_S)
+                except subprocess.TimeoutExpired:
+                    return True
+                self._refused = self._outcome()
+        return False
 
-    def fork(self, request: Mapping[str, object], store: Path) -> WarmRanks:
-        """Send a request, with a socket for this run alone; in a file, for the environment may be longer than a
-        packet.
+    def _outcome(self) -> str:
+        """Why no ranks can be forked, by the trial, which has ended; "" if they can. StarterFailed if it was lost."""
+        trial = self._trial
+        if trial.cannot is None and trial.exits is None:
+            raise StarterFailed(f"the warm starter {self.how_it_ended()}{self._output()}")
+        said = self._mailbox.agent_log.read_text(errors="replace").strip().splitlines()[-1:]
+        shutil.rmtree(self._mailbox.folder)
+        refused = trial.cannot or ""
+        if code := trial.failed().get(0):
+            how = f"was killed by {name_of(-code)}" if code < 0 else "".join(said) or f"ended with exit code {code}"
+            refused = f"a rank forked on trial failed: {how}"
+        if refused:
+            self.end()
+        return refused
+
+    def fork(self, program: Sequence[str], mailbox: Mailbox, world_size: int) -> WarmRanks:
+        """Ask for the ranks of one run, with a socket for it alone; the request is a file, for the environment may be
+        longer than a packet.
         """
+        mailbox.agent_log.touch()
+        # the ranks meet in a file, which they lock: the folder of a record may lie on a file system without locks
+        store = folder_of_this_process() / f"store-{uuid.uuid4().hex}"
+        request = {
+            "program": list(program), "world_size": world_size, "log": str(mailbox.agent_log),
+            "environment": {**rank_environment(), RANKS_STORE: str(store)}, "inherited": inherited(),
+        }  # fmt: skip
         own, theirs = socket.socketpair()
         folder = os.open(".", os.O_PATH)  # it may have been deleted, or have a path that is too long
         try:
@@ -166,6 +188,8 @@ class _Starter:
         if self.owner == os.getpid():
             self._control.close()
             self._log.close()
+            with self._hearing:
+                self._trial.forget()
 
     @property
     def gone(self) -> bool:
@@ -185,17 +209,18 @@ class _Starter:
         """End it and all its ranks."""
         if self.owner != os.getpid():  # this process was forked from the one that began it
             return
-        self._control.close()
         self.process.send_signal(by)
         try:
             self.process.wait(GONE_WITHIN_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        self._log.close()
+        self.retire()
 
     def how_it_ended(self) -> str:
         """`"was killed by SIGKILL"`; waits a moment for the system to know."""
+        if self._stopped_at < math.inf:
+            return "was stopped by SIGSTOP"
         try:
             code = self.process.wait(GONE_WITHIN_S)
         except subprocess.TimeoutExpired:
@@ -203,6 +228,8 @@ class _Starter:
         return f"was killed by {name_of(-code)}" if code < 0 else f"ended with exit code {code}"
 
     def _output(self) -> str:
+        if self._log.closed:
+            return ""
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         return f": {lines[-1]}" if lines else ""
@@ -221,46 +248,32 @@ def why_not() -> str | None:
     return None
 
 
-def tried(environment: Mapping[str, str]) -> str | None:
+def tried() -> str | None:
     """Why no rank can be forked here, in one line, as a starter finds; None where one can."""
     if (refused := why_not()) is not None:
         return refused
-    with _lock:
-        starter = _fitting(environment)
     try:
-        starter.wait_until_ready(lambda: None)
+        _ready(lambda: None)
     except StarterFailed as failed:
         return str(failed)
     return None
 
 
-def begin(environment: Mapping[str, str]) -> None:
-    """Begin the starter in the background, unless one that fits is there; does nothing where ranks cannot be forked."""
+def begin() -> None:
+    """Begin the starter in the background, so that the first run need not wait for it, unless one that fits is there;
+    does nothing where ranks cannot be forked.
+    """
     if why_not() is None:
-        with _lock:
-            _fitting(environment)
+        with _lock, suppress(StarterFailed):
+            _fitting()
 
 
-def start(
-    program: Sequence[str],
-    mailbox: Mailbox,
-    world_size: int,
-    environment: Mapping[str, str],
-    on_look: Callable[[], None],
-) -> WarmRanks:
+def start(program: Sequence[str], mailbox: Mailbox, world_size: int, on_look: Callable[[], None]) -> WarmRanks:
     """Fork the ranks of one run, each as `python *program` would be; StarterFailed if that fails.
 
     While the starter still imports, `on_look()` is called about twenty times a second until it is ready.
     """
-    mailbox.agent_log.touch()
-    with _lock:
-        starter = _fitting(environment)
-    starter.wait_until_ready(on_look)
-    # the ranks meet in a file, which they lock: the folder of a record may lie on a file system without locks
-    store = folder_of_this_process() / f"store-{uuid.uuid4().hex}"
-    ranks = {"program": list(program), "world_size": world_size, "log": str(mailbox.agent_log)}
-    own = {"environment": {**environment, RANKS_STORE: str(store)}, "inherited": inherited()}
-    return starter.fork({**ranks, **own}, store)
+    return _ready(on_look).fork(program, mailbox, world_size)
 
 
 def starter_pid() -> int | None:
@@ -276,19 +289,26 @@ def end() -> None:
             _starters.pop().end()
 
 
-def _fitting(environment: Mapping[str, str]) -> _Starter:
-    if not _starters or not _starters[-1].fits(environment):
+def _ready(on_look: Callable[[], None]) -> _Starter:
+    with _lock:
+        starter = _fitting()
+    starter.wait_until_ready(on_look)
+    return starter
+
+
+def _fitting() -> _Starter:
+    if not _starters or not _starters[-1].fits():
         for old in list(_starters):
             old.retire()
             if old.gone:
                 _starters.remove(old)
-        _starters.append(_Starter(environment))
+        _starters.append(_Starter())
     return _starters[-1]
 
 
-def _key(environment: Mapping[str, str]) -> tuple[object, ...]:
+def _key() -> tuple[object, ...]:
     """The conditions to reuse a starter: equal interpreter, source files of fsdplab, and what no fork can change."""
-    return sys.executable, _sources(str(_PACKAGE)), fixed(environment)
+    return sys.executable, _sources(str(_PACKAGE)), fixed(rank_environment())
 
 
 def _sources(folder: str) -> tuple[tuple[str, int, int], ...]:

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdplab.sessions.launch.launcher import begin_starter
+from fsdplab.sessions.launch import warm
 
 from .course_state import Course, open_course
 from .registry import register_beside
@@ -31,7 +31,7 @@ def start(
     course = open_course(edition, workspace)
     register_beside(Path.cwd())
     _prefer_this_environments_commands()
-    begin_starter()  # in the background: the first cell on ranks need not wait for torch to be imported
+    warm.begin()  # in the background: the first cell on ranks need not wait for torch to be imported
     shell = shell or _running_shell()
     if shell is not None:
         from .cell_magics import register
