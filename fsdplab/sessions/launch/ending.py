@@ -11,6 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 from fsdplab.common.processes import gone, send
 from fsdplab.sessions.launch.served import Ranks
@@ -26,11 +27,11 @@ def end_all(running: Sequence[tuple[Ranks, Sequence[int]]]) -> None:
     asked = [agent for agent, ranks in known if agent.poll() is None and not (ranks and all(map(gone, ranks)))]
     for agent in asked:
         agent.terminate()
-    _wait(asked)
+    wait_for(asked, _PATIENCE_S)
     killed = [agent for agent, _ in known if agent.poll() is None]
     for agent in killed:
         agent.kill()
-    _wait(killed)
+    wait_for(killed, _PATIENCE_S)
     everyone = sorted({rank for _, ranks in known for rank in ranks})
     if not _all_gone(everyone):
         for rank in everyone:
@@ -38,13 +39,12 @@ def end_all(running: Sequence[tuple[Ranks, Sequence[int]]]) -> None:
         _all_gone(everyone)
 
 
-def _wait(agents: Sequence[Ranks]) -> None:
-    deadline = time.monotonic() + _PATIENCE_S
+def wait_for(agents: Sequence[Ranks | subprocess.Popen[str]], patience_s: float) -> None:
+    """Return when all have ended, or after `patience_s` seconds."""
+    deadline = time.monotonic() + patience_s
     for agent in agents:
-        try:
+        with suppress(subprocess.TimeoutExpired):
             agent.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            pass
 
 
 def _all_gone(ranks: Sequence[int]) -> bool:

@@ -40,6 +40,10 @@ class Failure:
     traceback: str | None = None
     error: str | None = None  # what a rank raised, without its number
 
+    def __str__(self) -> str:
+        """The message, and the traceback or the stacks below it."""
+        return "\n\n".join(filter(None, (self.message, (self.traceback or "").rstrip())))
+
     def as_dict(self) -> dict[str, Any]:
         """All fields, JSON-able."""
         return asdict(self)
@@ -51,7 +55,7 @@ class RanksFailed(RunError, RuntimeError):
     """
 
     def __init__(self, report: Failure, record: RunRecord | None = None) -> None:
-        super().__init__(report.message + (f"\n\n{report.traceback.rstrip()}" if report.traceback else ""))
+        super().__init__(str(report))
         self.report = report
         self.record = record
 

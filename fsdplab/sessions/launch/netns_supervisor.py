@@ -21,6 +21,7 @@ from typing import NoReturn
 
 from fsdplab.common.processes import end_as_if_by
 from fsdplab.common.pythons import run_of
+from fsdplab.sessions.launch.ending import wait_for
 from fsdplab.sessions.launch.inherited import signals_of_the_lab
 from fsdplab.sessions.launch.netns import (
     CABLE,
@@ -127,9 +128,7 @@ def _end(agents: Agents) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not end this before the agents have ended
     for agent in agents:
         agent.terminate()
-    deadline = time.monotonic() + _PATIENCE_S
-    while any(agent.poll() is None for agent in agents) and time.monotonic() < deadline:
-        time.sleep(_LOOK_EVERY_S)
+    wait_for(agents, _PATIENCE_S)
     for agent in agents:
         agent.kill()  # which ends its ranks, see parent_death.py
         agent.wait()

@@ -58,19 +58,15 @@ def run_program(program: Sequence[str]) -> None:
         sys.path.insert(0, os.path.dirname(os.path.abspath(program[0])))
         runpy.run_path(program[0], run_name="__main__")
         return
-    sys.argv = list(program[1:])
-    if not program[1].startswith("fsdplab."):
-        sys.path[:0] = _working_folder()
-        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
-        return
-    if not program[1].startswith("fsdplab.sessions."):  # has a command line of its own
+    name, *arguments = sys.argv = list(program[1:])
+    if name.startswith("fsdplab.sessions."):
+        with imports_that_stay():
+            module = importlib.import_module(name)
         sys.path[:] = _behind_the_library()
-        runpy.run_module(program[1], run_name="__main__", alter_sys=True)
+        module.main(*arguments)
         return
-    with imports_that_stay():
-        module = importlib.import_module(program[1])
-    sys.path[:] = _behind_the_library()
-    module.main(*program[2:])
+    sys.path[:] = _behind_the_library() if name.startswith("fsdplab.") else [*_working_folder(), *sys.path]
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def _behind_the_library() -> list[str]:

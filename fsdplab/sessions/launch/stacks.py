@@ -14,6 +14,7 @@ import os
 import re
 import sysconfig
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from fsdplab.common.errors import UserError
@@ -22,6 +23,7 @@ _LAB = str(Path(__file__).resolve().parents[2]) + os.sep  # the package's folder
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _FRAME = re.compile(r'^\s+File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 _MOST_FRAMES = 8
+Frames = list[traceback.FrameSummary]
 # Frames of the lab itself and of PyTorch's logging, which do not help a reader.
 _SCAFFOLDING = (
     "/fsdplab/sessions/worker/collective_hooks.py",
@@ -36,15 +38,10 @@ _SCAFFOLDING = (
 
 
 def of_exception(error: BaseException) -> str:
-    """The traceback of an exception and of its causes, as Python prints it."""
-    formatted = traceback.TracebackException.from_exception(error)
-    link: traceback.TracebackException | None = formatted
-    while link is not None:
-        kept = [frame for frame in link.stack if not frame.filename.endswith(_SCAFFOLDING)]
-        # an error of the lab itself keeps its frames
-        link.stack = traceback.StackSummary.from_list(kept or list(link.stack))
-        link = link.__cause__ or link.__context__
-    return "".join(formatted.format())
+    """The traceback of an exception and of its causes, as Python prints it, without the lab's scaffolding; an error of
+    the lab itself keeps its frames.
+    """
+    return _formatted(error, lambda frames: [each for each in frames if not each.filename.endswith(_SCAFFOLDING)])
 
 
 def of_own_code(error: BaseException) -> str:
@@ -54,18 +51,24 @@ def of_own_code(error: BaseException) -> str:
     """
     if isinstance(error, UserError) and error.__cause__ is None:
         return ""
+    if not any(_is_own(frame.filename) for frame in traceback.extract_tb(error.__traceback__)):
+        return of_exception(error)
+    return _formatted(error, _from_own_code_on)
+
+
+def _formatted(error: BaseException, chosen: Callable[[Frames], Frames]) -> str:
+    """The exception and its causes with the chosen frames of each, or with all where none is chosen."""
     formatted = traceback.TracebackException.from_exception(error)
     link: traceback.TracebackException | None = formatted
     while link is not None:
-        frames = list(link.stack)
-        own = [number for number, frame in enumerate(frames) if _is_own(frame.filename)]
-        if link is formatted and not own:
-            return of_exception(error)
-        if own:
-            kept = [each for each in frames[own[0] : own[-1]] if not each.filename.startswith(_LAB)]
-            link.stack = traceback.StackSummary.from_list([*kept, *frames[own[-1] :]])
+        link.stack = traceback.StackSummary.from_list(chosen(link.stack) or link.stack)
         link = link.__cause__ or link.__context__
     return "".join(formatted.format())
+
+
+def _from_own_code_on(frames: Frames) -> Frames:
+    own = [number for number, frame in enumerate(frames) if _is_own(frame.filename)] or [0]
+    return [each for each in frames[own[0] : own[-1]] if not each.filename.startswith(_LAB)] + frames[own[-1] :]
 
 
 def _is_own(filename: str) -> bool:

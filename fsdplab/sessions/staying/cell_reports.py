@@ -21,17 +21,12 @@ class CellInterrupted(KeyboardInterrupt):
     """The caller was interrupted while a cell ran, and the cell with it; `.report` says whether the ranks stay."""
 
     def __init__(self, report: Failure) -> None:
-        super().__init__(in_full(report))
+        super().__init__(str(report))
         self.report = report
 
     def _render_traceback_(self) -> list[str]:
         """The lines that IPython shows instead of a traceback through the library."""
         return [str(self)]
-
-
-def in_full(report: Failure) -> str:
-    """The message, and what each rank results."""
-    return "\n\n".join(filter(None, (report.message, report.traceback)))
 
 
 def raised(results: CellResults) -> Failure | None:

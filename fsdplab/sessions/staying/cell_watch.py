@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from fsdplab.common.processes import gone, send
 from fsdplab.sessions.launch.failure_report import Failure, PostMortem, ask_for_stacks, failed_first
 from fsdplab.sessions.launch.launcher import RankActivity, RunningRanks
 from fsdplab.sessions.launch.live_output import LiveOutput, Tail
-from fsdplab.sessions.launch.mailbox import Heartbeat, read_heartbeats
+from fsdplab.sessions.launch.mailbox import Heartbeat, read_heartbeats, read_lines
 from fsdplab.sessions.launch.stacks import waits_for_others
 from fsdplab.sessions.launch.turns import Turns
 from fsdplab.sessions.staying.cell_code import show_source, source_of, title
@@ -35,7 +34,6 @@ class Living:
 
     ranks: RunningRanks
     turns: Turns
-    ends: list[Tail]  # by rank: its results, a line a cell
     output: LiveOutput
 
     @property
@@ -85,12 +83,11 @@ class Outcome:
 
 @dataclass
 class CellWatch:
-    """A cell on some of the ranks; `results` has what each rank wrote at its end."""
+    """A cell on some of the ranks."""
 
     living: Living
     number: int
     ranks: Sequence[int]
-    results: dict[int, dict[str, Any]] = field(default_factory=dict)
     activity: RankActivity = field(default_factory=RankActivity)
     _ask_again: float = 0.0
 
@@ -117,7 +114,7 @@ class CellWatch:
     def interrupt(self, why: str) -> Outcome:
         """Take the stacks of the ranks that still run the cell, interrupt them, and wait a moment for their end."""
         running = self._look()
-        heartbeats, before = self._heartbeats(), dict(self.results)
+        heartbeats, before = self._heartbeats(), self.results()
         if not heartbeats:
             return self._ended()
         stacks = ask_for_stacks(self.living.ranks.mailbox, heartbeats)
@@ -130,6 +127,11 @@ class CellWatch:
         deaf = self.unfinished()
         return Outcome(interrupted(why, heartbeats, stacks, before, deaf), lost=bool(deaf))
 
+    def results(self) -> dict[int, dict[str, Any]]:
+        """What each rank that has ended the cell wrote at its end."""
+        last = {rank: read_lines(self.living.ranks.mailbox.of(rank, "cells"))[-1:] for rank in self.ranks}
+        return {rank: lines[0] for rank, lines in last.items() if lines and lines[0]["cell"] == self.number}
+
     def unfinished(self) -> list[int]:
         """The ranks that have not ended the cell."""
         return self.living.turns.busy
@@ -140,9 +142,6 @@ class CellWatch:
         A rank prints before it reports its end, and reports before it waits.
         """
         self.living.turns.look(_LOOK_EVERY_S)
-        for rank in self.ranks:
-            for line in self.living.ends[rank].lines():
-                self._read_result(rank, line)
         self.activity.look(self.living.heartbeats())
         before = self.living.output.lines
         self.living.output.look()
@@ -150,14 +149,9 @@ class CellWatch:
             self.activity.last = time.monotonic()
         return self.living.ranks.running(0.0)
 
-    def _read_result(self, rank: int, line: str) -> None:
-        result = json.loads(line)
-        if result["cell"] == self.number:
-            self.results[rank] = result
-
     def _ended(self) -> Outcome:
         self.living.output.flush()
-        return Outcome(raised(self.results))
+        return Outcome(raised(self.results()))
 
     def _heartbeats(self) -> dict[int, Heartbeat]:
         heartbeats = {**self.activity.heartbeats, **self.living.heartbeats()}
@@ -165,17 +159,16 @@ class CellWatch:
 
     def _stuck(self) -> Failure | None:
         """The report if all unfinished ranks wait in a collective that another will not enter; None while they move."""
-        patience = _PATIENCE_S if any(result["error"] for result in self.results.values()) else _LONG_PATIENCE_S
         heartbeats = self._heartbeats()
-        if (
-            len(heartbeats) == self.living.ranks.world_size
-            or self.activity.idle < patience
-            or time.monotonic() < self._ask_again
-        ):
+        if len(heartbeats) == self.living.ranks.world_size or self.activity.idle < _PATIENCE_S:
+            return None
+        results = self.results()
+        patience = _PATIENCE_S if any(result["error"] for result in results.values()) else _LONG_PATIENCE_S
+        if self.activity.idle < patience or time.monotonic() < self._ask_again:
             return None
         self._ask_again = time.monotonic() + patience
         stacks = ask_for_stacks(self.living.ranks.mailbox, heartbeats)
         if not all(waits_for_others(stacks.get(rank, "")) for rank in heartbeats):
             return None
         self.living.output.flush()
-        return waiting_for_ever(heartbeats, stacks, self.results, self.living.ranks.world_size)
+        return waiting_for_ever(heartbeats, stacks, results, self.living.ranks.world_size)

@@ -27,7 +27,7 @@ from typing import Any
 from fsdplab.common.temporary import temporary_folder
 from fsdplab.sessions.launch.failure_report import Failure, RanksFailed
 from fsdplab.sessions.launch.launcher import RunningRanks, end_ranks, once_more
-from fsdplab.sessions.launch.live_output import LiveOutput, OnOutput, Tail
+from fsdplab.sessions.launch.live_output import LiveOutput, OnOutput
 from fsdplab.sessions.launch.mailbox import Mailbox, read_heartbeats
 from fsdplab.sessions.launch.turns import Turns
 from fsdplab.sessions.spec import SpecError, check_ranks_run_here, check_whole
@@ -160,7 +160,7 @@ class StayingRanks:
             raise
 
     def _settle(self, cell: CellWatch, outcome: Outcome) -> Outcome:
-        self._last_results.update(cell.results)
+        self._last_results.update(cell.results())
         if outcome.lost:
             self._end(outcome.failure)
         return outcome
@@ -197,8 +197,7 @@ def _started(world_size: int, start: str, before: str, time_limit: float) -> Liv
     except BaseException:
         _clear(mailbox, running, turns)
         raise
-    ends = [Tail(mailbox.of(rank, "cells")) for rank in range(world_size)]
-    return Living(running[0], turns, ends, LiveOutput(mailbox, world_size, print_labelled))
+    return Living(running[0], turns, LiveOutput(mailbox, world_size, print_labelled))
 
 
 def _end(owner: int, living: Living) -> None:
