@@ -8,11 +8,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from fsdplab.cli.answer import Line
 from fsdplab.cli.outputs import Outputs
 from fsdplab.cli.parse import whole_numbers
 from fsdplab.cli.render import show
-from fsdplab.cli.runs import answer_of_runs
+from fsdplab.cli.runs import answer_of_runs, recorded_in
 from fsdplab.recording.assemble import NothingRecorded, assemble
 from fsdplab.recording.launch import clear, prepare, run_job
 from fsdplab.recording.settings import RecordingError, Settings, environment, steps_of
@@ -37,7 +36,7 @@ def record_job(command: Sequence[str], out: Path, steps: str, ranks: str | None,
     finally:
         release_folder(out)
     outputs.give(answer_of_runs([record], None, outputs.detail))
-    show(outputs.console(), [Line(f"recorded in {out}; show it again with: fsdplab report {out}")])
+    show(outputs.console(), [recorded_in(out)])
     return code
 
 

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fsdplab.cli.answer import Line
 from fsdplab.cli.errors import refuse
 from fsdplab.cli.outputs import Detail, Outputs
 from fsdplab.cli.progress import ProgressTable, headline
 from fsdplab.cli.render import show
-from fsdplab.cli.runs import answer_of_runs
+from fsdplab.cli.runs import answer_of_runs, recorded_in
 from fsdplab.cli.terminal import look_for_signals
 from fsdplab.records import RunRecord
 
@@ -33,7 +32,7 @@ def record_run(settings: dict[str, Any], outputs: Outputs, runner: Callable[...,
             spec, directory=folder, on_progress=lambda *where: progress.step(spec, *where), on_look=look_for_signals
         )
     outputs.give(answer_of_runs([record], None, detail))
-    show(console, [Line(f"recorded in {folder}; show it again with: fsdplab report {folder}")])
+    show(console, [recorded_in(folder)])
 
 
 def record_on_nodes(common: dict[str, Any], nodes: int, ranks_per_node: int | None, outputs: Outputs) -> None:

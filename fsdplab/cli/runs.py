@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fsdplab.cli.answer import Answer, Line, Part, Table
@@ -151,6 +152,11 @@ def _output_of_ranks(records: Sequence[RunRecord]) -> Iterator[Line]:
         for path in sorted((record.path / "ranks").glob("rank*.*")):
             for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
                 yield Line(f"{view(record).label}, {path.stem}: {line}")
+
+
+def recorded_in(folder: Path) -> Line:
+    """Where a record is, and how to show it again."""
+    return Line(f"recorded in {folder}; show it again with: fsdplab report {folder}")
 
 
 def end_if_failed(records: Sequence[RunRecord]) -> None:
