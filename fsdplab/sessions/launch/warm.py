@@ -14,7 +14,6 @@ import atexit
 import json
 import math
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -112,7 +111,7 @@ class _Starter:
                 env={**rank_environment(), "OPENBLAS_NUM_THREADS": "1"},
                 start_new_session=True,  # Ctrl-C in a terminal reaches the caller only
             )  # fmt: skip
-            self._trial = self.fork(_TRIAL, self._mailbox, 1)
+            self._trial = self.fork(_TRIAL, self._mailbox, 1, "/")  # the caller's folder may be one that none may enter
 
     def fits(self) -> bool:
         """Whether a rank forked by it equals one started now, or the trial has shown that it cannot fork."""
@@ -147,17 +146,16 @@ class _Starter:
         trial = self._trial
         if trial.cannot is None and trial.exits is None:
             raise StarterFailed(f"the warm starter {self.how_it_ended()}{self._output()}")
-        said = self._mailbox.agent_log.read_text(errors="replace").strip().splitlines()[-1:]
-        shutil.rmtree(self._mailbox.folder)
         refused = trial.cannot or ""
         if code := trial.failed().get(0):
+            said = self._mailbox.agent_log.read_text(errors="replace").strip().splitlines()[-1:]
             how = f"was killed by {name_of(-code)}" if code < 0 else "".join(said) or f"ended with exit code {code}"
             refused = f"a rank forked on trial failed: {how}"
         if refused:
             self.end()
         return refused
 
-    def fork(self, program: Sequence[str], mailbox: Mailbox, world_size: int) -> WarmRanks:
+    def fork(self, program: Sequence[str], mailbox: Mailbox, world_size: int, where: str = ".") -> WarmRanks:
         """Ask for the ranks of one run, with a socket for it alone; the request is a file, for the environment may be
         longer than a packet.
         """
@@ -169,7 +167,7 @@ class _Starter:
             "environment": {**rank_environment(), RANKS_STORE: str(store)}, "inherited": inherited(),
         }  # fmt: skip
         own, theirs = socket.socketpair()
-        folder = os.open(".", os.O_PATH)  # it may have been deleted, or have a path that is too long
+        folder = os.open(where, os.O_PATH)  # it may have been deleted, or have a path that is too long
         try:
             with tempfile.TemporaryFile("w+", encoding="utf-8") as file:
                 json.dump(request, file)
