@@ -197,6 +197,36 @@ def test_an_interrupted_launcher_ends_its_job_and_passes_its_code_on(tmp_path):
     assert RunRecord.load(tmp_path / "out").status == "finished"
 
 
+UNDER_NOHUP = """
+import signal, sys
+from pathlib import Path
+from fsdplab.recording.launch import prepare, run_job
+from fsdplab.recording.settings import Settings
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+settings = Settings(sys.argv[1], 10, 13, job="job")
+prepare(settings)
+sys.exit(run_job([sys.executable, "-c", sys.argv[2]], settings))
+"""
+OF_ITS_OWN_MIND = """
+import signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))
+print("ready", flush=True)
+signal.pause()
+"""
+
+
+def test_a_signal_that_is_ignored_as_by_nohup_is_not_passed_on(tmp_path):
+    """torchrun handles SIGHUP, so that a job under nohup ended with its terminal."""
+    command = [sys.executable, "-c", UNDER_NOHUP, str(tmp_path / "out"), OF_ITS_OWN_MIND]
+    launcher = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, text=True)
+    assert launcher.stdout is not None and launcher.stdout.readline() == "ready\n"
+    for which in (signal.SIGHUP, signal.SIGTERM):
+        launcher.send_signal(which)
+    launcher.communicate(timeout=100)
+    assert launcher.returncode == 7
+
+
 # ---- what the recording must not do
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 
 from fsdplab.cli.errors import interrupted
-from fsdplab.cli.terminal import SIGNALS
+from fsdplab.common.processes import asked_to_end
 from fsdplab.common.pythons import run_of, with_this_checkout
 
 
@@ -33,14 +33,8 @@ def run_module(module: str, arguments: Sequence[str], instead: Mapping[int, int]
         got.append(number)
         process.send_signal((instead or {}).get(number, number))
 
-    before = {
-        number: signal.signal(number, hand_on) for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN
-    }
-    try:
+    with asked_to_end(hand_on):
         code = process.wait()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
     if got and code in (0, -signal.SIGINT, 128 + signal.SIGINT, *(-number for number in got)):
         interrupted(got[0])
     return code if code >= 0 else 128 - code

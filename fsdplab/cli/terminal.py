@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import codecs
 import io
-import signal
 import sys
 import threading
 import time
@@ -16,8 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from fsdplab.common.processes import asked_to_end
+
 _PLAIN = {"–": "-", "…": "...", "µ": "u", "×": "x", "→": "->", "·": "|", "≤": "<=", "≥": ">=", "²": "2"}
-SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 _CLEANING_S = 15.0  # ending ranks is bounded by ten seconds; a signal after this long is taken again
 
 
@@ -76,17 +76,12 @@ def signals_as_exceptions(until_the_end: bool) -> Iterator[Signals]:
     """Inside, the first of the signals raises `Ended`; others do nothing, so that what it began is finished.
 
     `until_the_end` of the process: afterwards signals are still ignored, while Python ends and the last processes with
-    it. A signal that whoever started this ignores (`nohup`) stays ignored. Only the main thread has signals.
+    it. Only the main thread has signals.
     """
     global of_this_command
     of_this_command = Signals()
     if threading.current_thread() is not threading.main_thread():
         yield of_this_command
         return
-    taken = [number for number in SIGNALS if signal.getsignal(number) not in (signal.SIG_IGN, None)]
-    before = {number: signal.signal(number, of_this_command.take) for number in taken}
-    try:
+    with asked_to_end(of_this_command.take, restore=not until_the_end):
         yield of_this_command
-    finally:
-        for number, handler in before.items() if not until_the_end else ():
-            signal.signal(number, handler)

@@ -9,11 +9,16 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple, NoReturn
 
 from fsdplab.common.machine import output_of
 
+# by which a terminal, a shell or a scheduler asks a process to end
+ASKED = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has none, and its SIGTERM cannot be refused
 
 
@@ -31,6 +36,21 @@ def send_group(pid: int, which: signal.Signals) -> None:
         os.killpg(pid, which)
     except (ProcessLookupError, PermissionError):  # macOS reports "not permitted" for a zombie's group
         send(pid, which)
+
+
+@contextmanager
+def asked_to_end(handler: Callable[[int, FrameType | None], None], restore: bool = True) -> Iterator[None]:
+    """Inside, the signals that ask a process to end go to `handler`; afterwards to whom they went before, if `restore`.
+
+    A signal that whoever started this process ignores (`nohup`) stays ignored.
+    """
+    taken = [number for number in ASKED if signal.getsignal(number) not in (signal.SIG_IGN, None)]
+    before = {number: signal.signal(number, handler) for number in taken}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items() if restore else ():
+            signal.signal(number, earlier)
 
 
 def gone(pid: int) -> bool:

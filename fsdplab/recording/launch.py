@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from fsdplab.common.files import write_whole
+from fsdplab.common.processes import asked_to_end
 from fsdplab.recording.settings import RecordingError, Settings, environment
 from fsdplab.records.folder import MARKER, claim_folder
 from fsdplab.sessions.launch.parent_death import end_with_parent
@@ -38,7 +39,6 @@ def run_job(command: Sequence[str], settings: Settings) -> int:
 
     Signals that ask this process to end are passed on, and the job's own end is waited for.
     """
-    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     this = os.getpid()
     try:
         job = subprocess.Popen(
@@ -47,13 +47,8 @@ def run_job(command: Sequence[str], settings: Settings) -> int:
         )  # fmt: skip
     except OSError as error:
         raise RecordingError(f"{command[0]} cannot be started: {error.strerror}") from None
-    try:
-        for each in before:
-            signal.signal(each, lambda number, _: _pass_on(job, number))
+    with asked_to_end(lambda number, _: _pass_on(job, number)):
         code = job.wait()
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
     return code if code >= 0 else 128 - code
 
 
