@@ -17,9 +17,8 @@ from typer.core import TyperGroup
 
 from fsdplab import __version__
 from fsdplab.cli.errors import USAGE_ERROR, failed, interrupted, one_line, refuse, refuse_for
-from fsdplab.cli.exports import Exports
 from fsdplab.cli.old_names import as_today
-from fsdplab.cli.options import OF_A_RUN, SETTINGS, examples, exports_of, in_flags, outputs_of, settings_of
+from fsdplab.cli.options import OF_A_RUN, SETTINGS, examples, in_flags, outputs_of, settings_of
 from fsdplab.cli.outputs import Outputs
 from fsdplab.cli.parse import card_of, check_strategies, link_of, names, one_strategy, whole_numbers
 from fsdplab.cli.plan.commands import app as plan
@@ -206,8 +205,7 @@ def record(
         "fsdplab report runs/full_shard-lab --perfetto trace.json.gz",
     )
 )
-@outputs_of("html", "json", "quiet", "verbose")
-@exports_of
+@outputs_of("html", "json", "quiet", "verbose", "tensorboard", "perfetto", "csv", "snapshot")
 def report(
     records: Annotated[
         list[Path],
@@ -217,7 +215,6 @@ def report(
         ),
     ],
     outputs: Outputs = Outputs(),
-    exports: Exports = Exports(),
     tables: Annotated[
         bool,
         typer.Option(
@@ -243,7 +240,7 @@ def report(
     from fsdplab.profiling.traces.load import TraceOptions
 
     options = TraceOptions(whole_numbers("--ranks", ranks) if ranks else None, comm_pattern or [])
-    report_records(records, outputs, exports, options, tables)
+    report_records(records, outputs, options, tables)
 
 
 @app.command(

@@ -14,7 +14,6 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from fsdplab.cli.exports import Exports
 from fsdplab.cli.outputs import Outputs
 from fsdplab.common.names import STRATEGIES
 from fsdplab.planning.plan_spec import AS_IN_A_RUN, PlanSpec, flag_of
@@ -87,7 +86,6 @@ PLAN = {
 }  # fmt: skip
 
 _OUTPUTS = _fields(Outputs)
-_EXPORTS = _fields(Exports)
 
 # Flags of all commands that run; the order is that of `--help`.
 OF_A_RUN = (
@@ -143,11 +141,6 @@ def settings_of(
 def outputs_of(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Let a command take these targets as flags; it gets them as `outputs`, known to be writable."""
     return settings_of(*names, of=_OUTPUTS, into="outputs", made=lambda **given: Outputs(**given).check())
-
-
-def exports_of(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command take the targets of exports as flags; it gets them as `exports`, likewise."""
-    return settings_of(*_EXPORTS, of=_EXPORTS, into="exports", made=lambda **given: Exports(**given).check())(command)
 
 
 def _parameter(name: str, flag: Flag, default: Any) -> inspect.Parameter:

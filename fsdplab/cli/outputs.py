@@ -40,6 +40,10 @@ class Outputs:
     html: Path | None = option(None, "Write a standalone page: table, figures, what was real.")
     figure: Path | None = option(None, "Write a figure as .html; its camera button saves an SVG.")
     keep: Path | None = option(None, "Keep the run records in this folder.")
+    tensorboard: Path | None = option(None, "Write a log folder that TensorBoard's profiler plugin opens.")
+    perfetto: Path | None = option(None, "Write one trace of all ranks for Perfetto or chrome://tracing.")
+    csv: Path | None = option(None, "Write the tables as CSV files into this folder.")
+    snapshot: Path | None = option(None, "Write CUDA memory snapshots for PyTorch's memory viewer into this folder.")
     force: bool = option(False, "Replace an earlier record in that folder.", flags=("--force",))
     quiet: bool = option(False, "Print the result only: no progress, legend or findings.", flags=("--quiet", "-q"))
     verbose: bool = option(False, "Print also every step, and what the ranks printed.", flags=("--verbose", "-v"))
@@ -54,12 +58,13 @@ class Outputs:
         for flag, path in (("--html", self.html), ("--figure", self.figure)):
             if path and importlib.util.find_spec("plotly") is None:
                 refuse(f"{flag} needs plotly; run: {how_to_install('lab')}")
-            if path:
-                check_file(flag, path)
-        if self.json and self.json != "-":
-            check_file("--json", Path(self.json))
-        if self.keep:
-            check_folder("--keep", self.keep)
+        written = Path(self.json) if self.json and self.json != "-" else None
+        files = {"html": self.html, "figure": self.figure, "json": written, "perfetto": self.perfetto}
+        folders = {name: getattr(self, name) for name in ("keep", "tensorboard", "csv", "snapshot")}
+        for check, targets in ((_check_file, files), (_check_folder, folders)):
+            for name, target in targets.items():
+                if target:
+                    check(f"--{name}", target)
         return self
 
     @property
@@ -88,12 +93,12 @@ class Outputs:
             write_output(page, answer.page())
 
 
-def check_file(flag: str, path: Path) -> None:
+def _check_file(flag: str, path: Path) -> None:
     """Refuse a file that is not writable, before a command takes its time."""
     _check(flag, path, try_output, "expected a file name in an existing folder that is writable")
 
 
-def check_folder(flag: str, path: Path) -> None:
+def _check_folder(flag: str, path: Path) -> None:
     """Refuse a folder in which no file can be made."""
     if path.exists() and not path.is_dir():
         refuse(f"{flag} {path} is a file; expected a folder")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fsdplab.cli import answer
 from fsdplab.cli.answer import Line, Part
-from fsdplab.cli.exports import Exports
+from fsdplab.cli.exports import exported
 from fsdplab.cli.outputs import Detail, Outputs
 from fsdplab.cli.render import show
 from fsdplab.cli.runs import answer_of_runs, end_if_failed
@@ -21,7 +21,7 @@ from fsdplab.records import RunRecord
 
 
 def report_records(
-    paths: Sequence[Path], outputs: Outputs, exports: Exports, options: TraceOptions | None = None, tables: bool = False
+    paths: Sequence[Path], outputs: Outputs, options: TraceOptions | None = None, tables: bool = False
 ) -> None:
     """Load recorded runs, show them, and write the requested files. A finished record of the twin is the reference.
 
@@ -40,7 +40,7 @@ def report_records(
     shown = [*_shown_tables(records, made)] if tables else []
     tables_of = (lambda record: made[id(record)]) if tables else None
     outputs.give(answer_of_runs(records, reference, outputs.detail, shown, tables_of))
-    show(outputs.console(), exports.write(records))
+    show(outputs.console(), exported(outputs, records))
     end_if_failed(loaded)
 
 
