@@ -62,6 +62,7 @@ _LESSONS = {  # the name that a notebook imports -> the lesson whose lesson.py i
     "trading": "nb13_trading",
     "composing": "nb16_composition",
     "sizing": "nb19_planning_at_scale",
+    "matrices": "nb21_whole_matrices",
 }
 
 __all__ = [*_SOURCES, *_LESSONS, "load_ipython_extension"]

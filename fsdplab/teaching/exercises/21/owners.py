@@ -1,0 +1,113 @@
+"""Balanced owners
+
+Write owners(shapes, ranks): the owner of each matrix, so that the rank that computes most has little more than the
+others. Every rank must come to the same list.
+
+1. What makes a rank late: how many matrices it owns, how many elements they have, or their `flops`?
+2. A large matrix that is given away last makes one rank late; a small one hardly does. So in which order? And who gets
+   the next one?
+3. `for number in sorted(range(len(shapes)), key=lambda number: -flops(shapes[number]))`: the rank with the least load,
+   `min(range(ranks), key=lambda rank: load[rank])`, gets it, and its load grows by `flops(shapes[number])`.
+"""
+
+from fsdplab.engine.core.owners import newton_schulz_flops as flops
+
+
+def owners(shapes, ranks):
+    """The rank that owns each matrix; shapes: (rows, columns) of each."""
+    owner, load = [0] * len(shapes), [0.0] * ranks
+    ### BEGIN SOLUTION  who gets which matrix? flops((rows, columns)) is what one costs
+    for number in sorted(range(len(shapes)), key=lambda number: -flops(shapes[number])):
+        #! for number in range(len(shapes)):
+        #: a large matrix that is given away late makes one rank late: give the largest away first
+        #! for number in sorted(range(len(shapes)), key=lambda number: flops(shapes[number])):
+        #: the smallest are given away first, so the largest come last and make one rank late: the largest first
+        owner[number] = min(range(ranks), key=lambda rank: load[rank])
+        #! owner[number] = number % ranks
+        #: ranks take turns whatever they have: give each matrix to the rank that has the fewest FLOPs so far
+        #! owner[number] = number * ranks // len(shapes)
+        #: every rank owns matrices that stand side by side, however large they are: balance by FLOPs
+        #! owner[number] = max(range(ranks), key=lambda rank: load[rank])
+        #: the rank that has most gets more: `min`, not `max`
+        #! owner[number] = __import__("random").randrange(ranks)
+        #: two calls gave different owners. Each rank computes this list for itself, and all must come to the same one
+        load[owner[number]] += flops(shapes[number])
+        #! load[owner[number]] += 1
+        #: this balances how many matrices a rank owns; a large one takes longer than several small ones
+        #! load[owner[number]] += shapes[number][0] * shapes[number][1]
+        #: this balances elements, that is bytes; what takes time are FLOPs, and they grow with the square of the short
+        #: side
+        #! pass
+        #: a rank's load stays 0, so that all matrices go to one rank: add what it has got
+    return owner
+    #! return load
+    #: these are the loads; return the owner of each matrix, a rank's number
+    #! return [number for rank in range(ranks) for number, of in enumerate(owner) if of == rank]
+    #: numbers of matrices, ordered by owner; return the owner of each matrix, in the order of `shapes`
+    #! return sorted(owner)
+    #: the owners stand in another order than the shapes: owner[i] belongs to shapes[i]
+    ### END SOLUTION
+
+
+#! def owners(shapes, ranks):
+#!     owner, load = [], [0.0] * ranks
+#!     for shape in sorted(shapes, key=flops, reverse=True):
+#!         owner.append(load.index(min(load)))
+#!         load[owner[-1]] += flops(shape)
+#!     return owner
+#: the owners stand in the order in which the matrices were given away: owner[i] belongs to shapes[i]
+
+# ---- check: pure
+
+BLOCK = [(384, 384)] * 4 + [(1536, 384), (384, 1536)]
+
+
+def cases(rank, n):
+    yield "six blocks of a GPT on 4 ranks", BLOCK * 6, 4
+    yield "one block on 3 ranks", BLOCK, 3
+    yield "wide and square ones on 2 ranks", [(64, 4096), (256, 256), (64, 2048), (256, 1024), (512, 512)], 2
+    yield "small ones first, on 3 ranks", [(64, 64)] * 5 + [(128, 256)] * 3 + [(256, 512)] * 2, 3
+    yield "more ranks than matrices", [(8, 8), (32, 16)], 4
+
+
+def observe(owners, shapes, ranks):
+    got = owners(list(shapes), ranks)
+    if (refused := complaint(got, shapes, ranks)) is not None:
+        return {"owners": refused}
+    most = busiest([int(each) for each in got], shapes, ranks)
+    allowed = 1.05 * busiest(largest_first(shapes, ranks), shapes, ranks)
+    again = list(owners(list(shapes), ranks)) == list(got)
+    return {"owners": "one a matrix", "two calls agree": again, "MFLOP of the busiest rank": max(most, allowed)}
+
+
+def complaint(got, shapes, ranks):
+    """What is returned where it is no list of an owner a matrix, else None."""
+    if not isinstance(got, (list, tuple)) or len(got) != len(shapes):
+        return got
+    whole = all(hasattr(each, "__index__") and 0 <= int(each) < ranks for each in got)
+    return None if whole else got
+
+
+def busiest(owner, shapes, ranks):
+    """MFLOP of the rank that computes most."""
+    return max(sum(flops(s) for s, of in zip(shapes, owner) if of == rank) for rank in range(ranks)) / 1e6
+
+
+def largest_first(shapes, ranks):
+    """The owners that are good enough: the largest first, each to the rank that has least to do."""
+    owner, load = [0] * len(shapes), [0.0] * ranks
+    for number in sorted(range(len(shapes)), key=lambda number: -flops(shapes[number])):
+        owner[number] = load.index(min(load))
+        load[owner[number]] += flops(shapes[number])
+    return owner
+
+
+SAYS = {
+    "owners": lambda got, right: (
+        "return a list with the owner of each matrix, a rank's number from 0 on, in the order of `shapes`"
+    ),
+    "two calls agree": "two calls gave different owners. Each rank computes this list for itself, and all must come to"
+    " the same one",
+    "MFLOP of the busiest rank": "the busiest rank has more than 5 % above what is possible: give the largest matrix"
+    " away first, each to the rank that has the fewest FLOPs so far",
+}

@@ -1,0 +1,315 @@
+"""Lesson 21 in the notebook's process: what Newton-Schulz makes of a whole matrix and of its parts, three ways to step
+a sharded matrix counted in bytes and FLOPs, and runs of Muon beside AdamW.
+
+P are the elements of all matrices, n the ranks. What travels for Muon is bfloat16, 2 bytes an element. Singular values
+and collectives are measured, ways are computed, bytes and memory of runs are measured beside their prediction, and
+times are those of the steady card, which are the same on every machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from fsdplab.common.sizes import seconds, size
+from fsdplab.engine.core.owners import newton_schulz_flops
+from fsdplab.figures import lines
+from fsdplab.figures.bars import Part, stacked_bars
+from fsdplab.figures.plotly_go import go
+from fsdplab.figures.style import CATEGORY_COLOURS, COLLECTIVE_COLOURS, LANE_COLOURS, STEP_COLOURS, titled
+from fsdplab.planning.links import parse_link
+from fsdplab.planning.muon import OwnersStep, matrices_of
+from fsdplab.records import RunRecord, known
+from fsdplab.sessions.prediction import predict
+from fsdplab.sessions.steady_card import GIGAFLOPS, spec_of, steady
+from fsdplab.teaching.core.diagrams import HeldCell, cells_in_time
+from fsdplab.teaching.core.display import Table, table
+from fsdplab.teaching.core.lesson_ranks import LessonRanks
+from fsdplab.teaching.core.waiting import doing
+from fsdplab.workloads.shapes import model as shape_of
+
+from .on_ranks import gradients, orthogonalised
+
+__all__ = [
+    "beside", "collectives", "counted", "exchange_diagram", "gradient", "largest", "optimizer_s",
+    "orthogonalised", "steady", "steps_figure", "values", "values_figure", "ways", "ways_figure",
+]  # fmt: skip
+
+MB = 1e6
+SENT = 2  # bytes of an element that travels
+MATRICES = ("down", "up", "query")
+BF16_FLOPS = 2 * GIGAFLOPS * 1e9  # of the steady card
+_on_ranks = LessonRanks(__file__)
+
+
+# ---- singular values
+
+
+@lru_cache(maxsize=1)
+def _gradients() -> dict[str, torch.Tensor]:
+    return gradients()
+
+
+def gradient(name: str = "down") -> torch.Tensor:
+    """The gradient of a matrix of gpt-tiny's first block, measured: down [64, 256], up [256, 64], query [64, 64]."""
+    return _gradients()[name]
+
+
+def pieces(matrix: torch.Tensor, ranks: int) -> torch.Tensor:
+    """What `ranks` ranks make of a matrix if each orthogonalises its rows alone, joined again: [rows, columns]."""
+    return torch.cat([orthogonalised(rows).float() for rows in matrix.chunk(ranks)])
+
+
+def values(matrix: torch.Tensor) -> list[float]:
+    """The singular values of a matrix, the largest first."""
+    return torch.linalg.svdvals(matrix.float()).tolist()
+
+
+def largest(ranks: int, matrix: str = "down") -> float:
+    """The largest singular value where `ranks` ranks orthogonalise their rows alone."""
+    return values(pieces(gradient(matrix), ranks))[0]
+
+
+def values_figure(ranks: int, matrix: str = "down") -> go.Figure:
+    """Singular values of a gradient, of the whole matrix after Newton-Schulz, and of the ranks' parts after it."""
+    given = gradient(matrix)
+    before, whole, joined = values(given), values(orthogonalised(given)), values(pieces(given, ranks))
+    scaled = [each / before[0] for each in before]
+    places = list(range(1, len(before) + 1))
+    parts = "halves" if ranks == 2 else f"{ranks} parts"
+    each = {f"{parts}, each alone": (_RED, joined, "dash")} if ranks > 1 else {}
+    curves = {"the gradient, largest = 1": (_GREY, scaled, "dot"), "the whole matrix": (_BLUE, whole, "solid"), **each}
+    figure = go.Figure([lines.line(name, colour, places, y, dash=dash) for name, (colour, y, dash) in curves.items()])
+    figure.update_xaxes(title_text="singular values, the largest first")
+    figure.update_yaxes(title_text="value", range=[0, 1.08 * max(1.2, *joined)])
+    rows, columns = given.shape
+    title = f"Newton-Schulz of the whole matrix: singular values {whole[-1]:.2f} to {whole[0]:.2f}"
+    if ranks > 1:
+        title = f"Orthogonalised in {parts}: singular values {joined[-1]:.3f} to {joined[0]:.2f}, not near 1"
+    subtitle = f"Measured: a gradient [{rows}, {columns}] of gpt-tiny, five iterations in bfloat16"
+    alt = (
+        f"Lines of {len(before)} singular values, the largest first. The gradient's fall from 1 to {scaled[-1]:.1e}."
+        f" After Newton-Schulz those of the whole matrix lie between {whole[-1]:.2f} and {whole[0]:.2f}."
+    )
+    if ranks > 1:
+        alt += (
+            f" Where each of {ranks} ranks orthogonalises its rows alone, those of the joined matrix fall from"
+            f" {joined[0]:.2f} to {joined[-1]:.3f}."
+        )
+    return titled(figure, title, subtitle, alt, 340)
+
+
+_GREY, _BLUE, _RED = "#6b7380", "#0064c8", "#e01f3d"
+
+
+# ---- an exchange, drawn
+
+MOMENTS = ("momentum on shards", "all-to-all", "Newton-Schulz", "all-to-all back")
+_KINDS = {
+    "rows of the momentum": CATEGORY_COLOURS["sharded_gradients"],
+    "a whole matrix": CATEGORY_COLOURS["unsharded_gradients"],
+    "a whole update": CATEGORY_COLOURS["unsharded_parameters"],
+    "rows of the update": CATEGORY_COLOURS["sharded_parameters"],
+}
+
+
+def exchange_cells(ranks: int = 3) -> Iterator[HeldCell]:
+    """What each rank holds of as many matrices as there are ranks, moment by moment; rank r owns matrix r."""
+    for rank in range(ranks):
+        for matrix in range(ranks):
+            row = f"rank {rank}: matrix {'ABCDEFGH'[matrix]}"
+            yield HeldCell(row, 0, "rows of the momentum", f"part {rank}")
+            if rank == matrix:
+                yield HeldCell(row, 1, "a whole matrix", f"parts 0 to {ranks - 1}")
+                yield HeldCell(row, 2, "a whole update", "orthogonal")
+            yield HeldCell(row, 3, "rows of the update", f"part {rank}")
+
+
+def exchange_diagram(ranks: int = 3) -> go.Figure:
+    """The four moments of a step with owners, with a play button."""
+    rows = [f"rank {rank}: matrix {'ABCDEFGH'[matrix]}" for rank in range(ranks) for matrix in range(ranks)]
+    return cells_in_time(
+        list(exchange_cells(ranks)), rows, MOMENTS, _KINDS,
+        "Each matrix is whole once, on its owner",
+        f"Drawn from the rule, nothing was run: {ranks} ranks, {ranks} matrices, rank 0 owns A, rank 1 B, and so on",
+        f"Which parts of {ranks} matrices each of {ranks} ranks holds. First every rank has its rows of the momentum of"
+        " each matrix. After an all-to-all each rank has all parts of the matrix that it owns, and of no other. It"
+        " computes that matrix's update. After an all-to-all back every rank has its rows of every update.",
+    )  # fmt: skip
+
+
+# ---- three ways, counted
+
+
+@dataclass(frozen=True)
+class Way:
+    """What a step of Muon takes of the busiest rank: FLOPs, bytes that it sends for the optimizer, and bytes that all
+    other collectives of the step send in addition, as padding.
+    """
+
+    name: str
+    flops: float
+    sent: float
+    padding: float = 0.0
+
+    def seconds(self, link: str) -> tuple[float, float]:
+        """(computing, on the link) on the steady card."""
+        return self.flops / BF16_FLOPS, (self.sent + self.padding) / parse_link(link).bytes_per_s
+
+
+def ways(model: str, ranks: int) -> list[Way]:
+    """Gather everywhere, an owner a matrix, and whole matrices a rank, for the matrices of a model's blocks.
+
+    Whole matrices a rank: nothing travels for the optimizer, but the blocks' shares are unequal, and two all-gathers
+    and a reduce-scatter send as much from each rank as from the fullest: 3 (n - 1) (max - L / n) elements of fp32 for a
+    block of L.
+    """
+    shape = shape_of(model)
+    block = matrices_of(shape.block)
+    elements = shape.layers * sum(rows * columns for rows, columns in block)
+    owners = OwnersStep.of(shape, ranks, whole=False)
+    uneven = max(_shares(block, ranks, _elements)) - sum(map(_elements, block)) / ranks
+    return [
+        Way(
+            "gather everywhere",
+            shape.layers * sum(map(newton_schulz_flops, block)),
+            SENT * elements * (ranks - 1) / ranks,
+        ),
+        Way("an owner a matrix", owners.flops, float(sum(row.step_bytes for row in owners.traffic()))),
+        Way(
+            "whole matrices a rank",
+            _flops_of_whole(block, shape.layers, ranks),
+            0.0,
+            3 * 4 * shape.layers * (ranks - 1) * uneven,
+        ),
+    ]
+
+
+def _elements(shape: tuple[int, int]) -> float:
+    return float(shape[0] * shape[1])
+
+
+def _shares(block: Sequence[tuple[int, int]], ranks: int, cost: Callable[[tuple[int, int]], float]) -> list[float]:
+    """What each rank has of a block's whole matrices: the largest first, each to the rank that has least."""
+    load = [0.0] * ranks
+    for each in sorted(block, key=cost, reverse=True):
+        load[load.index(min(load))] += cost(each)
+    return load
+
+
+def _flops_of_whole(block: Sequence[tuple[int, int]], layers: int, ranks: int) -> float:
+    """Of the busiest rank, where each block's shares go to the ranks in turn, so that all blocks together balance."""
+    shares = _shares(block, ranks, newton_schulz_flops)
+    return max(sum(shares[(rank + layer) % ranks] for layer in range(layers)) for rank in range(ranks))
+
+
+def ways_figure(model: str, ranks: int, link: str) -> go.Figure:
+    """The three ways as bars: seconds of computing and on the link, in a step on the steady card."""
+    found = ways(model, ranks)
+    split = [way.seconds(link) for way in found]
+    parts = [
+        Part("Newton-Schulz", STEP_COLOURS["compute only"], [1e3 * computing for computing, _ in split]),
+        Part("on the link", COLLECTIVE_COLOURS["all_gather in backward"], [1e3 * linked for _, linked in split]),
+    ]
+    ends = {
+        way.name: f"<b>{seconds(sum(both))}</b> · {way.flops / 1e9:,.0f} GFLOP, {size(int(way.sent + way.padding))}"
+        for way, both in zip(found, split)
+    }
+    figure = stacked_bars(
+        ends, parts, "a rank's optimizer step, nothing overlapped (ms)", "%{x:.1f} ms", lambda ms: seconds(ms / 1e3)
+    )
+    best = min(range(len(found)), key=lambda place: sum(split[place]))
+    title = f"{model} on {ranks} ranks: {found[best].name} takes {seconds(sum(split[best]))}, the least"
+    subtitle = f"Computed for the steady card ({BF16_FLOPS / 1e9:.0f} GFLOP/s in bf16), a link of {link}"
+    said = "; ".join(
+        f"{way.name} {seconds(c)} of computing and {seconds(on)} on the link" for way, (c, on) in zip(found, split)
+    )
+    return titled(figure, title, subtitle, f"Stacked bars: {said}.", height=230)
+
+
+# ---- collectives of a step
+
+
+@doing("one step of torch.optim.Muon on the shards of two ranks")
+def counted() -> dict[str, dict[str, int]]:
+    """Collectives by kind that rank 0 of two issues in a step of Muon on gpt-tiny's 12 matrices, sharded by PyTorch."""
+    return _on_ranks("collectives_of_a_step", 2)[0]
+
+
+def collectives(found: dict[str, dict[str, int]]) -> Table:
+    """What a step sends, PyTorch's own optimizer beside owners."""
+    rows = [
+        [name, sum(kinds.values()), ", ".join(f"{count} {kind}s" for kind, count in kinds.items())]
+        for name, kinds in found.items()
+    ]
+    caption = "Counted on 2 ranks: one step of Muon on the 12 matrices of gpt-tiny, sharded by PyTorch's fully_shard."
+    return table(["", "collectives", "of which"], rows, caption)
+
+
+# ---- runs
+
+
+def beside(runs: Sequence[RunRecord]) -> Table:
+    """Predicted and measured of each run: optimizer state, peak, bytes sent in a step."""
+    rows = []
+    for record in runs:
+        spec, summary = spec_of(record), record.summary
+        assert spec is not None, "a run of this notebook can run here"
+        said, peak = predict(spec), summary.peak_memory_bytes
+        assert said.by_category is not None, "the runs of this notebook are predicted"
+        pairs = [
+            (said.by_category["optimizer_state"], peak.split["optimizer_state"]),
+            (known(said.peak_bytes), known(peak.total)),
+            (known(said.bytes_per_step), known(summary.comm.bytes_per_step)),
+        ]
+        rows.append([spec.optimizer, *(f"{nbytes / MB:.1f}" for pair in pairs for nbytes in pair)])
+    header = [
+        "optimizer",
+        *(f"{what}, {how}" for what in ("state MB", "peak MB", "MB sent") for how in ("predicted", "measured")),
+    ]
+    return table(header, rows, "A rank of 2 CPU ranks; sent in one step. Predicted by arithmetic, before the run.")
+
+
+def steps_figure(runs: Sequence[RunRecord]) -> go.Figure:
+    """Steps of simulated runs as bars: forward and backward, exposed communication, and the optimizer."""
+    split = {}
+    for record in runs:
+        step, own = known(record.summary.step_time_s.median), optimizer_s(record)
+        exposed = known(record.summary.comm.exposed_s)
+        split[_named(record)] = (step - own - exposed, exposed, own)
+    parts = [
+        Part(name, colour, [1e3 * each[place] for each in split.values()])
+        for place, (name, colour) in enumerate(
+            (
+                ("forward and backward", STEP_COLOURS["compute only"]),
+                ("exposed communication", STEP_COLOURS["exposed"]),
+                ("optimizer", LANE_COLOURS["optimizer"]),
+            )
+        )
+    ]
+    ends = {name: f"<b>{seconds(sum(each))}</b>, optimizer {each[2] / sum(each):.0%}" for name, each in split.items()}
+    figure = stacked_bars(ends, parts, "one step (ms)", "%{x:.0f} ms", lambda ms: seconds(ms / 1e3))
+    last = list(split)[-1]
+    title = f"{last}: the optimizer takes {split[last][2] / sum(split[last]):.0%} of the step"
+    spec = runs[0].spec
+    subtitle = f"Simulated on the steady card for {spec['world_size']} ranks; the link is emulated ({spec['link']})"
+    said = "; ".join(
+        f"{name} {seconds(sum(each))}, of which {seconds(each[2])} the optimizer" for name, each in split.items()
+    )
+    return titled(figure, title, subtitle, f"Stacked bars of steps: {said}.", height=110 + 40 * len(split))
+
+
+def optimizer_s(record: RunRecord) -> float:
+    """Seconds of the optimizer in rank 0's step of a simulated run."""
+    rows = record.table("timeline")
+    return (
+        sum(row["end_ns"] - row["start_ns"] for row in rows if row["rank"] == 0 and row["phase"] == "optimizer") / 1e9
+    )
+
+
+def _named(record: RunRecord) -> str:
+    tokens = record.spec["batch_size"] * record.spec["sequence_length"]
+    return f"{record.spec['optimizer']}, {tokens:,} tokens a rank"
