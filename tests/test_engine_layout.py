@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from fsdplab.engine.core.policy import STRATEGIES, Strategy, strategy_named
 from fsdplab.engine.core.step import Schedule
 from fsdplab.engine.transport.gloo import sum_in_rank_order
 from fsdplab.planning import UnitShapes, step_traffic
+from fsdplab.workloads.shapes import model
 
 pytestmark = pytest.mark.quick
 
@@ -226,3 +229,29 @@ def test_hybrid_traffic_is_full_sharding_inside_and_an_all_reduce_of_the_slice_a
 def test_every_row_of_the_table_has_a_formula() -> None:
     for strategy in STRATEGIES:
         assert step_traffic([UnitShapes("root", (("w", (3,)),))], strategy, 2)
+
+
+EXPERTS = [("experts", (128, 1536, 2048), 2)]
+
+
+def layouts(name: str, ranks: int) -> list[Layout]:
+    """Of a model's units in bf16, or of one stack of experts."""
+    if "experts" in name:
+        return [Layout.of(EXPERTS, ranks)]
+    shape = model(name)
+    root, block = (
+        Layout.of([(each.name, each.shape, 2) for each in entries], ranks) for entries in (shape.root, shape.block)
+    )
+    return [root, *[block] * shape.layers]
+
+
+def test_what_ragged_shards_would_save() -> None:
+    """The table of docs/engine.md, from the layouts."""
+    page = (Path(__file__).parents[1] / "docs" / "engine.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\S.*?) \| ([\d,]+) \| ([\d,]+) MB \| ([\d.]+) % \| ([\d.]+) GB \|$", page, re.MULTILINE)
+    assert len(rows) == 6
+    for name, ranks, padding, share, copied in rows:
+        found = layouts(name, int(ranks.replace(",", "")))
+        pad, total = (sum(getattr(each, what) for each in found) for what in ("padding_bytes", "total_bytes"))
+        assert (f"{pad / 1e6:,.0f}", f"{pad / (total - pad):.1%}") == (padding, f"{share}%")
+        assert f"{3 * total / 1e9:.1f}" == copied  # two gathers are unpacked, one reduction is packed

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -253,28 +256,17 @@ def test_state_is_torchs_and_loads_on_other_ranks(ranks, tmp_path) -> None:
     ranks(2, loaded, str(tmp_path))
 
 
-class Whitened(MatrixOptimizer):
-    """An update of another kind: the momentum, whitened on both sides (one step of Shampoo without memory)."""
+def of_the_page() -> type[MatrixOptimizer]:
+    """The optimizer that docs/engine.md shows as an update of another kind."""
+    page = (Path(__file__).parents[1] / "docs" / "engine.md").read_text(encoding="utf-8")
+    lines = re.search(r"```python\n(import torch\n[^`]*?class Whitened.*?)```", page, re.DOTALL)
+    assert lines, "docs/engine.md shows no class Whitened"
+    names: dict[str, Any] = {}
+    exec(lines[1], names)  # noqa: S102  what a reader would paste
+    return names["Whitened"]
 
-    states = ("momentum",)
 
-    def __init__(self, params, lr: float = 0.01, momentum: float = 0.9, **where) -> None:
-        super().__init__(params, {"lr": lr, "momentum": momentum}, **where)
-
-    def prepare(self, gradient, state, group):
-        return state["momentum"].mul_(group["momentum"]).add_(gradient)
-
-    def whole(self, matrix, group):
-        left, right = (self.root(product) for product in (matrix @ matrix.T, matrix.T @ matrix))
-        return left @ matrix @ right
-
-    @staticmethod
-    def root(product: torch.Tensor) -> torch.Tensor:
-        values, vectors = torch.linalg.eigh(product)
-        return vectors @ torch.diag(values.clamp(min=1e-6) ** -0.25) @ vectors.T
-
-    def apply(self, parameter, update, shape, group):
-        parameter.add_(update, alpha=-group["lr"])
+Whitened = of_the_page()
 
 
 def of_another_kind() -> None:

@@ -20,18 +20,12 @@ def back(updates, parts, owners):
     n = dist.get_world_size()
     ### BEGIN SOLUTION  what goes to each rank? one all_to_all_single; then the rows in the order of `parts`
     send = [torch.cat([parts[0].new_empty(0), *(each.chunk(n)[to].flatten() for each in updates)]) for to in range(n)]
-    #! send = [torch.cat([parts[0][:0, 0], *(each.chunk(n, 1)[to].flatten() for each in updates)]) for to in range(n)]
-    #: raises: ranks hold rows: cut an update along dimension 0
     comes = [sum(part.numel() for part, of in zip(parts, owners) if of == owner) for owner in range(n)]
     received = parts[0].new_empty(sum(comes))
-    #! received = torch.empty(sum(comes))
-    #: a buffer was made with torch's default dtype: make it like the input
     dist.all_to_all_single(received, torch.cat(send), comes, [len(each) for each in send])
     #! received[:] = torch.cat([part.flatten() for part in parts])
     #: no collective was called, so nothing came from the other ranks
     blocks = list(received.split(comes))
-    #! blocks = list(received.split(comes))[::-1]
-    #: what arrives is ordered by owner: block r came from rank r
     rows = []
     for part, owner in zip(parts, owners):
         rows.append(blocks[owner][: part.numel()].view_as(part))

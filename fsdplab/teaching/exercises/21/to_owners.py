@@ -28,13 +28,9 @@ def to_owners(parts, owners):
     ### BEGIN SOLUTION  one all_to_all_single; then each matrix from the rows of all ranks
     mine, own = send[rank], [part for part, of in zip(parts, owners) if of == rank]
     received = mine.new_empty(n, len(mine))
-    #! received = torch.empty(n, len(mine))
-    #: a buffer was made with torch's default dtype: make it like the input
     dist.all_to_all_single(received.view(-1), torch.cat(send), [len(mine)] * n, [len(each) for each in send])
     #! received[:] = mine
     #: no collective was called, so nothing came from the other ranks
-    #! dist.all_to_all_single(received.view(-1), mine.repeat(n), [len(mine)] * n, [len(mine)] * n)
-    #: raises: every rank sends its rows to the matrix's owner: to rank r goes `send[r]`, and not `send[rank]`
     #! everything = [torch.empty_like(torch.cat(send)) for _ in range(n)]
     #! dist.all_gather(everything, torch.cat(send))
     #! before = sum(len(each) for each in send[:rank])
