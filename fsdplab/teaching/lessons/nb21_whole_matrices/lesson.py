@@ -34,8 +34,8 @@ from fsdplab.workloads.shapes import model as shape_of
 from .on_ranks import gradients, orthogonalised
 
 __all__ = [
-    "beside", "collectives", "counted", "exchange_diagram", "gradient", "largest", "optimizer_s",
-    "orthogonalised", "steady", "steps_figure", "values", "values_figure", "ways", "ways_figure",
+    "beside", "collectives", "counted", "exchange_cells", "exchange_diagram", "gradient", "largest", "optimizer_s",
+    "orthogonalised", "pieces", "steady", "steps_figure", "values", "values_figure", "ways", "ways_figure",
 ]  # fmt: skip
 
 MB = 1e6
@@ -86,9 +86,9 @@ def values_figure(ranks: int, matrix: str = "down") -> go.Figure:
     figure.update_xaxes(title_text="singular values, the largest first")
     figure.update_yaxes(title_text="value", range=[0, 1.08 * max(1.2, *joined)])
     rows, columns = given.shape
-    title = f"Newton-Schulz of the whole matrix: singular values {whole[-1]:.2f} to {whole[0]:.2f}"
+    title = f"The whole matrix orthogonalised: singular values {whole[0]:.2f} to {whole[-1]:.2f}"
     if ranks > 1:
-        title = f"Orthogonalised in {parts}: singular values {joined[-1]:.3f} to {joined[0]:.2f}, not near 1"
+        title = f"Orthogonalised in {parts}: singular values {joined[0]:.2f} to {joined[-1]:.3f}"
     subtitle = f"Measured: a gradient [{rows}, {columns}] of gpt-tiny, five iterations in bfloat16"
     alt = (
         f"Lines of {len(before)} singular values, the largest first. The gradient's fall from 1 to {scaled[-1]:.1e}."
@@ -290,7 +290,7 @@ def steps_figure(runs: Sequence[RunRecord]) -> go.Figure:
             )
         )
     ]
-    ends = {name: f"<b>{seconds(sum(each))}</b>, optimizer {each[2] / sum(each):.0%}" for name, each in split.items()}
+    ends = {name: f"<b>{seconds(sum(each))}</b>, optimizer {each[2] / sum(each):.1%}" for name, each in split.items()}
     figure = stacked_bars(ends, parts, "one step (ms)", "%{x:.0f} ms", lambda ms: seconds(ms / 1e3))
     last = list(split)[-1]
     title = f"{last}: the optimizer takes {split[last][2] / sum(split[last]):.0%} of the step"
