@@ -21,24 +21,26 @@ def owners(shapes, ranks):
         #! for number in range(len(shapes)):
         #: a large matrix that is given away late makes one rank late: give the largest away first
         #! for number in sorted(range(len(shapes)), key=lambda number: flops(shapes[number])):
-        #: the smallest are given away first, so the largest come last and make one rank late: the largest first
+        #: this comes out as taking turns. Give the largest away first, and the next one to the rank with the fewest
+        #: FLOPs so far, not with the fewest matrices
         owner[number] = min(range(ranks), key=lambda rank: load[rank])
         #! owner[number] = number % ranks
         #: ranks take turns whatever they have: give each matrix to the rank that has the fewest FLOPs so far
         #! owner[number] = number * ranks // len(shapes)
         #: every rank owns matrices that stand side by side, however large they are: balance by FLOPs
         #! owner[number] = max(range(ranks), key=lambda rank: load[rank])
-        #: the rank that has most gets more: `min`, not `max`
+        #: all matrices go to one rank: give each to the rank with the least load, `min`, and add what it has got
         #! owner[number] = __import__("random").randrange(ranks)
         #: two calls gave different owners. Each rank computes this list for itself, and all must come to the same one
         load[owner[number]] += flops(shapes[number])
         #! load[owner[number]] += 1
-        #: this balances how many matrices a rank owns; a large one takes longer than several small ones
+        #: this comes out as taking turns. Give the largest away first, and the next one to the rank with the fewest
+        #: FLOPs so far, not with the fewest matrices
         #! load[owner[number]] += shapes[number][0] * shapes[number][1]
         #: this balances elements, that is bytes; what takes time are FLOPs, and they grow with the square of the short
         #: side
         #! pass
-        #: a rank's load stays 0, so that all matrices go to one rank: add what it has got
+        #: all matrices go to one rank: give each to the rank with the least load, `min`, and add what it has got
     return owner
     #! return load
     #: these are the loads; return the owner of each matrix, a rank's number
