@@ -21,7 +21,7 @@ from fsdplab.common.names import CATEGORIES
 
 from .activations import Activations
 from .plan_spec import PlanSpec
-from .program import BLOCK, ROOT, Change, Compute, Operation, Sharing, program_of_blocks
+from .program import BLOCK, ROOT, Change, Compute, Holds, Operation, Sharing, planned_step
 from .program import memory as buffers
 from .unit_bytes import UnitBytes, all_units, unit_bytes
 
@@ -109,8 +109,8 @@ def memory_of(spec: PlanSpec, blocks_per_unit: float = 1.0, variant: Variant = A
 
     What is gathered, and the gradients that wait for their reduction, are a unit's; activations are a block's.
     """
-    units, trained = len(_units(spec, blocks_per_unit)), (not spec.lora_rank, True)
-    program = program_of_blocks(units, trained, variant.sharing(spec), spec.prefetch, min(spec.grad_accum, 3))
+    units = ((ROOT, Holds(gradients=not spec.lora_rank)), *((name, Holds()) for name in _units(spec, blocks_per_unit)))
+    program = planned_step(units, variant.sharing(spec), spec.prefetch, min(spec.grad_accum, 3))
     return memory_of_program(program, spec, blocks_per_unit, variant)
 
 

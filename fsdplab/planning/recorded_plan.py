@@ -7,7 +7,7 @@ memory's rate. The operators are those of the CPU: what a GPU's kernels save or 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -19,9 +19,9 @@ from .hardware import find_gpu
 from .lab_memory import MicroBatch, StepChoices, rest_and_peak
 from .memory import FRAMEWORK_BYTES, Memory, Moment
 from .plan_spec import ITEMSIZES, PlanError, PlanSpec, flag_of
-from .plan_traffic import AxisTraffic, bytes_by_axis, on_axis, transfer_of
-from .program import Holds, StepWork, Transfer, UnitWork, program_of, seconds_of
-from .step_time import StepTime, has_known_flops, rates_of
+from .plan_traffic import AxisTraffic, bytes_by_axis, on_axis
+from .program import Holds, StepWork
+from .step_time import StepTime, has_known_flops, planned_work, rates_of, time_of, unit_work
 from .traffic import Traffic, UnitShapes, step_traffic
 
 PROVENANCE = "predicted from a recording of one micro-batch"
@@ -121,14 +121,7 @@ class RecordedPlan:
         """Seconds of a step."""
         if not has_known_flops(self.spec.gpu):
             return None
-        work = self.work()
-        count, units = self.spec.grad_accum, {unit.name: unit for unit in work.units}
-        program = program_of(replace(work, micro_batches=min(count, 3)))
-        each = [seconds_of(operations, units) for operations in program]
-        step_s = sum(each) + (count - len(each)) * each[len(each) // 2] + work.optimizer_s
-        compute_s = count * sum(unit.forward_s + unit.backward_s for unit in work.units) + work.optimizer_s
-        alone_s = sum(row.count * transfer_of(self.spec, row).seconds for row in self.traffic)
-        return StepTime(step_s, compute_s, alone_s, step_s - compute_s)
+        return time_of(self.spec, self.work(), self.traffic)
 
     @property
     def efficiency(self) -> Efficiency | None:
@@ -137,30 +130,17 @@ class RecordedPlan:
 
     def work(self) -> StepWork:
         """What the units compute and send."""
-        spec = self.spec
-        rates = rates_of(spec)
-        sent: dict[tuple[str, str, str], Transfer] = {
-            (row.unit, row.axis, row.kind): transfer_of(spec, row) for row in self.traffic
-        }
+        spec, recording, rates = self.spec, self.recording, rates_of(self.spec)
 
-        def seconds(unit: str, phase: str) -> float:
-            key = unit, phase
-            return self.recording.flops.get(key, 0) / rates.flops + self.recording.moved.get(key, 0) / rates.bytes_per_s
+        def seconds(key: tuple[str, str]) -> float:
+            return recording.flops.get(key, 0) / rates.flops + recording.moved.get(key, 0) / rates.bytes_per_s
 
-        def unit_of(name: str) -> UnitWork:
-            reduce = sent.get((name, "shard", "reduce_scatter")) or sent.get((name, "shard", "all_reduce"))
-            stored = self.recording.units[name]
-            return UnitWork(
-                name, seconds(name, "forward"), seconds(name, "backward"), sent.get((name, "shard", "all_gather")),
-                reduce, sent.get((name, "replicate", "all_reduce")),
-                holds=Holds(bool(stored), any(each.trained for each in stored)),
-            )  # fmt: skip
-
-        root, *blocks = map(unit_of, self.recording.units)
-        return StepWork(
-            root, tuple(blocks), self._optimizer_s(rates.bytes_per_s), spec.prefetch, spec.grad_accum,
-            sharing=spec.sharing, shards=spec.shards, replicas=spec.replicas,
-        )  # fmt: skip
+        units = []
+        for name, stored in recording.units.items():
+            holds = Holds(bool(stored), any(each.trained for each in stored))
+            computes_s = seconds((name, "forward")), seconds((name, "backward"))
+            units.append(unit_work(spec, self.traffic, name, computes_s, holds))
+        return planned_work(spec, self.traffic, units, self._optimizer_s(rates.bytes_per_s))
 
     def _optimizer_s(self, bytes_per_s: float) -> float:
         """Gradient, parameter and state read, parameter and state written, of what a rank updates."""

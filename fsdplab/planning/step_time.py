@@ -28,7 +28,7 @@ from .plan_traffic import (
     plan_traffic,
     transfer_of,
 )  # fmt: skip
-from .program import BLOCK, ROOT, Holds, StepWork, Transfer, UnitWork, names_of, program_of_blocks, seconds_of
+from .program import BLOCK, ROOT, Holds, StepWork, Transfer, UnitWork, step_seconds
 from .unit_bytes import adapters, all_units
 
 _MOST_PASSES = 10_000  # of a simulated step: each costs some milliseconds, and thousands of bytes of its record
@@ -53,19 +53,14 @@ class StepTime:
 
 def step_time(spec: PlanSpec, efficiency: float | None = None) -> StepTime:
     """The step's seconds; `efficiency` replaces the fitted one. Raises PlanError for a GPU of unknown FLOP/s."""
-    rows, count, layers = plan_traffic(spec), spec.grad_accum, spec.model.layers
-    compute = Compute(spec, efficiency)
-    root, block = compute.units(rows)
-    program = program_of_blocks(layers, (not spec.lora_rank, True), spec.sharing, spec.prefetch, min(count, 3))
-    units = dict.fromkeys(names_of(layers), block) | {ROOT: root}
-    each = [seconds_of(operations, units) for operations in program]
-    step_s = sum(each) + (count - len(each)) * each[len(each) // 2] + compute.optimizer_s  # the middle ones are alike
-    exchange_s = _exchange_s(spec, rows)
-    step_s += exchange_s
-    micro_s = root.forward_s + root.backward_s + layers * (block.forward_s + block.backward_s)
-    compute_s = count * micro_s + compute.optimizer_s
-    alone_s = sum(row.count * transfer_of(spec, row).seconds for row in rows)
-    return StepTime(step_s, compute_s, alone_s, step_s - compute_s)
+    rows = plan_traffic(spec)
+    return time_of(spec, _work(spec, rows, efficiency), rows)
+
+
+def time_of(spec: PlanSpec, work: StepWork, rows: Sequence[AxisTraffic]) -> StepTime:
+    """The seconds of a step of `work`, which sends `rows`."""
+    step_s, alone_s = step_seconds(work), sum(row.count * transfer_of(spec, row).seconds for row in rows)
+    return StepTime(step_s, work.compute_s, alone_s, step_s - work.compute_s)
 
 
 def work_of(spec: PlanSpec, efficiency: float | None = None, in_flight: int = 1) -> StepWork:
@@ -77,23 +72,35 @@ def work_of(spec: PlanSpec, efficiency: float | None = None, in_flight: int = 1)
             f"a simulated step has {spec.model.layers:,} blocks x {spec.grad_accum:,} micro-batches = {passes:,}"
             f" passes; expected at most {_MOST_PASSES:,}: give fewer --micro-batches: those in the middle are alike"
         )
-    compute = Compute(spec, efficiency)
-    rows = plan_traffic(spec)
-    root, block = compute.units(rows)
+    return replace(_work(spec, plan_traffic(spec), efficiency), in_flight=in_flight)
+
+
+def _work(spec: PlanSpec, rows: Sequence[AxisTraffic], efficiency: float | None) -> StepWork:
+    compute, trained = Compute(spec, efficiency), Holds(gradients=not spec.lora_rank)
+    root = unit_work(spec, rows, ROOT, (compute.head_forward_s, compute.head_backward_s), trained)
+    block = unit_work(spec, rows, BLOCK, (compute.forward_s, compute.backward_s), Holds())
+    blocks = [replace(block, name=f"{BLOCK}s.{index}") for index in range(spec.model.layers)]
+    return planned_work(spec, rows, [root, *blocks], compute.optimizer_s)
+
+
+def planned_work(
+    spec: PlanSpec, rows: Sequence[AxisTraffic], units: Sequence[UnitWork], optimizer_s: float
+) -> StepWork:
+    """A step of these units, the root first, with the choices of `spec`; nothing that the optimizer's step sends is
+    taken as hidden.
+    """
+    root, *blocks = units
+    exchange_s = sum(row.count * transfer_of(spec, row).seconds for row in rows if row.unit == OPTIMIZER)
     return StepWork(
-        root=root, blocks=tuple(replace(block, name=f"{BLOCK}s.{index}") for index in range(spec.model.layers)),
-        optimizer_s=compute.optimizer_s + _exchange_s(spec, rows), prefetch=spec.prefetch,
-        micro_batches=spec.grad_accum, in_flight=in_flight,
+        root, tuple(blocks), optimizer_s, exchange_s, spec.prefetch, spec.grad_accum,
         sharing=spec.sharing, shards=spec.shards, replicas=spec.replicas,
     )  # fmt: skip
 
 
-def _exchange_s(spec: PlanSpec, rows: Sequence[AxisTraffic]) -> float:
-    """Seconds of what the optimizer's step sends; nothing of it is taken as hidden."""
-    return sum(row.count * transfer_of(spec, row).seconds for row in rows if row.unit == OPTIMIZER)
-
-
-def _unit(spec: PlanSpec, rows: Sequence[AxisTraffic], unit: str, forward_s: float, backward_s: float) -> UnitWork:
+def unit_work(
+    spec: PlanSpec, rows: Sequence[AxisTraffic], unit: str, computes_s: tuple[float, float], holds: Holds
+) -> UnitWork:
+    """A unit with seconds of its forward and backward, and what it sends of `rows`."""
     sent: dict[tuple[str, bool], list[Transfer]] = {}
     forward: list[Transfer] = []
     backward: list[Transfer] = []
@@ -108,9 +115,7 @@ def _unit(spec: PlanSpec, rows: Sequence[AxisTraffic], unit: str, forward_s: flo
     gather, reduce, across = (
         _joined(sent.get(key, [])) for key in (("shard", True), ("shard", False), ("replicate", False))
     )
-    holds = Holds(gradients=unit != ROOT or not spec.lora_rank)
-    inline = tuple(forward), tuple(backward)
-    return UnitWork(unit, forward_s, backward_s, gather, reduce, across, *inline, holds)
+    return UnitWork(unit, *computes_s, gather, reduce, across, tuple(forward), tuple(backward), holds)
 
 
 def _joined(each: Sequence[Transfer]) -> Transfer | None:
@@ -197,13 +202,6 @@ class Compute:
         self.optimizer_s = _optimizer_bytes(spec) / self.bytes_per_s
         if spec.optimizer == "muon":  # Newton-Schulz in bfloat16
             self.optimizer_s += owners_step(spec).flops / rates_of(replace(spec, param_dtype="bf16"), reached).flops
-
-    def units(self, rows: Sequence[AxisTraffic]) -> tuple[UnitWork, UnitWork]:
-        """The root and a block, with what they send of `rows`."""
-        return (
-            _unit(self.spec, rows, ROOT, self.head_forward_s, self.head_backward_s),
-            _unit(self.spec, rows, BLOCK, self.forward_s, self.backward_s),
-        )
 
     def _products_s(self) -> float:
         return 2 * _multiplied(self.spec) * self.spec.tokens / self.flops

@@ -85,6 +85,7 @@ class StepWork:
     root: UnitWork
     blocks: tuple[UnitWork, ...]
     optimizer_s: float = 0.0
+    exchange_s: float = 0.0  # of what the optimizer's step sends, which nothing hides
     prefetch: int = 1
     micro_batches: int = 1
     in_flight: int = 1  # reductions that may be under way when the next begins: the engine's default
@@ -96,6 +97,11 @@ class StepWork:
     def units(self) -> tuple[UnitWork, ...]:
         """Root first, as the forward reaches them."""
         return (self.root, *self.blocks)
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of compute of the whole step."""
+        return self.micro_batches * sum(unit.forward_s + unit.backward_s for unit in self.units) + self.optimizer_s
 
     def shared(self, **choices: bool) -> StepWork:
         """The same step with other choices of `sharing`."""
@@ -113,31 +119,33 @@ def program_of(work: StepWork, schedule: Schedule | None = None) -> Sequence[Seq
     """
     shards = any(unit.gather or unit.scatters for unit in work.units)
     sharing = replace(work.sharing, shards=shards, replicates=any(unit.all_reduce for unit in work.units))
-    units = {unit.name: unit.holds or _seen(unit) for unit in work.units}
-    schedule = schedule or Schedule(work.prefetch)
-    return record_step(units, sharing, schedule, micro_batches=work.micro_batches, in_flight=work.in_flight)
+    units = tuple((unit.name, unit.holds or _held_by(unit)) for unit in work.units)
+    if schedule is None:
+        return planned_step(units, sharing, work.prefetch, work.micro_batches, work.in_flight)
+    return record_step(dict(units), sharing, schedule, micro_batches=work.micro_batches, in_flight=work.in_flight)
 
 
-def _seen(unit: UnitWork) -> Holds:
+def _held_by(unit: UnitWork) -> Holds:
     trained = bool(unit.reduce or unit.across)
     return Holds(trained or bool(unit.gather), trained)
 
 
-def names_of(blocks: int) -> list[str]:
-    """The root and so many blocks in it."""
-    return [ROOT, *(f"{BLOCK}s.{number}" for number in range(blocks))]
-
-
 @lru_cache(maxsize=64)
-def program_of_blocks(
-    blocks: int, trained: tuple[bool, bool], sharing: Sharing, prefetch: int, micro_batches: int
+def planned_step(
+    units: Sequence[tuple[str, Holds]], sharing: Sharing, prefetch: int, micro_batches: int, in_flight: int = 1
 ) -> Sequence[Sequence[Operation]]:
-    """The same of alike blocks in a root; `trained`: whether the root and the blocks have gradients. It is kept, since
-    it depends on no bytes and no seconds: plans that differ in these have one program.
+    """The operations of each micro-batch of a step in the engine's order. They are kept, since they depend on no bytes
+    and no seconds: plans that differ in these have one program.
     """
-    root, *names = names_of(blocks)
-    units = {root: Holds(gradients=trained[0])} | dict.fromkeys(names, Holds(gradients=trained[1]))
-    return record_step(units, sharing, Schedule(prefetch), micro_batches=micro_batches)
+    return record_step(dict(units), sharing, Schedule(prefetch), micro_batches=micro_batches, in_flight=in_flight)
+
+
+def step_seconds(work: StepWork) -> float:
+    """Seconds of a step, of whose micro-batches those between the first and the last are alike."""
+    count, units = work.micro_batches, {unit.name: unit for unit in work.units}
+    program = program_of(replace(work, micro_batches=min(count, 3)))
+    each = [seconds_of(operations, units) for operations in program]
+    return sum(each) + (count - len(each)) * each[len(each) // 2] + work.optimizer_s + work.exchange_s
 
 
 def seconds_of(operations: Sequence[Operation], units: Mapping[str, UnitWork]) -> float:

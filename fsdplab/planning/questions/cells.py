@@ -91,8 +91,7 @@ class Case:
 def _exposed_s(case: Case) -> float:
     """Seconds of a simulated step in which nothing is computed."""
     assert case.work is not None and case.step_s is not None, "it is asked of simulated steps"
-    computed = sum(unit.forward_s + unit.backward_s for unit in case.work.units)
-    return max(0.0, case.step_s - case.work.micro_batches * computed - case.work.optimizer_s)
+    return max(0.0, case.step_s - case.work.compute_s)
 
 
 def _block_gather_s(case: Case) -> float:

@@ -71,7 +71,7 @@ class Rank:
     def _step(self, program: Sequence[Sequence[Operation]]) -> Pauses:
         for operations in program:
             yield from self._micro_batch(operations)
-        yield from self._compute("", "optimizer", self._work.optimizer_s)
+        yield from self._compute("", "optimizer", self._work.optimizer_s + self._work.exchange_s)
 
     def _micro_batch(self, operations: Sequence[Operation]) -> Pauses:
         issued: dict[int, Collective] = {}
