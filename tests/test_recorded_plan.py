@@ -11,7 +11,7 @@ from fsdplab import cli
 from fsdplab.planning import plan
 from fsdplab.planning.plan_spec import PlanError
 from fsdplab.planning.plan_traffic import bytes_by_axis
-from fsdplab.planning.recorded_plan import RecordedPlan, recorded_spec
+from fsdplab.planning.recorded_plan import recorded_plan, recorded_spec
 from fsdplab.sessions.micro_batch import RecordChoices, record_micro_batch
 from fsdplab.workloads import ByteText
 from fsdplab.workloads.workload import OnText
@@ -28,7 +28,7 @@ def test_of_a_preset_it_is_the_closed_form(strategy, checkpoint):
     choices = RecordChoices(workload.units, low_precision=True, checkpoint=checkpoint, on_card=True)
     recording = record_micro_batch(workload, choices)
     common = dict(gpus=32, strategy=strategy, checkpointing=checkpoint, grad_accum=2)
-    found = RecordedPlan(recorded_spec("gpt2", "h100-80gb", **common), recording)
+    found = recorded_plan(recorded_spec("gpt2", "h100-80gb", **common), recording)
     closed = plan("gpt2", "h100-80gb", micro_batch=1, seq=256, **common)
     assert bytes_by_axis(found.traffic) == bytes_by_axis(closed.traffic)
     assert found.memory.peak.total == pytest.approx(closed.memory.peak.total, rel=0.02)
@@ -40,7 +40,7 @@ def test_of_any_model_it_has_memory_traffic_and_seconds(name):
     workload = OwnModel(name)
     units = lambda _: tuple(workload.file.units)  # noqa: E731
     recording = record_micro_batch(workload, RecordChoices(units, low_precision=True, on_card=True))
-    answer = RecordedPlan(recorded_spec(f"{name}.py", "h100-80gb", gpus=64), recording).as_dict()
+    answer = recorded_plan(recorded_spec(f"{name}.py", "h100-80gb", gpus=64), recording).as_dict()
     assert answer["fits"] and answer["memory_bytes"]["total"] > 2**30
     assert answer["comm_bytes_per_step"]["shard"] > 0 and answer["step_time_s"] > answer["compute_s"] > 0
     assert "recording of one micro-batch" in answer["provenance"]

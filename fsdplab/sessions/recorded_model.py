@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from fsdplab.planning.lab_memory import MicroBatch
-from fsdplab.planning.recorded_plan import RecordedPlan, recorded_spec
+from fsdplab.planning.recorded_plan import RecordedPlan, recorded_plan, recorded_spec
 from fsdplab.sessions.micro_batch import RecordChoices, record_micro_batch
 from fsdplab.sessions.spec import RunSpec, Sharding
 from fsdplab.sessions.worker.engines import as_argument, units_of, workload_of
@@ -30,7 +30,7 @@ def plan_of_file(model: str, gpu: str, **choices: Any) -> RecordedPlan:
             f"there is no file {model}; expected a Python file with model(), batch(at), loss(model, batch)"
         )
     spec = recorded_spec(path.name, gpu, **choices)
-    return RecordedPlan(spec, _of_plan(workload_in(path), spec.param_bytes == 2, spec.checkpointing))
+    return recorded_plan(spec, _of_plan(workload_in(path), spec.param_bytes == 2, spec.checkpointing))
 
 
 @lru_cache(maxsize=16)

@@ -6,13 +6,12 @@ from collections.abc import Sequence
 
 from fsdplab.cli.answer import Line
 from fsdplab.planning.planner import Plan
-from fsdplab.planning.recorded_plan import RecordedPlan
 from fsdplab.planning.step_time import peak_flops
 
 PREDICTED = "all figures are predicted, in closed form"
 
 
-def reached_words(found: Plan | RecordedPlan) -> str:
+def reached_words(found: Plan) -> str:
     """`0.485 of 989 TFLOP/s: fitted on 5 published runs`: what all predicted times rest on."""
     return found.efficiency.of(peak_flops(found.spec.gpu)) if found.efficiency else "unknown"
 

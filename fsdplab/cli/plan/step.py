@@ -95,7 +95,7 @@ def _headline(found: Plan) -> str:
     )
 
 
-def _memory_table(found: Plan | RecordedPlan) -> Table:
+def _memory_table(found: Plan) -> Table:
     """Categories at the peak and between steps."""
     peak, resting, card = found.memory.peak, found.memory.resting, found.spec.gpu.memory_bytes
     rows = []
