@@ -273,11 +273,11 @@ def test_a_damaged_file_is_one_line(tmp_path, content):
 @pytest.mark.quick
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, -1.0, 0.0])
 def test_rates_that_are_no_numbers_are_refused(wrong):
-    with pytest.raises(ValueError, match="matrix products"):
-        replace(RATES, products={"4": (ProductRate(64, wrong, 1.0),)}).check()
+    with pytest.raises(ValueError, match="matrix products|forward: expected a number of at least 0"):
+        Rates.of(replace(RATES, products={"4": (ProductRate(64, wrong, 1.0),)}))
     if wrong:
-        with pytest.raises(ValueError, match="at least 0"):
-            replace(RATES, unit_s=wrong).check()
+        with pytest.raises(ValueError, match="unit_s: expected a number of at least 0"):
+            Rates.of(replace(RATES, unit_s=wrong))
 
 
 @pytest.mark.quick
@@ -296,7 +296,6 @@ def test_ranks_calibrate_in_the_form_that_predictions_read(tmp_path):
     """Real ranks, each quantity twice; no figure is judged, but all must be there and be used."""
     said: list[str] = []
     found = calibrate(2, said.append, patience_s=0.0)
-    found.rates.check()
     assert said == ["matrix products", "operators", "collectives", "engine and optimizer"]
     keep(found, tmp_path / "calibration.json")
     read = find_calibration(2, tmp_path / "calibration.json").calibration

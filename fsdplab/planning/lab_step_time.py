@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from statistics import fmean, harmonic_mean
 from typing import Any
 
 from fsdplab.common.names import STRATEGY_ROWS
+from fsdplab.records.typed import Amount, plain, read
 from fsdplab.workloads.shapes import ModelShape, Parameter
 
 from .lab_memory import LabRun
@@ -28,8 +29,8 @@ class ProductRate:
     """FLOP/s of a linear layer that reads so many tokens: forward, and backward (two products)."""
 
     tokens: int
-    forward: float
-    backward: float
+    forward: Amount
+    backward: Amount
 
 
 @dataclass(frozen=True)
@@ -42,43 +43,25 @@ class Rates:
     unit and micro-batch. `collectives`: kind -> (seconds each, seconds a byte that is gathered or reduced).
     """
 
-    products: dict[str, tuple[ProductRate, ...]]
-    block_s: dict[str, float]
-    elementwise_s: dict[str, float]
-    root_s: float
-    unit_s: float
-    collectives: dict[str, tuple[float, float]]
-    optimizer_element_s: float
-    optimizer_parameter_s: dict[str, float]
+    products: Mapping[str, tuple[ProductRate, ...]]
+    block_s: Mapping[str, Amount]
+    elementwise_s: Mapping[str, Amount]
+    root_s: Amount
+    unit_s: Amount
+    collectives: Mapping[str, tuple[Amount, Amount]]
+    optimizer_element_s: Amount
+    optimizer_parameter_s: Mapping[str, Amount]
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Rates:
-        """From plain values, as a file or a rank has them; KeyError, TypeError or ValueError where they are wrong."""
-        if not isinstance(values, Mapping):
-            raise TypeError(f"rates are {type(values).__name__}, expected a table")
-        products = {
-            size: tuple(ProductRate(**{each.name: row[each.name] for each in fields(ProductRate)}) for row in rows)
-            for size, rows in values["products"].items()
-        }
-        pairs = {kind: (float(values["collectives"][kind][0]), float(values["collectives"][kind][1])) for kind in KINDS}
-        found = cls(
-            products, dict(values["block_s"]), dict(values["elementwise_s"]), float(values["root_s"]),
-            float(values["unit_s"]), pairs, float(values["optimizer_element_s"]),
-            dict(values["optimizer_parameter_s"]),
-        )  # fmt: skip
-        found.check()
-        return found
-
-    def check(self) -> None:
-        """ValueError unless all are finite numbers, and those above zero that divide."""
-        speeds = [rate for rows in self.products.values() for row in rows for rate in (row.forward, row.backward)]
-        rest = [*self.block_s.values(), *self.elementwise_s.values(), self.root_s, self.unit_s]
-        rest += [*self.optimizer_parameter_s.values(), self.optimizer_element_s]
-        rest += [number for pair in self.collectives.values() for number in pair]
-        if not speeds or not all(math.isfinite(each) and each > 0 for each in speeds):
+    def of(cls, values: object) -> Rates:
+        """From plain values, as a file or a rank has them; ValueError where they are wrong."""
+        found = read(cls, plain(values), "rates")
+        speeds = [rate for rows in found.products.values() for row in rows for rate in (row.forward, row.backward)]
+        if not speeds or min(speeds) <= 0:
             raise ValueError("a rate of matrix products is no number above 0")
-        if not all(math.isfinite(each) and each >= 0 for each in rest):
-            raise ValueError("a rate is no number of at least 0")
+        if missing := set(KINDS) - set(found.collectives):
+            raise ValueError(f"there is no rate of {missing.pop()}")
+        return found
 
     @classmethod
     def mean_of(cls, ranks: Sequence[Rates]) -> Rates:
@@ -86,7 +69,7 @@ class Rates:
 
         FLOP/s by their seconds: 50 and 100 GFLOP/s are 66.7.
         """
-        return cls.of(_mean([asdict(each) for each in ranks]))
+        return cls.of(_mean([plain(each) for each in ranks]))
 
 
 def _mean(values: Sequence[Any], name: str = "") -> Any:
@@ -94,7 +77,7 @@ def _mean(values: Sequence[Any], name: str = "") -> Any:
     first = values[0]
     if isinstance(first, Mapping):
         return {key: _mean([each[key] for each in values], key) for key in first}
-    if isinstance(first, (list, tuple)):
+    if isinstance(first, list):
         return [_mean(each) for each in zip(*values)]
     if name in ("forward", "backward"):
         return harmonic_mean(values)
