@@ -19,7 +19,7 @@ from fsdplab.planning.links import LinkSpec
 from fsdplab.planning.memory import Variant, memory_of
 from fsdplab.planning.plan_spec import POLICIES
 from fsdplab.planning.planner import plan_of, plan_spec
-from fsdplab.planning.questions import LISTED, QUESTIONS, answer, ask, cells, units
+from fsdplab.planning.questions import LISTED, QUESTIONS, answer, ask, units
 from fsdplab.planning.simulation import simulate_work, work_of
 from fsdplab.planning.step_time import Compute
 from fsdplab.workloads.errors import ModelError
@@ -142,7 +142,7 @@ def test_hybrid_pays_only_below_its_rate_and_by_the_bytes_that_cross():
 def test_where_hybrid_pays_is_said_where_it_pays_at_no_single_side_of_a_rate():
     """It paid at five of seven rates in the table, and the sentence said "at no rate"."""
     found = ask("hybrid", plan_spec("llama-3.1-8b", "h100", gpus=16, seq=1024))
-    pays = [row[2] < cells.ALIKE * row[1] for row in found.rows]
+    pays = [row[2] < answer.ALIKE * row[1] for row in found.rows]
     assert 0 < sum(pays) < len(pays)
     assert f"pays at {sum(pays)} of the {len(pays)} rates of the network that were tried" in found.sentence
 

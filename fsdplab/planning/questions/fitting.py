@@ -13,8 +13,7 @@ from fsdplab.planning.memory import Variant, fits_card, memory_of
 from fsdplab.planning.plan_spec import PlanError, PlanSpec
 from fsdplab.planning.planner import least_gpus, plan_of, shortfall
 
-from .answer import Cells, Question
-from .cells import ACTIVATIONS, EXPOSED, FITS, PEAK, SPEED, STEP, Case
+from .answer import ACTIVATIONS, EXPOSED, FITS, PEAK, SPEED, STEP, Case, Question
 
 _MOST_GPUS = 1024
 _SEQUENCE_STEP = 256  # the longest sequence is found to this many tokens
@@ -36,7 +35,7 @@ def _by_category(spec: PlanSpec) -> list[Case]:
     ]
 
 
-def _most(spec: PlanSpec, rows: Sequence[Cells]) -> str:
+def _most(spec: PlanSpec, rows: Sequence[Case]) -> str:
     *categories, total = rows
     most = max(categories, key=lambda row: row.number("at the peak"))
     return (
@@ -65,7 +64,7 @@ def _batches(spec: PlanSpec) -> list[Case]:
     return [Case(count, replace(spec, micro_batch=count)) for count in (*_doubled(1, most), most + 1)]
 
 
-def _largest_batch(spec: PlanSpec, rows: Sequence[Cells]) -> str:
+def _largest_batch(spec: PlanSpec, rows: Sequence[Case]) -> str:
     *fitting, _ = rows
     if not fitting:
         return f"No micro-batch fits: one sequence of {spec.seq:,} tokens peaks at {rows[0][PEAK]}"
@@ -96,7 +95,7 @@ def _sequences(spec: PlanSpec) -> list[Case]:
     return [Case(tokens, replace(spec, seq=tokens)) for tokens in sorted(tried) if tokens <= spec.model.context]
 
 
-def _longest_sequence(spec: PlanSpec, rows: Sequence[Cells]) -> str:
+def _longest_sequence(spec: PlanSpec, rows: Sequence[Case]) -> str:
     step = _SEQUENCE_STEP * spec.context_parallel
     fitting = [row for row in rows if row.fits and row.number("sequence") % step == 0]
     if not fitting:
@@ -131,7 +130,7 @@ def _on_numbers(spec: PlanSpec) -> list[Case]:
     return found
 
 
-def _from_few_to_many(spec: PlanSpec, rows: Sequence[Cells]) -> str:
+def _from_few_to_many(spec: PlanSpec, rows: Sequence[Case]) -> str:
     first, last, fewest = rows[0], rows[-1], least_gpus(spec)
     least = "1 GPU" if fewest == 1 else f"{fewest or 0:,} GPUs"
     where = f"it fits on {least} or more" if fewest else "it fits on no number of these GPUs"
@@ -162,7 +161,7 @@ def _placed(spec: PlanSpec) -> list[Case]:
     return [replace(each, known={"saved": on_card - each.memory.peak.total}) for each in found]
 
 
-def _saved_on_card(spec: PlanSpec, rows: Sequence[Cells]) -> str:
+def _saved_on_card(spec: PlanSpec, rows: Sequence[Case]) -> str:
     card, optimizer, *every = rows
     also = [f"all states there save {row['saved']} ({row.verdict}) and send {row['crosses a step']}" for row in every]
     also = also or [f"{spec.strategy} keeps parameters whole, so all states cannot rest there"]

@@ -13,13 +13,12 @@ from fsdplab.planning.plan_spec import PlanError, PlanSpec, under_each_strategy
 from fsdplab.planning.plan_traffic import plan_traffic
 from fsdplab.planning.step_time import step_time
 
-from .answer import Cells, Panel, Question
-from .cells import ACTIVATIONS, ALIKE, EXPOSED, FITS, GATHERED, PEAK, SENT, SPEED, STEP, Case, fastest
+from .answer import ACTIVATIONS, ALIKE, EXPOSED, FITS, GATHERED, PEAK, SENT, SPEED, STEP, Case, Panel, Question, fastest
 
 # ---- strategies
 
 
-def _of_strategies(spec: PlanSpec, rows: Sequence[Cells]) -> str:
+def _of_strategies(spec: PlanSpec, rows: Sequence[Case]) -> str:
     fitting, least = [row for row in rows if row.fits], min(rows, key=lambda row: row.number(PEAK))
     if not fitting:
         return f"No strategy fits; {least['strategy']} needs least: {least[PEAK]} at the peak"
@@ -93,7 +92,7 @@ def _crossing_rate(spec: PlanSpec) -> float | None:
     return low
 
 
-def _where_hybrid_pays(spec: PlanSpec, rows: Sequence[Cells]) -> str:
+def _where_hybrid_pays(spec: PlanSpec, rows: Sequence[Case]) -> str:
     usual = _networks(spec)
     crossing = next((row for row in rows if row.number(_NETWORK) not in usual), None)
     if crossing is not None:
@@ -104,8 +103,8 @@ def _where_hybrid_pays(spec: PlanSpec, rows: Sequence[Cells]) -> str:
     return f"hybrid_shard pays at {'every' if pays else 'no'} rate of the network that was tried"
 
 
-def _here(spec: PlanSpec, rows: Sequence[Cells]) -> str:
-    here = next(row for row in rows if row.values[_NETWORK] == spec.gpu.nic_bytes_per_s)
+def _here(spec: PlanSpec, rows: Sequence[Case]) -> str:
+    here = next(row for row in rows if row.value(_NETWORK) == spec.gpu.nic_bytes_per_s)
     return (
         f"On {spec.gpus:,} GPUs in {spec.gpus // spec.gpus_per_node:,} nodes {_where_hybrid_pays(spec, rows)}; at this"
         f" one's {here[_NETWORK]} a step takes {here[FULL]} under full_shard and {here[HYBRID]} under hybrid_shard"
@@ -146,11 +145,11 @@ def _of_tokens(spec: PlanSpec) -> list[Case]:
     return [Case(each, spec, known={phase: found.ratio(phase, each) for phase in PHASES}) for each in tokens]
 
 
-def _hides_from(spec: PlanSpec, rows: Sequence[Cells]) -> str:
+def _hides_from(spec: PlanSpec, rows: Sequence[Case]) -> str:
     crossover = overlap_of(spec).crossover_tokens
     if not crossover:
         return "Nothing is sent for a block, so there is nothing to hide"
-    mine = next(row for row in rows if row.values["tokens"] == spec.tokens)
+    mine = next(row for row in rows if row.value("tokens") == spec.tokens)
     return (
         f"Communication of a block hides behind its compute from {three_digits(crossover)} tokens a micro-batch on; at"
         f" this plan's {mine['tokens']} its ratio to compute is {mine['forward']} forward and {mine['backward']}"
@@ -247,7 +246,7 @@ def _of_tensor_groups(spec: PlanSpec) -> list[Case]:
     return found
 
 
-def _largest_group(spec: PlanSpec, rows: Sequence[Cells]) -> str:
+def _largest_group(spec: PlanSpec, rows: Sequence[Case]) -> str:
     first, last = rows[0], rows[-1]
     if len(rows) == 1:
         return f"Tensor parallelism cannot cut these heads over these GPUs; with groups of 1 the peak is {first[PEAK]}"

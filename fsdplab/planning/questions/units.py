@@ -17,8 +17,7 @@ from fsdplab.planning.plan_traffic import plan_traffic
 from fsdplab.planning.program import StepWork, Transfer
 from fsdplab.planning.step_time import work_of
 
-from .answer import Cells, Question
-from .cells import ACTIVATIONS, ALIKE, FITS, GATHERED, PEAK, SENT, SPEED, STEP, Case, fastest, near_the_fastest
+from .answer import ACTIVATIONS, FITS, GATHERED, PEAK, SENT, SPEED, STEP, Case, Question, fastest, near_the_fastest
 
 # ---- how many blocks
 
@@ -67,21 +66,13 @@ def rewrapped(work: StepWork, blocks_per_unit: float) -> StepWork:
     return replace(work, blocks=tuple(replace(each, name=f"blocks.{place}") for place, each in enumerate(units)))
 
 
-def _by_block_and_whole(spec: PlanSpec, rows: Sequence[Cells]) -> str:
-    block, whole, best = rows[1] if len(rows) > 2 else rows[-1], rows[-1], _best(rows)
+def _by_block_and_whole(spec: PlanSpec, rows: Sequence[Case]) -> str:
+    block, whole, best = rows[1] if len(rows) > 2 else rows[-1], rows[-1], fastest(rows[::-1])
     return (
         f"Units of {block['a unit']} peak at {block[PEAK]} and take {block[STEP]} a step; all blocks in one unit peak"
         f" at {whole[PEAK]} and take {whole[STEP]}; {near_the_fastest(best)} units of {best['a unit']} need least"
         " memory"
     )
-
-
-def _best(rows: Sequence[Cells]) -> Cells:
-    """Within a percent of the shortest step, the units with least memory; of equals, the largest."""
-    found = [row for row in rows if row.fits] or rows
-    shortest = min(row.number(STEP) for row in found)
-    alike = [row for row in found if ALIKE * row.number(STEP) <= shortest]
-    return min(reversed(alike), key=lambda row: row.number(PEAK))
 
 
 WRAPPING = Question(
@@ -108,7 +99,7 @@ def _under(names: Sequence[str]) -> Callable[[PlanSpec], list[Case]]:
     return lambda spec: [Case(name, replace(spec, checkpointing=name)) for name in names]
 
 
-def _saved_and_paid(spec: PlanSpec, rows: Sequence[Cells]) -> str:
+def _saved_and_paid(spec: PlanSpec, rows: Sequence[Case]) -> str:
     none, full = rows[0], rows[-1]
     choice = f"the fastest that fits is --checkpoint {fastest(rows)['checkpointing']}"
     return (
@@ -126,7 +117,7 @@ CHECKPOINTING = Question(
 )
 
 
-def _compared(spec: PlanSpec, rows: Sequence[Cells]) -> str:
+def _compared(spec: PlanSpec, rows: Sequence[Case]) -> str:
     none, products, every_other, attention, _ = rows
     best = fastest(rows)
     return (
@@ -168,7 +159,7 @@ def _first_blocks(spec: PlanSpec) -> list[Case]:
     return [Case(count, spec, Variant(recomputed_blocks=count), work=work) for count, work in mixed.items()]
 
 
-def _fewest_blocks(spec: PlanSpec, rows: Sequence[Cells]) -> str:
+def _fewest_blocks(spec: PlanSpec, rows: Sequence[Case]) -> str:
     none, every = rows[0], rows[-1]
     count = every["blocks recomputed"]
     if not every.fits:
@@ -236,7 +227,7 @@ def _over_meshes(spec: PlanSpec) -> list[Case]:
         case = Case(ranks, spec, Variant(ranks_after_forward=None if ranks == spec.shards else ranks))
         near = Case(ranks, replace(spec, strategy="hybrid_shard", shard_size=ranks))
         more = case.memory.peak.total / planned - 1
-        found.append(replace(case, known={"more at the peak": more, **near.cells((_RANKS, _GATHER))}))
+        found.append(replace(case, known={"more at the peak": more, _GATHER: near.value(_GATHER)}))
     return found
 
 
@@ -244,7 +235,7 @@ _RANKS, _MORE, _GATHER = "ranks", "more at the peak", "gather of a block"
 _LITTLE = 0.05  # of the peak: less is not substantial
 
 
-def _over_fewer(spec: PlanSpec, rows: Sequence[Cells]) -> str:
+def _over_fewer(spec: PlanSpec, rows: Sequence[Case]) -> str:
     """Over a node's ranks where they are fewer than all, else over the next smaller mesh."""
     whole, *smaller = rows
     near = next((row for row in smaller if row.number(_RANKS) == _of_a_node(spec)), smaller[0])
