@@ -11,9 +11,9 @@ import pytest
 
 from fsdplab import figures
 from fsdplab.figures.style import alt_text
-from fsdplab.planning import PlanError, overlap
+from fsdplab.planning import overlap
 from fsdplab.planning.links import PRESETS, LinkSpec
-from fsdplab.planning.overlap import crossover_batch, overlap_of, overlap_point
+from fsdplab.planning.overlap import overlap_of, overlap_point
 from fsdplab.planning.planner import plan_spec
 from fsdplab.planning.simulation import simulate
 from fsdplab.planning.step_time import Compute
@@ -56,7 +56,7 @@ def test_twice_the_tokens_halve_the_ratio():
 @pytest.mark.parametrize("gpu", ["h100", "a100"])
 def test_the_simulation_hides_from_the_crossover_on(strategy, gpu):
     spec = spec_of(strategy=strategy, gpu=gpu)
-    batch = crossover_batch(spec)
+    batch = math.ceil(overlap_of(spec).crossover_tokens / spec.seq)  # the fewest that hide every block's
 
     def exposed(micro_batch: int) -> int:
         """Of the blocks between the first and the last two, which the ends of the phases leave alone."""
@@ -78,13 +78,8 @@ def test_a_slower_link_moves_the_crossover():
 
 def test_one_gpu_sends_nothing():
     found = overlap_of(spec_of(gpus=1))
-    assert found.crossover_tokens == 0 and crossover_batch(spec_of(gpus=1)) == 1
+    assert found.crossover_tokens == 0
     assert "sends nothing" in figures.overlap_roofline(spec_of(gpus=1)).layout.title.text
-
-
-def test_without_prefetch_there_is_no_crossover():
-    with pytest.raises(PlanError, match="without prefetch"):
-        crossover_batch(spec_of(prefetch=0))
 
 
 def test_a_recorded_run_lies_on_its_links_line():

@@ -354,9 +354,9 @@ def test_larger_units_gather_and_keep_more_and_send_the_same_bytes():
     for count in (1 / 7, 2, 8, 32):
         work = units.rewrapped(whole, count)
         assert len(work.blocks) == 32 / count
-        for part in ("gather", "reduce"):
-            sent = sum(getattr(each, part).wire_bytes for each in work.blocks)
-            assert sent == pytest.approx(sum(getattr(each, part).wire_bytes for each in whole.blocks))
+        for kind in ("all_gather", "reduce_scatter"):
+            sent = sum(each.sent[kind].wire_bytes for each in work.blocks)
+            assert sent == pytest.approx(sum(each.sent[kind].wire_bytes for each in whole.blocks))
         assert sum(each.forward_s for each in work.blocks) == pytest.approx(32 * whole.blocks[0].forward_s)
     found = ask("wrapping", spec)
     gathered = found.column("gathered at once")
@@ -371,7 +371,7 @@ def test_one_unit_of_all_blocks_hides_no_gather():
     (unit,) = work.blocks
     step = simulate_work(work).step_s
     computed = unit.forward_s + unit.backward_s + work.root.forward_s + work.root.backward_s + work.optimizer_s
-    ends = work.root.gather.seconds + unit.gather.seconds + unit.reduce.seconds + work.root.reduce.seconds
+    ends = sum(each.seconds for sent in (work.root.sent, unit.sent) for each in sent.values())
     assert step >= computed + ends - 1e-9
 
 

@@ -50,9 +50,16 @@ def transfer(kind: str, seconds: float, axis: str = "shard") -> Transfer:
 
 def work(gather: float = 1, reduce: float = 1, forward: float = 2, backward: float = 3, blocks: int = 2, **choices):
     """Blocks b0, b1, ... inside a root without parameters; seconds of everything."""
-    block = UnitWork("", forward, backward, transfer("all_gather", gather), transfer("reduce_scatter", reduce))
+    sent = {"all_gather": transfer("all_gather", gather), "reduce_scatter": transfer("reduce_scatter", reduce)}
+    block = UnitWork("", forward, backward, sent)
     named = tuple(replace(block, name=f"b{index}") for index in range(blocks))
     return StepWork(UnitWork("root", 0.0, 0.0), named, **choices)
+
+
+def reduced_across(seconds: float) -> UnitWork:
+    """Such a block, whose reduced shard is all-reduced over the replicas."""
+    (block,) = work(blocks=1).blocks
+    return replace(block, sent={**block.sent, "all_reduce": transfer("all_reduce", seconds, "replicate")})
 
 
 def passages(found, rank: int = 0) -> list[tuple[str, str, float, float]]:
@@ -112,7 +119,7 @@ def test_two_communicators_share_the_link():
 
 def test_latency_passes_before_the_bytes():
     gather = Transfer("all_gather", 10.0, 5.0, latency_s=0.5)
-    block = UnitWork("b0", 1.0, 1.0, gather)
+    block = UnitWork("b0", 1.0, 1.0, {"all_gather": gather})
     step = StepWork(UnitWork("root", 0.0, 0.0), (block,)).shared(reshards_after_forward=False)
     found = simulate_work(step)
     assert gather.seconds == 2.5 and computed(found) == [(2.5, 3.5), (3.5, 4.5)]
@@ -139,7 +146,7 @@ def test_a_slow_rank_is_waited_for():
 
 
 def test_slices_are_all_reduced_on_the_link_across_behind_their_reduction():
-    each = replace(work(blocks=1).blocks[0], across=transfer("all_reduce", 5, "replicate"))
+    each = reduced_across(5)
     found = simulate_work(StepWork(UnitWork("root", 0.0, 0.0), (each,), shards=2, replicas=3))
     assert passages(found)[-2:] == [("b0", "c", 7, 8), ("b0", "r", 8, 13)] and found.step_s == 13
 
@@ -275,7 +282,7 @@ def test_a_slow_rank_among_ten_thousand_makes_few_classes():
 
 @pytest.mark.parametrize("paces", [{}, {5: 1.5}, {0: 1.5, 5: 1.5}, {1: 0.5}, {0: 2.0, 1: 2.0, 2: 2.0, 3: 2.0}])
 def test_classes_end_when_every_rank_simulated_for_itself_does(paces):
-    block = replace(work(blocks=1).blocks[0], across=transfer("all_reduce", 2, "replicate"))
+    block = reduced_across(2)
     blocks = tuple(replace(block, name=f"b{index}") for index in range(3))
     step = StepWork(UnitWork("root", 0.5, 0.5), blocks, shards=4, replicas=2)
     apart = {rank: paces.get(rank, 1.0) + 1e-11 * rank for rank in range(8)}

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from fsdplab.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, events, fully_shard, shard_model
 from fsdplab.engine.core.pending import Pending
-from fsdplab.engine.core.step import Schedule
 from fsdplab.engine.core.transport import CollectiveLabel
 from fsdplab.engine.shard import units_of
 from fsdplab.planning.program import Change, Holds, Issue, Move, Operation, Sharing, Wait, record, record_step
@@ -91,8 +90,8 @@ def planned(
     """The same of the program."""
     cut = shards if strategy != "no_shard" else 1
     sharing = Sharing.of(strategy, cut, ranks // cut, casts=choice["casts"], offloads=choice["offloads"])
-    counts = {key: choice[key] for key in ("micro_batches", "in_flight")}
-    segments = record_step(dict.fromkeys(("root", *blocks), Holds()), sharing, Schedule(choice["prefetch"]), **counts)
+    counts = {key: choice[key] for key in ("prefetch", "micro_batches", "in_flight")}
+    segments = record_step(tuple((name, Holds()) for name in ("root", *blocks)), sharing, **counts)
     return [in_words(operations) for operations in segments]
 
 
@@ -217,7 +216,7 @@ def test_streams_do_what_the_program_says(ranks, strategy: str) -> None:
         sharing = replace(sharing, replicates=False)
     (runs,) = ranks(1, all_on_fake_streams, strategy)
     for (prefetch, batches, checkpoint, in_flight), real in zip(STREAMED, runs, strict=True):
-        segments = record_step(units, sharing, Schedule(prefetch), micro_batches=batches, in_flight=in_flight)
+        segments = record_step(tuple(units.items()), sharing, prefetch, batches, in_flight)
         assert real == [in_words(operations) for operations in segments], (prefetch, batches, checkpoint, in_flight)
 
 
@@ -228,7 +227,7 @@ def test_a_backward_leaves_nothing_under_way(strategy: str, streams: bool) -> No
     """Every collective is waited for once, and what a step takes it gives back, but for what the optimizer reads."""
     replicates = strategy in ("no_shard", "hybrid_shard")
     sharing = Sharing.of(strategy, 1 if strategy == "no_shard" else 2, 1 + replicates, streams=streams)
-    segments = record_step(dict.fromkeys(("root", "a", "b"), Holds()), sharing, Schedule(1), micro_batches=3)
+    segments = record_step(tuple((name, Holds()) for name in ("root", "a", "b")), sharing, micro_batches=3)
     for operations in segments:
         issued = sorted(each.number for each in operations if isinstance(each, Issue))
         assert issued == sorted(each.number for each in operations if isinstance(each, Wait))

@@ -110,31 +110,6 @@ def computed_per_token(spec: PlanSpec) -> float:
     return _on_rank([each for each in block_tensors(spec) if not (spec.compile and each.fusible)], spec)
 
 
-def recomputed_per_token(spec: PlanSpec) -> float:
-    """Bytes a token that the backward of one block adds while it runs the forward again."""
-    if spec.checkpointing == "none":
-        return 0.0
-    return max(0.0, computed_per_token(spec) - kept_per_token(spec))
-
-
-def backward_per_token(spec: PlanSpec) -> float:
-    """Bytes a token of gradients at the widest place of a block's backward, less what has been freed by then.
-
-    Behind the last product (its input is freed, F) stand the gradients of a gate and of what it gates, or that of a
-    GELU's input and result; the residual stream's own gradient comes to them.
-    """
-    shape = spec.model
-    widest = (2 if shape.gated else 1) * shape.ffn + 2 * shape.width
-    return spec.param_bytes * widest / spec.tensor_parallel
-
-
-def last_norm_per_token(spec: PlanSpec) -> float:
-    """Bytes a token that the root keeps for the backward of its head: the last norm's input, result and statistics."""
-    norm = _STATISTIC * (2 if spec.model.norm_bias else 1)
-    read = _on_rank(_norm_reads("input", spec), spec)
-    return spec.model.width * spec.param_bytes + read + norm / spec.tensor_parallel
-
-
 @dataclass(frozen=True)
 class LossBytes:
     """Bytes of logits and of what is made of them: at the end of the forward, at their backward's peak, after it (their
@@ -147,35 +122,37 @@ class LossBytes:
     saved: float  # what the forward keeps: the log-softmax
     held: float  # what the training loop itself keeps until the backward has ended
 
+    @classmethod
+    def of(cls, spec: PlanSpec) -> LossBytes:
+        """Cross entropy in float32 on logits of `param_dtype`, over a vocabulary that tensor parallelism cuts.
 
-def loss_bytes(spec: PlanSpec) -> LossBytes:
-    """Cross entropy in float32 on logits of `param_dtype`, over a vocabulary that tensor parallelism cuts.
-
-    Forward: logits, their float32 copy, its log-softmax. Backward: log-softmax, its gradient and the copy's gradient,
-    12 bytes a logit; a loop that keeps the float32 logits holds 4 more. Llama 3.1 8B, 16,384 tokens: 25 GB. A loss over
-    a vocabulary that is cut has its softmax in steps, with a fourth copy (torch.distributed.tensor.parallel.loss).
-    """
-    logits = spec.tokens * spec.model.vocabulary / spec.tensor_parallel
-    held = 4 * logits if spec.keeps_logits else 0.0
-    copies = spec.param_bytes if spec.param_bytes < 4 else 0
-    widest = 12 if spec.tensor_parallel == 1 else 16
-    return LossBytes(
-        (8 + copies) * logits, widest * logits + held, (4 + copies) * logits + held, 4 * logits + held, held
-    )
+        Forward: logits, their float32 copy, its log-softmax. Backward: log-softmax, its gradient and the copy's
+        gradient, 12 bytes a logit; a loop that keeps the float32 logits holds 4 more. Llama 3.1 8B, 16,384 tokens:
+        25 GB. A loss over a vocabulary that is cut has its softmax in steps, with a fourth copy
+        (torch.distributed.tensor.parallel.loss).
+        """
+        logits = spec.tokens * spec.model.vocabulary / spec.tensor_parallel
+        held, copies = (4 * logits if spec.keeps_logits else 0.0), (spec.param_bytes if spec.param_bytes < 4 else 0)
+        widest = 12 if spec.tensor_parallel == 1 else 16
+        return cls((8 + copies) * logits, widest * logits + held, (4 + copies) * logits + held, 4 * logits + held, held)
 
 
 class Activations:
     """Bytes of activations on one rank through a step; the first `recomputed` blocks are checkpointed."""
 
     def __init__(self, spec: PlanSpec, recomputed: int) -> None:
-        self._recomputed = recomputed
+        self._recomputed, shape, cut = recomputed, spec.model, spec.tensor_parallel
         self._kept, self._computed = kept_per_token(spec) * spec.tokens, computed_per_token(spec) * spec.tokens
-        self._backward = backward_per_token(spec) * spec.tokens
-        self._again = recomputed_per_token(spec) * spec.tokens
+        # A backward's widest place is behind the last product, whose input is freed: there are the gradients of a gate
+        # and of what it gates, or those of a GELU's input and result, and the residual stream's own.
+        widest = (2 if shape.gated else 1) * shape.ffn + 2 * shape.width
+        self._backward = spec.param_bytes * widest / cut * spec.tokens
         self.batch = BATCH_PER_TOKEN * spec.tokens
-        self.last_norm = last_norm_per_token(spec) * spec.tokens
-        self.stream = spec.model.width * spec.param_bytes / spec.tensor_parallel * spec.tokens  # between two blocks
-        self.loss = loss_bytes(spec)
+        # for the backward of its head the root keeps the last norm's input, result and statistics
+        norm = _on_rank(_norm_reads("input", spec), spec) + _STATISTIC * (2 if shape.norm_bias else 1) / cut
+        self.last_norm = (shape.width * spec.param_bytes + norm) * spec.tokens
+        self.stream = shape.width * spec.param_bytes / cut * spec.tokens  # between two blocks
+        self.loss = LossBytes.of(spec)
 
     def saved(self, block: int, share: float) -> float:
         """What the blocks before `block` have saved, and a share of what it saves itself; with the batch."""
@@ -184,8 +161,9 @@ class Activations:
         return self.batch + before + share * (self._kept if block < self._recomputed else self._computed)
 
     def inside(self, block: int) -> float:
-        """What its backward adds at its widest."""
-        return self._backward + (self._again if block < self._recomputed else 0.0)
+        """What its backward adds at its widest, also by running a forward again."""
+        again = max(0.0, self._computed - self._kept) if block < self._recomputed else 0.0
+        return self._backward + again
 
 
 def _on_rank(tensors: list[Saved], spec: PlanSpec) -> float:

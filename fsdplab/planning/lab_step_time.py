@@ -106,26 +106,19 @@ def step_seconds(
 
     Example: 1 GFLOP of forward products at 50 GFLOP/s, 2 of backward at 40, and nothing else: 0.07 s.
     """
-    sent = sum(row.count * _collective_s(row, rates) for row in traffic)
+    sent = 0.0
+    for row in traffic:
+        each_s, byte_s = rates.collectives[row.kind]
+        sent += row.count * (each_s + row.logical_bytes * byte_s)
+    cut = "optimizer" in STRATEGY_ROWS[run.strategy].cuts
+    elements = sum(each.count for own in units for each in own) / (run.shards if cut else 1)
+    calls = sum(len(own) for own in units) * rates.optimizer_parameter_s["slices" if cut else "whole"]
     return StepSeconds(
         compute_s=run.micro_batches * compute_seconds(run, rates),
         communication_s=sent,
-        optimizer_s=_optimizer_s(run, units, rates),
+        optimizer_s=elements * rates.optimizer_element_s + calls,  # a call a parameter
         engine_s=run.micro_batches * len(units) * rates.unit_s,
     )
-
-
-def _collective_s(row: Traffic, rates: Rates) -> float:
-    each, a_byte = rates.collectives[row.kind]
-    return each + row.logical_bytes * a_byte
-
-
-def _optimizer_s(run: LabRun, units: Sequence[Sequence[Parameter]], rates: Rates) -> float:
-    """Elements over the slices; and each parameter costs a call of its own."""
-    cut = "optimizer" in STRATEGY_ROWS[run.strategy].cuts
-    elements = sum(each.count for own in units for each in own) / (run.shards if cut else 1)
-    count = sum(len(own) for own in units)
-    return elements * rates.optimizer_element_s + count * rates.optimizer_parameter_s["slices" if cut else "whole"]
 
 
 # ---- compute

@@ -11,7 +11,7 @@ Megatron-LM's `--recompute-method block`; the optimizer on the CPU, Ren et al. 2
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
@@ -21,7 +21,7 @@ from fsdplab.common.names import CATEGORIES
 
 from .activations import Activations
 from .plan_spec import PlanSpec
-from .program import BLOCK, ROOT, Change, Compute, Holds, Operation, Sharing, planned_step
+from .program import BLOCK, ROOT, Change, Compute, Holds, Program, Sharing, record_step
 from .program import memory as buffers
 from .unit_bytes import UnitBytes, all_units, unit_bytes
 
@@ -110,12 +110,12 @@ def memory_of(spec: PlanSpec, blocks_per_unit: float = 1.0, variant: Variant = A
     What is gathered, and the gradients that wait for their reduction, are a unit's; activations are a block's.
     """
     units = ((ROOT, Holds(gradients=not spec.lora_rank)), *((name, Holds()) for name in _units(spec, blocks_per_unit)))
-    program = planned_step(units, variant.sharing(spec), spec.prefetch, min(spec.grad_accum, 3))
+    program = record_step(units, variant.sharing(spec), spec.prefetch, min(spec.grad_accum, 3))
     return memory_of_program(program, spec, blocks_per_unit, variant)
 
 
 def memory_of_program(
-    program: Sequence[Sequence[Operation]], spec: PlanSpec, blocks_per_unit: float = 1.0, variant: Variant = AS_PLANNED
+    program: Program, spec: PlanSpec, blocks_per_unit: float = 1.0, variant: Variant = AS_PLANNED
 ) -> Memory:
     """The same for the operations of each micro-batch of a step; moments are those of the last."""
     return Memory(tuple(_Step(spec, blocks_per_unit, variant).moments(program)))
@@ -175,7 +175,7 @@ class _Step:
             buffers.REDUCED: (reduced, round(unit.sharded_gradients)),
         }
 
-    def moments(self, program: Sequence[Sequence[Operation]]) -> Iterator[Moment]:
+    def moments(self, program: Program) -> Iterator[Moment]:
         """Those of the last micro-batch, between one before the step and one while the optimizer steps."""
         yield self._moment("between steps")
         for each in chain.from_iterable(program[:-1]):

@@ -9,7 +9,6 @@ a link of its own.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,9 +19,9 @@ from fsdplab.workloads.shapes import model
 
 from .hardware import parse_cluster
 from .links import LinkSpec, ring_steps, transfer_s
-from .plan_spec import PlanError, PlanSpec
+from .plan_spec import PlanSpec
 from .plan_traffic import LINK_EFFICIENCY
-from .program import ROOT, Transfer
+from .program import ROOT
 from .step_time import work_of
 from .windtunnel import TARGET_TOKENS, wind_tunnel
 
@@ -63,17 +62,14 @@ def overlap_of(spec: PlanSpec, link: LinkSpec | None = None, efficiency: float |
     (0.1, 0.15, 1255)
     """
     block = work_of(spec if link is None else _on_link(spec, link), efficiency).blocks[0]
-    gather, reduce, across = (_seconds(each) for each in (block.gather, block.reduce, block.across))
-    again = gather if spec.row.reshards_after_forward else 0.0
+    seconds = {kind: each.seconds for kind, each in block.sent.items()}
+    gather, across = seconds.get("all_gather", 0.0), seconds.get("all_reduce", 0.0)
+    again = (gather if spec.row.reshards_after_forward else 0.0) + seconds.get("reduce_scatter", 0.0)
     return Overlap(
         spec.tokens,
         {"forward": block.forward_s, "backward": block.backward_s},
-        {"forward": gather, "backward": max(again + reduce, across)},
+        {"forward": gather, "backward": max(again, across)},
     )
-
-
-def _seconds(transfer: Transfer | None) -> float:
-    return transfer.seconds if transfer else 0.0
 
 
 def _on_link(spec: PlanSpec, link: LinkSpec) -> PlanSpec:
@@ -81,19 +77,6 @@ def _on_link(spec: PlanSpec, link: LinkSpec) -> PlanSpec:
     asked = replace(link, bytes_per_s=link.bytes_per_s / LINK_EFFICIENCY)
     shard_size = spec.shards if spec.row.in_groups else None
     return replace(spec, gpu=replace(spec.gpu, link=asked), gpus_per_node=spec.gpus, shard_size=shard_size)
-
-
-def crossover_batch(spec: PlanSpec, link: LinkSpec | None = None, efficiency: float | None = None) -> int:
-    """The fewest sequences of a micro-batch at which a prefetch of one block hides every block's communication.
-
-    `Llama 3.1 8B` in sequences of 512 on 8 H100: 3. Without prefetch none does: PlanError.
-    """
-    if not spec.prefetch:
-        raise PlanError(
-            "without prefetch no gather is hidden at any batch: --prefetch is 0; give at least 1 to find the crossover"
-        )
-    one = spec.tokens / spec.micro_batch
-    return max(1, math.ceil(overlap_of(spec, link, efficiency).crossover_tokens / one))
 
 
 @dataclass(frozen=True)
@@ -112,31 +95,24 @@ def overlap_point(record: RunRecord) -> OverlapPoint:
     """The point of a profiled run; ValueError with the remedy for a run without a profile or without collectives.
 
     Of blocks, at the run's own tokens. A run in the wind tunnel stands for another job: its point is at that job's
-    tokens, and is the whole step's, for which the tunnel's ratio is defined.
+    tokens, beside the target's ratio under full sharding, and is the whole step's, for which that ratio is defined.
     """
-    if record.spec.get("emulate") and record.spec.get("as_model"):
-        return _wind_tunnel_point(record)
-    sent, computed = _profiled(record, without=(ROOT, ""))
-    tokens = int(record.spec["batch_size"]) * int(record.spec["sequence_length"])
+    machine, name = record.spec.get("emulate"), record.spec.get("as_model")
+    sent, computed = _profiled(record, without=() if machine and name else (ROOT, ""))
     measured = sum(row["end_ns"] - row["start_ns"] for row in sent) / computed
+    if machine and name:
+        shape = model(name)
+        target = wind_tunnel(
+            parse_cluster(machine), target_parameters=shape.parameters, target_layers=shape.layers,
+            tokens_per_gpu=TARGET_TOKENS,
+        )  # fmt: skip
+        return OverlapPoint(TARGET_TOKENS, measured, target.ratio, f"wind tunnel's target, {name} on {machine}")
+    tokens = int(record.spec["batch_size"]) * int(record.spec["sequence_length"])
     predicted = _by_formula(record, [(row["kind"], row["wire_bytes"]) for row in sent])
     return OverlapPoint(tokens, measured, predicted and predicted * 1e9 / computed)
 
 
-def _wind_tunnel_point(record: RunRecord) -> OverlapPoint:
-    """Communication over compute of the profiled steps, beside the target's ratio: that of full sharding."""
-    machine, name = record.spec["emulate"], record.spec["as_model"]
-    shape = model(name)
-    target = wind_tunnel(
-        parse_cluster(machine), target_parameters=shape.parameters, target_layers=shape.layers,
-        tokens_per_gpu=TARGET_TOKENS,
-    )  # fmt: skip
-    sent, computed = _profiled(record)
-    measured = sum(row["end_ns"] - row["start_ns"] for row in sent) / computed
-    return OverlapPoint(TARGET_TOKENS, measured, target.ratio, f"wind tunnel's target, {name} on {machine}")
-
-
-def _profiled(record: RunRecord, without: Sequence[str] = ()) -> tuple[list[dict[str, Any]], int]:
+def _profiled(record: RunRecord, without: Sequence[str]) -> tuple[list[dict[str, Any]], int]:
     """The collectives of the profiled steps, and the nanoseconds of compute; `without` some units."""
     steps = {row["step"] for row in record.table("breakdown")}
     sent = [row for row in record.table("ledger") if row["step"] in steps and row["unit"] not in without]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from fsdplab.common.errors import UserError
 from fsdplab.common.fields import option
@@ -249,6 +250,14 @@ def under_each_strategy(spec: PlanSpec) -> list[PlanSpec]:
     """The plan under every strategy that can do it; in groups of ranks only where there is more than one group."""
     every = [spec.under(name) for name, row in STRATEGY_ROWS.items() if row.can_offload or not spec.offload]
     return [each for each in every if not each.row.in_groups or each.replicas > 1]
+
+
+def changed(spec: PlanSpec, **changes: Any) -> PlanSpec | None:
+    """The plan with other choices; None where they contradict the rest: heads or GPUs that are not to be cut."""
+    try:
+        return replace(spec, **changes)
+    except PlanError:
+        return None
 
 
 def flag_of(name: str) -> str:

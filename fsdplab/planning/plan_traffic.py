@@ -60,7 +60,7 @@ def axis_link(spec: PlanSpec, axis: str) -> LinkSpec:
     Axes lie inside each other: tensor, context, shard, replicate. Where an axis stays inside a node, it has the GPUs'
     own link; where it leaves, that of a ring over nodes (hardware.py).
     """
-    inner, ranks = _inner_size(spec, axis), _size(spec, axis)
+    inner, ranks = _mesh(spec)[axis]
     link, per_node = spec.gpu.link, min(spec.gpus, spec.gpus_per_node)
     if inner * ranks > per_node and spec.gpu.nic_bytes_per_s is not None:
         link = spec.gpu.ring_over_nodes(max(1, per_node // inner))
@@ -95,15 +95,15 @@ def inline_counts(spec: PlanSpec, row: AxisTraffic) -> tuple[int, int]:
 _IN_FORWARD = {("tensor", "block"): 2, ("tensor", "root"): 1, ("context", "block"): 1}
 
 
-def _size(spec: PlanSpec, axis: str) -> int:
-    sizes = {"tensor": spec.tensor_parallel, "context": spec.context_parallel, "shard": spec.shards}
-    return sizes.get(axis, spec.replicas)
-
-
-def _inner_size(spec: PlanSpec, axis: str) -> int:
-    """GPUs of one rank of this axis: those of the axes inside it; context-parallel ranks are among the shards."""
-    tensor = spec.tensor_parallel
-    return {"tensor": 1, "context": tensor, "shard": tensor, "replicate": tensor * spec.shards}[axis]
+def _mesh(spec: PlanSpec) -> dict[str, tuple[int, int]]:
+    """Axis -> GPUs of one of its ranks, those of the axes inside it, and its ranks; context-parallel ranks are among
+    the shards.
+    """
+    tensor, shards = spec.tensor_parallel, spec.shards
+    return {
+        "tensor": (1, tensor), "context": (tensor, spec.context_parallel), "shard": (tensor, shards),
+        "replicate": (tensor * shards, spec.replicas),
+    }  # fmt: skip
 
 
 # ---- states

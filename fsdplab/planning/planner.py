@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fsdplab.common.sizes import size
@@ -19,7 +19,7 @@ from fsdplab.workloads.shapes import ModelShape
 from .efficiency import Efficiency, efficiency_of
 from .hardware import find_gpu
 from .memory import Memory, fits_card, host_bytes, host_crossing, memory_of
-from .plan_spec import PlanError, PlanSpec
+from .plan_spec import PlanSpec, changed
 from .plan_traffic import AxisTraffic, bytes_by_axis, plan_traffic
 from .step_time import StepTime, has_known_flops, model_flops, peak_flops, step_time
 
@@ -153,10 +153,10 @@ def _ways(spec: PlanSpec) -> Iterator[str]:
     found = set[str]()
     for kind, words, changes in _changes(spec):
         simpler = _SIMPLER.get(kind) in found and not (kind == "offload" and spec.row.can_offload)
-        changed = None if simpler or kind in found else _changed(spec, changes)
-        if changed is not None and changed != spec and fits_card(changed):
+        other = None if simpler or kind in found else changed(spec, **changes)
+        if other is not None and other != spec and fits_card(other):
             found.add(kind)
-            yield words.format(f"of {size(host_bytes(changed))} a rank")
+            yield words.format(f"of {size(host_bytes(other))} a rank")
 
 
 def _cards_for_states(spec: PlanSpec) -> str | None:
@@ -197,14 +197,6 @@ def _changes(spec: PlanSpec) -> Iterator[tuple[str, str, dict[str, Any]]]:
             yield "tensor", f"--tp {ways}{more}", full | {"tensor_parallel": ways}
 
 
-def _changed(spec: PlanSpec, changes: dict[str, Any]) -> PlanSpec | None:
-    """None where the changes contradict the rest: heads or GPUs that are not to be cut."""
-    try:
-        return replace(spec, **changes)
-    except PlanError:
-        return None
-
-
 def least_gpus(spec: PlanSpec) -> int | None:
     """The fewest GPUs on which the same choices fit: whole nodes beyond the first; None where no number does.
 
@@ -222,5 +214,5 @@ def least_gpus(spec: PlanSpec) -> int | None:
 
 
 def _fits_on(gpus: int, spec: PlanSpec) -> bool:
-    changed = _changed(spec, {"gpus": gpus})
-    return changed is not None and fits_card(changed)
+    found = changed(spec, gpus=gpus)
+    return found is not None and fits_card(found)

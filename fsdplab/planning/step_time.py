@@ -101,30 +101,15 @@ def unit_work(
     spec: PlanSpec, rows: Sequence[AxisTraffic], unit: str, computes_s: tuple[float, float], holds: Holds
 ) -> UnitWork:
     """A unit with seconds of its forward and backward, and what it sends of `rows`."""
-    sent: dict[tuple[str, bool], list[Transfer]] = {}
-    forward: list[Transfer] = []
-    backward: list[Transfer] = []
-    for row in rows:
-        if row.unit == unit:
-            first, then = inline_counts(spec, row)
-            transfer = transfer_of(spec, row)
-            forward += [transfer] * first
-            backward += [transfer] * then
-            if not first:
-                sent.setdefault((row.axis, row.kind == "all_gather"), []).append(transfer)
-    gather, reduce, across = (
-        _joined(sent.get(key, [])) for key in (("shard", True), ("shard", False), ("replicate", False))
-    )
-    return UnitWork(unit, *computes_s, gather, reduce, across, tuple(forward), tuple(backward), holds)
-
-
-def _joined(each: Sequence[Transfer]) -> Transfer | None:
-    """What a unit sends in two parts, behind each other, as one: a frozen base and its adapters."""
-    if not each:
-        return None
-    return replace(
-        each[0], wire_bytes=sum(one.wire_bytes for one in each), latency_s=sum(one.latency_s for one in each)
-    )
+    sent: dict[str, Transfer] = {}
+    inline: tuple[list[Transfer], list[Transfer]] = [], []
+    for row in (each for each in rows if each.unit == unit):
+        counts, transfer = inline_counts(spec, row), transfer_of(spec, row)
+        for phase, count in zip(inline, counts):
+            phase += [transfer] * count
+        if not counts[0]:
+            sent[row.kind] = transfer if row.kind not in sent else sent[row.kind].followed_by(transfer)
+    return UnitWork(unit, *computes_s, sent, tuple(inline[0]), tuple(inline[1]), holds)
 
 
 def on_links_of(spec: PlanSpec, work: StepWork) -> StepWork:

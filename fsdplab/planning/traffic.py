@@ -72,13 +72,13 @@ def step_traffic(
     for unit in units:
         gathers, reductions = _counts(row, micro_batches, is_root=unit.name == "root")
         if not row.cuts:
-            rows.append(_traffic(unit, "all_reduce", reductions, ranks, reduce_itemsize))
+            rows.append(_traffic(unit, "all_reduce", reductions, 1, ranks, reduce_itemsize))
             continue
         if shards > 1:
-            rows.append(_traffic(unit, "all_gather", gathers, shards, param_itemsize))
-            rows.append(_traffic(unit, "reduce_scatter", reductions, shards, reduce_itemsize))
+            rows.append(_traffic(unit, "all_gather", gathers, shards, shards, param_itemsize))
+            rows.append(_traffic(unit, "reduce_scatter", reductions, shards, shards, reduce_itemsize))
         if replicas > 1:
-            rows.append(_slice_traffic(unit, reductions, shards, replicas, reduce_itemsize))
+            rows.append(_traffic(unit, "all_reduce", reductions, shards, replicas, reduce_itemsize))
     return rows
 
 
@@ -92,20 +92,14 @@ def _counts(row: StrategyRow, micro_batches: int, is_root: bool) -> tuple[int, i
 
 
 @lru_cache(maxsize=4096)  # of a unit, whatever its tokens, its link and its other settings are
-def _slice_traffic(unit: UnitShapes, count: int, shards: int, replicas: int, itemsize: int) -> Traffic:
-    """The all-reduce of one slice over the replicas; its padding differs from rank to rank:
-    rank 0's, which has least.
+def _traffic(unit: UnitShapes, kind: str, count: int, shards: int, ranks: int, itemsize: int) -> Traffic:
+    """One collective over `ranks`. An all-reduce is of one shard, of whole parameters where there is one; the padding
+    of shards differs from rank to rank, and that of rank 0, which has least, is named.
     """
     layout = Layout.of([(name, shape, itemsize) for name, shape in unit.parameters], shards)
-    held = sum((slot.span(0)[1] - slot.span(0)[0]) * slot.row_bytes for slot in layout.slots)
-    wire = 2 * layout.shard_bytes * (replicas - 1) // replicas
-    return Traffic(unit.name, "all_reduce", count, layout.shard_bytes, wire, layout.shard_bytes - held)
-
-
-@lru_cache(maxsize=4096)
-def _traffic(unit: UnitShapes, kind: str, count: int, ranks: int, itemsize: int) -> Traffic:
-    cut = 1 if kind == "all_reduce" else ranks  # an all-reduce works on whole parameters: no padding
-    layout = Layout.of([(name, shape, itemsize) for name, shape in unit.parameters], cut)
-    rounds = 2 if kind == "all_reduce" else 1
-    wire = rounds * layout.total_bytes * (ranks - 1) // ranks
-    return Traffic(unit.name, kind, count, layout.total_bytes, wire, layout.padding_bytes)
+    if kind == "all_reduce":
+        held = sum((slot.span(0)[1] - slot.span(0)[0]) * slot.row_bytes for slot in layout.slots)
+        logical, padding, rounds = layout.shard_bytes, layout.shard_bytes - held, 2
+    else:
+        logical, padding, rounds = layout.total_bytes, layout.padding_bytes, 1
+    return Traffic(unit.name, kind, count, logical, rounds * logical * (ranks - 1) // ranks, padding)

@@ -88,39 +88,20 @@ def wind_tunnel(
     >>> round(target.compute_s, 3), round(target.communication_s, 3), round(target.ratio, 3)
     (0.998, 0.127, 0.127)
     """
-    flops = _check(
-        cluster,
-        strategy,
-        mfu,
-        target_parameters=target_parameters,
-        target_layers=target_layers,
-        tokens_per_gpu=tokens_per_gpu,
-    )
+    counts = dict(target_parameters=target_parameters, target_layers=target_layers, tokens_per_gpu=tokens_per_gpu)
+    flops, groups = _check(cluster, strategy, mfu, **counts), STRATEGY_ROWS[strategy].in_groups
     compute_s = 6 * target_parameters * tokens_per_gpu / (mfu * flops)
-    hybrid = STRATEGY_ROWS[strategy].in_groups
     layer = UnitShapes("layer", (("weight", (math.ceil(target_parameters / target_layers),)),))
     rows = step_traffic(
-        [layer],
-        strategy,
-        cluster.gpus,
-        param_itemsize=param_bytes,
-        reduce_itemsize=reduce_bytes,
-        replicas=cluster.nodes if hybrid else 1,
-    )
-    times = [_row_s(cluster, row, hybrid) for row in rows]
+        [layer], strategy, cluster.gpus, param_itemsize=param_bytes, reduce_itemsize=reduce_bytes,
+        replicas=cluster.nodes if groups else 1,
+    )  # fmt: skip
+    times = [_row_s(cluster, row, groups) for row in rows]
     communication_s, latency_s = (target_layers * sum(each) for each in zip(*times))
-    shards = cluster.gpus_per_node if hybrid else cluster.gpus
+    shards = cluster.gpus_per_node if groups else cluster.gpus
     name = f"{target_parameters / 1e9:.3g}B on {cluster.name}"
-    return Target(
-        compute_s,
-        communication_s,
-        communication_s / compute_s,
-        cluster.gpu.memory_bytes,
-        latency_s,
-        shards,
-        strategy,
-        name,
-    )
+    ratio, memory = communication_s / compute_s, cluster.gpu.memory_bytes
+    return Target(compute_s, communication_s, ratio, memory, latency_s, shards, strategy, name)
 
 
 def link_for(target: Target, *, compute_s: float, wire_bytes: int, collectives: int, ranks: int) -> LinkSpec:
@@ -140,11 +121,8 @@ def link_for(target: Target, *, compute_s: float, wire_bytes: int, collectives: 
         raise WindTunnelError("the wind tunnel's run has 1 rank, between which nothing travels; give at least 2 ranks")
     spent_s, share = target.ratio * compute_s, target.latency_s / target.communication_s
     latency_s = share * spent_s / (collectives * (ranks - 1))
-    return LinkSpec(
-        f"wind tunnel of {target.name}" if target.name else "wind tunnel",
-        wire_bytes / ((1 - share) * spent_s),
-        latency_s,
-    )
+    name = f"wind tunnel of {target.name}" if target.name else "wind tunnel"
+    return LinkSpec(name, wire_bytes / ((1 - share) * spent_s), latency_s)
 
 
 def card_for(target: Target, *, parameters_here: int, target_parameters: int, ranks: int | None = None) -> int:
@@ -163,12 +141,9 @@ def card_for(target: Target, *, parameters_here: int, target_parameters: int, ra
     >>> card_for(target, parameters_here=10**6, target_parameters=8 * 10**9, ranks=2)
     40000000
     """
-    _positive(
-        parameters_here=parameters_here,
-        target_parameters=target_parameters,
-        **({} if ranks is None else {"ranks": ranks}),
-    )
-    here = state_bytes(parameters_here, target.strategy, ranks or target.shards)
+    ranks = target.shards if ranks is None else ranks
+    _positive(parameters_here=parameters_here, target_parameters=target_parameters, ranks=ranks)
+    here = state_bytes(parameters_here, target.strategy, ranks)
     return int(target.memory_bytes * here / state_bytes(target_parameters, target.strategy, target.shards))
 
 

@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 
 from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.common.sizes import parse_size, seconds, size
-from fsdplab.engine.core.step import Schedule
 from fsdplab.planning.links import LinkSpec, parse_link
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import LINK_EFFICIENCY
@@ -176,7 +175,7 @@ def crossover(run: Run, ends: tuple[float, float]) -> Crossover:
 @lru_cache(maxsize=256)
 def _crossover(plan: PlanSpec, steadily: bool, ends: tuple[float, float]) -> Crossover:
     work = work_of(plan, 1.0 if steadily else None).shared(streams=not steadily)
-    program = program_of(work, Schedule(work.prefetch))
+    program = program_of(work)
 
     def waits(bytes_per_s: float) -> tuple[float, float]:
         reached = bytes_per_s / LINK_EFFICIENCY if steadily else bytes_per_s  # of the steady card's link all is reached

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from fsdplab.engine.core.step import Schedule, StepOrder
-from fsdplab.planning.program import Sharing, begin_micro_batch, units_over
+from fsdplab.planning.program import Sharing, begin_micro_batch, planned_order
 
-from .held import Book, Bytes, Held
+from .held import Book, Bytes
 from .unit_buffers import MASTER, Stored, Transports, UnitBuffers
 
 _ENOUGH = 3  # micro-batches: those between the first and the last are alike
@@ -55,59 +55,42 @@ class Computing(Protocol):
 
 def peak_of_step(run: StepChoices, model: Computing) -> Bytes:
     """Bytes by category at the peak of the second step, on rank 0, whose shards are largest."""
-    return _Play(run, model).moments()[1]
+    return rest_and_peak(run, model)[1]
 
 
 def rest_and_peak(run: StepChoices, model: Computing) -> tuple[Bytes, Bytes]:
     """Bytes by category between two steps, with the batches of the next, and at the peak."""
-    return _Play(run, model).moments()
+    book, transports = Book(), None if run.on_card else Transports()
+    choices = dict(casts=run.itemsize != MASTER, offloads=run.offloads, streams=run.on_card)
+    sharing = Sharing.of(run.strategy, run.shards, run.replicas, **choices)
+    units = {
+        name: UnitBuffers(name, own, sharing, run.shards, run.replicas, book, transports)
+        for name, own in model.units.items()
+    }
+    order, count = planned_order(units, sharing, Schedule(run.prefetch)), min(run.micro_batches, _ENOUGH)
+    own = sum(unit.own_elements for unit in units.values())
 
-
-class _Play:
-    """The units, the model and what is alive."""
-
-    def __init__(self, run: StepChoices, model: Computing) -> None:
-        self.run, self.model, self.book = run, model, Book()
-        choices = dict(casts=run.itemsize != MASTER, offloads=run.offloads, streams=run.on_card)
-        self.sharing = Sharing.of(run.strategy, run.shards, run.replicas, **choices)
-        self.transports = None if run.on_card else Transports()
-        self.units = {
-            name: UnitBuffers(name, own, self.sharing, run.shards, run.replicas, self.book, self.transports)
-            for name, own in model.units.items()
-        }
-        self.order = StepOrder(units_over(self.units, self.sharing), Schedule(run.prefetch))
-        for unit in self.units.values():
-            unit.place_at_rest()
-
-    def moments(self) -> tuple[Bytes, Bytes]:
-        # the batches of a step are read before it begins
-        alive = [self.book.hold(self.model.nbytes * self.run.micro_batches + self.model.buffers, "other")]
-        self._step()
-        alive.append(self._optimizer_state())
-        if self.transports is not None:
-            alive.append(self.book.hold(self.transports.bytes_of_steps(), "communication_buffers"))
-        self.book.begin()
-        rests = dict(self.book.peak)
-        self._step()
-        del alive
-        return rests, self.book.peak
-
-    def _optimizer_state(self) -> Held:
-        """That of every element that this rank updates, and a count of steps a parameter."""
-        own = sum(unit.own_elements for unit in self.units.values())
-        counts = sum(unit.updated for unit in self.units.values())
-        nbytes = 0 if self.run.offloads else round(self.run.state_bytes * own) + 4 * counts
-        return self.book.hold(nbytes, "optimizer_state")
-
-    def _step(self) -> None:
-        count = min(self.run.micro_batches, _ENOUGH)
+    def step() -> None:
         for number in range(count):
-            begin_micro_batch(self.order, self.sharing, last=number == count - 1)
-            self.model.play(self.order, self.units, self.book)
-        if self.run.foreach:
-            self.book.hold(MASTER * sum(unit.own_elements for unit in self.units.values()), "other")
-        packed = self.book.hold(self.run.step_buffers, "communication_buffers")
-        self.book.hold(self.run.step_scratch, "other")
+            begin_micro_batch(order, sharing, last=number == count - 1)
+            model.play(order, units, book)
+        if run.foreach:
+            book.hold(MASTER * own, "other")
+        packed = book.hold(run.step_buffers, "communication_buffers")
+        book.hold(run.step_scratch, "other")
         del packed
-        for unit in self.units.values():
+        for unit in units.values():
             unit.step()
+
+    # the batches of a step are read before it begins
+    alive = [book.hold(model.nbytes * run.micro_batches + model.buffers, "other")]
+    step()
+    # the optimizer has the state of every element that this rank updates, and a count of steps a parameter
+    state = 0 if run.offloads else round(run.state_bytes * own) + 4 * sum(unit.updated for unit in units.values())
+    alive.append(book.hold(state, "optimizer_state"))
+    if transports is not None:
+        alive.append(book.hold(transports.bytes_of_steps(), "communication_buffers"))
+    book.begin()
+    rests = dict(book.peak)
+    step()
+    return rests, book.peak

@@ -170,14 +170,21 @@ class Tape:
 
     def pointwise(self, x: Value) -> Value:
         """GELU or SiLU: one result, what it reads is saved."""
-        y = self.value(x.width)
-        self.note(y, self.gradients((x.edge, x.width, None)), x.held)
-        return y
+        return self._noted(self.value(x.width), [x], saved=[x])
 
     def times(self, a: Value, b: Value) -> Value:
         """A product element by element; both factors are saved."""
-        y = self.value(a.width)
-        self.note(y, self.gradients((a.edge, a.width, None), (b.edge, a.width, None)), a.held, b.held)
+        return self._noted(self.value(a.width), [a, b], saved=[a, b])
+
+    def _noted(
+        self, y: Value, of: Sequence[Value], itemsize: int | None = None, saved: Sequence[Value] = (),
+        beside: Sequence[float] = (), parameters: Mapping[str, int] = {},
+    ) -> Value:  # fmt: skip
+        """The result of an operator whose backward makes new gradients of what it reads."""
+        gradients = self.gradients(
+            *((each.edge, each.width, itemsize) for each in of), beside=beside, parameters=parameters
+        )
+        self.note(y, gradients, *(each.held for each in saved))
         return y
 
     def layer_norm(self, x: Value, name: str) -> Value:
@@ -197,35 +204,22 @@ class Tape:
         """RMSNorm as PyTorch composes it on the CPU, in float32: square, mean, root, two products."""
         wide = self.cast(x, 4)
         root = self._inverse_root(wide)
-        normed = self._scaled(wide, root)
-        return self.cast(self._weighted(normed, name), self.itemsize)
-
-    def cast(self, x: Value, itemsize: int) -> Value:
-        """A copy in another dtype; the value itself where it has that."""
-        if x.held.nbytes == int(self.tokens * x.width) * itemsize:
-            return x
-        y, before = self.value(x.width, itemsize), x.held.nbytes // max(1, self.tokens * x.width)
-        self.note(y, self.gradients((x.edge, x.width, before)))
-        return y
+        normed = self._noted(self.value(x.width, 4), [wide, root], 4, [wide, root], beside=[x.width])
+        weight = {f"{name}.weight": x.width * self.itemsize}
+        weighted = self._noted(self.value(x.width, 4), [normed], 4, [normed], beside=[x.width], parameters=weight)
+        return self.cast(weighted, self.itemsize)
 
     def _inverse_root(self, x: Value) -> Value:
         square = self.hold(x.width, 4)
         mean = self.hold(1, 4)
         y = self.value(1, 4)
         del square, mean
-        self.note(y, self.gradients((x.edge, x.width, 4), beside=3 * [x.width]), x.held, y.held)
-        return y
+        return self._noted(y, [x], 4, [x, y], beside=3 * [x.width])
 
-    def _scaled(self, x: Value, root: Value) -> Value:
-        y = self.value(x.width, 4)
-        made = self.gradients((x.edge, x.width, 4), (root.edge, 1, 4), beside=[x.width])
-        self.note(y, made, x.held, root.held)
-        return y
-
-    def _weighted(self, x: Value, name: str) -> Value:
-        y, weight = self.value(x.width, 4), {f"{name}.weight": x.width * self.itemsize}
-        self.note(y, self.gradients((x.edge, x.width, 4), beside=[x.width], parameters=weight), x.held)
-        return y
+    def cast(self, x: Value, itemsize: int) -> Value:
+        """A copy in another dtype; the value itself where it has that."""
+        before = x.held.nbytes // max(1, self.tokens * x.width)
+        return x if before == itemsize else self._noted(self.value(x.width, itemsize), [x], before)
 
     def rotary(self, x: Value) -> Value:
         """Turn pairs of channels: products with float32 tables, of half the channels each."""
@@ -236,8 +230,7 @@ class Tape:
             del first, second
         turned = self.value(x.width, 4)
         halves.clear()
-        self.note(turned, self.gradients((x.edge, x.width, 4), beside=[half, half]))
-        return self.cast(turned, self.itemsize)
+        return self.cast(self._noted(turned, [x], 4, beside=[half, half]), self.itemsize)
 
     def attention(self, q: Value, k: Value, v: Value, heads: int, sequence: int, head_width: int) -> Value:
         """Flash attention on one thread: saves what it reads, its result, and a log-sum-exp a head in float32."""
@@ -270,9 +263,7 @@ class Tape:
 
     def reordered(self, x: Value) -> Value:
         """A view whose gradient must be copied into the order of dimensions that a product reads."""
-        y = Value(x.held, x.width)
-        self.note(y, self.gradients((x.edge, x.width, None)))
-        return y
+        return self._noted(Value(x.held, x.width), [x])
 
 
 def attention_tile(sequence: int) -> tuple[int, int]:

@@ -94,11 +94,11 @@ class UnitBuffers(PlannedMemory):
         self._computes = {each.name: each.computes for each in trained}
         # gradients are reduced in the dtype of the masters where a run casts, else in their own
         self._reduced = MASTER if sharing.casts else max(self._computes.values(), default=MASTER)
-        self._rest = _layout([(each.name, each.shape, each.rests) for each in parameters], shards, SHARDS_ALIGNED)
-        whole = [(each.name, each.shape, each.computes) for each in parameters]
+        rest = _layout(tuple((each.name, each.shape, each.rests) for each in parameters), shards, SHARDS_ALIGNED)
+        whole = tuple((each.name, each.shape, each.computes) for each in parameters)
         self._layout = _layout(whole, shards, WHOLE_ALIGNED if shards == 1 else 0)
-        self._wire = _layout([(each.name, each.shape, self._reduced) for each in trained], shards, 0)
-        alike = self._layout.slots == self._rest.slots and self._layout.shard_bytes == self._rest.shard_bytes
+        self._wire = _layout(tuple((each.name, each.shape, self._reduced) for each in trained), shards, 0)
+        alike = self._layout.slots == rest.slots and self._layout.shard_bytes == rest.shard_bytes
         self._reads_in_place = alike and not sharing.casts and not sharing.aliased
         reduced = "sharded_gradients" if sharing.shards else "unsharded_gradients"
         self._sizes = {
@@ -108,19 +108,14 @@ class UnitBuffers(PlannedMemory):
         if transports is None:
             self._sizes[SENT] = self._wire.total_bytes, "communication_buffers"
         self._held: dict[str, list[Held]] = {buffer: [] for buffer in self._sizes}
-        self._at_rest: list[Held] = []
+        self._at_rest: list[Held] = []  # shards in a buffer of their own, or views of the whole one
+        if self.keeps_whole:
+            self._at_rest.append(book.hold(self._layout.whole_bytes, "sharded_parameters"))
+        if not sharing.aliased and not sharing.offloads:
+            self._at_rest.append(book.hold(rest.shard_bytes, "sharded_parameters"))
         self._arrived: dict[str, Held] = {}  # gradients that autograd left, by parameter
         self._whole: dict[str, Held] = {}  # those that were collected
         self._optimizers: list[Held] = []  # those that were kept, which the optimizer reads
-
-    # ---- at rest
-
-    def place_at_rest(self) -> None:
-        """Slices at rest: a buffer of their own, or views of the whole one."""
-        if self.keeps_whole:
-            self._at_rest.append(self._book.hold(self._layout.whole_bytes, "sharded_parameters"))
-        if not self.sharing.aliased and not self.sharing.offloads:
-            self._at_rest.append(self._book.hold(self._rest.shard_bytes, "sharded_parameters"))
 
     @property
     def own_elements(self) -> int:
@@ -199,11 +194,5 @@ class UnitBuffers(PlannedMemory):
         self.written, self._handed_out = True, False
 
 
-@lru_cache(maxsize=512)
-def _layout_of(entries: tuple[tuple[str, tuple[int, ...], int], ...], ranks: int, alignment: int) -> Layout:
-    """Kept, since a lab asks again with every number of tokens, on which it does not depend."""
-    return Layout.of(entries, ranks, alignment)
-
-
-def _layout(entries: Sequence[tuple[str, tuple[int, ...], int]], ranks: int, alignment: int) -> Layout:
-    return _layout_of(tuple(entries), ranks, alignment)
+# kept, since a lab asks again with every number of tokens, on which it does not depend
+_layout = lru_cache(maxsize=512)(Layout.of)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.engine.core.pending import Pending
-from fsdplab.engine.core.step import StepOrder
+from fsdplab.engine.core.step import Schedule, StepOrder
 from fsdplab.engine.core.unit import Memory, ReduceOptions, Unit
 
 # the buffers of a unit that come and go in a step
@@ -149,11 +149,17 @@ class PlannedMemory(Memory):
         self._handed_out = True
 
 
-def units_over(memories: Mapping[str, PlannedMemory], sharing: Sharing) -> dict[str, Unit]:
-    """The engine's units over planned memories; the first is the root, which keeps its parameters after its forward."""
-    root = next(iter(memories))
-    reshards = sharing.reshards_after_forward
-    return {name: Unit(memory, reshards and name != root) for name, memory in memories.items()}
+def planned_order(
+    memories: Mapping[str, PlannedMemory], sharing: Sharing, schedule: Schedule, in_flight: int = 1
+) -> StepOrder:
+    """The engine's order of units over planned memories; the first is the root, which keeps its parameters after its
+    forward. `in_flight`: reductions that may be under way when the next begins.
+    """
+    root, reshards = next(iter(memories)), sharing.reshards_after_forward
+    units = {name: Unit(memory, reshards and name != root) for name, memory in memories.items()}
+    for unit in units.values():
+        unit.in_flight = in_flight
+    return StepOrder(units, schedule)
 
 
 def begin_micro_batch(order: StepOrder, sharing: Sharing, last: bool) -> None:

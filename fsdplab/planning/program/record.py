@@ -5,13 +5,14 @@ The decisions are those of the engine's own objects (`StepOrder`, `Unit`); only 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.step import Schedule, StepOrder
 
-from .memory import GRADIENTS, KEPT, PlannedMemory, Sharing, begin_micro_batch, units_over
+from .memory import GRADIENTS, KEPT, PlannedMemory, Sharing, begin_micro_batch, planned_order
 
 
 class Issue(NamedTuple):
@@ -57,6 +58,7 @@ class Move(NamedTuple):
 
 
 Operation = Issue | Wait | Compute | Change | Move
+Program = Sequence[Sequence[Operation]]  # of each micro-batch of a step
 
 
 class Holds(NamedTuple):
@@ -115,26 +117,27 @@ class RecordedMemory(PlannedMemory):
         self._log.append(Move(self.name, before, after, phase))
 
 
+@lru_cache(maxsize=64)
 def record_step(
-    units: Mapping[str, Holds], sharing: Sharing, schedule: Schedule, *, micro_batches: int = 1, in_flight: int = 1
-) -> list[list[Operation]]:
+    units: tuple[tuple[str, Holds], ...], sharing: Sharing, prefetch: int = 1, micro_batches: int = 1,
+    in_flight: int = 1, schedule: Callable[[int], Schedule] = Schedule,
+) -> Program:  # fmt: skip
     """The operations of each micro-batch of a step that is not the run's first; the first of `units` is the root.
 
-    A micro-batch ends with every collective waited for.
+    A micro-batch ends with every collective waited for. The result is kept, since it depends on no bytes and no
+    seconds: plans that differ in these have one program.
 
-    >>> units = dict.fromkeys(("root", "block"), Holds())
-    >>> (operations,) = record_step(units, Sharing.of("shard_grad_op", 2, 1), Schedule(1))
+    >>> units = ("root", Holds()), ("block", Holds())
+    >>> (operations,) = record_step(units, Sharing.of("shard_grad_op", 2, 1))
     >>> [operation.unit for operation in operations if isinstance(operation, Issue) and operation.kind == "all_gather"]
     ['root', 'block']
     """
     log: list[Operation] = []
-    memories = {name: RecordedMemory(name, sharing, holds, log) for name, holds in units.items()}
-    order = StepOrder(units_over(memories, sharing), schedule)
-    for unit in order.units.values():
-        unit.in_flight = in_flight
-    schedule.begin()
-    for name in units:  # an earlier step has taught it the order
-        schedule.before_forward(name)
+    ahead, memories = schedule(prefetch), {name: RecordedMemory(name, sharing, holds, log) for name, holds in units}
+    order = planned_order(memories, sharing, ahead, in_flight)
+    ahead.begin()
+    for name, _ in units:  # an earlier step has taught it the order
+        ahead.before_forward(name)
     segments = []
     for number in range(micro_batches):
         log.clear()

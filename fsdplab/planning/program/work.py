@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 
 from fsdplab.engine.core.step import Schedule
 
 from .memory import Sharing
-from .record import Compute, Holds, Issue, Operation, Wait, record_step
+from .record import Compute, Holds, Issue, Operation, Program, Wait, record_step
 
 ROOT, BLOCK = "root", "block"
 
@@ -29,53 +28,36 @@ class Transfer:
         """Latency and bytes together: 1 ms and 10 MB at 10 GB/s are 2 ms."""
         return self.latency_s + self.wire_bytes / self.bytes_per_s
 
+    def followed_by(self, other: Transfer) -> Transfer:
+        """Both as one, such as the gathers of a frozen base and of its adapters."""
+        wire_bytes, latency_s = self.wire_bytes + other.wire_bytes, self.latency_s + other.latency_s
+        return replace(self, wire_bytes=wire_bytes, latency_s=latency_s)
+
 
 @dataclass(frozen=True)
 class UnitWork:
-    """One unit on one rank. `inline_*`: collectives that stand between the unit's products, and hide nothing. `holds`:
-    what it has where no collective shows it.
+    """One unit on one rank. `sent`: the collectives that move its states, by kind; an all-reduce is of all gradients
+    over the ranks, or of a reduced shard over the replicas. `inline_*`: collectives that stand between the unit's
+    products, and hide nothing. `holds`: what it has where no collective shows it.
     """
 
     name: str
     forward_s: float
     backward_s: float
-    gather: Transfer | None = None
-    reduce: Transfer | None = None
-    across: Transfer | None = None  # the all-reduce of the shard over the replicas
+    sent: Mapping[str, Transfer] = field(default_factory=dict)
     inline_forward: tuple[Transfer, ...] = ()
     inline_backward: tuple[Transfer, ...] = ()
     holds: Holds | None = None
 
-    @property
-    def scatters(self) -> bool:
-        """Whether gradients are reduce-scattered over the shards."""
-        return self.reduce is not None and self.reduce.kind == "reduce_scatter"
-
-    @property
-    def all_reduce(self) -> Transfer | None:
-        """Of a shard over the replicas, or of all gradients over the ranks."""
-        return self.reduce if self.reduce and not self.scatters else self.across
-
-    def transfer(self, kind: str) -> Transfer:
-        """The collective of a `kind`; raises `ValueError` if the unit has none."""
-        found = {"all_gather": self.gather, "all_reduce": self.all_reduce}.get(kind, self.reduce)
-        if found is None:
-            raise ValueError(f"unit {self.name!r} has no {kind}")
-        return found
-
-    def computes_s(self, phase: str) -> float:
-        """Seconds of a forward or a backward, with the collectives between its products."""
-        forward = phase == "forward"
-        seconds, inline = (self.forward_s, self.inline_forward) if forward else (self.backward_s, self.inline_backward)
-        return seconds + sum(each.seconds for each in inline)
+    def products(self, phase: str) -> tuple[float, tuple[Transfer, ...]]:
+        """Seconds of a forward or a backward, and the collectives between its products."""
+        return (self.forward_s, self.inline_forward) if phase == "forward" else (self.backward_s, self.inline_backward)
 
     def on_links(self, change: Callable[[Transfer], Transfer]) -> UnitWork:
         """The same unit, each of its collectives changed."""
-        return replace(
-            self, inline_forward=tuple(map(change, self.inline_forward)),
-            inline_backward=tuple(map(change, self.inline_backward)), gather=self.gather and change(self.gather),
-            reduce=self.reduce and change(self.reduce), across=self.across and change(self.across),
-        )  # fmt: skip
+        sent = {kind: change(each) for kind, each in self.sent.items()}
+        forward, backward = (tuple(map(change, each)) for each in (self.inline_forward, self.inline_backward))
+        return replace(self, sent=sent, inline_forward=forward, inline_backward=backward)
 
 
 @dataclass(frozen=True)
@@ -113,31 +95,20 @@ class StepWork:
         return replace(self, root=self.root.on_links(change), blocks=changed)
 
 
-def program_of(work: StepWork, schedule: Schedule | None = None) -> Sequence[Sequence[Operation]]:
-    """The operations of each micro-batch of a step of `work`, in the order of `schedule`, by default the engine's;
-    whether ranks shard and replicate follows from what its units send.
+def program_of(work: StepWork, schedule: Callable[[int], Schedule] = Schedule) -> Program:
+    """The operations of each micro-batch of a step of `work`; `schedule` makes from the prefetch depth the rule that
+    says what to gather ahead. Whether ranks shard and replicate follows from what the units send.
     """
-    shards = any(unit.gather or unit.scatters for unit in work.units)
-    sharing = replace(work.sharing, shards=shards, replicates=any(unit.all_reduce for unit in work.units))
+    kinds = {kind for unit in work.units for kind in unit.sent}
+    sharing = replace(
+        work.sharing, shards=bool(kinds & {"all_gather", "reduce_scatter"}), replicates="all_reduce" in kinds
+    )
     units = tuple((unit.name, unit.holds or _held_by(unit)) for unit in work.units)
-    if schedule is None:
-        return planned_step(units, sharing, work.prefetch, work.micro_batches, work.in_flight)
-    return record_step(dict(units), sharing, schedule, micro_batches=work.micro_batches, in_flight=work.in_flight)
+    return record_step(units, sharing, work.prefetch, work.micro_batches, work.in_flight, schedule)
 
 
 def _held_by(unit: UnitWork) -> Holds:
-    trained = bool(unit.reduce or unit.across)
-    return Holds(trained or bool(unit.gather), trained)
-
-
-@lru_cache(maxsize=64)
-def planned_step(
-    units: Sequence[tuple[str, Holds]], sharing: Sharing, prefetch: int, micro_batches: int, in_flight: int = 1
-) -> Sequence[Sequence[Operation]]:
-    """The operations of each micro-batch of a step in the engine's order. They are kept, since they depend on no bytes
-    and no seconds: plans that differ in these have one program.
-    """
-    return record_step(dict(units), sharing, Schedule(prefetch), micro_batches=micro_batches, in_flight=in_flight)
+    return Holds(bool(unit.sent), bool(unit.sent.keys() - {"all_gather"}))
 
 
 def step_seconds(work: StepWork) -> float:
@@ -154,7 +125,7 @@ def seconds_of(operations: Sequence[Operation], units: Mapping[str, UnitWork]) -
     All-reduces have a link of their own; other collectives run one after the other.
 
     >>> send = {kind: Transfer(kind, 1.0, 1.0) for kind in ("all_gather", "reduce_scatter")}
-    >>> root, block = UnitWork("root", 0.0, 0.0), UnitWork("blocks.0", 2.0, 3.0, *send.values())
+    >>> root, block = UnitWork("root", 0.0, 0.0), UnitWork("blocks.0", 2.0, 3.0, send)
     >>> (operations,) = program_of(StepWork(root, (block,), prefetch=0))
     >>> seconds_of(operations, {unit.name: unit for unit in (root, block)})
     8.0
@@ -176,7 +147,9 @@ def seconds_of(operations: Sequence[Operation], units: Mapping[str, UnitWork]) -
 
 
 def _costs(unit: UnitWork) -> dict[str, float]:
-    """Seconds of each phase and of each kind of collective."""
-    sent = [each for each in (unit.gather, unit.reduce, unit.across) if each]
-    found = {each.kind: each.seconds for each in sent}
-    return found | {phase: unit.computes_s(phase) for phase in ("forward", "backward")}
+    """Seconds of each phase, with the collectives between its products, and of each kind of collective."""
+    found = {kind: each.seconds for kind, each in unit.sent.items()}
+    for phase in ("forward", "backward"):
+        seconds, inline = unit.products(phase)
+        found[phase] = seconds + sum(each.seconds for each in inline)
+    return found

@@ -10,7 +10,7 @@ from fsdplab.common.sizes import seconds
 from fsdplab.planning.fit import largest_micro_batch, largest_that_fits
 from fsdplab.planning.links import HOST_LINK
 from fsdplab.planning.memory import Variant, fits_card, memory_of
-from fsdplab.planning.plan_spec import PlanError, PlanSpec
+from fsdplab.planning.plan_spec import PlanSpec, changed
 from fsdplab.planning.planner import least_gpus, plan_of, shortfall
 
 from .answer import ACTIVATIONS, EXPOSED, FITS, PEAK, SPEED, STEP, Case, Question
@@ -121,13 +121,7 @@ SEQUENCE = Question(
 def _on_numbers(spec: PlanSpec) -> list[Case]:
     """Numbers of GPUs that form a mesh, each a doubling, with the fewest that hold it."""
     tried = {spec.gpus, *(2**power for power in range(_MOST_GPUS.bit_length()))} | {least_gpus(spec) or spec.gpus}
-    found = []
-    for gpus in sorted(tried):
-        try:
-            found.append(Case(gpus, replace(spec, gpus=gpus)))
-        except PlanError:
-            continue
-    return found
+    return [Case(gpus, found) for gpus in sorted(tried) if (found := changed(spec, gpus=gpus))]
 
 
 def _from_few_to_many(spec: PlanSpec, rows: Sequence[Case]) -> str:

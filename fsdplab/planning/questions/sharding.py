@@ -9,7 +9,7 @@ from dataclasses import replace
 from fsdplab.common.sizes import size, three_digits
 from fsdplab.planning.memory import memory_of
 from fsdplab.planning.overlap import PHASES, overlap_of
-from fsdplab.planning.plan_spec import PlanError, PlanSpec, under_each_strategy
+from fsdplab.planning.plan_spec import PlanError, PlanSpec, changed, under_each_strategy
 from fsdplab.planning.plan_traffic import plan_traffic
 from fsdplab.planning.step_time import step_time
 
@@ -236,14 +236,8 @@ _WAYS = "ranks of a group"
 
 
 def _of_tensor_groups(spec: PlanSpec) -> list[Case]:
-    """Tensor parallelism inside a node at the same micro-batch of each group."""
-    found = []
-    for ways in (1, 2, 4, 8):
-        try:
-            found.append(Case(ways, replace(spec, tensor_parallel=ways)))
-        except PlanError:  # heads or GPUs that it does not divide
-            continue
-    return found
+    """Tensor parallelism inside a node at the same micro-batch of each group, where it divides heads and GPUs."""
+    return [Case(ways, found) for ways in (1, 2, 4, 8) if (found := changed(spec, tensor_parallel=ways))]
 
 
 def _largest_group(spec: PlanSpec, rows: Sequence[Case]) -> str:

@@ -14,7 +14,7 @@ from fsdplab.planning.fit import largest_that_fits
 from fsdplab.planning.memory import Variant, fits_card, memory_of
 from fsdplab.planning.plan_spec import CHECKPOINTINGS, POLICIES, PlanError, PlanSpec
 from fsdplab.planning.plan_traffic import plan_traffic
-from fsdplab.planning.program import StepWork, Transfer
+from fsdplab.planning.program import StepWork
 from fsdplab.planning.step_time import work_of
 
 from .answer import ACTIVATIONS, FITS, GATHERED, PEAK, SENT, SPEED, STEP, Case, Question, fastest, near_the_fastest
@@ -50,13 +50,10 @@ def rewrapped(work: StepWork, blocks_per_unit: float) -> StepWork:
     stands between a block's products stays with its first part.
     """
 
-    def scaled(transfer: Transfer | None) -> Transfer | None:
-        return transfer and replace(transfer, wire_bytes=blocks_per_unit * transfer.wire_bytes)
-
     first, parts, together = work.blocks[0], round(1 / blocks_per_unit), round(blocks_per_unit)
     unit = replace(
         first, forward_s=blocks_per_unit * first.forward_s, backward_s=blocks_per_unit * first.backward_s,
-        gather=scaled(first.gather), reduce=scaled(first.reduce), across=scaled(first.across),
+        sent={kind: replace(each, wire_bytes=blocks_per_unit * each.wire_bytes) for kind, each in first.sent.items()},
         inline_forward=together * first.inline_forward, inline_backward=together * first.inline_backward,
     )  # fmt: skip
     units = [unit] * (len(work.blocks) // max(1, together))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from fsdplab.planning.program import Compute, Issue, Move, Operation, StepWork, Transfer, UnitWork, Wait
+from fsdplab.planning.program import Compute, Issue, Move, Operation, Program, StepWork, Transfer, UnitWork, Wait
 
 from .classes import RankClass
 from .network import Clock, Collective, Network
@@ -44,13 +44,7 @@ class Rank:
     """Walks through the `program` of a step of `work`, and notes what happens in its log."""
 
     def __init__(
-        self,
-        index: int,
-        rank: RankClass,
-        work: StepWork,
-        program: Sequence[Sequence[Operation]],
-        clock: Clock,
-        network: Network,
+        self, index: int, rank: RankClass, work: StepWork, program: Program, clock: Clock, network: Network
     ) -> None:
         self.log = RankLog(rank)
         self._index, self._work, self._clock, self._network = index, work, clock, network
@@ -68,7 +62,7 @@ class Rank:
                 return
         self.log.end = self._clock.now
 
-    def _step(self, program: Sequence[Sequence[Operation]]) -> Pauses:
+    def _step(self, program: Program) -> Pauses:
         for operations in program:
             yield from self._micro_batch(operations)
         yield from self._compute("", "optimizer", self._work.optimizer_s + self._work.exchange_s)
@@ -99,7 +93,7 @@ class Rank:
 
         def begin() -> None:
             unit = self._units[each.unit]
-            issued[each.number] = self._issue(unit, each.phase, unit.transfer(each.kind))
+            issued[each.number] = self._issue(unit, each.phase, unit.sent[each.kind])
 
         before = None if each.after is None else issued[each.after]
         if before is None or before.ended is not None:
@@ -109,8 +103,7 @@ class Rank:
 
     def _run(self, unit: UnitWork, phase: str) -> Pauses:
         """Compute in equal parts, each behind one of the collectives that stand in its way."""
-        forward = phase == "forward"
-        seconds, inline = (unit.forward_s, unit.inline_forward) if forward else (unit.backward_s, unit.inline_backward)
+        seconds, inline = unit.products(phase)
         for transfer in inline:
             yield from self._wait(self._issue(unit, phase, transfer))
             yield from self._compute(unit.name, phase, seconds / len(inline))

@@ -7,7 +7,7 @@ The record holds a rank of each class; its summary says how many ranks each stan
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,17 @@ from fsdplab.common.names import CATEGORIES
 from fsdplab.common.thinning import downsample
 from fsdplab.engine.core.step import Schedule
 from fsdplab.planning.memory import Memory, memory_of_program
-from fsdplab.planning.plan_spec import PlanError, PlanSpec
+from fsdplab.planning.plan_spec import AS_IN_A_RUN, PlanError, PlanSpec
 from fsdplab.planning.plan_traffic import bytes_by_axis, plan_traffic
-from fsdplab.planning.program import Operation, StepWork, program_of
+from fsdplab.planning.program import Program, StepWork, program_of
 from fsdplab.planning.step_time import work_of
 from fsdplab.records import RunRecord, Spread, Summary
 from fsdplab.records.summary import Comm, Peak, Profile, SimulatedRanks
 
-from .accounting import nanoseconds
+from .accounting import STEP, Row, nanoseconds, tables_of
 from .classes import rank_classes
 from .network import Clock, Network
 from .ranks import Rank, RankLog
-from .tables import STEP, Row, tables_of
 from .trees import with_trees
 
 _MOST_IN_FLIGHT = 10_000
@@ -40,7 +39,7 @@ class Simulated:
 
     logs: tuple[RankLog, ...]
     operations: int
-    program: Sequence[Sequence[Operation]]
+    program: Program
 
     @property
     def step_s(self) -> float:
@@ -50,23 +49,19 @@ class Simulated:
 
 def simulate_work(
     work: StepWork, *, communicators: int = 1, paces: Mapping[int, float] | None = None,
-    schedule: Callable[[int], Schedule] | None = None,
+    schedule: Callable[[int], Schedule] = Schedule,
 ) -> Simulated:  # fmt: skip
     """Simulate a step of units whose costs are given; `paces` are those of slow ranks, over `shards` x `replicas`.
 
-    `schedule` makes a rank's rule of what to gather ahead, from the prefetch depth; the engine's by default.
+    `schedule` makes a rank's rule of what to gather ahead, from the prefetch depth.
 
     Two blocks of 1 s forward and 2 s backward without communication take 6 s, and the optimizer's time.
     """
-    program = program_of(work, schedule(work.prefetch) if schedule else None)
-    return simulate_program(work, program, communicators, paces)
+    return simulate_program(work, program_of(work, schedule), communicators, paces)
 
 
 def simulate_program(
-    work: StepWork,
-    program: Sequence[Sequence[Operation]],
-    communicators: int = 1,
-    paces: Mapping[int, float] | None = None,
+    work: StepWork, program: Program, communicators: int = 1, paces: Mapping[int, float] | None = None
 ) -> Simulated:
     """Simulate a step whose operations are given: one program serves every link and every amount of compute."""
     clock = Clock()
@@ -82,7 +77,7 @@ def simulate_program(
 def simulate(
     spec: PlanSpec, *, communicators: int = 1, in_flight: int = 1, paces: Mapping[int, float] | None = None,
     trees: bool = False, efficiency: float | None = None, folder: str | Path | None = None,
-    schedule: Callable[[int], Schedule] | None = None, streams: bool = True,
+    schedule: Callable[[int], Schedule] = Schedule, streams: bool = True,
 ) -> RunRecord:  # fmt: skip
     """A record of one simulated step of `spec`, not saved: `.save()` writes it to `folder`.
 
@@ -107,7 +102,10 @@ def simulate(
     reduced = dict.fromkeys(("reduce_scatter", "all_reduce"), spec.reduce_dtype)
     names = {kind: _DTYPES[dtype] for kind, dtype in (dtypes | reduced).items()}
     tables = tables_of(list(found.logs), spec.tensor_parallel, names)
-    tables["steps"] = [_step_row(spec, log) for log in found.logs]
+    step = {"step": STEP, "loss": None, "tokens": spec.tokens * spec.grad_accum, "loading_s": None}
+    tables["steps"] = [
+        {"rank": log.rank.first * spec.tensor_parallel, "step_time_s": log.end, **step} for log in found.logs
+    ]
     memory = memory_of_program(found.program, spec)
     tables["memory"] = [
         {"rank": log.rank.first * spec.tensor_parallel, "step": STEP, **row}
@@ -117,7 +115,7 @@ def simulate(
     quantities = ("step_time_s", "tokens_per_s", "exposed_s", "comm", "peak_memory_bytes")
     return RunRecord(
         Path(folder or f"simulated-{spec.strategy}-{spec.gpus}-ranks"),
-        spec={**_spec_of(spec, communicators, in_flight), "trees": trees},
+        spec=_spec_of(spec, communicators=communicators, in_flight=in_flight, trees=trees),
         environment={"device": "cuda", "device_name": spec.gpu.name},
         summary=_summary(spec, found, tables, memory),
         provenance=dict.fromkeys(quantities, "simulated"),
@@ -150,22 +148,16 @@ def _group_paces(spec: PlanSpec, paces: Mapping[int, float]) -> dict[int, float]
     return slowest
 
 
-def _spec_of(spec: PlanSpec, communicators: int, in_flight: int) -> dict[str, Any]:
-    return {
-        "strategy": spec.strategy, "engine": "lab", "world_size": spec.gpus, "model": spec.model.name,
-        "gpu": spec.gpu.name, "batch_size": spec.micro_batch, "sequence_length": spec.seq,
-        "micro_batches": spec.grad_accum, "precision": spec.param_dtype, "checkpoint": spec.checkpointing,
-        "prefetch": spec.prefetch, "optimizer": spec.optimizer, "shard_size": spec.shard_size,
-        "tensor_parallel": spec.tensor_parallel, "context_parallel": spec.context_parallel,
-        "communicators": communicators, "in_flight": in_flight,
-    }  # fmt: skip
+_CHOICES = (
+    "strategy", "gpus", "micro_batch", "seq", "grad_accum", "param_dtype", "checkpointing", "prefetch", "optimizer",
+    "shard_size", "tensor_parallel", "context_parallel",
+)  # fmt: skip
 
 
-def _step_row(spec: PlanSpec, log: RankLog) -> Row:
-    return {
-        "rank": log.rank.first * spec.tensor_parallel, "step": STEP, "loss": None, "step_time_s": log.end,
-        "tokens": spec.tokens * spec.grad_accum, "loading_s": None,
-    }  # fmt: skip
+def _spec_of(spec: PlanSpec, **choices: object) -> dict[str, Any]:
+    """The plan under the names that a run's spec has."""
+    named = {AS_IN_A_RUN.get(name, name): getattr(spec, name) for name in _CHOICES}
+    return {"engine": "lab", "model": spec.model.name, "gpu": spec.gpu.name, **named, **choices}
 
 
 def _memory_rows(memory: Memory, log: RankLog) -> list[Row]:
