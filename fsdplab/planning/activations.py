@@ -11,7 +11,7 @@ that are cut by rows is gathered before, and so kept whole; all other tensors ar
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdplab.workloads.shapes import ModelShape
 
@@ -72,14 +72,19 @@ def _attention(spec: PlanSpec) -> list[Saved]:
     return [Saved("attention's probabilities", spec.model.heads * spec.seq, spec.param_bytes)]
 
 
-def selective_tensors(spec: PlanSpec) -> list[Saved]:
-    """What a policy keeps of selective checkpointing: input, attention, and of the matrix products all ("products"),
+def kept_tensors(spec: PlanSpec) -> list[Saved]:
+    """What one block keeps until its backward. A compiled block makes the results of element-wise operators again. A
+    policy of checkpointing keeps the input, all but "full" attention too, and of the matrix products all ("products"),
     every other one ("selective": torchtitan's choice, and this engine's) or none ("attention").
     """
-    kept = [Saved("input", spec.model.width, spec.param_bytes), *_attention(spec)]
-    kept.append(Saved("attention's output", spec.model.query_width, spec.param_bytes))
-    products = {"products": _products, "selective": lambda shape: _products(shape)[::2]}.get(spec.checkpointing)
-    names = products(spec.model) if products else []
+    if spec.checkpointing == "none":
+        return [each for each in block_tensors(spec) if not (spec.compile and each.fusible)]
+    kept = [Saved("input", spec.model.width, spec.param_bytes)]
+    if spec.checkpointing == "full":
+        return kept
+    kept += [*_attention(spec), Saved("attention's output", spec.model.query_width, spec.param_bytes)]
+    step = {"products": 1, "selective": 2}.get(spec.checkpointing)
+    names = _products(spec.model)[::step] if step else []
     return kept + [Saved(name, width, spec.param_bytes, whole=name in _UNCUT) for name, width in names]
 
 
@@ -97,17 +102,14 @@ def kept_per_token(spec: PlanSpec) -> float:
 
     Llama 2 7B in bf16, nothing checkpointed: 2 x (8 x 4096 + 4 x 11008) + 4 x (32 + 2) bytes.
     """
-    if spec.checkpointing == "full":
-        return _on_rank([Saved("input", spec.model.width, spec.param_bytes)], spec)
-    return computed_per_token(spec) if spec.checkpointing == "none" else _on_rank(selective_tensors(spec), spec)
+    return _on_rank(kept_tensors(spec), spec)
 
 
 def computed_per_token(spec: PlanSpec) -> float:
-    """Bytes a token that a block's forward keeps while nothing is checkpointed: also what a recomputation brings back.
-
-    A compiled block makes the results of element-wise operators again.
+    """Bytes a token that a block's forward keeps while nothing is checkpointed: also what a recomputation brings
+    back.
     """
-    return _on_rank([each for each in block_tensors(spec) if not (spec.compile and each.fusible)], spec)
+    return kept_per_token(replace(spec, checkpointing="none"))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,10 @@ LINK_EFFICIENCY = 0.84
 
 @dataclass(frozen=True)
 class AxisTraffic:
-    """Collectives of one kind of one kind of unit along one axis in a step; bytes are what one rank sends for each."""
+    """Collectives of one kind of one kind of unit along one axis in a step; bytes are what one rank sends for each.
+    `inline`: how many stand between the products of one forward of the unit, and of one backward; none of those that
+    move states.
+    """
 
     axis: str
     unit: str  # "block" (all blocks together), "root" or "optimizer"
@@ -36,6 +39,7 @@ class AxisTraffic:
     count: float
     wire_bytes: float
     ranks: int
+    inline: tuple[int, int] = (0, 0)
 
     @property
     def step_bytes(self) -> float:
@@ -79,20 +83,6 @@ def latency_s(spec: PlanSpec, rows: Sequence[AxisTraffic]) -> float:
     steps.
     """
     return sum(row.count * transfer_of(spec, row).latency_s for row in rows)
-
-
-def inline_counts(spec: PlanSpec, row: AxisTraffic) -> tuple[int, int]:
-    """How many collectives of the row stand between the products of one forward of its unit, and of one backward.
-
-    Tensor and context parallelism's do; those that move states do not, (0, 0).
-    """
-    in_forward = _IN_FORWARD.get((row.axis, row.unit), 0)
-    passes = spec.grad_accum * (spec.model.layers if row.unit == "block" else 1)
-    return (in_forward, round(row.count / passes) - in_forward) if in_forward else (0, 0)
-
-
-# collectives of tensor and context parallelism in one forward of a unit, of each kind; the backward has the others
-_IN_FORWARD = {("tensor", "block"): 2, ("tensor", "root"): 1, ("context", "block"): 1}
 
 
 def _mesh(spec: PlanSpec) -> dict[str, tuple[int, int]]:
@@ -159,18 +149,17 @@ def _optimizer_traffic(spec: PlanSpec) -> list[AxisTraffic]:
 
 
 def _tensor_traffic(spec: PlanSpec) -> list[AxisTraffic]:
-    ranks, accum = spec.tensor_parallel, spec.grad_accum
+    ranks = spec.tensor_parallel
     if ranks == 1:
         return []
     wire = spec.tokens * spec.model.width * spec.param_bytes * (ranks - 1) / ranks
     again = 0 if spec.checkpointing == "none" else 2  # a recomputed forward gathers again
     reduced_again = 2 if spec.checkpointing in ("attention", "full") else 0
-    blocks = spec.model.layers * accum
     return [
-        AxisTraffic("tensor", "block", "all_gather", (4 + again) * blocks, wire, ranks),
-        AxisTraffic("tensor", "block", "reduce_scatter", (4 + reduced_again) * blocks, wire, ranks),
-        AxisTraffic("tensor", "root", "all_gather", 2 * accum, wire, ranks),
-        AxisTraffic("tensor", "root", "reduce_scatter", 2 * accum, wire, ranks),
+        _inline("tensor", "block", "all_gather", (2, 2 + again), wire, ranks, spec),
+        _inline("tensor", "block", "reduce_scatter", (2, 2 + reduced_again), wire, ranks, spec),
+        _inline("tensor", "root", "all_gather", (1, 1), wire, ranks, spec),
+        _inline("tensor", "root", "reduce_scatter", (1, 1), wire, ranks, spec),
     ]
 
 
@@ -179,6 +168,12 @@ def _context_traffic(spec: PlanSpec) -> list[AxisTraffic]:
     if ranks == 1:
         return []
     keys_and_values = 2 * spec.tokens * spec.model.kv_width * spec.param_bytes / spec.tensor_parallel
-    passes = 3 + (spec.checkpointing != "none")  # one forward, two backward: gradients travel too
-    blocks = spec.model.layers * spec.grad_accum
-    return [AxisTraffic("context", "block", "ring", passes * blocks, keys_and_values * (ranks - 1), ranks)]
+    inline = 1, 2 + (spec.checkpointing != "none")  # gradients travel too
+    return [_inline("context", "block", "ring", inline, keys_and_values * (ranks - 1), ranks, spec)]
+
+
+def _inline(
+    axis: str, unit: str, kind: str, inline: tuple[int, int], wire_bytes: float, ranks: int, spec: PlanSpec
+) -> AxisTraffic:
+    passes = spec.grad_accum * (spec.model.layers if unit == "block" else 1)
+    return AxisTraffic(axis, unit, kind, sum(inline) * passes, wire_bytes, ranks, inline)

@@ -18,16 +18,7 @@ from typing import NamedTuple
 from .efficiency import efficiency_of
 from .hardware import Gpu
 from .plan_spec import PlanError, PlanSpec
-from .plan_traffic import (
-    AXES,
-    OPTIMIZER,
-    AxisTraffic,
-    axis_link,
-    inline_counts,
-    owners_step,
-    plan_traffic,
-    transfer_of,
-)  # fmt: skip
+from .plan_traffic import AXES, OPTIMIZER, AxisTraffic, axis_link, owners_step, plan_traffic, transfer_of  # fmt: skip
 from .program import BLOCK, ROOT, Holds, StepWork, Transfer, UnitWork, step_seconds
 from .unit_bytes import adapters, all_units
 
@@ -104,10 +95,10 @@ def unit_work(
     sent: dict[str, Transfer] = {}
     inline: tuple[list[Transfer], list[Transfer]] = [], []
     for row in (each for each in rows if each.unit == unit):
-        counts, transfer = inline_counts(spec, row), transfer_of(spec, row)
-        for phase, count in zip(inline, counts):
+        transfer = transfer_of(spec, row)
+        for phase, count in zip(inline, row.inline):
             phase += [transfer] * count
-        if not counts[0]:
+        if not any(row.inline):
             sent[row.kind] = transfer if row.kind not in sent else sent[row.kind].followed_by(transfer)
     return UnitWork(unit, *computes_s, sent, tuple(inline[0]), tuple(inline[1]), holds)
 
