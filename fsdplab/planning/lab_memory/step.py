@@ -83,13 +83,13 @@ def rest_and_peak(run: StepChoices, model: Computing) -> tuple[Bytes, Bytes]:
             unit.step()
 
     # the batches of a step are read before it begins
-    alive = [book.hold(model.nbytes * run.micro_batches + model.buffers, "other")]
+    book.change(model.nbytes * run.micro_batches + model.buffers, "other")
     step()
     # the optimizer has the state of every element that this rank updates, and a count of steps a parameter
     state = 0 if run.offloads else round(run.state_bytes * own) + 4 * sum(unit.updated for unit in units.values())
-    alive.append(book.hold(state, "optimizer_state"))
+    book.change(state, "optimizer_state")
     if transports is not None:
-        alive.append(book.hold(transports.bytes_of_steps(), "communication_buffers"))
+        book.change(transports.bytes_of_steps(), "communication_buffers")
     book.begin()
     rests = dict(book.peak)
     step()

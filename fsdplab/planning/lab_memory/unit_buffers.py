@@ -107,12 +107,10 @@ class UnitBuffers(PlannedMemory):
         }
         if transports is None:
             self._sizes[SENT] = self._wire.total_bytes, "communication_buffers"
-        self._held: dict[str, list[Held]] = {buffer: [] for buffer in self._sizes}
-        self._at_rest: list[Held] = []  # shards in a buffer of their own, or views of the whole one
-        if self.keeps_whole:
-            self._at_rest.append(book.hold(self._layout.whole_bytes, "sharded_parameters"))
-        if not sharing.aliased and not sharing.offloads:
-            self._at_rest.append(book.hold(rest.shard_bytes, "sharded_parameters"))
+        # shards rest in a buffer of their own, or are views of the whole one
+        resting = self._layout.whole_bytes if self.keeps_whole else 0
+        resting += 0 if sharing.aliased or sharing.offloads else rest.shard_bytes
+        book.change(resting, "sharded_parameters")
         self._arrived: dict[str, Held] = {}  # gradients that autograd left, by parameter
         self._whole: dict[str, Held] = {}  # those that were collected
         self._optimizers: list[Held] = []  # those that were kept, which the optimizer reads
@@ -130,14 +128,11 @@ class UnitBuffers(PlannedMemory):
 
     # ---- buffers that come and go
 
-    def take(self, buffer: str) -> None:
+    def change(self, buffer: str, sign: int) -> None:
         """What the transports keep between collectives (`issue`) is not counted here."""
         if buffer in self._sizes:
-            self._held[buffer].append(self._book.hold(*self._sizes[buffer]))
-
-    def give_back(self, buffer: str) -> None:
-        if buffer in self._sizes:
-            self._held[buffer].pop()
+            nbytes, category = self._sizes[buffer]
+            self._book.change(sign * nbytes, category)
 
     def issue(self, kind: str, phase: str, after: Pending | None = None) -> Pending:
         """Peers read this rank's part of a collective in a buffer, unless they read a shard in place."""
@@ -190,8 +185,9 @@ class UnitBuffers(PlannedMemory):
 
     def step(self) -> None:
         """The optimizer writes to the slices, and its gradients are set to None."""
-        self._optimizers, self._held[REDUCED] = [], []
-        self.written, self._handed_out = True, False
+        if self._handed_out and not self.gives_back_reduced:
+            self.give_back(REDUCED)
+        self.written, self._handed_out, self._optimizers = True, False, []
 
 
 # kept, since a lab asks again with every number of tokens, on which it does not depend

@@ -72,16 +72,24 @@ class PlannedMemory(Memory):
         self.keeps_whole = sharing.keeps_whole
         self.keeps_gradients = sharing.reduces_once and sharing.shards
         self.hides_all_reduce = sharing.shards and sharing.replicates and not sharing.streams
+        # whether the result of a reduction is written into gradients that are kept, or goes to host memory
+        self.gives_back_reduced = self.keeps_gradients or sharing.offloads
         self.written = True  # whether the optimizer has stepped since the unit was unsharded
         self._over_fewer = False  # whether it keeps shards over fewer ranks
         self._handed_out = False  # whether the optimizer has got gradients in this step
 
     @abstractmethod
-    def take(self, buffer: str) -> None: ...
-    @abstractmethod
-    def give_back(self, buffer: str) -> None: ...
+    def change(self, buffer: str, sign: int) -> None: ...  # it takes one of its buffers (1), or gives it back (-1)
     @abstractmethod
     def issue(self, kind: str, phase: str, after: Pending | None = None) -> Pending: ...  # a collective
+
+    def take(self, buffer: str) -> None:
+        """One of its buffers."""
+        self.change(buffer, 1)
+
+    def give_back(self, buffer: str) -> None:
+        """The same."""
+        self.change(buffer, -1)
 
     def changed(self) -> bool:
         return self.written
@@ -141,10 +149,8 @@ class PlannedMemory(Memory):
         self.hand_out()
 
     def hand_out(self) -> None:
-        """Give the optimizer the result, which is added to an earlier one, or written into gradients that are kept, or
-        goes to host memory.
-        """
-        if self._handed_out or self.keeps_gradients or self.sharing.offloads:
+        """Give the optimizer the result, which is added to an earlier one."""
+        if self._handed_out or self.gives_back_reduced:
             self.give_back(REDUCED)
         self._handed_out = True
 

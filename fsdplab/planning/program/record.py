@@ -77,11 +77,8 @@ class RecordedMemory(PlannedMemory):
         self.params = self.params if holds.parameters else ()
         self._gradients = ""  # the buffer that holds unsharded gradients, if one does
 
-    def take(self, buffer: str) -> None:
-        self._log.append(Change(self.name, buffer, 1))
-
-    def give_back(self, buffer: str) -> None:
-        self._log.append(Change(self.name, buffer, -1))
+    def change(self, buffer: str, sign: int) -> None:
+        self._log.append(Change(self.name, buffer, sign))
 
     def issue(self, kind: str, phase: str, after: Pending | None = None) -> Pending:
         log, number, before = self._log, len(self._log), None if after is None else after.event
