@@ -157,9 +157,9 @@ def test_a_gpu_in_exclusive_mode_is_not_shared(gpus, monkeypatch):
     ("gpus", "ranks", "said"),
     [
         (0, 2, []),
-        (1, 2, ["1 GPU for 2 ranks", "rank % 1", "through host memory"]),
-        (2, 4, ["2 GPUs for 4 ranks", "rank % 2"]),
-        (2, 2, ["torch.cuda.set_device(rank)", "NCCL then carries CUDA tensors"]),
+        (1, 2, ["rank % 1", "share", "through host memory"]),
+        (2, 4, ["rank % 2", "share"]),
+        (2, 2, ["the GPU of each", "NCCL carries its tensors"]),
     ],
 )
 def test_a_cell_says_how_it_reaches_the_gpus(gpus, ranks, said):

@@ -45,11 +45,13 @@ def call_on_ranks(
     time_limit: float = 30.0,
     start: str = "auto",
     on_output: OnOutput | None = None,
+    device: str = "cpu",
 ) -> RankValues:
     """Call `function(payload)`, or `function(rank, world_size, payload)`, on gloo ranks; the values in order of rank.
 
     With `def double(rank, world_size, payload): return 2 * payload` in double.py, `call_on_ranks("double.py", "double",
-    world_size=2, payload=4)` is `[8, 8]`. `on_output(rank, line)` gets what the ranks print while they run. RanksFailed
+    world_size=2, payload=4)` is `[8, 8]`. `on_output(rank, line)` gets what the ranks print while they run. The
+    ranks see no GPU; with `device="any"` each has one of its own, which NCCL serves where there are enough. RanksFailed
     when a rank raises, dies or does not end within `time_limit` seconds; ValueError when the file or the payload cannot
     be sent to the ranks.
     """
@@ -67,7 +69,7 @@ def call_on_ranks(
         with tempfile.TemporaryDirectory(prefix="call-", dir=folder_of_this_process()) as folder:
             mailbox = Mailbox(Path(folder))
             torch.save(payload, mailbox.folder / "payload")
-            program = ["-m", "fsdplab.sessions.worker.remote_call_worker", folder, str(source), function_name]
+            program = ["-m", "fsdplab.sessions.worker.remote_call_worker", folder, str(source), function_name, device]
             output = LiveOutput(mailbox, world_size if on_output else 0, on_output or _ignore_output)
             try:
                 run_ranks(

@@ -214,10 +214,10 @@ class _Follower:
 
 
 def reachable(spec: RunSpec) -> dict[str, Any]:
-    """The spec as ranks read it, which start in another folder."""
+    """The spec as ranks read it, which start in another folder and see the GPUs only where they run on them."""
     text = str(Path(spec.text).expanduser().resolve()) if spec.text else None
     model = str(Path(spec.model).expanduser().resolve()) if spec.own_model else spec.model
-    return {**spec.as_dict(), "text": text, "model": model}
+    return {**spec.as_dict(), "text": text, "model": model, "device": spec.device_type}
 
 
 def _portable(spec: RunSpec) -> dict[str, Any]:

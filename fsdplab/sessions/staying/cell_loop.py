@@ -34,7 +34,7 @@ _NO_GROUP = " (a cell has destroyed the process group; ranks that are started an
 
 def main(folder: str) -> None:
     """Run cells on this rank until the caller is gone."""
-    with rank_process(folder, backend_of_cells(int(os.environ["WORLD_SIZE"])), "cpu") as context:
+    with rank_process(folder, backend_of_cells(int(os.environ["WORLD_SIZE"])), "any") as context:
         cells, turns = _Cells(context), OwnTurns(context.mailbox, context.rank, context.heartbeat, IDLE)
         while number := turns.next():
             cells.run(int(number))

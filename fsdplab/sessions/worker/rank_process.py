@@ -76,8 +76,9 @@ def rank_process(
     """Run the body as one rank of a process group (gloo or shm on the CPU, nccl on CUDA).
 
     The process ends after the body. `device` is "cuda" where the ranks of a gloo group compute on GPUs, "cuda:0" where
-    all share that one. `keep_issued`: the context lists all collectives. `traceback_of` makes the text of a report of
-    the exception that ends the rank.
+    all share that one, "cpu" where they are to use none, and "any" for somebody's own code, which begins on the CPU and
+    finds a GPU of its own. `keep_issued`: the context lists all collectives. `traceback_of` makes the text of a report
+    of the exception that ends the rank.
     """
     end_with_parent(int(os.environ[AGENT_PID]))
     mailbox, rank, world_size = Mailbox(Path(folder)), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -147,10 +148,15 @@ def _meeting_place(rank: int, world_size: int) -> dict[str, Any]:
 
 def _own_device(kind: str) -> torch.device:
     if kind == "cpu":
+        _hide_the_gpus()
+    elif kind == "any" and torch.cuda.device_count():
+        # what torch does itself at the first use of CUDA, as for the seed: a context now would take memory for nothing
+        torch.cuda._lazy_call(lambda: torch.cuda.set_device(_gpu_of_this_rank()))
+    if kind in ("cpu", "any"):
         return torch.device("cpu")
     own = torch.device(kind)
     if own.index is None:
-        own = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        own = _gpu_of_this_rank()
     try:
         torch.cuda.set_device(own)
     except RuntimeError as error:  # another process has taken its memory, or the GPU itself
@@ -159,6 +165,18 @@ def _own_device(kind: str) -> torch.device:
             f"{own} cannot be used ({said}); nvidia-smi shows the processes that use it, CUDA_VISIBLE_DEVICES hides it"
         )
     return own
+
+
+def _gpu_of_this_rank() -> torch.device:
+    return torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+
+
+def _hide_the_gpus() -> None:
+    """Without this, an optimizer's first step makes a CUDA context on GPU 0, also for parameters on the CPU: 400 MB a
+    rank, and an error where the compute mode lets one process use a GPU.
+    """
+    if torch.backends.cuda.is_built():
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def _print_into(mailbox: Mailbox, rank: int) -> None:

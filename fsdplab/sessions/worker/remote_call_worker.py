@@ -2,7 +2,7 @@
 
 A learner's code is not reviewed, so values are sent in a form that `torch.load` reads without running code.
 
-python -m fsdplab.sessions.worker.remote_call_worker FOLDER SOURCE FUNCTION
+python -m fsdplab.sessions.worker.remote_call_worker FOLDER SOURCE FUNCTION DEVICE
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ VALUES = "None, bool, int, float, str, plain tensors, and lists, tuples and dict
 _PLAIN = (type(None), bool, int, float, str, torch.Tensor, torch.nn.Parameter)
 
 
-def main(folder: str, source: str, function_name: str) -> None:
-    """Call the function on this rank."""
-    backend = backend_of_cells(int(os.environ["WORLD_SIZE"]))
-    with rank_process(folder, backend, "cpu", keep_issued=True) as context:
+def main(folder: str, source: str, function_name: str, device: str) -> None:
+    """Call the function on this rank, whose `device` is "cpu" or "any"."""
+    backend = backend_of_cells(int(os.environ["WORLD_SIZE"])) if device == "any" else "gloo"
+    with rank_process(folder, backend, device, keep_issued=True) as context:
         payload = torch.load(context.mailbox.folder / "payload", weights_only=True)
         function = getattr(_module(Path(source)), function_name)
         context.heartbeat.enter(function_name)

@@ -106,12 +106,11 @@ def device_words(gpus: int, ranks: int) -> str:
         return ""
     if gpus < ranks:
         return (
-            f"The ranks begin on the CPU. {plural(gpus, 'GPU')} for {plural(ranks, 'rank')}: they can share, with"
-            f" torch.cuda.set_device(rank % {gpus}); gloo then carries CUDA tensors through host memory."
+            f'The ranks begin on the CPU. device="cuda" is GPU rank % {gpus}, which ranks share;'
+            " gloo carries its tensors through host memory."
         )
     return (
-        "The ranks begin on the CPU. For a GPU each, write torch.cuda.set_device(rank); NCCL then carries CUDA tensors,"
-        " gloo those of the CPU."
+        'The ranks begin on the CPU. device="cuda" is the GPU of each; NCCL carries its tensors, gloo those of the CPU.'
     )
 
 
@@ -258,8 +257,9 @@ def run_cell_on_ranks(
     on_output = print_labelled if show else None
     try:
         return call_on_ranks(
-            ON_RANKS, "run_cell", world_size=world_size, payload=payload, time_limit=limit, on_output=on_output
-        ).output
+            ON_RANKS, "run_cell", world_size=world_size, payload=payload, time_limit=limit, on_output=on_output,
+            device="any",
+        ).output  # fmt: skip
     except RanksFailed as failure:
         raise CellFailed(_OWN_FRAMES.sub("", str(failure))) from None
     except KeyboardInterrupt:
