@@ -18,15 +18,25 @@ import torch
 
 from fsdplab.common.processes import _all, gone
 from fsdplab.gpu_check import commands
-from fsdplab.gpu_check.__main__ import _ended, chosen, main, run_check
+from fsdplab.gpu_check.__main__ import chosen, main, run_check, why_it_ended
 from fsdplab.gpu_check.check import FORMAT, Check, CheckError, Part, open_check, shown, table
-from fsdplab.gpu_check.collectives import case, wrong_value
-from fsdplab.gpu_check.commands import PARTS, SIZES, TESTS, Command, Size, commands_of, fitting, missing_for
-from fsdplab.gpu_check.looks import answer, figures, losses_of_the_twin, results_of_tests, source_digest
+from fsdplab.gpu_check.collectives import cases, wrong_value
+from fsdplab.gpu_check.commands import (
+    PARTS,
+    SIZES,
+    TESTS,
+    Command,
+    Size,
+    answer,
+    commands_of,
+    fitting,
+    runs,
+    source_digest,
+)
 from fsdplab.planning.hardware import find_gpu
 from fsdplab.planning.memory import memory_of
 from fsdplab.planning.plan_spec import PlanSpec
-from fsdplab.records import RunRecord
+from fsdplab.records import RunRecord, Summary, comparison_json
 from fsdplab.sessions import gpu_probes as probes
 from fsdplab.sessions.spec import gpus
 from fsdplab.workloads import preset
@@ -39,13 +49,11 @@ def faulty(part: str, words: str, limit_s: float = 60.0, look=None) -> Command:
     return Command(part, words.split()[0], words, limit_s, look or prints_a_row, module="tests.faulty_part")
 
 
-def test_the_reason_is_what_a_rank_said(tmp_path):
-    (tmp_path / "log").write_text(
-        "gpt-tiny, 2 ranks\nRank 1 raised: out of memory\nTraceback\nSet VERBOSE=1 for more\n"
-    )
-    assert _ended(1, tmp_path / "log") == ("failed", "Rank 1 raised: out of memory")
-    (tmp_path / "log").write_text("hello\nRuntimeError: no\n")
-    assert _ended(1, tmp_path / "log") == ("failed", "RuntimeError: no")
+def test_the_reason_is_what_a_rank_said():
+    said = "gpt-tiny, 2 ranks\nRank 1 raised: out of memory\nTraceback\nSet VERBOSE=1 for more\n"
+    assert why_it_ended(1, said) == "Rank 1 raised: out of memory"
+    assert why_it_ended(1, "hello\nRuntimeError: no\n") == "RuntimeError: no"
+    assert why_it_ended(1, "") == "exit code 1, nothing printed" and why_it_ended(0, said) == ""
 
 
 def prints_a_row(part: Part, command: Command, wrote: Path) -> None:
@@ -53,7 +61,7 @@ def prints_a_row(part: Part, command: Command, wrote: Path) -> None:
 
 
 def begun(folder: Path) -> Check:
-    return Check(folder, {"device": "cpu", "commit": "", "command": "the command"})
+    return Check(folder, {"device": "cpu"})
 
 
 def wait_until(holds: Callable[[], object], seconds: float = 120.0) -> None:
@@ -82,7 +90,7 @@ def checked(tmp_path_factory) -> tuple[Check, int]:
     folder = tmp_path_factory.mktemp("check")
     table = (
         faulty("environment", "is_good", look=lambda part, command, wrote: part.rows.append(dict(CPU))),
-        faulty("records", "keeps_a_record --out {out}", look=figures),
+        faulty("records", "keeps_a_record --out {out}", look=runs),
         *(faulty("wrong", words) for words in ("is_good", "fails", "dies", "refuses", "loses_its_numbers")),
         faulty("wrong", f"hangs {folder.parent / 'pids'}", 8.0),
         faulty("good", "is_good"),
@@ -99,18 +107,16 @@ CPU = {"device": "cpu", "exclusive": False, "free": 0, "sum": 0.0, "error": ""} 
 def test_every_command_that_went_wrong_is_reported_and_the_last_one_still_runs(checked):
     check, status = checked
     assert status == 1 and not check.passed
-    assert [each.status for each in check.parts] == ["finished"] * 4
-    assert {each["name"]: (each["state"], each["got"]) for each in check.part("wrong").checks} == {
-        "fails runs": ("failed", "RuntimeError: the third row is wrong in (checkout)/tests/faulty_part.py"),
-        "dies runs": ("failed", "by SIGKILL"),
-        "loses_its_numbers runs": ("not judged", "Rank 0 raised: the loss is nan"),
-        "hangs runs": ("failed", "ended at its limit of 8 s"),
+    assert [each.status for each in check.parts.values()] == ["finished"] * 4
+    assert {each["name"]: each["wrong"] for each in check.parts["wrong"].failed()} == {
+        "fails runs": "RuntimeError: the third row is wrong in (checkout)/tests/faulty_part.py",
+        "dies runs": "by SIGKILL",
+        "loses_its_numbers runs": "Rank 0 raised: the loss is nan",
+        "hangs runs": "ended at its limit of 8 s",
     }
-    assert check.part("wrong").notes == ["refuses is left out: nothing of this can be done here; try elsewhere"]
-    assert check.part("good").rows == check.part("wrong").rows == [{"milliseconds": 2.5}]
-    with pytest.raises(LookupError, match="records"):
-        check.part("nobody")
-    for words in ("not judged", "the loss is nan", "ended at its limit of 8 s", "note: refuses is left out"):
+    assert check.parts["wrong"].notes == ["refuses is left out: nothing of this can be done here; try elsewhere"]
+    assert check.parts["good"].rows == check.parts["wrong"].rows == [{"milliseconds": 2.5}]
+    for words in ("the loss is nan", "ended at its limit of 8 s", "note: refuses is left out"):
         assert words in str(check)
 
 
@@ -122,9 +128,9 @@ def test_the_folder_is_small_and_tells_no_paths(checked):
 
 
 def test_records_are_opened_again(checked):
-    (place,) = checked[0].records()
+    (place,) = checked[0].records
     assert place.name == "keeps_a_record" and RunRecord.load(place).summary.losses == (2.5,)
-    assert checked[0].part("records").rows[0]["model"] == "gpt-tiny"
+    assert checked[0].parts["records"].rows[0]["model"] == "gpt-tiny"
 
 
 def test_nothing_of_the_parts_is_left(checked):
@@ -137,7 +143,7 @@ def test_what_the_whole_limit_does_not_hold_is_named_as_not_run(tmp_path, monkey
     monkeypatch.setattr(commands, "TABLE", (hanging, faulty("environment", "is_good")))
     (tmp_path / "out").mkdir()
     assert run_check(begun(tmp_path / "out"), ["environment", "good"], 7.0) == 1
-    first, second = open_check(tmp_path / "out").parts
+    first, second = open_check(tmp_path / "out").parts.values()
     assert (first.status, first.reason) == ("out of time", "no time was left for is_good")
     assert (second.status, second.reason) == ("not run", "the environment is not known")
     assert sleepers() == []
@@ -151,12 +157,12 @@ def started_and_hanging(folder: Path) -> tuple[subprocess.Popen[bytes], int, int
 import sys
 from pathlib import Path
 from fsdplab.gpu_check import commands
-from fsdplab.gpu_check.__main__ import _signals_that_interrupt, run_check
+from fsdplab.gpu_check.__main__ import hear_requests_to_end, run_check
 from tests.test_gpu_check import begun, faulty
 
 commands.TABLE = (faulty("environment", "is_good"), faulty("environment", "hangs {folder / "pids"}", 200.0))
-with _signals_that_interrupt():
-    sys.exit(run_check(begun(Path({str(folder / "out")!r})), ["environment"], 200.0))
+hear_requests_to_end()
+sys.exit(run_check(begun(Path({str(folder / "out")!r})), ["environment"], 200.0))
 """
     (folder / "out").mkdir()
     with (folder / "said").open("w") as said:
@@ -174,8 +180,8 @@ def test_stopping_the_check_leaves_no_process_and_keeps_what_was_there(tmp_path,
     assert runner.wait(30) == 130 and gone(command) and gone(child)
     assert "interrupted" in (tmp_path / "said").read_text()
     check = open_check(tmp_path / "out")
-    assert [(each.name, each.status) for each in check.parts] == [("environment", "interrupted")]
-    assert check.parts[0].rows == [{"milliseconds": 2.5}] and "interrupted" in check.notes[0]
+    assert {name: each.status for name, each in check.parts.items()} == {"environment": "interrupted"}
+    assert check.parts["environment"].rows == [{"milliseconds": 2.5}]
 
 
 def test_a_command_ends_when_the_check_is_killed_and_rows_of_before_are_kept(tmp_path):
@@ -184,7 +190,7 @@ def test_a_command_ends_when_the_check_is_killed_and_rows_of_before_are_kept(tmp
     runner.wait(30)
     wait_until(lambda: gone(command))
     os.kill(child, signal.SIGKILL)  # ranks are tied to their parents, this sleeper is not
-    assert open_check(tmp_path / "out").parts[0].rows == [{"milliseconds": 2.5}]
+    assert open_check(tmp_path / "out").parts["environment"].rows == [{"milliseconds": 2.5}]
 
 
 def test_a_full_disk_is_one_line(tmp_path):
@@ -244,8 +250,8 @@ def test_the_runner_needs_no_torch():
 
 def test_a_check_passes_only_if_all_ran_and_all_held(tmp_path):
     good, late = Part("a", "finished"), Part("a", "out of time")
-    bad = Part("a", "finished", checks=[{"name": "b", "state": "failed", "got": "1"}])
-    passes = [Check(tmp_path, {}, parts).passed for parts in ([good], [], [good, late], [bad])]
+    bad = Part("a", "finished", checks=[{"name": "b", "wrong": "1"}])
+    passes = [Check(tmp_path, {}, dict(enumerate(parts))).passed for parts in ([good], [], [good, late], [bad])]
     assert passes == [True, False, False, False]
 
 
@@ -256,8 +262,8 @@ def test_a_check_passes_only_if_all_ran_and_all_held(tmp_path):
         ("{", "is damaged"),
         ('{"format": "other"}', "has the format 'other'"),
         (json.dumps({"format": FORMAT}), "is damaged"),
-        (json.dumps({"format": FORMAT, "parts": [{"nam": "a"}], "provenance": {}, "notes": []}), "is damaged"),
-        (json.dumps({"format": FORMAT, "parts": [{"name": "a", "rows": 3}], "provenance": {}, "notes": []}), "damaged"),
+        (json.dumps({"format": FORMAT, "parts": [{"nam": "a"}], "provenance": {}}), "is damaged"),
+        (json.dumps({"format": FORMAT, "parts": [{"name": "a", "rows": 3}], "provenance": {}}), "damaged"),
     ],
 )
 def test_a_folder_without_a_check_is_refused(tmp_path, text, words):
@@ -329,7 +335,7 @@ def test_a_probe_that_hangs_or_fails_is_an_error_within_its_limit():
 
 
 def test_memory_is_opened_by_a_second_process():
-    assert probes.ask("ipc", "cpu") == {"refused": ""}
+    assert probes.ask("ipc", "cpu") == {"refused": "", "wrong": ""}
 
 
 def test_a_process_that_only_asks_has_no_context():
@@ -340,37 +346,36 @@ def test_a_process_that_only_asks_has_no_context():
 
 
 def test_collectives_expect_what_they_must():
-    _, source, _, expected = case("all_gather", 1, 2, 4)
-    assert source.tolist() == [2, 2] and expected.tolist() == [1, 1, 2, 2]
-    assert case("reduce_scatter", 0, 2, 4)[3].tolist() == [3, 3] and case("all_reduce", 0, 3, 3)[3].tolist() == [6] * 3
+    gather, scatter, reduce = cases(1, 2, 4)
+    assert gather.source.tolist() == [2, 2] and gather.expected.tolist() == [1, 1, 2, 2]
+    assert scatter.expected.tolist() == [3, 3] and reduce.expected.tolist() == [3] * 4
     wrong = torch.tensor([1.0, 1, 0, 2])
-    assert wrong_value(expected, expected) == "" and "element 2 of 4 is 0.0" in wrong_value(wrong, expected)
+    assert wrong_value(gather.expected, gather.expected) == ""
+    assert "element 2 of 4 is 0.0" in wrong_value(wrong, gather.expected)
+
+
+def test_mfu_is_the_models_arithmetic_over_the_data_sheets():
+    spec = {"model": "gpt-20m", "batch_size": 2, "sequence_length": 64}
+    found = {"spec": spec, "environment": {"gpus": [{"name": "NVIDIA H100 80GB HBM3"}]}}
+    about = 6 * preset("gpt-20m").parameters * 2 * 64 / 989e12  # of four ranks, in a second
+    assert 0.5 * about < commands.mfu(found, 4, 1.0) < 2 * about
+    assert commands.mfu(found | {"environment": {"gpus": []}}, 4, 1.0) is None
 
 
 def test_losses_that_differ_and_runs_that_fail_are_checks_that_failed(tmp_path):
-    alike = {"strategy": "zero1", "world_size": 2, "losses": [2.0], "matches_reference": True, "status": "finished"}
-    runs = [alike, alike | {"matches_reference": False}, alike | {"status": "failed", "losses": []}]
-    (tmp_path / "json").write_text(json.dumps({"runs": runs}))
-    part, command = (
-        Part("correctness"),
-        Command("correctness", "", "compare --strategies a,b:offload=cpu,c -n 2", 1, None),
-    )
-    losses_of_the_twin(part, command, tmp_path / "json")
-    assert [(each["name"], each["got"]) for each in part.checks] == [
+    spec = {"model": "gpt-tiny", "batch_size": 2, "sequence_length": 32, "world_size": 2}
+    kept = RunRecord(tmp_path / "run", spec=spec, summary=Summary(losses=(2.0,)))
+    found = comparison_json([kept] * 3)
+    for run, changed in zip(found["runs"], ({}, {"matches_reference": False}, {"status": "failed", "losses": []})):
+        run |= {"matches_reference": True, "status": "finished"} | changed
+    (tmp_path / "json").write_text(json.dumps(found))
+    part = Part("correctness")
+    runs(part, Command("correctness", "", "compare --strategies a,b:offload=cpu,c -n 2", 1, None), tmp_path / "json")
+    assert [(each["name"], each["wrong"]) for each in part.checks] == [
         ("a trains as the twin", ""), ("b:offload=cpu trains as the twin", "its losses are wrong"),
         ("c trains as the twin", "failed"),
     ]  # fmt: skip
-
-
-def test_results_of_tests_are_read_line_by_line(tmp_path):
-    (tmp_path / "log").write_text(
-        "tests/test_a.py::test_one PASSED  [ 10%]\ntests/test_a.py::test_two[x y] FAILED [ 20%]\n"
-        "tests/test_b.py::test_three SKIPPED (needs a CUDA device) [30%]\ntests/test_b.py::test_four "
-    )
-    part = Part("tests")
-    results_of_tests(part, Command("tests", "", "", 1, None), tmp_path / "log")
-    assert part.rows == [{"tests": 3, "skipped": 1, "why": "needs a CUDA device"}]
-    assert [each["state"] for each in part.checks] == ["held", "failed"]
+    assert [row["last_loss"] for row in part.rows] == [2.0, 2.0, None]
 
 
 def planned(size: Size, strategy: str, flash: bool):
@@ -403,7 +408,7 @@ def test_sizes_follow_from_the_free_memory(gigabytes, alone, together):
 
 def on_gpus(count: int, exclusive: bool = False) -> Check:
     gpu = {"device": "cuda:0", "exclusive": exclusive, "free": 80e9, "sum": 8.0, "error": ""}
-    return Check(Path(), {"device": "cuda"}, [Part("environment", rows=[gpu] * count)])
+    return Check(Path(), {"device": "cuda"}, {"environment": Part("environment", rows=[gpu] * count)})
 
 
 @pytest.mark.parametrize(
@@ -419,13 +424,11 @@ def test_commands_follow_from_the_gpus(count, exclusive, correctness, speed, row
     assert bool([*commands_of("traces", check)]) is not exclusive
 
 
-def test_what_this_python_lacks_for_a_command_is_a_sentence(monkeypatch):
+def test_tests_are_those_marked_gpu_and_need_a_clone(monkeypatch):
     (command,) = commands_of("tests", on_gpus(1))
-    assert missing_for(command) == "" and "tests/test_engine_cuda.py" in command.words
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert missing_for(command) == "it needs pytest; run: pip install pytest"
+    assert "tests/test_engine_cuda.py" in command.words
     monkeypatch.setattr(commands, "TESTS", TESTS / "nowhere")
-    assert "clone" in missing_for(command)
+    assert commands_of("tests", on_gpus(1)) == []
 
 
 # ---- the whole, dry
@@ -440,10 +443,10 @@ def test_a_dry_run_passes(tmp_path):
     )  # fmt: skip
     check = open_check(out)
     assert done.returncode == 0 and check.passed, done.stdout + done.stderr
-    assert all(check.part(name).rows for name in PARTS)
-    assert {row["case"] for row in check.part("correctness").rows} >= {"full_shard", "full_shard:offload=cpu"}
-    assert len(check.part("correctness").checks) == 7
-    records = [RunRecord.load(place) for place in check.records()]
+    assert all(part.rows for part in check.parts.values()) and list(check.parts) == list(PARTS)
+    assert {row["run"] for row in check.parts["correctness"].rows} >= {"full_shard", "full_shard:offload=cpu"}
+    assert len(check.parts["correctness"].checks) == 7
+    records = [RunRecord.load(place) for place in check.records]
     assert len(records) == 4 and all(record.table("breakdown") for record in records)
     assert check.provenance["source_sha256"] and check.provenance["torch"] == torch.__version__
 
@@ -462,7 +465,7 @@ def test_foundations_need_only_torch_and_numpy_and_say_what_the_others_need(tmp_
     )  # fmt: skip
     check = open_check(tmp_path / "out")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert all(check.part(name).checks for name in ("environment", "mechanisms", "nccl"))
-    assert check.part("correctness").notes == [
-        "against the twin is left out: it needs typer and rich; run: pip install typer rich"
-    ]
+    assert all(check.parts[name].checks for name in ("environment", "mechanisms", "nccl"))
+    notes = {name: check.parts[name].notes for name in ("correctness", "tests")}
+    assert "against the twin is left out: " in notes["correctness"][0] and "typer" in notes["correctness"][0]
+    assert "marked gpu is left out: " in notes["tests"][0] and "pytest" in notes["tests"][0]

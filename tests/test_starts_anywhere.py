@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fsdplab.gpu_check.looks import source_digest
+from fsdplab.gpu_check.commands import source_digest
 from fsdplab.sessions import RanksFailed, RunSpec, SpecError, call_on_ranks, compare, run
 from fsdplab.sessions.capabilities import capabilities
 from fsdplab.sessions.launch import warm

@@ -6,7 +6,7 @@ no torch: it starts at once, and nothing that breaks torch breaks it.
 
 from __future__ import annotations
 
-import argparse
+import json
 import os
 import re
 import shutil
@@ -14,47 +14,45 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from argparse import ArgumentParser
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import NoReturn
 
+from fsdplab.common.arguments import OneLineParser
 from fsdplab.common.processes import name_of
 from fsdplab.common.pythons import run_of, with_this_checkout
 from fsdplab.common.words import did_you_mean, harmless
-from fsdplab.gpu_check.check import RECORDS, REFUSED, UNFINISHED, Check, Part, open_check
-from fsdplab.gpu_check.commands import PARTS, Command, commands_of, judge, missing_for
-from fsdplab.gpu_check.looks import Refused
+from fsdplab.gpu_check.check import RECORDS, UNFINISHED, Check, Part, open_check
+from fsdplab.gpu_check.commands import PARTS, Command, Refused, commands_of
+from fsdplab.records import RecordError
 from fsdplab.sessions.launch.parent_death import adopt_orphans, children, end_children
 
 LIMIT_S = 480.0  # what a borrowed machine grants
-PASSED, NOT_PASSED, INTERRUPTED = 0, 1, 130
+PASSED, NOT_PASSED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 _LEAST_S = 3.0  # a command is not started with less than this
-_PATIENCE_S = 6.0  # for a command that is asked to end
+_LACKING = re.compile(
+    r"(?:No module named|import of) '?(typer|rich|pytest)"
+)  # what a command needs beside torch and numpy
 _LOG_TAIL = 300_000  # bytes of one command's output that are kept
 
 
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, as every fsdplab command does."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(REFUSED, f"{self.prog}: {message}; see `fsdplab gpu-check --help`\n")
-
-
-def parser() -> argparse.ArgumentParser:
+def parser() -> ArgumentParser:
     """The flags of the command."""
-    examples = "Examples:\n  fsdplab gpu-check\n  fsdplab gpu-check --device cpu --parts nccl,correctness"
-    flags = _Parser(
-        prog="fsdplab gpu-check", description="Check a GPU machine, from the driver to the speed.", epilog=examples,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+    flags = OneLineParser(
+        prog="fsdplab gpu-check", description="Check a GPU machine, from the driver to the speed.",
+        epilog="Examples:\n  fsdplab gpu-check\n  fsdplab gpu-check --device cpu --parts nccl,correctness",
     )  # fmt: skip
     cpu = "cpu: a dry run of the same code in tiny sizes"
     flags.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=cpu)
     flags.add_argument("--out", type=Path, help="folder for the result, new or empty; default: gpu-check-DEVICE")
     flags.add_argument("--parts", default="", help=f"comma-separated; default: {','.join(PARTS)}")
-    flags.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for everything; default: %(default)g")
-    flags.add_argument("--commit", default="", help="the commit of this code, where git cannot be asked")
+    flags.add_argument(
+        "--limit",
+        type=float,
+        default=LIMIT_S,
+        help="seconds for everything; default: %(default)g; with more, each command has more too",
+    )
     flags.add_argument("--open", type=Path, metavar="FOLDER", help="print the table of an earlier check, nothing else")
     return flags
 
@@ -72,15 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         out = fresh_folder(asked.out or Path(f"gpu-check-{asked.device}"))
     except (ValueError, OSError) as error:
         return _refuse(error)
-    limit = "" if asked.limit == LIMIT_S else f" --limit {asked.limit:g}"
-    command = (
-        f"python -m fsdplab.gpu_check --device {asked.device}" + (asked.parts and f" --parts {asked.parts}") + limit
-    )
     began = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    check = Check(out, {"device": asked.device, "commit": asked.commit, "command": command, "began_utc": began})
+    asked_for = {"device": asked.device, "parts": ",".join(parts), "limit_s": asked.limit, "began_utc": began}
     try:
-        with _signals_that_interrupt():
-            return run_check(check, parts, asked.limit)
+        return run_check(Check(out, asked_for), parts, asked.limit)
     except OSError as error:
         said = f"the result could not be written ({error}); free some space, or give --out another place"
         print(f"fsdplab gpu-check: {said}", file=sys.stderr)
@@ -111,144 +104,111 @@ def fresh_folder(folder: Path) -> Path:
     return folder.resolve()
 
 
-@contextmanager
-def _signals_that_interrupt() -> Iterator[None]:
-    """SIGTERM ends the check as Ctrl-C does, also where a shell has started it deaf to Ctrl-C."""
-    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def run_check(check: Check, parts: Sequence[str], limit_s: float) -> int:
     """Run the parts in order, print how each went, and save after each command; the exit status of this one."""
     deadline = time.monotonic() + limit_s
-    unfinished = check.folder / UNFINISHED
-    for folder in (unfinished, check.folder / RECORDS):
-        folder.mkdir()
+    for name in (UNFINISHED, RECORDS):
+        (check.folder / name).mkdir()
     adopt_orphans()
-    check.save()
     try:
         for name in parts:
-            part = Part(name, reason=_stops(check), values=check.values)
-            check.parts.append(part)
-            if not part.reason:
+            reason = _stops(check)
+            part = check.parts[name] = Part(name, reason=reason)
+            if not reason:
                 run_part(check, part, deadline)
             check.save()
             how = f"{part.status} ({part.seconds:.1f} s, {len(part.failed())} checks failed)"
             print(f"{name}: {how} {part.reason}".rstrip())
-            if part.status == "interrupted":
-                check.notes.append("interrupted: the parts after this were not run")
-                check.save()
-                print("fsdplab gpu-check: interrupted")
-                return INTERRUPTED
     except Refused as refused:
         shutil.rmtree(check.folder)  # nothing was checked, so nothing stands in the way of the next try
         return _refuse(refused)
+    except KeyboardInterrupt:
+        check.parts[name].status, check.parts[name].reason = "interrupted", "the parts after this were not run"
+        check.save()
+        print("fsdplab gpu-check: interrupted")
+        return INTERRUPTED
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(check.folder / UNFINISHED, ignore_errors=True)
     print(f"\n{check}\nwritten to {check.folder}")
     return PASSED if check.passed else NOT_PASSED
 
 
 def _stops(check: Check) -> str:
     """Why nothing that rests on the environment can be run; "" where it can."""
-    if not check.parts:
-        return ""
-    broken = [row["device"] for row in check.gpus if row.get("error")]
-    if broken:
-        return f"no kernel runs on {broken[0]}"
-    return "" if check.gpus else "the environment is not known"
+    if check.parts and not check.gpus:
+        return "the environment is not known"
+    return next((f"no kernel runs on {gpu['device']}" for gpu in check.gpus if gpu["error"]), "")
 
 
 def run_part(check: Check, part: Part, deadline: float) -> None:
-    """Run the part's command lines, and look at what each has written.
-
-    What this machine refuses is a note; a command that fails is a check that failed.
-    """
-    began, part.limit_s = time.monotonic(), deadline - time.monotonic()
-    part.status = "finished"
-    for number, command in enumerate(commands_of(part.name, check)):
-        if lacking := missing_for(command):
-            part.note(f"{command.name} is left out: {lacking}")
-            continue
-        left = min(command.limit_s, deadline - time.monotonic())
+    """Run the part's command lines, and look at what each has written."""
+    began, part.limit_s, part.status = time.monotonic(), deadline - time.monotonic(), "finished"
+    commands, slower = commands_of(part.name, check), max(1.0, check.provenance.get("limit_s", 0.0) / LIMIT_S)
+    if not commands:
+        part.notes.append("left out: it needs two GPUs that ranks may share, or for tests a clone of the repository")
+    for command in commands:
+        left = min(command.limit_s * slower, deadline - time.monotonic())
         if left < _LEAST_S:
             part.status, part.reason = "out of time", f"no time was left for {command.name}"
             break
-        status = _run_and_look(check, part, command, left, number)
+        _run_and_look(check, part, command, left)
         part.seconds = time.monotonic() - began
         check.save()
-        if status == "interrupted":
-            part.status = status
-            break
-    check.provenance |= {name: fact for name, fact in part.facts.items() if not check.provenance.get(name)}
+    check.provenance |= part.facts
 
 
-def _run_and_look(check: Check, part: Part, command: Command, limit: float, number: int) -> str:
-    """Run one command line of a part; its status."""
-    out = check.folder / (RECORDS if " --out " in command.words else UNFINISHED) / command.name.replace(" ", "-")
-    output = check.folder / UNFINISHED / f"{part.name}-{number}.log"
+def _run_and_look(check: Check, part: Part, command: Command, limit_s: float) -> None:
+    """Run one command line of a part. What this machine refuses is a note; one that fails is a check that failed."""
+    kept, log = RECORDS if " --out " in command.words else UNFINISHED, check.folder / UNFINISHED / "log"
+    out = check.folder / kept / command.name.replace(" ", "-")
     print(f"  {command.module} {command.words.replace('{out}', out.name)}", flush=True)
     words = [command.module, *command.words.replace("{out}", str(out)).split()]
-    status, wrong = run_program(words, limit, output, command.folder)
-    if status != "interrupted":
-        judge(part, command, status, wrong, out if "{out}" in command.words else output)
-    return status
+    try:
+        code, wrong = run_program(words, limit_s, log, command.folder)
+    finally:
+        _keep_log(check.folder / "log.txt", f"{part.name}: {command.name}", log)
+    if code == REFUSED or _LACKING.search(wrong):
+        part.notes.append(f"{command.name} is left out: {wrong.removeprefix('fsdplab: ')}")
+    elif wrong:
+        part.check(f"{command.name} runs", wrong)
+    else:
+        try:
+            command.look(part, command, out if "{out}" in command.words else log)
+        except (RecordError, json.JSONDecodeError, OSError) as error:
+            part.check(f"{command.name} wrote its result", str(error).splitlines()[0])
 
 
-def run_program(words: Sequence[str], limit: float, output: Path, folder: Path | None = None) -> tuple[str, str]:
-    """Run `python -m` with these words, end all that it started, and keep its output; its status and the reason."""
+def run_program(words: Sequence[str], limit_s: float, log: Path, folder: Path | None = None) -> tuple[int, str]:
+    """Run `python -m` with these words into a log, and end all that it started; its exit code, and why it is not 0."""
     tied = ("fsdplab.sessions.launch.parent_death", str(os.getpid()))  # it ends with this process
     others = children()
-    with output.open("wb") as log:
-        process = subprocess.Popen(
-            run_of(*tied, *words), env=with_this_checkout(os.environ) | {"PYTHONUNBUFFERED": "1"},
-            cwd=folder or output.parent, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            status, reason = _ended(process.wait(limit), output)
-        except subprocess.TimeoutExpired:
-            status, reason = "out of time", f"ended at its limit of {limit:.0f} s"
-        except KeyboardInterrupt:
-            status, reason = "interrupted", ""
-        finally:
-            _end(process, others)
-    _keep_log(output.parent.parent / "log.txt", output)
-    return status, reason
-
-
-def _ended(code: int, output: Path) -> tuple[str, str]:
-    """Status and reason by the exit code: what a rank said that failed, or the last line, in a traceback the error."""
-    if code == 0:
-        return "finished", ""
-    if code < 0:
-        return "killed", f"by {name_of(-code)}"
-    lines = without_paths(output.read_text(errors="replace")).strip().splitlines()
-    lines = [line for line in lines if re.search(r"\bRank \d+ ", line)][:1] or lines[-1:]
-    said = lines[0][:400] if lines else f"exit code {code}, nothing printed"
-    return ("refused" if code == REFUSED else "failed"), said
-
-
-def _end(process: subprocess.Popen[bytes], others: set[int]) -> None:
-    """Ask the command to end, kill it after its time, and then all that it has left to this process."""
     try:
-        if process.poll() is None:
-            process.terminate()
-            process.wait(_PATIENCE_S)
+        with log.open("wb") as output:
+            code = subprocess.run(
+                run_of(*tied, *words), env=with_this_checkout(os.environ) | {"PYTHONUNBUFFERED": "1"},
+                cwd=folder or log.parent, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+                start_new_session=True, timeout=limit_s,
+            ).returncode  # fmt: skip
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    end_children(others)
+        return NOT_PASSED, f"ended at its limit of {limit_s:.0f} s"
+    finally:
+        end_children(others)
+    return code, why_it_ended(code, log.read_text(errors="replace"))
 
 
-def _keep_log(log: Path, output: Path) -> None:
-    kept = output.read_bytes()[-_LOG_TAIL:].decode(errors="replace")
-    with log.open("a", encoding="utf-8") as file:
-        file.write(f"==== {output.stem}\n{without_paths(kept)}\n")
+def why_it_ended(code: int, printed: str) -> str:
+    """By the exit code: the signal, what a rank said that failed, or the last line, in a traceback the error."""
+    if code <= 0:
+        return f"by {name_of(-code)}" if code else ""
+    lines = without_paths(printed).strip().splitlines()
+    lines = [line for line in lines if re.search(r"\bRank \d+ ", line)][:1] or lines[-1:]
+    return lines[0][:400] if lines else f"exit code {code}, nothing printed"
+
+
+def _keep_log(kept: Path, title: str, log: Path) -> None:
+    tail = log.read_bytes()[-_LOG_TAIL:].decode(errors="replace")
+    with kept.open("a", encoding="utf-8") as file:
+        file.write(f"==== {title}\n{without_paths(tail)}\n")
 
 
 def without_paths(text: str) -> str:
@@ -258,5 +218,12 @@ def without_paths(text: str) -> str:
     return text
 
 
+def hear_requests_to_end() -> None:
+    """SIGTERM ends the check as Ctrl-C does, also where a shell has started it deaf to Ctrl-C."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
+
+
 if __name__ == "__main__":
+    hear_requests_to_end()
     sys.exit(main())

@@ -4,7 +4,7 @@ check.json   what it ran on, and for every part its outcome, checks, figures and
 log.txt      what the parts printed
 records/     the run records that are kept, one folder each
 
-It is saved after every line, so that whatever ends the check, what it found is kept.
+It is saved after every command, so that whatever ends the check, what it found is kept.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from typing import Any
 
 from fsdplab.common.files import read_file, write_whole
 
-FORMAT = "fsdplab gpu check 2"
+FORMAT = "fsdplab gpu check 3"
 UNFINISHED = ".unfinished"  # in the folder: what commands write while they run
 RECORDS = "records"
-REFUSED = 2  # exit code of this command and of those that it runs: the request cannot be done here
-HELD, FAILED, NOT_JUDGED = "held", "failed", "not judged"
 Row = dict[str, Any]
 _LARGEST_FILE = 10**8  # bytes of a check.json
 
@@ -34,11 +32,7 @@ class CheckError(ValueError):
 class Part:
     """One part: how it ended and why, its seconds and their limit, and what it has found.
 
-    `values` is whether kernels compute: without, what rests on their values is not judged. Example::
-
-        part.row(engine="lab", step_ms=12.5)
-        part.check("the trace has kernels", "" if kernels else "it has none")
-        part.check_value("all_gather", "values are wrong: got 0.0, expected 3.0")
+    `rows` are figures: texts, numbers, None. `facts` are for the provenance of the check.
     """
 
     name: str
@@ -47,68 +41,46 @@ class Part:
     seconds: float = 0.0
     limit_s: float = 0.0
     rows: list[Row] = field(default_factory=list)
-    checks: list[dict[str, str]] = field(default_factory=list)  # name, state, got
+    checks: list[dict[str, str]] = field(default_factory=list)  # name, wrong
     notes: list[str] = field(default_factory=list)
     records: list[str] = field(default_factory=list)
-    facts: Row = field(default_factory=dict)  # for the provenance of the check
-    values: bool = True
-
-    def failed(self) -> list[dict[str, str]]:
-        """The checks that failed."""
-        return [check for check in self.checks if check["state"] == FAILED]
+    facts: Row = field(default_factory=dict)
 
     def row(self, **figures: Any) -> None:
-        """Add a row of figures: texts, numbers, None."""
+        """Add a row of figures."""
         self.rows.append(figures)
 
     def check(self, name: str, wrong: str) -> None:
-        """Add a check, which held where nothing is wrong."""
-        self._judged(name, FAILED if wrong else HELD, wrong)
+        """Add a check, which held where nothing is wrong: `part.check("the trace has kernels", "")`."""
+        self.checks.append({"name": name, "wrong": wrong})
 
-    def check_value(self, name: str, wrong: str) -> None:
-        """Add a check that needs kernels to compute."""
-        self._judged(name, NOT_JUDGED if not self.values else FAILED if wrong else HELD, wrong)
-
-    def _judged(self, name: str, state: str, wrong: str) -> None:
-        self.checks.append({"name": name, "state": state, "got": wrong})
-
-    def note(self, text: str) -> None:
-        """Add a sentence for the reader of the table."""
-        self.notes.append(text)
+    def failed(self) -> list[dict[str, str]]:
+        """The checks that failed."""
+        return [check for check in self.checks if check["wrong"]]
 
 
 @dataclass
 class Check:
-    """A whole check. `provenance`: GPU, driver, torch, NCCL, commit, command, ...
+    """A whole check. `provenance`: GPU, driver, torch, NCCL, commit, parts, ...
 
     >>> print(open_check("data/gpu"))                            # doctest: +SKIP
-    >>> [row["step_ms"] for row in open_check("data/gpu").part("speed").rows]  # doctest: +SKIP
+    >>> [row["step_ms"] for row in open_check("data/gpu").parts["speed"].rows]  # doctest: +SKIP
     """
 
     folder: Path
     provenance: Row
-    parts: list[Part] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    parts: dict[str, Part] = field(default_factory=dict)
 
     @property
     def passed(self) -> bool:
         """Whether every part ended well and no check failed."""
-        return bool(self.parts) and all(each.status == "finished" and not each.failed() for each in self.parts)
+        parts = self.parts.values()
+        return bool(parts) and all(each.status == "finished" and not each.failed() for each in parts)
 
     @property
     def gpus(self) -> list[Row]:
         """The environment's row of each GPU; [] before that part has ended."""
-        return next((part.rows for part in self.parts if part.name == "environment"), [])
-
-    @property
-    def values(self) -> bool:
-        """Whether kernels give right values on every GPU, as far as that is known."""
-        return all(gpu["sum"] == 8.0 for gpu in self.gpus)
-
-    @property
-    def device(self) -> str:
-        """cuda or cpu."""
-        return str(self.provenance["device"])
+        return self.parts["environment"].rows if "environment" in self.parts else []
 
     @property
     def ranks(self) -> int:
@@ -116,29 +88,27 @@ class Check:
         alone = 1 if any(gpu["exclusive"] for gpu in self.gpus) else 2
         return len(self.gpus) if len(self.gpus) > 1 else alone
 
-    def part(self, name: str) -> Part:
-        """One part; LookupError where it was not asked for."""
-        for each in self.parts:
-            if each.name == name:
-                return each
-        raise LookupError(f"this check has no part {name!r}; it has {', '.join(each.name for each in self.parts)}")
+    @property
+    def records(self) -> list[Path]:
+        """The folders of the run records, for `RunRecord.load`."""
+        return [self.folder / RECORDS / name for part in self.parts.values() for name in part.records]
 
     def save(self) -> None:
         """Write check.json in one move."""
-        content = {"format": FORMAT, "provenance": self.provenance, "parts": [asdict(each) for each in self.parts]}
-        write_whole(self.folder / "check.json", json.dumps(content | {"notes": self.notes}, indent=1) + "\n")
-
-    def records(self) -> list[Path]:
-        """The folders of the run records, for `RunRecord.load`."""
-        return [self.folder / RECORDS / name for part in self.parts for name in part.records]
+        parts = [asdict(each) for each in self.parts.values()]
+        content = {"format": FORMAT, "provenance": self.provenance, "parts": parts}
+        write_whole(self.folder / "check.json", json.dumps(content, indent=1) + "\n")
 
     def __str__(self) -> str:
         made = "\n".join(f"{name}: {value}" for name, value in self.provenance.items() if value is not None)
-        sections = [made, table([_outcome(each) for each in self.parts])]
-        wrong = [{"part": part.name, **check} for part in self.parts for check in part.checks if check["got"]]
+        parts = self.parts.values()
+        sections = [made, table([_outcome(each) for each in parts])]
+        wrong = [{"part": part.name, **check} for part in parts for check in part.failed()]
         sections += [table(wrong)] if wrong else []
-        sections += [f"{each.name}\n" + "\n".join(_body(each)) for each in self.parts if each.rows or each.notes]
-        return "\n\n".join([*sections, *(f"note: {note}" for note in self.notes)]) + "\n"
+        for part in parts:
+            body = [*([table(part.rows)] if part.rows else []), *(f"note: {note}" for note in part.notes)]
+            sections += ["\n".join([part.name, *body])] if body else []
+        return "\n\n".join(sections) + "\n"
 
 
 def open_check(folder: Path | str) -> Check:
@@ -148,15 +118,15 @@ def open_check(folder: Path | str) -> Check:
         content = json.loads(read_file(path, _LARGEST_FILE))
         if content["format"] != FORMAT:
             raise CheckError(f"{path} has the format {content['format']!r}, expected {FORMAT!r}; run the check again")
-        parts = [Part(**each) for each in content["parts"]]
-        check = Check(Path(folder), content["provenance"], parts, content["notes"])
+        parts = {each["name"]: Part(**each) for each in content["parts"]}
+        check = Check(Path(folder), content["provenance"], parts)
         str(check)  # of what it is made, every piece is there
         return check
     except FileNotFoundError:
         raise CheckError(f"{folder} holds no check.json; give the folder that `fsdplab gpu-check` wrote") from None
+    except CheckError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, CheckError):
-            raise
         raise CheckError(f"{path} is damaged ({error}); copy the folder again, or run the check again") from error
 
 
@@ -164,15 +134,10 @@ def open_check(folder: Path | str) -> Check:
 
 
 def _outcome(part: Part) -> Row:
-    states = [check["state"] for check in part.checks]
     return {
         "part": part.name, "status": part.status, "seconds": f"{part.seconds:.1f}", "limit": f"{part.limit_s:.0f}",
-        **{state: states.count(state) for state in (HELD, FAILED, NOT_JUDGED)}, "reason": part.reason,
+        "checks": len(part.checks), "failed": len(part.failed()), "reason": part.reason,
     }  # fmt: skip
-
-
-def _body(part: Part) -> list[str]:
-    return [*([table(part.rows)] if part.rows else []), *(f"note: {note}" for note in part.notes)]
 
 
 def shown(value: Any) -> str:
@@ -184,11 +149,8 @@ def shown(value: Any) -> str:
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as text, without columns that no row fills."""
-    columns = [
-        name
-        for name in dict.fromkeys(name for row in rows for name in row)
-        if any(row.get(name) not in (None, "") for row in rows)
-    ]
+    named = dict.fromkeys(name for row in rows for name in row)
+    columns = [name for name in named if any(row.get(name) not in (None, "") for row in rows)]
     lines = [columns, *([shown(row.get(name)) for name in columns] for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
+    widths = [max(map(len, cells)) for cells in zip(*lines)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)

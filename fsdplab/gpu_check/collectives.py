@@ -1,7 +1,6 @@
 """The collectives of NCCL over all GPUs, on known values, and their bandwidth.
 
-python -m fsdplab.gpu_check.collectives BACKEND RANKS            starts the ranks, prints their rows as JSON
-python -m fsdplab.gpu_check.collectives BACKEND FOLDER rank      what each rank runs
+python -m fsdplab.gpu_check.collectives BACKEND RANKS        starts the ranks, and prints their rows as JSON
 """
 
 from __future__ import annotations
@@ -9,86 +8,78 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdplab.common.temporary import temporary_folder
 from fsdplab.engine import compat
-from fsdplab.sessions import RanksFailed
-from fsdplab.sessions.launch.launcher import once_more, run_ranks
-from fsdplab.sessions.launch.mailbox import Mailbox, read_lines
-from fsdplab.sessions.worker.rank_process import RankContext, rank_process
+from fsdplab.sessions import RanksFailed, call_on_ranks
 
-NAMES = ("all_gather", "reduce_scatter", "all_reduce")
 REPEATS = 5
 MEBIBYTES = {"nccl": 256, "gloo": 1}
-_Call = Callable[[Tensor, Tensor], object]
 
 
 def main(backend: str, ranks: int) -> int:
     """Run the collectives on so many ranks, and print a row of each with what was wrong on any; 1 if ranks failed."""
+    device = "any" if backend == "nccl" else "cpu"
     try:
-        of_ranks = once_more(lambda: _rows(backend, ranks))
+        found = call_on_ranks(__file__, "rows", world_size=ranks, payload=backend, time_limit=80.0, device=device)
     except RanksFailed as error:
         print(f"{backend} forms no group of {ranks}: {str(error).strip().splitlines()[0][:300]}")
         return 1
-    print(json.dumps([rows[0] | {"wrong": _of_all(rows)} for rows in zip(*of_ranks)]))
+    print(json.dumps([same[0] | {"wrong": _of_all(same)} for same in zip(*found)]))
     return 0
 
 
-def _rows(backend: str, ranks: int) -> list[list[dict[str, Any]]]:
-    mailbox = Mailbox(temporary_folder("nccl"))
-    program = ["-m", "fsdplab.gpu_check.collectives", backend, str(mailbox.folder), "rank"]
-    run_ranks(program, mailbox, world_size=ranks, time_limit=80.0)
-    return [read_lines(mailbox.of(rank, "result"))[0]["rows"] for rank in range(ranks)]
-
-
-def _of_all(rows: Sequence[dict[str, Any]]) -> str:
+def _of_all(rows: tuple[dict[str, Any], ...]) -> str:
     return "; ".join([f"rank {rank}: {row['wrong']}" for rank, row in enumerate(rows) if row["wrong"]][:2])
 
 
-def on_a_rank(backend: str, folder: str) -> None:
-    """Run each collective on known values, then time it."""
-    with rank_process(folder, backend, "cuda" if backend == "nccl" else "cpu") as context:
-        context.heartbeat.enter("collectives")
-        context.write("result", {"rows": [_row(name, context, MEBIBYTES[backend] << 20) for name in NAMES]})
+class Case(NamedTuple):
+    """A collective: `call(target, source)` must leave `expected` in `target`."""
+
+    name: str
+    call: Callable[[Tensor, Tensor], object]
+    target: Tensor
+    source: Tensor
+    expected: Tensor
 
 
-def _row(name: str, context: RankContext, nbytes: int) -> dict[str, object]:
-    ranks, whole = context.world_size, nbytes // 4 // context.world_size * context.world_size
-    call, source, target, expected = case(name, context.rank, ranks, whole)
-    source, target = source.to(context.device), target.to(context.device)
-    call(target, source)
-    wrong = wrong_value((target if name != "all_reduce" else source).cpu(), expected)
+def cases(rank: int, ranks: int, whole: int) -> Iterator[Case]:
+    """Each collective, of `whole` numbers in all. On 2 ranks, of 4 numbers: all_gather [1, 1], [2, 2] -> [1, 1, 2, 2];
+    reduce_scatter twice [1, 1, 1, 1] and [2, 2, 2, 2] -> [3, 3]; all_reduce -> [3, 3, 3, 3].
+    """
+    part, mine, total = whole // ranks, torch.full((whole,), rank + 1.0), ranks * (ranks + 1) / 2
+    gathered = torch.arange(1.0, ranks + 1).repeat_interleave(part)
+    yield Case("all_gather", compat.all_gather_single, torch.zeros(whole), mine[:part], gathered)
+    yield Case("reduce_scatter", compat.reduce_scatter_single, torch.zeros(part), mine, torch.full((part,), total))
+    yield Case("all_reduce", lambda target, _: dist.all_reduce(target), mine, mine[:0], torch.full((whole,), total))
+
+
+def rows(rank: int, ranks: int, backend: str) -> list[dict[str, Any]]:
+    """What this rank sees of each collective: whether its values are right, then its bus bandwidth."""
+    whole, device = (MEBIBYTES[backend] << 20) // 4 // ranks * ranks, "cuda" if backend == "nccl" else "cpu"
+    return [_row(case, ranks, 4 * whole, device) for case in cases(rank, ranks, whole)]
+
+
+def _row(case: Case, ranks: int, nbytes: int, device: str) -> dict[str, Any]:
+    target, source = case.target.to(device), case.source.to(device)
+    case.call(target, source)
+    wrong = wrong_value(target.cpu(), case.expected)
     seconds = []
     for _ in range(REPEATS):
         dist.barrier()
         start = time.perf_counter()
-        call(target, source)
-        if context.device.type == "cuda":
+        case.call(target, source)
+        if device == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    sent = 4 * whole * (ranks - 1) / ranks * (2 if name == "all_reduce" else 1)
+    sent = nbytes * (ranks - 1) / ranks * (2 if case.name == "all_reduce" else 1)
     speed = sent / min(seconds) / 1e9
-    return {"collective": name, "ranks": ranks, "bytes": 4 * whole, "busbw_gb_s": speed, "wrong": wrong}
-
-
-def case(name: str, rank: int, ranks: int, whole: int) -> tuple[_Call, Tensor, Tensor, Tensor]:
-    """The call, what this rank sends, where it receives, and what must be there then. On 2 ranks, of 4 numbers in all:
-    all_gather [1, 1], [2, 2] -> [1, 1, 2, 2]; reduce_scatter twice [1, 1, 1, 1] and [2, 2, 2, 2] -> [3, 3].
-    """
-    part, total = whole // ranks, float(ranks * (ranks + 1) // 2)
-    if name == "all_gather":
-        expected = torch.arange(1.0, ranks + 1).repeat_interleave(part)
-        return compat.all_gather_single, torch.full((part,), rank + 1.0), torch.zeros(whole), expected
-    mine = torch.full((whole,), rank + 1.0)
-    if name == "reduce_scatter":
-        return compat.reduce_scatter_single, mine, torch.zeros(part), torch.full((part,), total)
-    return lambda target, source: dist.all_reduce(source), mine, mine[:0], torch.full((whole,), total)
+    return {"what": case.name, "ranks": ranks, "bytes": nbytes, "busbw_gb_s": speed, "wrong": wrong}
 
 
 def wrong_value(got: Tensor, expected: Tensor) -> str:
@@ -100,7 +91,4 @@ def wrong_value(got: Tensor, expected: Tensor) -> str:
 
 
 if __name__ == "__main__":
-    if sys.argv[3:] == ["rank"]:
-        on_a_rank(*sys.argv[1:3])
-    else:
-        sys.exit(main(sys.argv[1], int(sys.argv[2])))
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

@@ -1,25 +1,176 @@
 """What the check runs: a table of command lines, each with its limit and with what is looked at when it has ended.
 
-Every row but the probes may be typed by hand to see more of it; the check prints each before it runs.
+Every row but the probes may be typed by hand to see more of it; the check prints each before it runs. A look adds rows,
+checks and notes to its part; `wrote` is what the command has written to `{out}`, or what it has printed where it writes
+nothing.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import hashlib
 import json
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from fsdplab.common.machine import output_of
 from fsdplab.common.names import IN_GROUPS, OVER_ALL_RANKS
-from fsdplab.gpu_check import looks
-from fsdplab.gpu_check.check import Check, Part
-from fsdplab.gpu_check.looks import Command
-from fsdplab.records import RecordError
+from fsdplab.gpu_check.check import Check, Part, Row
+from fsdplab.planning.hardware import gpu_of
+from fsdplab.planning.plan_spec import PlanSpec
+from fsdplab.planning.step_time import model_flops
+from fsdplab.records import RunRecord, comparison_json
+from fsdplab.workloads.shapes import preset
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
 _USABLE = 0.85e-9  # GB of a free byte: the rest is for fragments and libraries
+_LOSSES = 0.02  # bf16 rounds differently in each engine; a wrong gradient shows by far more
+
+
+class Refused(ValueError):
+    """Nothing can be checked on this machine; the message is one line that says what to do."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command line, the seconds that it may take, and what is looked at when it has ended well.
+
+    `least_ranks`: on fewer the command is left out. `module` is what `python -m` runs, in `folder` if one is named.
+    """
+
+    part: str
+    name: str
+    words: str
+    limit_s: float
+    look: Callable[[Part, Command, Path], None]
+    least_ranks: int = 1
+    module: str = "fsdplab"
+    folder: Path | None = None
+
+
+# ---- what everything rests on
+
+
+def machine(part: Part, command: Command, wrote: Path) -> None:
+    """The versions, a row for each GPU, one kernel on each, and what stands in the way."""
+    found = answer(wrote)
+    if blocked := found["blocks"]:
+        raise Refused(f"{blocked}; or try --device cpu, a dry run in tiny sizes")
+    part.rows += found["gpus"]
+    for gpu in found["gpus"]:
+        wrong = "" if gpu["sum"] == 8.0 else f"a kernel gives wrong values: eight ones sum to {gpu['sum']}"
+        part.check(f"one kernel on {gpu['device']}", gpu["error"] or wrong)
+    part.notes += found["advice"]
+    part.facts = _facts(found)
+    if topology := output_of("nvidia-smi", "topo", "-m") if found["nccl"] else "":
+        part.notes.append(f"the links between the GPUs:\n{topology}")
+    limit = found["environment"]["variables"].get("CUDA_DEVICE_MAX_CONNECTIONS")
+    wrong = "CUDA_DEVICE_MAX_CONNECTIONS=1 prevents it; unset it" if limit == "1" else ""
+    part.check("communication may overlap", wrong)
+
+
+def answer(wrote: Path) -> Any:
+    """The JSON of the last line that a command has printed."""
+    return json.loads(wrote.read_text(encoding="utf-8").splitlines()[-1])
+
+
+def _facts(found: Row) -> Row:
+    """What is kept of the machine with the result; no names of hosts and users, and no paths."""
+    seen, cpu, gpus = found["environment"], found["environment"]["cpu"], found["gpus"] if found["nccl"] else []
+    return {
+        "gpu": gpus[0]["name"] if gpus else None, "gpus": len(gpus), "driver": found["driver"], **seen["versions"],
+        "cuda": found["cuda"], "nccl": found["nccl"], "commit": seen["commit"],
+        "source_sha256": source_digest(Path(__file__).resolve().parents[1]), "platform": seen["platform"],
+        "cpu": cpu["model"], "cores": cpu["count"], "memory_bytes": cpu["memory_bytes"],
+        "variables": " ".join(f"{name}={value}" for name, value in seen["variables"].items()) or None,
+    }  # fmt: skip
+
+
+def source_digest(package: Path) -> str:
+    """The first 16 hex digits of a hash over all Python files: which code this was, even without git."""
+    digest = hashlib.sha256()
+    for path in sorted(filter(Path.is_file, package.rglob("*.py"))):  # an editor's lock is a link to nowhere
+        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def findings(part: Part, command: Command, wrote: Path) -> None:
+    """A row for each thing that a probe has found, and a check that nothing of it is wrong."""
+    found = answer(wrote)
+    for row in found if isinstance(found, list) else [found]:
+        named = {"what": command.name} | row
+        part.check(named["what"], named.pop("wrong"))
+        part.rows.append(named)
+
+
+# ---- fsdplab's own commands
+
+
+def runs(part: Part, command: Command, wrote: Path) -> None:
+    """A row of figures for a recorded run, which is kept for the lessons if it was profiled; or for every run of a
+    comparison, with a check that its losses are the unsharded twin's.
+    """
+    if wrote.is_dir():
+        found, names = comparison_json([RunRecord.load(wrote)]), [command.name]
+        part.records += [wrote.name] if found["spec"]["profile"] else []
+    else:
+        found, names = _content(wrote), command.words.partition("--strategies ")[2].split()[0].split(",")
+    for name, run in zip(names, found["runs"]):
+        _row(part, name, found, run)
+        if not wrote.is_dir():
+            wrong = "" if run["matches_reference"] else "its losses are wrong"
+            part.check(f"{name} trains as the twin", wrong if run["status"] == "finished" else run["status"])
+
+
+def _row(part: Part, name: str, found: Row, run: Row) -> None:
+    spec, comm, step_s = found["spec"], run["comm"], run["step_time_s"]["median"]
+    part.row(
+        run=name, model=spec["model"], batch=spec["batch_size"], sequence=spec["sequence_length"],
+        ranks=run["world_size"], step_ms=step_s and 1e3 * step_s, tokens_per_s=run["tokens_per_s"],
+        mfu=step_s and mfu(found, run["world_size"], step_s), peak_bytes=run["peak_memory_bytes"]["total"],
+        exposed_ms=comm["exposed_s"] and 1e3 * comm["exposed_s"], overlap=comm["overlap"],
+        sent_bytes=comm["bytes_per_step"], last_loss=run["losses"][-1] if run["losses"] else None,
+        core_share=run["cpu_share"], step_time=run["provenance"].get("step_time_s"),
+    )  # fmt: skip
+
+
+def _content(wrote: Path) -> Any:
+    return json.loads(wrote.read_text(encoding="utf-8"))
+
+
+def mfu(found: Row, ranks: int, step_s: float) -> float | None:
+    """The part of the GPUs' bf16 FLOP/s that the model's own arithmetic takes; None of a GPU that is not known."""
+    gpus, spec = found["environment"].get("gpus"), found["spec"]
+    gpu = gpu_of(gpus[0]["name"]) if gpus else None
+    if gpu is None or not gpu.bf16_flops:
+        return None
+    plan = PlanSpec(
+        model=preset(spec["model"]), gpu=gpu, gpus=ranks, gpus_per_node=ranks, seq=spec["sequence_length"],
+        micro_batch=spec["batch_size"],
+    )  # fmt: skip
+    return model_flops(plan) / step_s / (gpu.bf16_flops * ranks)
+
+
+def ratios(part: Part, command: Command, wrote: Path) -> None:
+    """A row for each engine of a bench: its step, and that over torch's and over the bound of a perfect engine."""
+    rows = _content(wrote)["rows"]
+    for row in rows:
+        part.row(
+            run=f"{command.name}: {row['engine']} {row['strategy']}", step_ms=1e3 * row["median"],
+            over_fsdp2=row["over_torch-fsdp2"], over_ddp=row["over_torch-ddp"], over_floor=row["over_floor"],
+        )  # fmt: skip
+    ours, theirs = ({row["engine"]: row["loss"] for row in rows}[engine] for engine in ("lab", "torch-fsdp2"))
+    wrong = "" if abs(ours - theirs) <= _LOSSES * abs(theirs) else f"losses are wrong: {ours:.4f} and {theirs:.4f}"
+    part.check("lab and torch-fsdp2 come to the same loss", wrong)
+
+
+def last_words(part: Part, command: Command, wrote: Path) -> None:
+    """The summary that pytest prints; log.txt has the tests."""
+    part.row(tests=wrote.read_text(encoding="utf-8").strip().splitlines()[-1].strip("= "))
+
+
+# ---- the table
 
 
 class Size(NamedTuple):
@@ -36,11 +187,6 @@ class Size(NamedTuple):
     alone_gb: float
     together_gb: float
 
-    @property
-    def flags(self) -> str:
-        """The size as flags of a run."""
-        return f"--model {self.model} --batch-size {self.batch} --sequence-length {self.sequence} --precision bf16"
-
 
 SIZES = (
     Size("llama-3b", 2, 2048, 75.2, 199.6), Size("llama-1b", 8, 2048, 53.2, 99.9),
@@ -51,8 +197,9 @@ SIZES = (
 
 
 def fitting(free: float, needed: Callable[[Size], float]) -> str:
-    """The largest size whose GB fit into the free bytes, as flags; the last one where none does."""
-    return next((size for size in SIZES if needed(size) <= _USABLE * free), SIZES[-1]).flags
+    """The largest size whose GB fit into the free bytes, as flags of a run; the last one where none does."""
+    size = next((size for size in SIZES if needed(size) <= _USABLE * free), SIZES[-1])
+    return f"--model {size.model} --batch-size {size.batch} --sequence-length {size.sequence} --precision bf16"
 
 
 _PROBES = "fsdplab.sessions.gpu_probes"
@@ -65,49 +212,47 @@ _RECORDED = {
 
 # in the order in which they rest on each other
 TABLE = (
-    Command("environment", "machine", "machine {device}", 90, looks.machine, module=_PROBES),
-    Command(
-        "mechanisms", "CUDA profile first", "profiles_cuda_first {device}", 60, looks.cuda_profile, module=_PROBES
-    ),
-    Command("mechanisms", "CPU profile first", "profiles {device}", 60, looks.later_profile, module=_PROBES),
-    Command("mechanisms", "memory opened by a second process", "ipc {device}", 60, looks.opened_memory, module=_PROBES),
-    Command("nccl", "collectives", "{backend} {own}", 90, looks.collectives, module="fsdplab.gpu_check.collectives"),
+    Command("environment", "machine", "machine {device}", 90, machine, module=_PROBES),
+    Command("mechanisms", "CUDA profile first", "profiles_cuda_first {device}", 60, findings, module=_PROBES),
+    Command("mechanisms", "CPU profile first", "profiles {device}", 60, findings, module=_PROBES),
+    Command("mechanisms", "memory opened by a second process", "ipc {device}", 60, findings, module=_PROBES),
+    Command("nccl", "collectives", "{backend} {own}", 90, findings, module="fsdplab.gpu_check.collectives"),
     Command(
         "correctness", "against the twin",
         "compare --model gpt-tiny --batch-size 2 --sequence-length 32 --steps 4 --profile 0 --card none --link none"
         " --strategies {strategies} --device {device} -n {ranks} --json {out}",
-        150, looks.losses_of_the_twin,
+        150, runs,
     ),
-    Command("traces", "full_shard", f"run full_shard {_RECORD}", 60, looks.figures, 2),
+    Command("traces", "full_shard", f"run full_shard {_RECORD}", 60, runs, 2),
     # a link that is slow enough for every GPU to wait for it
-    Command("traces", "full_shard-linked", f"run full_shard --link 500MB/s {_RECORD}", 60, looks.figures, 2),
-    Command("traces", "shard_grad_op", f"run shard_grad_op {_RECORD}", 60, looks.figures, 2),
-    Command("traces", "no_shard", f"run no_shard {_RECORD}", 60, looks.figures, 2),
+    Command("traces", "full_shard-linked", f"run full_shard --link 500MB/s {_RECORD}", 60, runs, 2),
+    Command("traces", "shard_grad_op", f"run shard_grad_op {_RECORD}", 60, runs, 2),
+    Command("traces", "no_shard", f"run no_shard {_RECORD}", 60, runs, 2),
     Command(
         "speed", "in turns",
         "bench {together} --strategies full_shard --engines torch-fsdp2,torch-ddp --rounds 6 --device {device} -n {own}"
         " --json {out}",
-        150, looks.ratios,
+        150, ratios,
     ),
-    Command("speed", "lab full_shard", f"run full_shard {_SPEED}", 120, looks.figures),
-    Command("speed", "torch-fsdp2 full_shard", f"run full_shard --engine torch-fsdp2 {_SPEED}", 120, looks.figures),
-    Command("speed", "torch-ddp no_shard", f"run no_shard --engine torch-ddp {_SPEED}", 120, looks.figures),
-    Command("speed", "lab full_shard, recomputed", f"run full_shard --checkpoint full {_SPEED}", 120, looks.figures),
-    Command("speed", "lab full_shard, compiled", f"run full_shard --compile blocks {_SPEED}", 240, looks.figures),
-    Command("speed", "lab shard_grad_op", f"run shard_grad_op {_SPEED}", 120, looks.figures, 2),
-    Command("speed", "lab zero2", f"run zero2 {_SPEED}", 120, looks.figures, 2),
-    Command("speed", "lab no_shard", f"run no_shard {_SPEED}", 120, looks.figures, 2),
+    Command("speed", "lab full_shard", f"run full_shard {_SPEED}", 120, runs),
+    Command("speed", "torch-fsdp2 full_shard", f"run full_shard --engine torch-fsdp2 {_SPEED}", 120, runs),
+    Command("speed", "torch-ddp no_shard", f"run no_shard --engine torch-ddp {_SPEED}", 120, runs),
+    Command("speed", "lab full_shard, recomputed", f"run full_shard --checkpoint full {_SPEED}", 120, runs),
+    Command("speed", "lab full_shard, compiled", f"run full_shard --compile blocks {_SPEED}", 240, runs),
+    Command("speed", "lab shard_grad_op", f"run shard_grad_op {_SPEED}", 120, runs, 2),
+    Command("speed", "lab zero2", f"run zero2 {_SPEED}", 120, runs, 2),
+    Command("speed", "lab no_shard", f"run no_shard {_SPEED}", 120, runs, 2),
     Command(
-        "tests", "marked gpu", "-m gpu -v -p no:cacheprovider -o addopts= {tests}", 1e9, looks.results_of_tests,
+        "tests", "marked gpu", "-m gpu -v -p no:cacheprovider -o addopts= {tests}", 1e9, last_words,
         module="pytest", folder=TESTS.parent,
     ),
 )  # fmt: skip
 PARTS = tuple(dict.fromkeys(row.part for row in TABLE))
 
 
-def commands_of(part: str, check: Check) -> Iterator[Command]:
+def commands_of(part: str, check: Check) -> list[Command]:
     """The part's command lines on this machine, all but `{out}` filled in. Where speed counts, a rank has its GPU."""
-    device, ranks, gpus = check.device, check.ranks, check.gpus
+    device, ranks, gpus = check.provenance["device"], check.ranks, check.gpus
     free = min((gpu["free"] for gpu in gpus), default=0)
     groups = [f"{name}:shard_size={ranks // 2}" for name in IN_GROUPS] if ranks % 2 == 0 else []
     own = max(1, len(gpus)) if device == "cuda" else ranks
@@ -117,35 +262,14 @@ def commands_of(part: str, check: Check) -> Iterator[Command]:
         "alone": fitting(free, lambda size: size.alone_gb), "together": fitting(free, lambda size: size.together_gb),
         "tests": " ".join(_files_of_tests()), "out": "{out}",
     }  # fmt: skip
-    for row in TABLE:
-        if row.part == part and (own if part == "speed" else ranks) >= row.least_ranks:
-            yield replace(row, words=row.words.format_map(filled))
+    enough = own if part == "speed" else ranks
+    chosen = [
+        row for row in TABLE if row.part == part and row.least_ranks <= enough and (TESTS.is_dir() or not row.folder)
+    ]
+    return [replace(row, words=row.words.format_map(filled)) for row in chosen]
 
 
 def _files_of_tests() -> list[str]:
     """The files with tests for a GPU, the course last: to import all others takes longer than these tests."""
     marked = [path.name for path in TESTS.glob("test_*.py") if "mark.gpu" in path.read_text("utf-8")]
     return [f"tests/{name}" for name in sorted(marked, key=lambda name: ("course" in name, name))]
-
-
-def missing_for(command: Command) -> str:
-    """What this Python lacks for a command, and what to do; "" where it lacks nothing."""
-    if command.module == "pytest" and not TESTS.is_dir():
-        return "the tests come with a clone of the repository"
-    needed = {"fsdplab": ("typer", "rich"), "pytest": ("pytest",)}.get(command.module, ())
-    lacking = [name for name in needed if importlib.util.find_spec(name) is None]
-    return f"it needs {' and '.join(lacking)}; run: pip install {' '.join(lacking)}" if lacking else ""
-
-
-def judge(part: Part, command: Command, status: str, wrong: str, wrote: Path) -> None:
-    """Look at what a command has written, or say why it has written nothing."""
-    if status == "refused":
-        part.note(f"{command.name} is left out: {wrong.removeprefix('fsdplab: ')}")
-    elif status != "finished":
-        (part.check_value if "the loss is" in wrong else part.check)(f"{command.name} runs", wrong)
-    if status != "finished" and command.module != "pytest":
-        return
-    try:
-        command.look(part, command, wrote)
-    except (RecordError, json.JSONDecodeError, OSError) as error:
-        part.check(f"{command.name} wrote its result", str(error).splitlines()[0])

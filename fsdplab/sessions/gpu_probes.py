@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from fsdplab.common.machine import output_of
 from fsdplab.common.pythons import run_of, with_this_checkout
 from fsdplab.sessions.spec.gpus import (
     EXCLUSIVE,
@@ -61,7 +62,7 @@ def machine(device: str) -> Found:
     from fsdplab.sessions.worker.environment import capture_environment
 
     wrong = driver_complaint(driver_cuda(), torch.version.cuda) if device == "cuda" else ""
-    found: Found = {"blocks": wrong, "advice": [], "gpus": [], "cuda": torch.version.cuda, "nccl": None}
+    found: Found = {"blocks": wrong, "advice": [], "gpus": [], "cuda": torch.version.cuda, "nccl": None, "driver": None}
     found["environment"] = capture_environment("cpu")  # with "cuda" it would have a context on every GPU
     if device == "cpu":
         return found | {"gpus": [_gpu(device, "cpu", (0, 0))]}
@@ -79,7 +80,8 @@ def machine(device: str) -> Found:
         found["advice"].append(mode_complaint(mode))
         found["gpus"].append(_gpu(f"cuda:{index}", gpu.name, capability) | {"exclusive": mode == EXCLUSIVE})
     found["advice"] = [*dict.fromkeys(filter(None, found["advice"]))]
-    return found | {"nccl": ".".join(map(str, torch.cuda.nccl.version()))}
+    driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
+    return found | {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "driver": "".join(driver[:1]) or None}
 
 
 def _gpu(device: str, name: str, capability: tuple[int, int]) -> Found:
@@ -101,13 +103,16 @@ def _gpu(device: str, name: str, capability: tuple[int, int]) -> Found:
 
 
 def profiles(device: str) -> Found:
-    """Kernels that a CUDA profile sees after a profile of the CPU, where that was the first of the process."""
-    return {"kernels": [_profiled(device, activity) for activity in ("cpu", device)][-1]}
+    """Kernels that a CUDA profile sees after a profile of the CPU, where that was the first of the process. From torch
+    2.13 on these may be none, so that the lab's ranks begin with a CUDA profile.
+    """
+    return {"kernels": [_profiled(device, activity) for activity in ("cpu", device)][-1], "wrong": ""}
 
 
 def profiles_cuda_first(device: str) -> Found:
-    """The same where the first profile of the process had CUDA in it."""
-    return {"kernels": [_profiled(device, activity) for activity in (device, "cpu", device)][-1]}
+    """The same where the first profile of the process had CUDA in it; `wrong` where it sees none."""
+    kernels = [_profiled(device, activity) for activity in (device, "cpu", device)][-1]
+    return {"kernels": kernels, "wrong": "" if kernels else "a CUDA profile shows no kernel"}
 
 
 def _profiled(device: str, activity: str) -> int:
@@ -124,7 +129,9 @@ def _profiled(device: str, activity: str) -> int:
 
 
 def ipc(device: str) -> Found:
-    """Why a second process cannot open the memory of this one's GPU; "" where it opens it and reads what is there."""
+    """Why a second process cannot open the memory of this one's GPU, which is the machine's choice; "" where it opens
+    it. `wrong` where it reads other than what is there.
+    """
     from multiprocessing.reduction import ForkingPickler
 
     import torch
@@ -134,7 +141,7 @@ def ipc(device: str) -> Found:
     try:
         told = bytes(ForkingPickler.dumps(written))
     except RuntimeError as error:  # the driver gives no handle
-        return {"refused": str(error).splitlines()[0][:200]}
+        return {"refused": str(error).splitlines()[0][:200], "wrong": ""}
     context = processes.get_context("spawn")
     mine, other = context.Pipe()
     reader = context.Process(target=_read_by_ipc, args=(told, other), daemon=True)
@@ -148,10 +155,9 @@ def ipc(device: str) -> Found:
     finally:
         reader.kill()
     if isinstance(got, str):
-        return {"refused": got}
-    return {
-        "refused": "" if got == [*range(64)] else f"the second process reads {got[:4]}..., expected [0, 1, 2, 3]..."
-    }
+        return {"refused": got, "wrong": ""}
+    wrong = "" if got == [*range(64)] else f"the second process reads {got[:4]}..., expected [0, 1, 2, 3]..."
+    return {"refused": wrong, "wrong": wrong}
 
 
 def _read_by_ipc(told: bytes, answer: Any) -> None:

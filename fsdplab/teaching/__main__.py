@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
 
+from fsdplab.common.arguments import OneLineParser
 from fsdplab.common.places import course_folder
 from fsdplab.common.pythons import without_package
 from fsdplab.common.words import harmless
@@ -39,19 +39,10 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
 
 
-class _Parser(argparse.ArgumentParser):
-    """Prints errors in one line, as every fsdplab command, and examples below the help."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, epilog=_EXAMPLES, **settings)
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see `fsdplab course --help`\n")
-
-
 def parser() -> argparse.ArgumentParser:
     """The flags of the three commands."""
-    flags = _Parser(prog="fsdplab course", description="Build and test the course's editions.")
+    told = "Build and test the course's editions."
+    flags = OneLineParser(prog="fsdplab course", description=told, epilog=_EXAMPLES)
     commands = flags.add_subparsers(required=True, metavar="build | test | site", dest="name")
     build = commands.add_parser("build", help="write one edition of tagged source notebooks to a folder")
     build.add_argument("--edition", choices=EDITIONS, default="learner", help="default: learner")

@@ -1,8 +1,7 @@
 """One builder for each engine: from a RunSpec to a model, an optimizer and one step of training.
 
 All engines train the same model from the same weights with the same optimizer (optimizers.py). All differences between
-engines are in this file; each is used as its documentation says, with its defaults. gpu_check takes `Held` and
-`one_step` from here.
+engines are in this file; each is used as its documentation says, with its defaults.
 
 bf16 means computing in bfloat16 with float32 masters and float32 reduction. DDP and the twin have no masters of their
 own: DDP runs under autocast, its usual form; the twin casts its parameters inside the forward, which is what sharding

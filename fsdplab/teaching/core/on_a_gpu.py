@@ -33,7 +33,7 @@ def on_a_gpu(draw: Callable[[RunRecord], go.Figure], strategy: str = "full_shard
     device = check.provenance.get("device", "an unnamed device")
     if device != "cuda":
         return present(_none(f"the check that is kept ran on {device}, as a rehearsal"))
-    runs = map(RunRecord.load, check.records())
+    runs = map(RunRecord.load, check.records)
     fitting = [run for run in runs if run.spec["strategy"] == strategy and not run.spec["link"]]
     if not fitting:
         return present(_none(f"the check that is kept has no {strategy} run"))
