@@ -49,8 +49,8 @@ Judge = Callable[[Done, Path], Judged]
 
 @dataclass(frozen=True)
 class Case:
-    """A command on a machine; `{}` in it is a new folder. `judge` sees how it ended and what is in the folder. The
-    stand-in keeps what is written to GPUs in `host_gb` of the host's memory.
+    """A command on a machine; `{}` in it is a new folder, `{python}` the environment's. `judge` sees how it ended and
+    what is in the folder. The stand-in keeps what is written to GPUs in `host_gb` of the host's memory.
     """
 
     name: str
@@ -143,6 +143,9 @@ def mentions(*words: str) -> Judge:
     return judge
 
 
+_OF_VALUES = re.compile(r"\bwrong\b|\bthe loss is\b")
+
+
 def parts_end(done: Done, folder: Path) -> Judged:
     """Every part of gpu-check came to its end, and what failed are values, which no kernel has computed."""
     found = sorted(folder.rglob("check.json"))
@@ -150,8 +153,8 @@ def parts_end(done: Done, folder: Path) -> Judged:
         return Judged(False, message_of(done))
     parts = json.loads(found[0].read_text())["parts"]
     unfinished = [f"{part['name']}: {part['status']}" for part in parts if part["status"] != "finished"]
-    failed = [check for part in parts for check in part["checks"] if check["got"]]
-    others = [f"{check['name']}: {check['got']}" for check in failed if "wrong" not in check["got"]]
+    failed = [check for part in parts for check in part["checks"] if check["wrong"]]
+    others = [f"{check['name']}: {check['wrong']}" for check in failed if not _OF_VALUES.search(check["wrong"])]
     if unfinished or others:
         return Judged(False, "; ".join((unfinished + others)[:3]).replace("|", "/")[:240])
     return Judged(True, f"{len(parts)} parts finished; {len(failed)} checks of values are not judged")
@@ -194,9 +197,9 @@ def _command_on(what: str, machine: Machine) -> Case:
             what, machine, ("python", "-c", _CELL.format(ranks=ranks)), mentions(f"rank {int(ranks) - 1} reduced")
         )
     parts = "mechanisms,nccl,correctness,traces,speed"  # tests marked gpu are of numbers too, which nothing computes
-    command = (*fsdplab, "gpu-check", "--device", "cuda", "--parts", parts, "--out", "{}/check")
+    command = (*fsdplab, "gpu-check", "--device", "cuda", "--parts", parts, "--limit", "1500", "--out", "{}/check")
     host_gb = _WRITTEN_GB * machine.gpus
-    return Case(what, replace(machine, settings={"LARGEST_COPY_MB": 16}), command, parts_end, 600, host_gb)
+    return Case(what, replace(machine, settings={"LARGEST_COPY_MB": 16}), command, parts_end, 1560, host_gb)
 
 
 _CELL = """
@@ -212,6 +215,23 @@ dist.all_reduce(total)
 print("rank", rank, "reduced on", device, total.item())
 ''')
 """
+
+
+def one_of_each() -> Iterable[Case]:
+    """What has a path of its own on GPUs, each once: another optimizer, models and jobs of one's own."""
+    fsdplab, two = ("python", "-m", "fsdplab"), Machine(gpus=2)
+    cuda = ("--steps", "2", "--device", "cuda")
+    muon = (*fsdplab, "run", "full_shard", *cuda, "--model", "gpt-tiny", "--optimizer", "muon", "--out", "{}/record")
+    yield Case("run, Muon", two, muon, has_kernels)
+    mine = (*fsdplab, "compare", *cuda, "--model", "tests/own_models/mine.py", "--keep", "{}/kept")
+    yield Case("compare, a model of one's own", two, mine, has_kernels)
+    convolutions = (*fsdplab, "run", "full_shard", *cuda, "--model", "tests/own_models/generator.py")
+    yield Case("run, convolutions and batch normalization", two, (*convolutions, "--out", "{}/record"), has_kernels)
+    job = ("{python}", "-m", "torch.distributed.run", "--nproc-per-node", "2", "tests/jobs/fsdp2_loop.py")
+    recorded = (*fsdplab, "record", "--steps", "2:4", "--out", "{}/record", "--", *job, "--steps", "8")
+    yield Case("record, FSDP2 under torchrun", two, recorded, has_kernels)
+    on_cpu = (*fsdplab, "run", "full_shard", *_TINY, "--device", "cpu", "--out", "{}/record")
+    yield Case("run on the CPU, exclusive GPUs", _with(COMPUTE_MODE="exclusive"), on_cpu, ended_well)
 
 
 def what_goes_wrong() -> Iterable[Case]:
@@ -323,7 +343,7 @@ def judge(python: Path, case: Case) -> Judged:
     if (free := _free_gb()) < case.host_gb:
         return Judged(None, f"it needs {case.host_gb:.0f} GB of the host's memory, of which {free:.0f} GB are free")
     with tempfile.TemporaryDirectory(prefix="matrix-") as folder:
-        command = [word.replace("{}", folder) for word in case.command]
+        command = [word.replace("{}", folder).replace("{python}", str(python)) for word in case.command]
         done = run(case.machine, command, python, case.limit_s, capture=True, variables=_ALONE | {"HOME": folder})
         return case.judge(done, Path(folder))
 
@@ -343,7 +363,7 @@ def main() -> int:
     known = {version: (python, text) for python in said.pythons for version, text in [versions_of(python)]}
     table = Table(said.table, {f"torch {version}": text for version, (_, text) in known.items()}, said.only)
     cases = list(commands_on_machines(list(known)))
-    cases += [(next(iter(known)), case) for case in what_goes_wrong()]
+    cases += [(next(iter(known)), case) for case in (*one_of_each(), *what_goes_wrong())]
     for version, case in cases:
         if re.search(said.only, case.name):
             table.add(Row(version, case, judge(known[version][0], case)))

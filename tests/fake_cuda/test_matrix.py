@@ -75,7 +75,7 @@ def test_losses_must_be_the_twins(losses: object, ok: bool, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("status", "got", "ok"),
+    ("status", "wrong", "ok"),
     [
         ("finished", "", True),
         ("finished", "losses are wrong", True),
@@ -84,9 +84,9 @@ def test_losses_must_be_the_twins(losses: object, ok: bool, tmp_path: Path) -> N
     ],
 )
 def test_parts_of_a_gpu_check_must_end_and_only_values_may_be_wrong(
-    status: str, got: str, ok: bool, tmp_path: Path
+    status: str, wrong: str, ok: bool, tmp_path: Path
 ) -> None:
-    part = {"name": "nccl", "status": status, "checks": [{"name": "sums", "got": got}]}
+    part = {"name": "nccl", "status": status, "checks": [{"name": "sums", "wrong": wrong}]}
     (tmp_path / "check.json").write_text(json.dumps({"parts": [part]}))
     assert parts_end(Done(1), tmp_path).ok is ok
 

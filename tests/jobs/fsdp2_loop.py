@@ -1,6 +1,7 @@
 """A plain training loop with PyTorch's fully_shard: torchrun --nproc-per-node 2 fsdp2_loop.py"""
 
 import argparse
+import os
 
 import torch
 import torch.distributed as dist
@@ -34,9 +35,13 @@ def main():
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--steps", type=int, default=30)
     options = parser.parse_args()
-    dist.init_process_group("gloo")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
     torch.manual_seed(0)
-    model = Network(256, 4)
+    model = Network(256, 4).to(device)
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
@@ -44,7 +49,7 @@ def main():
     torch.manual_seed(dist.get_rank())
     for step in range(options.steps):
         x, y = torch.randn(64, 256), torch.randint(10, (64,))
-        loss = nn.functional.cross_entropy(model(x), y)
+        loss = nn.functional.cross_entropy(model(x.to(device)), y.to(device))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,4 +1,5 @@
-// cuDNN's graph API as far as attention goes: every question has one answer, and executing a plan is a kernel.
+// cuDNN as far as attention, convolutions and batch normalization go: every question has one answer, and executing a
+// plan of its graph API is a kernel.
 #include "fake.h"
 
 #include <cudnn.h>
@@ -27,5 +28,23 @@ cudnnStatus_t cudnnBackendGetAttribute(
 cudnnStatus_t cudnnBackendExecute(cudnnHandle_t handle, cudnnBackendDescriptor_t, cudnnBackendDescriptor_t) {
   return launch("cudnn_generated_fort_native_sdpa_sm90_flash_wgmma", stream_of(((Handle*)handle)->stream)),
          CUDNN_STATUS_SUCCESS;
+}
+// batch normalization needs no memory beside its tensors
+cudnnStatus_t cudnnGetBatchNormalizationForwardTrainingExWorkspaceSize(
+    cudnnHandle_t, cudnnBatchNormMode_t, cudnnBatchNormOps_t, const cudnnTensorDescriptor_t,
+    const cudnnTensorDescriptor_t, const cudnnTensorDescriptor_t, const cudnnTensorDescriptor_t,
+    const cudnnActivationDescriptor_t, size_t* bytes) {
+  return *bytes = 0, CUDNN_STATUS_SUCCESS;
+}
+cudnnStatus_t cudnnGetBatchNormalizationBackwardExWorkspaceSize(
+    cudnnHandle_t, cudnnBatchNormMode_t, cudnnBatchNormOps_t, const cudnnTensorDescriptor_t,
+    const cudnnTensorDescriptor_t, const cudnnTensorDescriptor_t, const cudnnTensorDescriptor_t,
+    const cudnnTensorDescriptor_t, const cudnnTensorDescriptor_t, const cudnnActivationDescriptor_t, size_t* bytes) {
+  return *bytes = 0, CUDNN_STATUS_SUCCESS;
+}
+cudnnStatus_t cudnnGetBatchNormalizationTrainingExReserveSpaceSize(
+    cudnnHandle_t, cudnnBatchNormMode_t, cudnnBatchNormOps_t, const cudnnActivationDescriptor_t,
+    const cudnnTensorDescriptor_t, size_t* bytes) {
+  return *bytes = 0, CUDNN_STATUS_SUCCESS;
 }
 }
