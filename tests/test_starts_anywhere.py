@@ -173,6 +173,6 @@ os.fork = limited
 def test_a_fork_that_fails_reaches_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first fork is the trial's."""
     monkeypatch.setenv("PYTHONPATH", at_every_start(tmp_path, FORKS_TWICE, STARTER))
-    with pytest.raises(RanksFailed, match="could not be started: the warm starter cannot fork .BlockingIO"):
+    with pytest.raises(RanksFailed, match="could be started: the warm starter cannot fork .BlockingIO"):
         call()
     warm.end()
