@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from fsdplab.sessions import Failure
 from fsdplab.teaching.core import answers, checking, registry, run_submission
 from fsdplab.teaching.core.exercise import Choice, Question
 from fsdplab.teaching.core.exercise_file import Exercise, ExerciseError
 from fsdplab.teaching.core.nonsense import NonsenseInNewMemory
+from fsdplab.teaching.core.quantities import QuantityError, quantity
 from fsdplab.teaching.core.questions_file import questions_of
 
 HEAD = '''"""Twice as much
@@ -454,3 +456,39 @@ def test_known_mistakes_are_run_only_where_something_differs(double, workspace, 
         "numbers",
         "more",
     )
+
+
+@pytest.mark.parametrize(
+    "written,unit,value",
+    [
+        ("8 bytes", "B", 8), ("16 bytes a parameter", "B", 16), ("2 times", "x", 2), ("37 messages", "", 37),
+        ("5 percent", "%", 5), ("3 MB per rank", "MB", 3),
+    ],
+)  # fmt: skip
+def test_units_are_read_as_words_too(written, unit, value):
+    assert quantity(written, unit) == value
+
+
+def test_words_are_no_units_where_the_question_has_one():
+    with pytest.raises(QuantityError, match="unknown unit"):
+        quantity("8 messages", "MB")
+
+
+@pytest.mark.parametrize(
+    "died,says",
+    [
+        ("it ended with SIGABRT (signal 6). The last collective it entered: reduce_scatter of 72 bytes.", "do not fit"),
+        ("it ended with SIGSEGV (signal 11). The last collective it entered: all_gather of 8 bytes.", "without memory"),
+    ],
+)
+def test_a_rank_that_aborts_in_a_collective_met_another_one(died, says):
+    """Gloo ends a rank that receives other bytes than it waits for; a tensor without memory ends it otherwise."""
+    feedback = checking.feedback_on_failure(registry.find("05.reduce"), Failure("died", f"Rank 2 died: {died}", 2))
+    assert says in feedback.cause
+
+
+def test_an_error_is_shown_in_the_exercises_own_file_though_another_of_the_learners_raised_it():
+    frames = 'File "/x/my_fsdp/06.hooks.py", line 8, in d\nf()\nFile "/x/my_fsdp/05.reduce.py", line 4, in f\nlen(None)'
+    report = Failure("raised", "TypeError: no", 0, traceback=f"{frames}\nTypeError: no")
+    got = checking.feedback_on_failure(registry.find("06.hooks"), report).got
+    assert "06.hooks.py" in got and "05.reduce.py" not in got
