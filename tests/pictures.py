@@ -6,6 +6,7 @@ figure's `write_html` wrote. Neither a network nor a package beside those of the
 
 from __future__ import annotations
 
+import html
 import sys
 import urllib.parse
 from pathlib import Path
@@ -21,7 +22,7 @@ _PICTURE = """width => {
 
 
 def svg_of(page_html: str, width: int = WIDTH) -> str:
-    """The SVG of the first figure of a page; the page's plotly.js is the installed one."""
+    """The SVG of the first figure of a page, with its alternative text; the page's plotly.js is the installed one."""
     from playwright.sync_api import sync_playwright
     from plotly.offline import get_plotlyjs
 
@@ -32,8 +33,11 @@ def svg_of(page_html: str, width: int = WIDTH) -> str:
         page.set_content(page_html)
         page.wait_for_selector(".js-plotly-plot .main-svg")
         address = page.evaluate(_PICTURE, width)
+        alt = page.evaluate("() => (document.querySelector('.js-plotly-plot').layout.meta || {}).alt || ''")
         browser.close()
-    return urllib.parse.unquote(address.partition(",")[2])
+    picture = urllib.parse.unquote(address.partition(",")[2])
+    begins = picture.index(">", picture.index("<svg")) + 1
+    return f"{picture[:begins]}<title>{html.escape(alt)}</title>{picture[begins:]}"
 
 
 def _answer(route: Any, script: str) -> None:

@@ -484,8 +484,10 @@ def test_page_opens_offline_in_a_browser(runs, tmp_path):
 
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs a chromium on the path")
 def test_a_page_of_a_figure_becomes_the_picture_that_readmes_show(runs):
-    picture = ET.fromstring(svg_of(figures.memory_by_category(runs).to_html(include_plotlyjs="cdn")))
+    figure = figures.memory_by_category(runs)
+    picture = ET.fromstring(svg_of(figure.to_html(include_plotlyjs="cdn")))
     said = " ".join(picture.itertext())
+    assert picture[0].tag.endswith("title") and picture[0].text == figures.alt_text(figure)
     assert picture.tag.endswith("svg") and "card 80.0 MB (emulated)" in said and "optimizer state" in said
 
 

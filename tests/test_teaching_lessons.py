@@ -18,7 +18,7 @@ from IPython.core.interactiveshell import InteractiveShell
 from fsdplab import RunSpec, teaching
 from fsdplab.figures import alt_text
 from fsdplab.sessions import run_and_record
-from fsdplab.teaching import collectives, composing, one_unit, overlapping_axes, tour, whole_model
+from fsdplab.teaching import collectives, composing, matrices, one_unit, overlapping_axes, tour, whole_model
 from fsdplab.teaching.core import diagrams, display, exploring, glossary, registry, waiting
 from fsdplab.teaching.core.exercise_file import Exercise
 from fsdplab.teaching.lessons.nb01_collectives.ring import ring_cells
@@ -53,7 +53,7 @@ def test_a_rings_picture_follows_the_rule(ranks):
 
 DIAGRAMS = [
     collectives.ring_figure, one_unit.life_diagram, overlapping_axes.gradient_diagram, composing.token_diagram,
-    composing.pipeline_diagram,
+    composing.pipeline_diagram, matrices.exchange_diagram,
 ]  # fmt: skip
 
 

@@ -49,7 +49,7 @@ def to_owners(parts, owners):
     #: the ranks' rows are joined in the wrong order: rank 0's first
     return [piece.reshape(-1, part.shape[1]) for piece, part in zip(pieces, own)]
     #! return [piece.reshape(part.shape[1], -1) for piece, part in zip(pieces, own)]
-    #: rows and columns are exchanged: a matrix has as many columns as this rank's part of it
+    #: a whole matrix has the columns of this rank's part, and n times its rows: one rank's rows below the other's
     #! return [piece.reshape(n, -1).T.reshape(-1, part.shape[1]) for piece, part in zip(pieces, own)]
     #: the numbers of the ranks are mixed with each other: a whole matrix is rank 0's rows, then rank 1's, and so on
     #! return [piece.flatten() for piece in pieces]
