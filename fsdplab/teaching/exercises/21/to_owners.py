@@ -18,11 +18,12 @@ import torch.distributed as dist
 
 def packed(parts, owners, owner):
     """This rank's parts of one owner's matrices, in their order, as one flat tensor."""
-    return torch.cat([parts[0].new_empty(0), *(part.flatten() for part, of in zip(parts, owners) if of == owner)])
+    its = [part.flatten() for part, of in zip(parts, owners) if of == owner]
+    return torch.cat([parts[0].new_empty(0), *its])
 
 
 def to_owners(parts, owners):
-    """The matrices that this rank owns, whole; parts: this rank's rows of each matrix, as many as every rank has."""
+    """The matrices that this rank owns, whole; parts: its rows of each matrix, as many as every rank has."""
     n, rank = dist.get_world_size(), dist.get_rank()
     send = [packed(parts, owners, other) for other in range(n)]  # what goes to each rank
     ### BEGIN SOLUTION  one all_to_all_single; then each matrix from the rows of all ranks
