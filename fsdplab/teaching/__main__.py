@@ -44,17 +44,19 @@ def parser() -> argparse.ArgumentParser:
     told = "Build and test the course's editions."
     flags = OneLineParser(prog="fsdplab course", description=told, epilog=_EXAMPLES)
     commands = flags.add_subparsers(required=True, metavar="build | test | site", dest="name")
-    build = commands.add_parser("build", help="write one edition of tagged source notebooks to a folder")
+    build = commands.add_parser(
+        "build", epilog=_EXAMPLES, help="write one edition of tagged source notebooks to a folder"
+    )
     build.add_argument("--edition", choices=EDITIONS, default="learner", help="default: learner")
     build.add_argument("--out", type=Path, help="folder to write to; default: course-<edition>")
     build.add_argument("--source", type=Path, default=course_folder(), help="folder of sources; default: notebooks")
     build.add_argument("--quiet", action="store_true", help="do not list what was written")
     build.set_defaults(command=_build)
-    test = commands.add_parser("test", help="run a folder of notebooks; sources as both editions")
+    test = commands.add_parser("test", epilog=_EXAMPLES, help="run a folder of notebooks; sources as both editions")
     test.add_argument("directory", type=Path, nargs="?", default=course_folder(), help="default: notebooks")
     test.add_argument("--edition", choices=EDITIONS, help="run sources in this edition only")
     test.set_defaults(command=_test)
-    site = commands.add_parser("site", help="run the notebooks and write them as static pages")
+    site = commands.add_parser("site", epilog=_EXAMPLES, help="run the notebooks and write them as static pages")
     site.add_argument("out", type=Path, help="folder to write to")
     site.add_argument("--source", type=Path, default=course_folder(), help="folder of sources; default: notebooks")
     site.add_argument("--executed", action="store_true", help="the sources were run already: take their outputs")

@@ -228,7 +228,7 @@ def one_of_each() -> Iterable[Case]:
     convolutions = (*fsdplab, "run", "full_shard", *cuda, "--model", "tests/own_models/generator.py")
     yield Case("run, convolutions and batch normalization", two, (*convolutions, "--out", "{}/record"), has_kernels)
     job = ("{python}", "-m", "torch.distributed.run", "--nproc-per-node", "2", "tests/jobs/fsdp2_loop.py")
-    recorded = (*fsdplab, "record", "--steps", "2:4", "--out", "{}/record", "--", *job, "--steps", "8")
+    recorded = (*fsdplab, "record", "--steps", "3:5", "--out", "{}/record", "--", *job, "--steps", "8")
     yield Case("record, FSDP2 under torchrun", two, recorded, has_kernels)
     on_cpu = (*fsdplab, "run", "full_shard", *_TINY, "--device", "cpu", "--out", "{}/record")
     yield Case("run on the CPU, exclusive GPUs", _with(COMPUTE_MODE="exclusive"), on_cpu, ended_well)
