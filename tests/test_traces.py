@@ -310,6 +310,21 @@ def test_shared_memory_under_torchs_engines(tmp_path):
     assert cause(analysed(tmp_path, [*BEFORE, *inside, event("aten::copy_", 310, 330)])) == "waiting_for_peer"
 
 
+def test_an_exchange_of_matrices_is_the_optimizers_and_no_reduction_of_before(tmp_path):
+    """A reduction over shared memory has no transfer of gloo's, and must not take that of a later all-to-all."""
+    step = analysed(
+        tmp_path,
+        [
+            mark("FSDP::post_backward_reduce (b)", 100, 120), mark("FSDP::reduce_scatter (b)", 130, 150),
+            mark("Optimizer.step#Muon.step", 500, 900), mark("FSDP::all_to_all (optimizer)", 510, 515),
+            gloo("all_to_all", 520, 600), event("aten::mm", 600, 800),
+        ],
+    )  # fmt: skip
+    found = [(row["kind"], row["unit"], row["phase"], row["end_ns"]) for row in step.collectives]
+    assert found == [("reduce_scatter", "b", "backward", 150_000), ("all_to_all", "optimizer", "optimizer", 600_000)]
+    assert parts(step)[2] == pytest.approx(40 + 85)
+
+
 def test_the_units_life_tells_when_an_unmarked_gather_was_issued(tmp_path):
     life = [{"rank": 0, "step": 4, "unit": "b", "state": "unsharding", "phase": "forward", "time_ns": 210_000}]
     (collective,) = analysed(tmp_path, BEFORE, ledger=[ledger(230, 500)], life=life).collectives

@@ -9,6 +9,7 @@ from fsdplab.common.sizes import percent, seconds, size, three_digits
 from fsdplab.common.words import MISSING
 from fsdplab.figures.view import RunView
 from fsdplab.records import Summary
+from fsdplab.records.summary import Profile
 
 _NAMED = tuple(dict.fromkeys(row.group for row in CATEGORY_ROWS.values() if row.group != "rest"))
 _GROUPS = {group: tuple(row.name for row in CATEGORY_ROWS.values() if row.group == group) for group in _NAMED}
@@ -35,6 +36,7 @@ _MEANINGS = {
         " other ranks included, a dash where nothing was sent or profiled"
     ),
     "hidden": "the part of communication under computing in profiled steps",
+    "optimizer": "its step in profiled steps, and the part of it that exchanges matrices",
     "loss": "of the last step",
     "losses": "whether they agree with the unsharded twin's, one process that replays every rank's batches",
 }
@@ -85,6 +87,14 @@ def speed_of(summary: Summary) -> str:
     return three_digits(summary.tokens_per_s) if summary.tokens_per_s else MISSING
 
 
+def optimizer_of(profile: Profile | None) -> str:
+    """The optimizer's step: `85.0 ms, 40 % exchange`, `12.0 ms`; a dash where it was not profiled."""
+    if profile is None or not profile.optimizer_s:
+        return MISSING
+    part = (profile.exchange_s or 0.0) / profile.optimizer_s
+    return seconds(profile.optimizer_s) + (f", {percent(part)} exchange" if part >= 0.005 else "")
+
+
 def formula_of(run: RunView) -> str:
     """The formula's bytes, and whether the ledger equals them to the byte."""
     formula, sent = run.summary.formula_bytes_per_step, run.summary.comm.bytes_per_step
@@ -125,6 +135,7 @@ _CELLS: dict[str, Callable[[RunView], str]] = {
     "formula": formula_of,
     "exposed": lambda run: MISSING if run.sends_nothing else seconds(run.exposed_s),
     "hidden": lambda run: percent(run.summary.comm.overlap),
+    "optimizer": lambda run: optimizer_of(run.summary.profile),
     "loss": _last_loss,
     "losses": badge,
 }

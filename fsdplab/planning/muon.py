@@ -40,7 +40,12 @@ class OwnersStep:
     @classmethod
     def of(cls, shape: ModelShape, ranks: int, whole: bool) -> OwnersStep:
         """Of a model's blocks."""
-        return _step_of(tuple(matrices_of(shape.block)) * shape.layers, ranks, whole)
+        return cls.of_matrices(matrices_of(shape.block) * shape.layers, ranks, whole)
+
+    @classmethod
+    def of_matrices(cls, shapes: Sequence[tuple[int, int]], ranks: int, whole: bool) -> OwnersStep:
+        """Of matrices in the order of the units that hold them."""
+        return _step_of(tuple(shapes), ranks, whole)
 
     def traffic(self) -> list[Traffic]:
         """The collectives of the rank that sends most. An all-to-all's payload is what one rank holds of it."""

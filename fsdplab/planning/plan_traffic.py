@@ -16,11 +16,10 @@ from fsdplab.workloads.shapes import Parameter
 from .links import LinkSpec, ring_steps
 from .muon import OwnersStep
 from .plan_spec import PlanSpec
-from .program import Transfer
+from .program import OPTIMIZER, Transfer
 from .traffic import Traffic, UnitShapes, step_traffic
 from .unit_bytes import adapters, frozen_bytes, frozen_parts
 
-OPTIMIZER = "optimizer"  # beside "block" and "root": what its step sends
 AXES = ("shard", "replicate", "tensor", "context")
 # Of a link's data sheet, what collectives reach: 376 to 380 of 450 GB/s measured between two GPUs (NVIDIA/nccl #1264).
 LINK_EFFICIENCY = 0.84

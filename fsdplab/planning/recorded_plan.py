@@ -7,8 +7,7 @@ memory's rate. The operators are those of the CPU: what a GPU's kernels save or 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fsdplab.workloads.shapes import ModelShape
@@ -16,6 +15,7 @@ from fsdplab.workloads.shapes import ModelShape
 from .hardware import find_gpu
 from .lab_memory import MicroBatch, StepChoices, rest_and_peak
 from .memory import FRAMEWORK_BYTES, Memory, Moment
+from .muon import OwnersStep
 from .plan_spec import CHECKPOINTINGS, ITEMSIZES, PlanError, PlanSpec, flag_of
 from .plan_traffic import AxisTraffic, on_axis
 from .planner import Plan
@@ -45,15 +45,18 @@ def recorded_spec(name: str, gpu: str, **choices: Any) -> PlanSpec:
                 f"{flag_of(each)} is {given!r}, but {name} is planned from a recording of its own micro-batch; leave it"
                 " out, and change the file instead"
             )
-    # a spec wants a model's shape, of which only the name is used here
-    shape = ModelShape(name=name, layers=1, width=1, heads=1, kv_heads=1, head_width=1, ffn=1, vocabulary=1, context=1)
-    spec = PlanSpec(model=shape, gpu=find_gpu(gpu), seq=1, **choices)
+    spec = PlanSpec(model=named_shape(name), gpu=find_gpu(gpu), seq=1, **choices)
     if spec.checkpointing not in CHECKPOINTINGS or spec.param_dtype not in ("fp32", "bf16"):
         raise PlanError(
             f"--checkpoint {spec.checkpointing} --precision {spec.param_dtype} cannot be recorded; expected"
             f" {', '.join(CHECKPOINTINGS)}, and fp32 or bf16"
         )
     return spec
+
+
+def named_shape(name: str) -> ModelShape:
+    """A shape of which only the name is used: a PlanSpec wants one."""
+    return ModelShape(name=name, layers=1, width=1, heads=1, kv_heads=1, head_width=1, ffn=1, vocabulary=1, context=1)
 
 
 def recorded_traffic(
@@ -71,6 +74,31 @@ def recorded_traffic(
             )  # fmt: skip
             found += [row for row in rows if (row.kind == "all_gather") == gathers and row.wire_bytes]
     return found
+
+
+def recorded_muon(recording: MicroBatch, ranks: int, whole: bool) -> OwnersStep:
+    """Muon's step of the matrices in a recorded model's units, the root's left out."""
+    return OwnersStep.of_matrices(_matrices_in(recording), ranks, whole)
+
+
+def recorded_state_bytes(recording: MicroBatch, itemsize: int = 4) -> float:
+    """Bytes of Muon's state an element that is trained, on average: one moment for matrices, two for the rest."""
+    trained = sum(each.count for unit in recording.units.values() for each in unit if each.trained)
+    return itemsize * (2 - sum(rows * columns for rows, columns in _matrices_in(recording)) / trained)
+
+
+def _matrices_in(recording: MicroBatch) -> list[tuple[int, int]]:
+    _, *units = recording.units.values()
+    trained = [each.shape for unit in units for each in unit if each.trained]
+    return [(shape[0], shape[1]) for shape in trained if len(shape) == 2]
+
+
+def _muon(spec: PlanSpec, recording: MicroBatch) -> OwnersStep | None:
+    """The step of Muon; None under another optimizer."""
+    if spec.optimizer != "muon":
+        return None
+    cut = bool(spec.row.cuts)
+    return recorded_muon(recording, spec.shards if cut else spec.replicas, not cut)
 
 
 @dataclass(frozen=True)
@@ -92,10 +120,15 @@ class RecordedPlan(Plan):
 
 def recorded_plan(spec: PlanSpec, recording: MicroBatch) -> RecordedPlan:
     """The plan of a step; its seconds are None for a GPU of unknown FLOP/s."""
-    rows = recorded_traffic(recording, spec.strategy, spec.shards * spec.replicas, spec.replicas, spec.grad_accum)
-    traffic = tuple(on_axis(row, row.unit, 1, spec) for row in rows)
-    time = time_of(spec, _work(spec, recording, traffic), traffic) if has_known_flops(spec.gpu) else None
+    traffic = _traffic(spec, recording)
+    time = time_of(spec, recorded_work(spec, recording), traffic) if has_known_flops(spec.gpu) else None
     return RecordedPlan(spec, _memory(spec, recording), traffic, time, recording)
+
+
+def _traffic(spec: PlanSpec, recording: MicroBatch) -> tuple[AxisTraffic, ...]:
+    rows = recorded_traffic(recording, spec.strategy, spec.shards * spec.replicas, spec.replicas, spec.grad_accum)
+    muon = _muon(spec, recording)
+    return tuple(on_axis(row, row.unit, 1, spec) for row in [*rows, *(muon.traffic() if muon else [])])
 
 
 def _memory(spec: PlanSpec, recording: MicroBatch) -> Memory:
@@ -106,15 +139,19 @@ def _memory(spec: PlanSpec, recording: MicroBatch) -> Memory:
         micro_batches=spec.grad_accum, prefetch=spec.prefetch, offloads=spec.offload,
         foreach=spec.optimizer == "adamw-foreach", state_bytes=spec.optimizer_bytes, on_card=True,
     )  # fmt: skip
+    if muon := _muon(spec, recording):
+        packed, other = muon.held
+        state = recorded_state_bytes(recording, ITEMSIZES[spec.master_dtype])
+        choices = replace(choices, state_bytes=state, step_buffers=packed, step_scratch=other)
     moments = zip(("between steps", "largest moment of the step"), rest_and_peak(choices, recording))
     return Memory(tuple(Moment(name, {**each, "other": each["other"] + FRAMEWORK_BYTES}) for name, each in moments))
 
 
-def _work(spec: PlanSpec, recording: MicroBatch, traffic: Sequence[AxisTraffic]) -> StepWork:
-    """What the units compute and send. The optimizer reads gradient, parameter and state of what a rank updates, and
-    writes parameter and state.
+def recorded_work(spec: PlanSpec, recording: MicroBatch, efficiency: float | None = None) -> StepWork:
+    """What the units compute and send; `efficiency` replaces the fitted one. The optimizer reads gradient, parameter
+    and state of what a rank updates, and writes parameter and state; Muon's products are in bfloat16.
     """
-    rates = rates_of(spec)
+    rates, traffic, muon = rates_of(spec, efficiency), _traffic(spec, recording), _muon(spec, recording)
 
     def seconds(key: tuple[str, str]) -> float:
         return recording.flops.get(key, 0) / rates.flops + recording.moved.get(key, 0) / rates.bytes_per_s
@@ -127,4 +164,5 @@ def _work(spec: PlanSpec, recording: MicroBatch, traffic: Sequence[AxisTraffic])
     own = trained / (spec.shards if spec.row.cuts else 1)
     once = (2 * spec.optimizer_bytes + 3 * ITEMSIZES[spec.master_dtype]) * own
     moved = 3 * once if spec.optimizer == "adamw-foreach" else once
-    return planned_work(spec, traffic, units, moved / rates.bytes_per_s)
+    low = rates_of(replace(spec, param_dtype="bf16"), efficiency)
+    return planned_work(spec, traffic, units, moved / rates.bytes_per_s + (muon.flops / low.flops if muon else 0.0))

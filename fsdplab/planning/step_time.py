@@ -81,9 +81,10 @@ def planned_work(
     taken as hidden.
     """
     root, *blocks = units
-    exchange_s = sum(row.count * transfer_of(spec, row).seconds for row in rows if row.unit == OPTIMIZER)
+    sends = [row for row in rows if row.unit == OPTIMIZER]
+    exchange = tuple(transfer_of(spec, row) for row in sends for _ in range(round(row.count)))
     return StepWork(
-        root, tuple(blocks), optimizer_s, exchange_s, spec.prefetch, spec.grad_accum,
+        root, tuple(blocks), optimizer_s, exchange, spec.prefetch, spec.grad_accum,
         sharing=spec.sharing, shards=spec.shards, replicas=spec.replicas,
     )  # fmt: skip
 

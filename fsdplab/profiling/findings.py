@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdplab.common.names import CATEGORY_ROWS, IN_GROUPS, SAVES_MOST, strategies_that
+from fsdplab.common.names import CATEGORY_ROWS, IN_GROUPS, SAVES_MOST, STRATEGY_ROWS, strategies_that
 from fsdplab.common.sizes import percent, seconds, size
 from fsdplab.profiling.arrivals import too_few_steps
 from fsdplab.profiling.step_facts import Claim, StepFacts, Unclaimed, ahead, beside, by_rank, of_ranks, step_facts
@@ -36,6 +36,7 @@ LONG_STEP = 1.5  # a step without its exposed time over the rank's other steps, 
 LATENCY_BOUND = 0.4  # part of communication that is latency from which on units are too small
 LOADING = 0.05  # part of a step that all ranks wait for their data from which on the loader is slow
 IDLE = 0.1  # part of a step below which idle time is usual
+OPTIMIZER = 0.2  # part of a step from which on the optimizer's step is worth a remedy
 ALIKE = 1.5  # the largest unit over the smallest up to which units are alike
 MOST_OF_IT = 0.5
 
@@ -390,6 +391,33 @@ def _idle(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     return Fact(kind, causes[kind], "step", values=values)
 
 
+# ---- the optimizer's step
+
+
+def _optimizer_step(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """A large part of each step is the optimizer's; what it exposes of its exchange is claimed by the rules above."""
+    found = facts.optimizer
+    if found is None or found.seconds < OPTIMIZER * facts.step_s:
+        return None
+    sends = found.exchange_s >= WORTH_SAYING * found.seconds
+    exchanging = f", {percent(found.exchanging)} of it exchanging matrices" if sends else ""
+    what = "Newton-Schulz's products" if facts.spec.get("optimizer") == "muon" else "one pass over parameters and state"
+    return Fact(kind, found.seconds, "step", values={"exchanging": exchanging, "what": what})
+
+
+def _shorter_optimizer_step(facts: StepFacts) -> str:
+    spec, ways, row = facts.spec, [], STRATEGY_ROWS.get(str(facts.spec.get("strategy")))
+    if spec.get("optimizer") == "muon" and spec.get("engine") != "lab":
+        ways.append("let each matrix have one owner (fsdplab.engine.whole_matrices): here every rank steps all of them")
+    if spec.get("optimizer") == "adamw-foreach":
+        ways.append("take the fused AdamW (fused=True), one pass instead of several")
+    if row and not row.cuts and spec.get("optimizer") != "muon":
+        ways.append(facts.words["shard_state"])
+    ways.append(f"give each step more work, of which it is a smaller part ({facts.words['larger_batch']})")
+    remedy = ", or ".join(ways)
+    return f"{remedy[0].upper()}{remedy[1:]}."
+
+
 # ---- the machine, and memory
 
 
@@ -556,6 +584,9 @@ _RULES = (
     Rule("slow_loading", _loading_everywhere, "Loading data takes {seconds} of a step of {step_s}",
          "{who} waits for its data before it computes, in most of the steps.",
          "Load while the step computes. {loader}", unless=("slow_loading",)),
+    Rule("optimizer_step", _optimizer_step,
+         "The optimizer's step takes {share} of the step ({seconds}){exchanging}",
+         "It is {what}, as long for a small batch as for a large one.", _shorter_optimizer_step),
     _idle_rule("host_bound", "the host launched its next work too late",
                "Give the device more work a launch (larger batch, torch.compile, fused operators, CUDA graphs), and"
                " keep Python out of the step."),

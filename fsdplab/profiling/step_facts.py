@@ -17,6 +17,7 @@ from typing import Any
 
 from fsdplab.profiling.arrivals import late_rank_of
 from fsdplab.profiling.late_rank import LateRank
+from fsdplab.profiling.optimizer_step import OptimizerStep, optimizer_step
 from fsdplab.profiling.step_summary import ExposedCell, StepSummary, exposed_cells, step_summary
 from fsdplab.profiling.vocabulary import words_of
 from fsdplab.records import PARTS_OF_EXPOSED, RunRecord
@@ -82,6 +83,13 @@ class StepFacts:
         part = self.other_s / self.worst.other_ns if self.worst.other_ns else 0.0
         names = [name for name in rows[0] if name.endswith("_ns")] if rows else []
         return {name: part * statistics.fmean(row[name] for row in rows) for name in names}
+
+    @cached_property
+    def optimizer(self) -> OptimizerStep | None:
+        """The optimizer's step of the rank; None where the trace does not show it."""
+        found = optimizer_step(self.record.tables, self.worst.rank)
+        part = min(1.0, self.step_s / (self.worst.step_ns / 1e9))
+        return found and OptimizerStep(part * found.seconds, part * found.exchange_s)
 
     @cached_property
     def late(self) -> LateRank | None:

@@ -105,11 +105,17 @@ class Link:
 
 @dataclass(frozen=True)
 class Profile:
-    """The profiled steps: `overhead` is by how much they were longer than timed ones, as a part (0.08 is 8 %)."""
+    """The profiled steps: `overhead` is by how much they were longer than timed ones, as a part (0.08 is 8 %).
+
+    `optimizer_s`: the optimizer's step in them, mean of the rank exposed longest, of which `exchange_s` is the exposed
+    exchange of an optimizer that needs whole matrices.
+    """
 
     steps: int | None = None
     overhead: float | None = None
     source: str | None = None
+    optimizer_s: float | None = None
+    exchange_s: float | None = None
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,13 @@ from fsdplab.planning.hardware import Gpu
 from fsdplab.planning.links import parse_link
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import LINK_EFFICIENCY
+from fsdplab.planning.recorded_plan import named_shape
 from fsdplab.planning.simulation import simulate
 from fsdplab.records import RunRecord
 from fsdplab.records.summary import Link, Peak, Steady
 from fsdplab.sessions.spec import RunSpec, SpecError
 from fsdplab.workloads.model_files import model_named
-from fsdplab.workloads.own.sources import is_own
+from fsdplab.workloads.own.sources import is_own, name_of
 
 STEADY_CARD = "steady card"
 GIGAFLOPS = 60.0  # in fp32, about what a core or two reach
@@ -93,16 +94,22 @@ def spec_of(record: RunRecord) -> RunSpec | None:
 
 
 def plan_of(spec: RunSpec, gigaflops: float = GIGAFLOPS) -> PlanSpec:
-    """The step of a run with a link as the planner's spec: every rank has its own end of each link."""
+    """The step of a run with a link as the planner's spec: every rank has its own end of each link. Of a model of one's
+    own it holds the name, and a recording has the rest.
+    """
     link = parse_link(spec.link or "")
     reached = replace(link, bytes_per_s=link.bytes_per_s / LINK_EFFICIENCY)
     across = parse_link(spec.link_across).bytes_per_s / LINK_EFFICIENCY if spec.link_across else None
     flops = _BF16_OVER_FP32 * gigaflops * 1e9
     card = Gpu(STEADY_CARD, _ROOMY, flops, MEMORY_BYTES_PER_S, reached, across, "chosen to be the same everywhere")
+    if spec.own_model:
+        shape, sequence, batch = named_shape(name_of(spec.model)), 1, 1
+    else:
+        shape, sequence, batch = model_named(spec.model), spec.sequence_length, spec.batch_size
     return PlanSpec(
-        model=model_named(spec.model), gpu=card, gpus=spec.world_size,
+        model=shape, gpu=card, gpus=spec.world_size,
         gpus_per_node=spec.shard_size if across and spec.shard_size else spec.world_size,
-        strategy=spec.strategy, shard_size=spec.shard_size, seq=spec.sequence_length, micro_batch=spec.batch_size,
+        strategy=spec.strategy, shard_size=spec.shard_size, seq=sequence, micro_batch=batch,
         grad_accum=spec.micro_batches, checkpointing=spec.checkpoint, param_dtype=spec.precision,
         prefetch=spec.prefetch, optimizer=spec.optimizer, fused_norms=False,
     )  # fmt: skip

@@ -93,8 +93,11 @@ def profile_of(
     steps: int, profiled_s: Sequence[Sequence[float]], summary: Summary, tables: Mapping[str, Sequence[Row]]
 ) -> Profile:
     """The profiled steps beside the timed ones."""
-    cost = overhead(profiled_s, summary.step_time_s.median)
-    return Profile(steps, cost, "trace" if tables.get("breakdown") else None)
+    from fsdplab.profiling.optimizer_step import of_the_worst
+
+    cost, stepping = overhead(profiled_s, summary.step_time_s.median), of_the_worst(tables)
+    parts = (stepping.seconds, stepping.exchange_s) if stepping else (None, None)
+    return Profile(steps, cost, "trace" if tables.get("breakdown") else None, *parts)
 
 
 def communication(

@@ -11,6 +11,7 @@ from .memory import Sharing
 from .record import Compute, Holds, Issue, Operation, Program, Wait, record_step
 
 ROOT, BLOCK = "root", "block"
+OPTIMIZER = "optimizer"  # beside them: what its step sends, and its phase
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,14 @@ class UnitWork:
 
 @dataclass(frozen=True)
 class StepWork:
-    """A step of a rank: blocks in the forward's order inside a root, whose own compute follows them (the head)."""
+    """A step of a rank: blocks in the forward's order inside a root, whose own compute follows them (the head).
+    `exchange` is what the optimizer's step sends, of which nothing is hidden.
+    """
 
     root: UnitWork
     blocks: tuple[UnitWork, ...]
     optimizer_s: float = 0.0
-    exchange_s: float = 0.0  # of what the optimizer's step sends, which nothing hides
+    exchange: tuple[Transfer, ...] = ()
     prefetch: int = 1
     micro_batches: int = 1
     in_flight: int = 1  # reductions that may be under way when the next begins: the engine's default
@@ -85,6 +88,17 @@ class StepWork:
         """Seconds of compute of the whole step."""
         return self.micro_batches * sum(unit.forward_s + unit.backward_s for unit in self.units) + self.optimizer_s
 
+    @property
+    def exchange_s(self) -> float:
+        """Seconds of what the optimizer's step sends."""
+        return sum(each.seconds for each in self.exchange)
+
+    @property
+    def optimizer(self) -> UnitWork:
+        """The optimizer's step, as a unit whose collectives stand between its parts."""
+        name = OPTIMIZER if self.exchange else ""
+        return UnitWork(name, 0.0, self.optimizer_s, inline_backward=self.exchange)
+
     def shared(self, **choices: bool) -> StepWork:
         """The same step with other choices of `sharing`."""
         return replace(self, sharing=replace(self.sharing, **choices))  # type: ignore[arg-type]
@@ -92,7 +106,8 @@ class StepWork:
     def on_links(self, change: Callable[[Transfer], Transfer]) -> StepWork:
         """The same step, each collective changed."""
         changed = tuple(each.on_links(change) for each in self.blocks)
-        return replace(self, root=self.root.on_links(change), blocks=changed)
+        exchange = tuple(map(change, self.exchange))
+        return replace(self, root=self.root.on_links(change), blocks=changed, exchange=exchange)
 
 
 def program_of(work: StepWork, schedule: Callable[[int], Schedule] = Schedule) -> Program:

@@ -8,7 +8,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from fsdplab.planning.program import Compute, Issue, Move, Operation, Program, StepWork, Transfer, UnitWork, Wait
+from fsdplab.planning.program import (
+    OPTIMIZER,
+    Compute,
+    Issue,
+    Move,
+    Operation,
+    Program,
+    StepWork,
+    Transfer,
+    UnitWork,
+    Wait,
+)
 
 from .classes import RankClass
 from .network import Clock, Collective, Network
@@ -65,7 +76,7 @@ class Rank:
     def _step(self, program: Program) -> Pauses:
         for operations in program:
             yield from self._micro_batch(operations)
-        yield from self._compute("", "optimizer", self._work.optimizer_s + self._work.exchange_s)
+        yield from self._run(self._work.optimizer, OPTIMIZER)
 
     def _micro_batch(self, operations: Sequence[Operation]) -> Pauses:
         issued: dict[int, Collective] = {}

@@ -18,7 +18,7 @@ from fsdplab.engine.core.step import Schedule
 from fsdplab.planning.memory import Memory, memory_of_program
 from fsdplab.planning.plan_spec import AS_IN_A_RUN, PlanError, PlanSpec
 from fsdplab.planning.plan_traffic import bytes_by_axis, plan_traffic
-from fsdplab.planning.program import Program, StepWork, program_of
+from fsdplab.planning.program import OPTIMIZER, Program, StepWork, program_of
 from fsdplab.planning.step_time import work_of
 from fsdplab.records import RunRecord, Spread, Summary
 from fsdplab.records.summary import Comm, Peak, Profile, SimulatedRanks
@@ -181,6 +181,10 @@ def _summary(spec: PlanSpec, found: Simulated, tables: Mapping[str, list[Row]], 
     worst = max(tables["breakdown"], key=lambda row: (row["exposed_ns"], -row["rank"]))
     communication = worst["overlapped_ns"] + worst["exposed_ns"]
     peak, sent, inner = memory.peak, sum(bytes_by_axis(plan_traffic(spec)).values()), spec.tensor_parallel
+    log = next(log for log in found.logs if log.rank.first * inner == worst["rank"])
+    stepping_s, exchange_s = (
+        sum(span.end - span.start for span in spans if span.phase == OPTIMIZER) for spans in (log.computed, log.waited)
+    )
     return Summary(
         step_time_s=Spread.of([found.step_s]),
         tokens_per_s=spec.step_tokens / found.step_s,
@@ -193,7 +197,7 @@ def _summary(spec: PlanSpec, found: Simulated, tables: Mapping[str, list[Row]], 
             overlap=worst["overlapped_ns"] / communication if communication else None,
         ),
         formula_bytes_per_step=sent,
-        profile=Profile(steps=1, source="simulation"),
+        profile=Profile(steps=1, source="simulation", optimizer_s=exchange_s + stepping_s, exchange_s=exchange_s),
         simulated=SimulatedRanks(
             {log.rank.first * inner: log.rank.count * inner for log in found.logs}, found.operations
         ),

@@ -24,7 +24,10 @@ from fsdplab.profiling.traces.events import Events, Kind, Range, Transfer, tenso
 from fsdplab.profiling.traces.segments import nests
 
 _FAMILY = {"all_gather": "gather", "reduce_scatter": "reduction", "all_reduce": "reduction", "all_to_all": "reduction"}
-_OPENS = {"all_gather": "all_gather", "post_backward_reduce": "reduce_scatter", "all_reduce": "all_reduce"}
+_OPENS = {
+    "all_gather": "all_gather", "post_backward_reduce": "reduce_scatter", "all_reduce": "all_reduce",
+    "all_to_all": "all_to_all",
+}  # fmt: skip
 _CLOSES = {"all_gather_copy_out": "all_gather", "reduce_scatter": "reduce_scatter"}
 _GOES_ON = {"all_reduce_sum"}
 MARKED = {*_OPENS, *_CLOSES, *_GOES_ON, "link"}
@@ -209,7 +212,11 @@ class _Book:
             if (queue := issues[family]) and queue[0].start <= transfer.start:
                 draft = self._owner(queue.popleft())
             else:
-                draft = self._awaiting.oldest(transfer.end, family) or self._open(transfer.kind, "", transfer.start)
+                draft = (
+                    self._awaiting.oldest(transfer.end, "of kind", transfer.kind)
+                    or self._awaiting.oldest(transfer.end, family)
+                    or self._open(transfer.kind, "", transfer.start)
+                )
                 draft.issued = draft.mark is not None
             self._complete(draft, transfer)
 
