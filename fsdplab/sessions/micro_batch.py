@@ -10,6 +10,7 @@ Kernels take scratch memory that no result shows: see `scratch.py`.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -73,13 +74,24 @@ def record_micro_batch(workload: Trainable, choices: RecordChoices) -> MicroBatc
     """The first micro-batch of `workload`, on fake tensors; on real ones where its control flow needs values."""
     batch = workload.batch(At(0, 0, choices.world_size, seed=choices.seed))
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        with unlogged(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
             model = without_values(workload.build("meta", choices.seed))
             batch_without = tree_map_only(Tensor, fake.from_tensor, batch)
             return _record(workload, model, batch_without, choices, real=False)
     except NEEDS_VALUES:
         with one_thread():
             return _record(workload, workload.build("cpu", choices.seed), batch, choices, real=True)
+
+
+@contextmanager
+def unlogged() -> Iterator[None]:
+    """Without torch's own log of an operator that fails on fake tensors: its error is raised, too."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 def without_values(model: nn.Module) -> nn.Module:

@@ -10,15 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from fsdplab.planning import Traffic
 from fsdplab.planning.lab_memory import LabRun, MicroBatch, StepChoices, memory_of_step, peak_of_step, unit_parameters
 from fsdplab.planning.lab_step_time import StepSeconds, step_seconds
-from fsdplab.planning.recorded_plan import recorded_traffic
+from fsdplab.planning.recorded_plan import recorded_muon, recorded_state_bytes, recorded_traffic
 from fsdplab.records.summary import Peak, Predicted
 from fsdplab.sessions.calibration import Calibration
 from fsdplab.sessions.formula import lab_run, traffic_of
 from fsdplab.sessions.spec import RunSpec
+
+if TYPE_CHECKING:
+    from fsdplab.sessions.own_optimizer import OwnStep
 
 
 @dataclass(frozen=True)
@@ -74,23 +78,20 @@ def predict_own(spec: RunSpec) -> Prediction:
     """The prediction of a model of one's own, from a recording of its first micro-batch in this process."""
     if why_not := _not_modelled(spec):
         return Prediction(None, None, None, None, None, why_not)
-    from fsdplab.sessions.recorded_model import has_own_optimizer, recording_of  # which imports torch
+    from fsdplab.sessions.recorded_model import own_step_of, recording_or_why  # which imports torch
 
-    try:
-        recording = recording_of(spec)
-    except Exception as error:  # of the model's own code, which may raise anything; its ranks say where
-        said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        return Prediction(None, None, None, None, None, f"its micro-batch could not be recorded: {said}")
-    found = predict_recorded(spec, recording)
-    if has_own_optimizer(spec):
-        why_not = "the state of an optimizer of one's own is not known before it steps"
-        return replace(found, by_category=None, fits=None, why_not=why_not)
-    return found
+    recording = recording_or_why(spec)
+    if isinstance(recording, str):
+        return Prediction(None, None, None, None, None, recording)
+    own = own_step_of(spec)
+    found = predict_recorded(spec, recording, own)
+    return replace(found, by_category=None, fits=None, why_not=own.why_not) if own and own.why_not else found
 
 
-def predict_recorded(spec: RunSpec, recording: MicroBatch) -> Prediction:
+def predict_recorded(spec: RunSpec, recording: MicroBatch, own: OwnStep | None = None) -> Prediction:
     """The same for any model, from a recording of one of its micro-batches (`sessions/micro_batch.py`) with the units,
-    the precision and the checkpointing of `spec`. Seconds are not known before a run.
+    the precision and the checkpointing of `spec`, and the step of its own optimizer. Seconds are not known before a
+    run.
     """
     why_not, shards = _not_modelled(spec), spec.world_size // spec.replicas if spec.row.cuts else 1
     choices = StepChoices(
@@ -100,6 +101,13 @@ def predict_recorded(spec: RunSpec, recording: MicroBatch) -> Prediction:
     )  # fmt: skip
     replicas = spec.replicas if spec.row.in_groups else 1
     traffic = recorded_traffic(recording, spec.strategy, spec.world_size, replicas, spec.micro_batches)
+    if own is not None:
+        choices = replace(choices, foreach=False, state_bytes=own.state_bytes, step_scratch=own.scratch // shards)
+    elif spec.optimizer == "muon":
+        stepping = recorded_muon(recording, spec.world_size // replicas, not spec.row.cuts)
+        (packed, other), state = stepping.held, recorded_state_bytes(recording)
+        choices = replace(choices, state_bytes=state, step_buffers=packed, step_scratch=other)
+        traffic += stepping.traffic()
     peak = None if why_not else peak_of_step(choices, recording)
     return Prediction(
         by_category=peak,

@@ -12,12 +12,18 @@ from typing import Any
 from torch import nn
 
 from fsdplab.planning.lab_memory import MicroBatch
-from fsdplab.planning.recorded_plan import RecordedPlan, recorded_plan, recorded_spec
+from fsdplab.planning.program import StepWork
+from fsdplab.planning.recorded_plan import RecordedPlan, recorded_plan, recorded_spec, recorded_work
+from fsdplab.planning.simulation import simulate_work
+from fsdplab.planning.simulation.accounting import tables_of
 from fsdplab.sessions.micro_batch import RecordChoices, record_micro_batch
+from fsdplab.sessions.own_optimizer import OwnStep, own_step
 from fsdplab.sessions.spec import RunSpec, Sharding
+from fsdplab.sessions.steady_card import plan_of
 from fsdplab.sessions.worker.engines import as_argument, units_of, workload_of
 from fsdplab.workloads.errors import ModelError
 from fsdplab.workloads.own.reading import workload_in
+from fsdplab.workloads.own.sources import source_of
 from fsdplab.workloads.own.value import Workload
 from fsdplab.workloads.workload import Task
 
@@ -29,6 +35,7 @@ def plan_of_file(model: str, gpu: str, **choices: Any) -> RecordedPlan:
         raise ModelError(
             f"there is no file {model}; expected a Python file with model(), batch(at), loss(model, batch)"
         )
+    source_of(str(path))  # which says of a step with two losses that it cannot be predicted
     spec = recorded_spec(path.name, gpu, **choices)
     return recorded_plan(spec, _of_plan(workload_in(path), spec.param_bytes == 2, spec.checkpointing))
 
@@ -47,10 +54,27 @@ def recording_of(spec: RunSpec) -> MicroBatch:
     return _of_run(workload_of(spec), spec.units, spec.precision, spec.checkpoint, spec.world_size, spec.seed)
 
 
-def has_own_optimizer(spec: RunSpec) -> bool:
-    """Whether the model of a run brings an optimizer in place of AdamW."""
+def recording_or_why(spec: RunSpec) -> MicroBatch | str:
+    """The same, or one sentence on what the model's own code raised."""
+    try:
+        return recording_of(spec)
+    except Exception as error:  # of the model's own code, which may raise anything; its ranks say where
+        said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return f"its micro-batch could not be recorded: {said}"
+
+
+def unit_classes(spec: RunSpec) -> tuple[str, ...]:
+    """The names of the classes whose instances are the run's units; () where all is one unit. Raises as above."""
+    task = workload_of(spec)
+    found = units_of(Sharding(units=spec.units), task.build("meta", spec.seed), task)
+    return tuple(dict.fromkeys(type(module).__name__ for module in found.modules))
+
+
+def own_step_of(spec: RunSpec) -> OwnStep | None:
+    """The step of the optimizer that a run's model brings in place of the run's; None where it brings none."""
     workload = workload_of(spec)
-    return isinstance(workload, Workload) and "optimizer" in workload.functions
+    brings = isinstance(workload, Workload) and "optimizer" in workload.functions
+    return own_step(workload, spec.seed) if brings else None
 
 
 @lru_cache(maxsize=16)
@@ -59,3 +83,13 @@ def _of_run(task: Task, units: str, precision: str, checkpoint: str, world_size:
         return as_argument(units_of(Sharding(units=units), model, task).modules)
 
     return record_micro_batch(task, RecordChoices(chosen, precision == "bf16", checkpoint, world_size, seed))
+
+
+def steady_work(spec: RunSpec) -> StepWork:
+    """What a step of the run computes and sends on the steady card; raises what the model's own code raises."""
+    return recorded_work(plan_of(spec), recording_of(spec), efficiency=1.0).shared(streams=False)
+
+
+def steady_tables(spec: RunSpec) -> dict[str, list[dict[str, Any]]]:
+    """The tables of a simulated step of a run with a link, as `steady_card.steady` has them of a preset."""
+    return tables_of([*simulate_work(steady_work(spec), communicators=spec.link_queues).logs], 1, {})

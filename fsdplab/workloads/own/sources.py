@@ -82,7 +82,9 @@ def source_of(model: str) -> Source:
 
 def check_model(model: object) -> None:
     """ModelError unless `model` names a preset, or a source that can be read; none of its code runs."""
-    if not isinstance(model, str) or not is_own(model):
+    if not isinstance(model, str):
+        raise ModelError(f"model is a {type(model).__name__}; expected a preset's name, a path, or a fsdplab.Workload")
+    if not is_own(model):
         _check_preset(model)
     else:
         source_of(model)
@@ -93,13 +95,13 @@ def name_of(model: str) -> str:
     return source_of(model).name if is_own(model) else model
 
 
-def _check_preset(model: object) -> None:
-    if isinstance(model, str) and "\0" not in model and model not in SHAPES:
+def _check_preset(model: str) -> None:
+    if "\0" not in model and model not in SHAPES:
         if Path(f"{model}.py").is_file():
             raise ModelError(f"unknown model {model!r}: did you mean the file {model}.py?")
         if Path(model).is_file():
             raise ModelError(f"the model {model} is a file that is no Python file (.py) and no config.json; {_HOW}")
-    preset(model)  # type: ignore[arg-type]  # which raises for what is no text
+    preset(model)
 
 
 def _check_config(path: Path) -> None:
@@ -143,8 +145,8 @@ def _instead(defined: set[str]) -> str:
     if not defined & {"step", "training_step", "train_step"}:
         return ""
     return (
-        " (a step of one's own, such as a GAN's two losses, is none that the lab trains: give one loss, or record the"
-        " training program itself)"
+        " (a step of one's own, such as a GAN's two losses, is none that the lab trains, and its memory and time are"
+        " not predicted: give one loss, or record the training program itself)"
     )
 
 

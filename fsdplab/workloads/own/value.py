@@ -104,7 +104,10 @@ class Workload(Task):
             return None
         made = make(parameters)
         if not isinstance(made, torch.optim.Optimizer):
-            raise ModelError(f"optimizer(parameters) returned {_kind(made)}; expected one torch.optim.Optimizer")
+            raise ModelError(
+                f"optimizer(parameters) returned {_kind(made)}; expected one torch.optim.Optimizer: a step of several"
+                " is none that the lab trains or predicts"
+            )
         return made
 
     def samples(self, drawn: Drawn) -> int | None:

@@ -1,0 +1,99 @@
+"""What the step of an optimizer of one's own holds: one is taken on tensors without values.
+
+On the meta device every operator of a looped optimizer runs, and its counts of steps are real; a fused one has kernels
+for devices alone, so it steps fake tensors of the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fsdplab.planning.lab_memory.micro_batch import Allocate, Event, Free
+from fsdplab.sessions.micro_batch import StorageLog, unlogged, without_values
+from fsdplab.workloads.own.value import Workload
+
+WHOLE = (
+    "an optimizer that steps whole matrices sends them in ways of its own: give --optimizer muon to have it predicted"
+)
+
+
+@dataclass(frozen=True)
+class OwnStep:
+    """Bytes of state an element that is trained, on average, and of temporaries at the fullest moment of a step over
+    whole parameters; `why_not`: what is not known of a rank that has shards.
+    """
+
+    state_bytes: float = 0.0
+    scratch: int = 0
+    why_not: str = ""
+
+
+@lru_cache(maxsize=16)
+def own_step(task: Workload, seed: int) -> OwnStep:
+    """The step of the workload's own optimizer on its whole model."""
+    try:
+        return _stepped(task, task.build("meta", seed))
+    except Exception:  # of the optimizer's own code, which may refuse this device
+        pass
+    try:
+        with unlogged(), FakeTensorMode(allow_non_fake_inputs=True):
+            return _stepped(task, without_values(task.build("meta", seed)))
+    except Exception as error:  # or needs values
+        said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return OwnStep(why_not=f"a step of its optimizer could not be recorded: {said}")
+
+
+def _stepped(task: Workload, model: nn.Module) -> OwnStep:
+    """Two steps, of which the first makes the state and the second tells the temporaries."""
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    optimizer = task.optimizer(parameters)
+    assert optimizer is not None, "asked of a workload with an optimizer"
+    if isinstance(optimizer, torch.optim.Muon):
+        return OwnStep(why_not=WHOLE)
+    events: list[Event] = []
+    for _ in range(2):
+        events = _step(optimizer, parameters)
+    state = [
+        (parameter, each) for parameter, held in optimizer.state.items() for each in held.values()
+        if isinstance(each, Tensor) and each.numel() > 1
+    ]  # fmt: skip
+    if odd := next((each.shape for parameter, each in state if each.numel() != parameter.numel()), None):
+        return OwnStep(
+            why_not=f"its optimizer keeps state of shape {list(odd)}, not a value an element, so a shard's is not known"
+            " before it steps"
+        )
+    nbytes = sum(each.numel() * each.element_size() for _, each in state)
+    return OwnStep(nbytes / sum(each.numel() for each in parameters), _most(events))
+
+
+def _step(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> list[Event]:
+    """The storages that a step begins and ends."""
+    log = StorageLog(with_scratch=False)
+    held = [each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+        held += [parameter, parameter.grad]
+    for each in held:
+        log.know(each)
+    with log:
+        optimizer.step()
+    return log.events()
+
+
+def _most(events: Sequence[Event]) -> int:
+    """Bytes at the fullest moment."""
+    alive: dict[int, int] = {}
+    most = 0
+    for event in events:
+        if isinstance(event, Allocate):
+            alive[event.storage] = event.nbytes
+        elif isinstance(event, Free):
+            alive.pop(event.storage, None)
+        most = max(most, sum(alive.values()))
+    return most
