@@ -40,12 +40,14 @@ def test_a_command_of_the_page_runs(tmp_path, command):
     assert "compare" not in command or "Losses agree with the unsharded twin's." in done.stdout
 
 
-def test_the_lines_for_a_notebook_run():
+def test_the_lines_for_a_notebook_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "a_notebook"}
     exec(compile(BLOCKS[0], "mine.py", "exec"), names)
     sys.modules["a_notebook"] = type(sys)("a_notebook")  # a module that ranks cannot import, as a notebook is
     try:
         exec(compile(BLOCKS[1], "cell", "exec"), names)
+        exec(compile(BLOCKS[2], "lab", "exec"), names)
     finally:
         del sys.modules["a_notebook"]
     assert len(names["records"]) == 6 and names["record"].spec["strategy"] == "zero2"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser import CHROMIUM, needs_chromium
+from tests.browser import CHROMIUM, needs_chromium, run_in_lab
 
 NOTEBOOK_11 = "11_strategy_shoot_out.ipynb"
 # The tab that is looked at has something in it, its plots have arrived, and its last words are not "drawing".
@@ -254,3 +254,48 @@ def test_measured_runs_lie_over_the_bars_and_their_details_below(jupyter_lab: st
         lab.says("cancelled by you")
         run_a_cell(page, "StrategyLab({'device': 'cpu'}).state.message")
         page.get_by_text("of earlier runs below").first.wait_for(timeout=SHORT_MS)
+
+
+OWN = """
+import torch, fsdplab
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(128, 128)
+
+    def forward(self, x):
+        return x + self.inner(x).relu()
+
+def batch(at):
+    return torch.randn(16, 128, generator=at.generator).to(at.device)
+
+work = fsdplab.Workload(
+    model=lambda: nn.Sequential(*(Block() for _ in range(4))), batch=batch,
+    loss=lambda model, x: model(x).square().mean(), name="my tower",
+)
+fsdplab.widgets.StrategyLab(work, strategies=("no_shard", "full_shard"))
+"""
+
+
+@pytest.mark.timeout(600)
+@needs_chromium
+def test_a_model_of_a_cell_is_predicted_changed_and_copied(tmp_path: Path) -> None:
+    with run_in_lab(tmp_path, ["import fsdplab.widgets" + OWN]) as page:
+        page.locator(".fl-figure svg").wait_for(timeout=RUN_MS)
+        page.locator(".fsdplab-lab").evaluate("e => e.scrollIntoView()")
+        lab = Lab(page)
+        assert page.get_by_label("Model", exact=True).input_value() == "my tower"
+        assert "full_shard: memory" in lab.alt and "hidden" in lab.alt and page.evaluate(MET) == []
+        assert not page.get_by_label("Tokens a rank and step", exact=True).is_visible()
+        before = lab.alt
+        page.get_by_text("What would change if").click()
+        page.locator(".fl-changes td").first.wait_for(timeout=SHORT_MS)
+        lab.answered(lambda: page.locator(".fl-changes").get_by_role("button", name="bf16").click())
+        assert lab.alt != before and page.get_by_label("Precision", exact=True).input_value() == "bf16"
+        page.get_by_text("Copy as").click()
+        page.get_by_text("isinstance(module, Block)").wait_for(timeout=SHORT_MS)
+        page.get_by_role("button", name="Accelerate", exact=True).click()
+        page.get_by_text("fsdp_transformer_layer_cls_to_wrap: Block").wait_for(timeout=SHORT_MS)
+        page.screenshot(path=str(tmp_path / "own.png"))

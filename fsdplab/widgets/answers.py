@@ -19,12 +19,13 @@ from fsdplab.common.sizes import parse_size, seconds, size
 from fsdplab.planning.links import LinkSpec, parse_link
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import LINK_EFFICIENCY
-from fsdplab.planning.program import ROOT, program_of
-from fsdplab.planning.simulation import RankLog, Span, on_links_of, simulate, simulate_program, work_of
+from fsdplab.planning.program import OPTIMIZER, ROOT, program_of
+from fsdplab.planning.simulation import RankLog, Span, StepWork, on_links_of, simulate, simulate_program, work_of
 from fsdplab.records import RunRecord
 from fsdplab.sessions.prediction import Prediction, predict
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.steady_card import SteadyCardError, plan_of, steady
+from fsdplab.workloads.own.sources import name_of, source_of
 
 from .choices import CONTROL_OF, CONTROLS, PRESETS, Choices, at_bandwidth, check, parse_card
 
@@ -47,17 +48,18 @@ _SETTINGS = ("micro_batches", *(name for name in CONTROL_OF if name not in ("car
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a step: computing alone, communication under computing, exposed, and the rest."""
+    """Seconds of a step: computing alone, communication under computing, exposed, the optimizer computing, the rest."""
 
     computing: float
     hidden: float
     exposed: float
+    optimizer: float = 0.0
     other: float = 0.0
 
     @property
     def total(self) -> float:
         """All of the step."""
-        return self.computing + self.hidden + self.exposed + self.other
+        return self.computing + self.hidden + self.exposed + self.optimizer + self.other
 
     @property
     def words(self) -> str:
@@ -91,7 +93,12 @@ def outcome(run: Run) -> Outcome:
     >>> outcome(RunSpec(model="gpt-20m", batch_size=2, sequence_length=128, link="150MB/s")).step.words
     '919 ms, 65 % hidden'
     """
-    return _outcome(_on_any_card(run))
+    return _outcome(_on_any_card(run), _version_of(run))
+
+
+def _version_of(run: Run) -> str:
+    """What tells that the file of a model of one's own was edited."""
+    return source_of(run.model).digest if isinstance(run, RunSpec) and run.own_model else ""
 
 
 def _on_any_card(run: Run) -> Run:
@@ -101,45 +108,57 @@ def _on_any_card(run: Run) -> Run:
 
 
 @lru_cache(maxsize=512)
-def _outcome(run: Run) -> Outcome:
+def _outcome(run: Run, version: str) -> Outcome:
     if isinstance(run, PlanSpec):
         record = simulate(run)
-        return Outcome(record.summary.peak_memory_bytes.split, record.summary.comm.bytes_per_step, *_step_of(record))
-    found = _predicted(replace(run, link="1GB/s") if run.link else run)  # memory and bytes are those of any link
+        steps = _step_of(record.tables)
+        return Outcome(record.summary.peak_memory_bytes.split, record.summary.comm.bytes_per_step, *steps)
+    found = _predicted(replace(run, link="1GB/s") if run.link else run, version)  # alike behind any link
     try:
-        step, blocks = _step_of(steady(run))
+        own = run.own_model and run.link
+        step, blocks = _step_of(recorded_model().steady_tables(run) if own else steady(run).tables)
     except SteadyCardError:
         return Outcome(found.by_category, found.bytes_per_step, None, None, found.why_not, _NO_STEP)
     return Outcome(found.by_category, found.bytes_per_step, step, blocks, found.why_not)
 
 
 @lru_cache(maxsize=256)
-def _predicted(run: RunSpec) -> Prediction:
+def _predicted(run: RunSpec, version: str) -> Prediction:
     return predict(run)
 
 
-def _step_of(record: RunRecord) -> tuple[Step, dict[str, list[list[Any]]]]:
+def recorded_model() -> Any:
+    """The module that records a model of one's own; it imports torch."""
+    from fsdplab.sessions import recorded_model as module
+
+    return module
+
+
+def _step_of(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[Step, dict[str, list[list[Any]]]]:
     """The parts of a simulated step of its first rank, and the blocks of its timeline, in ms."""
-    (row,) = record.table("breakdown")[:1]
-    parts = (row[f"{name}_ns"] / 1e9 for name in ("compute_only", "overlapped", "exposed", "other"))
-    causes = {(each["unit"], each["phase"], each["kind"]): each["cause"] for each in record.table("exposed")}
+    (row,) = tables["breakdown"][:1]
+    alone, hidden, exposed, other = (
+        row[f"{name}_ns"] / 1e9 for name in ("compute_only", "overlapped", "exposed", "other")
+    )
+    causes = {(each["unit"], each["phase"], each["kind"]): each["cause"] for each in tables["exposed"]}
     blocks = {
         "compute": [
             [_ms(each["start_ns"]), _ms(each["end_ns"]), each["unit"], each["phase"]]
-            for each in record.table("timeline") if each["lane"] == "compute" and each["rank"] == row["rank"]
+            for each in tables["timeline"] if each["lane"] == "compute" and each["rank"] == row["rank"]
         ],
         "messages": [
             [_ms(each["start_ns"]), _ms(each["end_ns"]), each["unit"], each["phase"], each["kind"].replace("_", "-"),
              size(each["wire_bytes"]), _ms(each["waited_ns"]),
              CAUSES.get(causes.get((each["unit"], each["phase"], each["kind"]), ""), "")]
-            for each in record.table("ledger") if each["rank"] == row["rank"]
+            for each in tables["ledger"] if each["rank"] == row["rank"]
         ],
         "exposed": [
             [_ms(each["start_ns"]), _ms(each["end_ns"])]
-            for each in record.table("timeline") if each["lane"] == "exposed" and each["rank"] == row["rank"]
+            for each in tables["timeline"] if each["lane"] == "exposed" and each["rank"] == row["rank"]
         ],
     }  # fmt: skip
-    return Step(*parts), blocks
+    stepping = sum(end - start for start, end, _, phase in blocks["compute"] if phase == OPTIMIZER) / 1e3
+    return Step(alone - stepping, hidden, exposed, stepping, other), blocks
 
 
 def _ms(nanoseconds: int) -> float:
@@ -169,12 +188,13 @@ def crossover(run: Run, ends: tuple[float, float]) -> Crossover:
     >>> round(crossover(run, (10e6, 10e9)).bytes_per_s / 1e6, -1)
     220.0
     """
-    return _crossover(_plan_at(_on_any_card(run), ends[1]), not isinstance(run, PlanSpec), ends)
+    return _crossover(_at_any_rate(_on_any_card(run), ends[1]), ends, _version_of(run))
 
 
 @lru_cache(maxsize=256)
-def _crossover(plan: PlanSpec, steadily: bool, ends: tuple[float, float]) -> Crossover:
-    work = work_of(plan, 1.0 if steadily else None).shared(streams=not steadily)
+def _crossover(run: Run, ends: tuple[float, float], version: str) -> Crossover:
+    steadily = isinstance(run, RunSpec)
+    plan, work = (plan_of(run), _steady_work(run)) if isinstance(run, RunSpec) else (run, work_of(run))
     program = program_of(work)
 
     def waits(bytes_per_s: float) -> tuple[float, float]:
@@ -206,14 +226,21 @@ def _waits(log: RankLog) -> tuple[float, float]:
 
 def _in_one_pass(before: Span, after: Span) -> bool:
     """Whether both are blocks of a forward, or of a backward; the root's own spans are at the turn between these."""
-    return before.phase == after.phase and ROOT not in (before.unit, after.unit)
+    same = before.phase == after.phase != OPTIMIZER
+    return same and ROOT not in (before.unit, after.unit)
 
 
-def _plan_at(run: Run, bytes_per_s: float) -> PlanSpec:
-    """The run's plan with one bandwidth: runs that differ in theirs alone have the same crossover."""
-    if isinstance(run, RunSpec):  # a link's name is part of a plan
-        run = plan_of(replace(run, link=f"1GB/s,{parse_link(run.link or '').latency_s}s"))
+def _at_any_rate(run: Run, bytes_per_s: float) -> Run:
+    """The run with one bandwidth: those that differ in theirs alone have the same crossover."""
+    if isinstance(run, RunSpec):
+        return replace(run, link=f"1GB/s,{parse_link(run.link or '').latency_s}s")
     return at_bandwidth(run, bytes_per_s)
+
+
+def _steady_work(run: RunSpec) -> StepWork:
+    if run.own_model:
+        return recorded_model().steady_work(run)
+    return work_of(plan_of(run), 1.0).shared(streams=False)
 
 
 def rate(bytes_per_s: float) -> str:
@@ -241,12 +268,15 @@ class Guess:
 
 @dataclass(frozen=True)
 class Look:
-    """What is looked at: the strategies A and B, the choices that A keeps while it is pinned, and the guess."""
+    """What is looked at: the strategies A and B, the choices that A keeps while it is pinned, the guess, and whether
+    what B would gain by other choices, and B as code, are unfolded.
+    """
 
     a: str = "no_shard"
     b: str = "full_shard"
     pinned: Choices | None = None
     guess: Guess = Guess()
+    more: bool = False
 
 
 def guessed_bytes(memory: str, unit: str) -> int:
@@ -288,7 +318,8 @@ def difference(a: Outcome, b: Outcome, names: tuple[str, str], precision: str = 
         longer = _beside(a.step.total, b.step.total, seconds, "shorter", "longer")
         parts.append(f"Its step takes {seconds(b.step.total)}, {longer}.")
     if a.sent and b.sent:
-        often = "as much" if a.sent == b.sent else f"{b.sent / a.sent:.2g} times as much"
+        times = f"{b.sent / a.sent:.2g}"
+        often = "as much" if times == "1" else f"{times} times as much"
         often += " (gathers in bf16, reductions in fp32)" if precision == "bf16" and a.sent != b.sent else ""
         exposed = (
             f", and {seconds(b.step.exposed)} are exposed (A: {seconds(a.step.exposed)})" if a.step and b.step else ""
@@ -349,6 +380,12 @@ def marks(choices: Choices, look: Look, fixed: Mapping[str, Any]) -> list[dict[s
     return [_mark("A", compared.first, ends), _mark("B", compared.runs[compared.b], ends)]
 
 
+def shown_b(choices: Choices, look: Look, fixed: Mapping[str, Any]) -> tuple[str, Run] | None:
+    """B's strategy and run; None where a choice is wrong or the answer waits for a guess."""
+    compared, _ = _compared(choices, look, fixed)
+    return None if compared is None or look.guess.hides else (compared.b, compared.runs[compared.b])
+
+
 @dataclass(frozen=True)
 class _Compared:
     """The runs by strategy, which of them are A and B, and A's own run with what it differs in where it is pinned."""
@@ -374,10 +411,20 @@ def _compared(choices: Choices, look: Look, fixed: Mapping[str, Any]) -> tuple[_
     runs |= {plan.strategy: plan for plan in request.plans}
     if not runs:
         return None, {"engines": "only runs of the lab's own engine are drawn here; choose it too"}
+    if why := _unrecorded(next(iter(runs.values()))):
+        return None, {"model" if choices.units == "auto" else "units": why}
     b = look.b if look.b in runs else [*runs][-1]
     a = look.a if look.pinned or look.a in runs else [*runs][0]
     first, note = _pinned(look.pinned, a, choices, fixed) if look.pinned else (runs[a], "")
     return _Compared(runs, a, b, first, note), {}
+
+
+def _unrecorded(run: Run) -> str:
+    """Why a model of one's own has no prediction at all: what its code raised; "" where it was recorded."""
+    if isinstance(run, PlanSpec) or not run.own_model:
+        return ""
+    found = recorded_model().recording_or_why(run)
+    return found if isinstance(found, str) else ""
 
 
 def _judged(guess: Guess, a: Outcome, b: Outcome, unit: str) -> tuple[str, str]:
@@ -424,7 +471,7 @@ def _row(strategy: str, run: Run, card: int | None, records: Sequence[RunRecord]
         "memory": [[name, nbytes] for name, nbytes in (found.memory or {}).items() if nbytes], "peak": peak,
         "over": over, "peak_words": f"{size(peak)}: {size(over)} over" if over else size(peak) if peak else "",
         "why_no_memory": found.why_no_memory, "why_no_step": found.why_no_step,
-        "step": [step.computing, step.hidden, step.exposed] if step else None,
+        "step": [step.computing, step.hidden, step.exposed, step.optimizer] if step else None,
         "step_s": step.total if step else None, "step_words": step.words if step else "", "measured": measured,
     }  # fmt: skip
 
@@ -433,7 +480,7 @@ def _measured(run: Run, records: Sequence[RunRecord]) -> dict[str, Any] | None:
     """Peak and median step of the last record with the settings of the run; None where it was not measured."""
     if isinstance(run, PlanSpec):
         return None
-    wanted = {name: getattr(run, name) for name in _SETTINGS}
+    wanted = {name: getattr(run, name) for name in _SETTINGS} | {"model": name_of(run.model)}
     for record in reversed(records):
         if record.spec.get("engine") == "lab" and {name: record.spec.get(name) for name in _SETTINGS} == wanted:
             summary = record.summary
@@ -464,7 +511,7 @@ def _step_title(rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _mark(side: str, run: Run, ends: tuple[float, float]) -> dict[str, Any]:
     """Where the crossover stands on the link's slider, and what is said of it."""
-    if isinstance(run, RunSpec) and (run.link is None or run.units not in ("auto", "block")):
+    if outcome(run).step is None:
         return {"side": side, "at": None, "words": ""}
     found = crossover(run, ends)
     if found.bytes_per_s is None:

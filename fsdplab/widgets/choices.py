@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import lru_cache
 from typing import Any
 
 from fsdplab.common.names import IN_GROUPS, OVER_ALL_RANKS
@@ -17,9 +18,20 @@ from fsdplab.figures.view import RunView
 from fsdplab.planning.links import parse_link
 from fsdplab.planning.plan_spec import PlanError, PlanSpec
 from fsdplab.planning.planner import plan_spec
-from fsdplab.sessions.spec import CHECKPOINTS, ENGINES, PRECISIONS, STRATEGIES, UNITS, RunSpec, SpecError, near_matches
+from fsdplab.sessions.spec import (
+    CHECKPOINTS,
+    ENGINES,
+    OPTIMIZERS,
+    PRECISIONS,
+    STRATEGIES,
+    UNITS,
+    RunSpec,
+    SpecError,
+    near_matches,
+)
 from fsdplab.workloads import BYTE_VOCABULARY
 from fsdplab.workloads import PRESETS as WORKLOADS
+from fsdplab.workloads.own.sources import name_of, reads_text
 
 MODELS = tuple(name for name, model in WORKLOADS.items() if model.vocabulary == BYTE_VOCABULARY)
 TARGETS = tuple(name for name in WORKLOADS if name not in MODELS)  # published models, for GPUs and the wind tunnel
@@ -31,17 +43,18 @@ SEQUENCE, GPU_SEQUENCE = 128, 4096  # tokens of a sequence, where a rank reads a
 # Choices that the twin, a plain loop in one process, lacks. (A wind tunnel and profiling add steps, so it has those.)
 _NOT_OF_THE_TWIN = ("card", "checkpoint", "prefetch")
 
-Judge = Callable[[str, "Choices"], str]  # (the choice's name, all choices) -> what is wrong with it, or nothing
+Fixed = Mapping[str, Any]  # further fields of each RunSpec; `model` is a model of one's own, which the list offers
+Judge = Callable[[str, "Choices", Fixed], str]  # (the choice's name, all of them, fixed) -> what is wrong, or nothing
 
 
 # ---- one control alone
 
 
-def _offered(values: Sequence[Any] | Callable[[Choices], Sequence[Any]]) -> Judge:
+def _offered(values: Sequence[Any] | Callable[[Choices, Fixed], Sequence[Any]]) -> Judge:
     """A judge of a value, or of several, that must be among these."""
 
-    def judge(name: str, choices: Choices) -> str:
-        got, expected = getattr(choices, name), values(choices) if callable(values) else values
+    def judge(name: str, choices: Choices, fixed: Fixed) -> str:
+        got, expected = getattr(choices, name), values(choices, fixed) if callable(values) else values
         if got == ():
             return f"nothing is chosen; expected at least one of {', '.join(expected)}"
         several = got if isinstance(getattr(Choices, name), tuple) else (got,)
@@ -62,7 +75,7 @@ def _unlike(got: Any, expected: Sequence[Any]) -> str:
 def _readable(read: Callable[[Choices], object]) -> Judge:
     """A judge of a text that `read` reads, or refuses with a ValueError."""
 
-    def judge(name: str, choices: Choices) -> str:
+    def judge(name: str, choices: Choices, fixed: Fixed) -> str:
         try:
             read(choices)
         except ValueError as error:
@@ -101,20 +114,21 @@ class Choices:
     ('lab',)
     """
 
-    preset: str = _choice("laptop", _offered(lambda _: [*PRESETS]), note="{}")
-    model: str = _choice("gpt-20m", _offered(lambda choices: PRESETS[choices.preset].models), "model", "{}")
-    ranks: int = _choice(2, _offered(lambda choices: PRESETS[choices.preset].ranks), "world_size", "{} ranks")
+    preset: str = _choice("laptop", _offered(lambda *_: [*PRESETS]), note="{}")
+    model: str = _choice("gpt-20m", _offered(lambda choices, fixed: models_of(choices.preset, fixed)), "model", "{}")
+    ranks: int = _choice(2, _offered(lambda choices, _: PRESETS[choices.preset].ranks), "world_size", "{} ranks")
     strategies: tuple[str, ...] = _choice(OVER_ALL_RANKS, _offered(STRATEGIES), "strategy")
     engines: tuple[str, ...] = _choice(("lab",), _offered([*ENGINES]), "engine")
     shard_size: int = _choice(2, _offered(SHARD_SIZES), "shard_size")
     units: str = _choice("auto", _offered(UNITS), "units", "units {}")
     precision: str = _choice("fp32", _offered(PRECISIONS), "precision", "{}")
     checkpoint: str = _choice("none", _offered(CHECKPOINTS), "checkpoint", "recompute {}")
+    optimizer: str = _choice("adamw", _offered(OPTIMIZERS), "optimizer", "{}")
     prefetch: int = _choice(1, _offered(PREFETCH), "prefetch", "prefetch {}")
     link: str = _choice("150MB/s", _readable(_read_link), "link", "{}")
     tunnel: str = _choice("8xH100", sets="emulate")
     as_model: str = _choice(
-        "llama-3.1-8b", _offered(lambda choices: TARGETS if choices.link == TUNNEL else (choices.as_model,)), "as_model"
+        "llama-3.1-8b", _offered(lambda now, _: TARGETS if now.link == TUNNEL else (now.as_model,)), "as_model"
     )
     card: str = _choice("330MB", _readable(lambda choices: parse_card(choices.card)), "card")
     tokens: int = _choice(256, _offered(TOKENS), "batch_size sequence_length", "{} tokens")
@@ -163,6 +177,37 @@ PRESETS: dict[str, Preset] = {
 
 
 @dataclass(frozen=True)
+class OwnModel:
+    """A model of one's own: what RunSpecs call it, its name in lists, and whether it reads the lab's text."""
+
+    model: str
+    name: str
+    reads_text: bool
+
+
+def own_model(fixed: Fixed) -> OwnModel | None:
+    """The model of one's own among `fixed`; ModelError says in one line what is wrong with its file."""
+    return _own_model(fixed["model"]) if "model" in fixed else None
+
+
+@lru_cache(maxsize=64)
+def _own_model(model: str) -> OwnModel:
+    return OwnModel(model, name_of(model), reads_text(model))
+
+
+def models_of(preset: str, fixed: Fixed) -> tuple[str, ...]:
+    """The models that a preset offers, one's own first; that one is trained here, and not planned on other GPUs."""
+    own, machine = own_model(fixed), PRESETS[preset]
+    return (own.name, *machine.models) if own and not machine.gpu else machine.models
+
+
+def chosen_own(choices: Choices, fixed: Fixed) -> OwnModel | None:
+    """One's own model where that is chosen."""
+    own = own_model(fixed)
+    return own if own and own.name == choices.model else None
+
+
+@dataclass(frozen=True)
 class Request:
     """The runs of a set of choices, or one line for each control that prevents them; `left_out` names pairs that no
     engine supports.
@@ -174,21 +219,21 @@ class Request:
     left_out: str = ""
 
 
-def check(choices: Choices, fixed: Mapping[str, Any] | None = None) -> Request:
+def check(choices: Choices, fixed: Fixed | None = None) -> Request:
     """The runs that choices ask for, or why not, control by control; `fixed` are further fields of each RunSpec
     (`device="cpu"`).
 
     >>> check(Choices(ranks=9)).errors
     {'ranks': 'ranks is 9; expected one of 1, 2, 3, 4'}
     """
-    judges = {name: row["judge"] for name, row in CONTROLS.items() if row["judge"]}
+    judges, fixed = {name: row["judge"] for name, row in CONTROLS.items() if row["judge"]}, fixed or {}
     if choices.preset not in PRESETS:
         judges = {"preset": judges["preset"]}  # the others ask the preset what it offers
-    if errors := {name: words for name, judge in judges.items() if (words := judge(name, choices))}:
+    if errors := {name: words for name, judge in judges.items() if (words := judge(name, choices, fixed))}:
         return Request(errors=errors)
     if words := _nothing_compared(choices):
         return Request(errors={"engines": words})
-    if choices.tokens % (sequence := sequence_of(choices, fixed or {})):
+    if choices.tokens % (sequence := sequence_of(choices, fixed)):
         words = f"tokens is {choices.tokens}; expected a multiple of {sequence}, the tokens of a sequence"
         return Request(errors={"tokens": words})
     if PRESETS[choices.preset].gpu:
@@ -197,9 +242,9 @@ def check(choices: Choices, fixed: Mapping[str, Any] | None = None) -> Request:
     specs = []
     for strategy, engine in pairs:
         try:
-            specs.append(_spec(choices, strategy, engine, fixed or {}))
+            specs.append(_spec(choices, strategy, engine, fixed))
         except SpecError as error:
-            return Request(errors={_to_blame(error, choices, fixed or {}): str(error)})
+            return Request(errors={_to_blame(error, choices, fixed): str(error)})
     return Request(tuple(specs), left_out=_left_out(choices))
 
 
@@ -259,13 +304,15 @@ def _left_out(choices: Choices) -> str:
     return f"left out: {'; '.join(misses)}" if misses else ""
 
 
-def _spec(choices: Choices, strategy: str, engine: str, fixed: Mapping[str, Any]) -> RunSpec:
-    tunnel, sequence = choices.link == TUNNEL, sequence_of(choices, fixed)
+def _spec(choices: Choices, strategy: str, engine: str, fixed: Fixed) -> RunSpec:
+    tunnel, sequence, own = choices.link == TUNNEL, sequence_of(choices, fixed), chosen_own(choices, fixed)
+    batch = {"batch_size": choices.tokens // sequence, "sequence_length": sequence}
     wanted = {
-        "profile": 1, **fixed, "batch_size": choices.tokens // sequence, "sequence_length": sequence,
+        "profile": 1, **fixed, **(batch if own is None or own.reads_text else {}),
         "strategy": strategy, "engine": engine, "world_size": choices.ranks,
-        "model": choices.model, "units": choices.units,
+        "model": own.model if own else choices.model, "units": choices.units,
         "precision": choices.precision, "checkpoint": choices.checkpoint, "prefetch": choices.prefetch,
+        "optimizer": choices.optimizer,
         "steps": choices.steps,
         "card": parse_card(choices.card), "link": link_of(choices.link),
         "shard_size": choices.shard_size if strategy in IN_GROUPS else None,
@@ -276,7 +323,7 @@ def _spec(choices: Choices, strategy: str, engine: str, fixed: Mapping[str, Any]
     return RunSpec(**wanted)
 
 
-def sequence_of(choices: Choices, fixed: Mapping[str, Any]) -> int:
+def sequence_of(choices: Choices, fixed: Fixed) -> int:
     """Tokens of a sequence: `fixed`'s, else 128 (4,096 on GPUs) or what a rank reads, if that is less.
 
     >>> sequence_of(Choices(tokens=256), {}), sequence_of(Choices(tokens=64), {})
@@ -285,7 +332,8 @@ def sequence_of(choices: Choices, fixed: Mapping[str, Any]) -> int:
     if "sequence_length" in fixed:
         return int(fixed["sequence_length"])
     usual = GPU_SEQUENCE if PRESETS[choices.preset].gpu else SEQUENCE
-    return min(usual, choices.tokens, WORKLOADS[choices.model].context)
+    longest = WORKLOADS[choices.model].context if choices.model in WORKLOADS else usual
+    return min(usual, choices.tokens, longest)
 
 
 def _planned(choices: Choices) -> Request:
@@ -301,7 +349,7 @@ def _plan(choices: Choices, strategy: str) -> PlanSpec:
     plan = plan_spec(
         choices.model, preset.gpu or "", gpus=choices.ranks, gpus_per_node=preset.per_node, strategy=strategy,
         seq=sequence, micro_batch=choices.tokens // sequence, param_dtype=choices.precision,
-        checkpointing=choices.checkpoint, prefetch=choices.prefetch,
+        checkpointing=choices.checkpoint, prefetch=choices.prefetch, optimizer=choices.optimizer,
     )  # fmt: skip
     card = parse_card(choices.card) or plan.gpu.memory_bytes
     return at_bandwidth(replace(plan, gpu=replace(plan.gpu, memory_bytes=card)), parse_link(choices.link).bytes_per_s)
@@ -317,8 +365,8 @@ def at_bandwidth(plan: PlanSpec, bytes_per_s: float) -> PlanSpec:
     return replace(plan, gpu=replace(gpu, link=replace(gpu.link, bytes_per_s=bytes_per_s)))
 
 
-def _to_blame(error: SpecError, choices: Choices, fixed: Mapping[str, Any]) -> str:
+def _to_blame(error: SpecError, choices: Choices, fixed: Fixed) -> str:
     """The control of the first field to blame that is not at its default; the engines where there is none."""
-    controls = [CONTROL_OF.get(name, name) for name in error.fields if name not in fixed]
+    controls = [CONTROL_OF.get(name, name) for name in error.fields if name not in {*fixed} - {"model"}]
     moved = [name for name in controls if hasattr(choices, name) and getattr(choices, name) != getattr(Choices(), name)]
     return moved[0] if moved else "engines"

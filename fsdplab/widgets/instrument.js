@@ -169,16 +169,17 @@ function bars(answer, offers, width, tips) {
 
 const short = (text, most) => (text.length > most ? `${text.slice(0, most - 1)}…` : text);
 
-// Coloured names in rows of at most `room` pixels from `left`.
+// Coloured names in rows of at most `room` pixels from `left`, and the height of these rows.
 function legend(list, left, room, top) {
   let x = 0, y = top;
-  return list.map(([name, look]) => {
+  const svg = list.map(([name, look]) => {
     const wide = 19 + 5.9 * name.length;
     if (x && x + wide > room) [x, y] = [0, y + LEGEND];
     const drawn = `<rect x="${left + x + 0.5}" y="${y - 9}" width="10" height="10" ${look.startsWith("#") ? `fill="${look}" class="fl-part"` : `class="${look}"`}/><text class="fl-small" x="${left + x + 14}" y="${y}">${escape(words(name))}</text>`;
     x += wide + 6;
     return drawn;
   }).join("");
+  return { svg, height: y - top + LEGEND };
 }
 
 function timeline(answer, offers, width, top, tips) {
@@ -188,12 +189,12 @@ function timeline(answer, offers, width, top, tips) {
   const x = (ms) => NAMES + (room * ms) / end;
   const tip = (text) => `data-tip="${tips.push(text) - 1}"`;
   const box = (from, to, y, colour, look, text) => `<rect ${tip(text)} x="${x(from).toFixed(2)}" y="${y}" width="${Math.max(0.6, x(to) - x(from)).toFixed(2)}" height="${LANE - 2}" fill="${colour}" class="${look}"/>`;
-  const out = [`<text class="fl-title" x="0" y="${top + 14}">One step, A above B</text>`, legend(offers.kinds, 160, width - 160, top + 13)];
+  const out = [`<text class="fl-title" x="0" y="${top + 14}">One step, A above B</text>`, legend(offers.kinds, 160, width - 160, top + 13).svg];
   runs.forEach((run, index) => {
     const y = top + TITLE + index * (2 * LANE + 8);
     out.push(`<text class="fl-name" x="0" y="${y + 12}"><tspan class="fl-side fl-${run.side}">${run.side}</tspan> computes</text><text class="fl-name" x="0" y="${y + LANE + 12}"><tspan visibility="hidden">${run.side}</tspan> sends</text>`);
     for (const [from, to, unit, phase] of run.compute)
-      out.push(box(from, to, y, offers.lanes[phase] ?? offers.lanes.forward, "fl-block", `${run.side} computes: ${[unit, phase].filter(Boolean).join(" ")}, ${asTime((to - from) / 1e3)}`));
+      out.push(box(from, to, y, offers.lanes[phase] ?? offers.lanes.forward, "fl-block", `${run.side} computes: ${[...new Set([unit, phase])].filter(Boolean).join(" ")}, ${asTime((to - from) / 1e3)}`));
     for (const [from, to] of run.exposed)
       out.push(box(from, to, y, offers.lanes.exposed, "fl-block", `${run.side} waits for the link: ${asTime((to - from) / 1e3)} exposed`));
     for (const [from, to, unit, phase, kind, size, waited, cause] of run.messages)
@@ -266,7 +267,7 @@ function render({ model, el }) {
   const link = slider("link", { label: (preset) => preset.link_words, ends: (preset) => preset.links, at: (state, given) => (given.asked.choices.link === state.choices.link ? given.link : null), text: asRate, asked: asRate, stops: ([low, high]) => Math.round(40 * Math.log10(high / low)) }, ask);
   const tokens = slider("tokens", { label: () => "Tokens a rank and step", ends: (preset) => preset.tokens, at: (state) => state.choices.tokens, text: (value) => String(Math.round(value)), asked: Math.round, stops: ([low, high]) => Math.round(Math.log2(high / low)) }, ask);
   const more = [
-    typed("Card", "card", ask), typed("Timed steps", "steps", ask), menu("Units", "units", () => offers.units, ask), menu("Recompute", "checkpoint", () => offers.checkpoints, ask),
+    typed("Card", "card", ask), typed("Timed steps", "steps", ask), menu("Units", "units", () => offers.units, ask), menu("Recompute", "checkpoint", () => offers.checkpoints, ask), menu("Optimizer", "optimizer", () => offers.optimizers, ask),
     menu("Ranks a shard group", "shard_size", () => offers.shard_sizes, ask), buttons("Wind tunnel", () => ["on"], (name) => name, (state) => state.choices.link === offers.wind_tunnel, () => ask({ link: asked.choices.link === offers.wind_tunnel ? presetOf().choices.link : offers.wind_tunnel })),
     typed("its cards", "tunnel", ask), menu("their model", "as_model", () => offers.targets, ask),
     buttons("Engines", () => offers.engines, (name) => name, (state, value) => state.choices.engines.includes(value), engines),
@@ -283,10 +284,19 @@ function render({ model, el }) {
   const cancel = element("button", { type: "button", onclick: () => send("cancel") }, "Cancel");
   const bar = element("progress", { max: 1, "aria-label": "Progress of the runs" });
   const message = element("div", { class: "fl-message", role: "status" });
+  const unfolded = () => {
+    const more = folds.some((each) => each.open);
+    if (more !== Boolean(asked.more)) ask({}, { more });
+  };
+  const folded = (title, ...inside) => element("details", { class: "fl-fold", ontoggle: unfolded }, element("summary", {}, title), ...inside);
+  const changes = element("div", { class: "fl-changes" }), copyText = element("pre", {}), forms = element("div", { class: "fl-group", role: "group", "aria-label": "Copy as" });
+  const copied = element("button", { type: "button", class: "fl-go", onclick: () => navigator.clipboard?.writeText(copyText.textContent).then(() => { copied.textContent = "Copied"; }) }, "Copy");
+  const folds = [folded("What would change if", changes), folded("Copy as", element("div", { class: "fl-line" }, forms, copied), copyText)];
+  let form = null;
   const moreBox = element("details", { class: "fl-more" }, element("summary", {}, "More"), element("div", {}, ...more.map((each) => each.node.matches(".fl-group") ? element("div", { class: "fl-menu" }, element("span", {}, each.node.ariaLabel), each.node) : each.node)));
   const head = element("div", { class: "fl-line" }, ...top.map((each) => each.node), moreBox);
   const root = element("div", { class: "fl-instrument" }, head, element("div", { class: "fl-line" }, ...second.map((each) => each.node)),
-    element("div", { class: "fl-sliders" }, link.node, tokens.node), asks, stage, sentence, element("div", { class: "fl-line fl-run" }, measure, cancel, bar, message));
+    element("div", { class: "fl-sliders" }, link.node, tokens.node), asks, stage, sentence, element("div", { class: "fl-line fl-run" }, measure, cancel, ...folds, bar, message));
   el.append(root);
 
   function say(text, look = "") {
@@ -298,9 +308,22 @@ function render({ model, el }) {
     for (const each of [...top, ...second, ...more]) each.show(asked, preset);
     link.show(asked, preset, answer);
     tokens.show(asked, preset, answer);
+    tokens.node.hidden = offers.own_batches.includes(asked.choices.model);
     faster.replaceChildren(...["A", "B", "equal"].map((each) => element("button", { type: "button", "aria-pressed": String(asked.guess.faster === each), onclick: () => guess({ faster: each, memory: memory.value }) }, each)));
     if (document.activeElement !== memory) memory.value = asked.guess.memory;
     for (const field of root.querySelectorAll("[data-of]")) field.classList.toggle("fl-wrong", field.dataset.of.split(" ")[0] in (answer.errors ?? {}));
+  }
+  function showMore() {
+    const more = model.get("more"), rows = more.what_if ?? [], texts = more.copies ?? {};
+    const cells = (row) => [row.speed, row.step, `${row.memory}${row.fits ? "" : ", over the card"}`, row.sent].map((text) => element("td", {}, text));
+    const line = (row) => element("tr", {}, element("td", {}, element("button", { type: "button", "data-key": `if:${row.words}`, title: "choose it", onclick: () => ask(row.choices) }, row.words)), ...cells(row));
+    const heads = [`${more.b} with`, "speed", "step", "memory of a rank", "sent"].map((text) => element("th", {}, text));
+    keepFocus(changes, () => changes.replaceChildren(...(rows.length ? [element("table", {}, element("tr", {}, ...heads), ...rows.map(line))] : ["nothing to change is known"])));
+    const names = Object.keys(texts);
+    if (!names.includes(form)) form = names[0] ?? null;
+    keepFocus(forms, () => forms.replaceChildren(...names.map((name) => element("button", { type: "button", "data-key": name, "aria-pressed": String(name === form), onclick: () => { form = name; showMore(); } }, name))));
+    copyText.textContent = texts[form] ?? "";
+    copied.textContent = "Copy";
   }
   function showProgress() {
     const now = model.get("progress"), error = Object.values(answer.errors ?? {})[0];
@@ -321,16 +344,16 @@ function render({ model, el }) {
     if (answer.rows && el.clientWidth) {
       const width = el.clientWidth - 4, scale = model.get("scale") * (width > 1250 ? 1.3 : 1), tips = [];
       const inside = width / scale, top = bars(answer, offers, inside, tips);
-      const keys = legend(used(answer, offers), 0, top.middle - GAP, top.height + 12) + legend([...offers.step, ["measured", "fl-measured"]], top.middle, inside, top.height + 12);
-      const below = timeline(answer, offers, inside, top.height + 2 * LEGEND + 10, tips);
-      const height = top.height + 2 * LEGEND + 10 + below.height;
-      keepFocus(figure, () => { figure.innerHTML = `<svg viewBox="0 0 ${inside} ${height}" width="${width}" height="${height * scale}" role="group" aria-label="${escape(spoken(answer))}">${top.svg}${keys}${below.svg}</svg>`; });
+      const keys = [legend(used(answer, offers), 0, top.middle - GAP, top.height + 12), legend([...offers.step, ["measured", "fl-measured"]], top.middle, inside - top.middle, top.height + 12)];
+      const legends = top.height + 10 + Math.max(2 * LEGEND, ...keys.map((each) => each.height));
+      const below = timeline(answer, offers, inside, legends, tips), height = legends + below.height;
+      keepFocus(figure, () => { figure.innerHTML = `<svg viewBox="0 0 ${inside} ${height}" width="${width}" height="${height * scale}" role="group" aria-label="${escape(spoken(answer))}">${top.svg}${keys.map((each) => each.svg).join("")}${below.svg}</svg>`; });
       drawn = { tips, card: top.card, scale };
       root.style.setProperty("--fl-scale", scale);
       placeCard();
     }
     stage.classList.toggle("fl-stale", !answer.rows);
-    sentence.replaceChildren(...(answer.judged ? [element("b", {}, `${answer.judged} `)] : []), `${answer.difference ?? ""} `, element("span", { class: "fl-clock" }, answer.clock ? `All ${answer.clock}.` : ""));
+    sentence.replaceChildren(...(answer.judged ? [element("b", {}, `${answer.judged} `)] : []), `${answer.difference ?? ""} `, element("span", { class: "fl-clock" }, answer.clock ? `All ${answer.clock}. ` : ""), element("b", {}, answer.job ?? ""));
   }
   function placeCard() {
     const card = drawn.card;
@@ -400,6 +423,7 @@ function render({ model, el }) {
   const showMarks = () => link.mark(model.get("marks"));
   model.on("change:answer", answered);
   model.on("change:marks", showMarks);
+  model.on("change:more", showMore);
   model.on("change:progress", showProgress);
   model.on("change:scale", draw);
   resized.observe(el);
@@ -407,10 +431,12 @@ function render({ model, el }) {
   showProgress();
   draw();
   showMarks();
+  showMore();
   return () => {
     resized.disconnect();
     model.off("change:answer", answered);
     model.off("change:marks", showMarks);
+    model.off("change:more", showMore);
     model.off("change:progress", showProgress);
     model.off("change:scale", draw);
   };

@@ -20,11 +20,14 @@ from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.words import plural
 from fsdplab.figures.style import LANE_COLOURS, STEP_COLOURS
 from fsdplab.planning.links import LinkError, parse_link
-from fsdplab.sessions.spec import CHECKPOINTS, ENGINES, PRECISIONS, STRATEGIES, UNITS
+from fsdplab.sessions.spec import CHECKPOINTS, ENGINES, OPTIMIZERS, PRECISIONS, STRATEGIES, UNITS
 
-from .answers import Guess, Look, answer, marks
-from .choices import PRESETS, SHARD_SIZES, TARGETS, TUNNEL, Choices
+from .answers import Guess, Look, answer, marks, shown_b
+from .choices import PRESETS, SHARD_SIZES, TARGETS, TUNNEL, Choices, Fixed, models_of, own_model
+from .copies import copies
+from .jobs import job_words
 from .lab_state import LabState
+from .what_if import what_if
 
 WAITING = "waiting for the kernel: it is running a cell, and does this when the cell has ended"
 _HERE = Path(__file__).parent
@@ -42,6 +45,7 @@ class Instrument(anywidget.AnyWidget):
     pressed = traitlets.Dict().tag(sync=True)
     answer = traitlets.Dict().tag(sync=True)
     marks = traitlets.List().tag(sync=True)
+    more = traitlets.Dict().tag(sync=True)
     progress = traitlets.Dict().tag(sync=True)
     width = traitlets.Int(0).tag(sync=True)
     scale = traitlets.Float(1.0).tag(sync=True)
@@ -53,7 +57,7 @@ class Instrument(anywidget.AnyWidget):
         self.look = Look(*PRESETS[state.choices.preset].sides)
         self._answered: tuple[object, ...] = ()
         self._marked: tuple[object, ...] = ()
-        super().__init__(offers=_offers())
+        super().__init__(offers=_offers(state.fixed))
         self.refresh()
         self.observe(self._was_asked, names="asked")
         self.observe(self._was_pressed, names="pressed")
@@ -69,11 +73,14 @@ class Instrument(anywidget.AnyWidget):
             asked = {"choices": _plain(state.choices), **_plain(self.look), "pin": self.look.pinned is not None}
             found = answer(state.choices, self.look, state.fixed, records)
             pinned = self.look.pinned is not None
-            self.answer = {**found, "n": number, "asked": asked, "link": _rate_of(state.choices), "pinned": pinned}
+            job = job_words(state.job, records) if state.job else ""
+            more = {"asked": asked, "link": _rate_of(state.choices), "pinned": pinned, "job": job}
+            self.answer = {**found, "n": number, **more}
         self.progress = self._progress()
         if wanted != self._marked:  # last, as they take longer than all else
             self._marked = wanted
             self.marks = marks(state.choices, self.look, state.fixed)
+            self.more = more_of(state.choices, self.look, state.fixed)
 
     def _progress(self) -> dict[str, Any]:
         state, waits = self._state, self._waits()
@@ -102,6 +109,15 @@ class Instrument(anywidget.AnyWidget):
         self.refresh()
 
 
+def more_of(choices: Choices, look: Look, fixed: Fixed) -> dict[str, Any]:
+    """What B would gain by other choices, and B as code; {} where neither is unfolded, or nothing is shown."""
+    shown = shown_b(choices, look, fixed) if look.more else None
+    if shown is None:
+        return {}
+    strategy, run = shown
+    return {"b": strategy, "what_if": what_if(choices, strategy, fixed), "copies": copies(run)}
+
+
 def changes_of(asked: Mapping[str, Any], now: Choices) -> dict[str, Any]:
     """The choices that the page wants otherwise; another preset brings its own for all.
 
@@ -120,7 +136,7 @@ def look_of(asked: Mapping[str, Any], before: Look, now: Choices) -> Look:
     sides = {side: asked[side] for side in ("a", "b") if asked.get(side) in STRATEGIES}
     given = {name: value for name, value in dict(asked.get("guess") or {}).items() if name in Guess.__annotations__}
     pinned = (before.pinned or now) if asked.get("pin") else None
-    return replace(before, **sides, pinned=pinned, guess=replace(Guess(), **given))
+    return replace(before, **sides, pinned=pinned, guess=replace(Guess(), **given), more=bool(asked.get("more")))
 
 
 def _plain(what: Choices | Look) -> dict[str, Any]:
@@ -138,8 +154,9 @@ def _rate_of(choices: Choices) -> float | None:
         return None
 
 
-def _offers() -> dict[str, Any]:
+def _offers(fixed: Fixed) -> dict[str, Any]:
     """What can be chosen, and the colours: sent once."""
+    own = own_model(fixed)
     deepspeed = importlib.util.find_spec("deepspeed") is not None
     kinds = {name.replace("_", "-"): colour for name, colour in LANE_COLOURS.items()}
     lanes = {"forward": "compute in forward", "backward": "compute in backward"}
@@ -147,18 +164,20 @@ def _offers() -> dict[str, Any]:
         "presets": {
             name: {
                 "choices": _plain(preset.choices), "link_words": preset.link_words, "links": preset.links,
-                "tokens": preset.tokens, "ranks": preset.ranks, "models": preset.models,
+                "tokens": preset.tokens, "ranks": preset.ranks, "models": models_of(name, fixed),
                 "measured": preset.gpu is None, "strategies": STRATEGIES,
             }
             for name, preset in PRESETS.items()
         },
-        "precisions": PRECISIONS, "units": UNITS, "checkpoints": CHECKPOINTS, "shard_sizes": SHARD_SIZES,
+        "precisions": PRECISIONS, "units": UNITS, "checkpoints": CHECKPOINTS, "optimizers": OPTIMIZERS,
+        "shard_sizes": SHARD_SIZES,
         "targets": TARGETS, "wind_tunnel": TUNNEL, "waiting": WAITING,
+        "own_batches": [own.name] if own and not own.reads_text else [],  # models whose batches no slider sets
         "engines": [name for name in ENGINES if deepspeed or not name.startswith("deepspeed")],
         "categories": {row.name: row.colour for row in CATEGORY_ROWS.values()},
         "step": [
             ["computing", STEP_COLOURS["compute only"]], ["hidden", STEP_COLOURS["overlapped"]],
-            ["exposed", STEP_COLOURS["exposed"]],
+            ["exposed", STEP_COLOURS["exposed"]], ["optimizer", LANE_COLOURS["optimizer"]],
         ],
         "kinds": [
             [name, LANE_COLOURS[lane]]

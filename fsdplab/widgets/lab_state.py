@@ -22,8 +22,9 @@ from fsdplab.figures.fastest import core_words
 from fsdplab.figures.view import RunView, view, with_verdicts
 from fsdplab.records import RunRecord, comparison_json, drift_sentence
 from fsdplab.sessions.spec import RunSpec
+from fsdplab.workloads.own.sources import is_own
 
-from .choices import PRESETS, SEQUENCE, Choices, check, label
+from .choices import PRESETS, SEQUENCE, Choices, check, label, own_model
 
 BUSY = ("running", "cancelling")
 
@@ -92,8 +93,9 @@ class Batch:
         if not self.number:
             return f"all batches: {plural(len(self.rows), 'run')}"
         first = self.specs[0].as_dict() if self.specs else self.records[0].spec
+        told = self.records[0].spec if self.records else first  # a spec has the path of a model of one's own
         prefetch = first.get("prefetch")
-        parts = [self.name, str(first.get("model") or ""), plural(first["world_size"], "rank")]
+        parts = [self.name, str(told.get("model") or ""), plural(first["world_size"], "rank")]
         parts += [str(first.get("precision") or ""), "" if prefetch is None else f"prefetch {prefetch}"]
         parts += [_network(first), plural(len(self.specs or self.records), "run")]
         return f"{self.number}: {', '.join(filter(None, parts))}"
@@ -116,12 +118,13 @@ class LabState:
     """
 
     def __init__(self, fixed: Mapping[str, Any] | None = None, **choices: Any) -> None:
-        self.fixed = dict(fixed or {})
-        self.choices = _begun_with(self.fixed, choices)
+        self.fixed, chosen = _with_own_model(dict(fixed or {}), choices)
+        self.choices = _begun_with(self.fixed, chosen)
         self.request = check(self.choices, self.fixed)
         self.status = "idle"
         self.progress = BatchProgress()
         self.batches: list[Batch] = []
+        self.job: RunRecord | None = None  # one of one's own, beside which runs are shown
         self.kept_words = ""
         self.last_error: str | None = None
         self._presses = 0
@@ -226,6 +229,14 @@ class LabState:
             self.status = "cancelling"
             return True
 
+    def show_job(self, job: RunRecord) -> None:
+        """Offer a recorded job as a batch of its own, and say beside measured runs what it took."""
+        with self._told():
+            self.job = job
+            number = 1 + max((batch.number for batch in self.batches), default=0)
+            self.batches.append(Batch(number, (), [job], "your job"))
+            self._presses = max(self._presses, number)
+
     # ---- methods of the run
 
     def waits(self, words: str) -> None:
@@ -286,6 +297,19 @@ class LabState:
             yield
             for observer in [*self._observers]:
                 observer()
+
+
+def _with_own_model(fixed: dict[str, Any], given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A model of one's own among the choices, a Workload or a file, is offered by its name; ModelError where it cannot
+    be read.
+    """
+    model = given.get("model", "gpt-20m")
+    if isinstance(model, str) and not is_own(model):
+        return fixed, given
+    fixed = {**fixed, "model": RunSpec(model=model).model}
+    own = own_model(fixed)
+    assert own is not None
+    return fixed, {"card": "none", **given, "model": own.name}  # the preset's card is of its own model's size
 
 
 def _begun_with(fixed: Mapping[str, Any], given: Mapping[str, Any]) -> Choices:

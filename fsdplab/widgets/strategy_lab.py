@@ -16,6 +16,7 @@ from fsdplab.records import RunRecord
 
 from .details import PRESENTED, Details
 from .instrument import Instrument
+from .jobs import job_in
 from .lab_state import Batch, LabState
 from .running import Runner
 from .running_cells import RunningCells, this_shell
@@ -24,30 +25,31 @@ from .stills import Still
 
 class StrategyLab:
     """An instrument to compare strategies, and the runs that it measures: `StrategyLab(preset="laptop")`; display it in
-    a notebook.
+    a notebook. `StrategyLab(Workload(...))` and `StrategyLab(model="mine.py")` have a model of one's own in the list.
 
     Choices are the fields of `Choices`; `preset` names those to begin with. `fixed` are further fields of each RunSpec
-    (`{"sequence_length": 32}`). Records go below `directory` (None: `lab-runs/` in the working folder) and come back in
-    the next kernel, pages of Export into `export_to`. ValueError says which choice is wrong.
+    (`{"sequence_length": 32}`), or a Workload. Records go below `directory` (None: `lab-runs/` in the working folder)
+    and come back in the next kernel, pages of Export into `export_to`. `job` is the folder of a recorded job
+    (`fsdplab record`), which is shown beside the lab's runs. ValueError says which choice is wrong.
     """
 
     def __init__(
         self,
-        fixed: Mapping[str, Any] | None = None,
+        fixed: Mapping[str, Any] | Any = None,
         *,
         directory: str | Path | None = None,
+        job: str | Path | None = None,
         export_to: str | Path = ".",
         **choices: Any,
     ) -> None:
         if fixed is not None and not isinstance(fixed, Mapping):
-            raise ValueError(
-                f"fixed is {fixed!r}; expected a dict of fields of a RunSpec. The strategy lab shows presets; a model of"
-                " your own is trained by fsdplab.compare(work)"
-            )
+            fixed, choices = None, {"model": fixed, **choices}
         self.state = LabState(fixed, **choices)
         if self.state.request.errors:
             raise ValueError("; ".join(self.state.request.errors.values()))
         self.runner = Runner(self.state, directory)
+        if job is not None:
+            self.state.show_job(job_in(job))
         self._cells = RunningCells(this_shell())
         self._stills: list[DisplayHandle] = []
         self._presented = False

@@ -1,0 +1,77 @@
+"""A run of the lab as text to copy: PyTorch code, Accelerate's configuration, and a command line."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from fsdplab.planning.copy_as import Sharded, accelerate_yaml, pytorch
+from fsdplab.planning.plan_spec import PlanSpec, flag_of
+from fsdplab.sessions.spec import RunSpec
+from fsdplab.workloads.own.sources import VALUE, kind_of
+
+from .answers import Run, recorded_model
+
+# the classes of blocks: those of this package's presets, and transformers' of published models
+_BLOCKS = {True: ("LlamaBlock", "LlamaDecoderLayer"), False: ("GPTBlock", "GPT2Block")}
+_NO_FLAGS = ("strategy", "engine", "text", "device", "start", "time_limit", "memory", "warmup", "learning_rate")
+_PLANNED = ("gpus", "gpus_per_node", "seq", "micro_batch", "param_dtype", "checkpointing", "prefetch", "optimizer")
+
+
+def copies(run: Run) -> dict[str, str]:
+    """Title -> text of each form.
+
+    >>> copies(RunSpec(model="gpt-tiny", prefetch=2))["Command line"]
+    'fsdplab run full_shard --model gpt-tiny --prefetch 2 --profile 0'
+    """
+    what = sharded_of(run)
+    return {"PyTorch": pytorch(what), "Accelerate": accelerate_yaml(what), "Command line": command(run)}
+
+
+def sharded_of(run: Run) -> Sharded:
+    """What of a run its engine's code depends on."""
+    if isinstance(run, PlanSpec):
+        return Sharded(
+            run.strategy, run.gpus, (_BLOCKS[run.model.gated][1],), run.gpus_per_node, run.param_dtype,
+            run.checkpointing, run.prefetch, run.optimizer,
+        )  # fmt: skip
+    return Sharded(
+        run.strategy, run.world_size, _units_of(run), run.shard_size, run.precision, run.checkpoint, run.prefetch,
+        run.optimizer, run.device_type,
+    )  # fmt: skip
+
+
+def _units_of(run: RunSpec) -> tuple[str, ...]:
+    if run.units == "model":
+        return ()
+    if run.own_model:
+        return recorded_model().unit_classes(run)
+    if run.units == "linear":
+        return ("torch.nn.Linear",)
+    return (_BLOCKS["llama" in run.model][0],)
+
+
+def command(run: Run) -> str:
+    """The command that runs or plans the same; of a workload of a notebook the call."""
+    if isinstance(run, PlanSpec):
+        chosen = {flag_of(name): getattr(run, name) for name in _PLANNED}
+        gpu = run.gpu.name.lower().split()[0]
+        return _line(f"fsdplab plan --strategy {run.strategy}", {"--model": run.model.name, "--gpu": gpu, **chosen})
+    chosen = {name: value for name, value in _changed(run).items() if name not in _NO_FLAGS} | {"profile": run.profile}
+    if kind_of(run.model) == VALUE:
+        del chosen["model"]
+        settings = {"strategy": run.strategy, **chosen}
+        return f"fsdplab.run(work, {', '.join(f'{name}={value!r}' for name, value in settings.items())})"
+    flags = {"--as" if name == "as_model" else f"--{name.replace('_', '-')}": each for name, each in chosen.items()}
+    return _line(f"fsdplab run {run.strategy}", flags)
+
+
+def _changed(run: RunSpec) -> dict[str, Any]:
+    """The fields that are not at their defaults."""
+    return {each.name: value for each in fields(run) if (value := getattr(run, each.name)) != each.default}
+
+
+def _line(begin: str, flags: Mapping[str, Any]) -> str:
+    return " ".join([begin, *(f"{flag} {shlex.quote(str(value))}" for flag, value in flags.items())])

@@ -1,0 +1,75 @@
+"""What would change if: each control of a run alone at another value, predicted and simulated, the next best first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from fsdplab.common.sizes import percent, seconds, size
+
+from .answers import Outcome, Run, outcome
+from .choices import CONTROLS, PREFETCH, Choices, Fixed, check, chosen_own, parse_card
+
+_LEAST = 0.005  # of a step or of the memory: less is no change
+_KNOBS = {
+    "prefetch": PREFETCH, "precision": ("fp32", "bf16"), "checkpoint": ("none", "selective", "full"),
+    "units": ("auto", "linear", "model"), "optimizer": ("adamw", "muon"),
+}  # fmt: skip
+
+
+def what_if(choices: Choices, strategy: str, fixed: Fixed) -> list[dict[str, Any]]:
+    """A row for each control that changes something: its words, the choices that it sets, and the changes of speed,
+    memory and bytes sent. What fits the card comes first, the fastest before the others; [] where a choice is wrong.
+    """
+    runs = _runs(replace(choices, strategies=(strategy,), engines=("lab",)), fixed)
+    if not runs:
+        return []
+    now, card = outcome(runs[0]), parse_card(choices.card)
+    rows = [
+        row
+        for edit in _edits(choices, fixed)
+        for run in _runs(replace(choices, strategies=(strategy,), engines=("lab",), **edit), fixed)
+        if (row := _row(edit, choices, now, outcome(run), card))
+    ]
+    return sorted(rows, key=lambda row: (not row["fits"], -row["gain"], row["peak"]))
+
+
+def _runs(choices: Choices, fixed: Fixed) -> tuple[Run, ...]:
+    request = check(choices, fixed)
+    return request.specs or request.plans
+
+
+def _edits(choices: Choices, fixed: Fixed) -> Iterator[dict[str, Any]]:
+    """Each other value of a control, of a number the next one up and the next one down; and twice the tokens."""
+    for name, values in _KNOBS.items():
+        now = getattr(choices, name)
+        near = [each for each in values if not isinstance(each, int) or abs(each - now) == 1]
+        yield from ({name: each} for each in near if each != now)
+    own = chosen_own(choices, fixed)
+    if own is None or own.reads_text:
+        yield {"tokens": 2 * choices.tokens}
+
+
+def _row(edit: dict[str, Any], now: Choices, before: Outcome, after: Outcome, card: int | None) -> dict[str, Any]:
+    """One change as words; {} where nothing changes, or nothing of it is known."""
+    ((name, value),) = edit.items()
+    work = edit.get("tokens", now.tokens) / now.tokens
+    gain = before.step.total * work / after.step.total - 1 if before.step and after.step else 0.0
+    lighter = after.peak / before.peak - 1 if before.peak and after.peak else 0.0
+    if max(abs(gain), abs(lighter)) < _LEAST:
+        return {}
+    return {
+        "words": CONTROLS[name]["note"].format(value), "choices": edit, "gain": gain, "peak": after.peak or 0,
+        "fits": card is None or after.peak is None or after.peak <= card,
+        "speed": _change(gain) if after.step else "", "step": seconds(after.step.total) if after.step else "",
+        "memory": f"{size(after.peak)} ({_change(lighter)})" if after.peak else after.why_no_memory,
+        "sent": size(after.sent),
+    }  # fmt: skip
+
+
+def _change(part: float) -> str:
+    """`+12 %`, `-3 %`, `equal`."""
+    if abs(part) < _LEAST:
+        return "equal"
+    return f"{'+' if part > 0 else '−'}{percent(abs(part))}"

@@ -1,0 +1,67 @@
+"""A recorded job in the strategy lab: opened beside its runs, and what a run takes less, where that is no noise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdplab.records import RecordError, RunRecord, Spread, Summary
+from fsdplab.records.summary import Peak
+from fsdplab.widgets.jobs import job_words
+from fsdplab.widgets.strategy_lab import StrategyLab
+
+pytestmark = pytest.mark.quick
+STEPS = [0.211, 0.212, 0.213, 0.212, 0.212]
+
+
+def record(times: list[float], path: str | Path = "made", **spec: Any) -> RunRecord:
+    known = {"strategy": "full_shard", "engine": "lab", "world_size": 2, "units": "auto", "model": "mine.py"}
+    summary = Summary(step_time_s=Spread.of(times), peak_memory_bytes=Peak(400_000_000, {}))
+    units = {"workload": {"units": "6 x Block"}}
+    return RunRecord(Path(path), spec={**known, **spec}, environment=units, status="finished", summary=summary)
+
+
+JOB = record(STEPS, engine="torch-fsdp2", job="train.py", model="Network")
+TOLD = "Your job (train.py, torch-fsdp2 full_shard, 2 ranks) took 212 ms a step and 400 MB"
+
+
+def test_the_fastest_run_that_is_faster_beyond_the_spread() -> None:
+    runs = [record([each - by for each in STEPS], strategy=name) for name, by in (("zero2", 0.010), ("zero1", 0.025))]
+    assert (
+        job_words(JOB, [JOB, *runs])
+        == f"{TOLD}; zero1 in units of 6 x Block takes 187 ms and 400 MB in the lab, 12 % less."
+    )
+
+
+def test_a_difference_within_the_spread_is_not_named() -> None:
+    noisy = record([0.15, 0.20, 0.21, 0.28, 0.19])
+    assert (
+        job_words(JOB, [JOB, noisy]) == f"{TOLD}; no measured run of the lab is faster beyond the spread of the steps."
+    )
+    assert "beyond the spread" in job_words(JOB, [record([0.1])]), "one step says nothing"
+
+
+@pytest.mark.parametrize(
+    "other", [{"link": "1GB/s"}, {"world_size": 4}, {"engine": "torch-fsdp2"}, {"emulate": "8xH100"}]
+)
+def test_runs_that_are_no_comparison_do_not_count(other: dict[str, Any]) -> None:
+    words = job_words(JOB, [JOB, record([0.1] * 5, **other)])
+    assert words == f"{TOLD}; measure runs of 2 ranks without a link to see them beside it."
+
+
+def test_a_busy_machine_is_said_before_all_else() -> None:
+    busy = record([0.1] * 5)
+    busy.summary = replace(busy.summary, cpu_share=0.4)
+    assert "had a core for 40 % of their step" in job_words(JOB, [busy]) and "less" not in job_words(JOB, [busy])
+
+
+def test_the_lab_opens_it_as_a_batch(tmp_path: Path) -> None:
+    record(STEPS, tmp_path / "out", engine="torch-fsdp2", job="train.py").save()
+    lab = StrategyLab({"device": "cpu"}, job=tmp_path / "out", directory=tmp_path / "runs", link="none")
+    assert lab.records[0].spec["job"] == "train.py" and "your job" in lab.details.batch.title
+    assert lab.instrument.answer["job"].startswith("Your job (train.py")
+    with pytest.raises(RecordError):
+        StrategyLab(job=tmp_path / "gone", directory=tmp_path / "runs")
