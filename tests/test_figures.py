@@ -24,7 +24,7 @@ from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.conclusion import conclusion
 from fsdplab.figures.fastest import fastest_words, step_words
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.table import COLUMNS, SPLIT, brief, cells
+from fsdplab.figures.table import SPLIT, brief, cells, told
 from fsdplab.figures.view import RunView, view, views
 from fsdplab.profiling.findings import findings
 from fsdplab.records import CATEGORIES, RunRecord, Spread, Summary, comparison_json
@@ -354,7 +354,8 @@ def test_step_times_have_whiskers_where_quartiles_are_known(tmp_path):
     failed = replace(record(tmp_path, "full_shard"), summary=Summary(), status="failed")
     runs = [replace(timed, summary=replace(timed.summary, step_time_s=spread)), failed]
     figure = figures.step_time(runs)
-    assert figure.data[0].error_x.array == pytest.approx((0.2, 0)) and "whiskers: quartiles" in str(figure.layout.xaxis)
+    assert figure.data[0].error_x.array == pytest.approx((0.2, 0))
+    assert "whiskers: quartiles" in figure.layout.title.subtitle.text
     assert figure.data[0].error_x.arrayminus == pytest.approx((0.1, 0))
     assert figure.layout.annotations[0].x == pytest.approx(0.6), "the words begin behind the whisker"
     pareto = figures.pareto(runs)
@@ -426,12 +427,23 @@ def test_page_and_lab_show_one_table(runs):
     from fsdplab.widgets.tabs import table
 
     page, lab = page_without_plotly(comparison_json(runs), runs), table(views(runs))
-    narrow = [name for name in COLUMNS if name in (*brief(views(runs)), "engine", "tokens/s")]
-    for found, columns in ((page, list(COLUMNS)), (lab, narrow)):
+    wide = list(told(views(runs)))
+    narrow = [name for name in wide if name in (*brief(views(runs)), "engine", "tokens/s")]
+    for found, columns in ((page, wide), (lab, narrow)):
         assert re.findall(r"<th(?: [^>]*)?>(.*?)</th>", found)[: len(columns)] == columns
         held = re.findall(r"<td(?: [^>]*)?>(.*?)</td>", found)[: len(columns)]
         assert held == list(cells(view(runs[0]), columns))
     assert lab.count("color:var(--fsdplab-bad, #c01f25)") == page.count('class="bad') == 2
+
+
+def test_columns_without_any_value_are_left_out(runs):
+    """Of a recorded job nothing is predicted or simulated, and its tokens may be unknown."""
+    empty = {"step, simulated", "hidden, simulated", "tokens/s", "predicted", "formula", "losses"}
+    summary = Summary(step_time_s=Spread(median=0.2), losses=(5.0,))
+    columns = told(views([replace(runs[0], summary=summary)]))
+    assert {"strategy", "engine", "step, measured", "loss"} <= set(columns) and not empty & set(columns)
+    figure = figures.step_time([replace(runs[0], summary=summary)])
+    assert figure.layout.annotations[0].text == "<b>200 ms</b>", "no throughput is not said"
 
 
 def test_page_carries_table_figures_data_and_what_was_real(runs):
@@ -442,7 +454,7 @@ def test_page_carries_table_figures_data_and_what_was_real(runs):
     assert len(page.encode()) - len(get_plotlyjs().encode()) < 1_000_000
     assert page.count(get_plotlyjs()[:2000]) == 1
     body = page.replace(get_plotlyjs(), "")
-    assert all(f"<th>{column}</th>" in body for column in COLUMNS)
+    assert all(f"<th>{column}</th>" in body for column in told(views(runs)))
     assert all(
         text in body
         for text in ("out of memory", "measured", "emulated", "simulated", "gpt-tiny", "nested cores", "80.0 MB")

@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from fsdplab import RunSpec, Workload
-from fsdplab.sessions import SpecError
+from fsdplab.sessions import SpecError, compare_runs
 from fsdplab.sessions.formula import formula_bytes
+from fsdplab.sessions.launch.failure_report import Failure
 from fsdplab.sessions.launch.stacks import of_own_code
 from fsdplab.sessions.prediction import predict
 from fsdplab.sessions.run_and_record import check_code
@@ -339,3 +340,14 @@ def test_functions_and_classes_of_cells_are_trained_and_their_errors_show_the_ce
     assert lines[0] == "3 x Block 3 x Block 3 x Block 1" and lines[1] == "True own model"
     assert "raised in step 0 (forward): AttributeError" in done.stdout
     assert "    return model(batch).sqare().mean()\n" in done.stdout and "fsdplab/" not in done.stdout
+
+
+@pytest.mark.quick
+def test_the_engines_frames_are_told_by_the_packages_own_folder(tmp_path):
+    """A user's folder may be called fsdplab too."""
+
+    def failed(file: str) -> Failure:
+        return Failure("raised", "Rank 0 raised: ...", 0, traceback=f'  File "{file}", line 3, in forward\n    x\n')
+
+    assert compare_runs._is_the_models(failed(str(tmp_path / "fsdplab" / "mine.py")))
+    assert not compare_runs._is_the_models(failed(compare_runs.__file__))

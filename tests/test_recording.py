@@ -129,6 +129,50 @@ def test_transformers_trainer(tmp_path):
     assert "TrainingArguments" in next(each for each in findings(record) if each.of == "memory").remedy
 
 
+def with_a_callback(tmp_path: Path, name: str, job: str, *words: object) -> RunRecord:
+    """The record that a callback made of a job whose `main` takes callbacks."""
+    imports = f"import sys\nsys.path.insert(0, {str(JOBS)!r})\nimport fsdplab, {name}\n"
+    (tmp_path / "job.py").write_text(f"{imports}if __name__ == '__main__':\n    {job}\n")
+    done = run(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return open_record(tmp_path / "out")
+
+
+@pytest.mark.parametrize("shards,engine", [(1, "torch-ddp"), (2, "torch-fsdp2")])
+def test_a_callback_of_transformers_trainer(shards, engine, tmp_path):
+    """Two micro-batches a step; everything that it sends is known, with the counts of tokens that it gathers."""
+    pytest.importorskip("transformers")
+    job = f"trainer.main([fsdplab.trainer_callback('out')], shards={shards})"
+    record = with_a_callback(tmp_path, "trainer", job, *TORCHRUN, "job.py", tmp_path / "of_trainer")
+    assert (record.spec["engine"], record.spec["trainer"]) == (engine, "Trainer")
+    assert len(record.summary.losses) == 20 and record.summary.comm.bytes_per_step
+    assert record.table("memory") and {row["step"] for row in record.table("breakdown")} == {10, 11, 12}
+
+
+@pytest.mark.parametrize("strategy,engine", [("ddp", "torch-ddp"), ("model-parallel", "torch-fsdp2")])
+def test_a_callback_of_lightning(strategy, engine, tmp_path):
+    """Lightning refuses its strategy `fsdp` on CPU ranks; ModelParallelStrategy is PyTorch's fully_shard there."""
+    pytest.importorskip("lightning")
+    of_a_mesh = "lightning.pytorch.strategies.ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)"
+    how = repr(strategy) if strategy == "ddp" else f"lightning_loop.{of_a_mesh}"
+    job = f"lightning_loop.main([fsdplab.lightning_callback('out')], {how})"
+    record = with_a_callback(tmp_path, "lightning_loop", job, "job.py")
+    assert (record.spec["engine"], record.spec["trainer"]) == (engine, "Lightning")
+    assert len(record.summary.losses) == 23 and record.summary.comm.bytes_per_step
+    assert record.table("memory") and {row["step"] for row in record.table("breakdown")} == {10, 11, 12}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_deepspeeds_engine(stage, tmp_path):
+    """A step of two micro-batches; a scalar that is reduced has bytes too."""
+    pytest.importorskip("deepspeed")
+    done = recorded(tmp_path / "out", *TORCHRUN, JOBS / "deepspeed_loop.py", stage)
+    record = RunRecord.load(tmp_path / "out")
+    assert done.returncode == 0 and record.spec["engine"] == f"deepspeed-{stage}", done.stderr[-3000:]
+    assert len(record.summary.losses) == 20 and record.summary.comm.bytes_per_step
+    assert record.summary.peak_memory_bytes.split["optimizer_state"]
+
+
 def test_several_optimizers_and_a_step_that_the_scaler_skips(tmp_path):
     """The last optimizer of the first round ends a step; a skipped one is a step."""
     done = recorded(tmp_path / "out", JOBS / "gan.py")

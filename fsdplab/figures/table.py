@@ -150,17 +150,20 @@ def brief(runs: Sequence[RunView]) -> tuple[str, ...]:
     return ("strategy", "peak", "sent", "step, measured", "exposed", "hidden", "losses")
 
 
+def told(runs: Sequence[RunView], columns: Sequence[str] = COLUMNS) -> tuple[str, ...]:
+    """Those of the columns in which one of the runs has a value at least."""
+    rows = [cells(run, columns) for run in runs]
+    return tuple(name for place, name in enumerate(columns) if any(row[place] != MISSING for row in rows))
+
+
 def cells(run: RunView, columns: Sequence[str] = COLUMNS) -> tuple[str, ...]:
     """One run's row, in the order of `columns`."""
     return tuple(_CELLS[name](run) for name in columns)
 
 
-def legend(columns: Sequence[str] = COLUMNS) -> str:
+def legend(columns: Sequence[str]) -> str:
     """What the columns mean that do not say it themselves: `peak: memory of the worst rank; ...`."""
     return "; ".join(f"{name}: {_MEANINGS[name]}" for name in columns if name in _MEANINGS)
-
-
-LEGEND = legend()
 
 
 def mood(text: str) -> str:

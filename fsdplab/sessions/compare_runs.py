@@ -24,6 +24,7 @@ from fsdplab.records import RunRecord, known
 from fsdplab.records.summary import Link
 from fsdplab.sessions.launch.failure_report import Failure, RanksFailed, StarterLost
 from fsdplab.sessions.launch.launcher import starts_elsewhere
+from fsdplab.sessions.launch.stacks import PACKAGE
 from fsdplab.sessions.launch.turns import fifos_in
 from fsdplab.sessions.run_and_record import WORKER, OnStep, StartedRun, end_runs, run
 from fsdplab.sessions.spec import RunSpec, SpecError, WorkloadPart
@@ -239,7 +240,7 @@ class _Comparison:
 def _is_the_models(report: Failure) -> bool:
     """Whether a run failed in its first step, and not in an engine, which would be its traceback's last frame."""
     frames = [line for line in (report.traceback or "").splitlines() if line.lstrip().startswith("File ")]
-    return not report.step and not (frames and "/fsdplab/" in frames[-1])
+    return not report.step and not (frames and f'"{PACKAGE}' in frames[-1])
 
 
 def _are_timed(specs: Sequence[RunSpec]) -> bool:

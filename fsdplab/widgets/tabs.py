@@ -14,7 +14,7 @@ from plotly.graph_objects import Figure
 from fsdplab import figures
 from fsdplab.figures.fastest import core_words
 from fsdplab.figures.report.parts import comparison_table
-from fsdplab.figures.table import COLUMNS, NUMBERS, SHORT, WRAPPED, brief, legend, mood
+from fsdplab.figures.table import COLUMNS, NUMBERS, SHORT, WRAPPED, brief, legend, mood, told
 from fsdplab.figures.view import RunView, provenance
 from fsdplab.profiling.findings import findings
 from fsdplab.records import RunRecord
@@ -44,7 +44,7 @@ def table(runs: Sequence[RunView]) -> str:
     """The comparison as HTML: one row a run, verdicts in colour, and the provenance below."""
     real = "<br>".join(f"<b>{word}</b>: {escape(what)}" for word, what in provenance(list(runs)))
     type_size = "font-size:calc(.93 * var(--fsdplab-table, 14px))"
-    columns = tuple(name for name in COLUMNS if name in (*brief(runs), "engine", "tokens/s"))
+    columns = told(runs, [name for name in COLUMNS if name in (*brief(runs), "engine", "tokens/s")])
     small = f"<p style='{type_size};opacity:.8;margin:6px 10px'>{escape(legend(columns))}.<br>{real}</p>"
     core = core_words(runs)
     first = f"<p style='color:{_COLOURS['bad']};font-weight:600;margin:6px 10px'>{escape(core)}</p>" if core else ""

@@ -27,15 +27,10 @@ def step_time(runs: Runs) -> go.Figure:
     medians = Part("median step", STRATEGY_COLOURS["no_shard"], [run.step_median or 0 for run in shown])
     why = {run.label: "out of memory" if run.over_card else run.status.replace("_", " ") for run in shown}
     untimed = [run.label for run in shown if not run.step_median]
-    ends = {
-        run.label: f"<b>{seconds(run.step_median)}</b> · {_tokens(run)}"
-        if run.step_median
-        else f"<b>{why[run.label]}</b>"
-        for run in shown
-    }
+    ends = {run.label: _measured_words(run) if run.step_median else f"<b>{why[run.label]}</b>" for run in shown}
     hover = "%{x:.3f} s<br>%{customdata:,.0f} tokens/s"
     figure = stacked_bars(
-        ends, [medians], f"seconds per step ({marks})", hover, alarming=untimed, marked=[_reaches(run) for run in shown]
+        ends, [medians], "seconds per step", hover, alarming=untimed, marked=[_reaches(run) for run in shown]
     )
     figure.data[-1].error_x = spread
     colours = [strategy_colour(run.strategy, run.engine) for run in shown]
@@ -49,7 +44,7 @@ def step_time(runs: Runs) -> go.Figure:
     title = step_words([run for run in timed if run.engine != "twin"] or timed)
     steps = [f"{run.label} {seconds(run.step_median) if run.step_median else why[run.label]}" for run in shown]
     alt = f"Bars of the median step time: {'; '.join(steps)}."
-    return titled(figure, title, _conditions(shown), alt, 86 + 43 * len(shown))
+    return titled(figure, title, f"{_conditions(shown)}; {marks}", alt, 86 + 43 * len(shown))
 
 
 def _reaches(run: RunView) -> float:
@@ -142,12 +137,15 @@ def _steady_words(simulated: list[RunView]) -> str:
     return f"{told}; {slow.label} takes {max(steps) / min(steps):.2f} times that"
 
 
-def _tokens(run: RunView) -> str:
+def _measured_words(run: RunView) -> str:
+    """At the bar's end: the median step, and how many tokens or samples a second that is, where it is known."""
     if run.traced:
-        return "tokens are not in a trace"
-    if run.summary.tokens_per_s:
-        return f"{three_digits(run.summary.tokens_per_s)} tokens/s"
-    return f"{three_digits(run.summary.samples_per_s)} samples/s" if run.summary.samples_per_s else "no throughput"
+        speed = "tokens are not in a trace"
+    elif run.summary.tokens_per_s:
+        speed = f"{three_digits(run.summary.tokens_per_s)} tokens/s"
+    else:
+        speed = f"{three_digits(run.summary.samples_per_s)} samples/s" if run.summary.samples_per_s else ""
+    return " · ".join(filter(None, [f"<b>{seconds(run.step_median)}</b>", speed]))
 
 
 def _conditions(shown: list[RunView]) -> str:

@@ -26,7 +26,7 @@ from fsdplab.figures.predicted import gaps
 from fsdplab.figures.report.parts import comparison_table, drawn, folded, number_table, part, rendered
 from fsdplab.figures.report.tabs import not_in_traces, tabbed
 from fsdplab.figures.style import on_page
-from fsdplab.figures.table import COLUMNS, LEGEND, SHORT, WRAPPED, beside, mood, step_of
+from fsdplab.figures.table import SHORT, WRAPPED, beside, legend, mood, step_of, told
 from fsdplab.figures.view import (
     CATEGORY_NAMES,
     STEADY_CARD,
@@ -136,9 +136,10 @@ def _with_steady_times(run: RunView) -> RunView:
 def _compared(comparison: Mapping[str, Any], source: Runs) -> Markup:
     """The tab Compare: the whole table, then what explains it, folded."""
     shown, drift = views(source), drift_sentence(comparison)
+    columns = told(shown)
     ran, where = ("simulated", "Simulated for") if all(run.simulated for run in shown) else ("run", "Where it ran")
     sections = {
-        "What the columns mean": part("text", words=f"{LEGEND}."),
+        "What the columns mean": part("text", words=f"{legend(columns)}."),
         "Which runs are worth choosing: memory against time": _choice(shown),
         f"{'Measured' if ran == 'run' else 'Simulated'} steps": drawn(step_time, source) + _steps(shown),
         "The peak by category": _peaks(shown),
@@ -147,7 +148,8 @@ def _compared(comparison: Mapping[str, Any], source: Runs) -> Markup:
         f"What was {ran}": part("pairs", entries=_flat(comparison.get("spec") or {})),
         where: part("pairs", entries=_flat(comparison.get("environment") or {})),
     }
-    whole = part("wide", body=comparison_table(shown, _look)) + (part("text", words=drift) if drift else "")
+    compared = comparison_table(shown, lambda place, text: _look(columns[place], text), columns)
+    whole = part("wide", body=compared) + (part("text", words=drift) if drift else "")
     return whole + Markup("").join(folded(title, body) for title, body in sections.items())
 
 
@@ -177,9 +179,8 @@ def _steps(shown: Sequence[RunView]) -> Markup:
     return part("wide", body=number_table(head, rows))
 
 
-def _look(place: int, text: str | None) -> dict[str, str]:
+def _look(column: str, text: str | None) -> dict[str, str]:
     """The class of a cell of the comparison: coloured where it is a verdict, and it may break where it is long."""
-    column = COLUMNS[place]
     names = [] if text is None else [mood(text), "long" * (column in WRAPPED), "short" * (column in SHORT)]
     return {"class": " ".join(filter(None, names))} if any(names) else {}
 

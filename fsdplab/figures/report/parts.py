@@ -18,7 +18,7 @@ from markupsafe import Markup
 from fsdplab.common.sizes import size
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import ALARM, CAMERA, DARK_TEXT, FONT, TEXT, alt_text, bare, legend_of
-from fsdplab.figures.table import COLUMNS, cells
+from fsdplab.figures.table import cells
 from fsdplab.figures.view import RunView
 
 # forms of a cell's output: a figure, and the strategy lab's saved batch (bundles of outputs, one below the other)
@@ -78,9 +78,7 @@ def folded(title: str, body: str) -> Markup:
     return part("folded", title=title, body=body) if body else Markup("")
 
 
-def comparison_table(
-    runs: Sequence[RunView], look: Look, columns: Sequence[str] = COLUMNS, **attributes: str
-) -> Markup:
+def comparison_table(runs: Sequence[RunView], look: Look, columns: Sequence[str], **attributes: str) -> Markup:
     """The table of a comparison, one row a run, in columns that the terminal prints too."""
     return table(columns, (cells(run, columns) for run in runs), look, **attributes)
 

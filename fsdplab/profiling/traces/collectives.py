@@ -402,4 +402,4 @@ def _payload(details: Mapping[str, Any], slices: int) -> int | None:
         return tensor_bytes([elements], details.get("dtype")) or None
     shapes, types = details.get("Input Dims"), details.get("Input type")
     listed = zip(shapes, types) if isinstance(shapes, list) and isinstance(types, list) else ()
-    return slices * sum(tensor_bytes(dims, each) for dims, each in listed) or None
+    return slices * sum(tensor_bytes(dims or [1], each) for dims, each in listed) or None  # a scalar has no dims

@@ -96,7 +96,7 @@ class Transfer(NamedTuple):
 
 _ITEM_BYTES = {
     "float": 4, "double": 8, "int": 4, "long": 8, "bfloat16": 2, "half": 2, "c10::bfloat16": 2, "c10::half": 2,
-    "float16": 2, "float32": 4,
+    "float16": 2, "float32": 4, "long int": 8, "short int": 2,  # "long" and "short" as GCC names them
     "signed char": 1, "unsigned char": 1, "char": 1, "byte": 1, "bool": 1, "short": 2,
 }  # fmt: skip
 

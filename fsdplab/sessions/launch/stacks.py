@@ -19,7 +19,7 @@ from pathlib import Path
 
 from fsdplab.common.errors import UserError
 
-_LAB = str(Path(__file__).resolve().parents[2]) + os.sep  # the package's folder
+PACKAGE = str(Path(__file__).resolve().parents[2]) + os.sep  # the folder of fsdplab itself
 _INSTALLED = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _FRAME = re.compile(r'^\s+File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 _MOST_FRAMES = 8
@@ -68,12 +68,12 @@ def _formatted(error: BaseException, chosen: Callable[[Frames], Frames]) -> str:
 
 def _from_own_code_on(frames: Frames) -> Frames:
     own = [number for number, frame in enumerate(frames) if _is_own(frame.filename)] or [0]
-    return [each for each in frames[own[0] : own[-1]] if not each.filename.startswith(_LAB)] + frames[own[-1] :]
+    return [each for each in frames[own[0] : own[-1]] if not each.filename.startswith(PACKAGE)] + frames[own[-1] :]
 
 
 def _is_own(filename: str) -> bool:
     """Whether a file is neither the lab's, nor Python's, nor an installed package's."""
-    return not filename.startswith((_LAB, *_INSTALLED, "<frozen"))
+    return not filename.startswith((PACKAGE, *_INSTALLED, "<frozen"))
 
 
 def headline(error: BaseException) -> str:
