@@ -355,7 +355,7 @@ def comparison(tmp_path_factory):
 
 def test_json_has_exactly_the_promised_fields(comparison):
     written = json.loads((comparison[1] / "c.json").read_text())
-    assert set(written) == {"format", "spec", "environment", "in_turns", "drift", "runs"} and written["format"] == 1
+    assert set(written) == {"format", "spec", "environment", "in_turns", "drift", "runs"} and written["format"] == 2
     assert written["in_turns"] is True and written["drift"] is None
     assert [run["strategy"] for run in written["runs"]] == ["no_shard", "full_shard"]
     for run in written["runs"]:

@@ -11,7 +11,7 @@ from fsdplab.sessions.capabilities import Readiness, capabilities, readiness, re
 
 
 def capabilities_answer() -> Answer:
-    """The findings and the verdict; as JSON `{"format": 1, "findings": [...], "real": ..., "emulated": ...,
+    """The findings and the verdict; as JSON `{"format": 2, "findings": [...], "real": ..., "emulated": ...,
     "simulated": ..., "verdict": [{"use": ..., "lacks": ..., "remedy": ...}, ...]}`.
     """
     found = capabilities()

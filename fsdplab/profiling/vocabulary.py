@@ -161,7 +161,7 @@ _BY_TRAINER = {
         "shard_state": 'shard it: Trainer(strategy="fsdp")',
     },
     "torchtitan": {
-        "recompute": 'recompute them: activation_checkpoint.mode = "full" or "selective"',
+        "recompute": "recompute them: activation_checkpoint=FullAC.Config() or SelectiveAC.Config()",
         "smaller_batch": "take a smaller training.local_batch_size",
         "larger_batch": "a larger training.local_batch_size",
         "keep_gathered": 'parallelism.fsdp_reshard_after_forward = "never"',

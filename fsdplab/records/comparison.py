@@ -23,7 +23,7 @@ from .typed import plain
 # zero. bf16 keeps 8 bits, and engines that cast in different places (autocast, parameters) differed by 4e-4 in ten
 # steps.
 TOLERANCE = {"fp32": 2e-5, "bf16": 5e-3}
-FORMAT = 1  # of the JSON that commands write
+FORMAT = 2  # of the JSON that commands write; 1 had other names of memory categories
 _DRIFT = 0.03  # of the first median, from which on a drift is said
 
 
@@ -43,7 +43,7 @@ def matches_reference(losses: Sequence[float | None], reference: Sequence[float 
 
 
 def comparison_json(records: Sequence[RunRecord], reference: RunRecord | None = None) -> dict[str, Any]:
-    """The comparison of several runs as one JSON-able dict: `{"format": 1, "spec": ..., "environment": ..., "runs":
+    """The comparison of several runs as one JSON-able dict: `{"format": 2, "spec": ..., "environment": ..., "runs":
     [...]}`.
 
     `format` is raised when a field changes its meaning or goes; a new field leaves it. `spec` holds what all runs have

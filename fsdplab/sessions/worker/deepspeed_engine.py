@@ -26,6 +26,8 @@ def deepspeed_setup(
     os.environ.setdefault("DS_ACCELERATOR", context.device.type)
     import deepspeed
 
+    # an operator for inference on CPUs, which every rank would compile, and wait for whoever was killed compiling it
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     size = sum(parameter.numel() for parameter in model.parameters())
     engine, optimizer, _, _ = deepspeed.initialize(
         model=model, optimizer=optimizer, config=configuration(stage, spec, size),
