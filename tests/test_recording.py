@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from fsdplab.recording.assemble import NothingRecorded
 from fsdplab.recording.rank import Round
 from fsdplab.recording.settings import BOOTSTRAP, RecordingError, Settings, steps_of
 from fsdplab.records import RecordError, RunRecord
+from fsdplab.sessions.staying.ranks import StayingRanks
 
 JOBS = Path(__file__).parent / "jobs"
 ROOT = Path(__file__).parents[1]
@@ -160,6 +162,32 @@ def test_a_callback_of_lightning(strategy, engine, tmp_path):
     assert (record.spec["engine"], record.spec["trainer"]) == (engine, "Lightning")
     assert len(record.summary.losses) == 23 and record.summary.comm.bytes_per_step
     assert record.table("memory") and {row["step"] for row in record.table("breakdown")} == {10, 11, 12}
+
+
+# What srun does for a job on one machine: one process a task, told by SLURM_* which one it is.
+SRUN = """#!/bin/bash
+for task in 0 1; do
+    SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_NTASKS=2 SLURM_NTASKS_PER_NODE=2 "$@" &
+    tasks[$task]=$!
+done
+wait ${tasks[0]} && wait ${tasks[1]}
+"""
+
+
+def test_tasks_of_a_stand_in_for_srun(tmp_path):
+    """No launcher of torch's: the job itself makes torch's variables of Slurm's."""
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "srun").chmod(0o755)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    task = f"RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS exec {sys.executable} {JOBS / 'fsdp2_loop.py'} --steps 16"
+    command = ("-m", "fsdplab", "record", "-q", "--out", "out", "--", tmp_path / "srun", "bash", "-c", task)
+    done = run(*command, cwd=tmp_path, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    record = RunRecord.load(tmp_path / "out")
+    assert done.returncode == 0 and record.spec["world_size"] == 2, done.stderr[-3000:]
+    assert (
+        {row["rank"] for row in record.table("steps")} == {row["rank"] for row in record.table("breakdown")} == {0, 1}
+    )
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -340,6 +368,44 @@ def test_by_hand_in_a_loop(tmp_path):
     assert record.summary.peak_memory_bytes.split["optimizer_state"] == 2 * 4 * 16 * 17 + 8
     assert record.summary.tokens_per_s and record.summary.tokens_per_s > 0
     assert open_record(tmp_path / "out").summary == record.summary
+
+
+CELL = """
+import torch, fsdplab
+from torch.distributed.fsdp import fully_shard
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
+for layer in model:
+    fully_shard(layer)
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+recorder = fsdplab.Recorder({folder!r}, model, optimizer, steps="4:6", job="a cell")
+"""
+LOOP = """
+for _ in range(10):
+    loss = model(torch.randn(8, 64)).pow(2).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    recorder.step(loss=loss, tokens=8)
+"""
+
+
+@pytest.mark.parametrize("start", ["warm", "torchrun"])
+def test_by_hand_in_cells_on_ranks_that_stay(start, tmp_path):
+    """The loop goes on in a second cell, and the ranks live on after the recording."""
+    ranks = StayingRanks.start(2, start)
+    try:
+        for cell in (CELL.format(folder=str(tmp_path / "out")), LOOP, LOOP):
+            ranks.run(cell, None, time_limit=120.0, on_output=lambda *_: None)
+        assert ranks.alive
+    finally:
+        ranks.stop()
+    record = open_record(tmp_path / "out")
+    assert (record.spec["engine"], record.spec["job"], record.spec["world_size"]) == ("torch-fsdp2", "a cell", 2)
+    assert {row["step"] for row in record.table("breakdown")} == {4, 5} and record.summary.comm.bytes_per_step
+    assert record.summary.peak_memory_bytes.split["optimizer_state"] and record.summary.tokens_per_s
 
 
 def test_by_hand_a_folder_that_cannot_be_had_is_said_and_the_loop_goes_on(tmp_path, capsys):

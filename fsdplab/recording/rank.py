@@ -194,4 +194,8 @@ def _place(optimizers: Sequence[Any]) -> Place:
         rank, world_size = dist.get_rank(), dist.get_world_size()
     else:
         rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    return Place(rank, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)), device)
+    of_a_node = next((os.environ[name] for name in _OF_A_NODE if os.environ.get(name, "").isdecimal()), world_size)
+    return Place(rank, world_size, int(of_a_node), device)
+
+
+_OF_A_NODE = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")  # torchrun's word, and Slurm's

@@ -1,9 +1,9 @@
 """transformers' Trainer on a small language model with random weights: torchrun --nproc-per-node 2 trainer.py"""
 
-import os
 import sys
 
 import torch
+import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
 
@@ -28,9 +28,10 @@ def main(callbacks=(), shards=1):
     )  # fmt: skip
     model = LlamaForCausalLM(config)
     if shards > 1:  # by FSDP2, as transformers does it while it loads a model
-        model.save_pretrained(f"{sys.argv[1]}_{os.environ['RANK']}")
+        model.save_pretrained(f"{sys.argv[1]}_model")  # which rank 0 does
+        dist.barrier()
         how = DistributedConfig(fsdp_size=shards)
-        model = LlamaForCausalLM.from_pretrained(f"{sys.argv[1]}_{os.environ['RANK']}", distributed_config=how)
+        model = LlamaForCausalLM.from_pretrained(f"{sys.argv[1]}_model", distributed_config=how)
     Trainer(model, arguments, train_dataset=Texts(), callbacks=list(callbacks)).train()
 
 
