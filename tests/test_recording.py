@@ -408,6 +408,25 @@ def test_by_hand_in_cells_on_ranks_that_stay(start, tmp_path):
     assert record.summary.peak_memory_bytes.split["optimizer_state"] and record.summary.tokens_per_s
 
 
+class Container(torch.optim.Optimizer):
+    """Steps several optimizers as one, as torchtitan's does; all state is theirs."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        self.optimizers = list(optimizers)
+        super().__init__([each for one in optimizers for each in one.param_groups[0]["params"]], {})
+
+    def step(self) -> None:
+        for each in self.optimizers:
+            each.step()
+
+
+def test_by_hand_the_state_of_a_container_of_optimizers_is_found(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 16))
+    optimizer = Container(*(torch.optim.AdamW(each.parameters(), fused=True) for each in model))
+    loop(Recorder(tmp_path / "out", model, optimizer, steps="4:5"), model, optimizer, 20)
+    assert open_record(tmp_path / "out").summary.peak_memory_bytes.split["optimizer_state"] == 4 * (4 * 16 * 17 + 4)
+
+
 def test_by_hand_a_folder_that_cannot_be_had_is_said_and_the_loop_goes_on(tmp_path, capsys):
     (tmp_path / "notes.txt").write_text("mine")
     model = torch.nn.Linear(16, 16)

@@ -10,8 +10,8 @@ from torch.optim.optimizer import Optimizer
 
 
 def together(optimizers: Sequence[Any]) -> Any:
-    """One optimizer itself (of DeepSpeed's engine the one that it holds), several as one."""
-    inner = [_holding_state(each) for each in optimizers]
+    """The optimizer that holds the state (of DeepSpeed's engine the one inside it); several as one."""
+    inner = [held for each in optimizers for held in _holding_state(each)]
     return inner[0] if len(inner) == 1 else _Together(inner)
 
 
@@ -25,12 +25,17 @@ def parameters_of(optimizers: Sequence[Any]) -> list[torch.Tensor]:
     return found
 
 
-def _holding_state(optimizer: Any) -> Any:
-    """The optimizer that has the state: that inside DeepSpeed's engine, ZeroRedundancyOptimizer or accelerate's."""
+def _holding_state(optimizer: Any) -> list[Any]:
+    """The optimizers that have the state: those inside DeepSpeed's engine, ZeroRedundancyOptimizer, accelerate's wrapper
+    or torchtitan's list of several.
+    """
     if isinstance(optimizer, torch.nn.Module):
-        return optimizer.optimizer
+        return [optimizer.optimizer]
+    several = getattr(optimizer, "optimizers", None)
+    if isinstance(several, list) and several and all(isinstance(each, Optimizer) for each in several):
+        return [held for each in several for held in _holding_state(each)]
     inner = getattr(optimizer, "optim" if type(optimizer).__name__ == "ZeroRedundancyOptimizer" else "optimizer", None)
-    return _holding_state(inner) if isinstance(inner, Optimizer) else optimizer
+    return _holding_state(inner) if isinstance(inner, Optimizer) else [optimizer]
 
 
 class _Together(Optimizer):
