@@ -26,8 +26,8 @@ def parameters_of(optimizers: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _holding_state(optimizer: Any) -> list[Any]:
-    """The optimizers that have the state: those inside DeepSpeed's engine, ZeroRedundancyOptimizer, accelerate's wrapper
-    or torchtitan's list of several.
+    """The optimizers that have the state, such as those in DeepSpeed's engine, ZeroRedundancyOptimizer, accelerate's
+    wrapper, or torchtitan's list of several.
     """
     if isinstance(optimizer, torch.nn.Module):
         return [optimizer.optimizer]
