@@ -39,6 +39,7 @@ TINY, SMALL, LLAMA, LARGE = (
 H100 = find_gpu("h100")
 FP32, ADAM, BF16 = 4, 8, 2  # bytes a parameter; Adam's two moments are fp32
 STATES = FP32 + FP32 + ADAM
+MATRICES = sum(value.numel() for value in build_model("gpt-20m", device="meta").blocks.parameters() if value.dim() == 2)
 Source = float | Callable[[], float]
 
 
@@ -157,6 +158,10 @@ SOURCES: dict[str, dict[str, Source]] = {
         "70 billion": given(70, "the model's name"), "70.6 billion": LARGE / 1e9, "8 billion": LLAMA / 1e9,
         "80 GiB": H100.memory_bytes / 2**30, "80 GB": given(80, "the card's name"), "100 billion": sizing.TOKENS / 1e9,
         "4 million": sizing.STEP_TOKENS / 1e6, "16 bytes": STATES,
+    },
+    "21": {
+        "8 bytes": ADAM, "2 bytes": BF16, "21.6 million": SMALL / 1e6, "86.4 MB": mb(SMALL, ADAM) / 2,
+        "21.2 million": MATRICES / 1e6, "21 MB": mb(2 * MATRICES / 4, BF16), "60 GFLOP/s": steady_card.GIGAFLOPS,
     },
 }  # fmt: skip
 
