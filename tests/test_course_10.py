@@ -16,7 +16,7 @@ CROSSOVER = registry.find("10.crossover")
 
 def test_the_expected_tokens_are_right():
     """The parameters cancel: bytes a number, times FLOP/s over bytes a second, times (n-1)/n, over 2 or 4."""
-    rate = 7 / 8 * 480e12 / 380e9
+    rate = 7 / 8 * 733e12 / 380e9
     tokens = [
         6 / 4 * rate,
         6 / 4 * rate,
@@ -56,7 +56,7 @@ def test_a_block_is_drawn_with_what_is_exposed(rate, tokens, hides):
 
 def test_what_the_notebook_says_in_words_is_so():
     flops, bandwidth = hiding.reached(hiding.target())
-    assert round(flops / 1e12) == 480 and bandwidth == pytest.approx(380e9, rel=0.01)
+    assert round(flops / 1e12) == 733 and bandwidth == pytest.approx(380e9, rel=0.01)
     assert hiding.planned_crossover() < 4096, "one sequence of 4,096 tokens hides everything"
     assert "everything hides" in hiding.block(50, 16384).layout.title.text
     assert "everything hides" not in hiding.block(50, 8192).layout.title.text

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from fsdplab import cli
+from fsdplab.planning import step_time as times
+from fsdplab.planning.bands import EIGHT_BIT, PLAIN, kind_of, memory_band, speed_band
 from fsdplab.planning.efficiency import FITTED_ON, MATMUL_EFFICIENCY
 from fsdplab.planning.memory import RESERVED_OVER_USED
-from fsdplab.planning.published import COLUMNS, PublishedError, read_published
-from fsdplab.planning.validate import FITTED, HELD_OUT, validate
+from fsdplab.planning.published import COLUMNS, Case, PublishedError, read_published
+from fsdplab.planning.step_time import step_time
+from fsdplab.planning.validate import ARITHMETIC, FIT, HELD_OUT, MEMORY, SEEN, SPEED, validate
 
 pytestmark = pytest.mark.quick
 
@@ -39,49 +43,101 @@ def rows_of_the_table() -> list[dict[str, str]]:
 
 def written(path: Path, rows: list[dict[str, str]]) -> Path:
     with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, [*COLUMNS], extrasaction="ignore")
+        writer = csv.DictWriter(file, [*COLUMNS, "loss"], extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
     return path
 
 
-def test_memory_and_throughput_are_within_the_aims(found):
-    """Medians of 10 and 15 % were aimed at; the bounds are near what was reached: a change for the worse shows."""
-    count, median, worst = found.errors("memory")
-    assert count == 28 and median < 0.06 and worst < 0.5
-    count, median, worst = found.errors("tokens/s", HELD_OUT)
-    assert count == 12 and median < 0.06 and worst < 0.6
-    assert found.errors("memory (arithmetic)")[2] < 0.005
+def test_held_out_sources_are_predicted_as_the_page_says(found):
+    """Aims on unseen sources: median 8 %, 90 % within 20 %. The bounds are near what was reached, so a change for the
+    worse shows; memory misses the second aim by the two sources that docs/planning.md names.
+    """
+    errors = found.errors(SPEED, HELD_OUT)
+    assert errors.figures == 104 and errors.median < 0.07 and errors.ninety < 0.21 and abs(errors.bias - 1) < 0.02
+    errors = found.errors(MEMORY, HELD_OUT)
+    assert errors.figures == 56 and errors.median < 0.09 and errors.worst < 0.65
+    unexplained = ("atorch", "fsdp_qlora")
+    rest = [row.error for row in found.of(MEMORY, HELD_OUT) if row.source not in unexplained]
+    assert max(rest) < 0.13 and len(rest) == 24
+    assert found.errors(ARITHMETIC).worst < 0.005
 
 
-def test_every_usable_row_is_predicted_and_every_other_one_has_a_reason(found):
+def test_the_whole_public_table_is_predicted_and_none_of_its_runs_is_impossible(found):
+    """MosaicML's 216 runs on 8 to 512 GPUs, 125 M to 70 B parameters, 512 to 65,536 tokens: all took place."""
+    rows = [row for row in found.of(SPEED) if row.source == "MosaicML"]
+    assert len(rows) == 216 and {row.part for row in rows} == {FIT}
+    assert (min(row.seq for row in rows), max(row.seq for row in rows)) == (512, 65_536)
+    assert not [name for name in found.too_large if name.startswith("mosaic")]
+    for name, words, errors in found.by_range(SPEED, FIT):
+        assert abs(errors.bias - 1) < 0.03, f"{name} {words}"
+
+
+def test_runs_that_ended_out_of_memory_are_predicted_not_to_fit(found):
+    assert [not_fits for _, not_fits in found.ran_out] == [True, True]
+    assert found.ran == 343 and set(found.too_large) == {f"vectorlm-8b-1-s{seq}" for seq in (2048, 4096, 8192)}
+
+
+def test_every_row_is_predicted_or_left_out_with_a_reason(found):
+    named = {row.id.split(",")[0] for row in found.rows} | {each.id for each in found.left_out}
+    assert named | {name for name, _ in found.ran_out} == {row["id"] for row in rows_of_the_table()}
+    assert all(each.source and each.reason for each in found.left_out)
+
+
+def test_parts_are_whole_sources(found):
+    for quantity in (MEMORY, SPEED):
+        parts = {(row.source, row.part) for row in found.of(quantity)}
+        assert len(parts) == len({source for source, _ in parts})
+    assert {row.source for row in found.of(SPEED, FIT)} == set(SEEN[SPEED])
+
+
+def test_nothing_is_fitted_to_a_file(tmp_path, found):
+    """Throughput that is three times as high changes errors, and no prediction."""
     rows = rows_of_the_table()
-    named = {row.id.split(",")[0] for row in found.rows}
-    assert named == {row["id"] for row in rows}
-    speeds = [row for row in rows if row["tokens_per_s_per_gpu"]]
-    without = [name for name, reason in found.left_out if "no tokens/s" in reason]
-    assert {row["id"] for row in speeds if row["fp8"] == "y"} == set(without)
-    assert len([row for row in found.rows if row.quantity == "tokens/s"]) == len(speeds) - len(without)
-    assert found.ran == 26 and found.too_large == (), "what took place is predicted to fit"
-
-
-def test_one_number_a_gpu_type_is_fitted_on_every_other_row(found):
-    for gpu in MATMUL_EFFICIENCY:
-        parts = [row.part for row in found.rows if row.quantity == "tokens/s" and row.gpu == gpu]
-        assert parts.count(FITTED) == FITTED_ON[gpu]
-        assert parts == [FITTED, HELD_OUT] * (len(parts) // 2) + [FITTED] * (len(parts) % 2)
-    assert found.efficiencies == MATMUL_EFFICIENCY, "what plans use is what was fitted"
-
-
-def test_the_fit_does_not_see_the_other_half(tmp_path, found):
-    rows = rows_of_the_table()
-    held_out = {row.id for row in found.rows if row.part == HELD_OUT}
     for row in rows:
-        if row["id"] in held_out:
-            row["tokens_per_s_per_gpu"] = str(3 * float(row["tokens_per_s_per_gpu"]))
+        row["tokens_per_s_per_gpu"] = row["tokens_per_s_per_gpu"] and str(3 * float(row["tokens_per_s_per_gpu"]))
     changed = validate(written(tmp_path / "changed.csv", rows))
-    assert changed.efficiencies == found.efficiencies
-    assert changed.errors("tokens/s", HELD_OUT)[1] > 0.5
+    assert [row.predicted for row in changed.rows] == [row.predicted for row in found.rows]
+    assert changed.errors(SPEED, HELD_OUT).bias == pytest.approx(found.errors(SPEED, HELD_OUT).bias / 3)
+
+
+def off_by(cases: list[Case]) -> float:
+    """Mean distance of predicted from published throughput, as a logarithm."""
+    ratios = [case.spec.step_tokens / step_time(case.spec).step_s / case.spec.gpus for case in cases]
+    return sum(abs(math.log(ratio / case.tokens_per_s)) for ratio, case in zip(ratios, cases)) / len(cases)
+
+
+@pytest.mark.parametrize("gpu", MATMUL_EFFICIENCY)
+def test_what_plans_use_is_what_the_fit_sources_give(gpu, monkeypatch):
+    """Products 2 % faster or slower are further off on the runs of the fit sources on that card."""
+    cases, _ = read_published(TABLE)
+    seen = [case for case in cases if case.source in SEEN[SPEED] and case.spec.gpu.name == gpu and not case.spec.fp8]
+    assert len(seen) == FITTED_ON[gpu]
+    best = off_by(seen)
+    for factor in (0.98, 1.02):
+        monkeypatch.setitem(MATMUL_EFFICIENCY, gpu, factor * MATMUL_EFFICIENCY[gpu])
+        assert off_by(seen) > best
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("name", ["EAGER_GPT", "FP8_SPEEDUP", "SLOWED_BY_SECONDS"])
+def test_other_fitted_constants_are_near_their_best(name, monkeypatch):
+    cases, _ = read_published(TABLE)
+    eight = name == "FP8_SPEEDUP"
+    seen = [case for case in cases if case.source == "MosaicML" and case.spec.fp8 == eight]
+    best, value = off_by(seen), getattr(times, name)
+    for factor in (0.8, 1.2):
+        monkeypatch.setattr(times, name, factor * value)
+        assert off_by(seen) > best
+
+
+def test_bands_are_those_of_the_known_runs(found):
+    by_kind = {kind_of(case.spec): case.spec for case in read_published(TABLE)[0]}
+    assert set(found.bands(SPEED)) == set(by_kind) and set(found.bands(MEMORY)) == set(by_kind) - {EIGHT_BIT}
+    for kind, spec in by_kind.items():
+        assert speed_band(spec)[:2] + (speed_band(spec).runs,) == found.bands(SPEED)[kind]
+        of_memory = found.bands(MEMORY)[PLAIN if kind == EIGHT_BIT else kind]
+        assert memory_band(spec)[:2] + (memory_band(spec).runs,) == of_memory
 
 
 def test_the_reserved_factor_is_the_one_row_that_prints_both():
@@ -117,8 +173,9 @@ def test_the_table_in_data_is_what_the_command_writes(found):
 def test_the_command_prints_rows_and_errors_and_draws_them(capsys, tmp_path):
     figure, path = tmp_path / "v.html", tmp_path / "v.json"
     code, out, _ = ended(["plan", "validate", "--json", str(path), "--figure", str(figure)], capsys)
-    assert code == 0 and "held out" in out and "median error" in out and "left out: tt-l31-8b-8-cp1" in out
-    assert json.loads(path.read_text())["memory"]["count"] == 28
+    assert code == 0 and "held out" in out and "90% within" in out and "nothing is fitted to this file" in out
+    assert "left out: torchtitan, 6: pipeline parallelism is not planned here" in out.replace("\n", " ")
+    assert json.loads(path.read_text())["errors"]["memory"]["held out"]["figures"] == 56
     assert "published memory (GiB)" in figure.read_text()
     code, again, _ = ended(["plan", "validate", str(TABLE)], capsys)
     assert code == 0 and again == out
@@ -151,7 +208,9 @@ def test_wrong_files_end_in_one_line(content, words, tmp_path, capsys):
         ("gpu", "Z9000", "unknown GPU"),
         ("strategy", "pipeline", "which is not known here"),
         ("activation_checkpointing", "every 2nd block", "which is not known here"),
-        ("source", "fms-fsdp", "some whole blocks"),
+        ("activation_checkpointing", "selective, some blocks", "some whole blocks"),
+        ("strategy", "full_shard FSDP 4 x PP 2", "pipeline parallelism"),
+        ("optimizer", "AdamW, step in the backward", "steps in the backward"),
         ("layers", "", "layers were not published"),
         ("params_B", "900", "no known kind of block"),
         ("heads", "7", "7 heads do not divide"),
@@ -162,7 +221,7 @@ def test_a_row_that_is_not_understood_is_left_out_with_the_reason(column, value,
     rows[0][column] = value
     found = validate(written(tmp_path / "one.csv", rows))
     assert len({row.id.split(",")[0] for row in found.rows}) == 1
-    assert words in found.left_out[0][1], found.left_out
+    assert words in found.left_out[0].reason, found.left_out
 
 
 WORDS = [  # what other sources write, and what a plan makes of it
@@ -171,6 +230,11 @@ WORDS = [  # what other sources write, and what a plan makes of it
     ({"strategy": "full_shard, CPU offload"}, {"offload": True}),
     ({"strategy": "single GPU", "gpus": "1"}, {"strategy": "no_shard"}),
     ({"param_dtype": "bf16"}, {"master_dtype": "bf16"}),
+    ({"loss": "fused, compiled"}, {"loss": "fused"}),
+    ({"loss": "eager, 16-bit"}, {"loss": "eager", "float_logits": False}),
+    ({"fp8": "y"}, {"fp8": True}),
+    ({"optimizer": "8-bit AdamW"}, {"optimizer": "adamw-8bit"}),
+    ({"activation_checkpointing": "selective, every 2nd block"}, {"checkpointing": "full"}),
     ({"gpu": "A100 SXM 80GB"}, {"gpu": "A100 SXM 80GB"}),
     ({"gpu": "RTX 4090 24GB"}, {"gpu": "RTX 4090"}),
     ({"notes": "QLoRA, rank 32, no gradient of the base"}, {"lora_rank": 32, "base_dtype": "nf4"}),

@@ -74,7 +74,9 @@ _PLAN = _fields(
 )  # fmt: skip
 PLAN = {
     "model": Flag(str, "llama-3.1-8b", "A model such as llama-3.1-70b, or the config.json of a Hugging Face model."),
-    "gpu": Flag(str, "h100-80gb", "The kind of GPU, such as h100-80gb, a100-40gb or 4090."),
+    "gpu": Flag(
+        str, "h100-80gb", "The kind of GPU, such as h100-80gb, a100-40gb or 4090; or a JSON file of another."
+    ),
     **_PLAN,
     "seq": replace(_PLAN["seq"], type=int | None, default=None),
     "compile": replace(RUN["compile"], read=_other_than("none", "compile")),

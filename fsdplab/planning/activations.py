@@ -112,6 +112,9 @@ def computed_per_token(spec: PlanSpec) -> float:
     return kept_per_token(replace(spec, checkpointing="none"))
 
 
+CHUNKS = 8  # parts of the tokens that a chunked loss takes one after the other, as torchtune's and torchtitan's
+
+
 @dataclass(frozen=True)
 class LossBytes:
     """Bytes of logits and of what is made of them: at the end of the forward, at their backward's peak, after it (their
@@ -126,16 +129,36 @@ class LossBytes:
 
     @classmethod
     def of(cls, spec: PlanSpec) -> LossBytes:
-        """Cross entropy in float32 on logits of `param_dtype`, over a vocabulary that tensor parallelism cuts.
+        """Cross entropy on logits of `param_dtype`, over a vocabulary that tensor parallelism cuts.
+
+        Fused (flash-attn's and Liger's kernels): the logits, and in the backward their gradient; no copy in float32.
+        Chunked (Liger's fused linear cross-entropy): what eager takes of one part of the tokens, and the gradient of
+        the head's input, which is made with it.
+        """
+        if spec.loss == "eager":
+            return cls._eager(spec)
+        if spec.loss == "chunked":
+            part, head_input = cls._eager(replace(spec, keeps_logits=False)), spec.tokens * spec.model.width
+            gradient = spec.param_bytes * head_input / spec.tensor_parallel
+            widest = part.backward / CHUNKS + gradient
+            return cls(widest, widest, gradient, gradient, 0.0)
+        logits = spec.param_bytes * spec.logits
+        return cls(logits, 2 * logits, logits, logits, 0.0)
+
+    @classmethod
+    def _eager(cls, spec: PlanSpec) -> LossBytes:
+        """PyTorch's, in float32.
 
         Forward: logits, their float32 copy, its log-softmax. Backward: log-softmax, its gradient and the copy's
         gradient, 12 bytes a logit; a loop that keeps the float32 logits holds 4 more. Llama 3.1 8B, 16,384 tokens:
         25 GB. A loss over a vocabulary that is cut has its softmax in steps, with a fourth copy
         (torch.distributed.tensor.parallel.loss).
         """
-        logits = spec.tokens * spec.model.vocabulary / spec.tensor_parallel
+        logits = spec.logits
+        if not spec.float_logits:  # every copy is in 16 bits, and none is made to convert
+            return cls(4 * logits, 8 * logits, 2 * logits, 2 * logits, 0.0)
         held, copies = (4 * logits if spec.keeps_logits else 0.0), (spec.param_bytes if spec.param_bytes < 4 else 0)
-        widest = 12 if spec.tensor_parallel == 1 else 16
+        widest = 12 if spec.tensor_parallel == 1 or spec.whole_logits else 16
         return cls((8 + copies) * logits, widest * logits + held, (4 + copies) * logits + held, 4 * logits + held, held)
 
 

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from fsdplab.common.names import CATEGORIES
 
 from .activations import Activations
+from .bands import Band
 from .plan_spec import PlanSpec
 from .program import BLOCK, ROOT, Change, Compute, Holds, Program, Sharing, record_step
 from .program import memory as buffers
@@ -69,6 +70,15 @@ class Memory:
     def reserved_bytes(self) -> float:
         """Bytes that the allocator is likely to have taken from the device at the peak."""
         return self.used_bytes * RESERVED_OVER_USED
+
+    def fitness(self, card_bytes: float, band: Band) -> str:
+        """`yes`: a card holds what the allocator is likely to reserve beside the framework's own, and the upper end of
+        the band; `likely`: it holds the peak; else `no`.
+        """
+        if self.peak.total > card_bytes:
+            return "no"
+        needed = max(self.reserved_bytes + FRAMEWORK_BYTES, band.around(self.peak.total)[1])
+        return "yes" if needed <= card_bytes else "likely"
 
     def at(self, name: str) -> Moment:
         """The moment of that name."""

@@ -22,7 +22,7 @@ from .links import LinkSpec, ring_steps, transfer_s
 from .plan_spec import PlanSpec
 from .plan_traffic import LINK_EFFICIENCY
 from .program import ROOT
-from .step_time import work_of
+from .step_time import Compute, work_of
 from .windtunnel import TARGET_TOKENS, wind_tunnel
 
 PHASES = ("forward", "backward")
@@ -59,15 +59,16 @@ def overlap_of(spec: PlanSpec, link: LinkSpec | None = None, efficiency: float |
     >>> from fsdplab.planning.planner import plan_spec
     >>> found = overlap_of(plan_spec("llama-3.1-8b", "h100", gpus=8, micro_batch=2))
     >>> round(found.ratio("forward"), 2), round(found.ratio("backward"), 2), round(found.crossover_tokens)
-    (0.1, 0.15, 1255)
+    (0.14, 0.2, 1666)
     """
-    block = work_of(spec if link is None else _on_link(spec, link), efficiency).blocks[0]
+    spec = spec if link is None else _on_link(spec, link)
+    block, compute = work_of(spec, efficiency).blocks[0], Compute(spec, efficiency)
     seconds = {kind: each.seconds for kind, each in block.sent.items()}
     gather, across = seconds.get("all_gather", 0.0), seconds.get("all_reduce", 0.0)
     again = (gather if spec.row.reshards_after_forward else 0.0) + seconds.get("reduce_scatter", 0.0)
     return Overlap(
         spec.tokens,
-        {"forward": block.forward_s, "backward": block.backward_s},
+        {"forward": compute.forward_s, "backward": compute.backward_s},
         {"forward": gather, "backward": max(again, across)},
     )
 

@@ -27,6 +27,7 @@ CHECKPOINTINGS = ("none", "selective", "full")
 # What a block keeps of its forward, most first; the engine has those above, PyTorch's own selective checkpointing all.
 POLICIES = ("none", "products", "selective", "attention", "full")
 MASTERS = ("slices", "separate")
+LOSSES = ("eager", "fused", "chunked")
 # bytes of optimizer state a parameter, beside masters: as multiples of the master dtype, or in bytes
 OPTIMIZERS = {"adamw": 2.0, "adamw-foreach": 2.0, "adamw-8bit": 0.5, "muon": 2.0, "sgd": 0.0, "sgd-momentum": 1.0}
 _LARGEST = {
@@ -78,12 +79,24 @@ class PlanSpec:
     tensor_parallel: int = option(1, "GPUs of a tensor-parallel group.")
     context_parallel: int = option(1, "GPUs that share each sequence (context parallelism).")
     compile: bool = option(False, "Blocks are compiled.")
+    loss: str = option(
+        "eager",
+        "eager: PyTorch's cross-entropy on all logits in float32; fused: one kernel on 16-bit logits; chunked: the head"
+        " and the loss on a part of the tokens at a time.",
+    )
+    fp8: bool = option(False, "The blocks' matrix products are in 8-bit floats.")
     flash: bool = option(True, "Use flash attention, which keeps no matrix of scores.")
     fused_norms: bool = True  # RMSNorm is one operator, as on GPUs today; else steps in float32, as on the CPU
+    no_sync: bool = option(
+        False, "Reduce gradients in the last micro-batch only (no_sync), and keep them unsharded until then."
+    )
     prefetch: int = option(1, "Units gathered ahead of the one that computes.")
     offload: bool = option(False, "Keep shards, gradients and optimizer state in host memory.")
     lora_rank: int = option(0, "Train adapters of this rank on a frozen base; 0: train all parameters.")
     base_dtype: str | None = option(None, "Dtype of a frozen base: bf16, int8 or nf4; default: that of computing.")
+    flash_1: bool = False  # flash attention is the first version's, in Triton
+    float_logits: bool = True  # whether an eager loss converts 16-bit logits to float32
+    whole_logits: bool = False  # whether tensor-parallel ranks gather the logits before the loss
     keeps_logits: bool = False  # whether the training loop holds the logits until its backward has ended
 
     def __post_init__(self) -> None:
@@ -93,7 +106,7 @@ class PlanSpec:
         for name, known in (
             ("strategy", STRATEGIES), ("checkpointing", POLICIES), ("param_dtype", tuple(ITEMSIZES)),
             ("reduce_dtype", tuple(ITEMSIZES)), ("master_dtype", tuple(ITEMSIZES)), ("masters", MASTERS),
-            ("optimizer", tuple(OPTIMIZERS)), ("base_dtype", (None, *BASE_BYTES)),
+            ("optimizer", tuple(OPTIMIZERS)), ("base_dtype", (None, *BASE_BYTES)), ("loss", LOSSES),
         ):  # fmt: skip
             _check_word(name, getattr(self, name), known)
         self._check_nodes()
@@ -200,7 +213,10 @@ class PlanSpec:
     def sharing(self) -> Sharing:
         """What the order of a step depends on."""
         shards, replicas = (self.shards, self.replicas) if self.row.cuts else (1, self.shards)
-        return Sharing.of(self.strategy, shards, replicas, casts=self.mixed, offloads=self.offload, streams=True)
+        return Sharing.of(
+            self.strategy, shards, replicas, casts=self.mixed, offloads=self.offload, streams=True,
+            no_sync=self.no_sync and self.grad_accum > 1,
+        )  # fmt: skip
 
     @property
     def data_ranks(self) -> int:
@@ -218,6 +234,12 @@ class PlanSpec:
     def step_tokens(self) -> int:
         """Tokens of a step over all GPUs."""
         return self.micro_batch * self.seq * self.grad_accum * self.data_ranks
+
+    @property
+    def logits(self) -> float:
+        """Of a micro-batch, on one rank."""
+        cut = 1 if self.whole_logits else self.tensor_parallel
+        return self.tokens * self.model.vocabulary / cut
 
     @property
     def param_bytes(self) -> int:

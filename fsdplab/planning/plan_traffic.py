@@ -116,10 +116,12 @@ def on_axis(row: Traffic, unit: str, units: int, spec: PlanSpec) -> AxisTraffic:
 
 def _rows(parameters: Sequence[Parameter], unit: str, spec: PlanSpec, itemsize: int) -> list[Traffic]:
     shapes = UnitShapes(unit, tuple((each.name, each.shape) for each in parameters))
-    return step_traffic(
+    rows = step_traffic(
         [shapes], spec.strategy, spec.shards * spec.replicas, param_itemsize=itemsize,
         reduce_itemsize=spec.reduce_bytes, micro_batches=spec.grad_accum, replicas=spec.replicas,
     )  # fmt: skip
+    once = spec.sharing.no_sync and not spec.row.reduces_once
+    return [replace(each, count=1) if once and each.kind != "all_gather" else each for each in rows]
 
 
 def _lora_rows(parameters: Sequence[Parameter], unit: str, spec: PlanSpec) -> list[Traffic]:

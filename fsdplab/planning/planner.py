@@ -16,9 +16,10 @@ from fsdplab.common.sizes import size
 from fsdplab.workloads.model_files import model_named
 from fsdplab.workloads.shapes import ModelShape
 
+from .bands import memory_band, speed_band
 from .efficiency import Efficiency, efficiency_of
-from .hardware import find_gpu
 from .memory import Memory, fits_card, host_bytes, host_crossing, memory_of
+from .own_gpu import gpu_named
 from .plan_spec import PlanSpec, changed
 from .plan_traffic import AxisTraffic, bytes_by_axis, plan_traffic
 from .step_time import StepTime, has_known_flops, model_flops, peak_flops, step_time
@@ -38,8 +39,13 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the peak is within the card."""
-        return self.memory.peak.total <= self.spec.gpu.memory_bytes
+        """Whether the peak is within the card: `fitness` is not no."""
+        return self.fitness != "no"
+
+    @property
+    def fitness(self) -> str:
+        """Whether it fits, with the band and what the allocator reserves: yes, likely or no."""
+        return self.memory.fitness(self.spec.gpu.memory_bytes, memory_band(self.spec))
 
     @property
     def tokens_per_s_per_gpu(self) -> float | None:
@@ -64,7 +70,7 @@ class Plan:
 
     def as_dict(self, tokens: float | None = None) -> dict[str, Any]:
         """For `--json`: bytes, seconds and shares of one rank."""
-        peak, time = self.memory.peak, self.time
+        peak, time, speed = self.memory.peak, self.time, self.tokens_per_s_per_gpu
         found: dict[str, Any] = {
             "model": self.spec.model.name,
             "parameters": self.spec.model.parameters,
@@ -77,17 +83,21 @@ class Plan:
                 "total": round(sum(map(round, peak.by_category.values()))),
                 "by_category": {name: round(nbytes) for name, nbytes in peak.by_category.items()},
             },
+            "memory_band_bytes": [round(nbytes) for nbytes in memory_band(self.spec).around(peak.total)],
+            "reserved_bytes": round(self.memory.reserved_bytes),
+            "loss": self.spec.loss,
             "peak_moment": peak.name,
             "card_bytes": self.spec.gpu.memory_bytes,
             "host_bytes": round(host_bytes(self.spec)),
             "host_crossing_bytes_per_step": round(host_crossing(self.spec)) if self.spec.offload else 0,
-            "fits": self.fits,
+            "fits": self.fitness,
             "comm_bytes_per_step": bytes_by_axis(self.traffic),
             "step_time_s": time and time.step_s,
             "compute_s": time and time.compute_s,
             "communication_s": time and time.communication_s,
             "exposed_s": time and time.exposed_s,
             "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
+            "tokens_per_s_band": speed and list(speed_band(self.spec).around(speed)),
             "mfu": self.mfu,
             "efficiency": self.efficiency and asdict(self.efficiency),
             "provenance": "predicted in closed form",
@@ -101,7 +111,7 @@ def plan_spec(model: str | ModelShape, gpu: str, **choices: Any) -> PlanSpec:
     shape = model if isinstance(model, ModelShape) else model_named(model)
     seq = choices.pop("seq", None)
     return PlanSpec(
-        model=shape, gpu=find_gpu(gpu), seq=min(_USUAL_SEQUENCE, shape.context) if seq is None else seq, **choices
+        model=shape, gpu=gpu_named(gpu), seq=min(_USUAL_SEQUENCE, shape.context) if seq is None else seq, **choices
     )
 
 
@@ -177,6 +187,8 @@ def _changes(spec: PlanSpec) -> Iterator[tuple[str, str, dict[str, Any]]]:
     small, least = full, "--checkpoint full"
     if spec.micro_batch > 1:
         small, least = full | {"micro_batch": 1}, f"{least} and --batch-size 1"
+    for loss in ("fused", "chunked"):
+        yield "loss", f"--loss {loss}", {"loss": loss}
     yield "recompute", "--checkpoint full", full
     yield "recompute", least, small
     if not spec.row.saves_most:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdplab.common.errors import UserError
 from fsdplab.common.files import read_file
@@ -29,6 +29,7 @@ COLUMNS = (
     "param_dtype", "reduce_dtype", "optimizer", "activation_checkpointing", "compile", "fp8", "tokens_per_s_per_gpu",
     "peak_mem_GiB", "notes",
 )  # fmt: skip
+_OPTIONAL = ("loss",)  # columns that a file may lack
 _LARGEST_FILE = 10**7
 _NEAR_COUNT = 0.02  # of a stated number of parameters, what a shape may differ by
 _GIB = 2**30
@@ -59,24 +60,39 @@ class Case:
     memory: tuple[MemoryFigure, ...]
     tokens_per_s: float | None
     without_time: str  # why a throughput that was published is not predicted; else empty
+    recomputed: float = 1.0  # part of the blocks that the plan's checkpointing holds for
+    ran_out: bool = False  # the run ended out of memory
+
+    @property
+    def recomputed_blocks(self) -> int | None:
+        """How many blocks are checkpointed; None for all."""
+        return None if self.recomputed == 1 else round(self.recomputed * self.spec.model.layers)
 
 
-def read_published(path: Path) -> tuple[list[Case], list[tuple[str, str]]]:
-    """The usable rows of a file, and the (id, reason) of the others; raises PublishedError, one line."""
+class LeftOut(NamedTuple):
+    """A row that is not predicted, or a figure of it, and why."""
+
+    id: str
+    source: str
+    reason: str
+
+
+def read_published(path: Path) -> tuple[list[Case], list[LeftOut]]:
+    """The usable rows of a file, and the others with the reason; raises PublishedError, one line."""
     cases, left_out = [], []
     for number, row in enumerate(_rows(path), start=2):
         name = row["id"] or f"line {number}"
         try:
             cases.append(_case(name, row))
         except ValueError as error:
-            left_out.append((name, " ".join(str(error).split())))
+            left_out.append(LeftOut(name, _source(row), " ".join(str(error).split())))
     if not cases:
         raise PublishedError(f"{path} has no usable row{_reason(left_out)}; expected the columns of data/published.csv")
     return cases, left_out
 
 
-def _reason(left_out: list[tuple[str, str]]) -> str:
-    return f" ({left_out[0][0]}: {left_out[0][1][:80]})" if left_out else ""
+def _reason(left_out: list[LeftOut]) -> str:
+    return f" ({left_out[0].id}: {left_out[0].reason[:80]})" if left_out else ""
 
 
 def _rows(path: Path) -> Iterator[Mapping[str, str]]:
@@ -89,7 +105,8 @@ def _rows(path: Path) -> Iterator[Mapping[str, str]]:
     reader = csv.DictReader(io.StringIO(text, newline=""))
     try:
         missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
-        rows = [{name: (row.get(name) or "").strip() for name in COLUMNS} for row in reader] if not missing else []
+        names = (*COLUMNS, *_OPTIONAL)
+        rows = [{name: (row.get(name) or "").strip() for name in names} for row in reader] if not missing else []
     except csv.Error as error:
         raise PublishedError(f"{path} is no CSV file ({error}); expected the columns of data/published.csv") from None
     if missing:
@@ -100,8 +117,10 @@ def _rows(path: Path) -> Iterator[Mapping[str, str]]:
 def _case(name: str, row: Mapping[str, str]) -> Case:
     memory = tuple(_memory_figures(row["peak_mem_GiB"]))
     speed = _number(row, "tokens_per_s_per_gpu") if row["tokens_per_s_per_gpu"] else None
-    if not memory and speed is None:
+    ran_out = row["peak_mem_GiB"] == "OOM"
+    if not memory and speed is None and not ran_out:
         raise PublishedError("neither memory nor tokens/s were published")
+    _check_known(row)
     if not row["layers"] and (speed is not None or any(each.kind != "arithmetic" for each in memory)):
         raise PublishedError("the model's layers were not published")
     gpu = _gpu_of(row) if row["gpu"] else None
@@ -111,8 +130,27 @@ def _case(name: str, row: Mapping[str, str]) -> Case:
         **_adapters(row), **_CONVENTIONS.get(_source(row), {}),
     )  # fmt: skip
     words = "" if gpu else "the GPU is not named"
-    words = "fp8 products, whose rate is not known here" if row["fp8"] == "y" else words
-    return Case(name, _source(row), spec, scale, memory, speed, words)
+    words = "the rate of its link is not stated" if "not stated" in row["interconnect"] else words
+    words = "copies to host memory are not in a predicted step" if spec.offload else words
+    return Case(name, _source(row), spec, scale, memory, speed, words, _recomputed(row), ran_out)
+
+
+# Words of a row, and what of it is not modelled.
+_NOT_MODELLED = {
+    r"\bpp\s*\d": "pipeline parallelism is not planned here",
+    r"\basync tp\b": "tensor parallelism that hides its collectives is not planned here",
+    r"step in the backward": "an optimizer that steps in the backward is not planned here",
+    r"activation offload": "activations in host memory are not planned here",
+    r"not packed": "its sequences have lengths of their own",
+}
+
+
+def _check_known(row: Mapping[str, str]) -> None:
+    """Raises PublishedError for a row that says something that is not modelled."""
+    said = f"{row['strategy']} {row['optimizer']}".lower()
+    for words, reason in _NOT_MODELLED.items():
+        if re.search(words, said):
+            raise PublishedError(reason)
 
 
 # What the words of a source's rows do not say. The training loop of PR #165 held the logits, in float32, until its
@@ -123,8 +161,12 @@ _CONVENTIONS: dict[str, dict[str, Any]] = {"torchtitan PR #165": {"keeps_logits"
 def _source(row: Mapping[str, str]) -> str:
     """A short name of who measured."""
     names = {
-        "PR #165": "torchtitan PR #165", "torchtitan": "torchtitan", "mosaicml": "MosaicML",
+        "PR #165": "torchtitan PR #165", "Trainy": "Trainy", "docs/performance.md (2024)": "torchtitan on A100",
+        "asyncTP": "torchtitan 2025", "torchtitan": "torchtitan", "mosaicml": "MosaicML",
         "DeepSpeedExamples": "DeepSpeed", "1910.02054": "ZeRO", "accelerate": "accelerate",
+        "KempnerForge": "KempnerForge", "fms-fsdp": "fms-fsdp", "maximizing-training": "PyTorch blog",
+        "atorch": "atorch", "vectorlm": "vectorlm", "torchtune": "torchtune", "fsdp_qlora": "fsdp_qlora",
+        "NeMo Framework": "NeMo", "Megatron-Bridge": "Megatron-Bridge",
     }  # fmt: skip
     return next((short for words, short in names.items() if words in row["source"]), row["source"][:40])
 
@@ -192,15 +234,32 @@ def _mesh(row: Mapping[str, str]) -> dict[str, Any]:
 
 def _work(row: Mapping[str, str]) -> dict[str, Any]:
     words = row["activation_checkpointing"].lower()
-    kind = words.split()[0] if words else "none"
+    kind = words.split()[0].strip(",") if words else "none"
     if kind not in ("none", "selective", "full"):
         raise PublishedError(f"activation_checkpointing is {words!r}, which is not known here")
-    if kind == "selective" and ("block" in words or "fms-fsdp" in row["source"]):
+    if kind == "selective" and "block" in words:
+        kind = "full"  # of some blocks: `_recomputed`
+    elif kind == "selective" and "fms-fsdp" in row["source"]:
         raise PublishedError("its selective checkpointing is of some whole blocks, how many is not known here")
+    loss = row["loss"].partition(",")[0].lower() or "eager"
     return dict(
         seq=_count(row, "seq_len", 1), micro_batch=_count(row, "micro_batch_per_gpu", 1),
         grad_accum=_count(row, "grad_accum", 1), checkpointing=kind, compile=row["compile"] == "y",
+        loss=loss, float_logits="16-bit" not in row["loss"], fp8=row["fp8"] == "y",
+        no_sync="no_sync" in row["notes"], flash_1="Triton" in row["notes"],
+        whole_logits="logits gathered" in row["notes"],
     )  # fmt: skip
+
+
+def _recomputed(row: Mapping[str, str]) -> float:
+    """The part of the blocks that is checkpointed: `selective, every 2nd block` and `selective, 40% of blocks`."""
+    words = row["activation_checkpointing"].lower()
+    if "block" not in words:
+        return 1.0
+    part, every = re.search(r"(\d+)\s*%", words), re.search(r"every (\d+)", words)
+    if part is None and every is None:
+        raise PublishedError("its selective checkpointing is of some whole blocks, how many is not known here")
+    return int(part[1]) / 100 if part else 1 / int(every[1])  # type: ignore[index]
 
 
 def _dtypes(row: Mapping[str, str]) -> dict[str, Any]:
@@ -209,9 +268,10 @@ def _dtypes(row: Mapping[str, str]) -> dict[str, Any]:
     reduced = "bf16" if row["reduce_dtype"].startswith("bf16") else "fp32"
     separate = row["framework"].startswith(("DeepSpeed", "ZeRO"))
     low = "bf16 master" in words or (not separate and row["param_dtype"].lower() in ("bf16", "pure bf16"))
+    optimizer = "adamw-8bit" if "8-bit" in row["optimizer"] else "adamw"
     return dict(
         reduce_dtype="bf16" if separate else reduced, master_dtype="bf16" if low else "fp32",
-        masters="separate" if separate else "slices",
+        masters="separate" if separate else "slices", optimizer=optimizer,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from .plan_spec import CHECKPOINTINGS, ITEMSIZES, PlanError, PlanSpec, flag_of
 from .plan_traffic import AxisTraffic, on_axis
 from .planner import Plan
 from .program import Holds, StepWork
-from .step_time import has_known_flops, planned_work, rates_of, time_of, unit_work
+from .step_time import has_known_flops, launch_s, planned_work, rates_of, slowed_s, time_of, unit_work
 from .traffic import Traffic, UnitShapes, step_traffic
 
 PROVENANCE = "predicted from a recording of one micro-batch"
@@ -154,7 +154,9 @@ def recorded_work(spec: PlanSpec, recording: MicroBatch, efficiency: float | Non
     rates, traffic, muon = rates_of(spec, efficiency), _traffic(spec, recording), _muon(spec, recording)
 
     def seconds(key: tuple[str, str]) -> float:
-        return recording.flops.get(key, 0) / rates.flops + recording.moved.get(key, 0) / rates.bytes_per_s
+        moved_s = recording.moved.get(key, 0) / rates.bytes_per_s
+        least = launch_s(len(recording.units[key[0]])) * (1 if key[1] == "forward" else 2)
+        return max(recording.flops.get(key, 0) / rates.flops + moved_s, least)
 
     units = []
     for name, stored in recording.units.items():
@@ -165,4 +167,6 @@ def recorded_work(spec: PlanSpec, recording: MicroBatch, efficiency: float | Non
     once = (2 * spec.optimizer_bytes + 3 * ITEMSIZES[spec.master_dtype]) * own
     moved = 3 * once if spec.optimizer == "adamw-foreach" else once
     low = rates_of(replace(spec, param_dtype="bf16"), efficiency)
-    return planned_work(spec, traffic, units, moved / rates.bytes_per_s + (muon.flops / low.flops if muon else 0.0))
+    optimizer_s = moved / rates.bytes_per_s + (muon.flops / low.flops if muon else 0.0)
+    longer_s = sum(slowed_s(spec, traffic, unit) for unit in units)
+    return planned_work(spec, traffic, units, optimizer_s + longer_s)

@@ -15,19 +15,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from .efficiency import efficiency_of
+from .efficiency import (
+    EAGER_GPT,
+    FP8_SPEEDUP,
+    HBM_EFFICIENCY,
+    LAUNCH_S,
+    LAUNCHES,
+    SLOWED_BY_BYTES,
+    SLOWED_BY_SECONDS,
+    attention_of,
+    efficiency_of,
+)  # fmt: skip
 from .hardware import Gpu
-from .plan_spec import PlanError, PlanSpec
-from .plan_traffic import AXES, OPTIMIZER, AxisTraffic, axis_link, owners_step, plan_traffic, transfer_of  # fmt: skip
+from .plan_spec import BASE_BYTES, PlanError, PlanSpec
+from .plan_traffic import (
+    AXES,
+    LINK_EFFICIENCY,
+    OPTIMIZER,
+    AxisTraffic,
+    axis_link,
+    owners_step,
+    plan_traffic,
+    transfer_of,
+)  # fmt: skip
 from .program import BLOCK, ROOT, Holds, StepWork, Transfer, UnitWork, step_seconds
 from .unit_bytes import adapters, all_units
 
 _MOST_PASSES = 10_000  # of a simulated step: each costs some milliseconds, and thousands of bytes of its record
-# FLOP/s that flash attention reaches of the data sheet's: "only 35%" of an H100 (Shah et al. 2024, FlashAttention-3,
-# abstract, of FlashAttention-2), 50 to 73% of an A100 (Dao 2023, FlashAttention-2, abstract)
-_ATTENTION_EFFICIENCY = {"H100": 0.35, "H200": 0.35}
-_USUAL_ATTENTION = 0.6
-_HBM_EFFICIENCY = 0.85  # of the data sheet's rate, what streaming kernels reach
 # the H100 of torchtitan's tables (500 W, HBM2e) has no data sheet: its efficiency is of the 80 GB model's rate
 _ASSUMED_FLOPS = {"H100 SXM 96GB": 989e12}
 
@@ -69,9 +83,10 @@ def work_of(spec: PlanSpec, efficiency: float | None = None, in_flight: int = 1)
 def _work(spec: PlanSpec, rows: Sequence[AxisTraffic], efficiency: float | None) -> StepWork:
     compute, trained = Compute(spec, efficiency), Holds(gradients=not spec.lora_rank)
     root = unit_work(spec, rows, ROOT, (compute.head_forward_s, compute.head_backward_s), trained)
-    block = unit_work(spec, rows, BLOCK, (compute.forward_s, compute.backward_s), Holds())
+    block = unit_work(spec, rows, BLOCK, compute.block_s, Holds())
     blocks = [replace(block, name=f"{BLOCK}s.{index}") for index in range(spec.model.layers)]
-    return planned_work(spec, rows, [root, *blocks], compute.optimizer_s)
+    longer_s = slowed_s(spec, rows, root) + slowed_s(spec, rows, block, spec.model.layers)
+    return planned_work(spec, rows, [root, *blocks], compute.optimizer_s + longer_s)
 
 
 def planned_work(
@@ -102,6 +117,35 @@ def unit_work(
         if not any(row.inline):
             sent[row.kind] = transfer if row.kind not in sent else sent[row.kind].followed_by(transfer)
     return UnitWork(unit, *computes_s, sent, tuple(inline[0]), tuple(inline[1]), holds)
+
+
+def slowed_s(spec: PlanSpec, rows: Sequence[AxisTraffic], unit: UnitWork, alike: int = 1) -> float:
+    """Seconds by which a step is longer since collectives run beside the compute of so many units like `unit`.
+
+    They slow down no more than what computes meanwhile, and what they expose anyway is not counted again. A plan adds
+    these seconds behind the step as a whole.
+    """
+    beside = {True: (0.0, 0.0), False: (0.0, 0.0)}  # gathers, others: seconds, and those of the bytes on the GPU's link
+    rate, passes = LINK_EFFICIENCY * spec.gpu.link.bytes_per_s, spec.grad_accum * alike
+    for row in rows:
+        if row.unit == unit.name and not any(row.inline):
+            each, (alone_s, bytes_s) = row.count / passes, beside[row.kind == "all_gather"]
+            alone_s, bytes_s = alone_s + each * transfer_of(spec, row).seconds, bytes_s + each * row.wire_bytes / rate
+            beside[row.kind == "all_gather"] = alone_s, bytes_s
+    first = 0.5 if spec.row.reshards_after_forward else 1.0  # the part of the gathers that is for forwards
+    in_forward = (first * seconds for seconds in beside[True])
+    in_backward = ((1 - first) * gather + other for gather, other in zip(beside[True], beside[False]))
+    return passes * (_longer_s(unit.forward_s, *in_forward) + _longer_s(unit.backward_s, *in_backward))
+
+
+def _longer_s(compute_s: float, alone_s: float, bytes_s: float) -> float:
+    slower_s = SLOWED_BY_SECONDS * min(alone_s, compute_s) + SLOWED_BY_BYTES * min(bytes_s, compute_s)
+    return max(compute_s + slower_s, alone_s) - max(compute_s, alone_s)
+
+
+def launch_s(parameters: int) -> float:
+    """The least seconds of a forward of a unit with so many parameters, which its host needs to launch it."""
+    return LAUNCH_S * LAUNCHES * parameters
 
 
 def on_links_of(spec: PlanSpec, work: StepWork) -> StepWork:
@@ -156,7 +200,7 @@ def rates_of(spec: PlanSpec, efficiency: float | None = None) -> GpuRates:
     """Those of the spec's GPU and dtype: float32 at half of bf16's; PlanError for a GPU of unknown FLOP/s."""
     reached = efficiency or efficiency_of(spec.gpu).part
     flops = reached * peak_flops(spec.gpu) * (1.0 if spec.param_bytes == 2 else 0.5)
-    return GpuRates(flops, _HBM_EFFICIENCY * spec.gpu.hbm_bytes_per_s)
+    return GpuRates(flops, HBM_EFFICIENCY * spec.gpu.hbm_bytes_per_s)
 
 
 class Compute:
@@ -165,39 +209,56 @@ class Compute:
     def __init__(self, spec: PlanSpec, efficiency: float | None) -> None:
         reached = efficiency or efficiency_of(spec.gpu).part
         self.flops, self.bytes_per_s = rates_of(spec, reached)
-        at_attention = _ATTENTION_EFFICIENCY.get(spec.gpu.name.split()[0], _USUAL_ATTENTION) if spec.flash else reached
-        self.attention_flops = min(at_attention, reached) * self.flops / reached
         self.spec = spec
-        products, attention = self._products_s(), self._attention_s()
+        products = self._products_s()
+        attention, attention_back = self._attention_s(reached)
         moved = _elementwise_bytes(spec) * spec.tokens / spec.tensor_parallel / self.bytes_per_s
+        restored = _restored_bytes(spec) / self.bytes_per_s
         again = _recomputed_share(spec)
         self.forward_s = products + attention + moved
-        backward_s = (_passes(spec) - 1) * products + (2.5 if spec.flash else 2.0) * attention + 2 * moved
+        backward_s = (_passes(spec) - 1) * products + attention_back + 2 * moved
         self.backward_s = backward_s + again * products + (spec.checkpointing == "full") * attention
-        self.backward_s += (spec.checkpointing != "none") * moved
+        self.backward_s += (spec.checkpointing != "none") * (moved + restored) + restored
+        self.forward_s += restored
         self.head_forward_s, self.head_backward_s = self._head_s()
         self.optimizer_s = _optimizer_bytes(spec) / self.bytes_per_s
         if spec.optimizer == "muon":  # Newton-Schulz in bfloat16
             self.optimizer_s += owners_step(spec).flops / rates_of(replace(spec, param_dtype="bf16"), reached).flops
 
-    def _products_s(self) -> float:
-        return 2 * _multiplied(self.spec) * self.spec.tokens / self.flops
+    @property
+    def block_s(self) -> tuple[float, float]:
+        """Seconds of a block's forward and backward: those of its kernels, or of their launches where these are more.
 
-    def _attention_s(self) -> float:
-        """Scores and their product with the values: 4 x width x context a token, half of it where flash attention
-        leaves out what causality masks.
+        A compiled block launches few.
+        """
+        least = 0.0 if self.spec.compile else launch_s(len(self.spec.model.block))
+        return max(self.forward_s, least), max(self.backward_s, 2 * least)
+
+    def _products_s(self) -> float:
+        faster = FP8_SPEEDUP if self.spec.fp8 else 1.0
+        return 2 * _multiplied(self.spec) * self.spec.tokens / (faster * self.flops)
+
+    def _attention_s(self, reached: float) -> tuple[float, float]:
+        """Forward and backward of scores and their product with the values: 4 x width x context a token, half of it
+        where flash attention leaves out what causality masks, and 2 to 2.5 times as much in the backward.
         """
         spec = self.spec
-        pairs = spec.seq * (0.5 if spec.flash else 1.0)
-        return 4 * spec.model.query_width * pairs * spec.tokens / spec.tensor_parallel / self.attention_flops
+        flops = 4 * spec.model.query_width * spec.seq * spec.tokens / spec.tensor_parallel
+        if not spec.flash:
+            return flops / self.flops, 2 * flops / self.flops
+        forward, backward = (part / reached * self.flops for part in attention_of(spec.gpu, reached, spec.flash_1))
+        return 0.5 * flops / forward, 2.5 * 0.5 * flops / backward
 
     def _head_s(self) -> tuple[float, float]:
-        """The head's product, and the loss: some 16 bytes a logit forward and 24 backward in float32."""
+        """The head's product, and the loss: some 16 bytes a logit forward and 24 backward in float32; a fused kernel
+        reads 16-bit logits, and reads them again and writes their gradient.
+        """
         spec = self.spec
         logits = spec.tokens * spec.model.vocabulary / spec.tensor_parallel
         product = 2 * logits * spec.model.width / self.flops
         back = (_passes(spec) - 1) * product
-        return product + 16 * logits / self.bytes_per_s, back + 24 * logits / self.bytes_per_s
+        first, then = (16, 24) if spec.loss == "eager" else (spec.param_bytes, 2 * spec.param_bytes)
+        return product + first * spec.logits / self.bytes_per_s, back + then * spec.logits / self.bytes_per_s
 
 
 def _elementwise_bytes(spec: PlanSpec) -> float:
@@ -209,12 +270,26 @@ def _elementwise_bytes(spec: PlanSpec) -> float:
     shape, scale = spec.model, spec.param_bytes / 2
     turned = shape.query_width + shape.kv_width
     if not shape.gated:
-        moved = (8 if spec.compile else 20) * shape.width + 4 * shape.ffn
+        moved = 8 * shape.width + 4 * shape.ffn if spec.compile else EAGER_GPT * (20 * shape.width + 4 * shape.ffn)
     elif spec.compile:
         moved = 16 * shape.width + 4 * turned + 6 * shape.ffn
     else:
         moved = (2 * 32 + 12) * shape.width + 20 * turned + 10 * shape.ffn
-    return scale * moved
+    return scale * (moved + _adapter_channels(spec))
+
+
+def _adapter_channels(spec: PlanSpec) -> float:
+    """Bytes a token that adapters of a block add: each reads its matrix's input, writes its own result, and adds it."""
+    if not spec.lora_rank:
+        return 0.0
+    matrices = [each.shape for each in spec.model.block if each.is_matrix]
+    return sum(2 * (width_in + 3 * width_out) for width_out, width_in in matrices)
+
+
+def _restored_bytes(spec: PlanSpec) -> float:
+    """Bytes that are read and written to restore a quantised block once, for a forward or a backward."""
+    base = BASE_BYTES[spec.base_dtype or spec.param_dtype]
+    return 0.0 if base == spec.param_bytes else (base + spec.param_bytes) * _multiplied(spec)
 
 
 def _recomputed_share(spec: PlanSpec) -> float:

@@ -100,7 +100,7 @@ def _trained(parameters: Sequence[Parameter], spec: PlanSpec) -> UnitBytes:
         step_scratch=own * ITEMSIZES[spec.master_dtype] if spec.optimizer == "adamw-foreach" else 0.0,
         gathered=padded * spec.param_bytes,
         unsharded_gradients=whole * spec.param_bytes,
-        kept_gradients=whole * spec.rest_bytes,
+        kept_gradients=whole * (spec.reduce_bytes if sharing.no_sync else spec.rest_bytes),
         reduction=padded * spec.reduce_bytes,
         sharded_gradients=piece * spec.rest_bytes,
     )

@@ -1,45 +1,37 @@
-"""Predictions beside published measurements: the ratio of every figure, and the median and worst error.
+"""Predictions beside published measurements, split by source: what was fitted, and what no constant has seen.
 
-No row is tuned. One number a GPU type is fitted, the part of its data sheet's FLOP/s that matrix products reach: on
-every other row with a throughput, in the order of the file, beginning with the first; errors are reported on the
-others, which the fit has not seen. Memory has no fitted number: bytes that were reserved are those in use times one
-stated factor (memory.py), which is the ratio of two figures of one row (torchtitan PR #165, FSDP2, eager). Published
-figures that are arithmetic themselves (ZeRO's table 1) are no evidence, and counted apart.
-
-What is known of the rows that are furthest off; nothing is set for them, since each reason rests on the row itself:
-
-- DeepSpeed's 6.86 B model without checkpointing peaks 15.5 and 17.0 GiB above its states, with checkpointing 5.6 and
-  2.8. All weights in bf16 are 12.8 GiB, and what autograd saves of 512 tokens without flash attention 3 to 4
-  (Korthikanti et al. 2022, equation 2). So gathered weights seem to live there until their backward, and are predicted
-  to be dropped (ratios 0.55 and 0.67). No source says so.
-- MPT-7b at 65,536 tokens spends three quarters of its time in attention. Its tokens/s follow from causal attention at
-  20% of an H100's FLOP/s; predicted are the 35% of FlashAttention-2 (ratio 1.50). Which kernel ran is not published,
-  and no second row of long sequences could test a lower rate.
-- MPT-70b on 64 A100 of 40 GB (ratio 1.35): 128 of them with twice the micro-batch are predicted within 1%. Both rows
-  would follow from a network with a sixth of the printed rate, which the larger micro-batch hides; nothing else
-  says that it was so slow.
+Nothing is fitted here. The constants of the rates (efficiency.py) are fitted once, on the sources that `SEEN` names for
+tokens/s; the memory's rules were written with the rows of its sources in view. All other sources are held out: their
+errors say how far off a prediction of somebody else's job is likely to be, and the bands of a plan (bands.py) are
+theirs. Published figures that are arithmetic themselves (ZeRO's table 1) are no evidence, and counted apart.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from .memory import FRAMEWORK_BYTES, fits_card, memory_of
-from .published import Case, read_published
-from .step_time import step_time
+from .bands import EIGHT_BIT, MEMORY_SHARE, PLAIN, SPEED_SHARE, kind_of
+from .memory import FRAMEWORK_BYTES, Variant, fits_card, memory_of
+from .published import Case, LeftOut, read_published
+from .step_time import has_known_flops, step_time
 
-_EFFICIENCIES = [number / 200 for number in range(40, 191)]  # 0.2 to 0.95
-FITTED, HELD_OUT, NOT_FITTED = "fitted", "held out", "no fit"
+SPEED, MEMORY, AT_REST, ARITHMETIC = "tokens/s", "memory", "memory between steps", "memory (arithmetic)"
+FIT, HELD_OUT = "fit", "held out"
+SEEN = {
+    SPEED: ("MosaicML", "torchtitan PR #165"),
+    MEMORY: ("torchtitan PR #165", "torchtitan", "DeepSpeed", "accelerate"),
+}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One figure: predicted and published in the same unit; `part` says what the fit has seen of it."""
+    """One figure: predicted and published in the same unit; `part` says whether its source was fitted or held out."""
 
     id: str
     source: str
@@ -48,6 +40,10 @@ class Row:
     predicted: float
     published: float
     part: str
+    seq: int
+    gpus: int
+    parameters: int
+    kind: str
 
     @property
     def ratio(self) -> float:
@@ -60,107 +56,180 @@ class Row:
         return abs(self.ratio - 1)
 
 
+class Errors(NamedTuple):
+    """Of some figures: how many, the median and the 90th percentile and the worst of their errors, and the median of
+    predicted over published, which is 1 where errors have no side. NaN for no figures.
+    """
+
+    figures: int
+    median: float
+    ninety: float
+    worst: float
+    bias: float
+
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> Errors:
+        """Those of some rows."""
+        found = list(rows)
+        if not found:
+            return cls(0, *[math.nan] * 4)
+        errors = sorted(row.error for row in found)
+        ninety = errors[math.ceil(0.9 * len(errors)) - 1]
+        return cls(len(found), statistics.median(errors), ninety, errors[-1], statistics.median(r.ratio for r in found))
+
+    def as_dict(self) -> dict[str, float | None]:
+        """For `--json`: None for no figures."""
+        return {name: None if math.isnan(value) else value for name, value in self._asdict().items()}
+
+
+# what a bias is shown by, and the ends of its ranges
+_RANGES: dict[str, tuple[Callable[[Row], float], tuple[float, ...]]] = {
+    "tokens of a sequence": (lambda row: row.seq, (1024, 2048, 4096, 8192, 32768)),
+    "GPUs": (lambda row: row.gpus, (1, 8, 64)),
+    "parameters": (lambda row: row.parameters, (1e9, 5e9, 20e9)),
+}
+
+
 @dataclass(frozen=True)
 class Validation:
-    """All rows, what was fitted, what was left out and why, and the runs that took place but are predicted not to fit.
+    """All rows, what was left out and why, and the runs that took place but are predicted not to fit.
 
-    `rows` with a published throughput took place: their micro-batches fitted.
+    `rows` with a published throughput took place: their micro-batches fitted. `ran_out`: those that ended out of
+    memory, and whether they are predicted not to fit.
     """
 
     rows: tuple[Row, ...]
-    efficiencies: dict[str, float]
-    left_out: tuple[tuple[str, str], ...]
+    left_out: tuple[LeftOut, ...]
     ran: int
     too_large: tuple[str, ...]
+    ran_out: tuple[tuple[str, bool], ...]
 
-    def errors(self, quantity: str, *parts: str) -> tuple[int, float, float]:
-        """How many figures of a quantity, their median and their worst error; 0 and NaN for none."""
-        found = [row.error for row in self.rows if row.quantity == quantity and (not parts or row.part in parts)]
-        return (len(found), statistics.median(found), max(found)) if found else (0, math.nan, math.nan)
+    def of(self, quantity: str, part: str = "") -> list[Row]:
+        """The figures of a quantity, of one part or of both."""
+        return [row for row in self.rows if row.quantity == quantity and part in ("", row.part)]
+
+    def errors(self, quantity: str, part: str = "") -> Errors:
+        """Their errors."""
+        return Errors.of(self.of(quantity, part))
+
+    def by_source(self, quantity: str) -> Iterator[tuple[str, str, Errors]]:
+        """Source, part and errors: fitted sources first, then those with most figures."""
+        rows = self.of(quantity)
+        found = [(row.source, row.part) for row in rows]
+        for source, part in sorted(set(found), key=lambda each: (each[1] == HELD_OUT, -found.count(each), each)):
+            yield source, part, Errors.of(row for row in rows if row.source == source)
+
+    def by_range(self, quantity: str, part: str) -> Iterator[tuple[str, str, Errors]]:
+        """What a range is of, the range in words, and the errors of the rows in it, for what a bias is shown by."""
+        for name, (value, ends) in _RANGES.items():
+            for low, high in pairwise((0.0, *ends, math.inf)):
+                rows = [row for row in self.of(quantity, part) if low < value(row) <= high]
+                words = f"up to {_short(high)}" if high < math.inf else f"above {_short(low)}"
+                if rows:
+                    yield name, words, Errors.of(rows)
+
+    def bands(self, quantity: str) -> dict[str, tuple[float, float, int]]:
+        """Kind of run -> the narrowest range of published over predicted that holds the share of bands.py, and the
+        number of runs. Memory: of all runs; tokens/s: of those that are held out.
+        """
+        share, part = (SPEED_SHARE, HELD_OUT) if quantity == SPEED else (MEMORY_SHARE, "")
+        rows = self.of(quantity, part)
+        kinds = dict.fromkeys(row.kind for row in rows)
+        return {kind: _narrowest([row.ratio for row in rows if row.kind == kind], share) for kind in kinds}
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`."""
         return {
             "rows": [{**asdict(row), "ratio": row.ratio} for row in self.rows],
-            "memory": self._summary("memory"),
-            "memory_of_arithmetic": self._summary("memory (arithmetic)"),
-            "tokens_per_s": self._summary("tokens/s"),
-            "tokens_per_s_held_out": self._summary("tokens/s", HELD_OUT, NOT_FITTED),
-            "tokens_per_s_fitted": self._summary("tokens/s", FITTED),
-            "efficiency": self.efficiencies,
-            "left_out": [{"id": name, "reason": reason} for name, reason in self.left_out],
+            "errors": {
+                quantity: {part: self.errors(quantity, part).as_dict() for part in (FIT, HELD_OUT)}
+                for quantity in (MEMORY, AT_REST, SPEED, ARITHMETIC)
+            },
+            "by_source": {
+                quantity: {
+                    source: {"part": part, **errors.as_dict()} for source, part, errors in self.by_source(quantity)
+                }
+                for quantity in (MEMORY, SPEED)
+            },
+            "bands": {quantity: self.bands(quantity) for quantity in (MEMORY, SPEED)},
+            "left_out": [each._asdict() for each in self.left_out],
             "ran": self.ran,
             "predicted_not_to_fit": list(self.too_large),
+            "ran_out_of_memory": dict(self.ran_out),
         }
 
-    def _summary(self, quantity: str, *parts: str) -> dict[str, Any]:
-        count, median, worst = self.errors(quantity, *parts)
-        return {"count": count, "median_error": median if count else None, "worst_error": worst if count else None}
+
+def _narrowest(ratios: list[float], share: float) -> tuple[float, float, int]:
+    """The narrowest range of 1 / ratio with a share of them, and how many there are."""
+    found = sorted(1 / ratio for ratio in ratios)
+    holds = math.ceil(share * len(found))
+    first = min(range(len(found) - holds + 1), key=lambda start: found[start + holds - 1] / found[start])
+    return round(found[first], 2), round(found[first + holds - 1], 2), len(found)
+
+
+def _short(value: float) -> str:
+    """`2,048`, `5 B`."""
+    return f"{value / 1e9:g} B" if value >= 1e9 else f"{value:,.0f}"
 
 
 def validate(path: Path) -> Validation:
-    """Predict every usable row of a file; raises PublishedError, one line."""
+    """Predict every usable row of a file with the constants as they are; raises PublishedError, one line."""
     cases, left_out = read_published(path)
-    timed = [case for case in cases if case.tokens_per_s is not None and not case.without_time]
-    unpredicted = [(case.id, f"no tokens/s: {case.without_time}") for case in cases if _has_unused_speed(case)]
-    parts = _parts(timed)
-    efficiencies = _fitted(timed, parts)
-    rows = [row for case in cases for row in _memory_rows(case)]
-    rows += [_time_row(case, parts[case.id], efficiencies.get(case.spec.gpu.name)) for case in timed]
-    large = [case.id for case in timed if not fits_card(case.spec)]
-    return Validation(tuple(rows), efficiencies, (*left_out, *unpredicted), len(timed), tuple(large))
+    timed = [case for case in cases if case.tokens_per_s is not None and not _without_time(case)]
+    unpredicted = [
+        LeftOut(case.id, case.source, f"no tokens/s: {_without_time(case)}")
+        for case in cases
+        if case.tokens_per_s is not None and _without_time(case)
+    ]
+    rows = [row for case in cases for row in _memory_rows(case)] + [_time_row(case) for case in timed]
+    took_place = [case for case in cases if case.tokens_per_s is not None]
+    large = tuple(case.id for case in took_place if not _fits(case))
+    ran_out = tuple((case.id, not _fits(case)) for case in cases if case.ran_out)
+    return Validation(tuple(rows), (*left_out, *unpredicted), len(took_place), large, ran_out)
 
 
-def _has_unused_speed(case: Case) -> bool:
-    return case.tokens_per_s is not None and bool(case.without_time)
+def _without_time(case: Case) -> str:
+    """Why no time of a case is predicted; else empty."""
+    gpu = case.spec.gpu
+    return case.without_time or ("" if has_known_flops(gpu) else f"no bf16 FLOP/s are known for {gpu.name}")
 
 
-def _parts(timed: Sequence[Case]) -> dict[str, str]:
-    """Every other row of each GPU type is fitted, the first among them; a type with one row is not fitted."""
-    found: dict[str, str] = {}
-    for name in dict.fromkeys(case.spec.gpu.name for case in timed):
-        of_it = [case.id for case in timed if case.spec.gpu.name == name]
-        for number, each in enumerate(of_it):
-            found[each] = NOT_FITTED if len(of_it) < 2 else HELD_OUT if number % 2 else FITTED
-    return found
+def _variant(case: Case) -> Variant:
+    return Variant(recomputed_blocks=case.recomputed_blocks)
 
 
-def _fitted(timed: Sequence[Case], parts: dict[str, str]) -> dict[str, float]:
-    """GPU type -> the efficiency with the smallest mean error, as a logarithm, over the rows to fit."""
-    found = {}
-    for name in dict.fromkeys(case.spec.gpu.name for case in timed):
-        cases = [case for case in timed if case.spec.gpu.name == name and parts[case.id] == FITTED]
-        if cases:
-            found[name] = min(_EFFICIENCIES, key=lambda each, cases=cases: _distance(cases, each))  # type: ignore[misc]
-    return found
+def _fits(case: Case) -> bool:
+    return fits_card(case.spec, _variant(case))
 
 
-def _distance(cases: Sequence[Case], efficiency: float) -> float:
-    return sum(abs(math.log(_tokens_per_s(case, efficiency) / (case.tokens_per_s or 1.0))) for case in cases)
+def _time_row(case: Case) -> Row:
+    """Where a part of the blocks is checkpointed: that part of the step's seconds with, the rest without."""
+    spec, seconds = case.spec, step_time(case.spec).step_s
+    if case.recomputed < 1:
+        without = step_time(replace(spec, checkpointing="none")).step_s
+        seconds = case.recomputed * seconds + (1 - case.recomputed) * without
+    return _row(case, case.id, SPEED, spec.step_tokens / seconds / spec.gpus, case.tokens_per_s or math.nan)
 
 
-def _tokens_per_s(case: Case, efficiency: float | None) -> float:
-    spec = case.spec
-    return spec.step_tokens / step_time(spec, efficiency).step_s / spec.gpus
-
-
-def _time_row(case: Case, part: str, efficiency: float | None) -> Row:
-    predicted = _tokens_per_s(case, efficiency)
-    return Row(case.id, case.source, "tokens/s", case.spec.gpu.name, predicted, case.tokens_per_s or math.nan, part)
-
-
-def _memory_rows(case: Case) -> list[Row]:
-    memory = memory_of(case.spec)
+def _memory_rows(case: Case) -> Iterator[Row]:
+    memory = memory_of(case.spec, variant=_variant(case))
     stepping = memory.at("optimizer step")
     passing = ("unsharded_parameters", "activations", "communication_buffers")
     states = stepping.total - FRAMEWORK_BYTES - sum(stepping.by_category[name] for name in passing)
-    measured = {"reserved": memory.reserved_bytes, "used": memory.used_bytes, "states": states}
-    predicted = measured | {"arithmetic": states * case.scale}
-    quantities = dict.fromkeys(measured, "memory") | {"arithmetic": "memory (arithmetic)"}
-    source, gpu = case.source, case.spec.gpu.name
-    return [
-        Row(
-            f"{case.id}, {each.kind}", source, quantities[each.kind], gpu, predicted[each.kind], each.nbytes, NOT_FITTED
-        )
-        for each in case.memory
-    ]
+    predicted = {
+        "reserved": (MEMORY, memory.reserved_bytes), "used": (MEMORY, memory.used_bytes),
+        "states": (AT_REST, states), "arithmetic": (ARITHMETIC, states * case.scale),
+    }  # fmt: skip
+    for each in case.memory:
+        quantity, nbytes = predicted[each.kind]
+        yield _row(case, f"{case.id}, {each.kind}", quantity, nbytes, each.nbytes)
+
+
+def _row(case: Case, name: str, quantity: str, predicted: float, published: float) -> Row:
+    part = FIT if case.source in SEEN[SPEED if quantity == SPEED else MEMORY] else HELD_OUT
+    spec = case.spec
+    sizes = spec.seq, spec.gpus, round(spec.model.parameters * case.scale)
+    kind = kind_of(spec)
+    if quantity != SPEED and kind == EIGHT_BIT:  # products in 8 bits change no memory
+        kind = PLAIN
+    return Row(name, case.source, quantity, spec.gpu.name, predicted, published, part, *sizes, kind)

@@ -11,6 +11,7 @@ from fsdplab.cli.plan.provenance import PREDICTED, reached_words
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import MISSING, plural
+from fsdplab.planning.bands import memory_band, speed_band
 from fsdplab.planning.links import HOST_LINK
 from fsdplab.planning.memory import host_crossing
 from fsdplab.planning.plan_spec import PlanSpec
@@ -91,7 +92,7 @@ def _headline(found: Plan) -> str:
     return (
         f"{spec.model.name}, {spec.model.parameters / 1e9:.3f} B parameters, {spec.strategy}{groups} on {spec.gpus} x"
         f" {spec.gpu.name}{mesh}: {spec.micro_batch} x {spec.seq} tokens a micro-batch, {spec.grad_accum} a step;"
-        f" gathers in {spec.param_dtype}, reductions in {spec.reduce_dtype}"
+        f" gathers in {spec.param_dtype}, reductions in {spec.reduce_dtype}; {spec.loss} loss"
     )
 
 
@@ -112,9 +113,13 @@ def _card(found: Plan) -> Line:
     memory, card = found.memory, found.spec.gpu.memory_bytes
     if missing := shortfall(found):
         return Line(missing, "does not fit", "bad")
-    left = card - memory.peak.total
-    tight = "" if memory.reserved_bytes <= card else "; tight: fragments of the allocator may take more than is left"
-    return Line(f"{size(left)} of {size(card)} are left at the peak, in the {memory.peak.name}{tight}", "fits", "good")
+    peak, band = memory.peak, memory_band(found.spec)
+    low, high = band.around(peak.total)
+    words = (
+        f"{size(peak.total)} of {size(card)} at the peak, in the {peak.name}; {size(low)} to {size(high)} {band.words};"
+        f" the allocator is likely to reserve {size(memory.reserved_bytes)}"
+    )
+    return Line(words, f"fits: {found.fitness}", "good" if found.fitness == "yes" else "")
 
 
 def _times(found: Plan, tokens: float | None) -> Iterator[tuple[str, str]]:
@@ -131,6 +136,9 @@ def _times(found: Plan, tokens: float | None) -> Iterator[tuple[str, str]]:
         yield "not in the step", _host(found.spec)
     speed, mfu = found.tokens_per_s_per_gpu or 0.0, found.mfu or 0.0
     yield "tokens/s a GPU", f"{'at most ' * bool(least)}{three_digits(speed)} (MFU {mfu:.1%})"
+    band = speed_band(found.spec)
+    low, high = map(three_digits, band.around(speed))
+    yield "", f"{low} to {high} {band.words}"
     hours = found.hours(tokens) if tokens else None
     if hours:
         yield f"{tokens:,.0f} tokens", f"{least}{hours:,.1f} hours, {hours * found.spec.gpus:,.0f} GPU-hours"

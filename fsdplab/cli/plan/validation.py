@@ -1,7 +1,8 @@
-"""`fsdplab plan validate`: predicted beside published, row by row, with the median and the worst error."""
+"""`fsdplab plan validate`: predicted beside published, split by source into what was fitted and what was held out."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -9,10 +10,24 @@ from fsdplab.cli.answer import Answer, Line, Table
 from fsdplab.cli.errors import refuse
 from fsdplab.common.places import shared_folder
 from fsdplab.common.sizes import three_digits
-from fsdplab.planning.validate import FITTED, HELD_OUT, NOT_FITTED, Row, Validation, validate
+from fsdplab.common.words import MISSING, plural
+from fsdplab.planning.validate import (
+    ARITHMETIC,
+    AT_REST,
+    FIT,
+    HELD_OUT,
+    MEMORY,
+    SPEED,
+    Errors,
+    Row,
+    Validation,
+    validate,
+)
 
 _TABLE = shared_folder("data") / "published.csv"
-_UNITS = {"memory": ("GiB", 2.0**30), "memory (arithmetic)": ("GiB", 2.0**30), "tokens/s": ("", 1.0)}
+_GIB = 2.0**30
+_MOST_ROWS = 40  # of a file whose rows are printed one by one; of a longer one, those that are furthest off
+_ERRORS = ("figures", "median", "90% within", "worst", "bias")
 
 
 def validation_answer(file: Path | None) -> Answer:
@@ -20,55 +35,111 @@ def validation_answer(file: Path | None) -> Answer:
     if file is None and not _TABLE.exists():
         refuse(f"{_TABLE} is not there; give a file of measurements: fsdplab plan validate FILE.csv")
     found = validate(file or _TABLE)
-    columns = ("row", "quantity", "predicted", "published", "ratio", "efficiency")
-    table = Table(columns, [_row(row) for row in found.rows], words=("row", "quantity", "efficiency"))
 
     def page() -> str:
         from fsdplab.figures.plots.plans import page_of, validation_figure
 
         return page_of(validation_figure([_point(row) for row in found.rows], _finding(found)))
 
-    return Answer((table, *_errors(found), *_notes(found)), found.as_dict(), page)
+    parts = (*_rows(found), _sources(found), _parts(found), _ranges(found), *_notes(found))
+    return Answer(parts, found.as_dict(), page)
 
 
 def _finding(found: Validation) -> str:
-    """The figure's title: the two medians, of throughput over rows that the fit has not seen."""
-    named = {"memory": found.errors("memory"), "tokens/s": found.errors("tokens/s", HELD_OUT, NOT_FITTED)}
-    shown = [f"{name} {median:.1%}" for name, (count, median, _) in named.items() if count]
-    return f"Predicted against published: median error {', '.join(shown)}"
+    """The figure's title: the two medians of the held-out sources."""
+    named = {quantity: found.errors(quantity, HELD_OUT) for quantity in (MEMORY, SPEED)}
+    shown = [f"{name} {errors.median:.1%}" for name, errors in named.items() if errors.figures]
+    return f"Predicted against published: median error of held-out sources {', '.join(shown) or 'not known'}"
 
 
 def _point(row: Row) -> tuple[str, str, float, float]:
-    """A row for the figure, in the unit that it is printed in; ZeRO's own arithmetic is drawn with memory."""
-    unit, scale = _UNITS[row.quantity]
-    quantity = f"memory ({unit})" if unit else row.quantity
-    return (quantity, row.source, row.published / scale, row.predicted / scale)
+    """A row for the figure, in the unit that it is printed in; all kinds of memory are drawn together."""
+    scale = 1.0 if row.quantity == SPEED else _GIB
+    return (SPEED if row.quantity == SPEED else "memory (GiB)", row.part, row.published / scale, row.predicted / scale)
+
+
+def _rows(found: Validation) -> Iterator[Line | Table]:
+    """All rows of a short file, else those that are furthest off."""
+    shown: Sequence[Row] = found.rows
+    if len(shown) > _MOST_ROWS:
+        shown = sorted(found.rows, key=lambda row: -row.error)[: _MOST_ROWS // 2]
+        yield Line(f"the {len(shown)} of {len(found.rows)} figures that are furthest off; --json has all of them")
+    columns = ("row", "quantity", "predicted", "published", "ratio", "source is")
+    yield Table(columns, [_row(row) for row in shown], words=("row", "quantity", "source is"))
 
 
 def _row(row: Row) -> Sequence[str]:
-    unit, scale = _UNITS[row.quantity]
-    shown = [f"{three_digits(value / scale)} {unit}".strip() for value in (row.predicted, row.published)]
-    part = row.part if row.part != NOT_FITTED else ""
-    return row.id, row.quantity, *shown, f"{row.ratio:.2f}", part
+    unit, scale = ("", 1.0) if row.quantity == SPEED else (" GiB", _GIB)
+    shown = [f"{three_digits(value / scale)}{unit}" for value in (row.predicted, row.published)]
+    return row.id, row.quantity, *shown, f"{row.ratio:.2f}", row.part
 
 
-def _errors(found: Validation) -> Iterator[Line]:
-    for name, quantity, parts in (
-        ("memory", "memory", ()),
-        ("memory by a source's own arithmetic", "memory (arithmetic)", ()),
-        ("tokens/s, rows that the fit has not seen", "tokens/s", (HELD_OUT, NOT_FITTED)),
-        ("tokens/s, rows of the fit", "tokens/s", (FITTED,)),
-    ):
-        count, median, worst = found.errors(quantity, *parts)
-        if count:
-            yield Line(f"{count} figures, median error {median:.1%}, worst {worst:.1%}", name)
+def _sources(found: Validation) -> Table:
+    rows = [
+        (source, quantity, part, *_cells(errors))
+        for quantity in (MEMORY, SPEED)
+        for source, part, errors in found.by_source(quantity)
+    ]
+    words = ("source", "quantity", "part")
+    return Table((*words, *_ERRORS), rows, words=words)
+
+
+def _cells(errors: Errors) -> Sequence[str]:
+    if not errors.figures:
+        return ("0", *[MISSING] * 4)
+    return str(errors.figures), *(f"{value:.1%}" for value in errors[1:4]), f"{errors.bias:.2f}"
+
+
+def _parts(found: Validation) -> Table:
+    """Fitted and held out, side by side."""
+    columns = [column for part in (FIT, HELD_OUT) for column in (part, *_ERRORS[1:])]
+    rows = []
+    for quantity in (MEMORY, AT_REST, SPEED, ARITHMETIC):
+        errors = [found.errors(quantity, part) for part in (FIT, HELD_OUT)]
+        if any(each.figures for each in errors):
+            rows.append((quantity, *(cell for each in errors for cell in _cells(each))))
+    return Table(("all sources", *columns), rows, words=("all sources",))
+
+
+def _ranges(found: Validation) -> Table:
+    """The bias of throughput in ranges, fitted and held out side by side."""
+    cells: dict[tuple[str, str], dict[str, Sequence[str]]] = {}
+    for part in (FIT, HELD_OUT):
+        for name, words, errors in found.by_range(SPEED, part):
+            cells.setdefault((name, words), {})[part] = (
+                str(errors.figures),
+                f"{errors.bias:.2f}",
+                f"{errors.worst:.1%}",
+            )
+    empty = ("0", MISSING, MISSING)
+    rows = [
+        (*key, *each.get(FIT, empty), *each.get(HELD_OUT, empty)) for key, each in sorted(cells.items(), key=_by_range)
+    ]
+    columns = [column for part in (FIT, HELD_OUT) for column in (part, "bias", "worst")]
+    return Table(("tokens/s by", "range", *columns), rows, words=("tokens/s by", "range"))
+
+
+def _by_range(cell: tuple[tuple[str, str], object]) -> tuple[str, bool, float]:
+    """Sorts ranges by their numbers."""
+    (name, words), _ = cell
+    number, _, unit = words.rpartition("up to " if "up" in words else "above ")[2].partition(" ")
+    return name, words.startswith("above"), float(number.replace(",", "")) * (1e9 if unit else 1)
 
 
 def _notes(found: Validation) -> Iterator[Line]:
-    fitted = ", ".join(f"{name} {value:.3f}" for name, value in found.efficiencies.items())
-    yield Line(f"one fitted number a GPU type, the part of its FLOP/s that products reach: {fitted or 'none'}")
+    yield Line(
+        "nothing is fitted to this file: rates are fitted to MosaicML's runs and PR #165's (efficiency.py), and memory"
+        " was written with the rows of its fit sources in view; the terms of the model, not its constants, were chosen"
+        " with the held-out errors in view",
+        "constants",
+    )
     large = f"; predicted not to fit: {', '.join(found.too_large)}" if found.too_large else ""
-    fits = found.ran - len(found.too_large)
-    yield Line(f"of {found.ran} runs that took place, {fits} are predicted to fit{large}")
-    for name, reason in found.left_out:
-        yield Line(f"{name}: {reason}", "left out")
+    yield Line(f"of {found.ran} runs that took place, {found.ran - len(found.too_large)} are predicted to fit{large}")
+    if found.ran_out:
+        right = sum(not_fits for _, not_fits in found.ran_out)
+        yield Line(f"of {plural(len(found.ran_out), 'run')} that ended out of memory, {right} are predicted not to fit")
+    reasons = Counter((each.source, each.reason) for each in found.left_out)
+    yield Line(f"{len(found.left_out)} rows or figures are not predicted", "left out")
+    for (source, reason), count in reasons.most_common():
+        names = ", ".join(each.id for each in found.left_out if (each.source, each.reason) == (source, reason))
+        yield Line(f"{source}, {count}: {reason} ({names})", "left out")

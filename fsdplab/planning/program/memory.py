@@ -26,7 +26,8 @@ class Sharing:
     """What a strategy cuts, and whether it reshards all units but the root after their forward; whether more than one
     rank shards, and more than one replicates. `casts`: the dtype that computes is not that at rest; `offloads`: shards
     at rest leave the memory that computes; `streams`: CUDA, where one stream waits for the other and the host for none;
-    `fewer`: units reshard to fewer ranks after their forward.
+    `fewer`: units reshard to fewer ranks after their forward; `no_sync`: the training loop reduces in the last
+    micro-batch only.
     """
 
     cuts: tuple[str, ...]
@@ -37,6 +38,7 @@ class Sharing:
     offloads: bool = False
     streams: bool = False
     fewer: bool = False
+    no_sync: bool = False
 
     @classmethod
     def of(cls, strategy: str, shards: int, replicas: int, **choices: bool) -> Sharing:
@@ -47,7 +49,7 @@ class Sharing:
     @property
     def reduces_once(self) -> bool:
         """Whether gradients stay unsharded until the last backward of a step."""
-        return "gradients" not in self.cuts
+        return "gradients" not in self.cuts or self.no_sync
 
     @property
     def aliased(self) -> bool:
@@ -70,7 +72,7 @@ class PlannedMemory(Memory):
         self.name, self.sharing = name, sharing
         self.params = ("all",)
         self.keeps_whole = sharing.keeps_whole
-        self.keeps_gradients = sharing.reduces_once and sharing.shards
+        self.keeps_gradients = "gradients" not in sharing.cuts and sharing.shards
         self.hides_all_reduce = sharing.shards and sharing.replicates and not sharing.streams
         # whether the result of a reduction is written into gradients that are kept, or goes to host memory
         self.gives_back_reduced = self.keeps_gradients or sharing.offloads

@@ -266,7 +266,8 @@ def _between(spec: PlanSpec) -> list[Case]:
     again = [row for row in traffic if (row.unit, row.kind, row.axis) == ("block", "all_gather", "shard")]
     sent = sum(row.step_bytes for row in traffic) - sum(row.step_bytes / 2 for row in again)
     keeps = Variant(ranks_after_forward=1)
-    kept = replace(work, sharing=keeps.sharing(spec))
+    beside = work_of(spec if spec.row.in_groups else spec.under("shard_grad_op"))
+    kept = replace(beside, sharing=keeps.sharing(spec))
     return [Case("resharded", spec, work=work), Case("kept whole", spec, keeps, work=kept, known={SENT: sent})]
 
 

@@ -65,11 +65,11 @@ def crossover(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):
 
 
 def cases(rank, n):
-    yield "a block of Llama 3.1 8B on 8 H100", 218_103_808, 8, 480e12, 380e9, 2, 4
-    yield "a block four times as large", 872_415_232, 8, 480e12, 380e9, 2, 4
-    yield "reductions in bf16", 218_103_808, 8, 480e12, 380e9, 2, 2
-    yield "gathers in fp32, reductions in bf16", 218_103_808, 8, 480e12, 380e9, 4, 2
-    yield "gathers in fp8, reductions in fp32", 218_103_808, 8, 480e12, 380e9, 1, 4
+    yield "a block of Llama 3.1 8B on 8 H100", 218_103_808, 8, 733e12, 380e9, 2, 4
+    yield "a block four times as large", 872_415_232, 8, 733e12, 380e9, 2, 4
+    yield "reductions in bf16", 218_103_808, 8, 733e12, 380e9, 2, 2
+    yield "gathers in fp32, reductions in bf16", 218_103_808, 8, 733e12, 380e9, 4, 2
+    yield "gathers in fp8, reductions in fp32", 218_103_808, 8, 733e12, 380e9, 1, 4
     yield "two cards on a slow bus", 218_103_808, 2, 100e12, 26e9, 2, 4
     yield "64 ranks", 855_638_016, 64, 400e12, 100e9, 2, 4
 

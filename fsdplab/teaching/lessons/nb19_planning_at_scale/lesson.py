@@ -20,7 +20,7 @@ from fsdplab.figures.style import EDGE, GRID, mark_level, titled
 from fsdplab.planning.fit import fit, largest_that_fits
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.planner import Plan, plan_of, plan_spec, shortfall
-from fsdplab.planning.validate import FITTED, HELD_OUT, NOT_FITTED, Row, Validation, validate
+from fsdplab.planning.validate import FIT, HELD_OUT, SPEED, Row, Validation, validate
 from fsdplab.teaching.core.display import Note, Table, table
 
 from .order import BUDGET, DAYS, MODEL, PRICES, SEQUENCE, STEP_TOKENS, TOKENS, days, dollars, ordered, reserved, roomy
@@ -181,18 +181,18 @@ def _row(found: Plan, gpu: str) -> list[str]:
 
 @lru_cache(maxsize=1)
 def published() -> Validation:
-    """Every usable published measurement, predicted; one efficiency a GPU type is fitted on every other row."""
+    """Every usable published measurement, predicted; rates are fitted to the runs of two sources."""
     return validate(PUBLISHED)
 
 
 def points(found: Validation) -> list[Row]:
     """The rows with a throughput."""
-    return [row for row in found.rows if row.quantity == "tokens/s"]
+    return found.of(SPEED)
 
 
 def error(found: Validation) -> float:
-    """The median error of throughput in %, of the rows that the fit has not seen."""
-    return 100 * found.errors("tokens/s", HELD_OUT, NOT_FITTED)[1]
+    """The median error of throughput in %, of the sources that the fit has not seen."""
+    return 100 * found.errors(SPEED, HELD_OUT).median
 
 
 def ratios(found: Validation) -> go.Figure:
@@ -201,17 +201,17 @@ def ratios(found: Validation) -> go.Figure:
     gpus = list(dict.fromkeys(row.gpu for row in rows))
     figure = go.Figure()
     for name, seen, colour in (("the fit has seen it", True, _SEEN), ("held out", False, _UNSEEN)):
-        shown = [row for row in rows if (row.part == FITTED) == seen]
+        shown = [row for row in rows if (row.part == FIT) == seen]
         places = [gpus.index(row.gpu) + (0.15 if seen else -0.15) for row in shown]
         dots = lines.points(name, colour, [row.ratio for row in shown], places, text=[row.id for row in shown])
         figure.add_trace(dots.update(hovertemplate="%{text}: %{x:.2f}<extra></extra>"))
     mark_level(figure, 1, "")
-    figure.update_xaxes(title_text="predicted / published tokens a second", range=[0.7, 1.6])
+    figure.update_xaxes(title_text="predicted / published tokens a second", range=[0.5, 1.7])
     figure.update_yaxes(
         tickvals=list(range(len(gpus))), ticktext=gpus, range=[len(gpus) - 0.5, -0.5], gridcolor=GRID
     )  # fmt: skip
-    title = f"Throughput of published runs: median error {error(found):.1f} % where held out"
-    subtitle = f"{len(rows)} rows of data/published.csv; one efficiency a GPU type is fitted, on every other row"
+    title = f"Throughput of published runs: median error {error(found):.1f} % on held-out sources"
+    subtitle = f"{len(rows)} runs of data/published.csv; rates are fitted to two of its sources"
     low, high = min(row.ratio for row in rows), max(row.ratio for row in rows)
     alt = f"Points of predicted over published throughput by GPU, from {low:.2f} to {high:.2f}. {title}."
     return titled(figure, title, subtitle, alt, 300)
@@ -220,21 +220,16 @@ def ratios(found: Validation) -> go.Figure:
 def published_rows(found: Validation, gpu: str = "H100 SXM 80GB") -> Table:
     """The held-out rows of one GPU, the most optimistic prediction first."""
     rows = sorted(_unseen(found, gpu), key=lambda row: -row.ratio)
-    cells = [[_short(row.id), f"{row.predicted:,.0f}", f"{row.published:,.0f}", f"{row.ratio:.2f}"] for row in rows]
+    cells = [[row.id, f"{row.predicted:,.0f}", f"{row.published:,.0f}", f"{row.ratio:.2f}"] for row in rows]
     caption = (
-        "Tokens/s a GPU of rows that the fit has not seen. Published by MosaicML (llm-foundry); g is the number of"
-        " GPUs, s the tokens of a sequence, mb the micro-batch."
+        "Tokens/s a GPU of runs of sources that the fit has not seen. fms and ptblog: IBM's and PyTorch's, with (c) and"
+        " without compiling; nemo and mbridge: NVIDIA's, in 8 bits; qlora: a frozen base in 4 bits."
     )
     return table([f"row, on {gpu}", "predicted", "published", "predicted / published"], cells, caption)
 
 
 def _unseen(found: Validation, gpu: str) -> Sequence[Row]:
-    return [row for row in points(found) if row.gpu == gpu and row.part in (HELD_OUT, NOT_FITTED)]
-
-
-def _short(name: str) -> str:
-    """`mosaic-h100_80gb-amp_bf16-7b-s2048-g8-mb6x1` -> `7b-s2048-g8-mb6x1`."""
-    return name.partition("bf16-")[2] or name
+    return [row for row in found.of(SPEED, HELD_OUT) if row.gpu == gpu]
 
 
 def worst_ratio(found: Validation, gpu: str = "H100 SXM 80GB") -> float:

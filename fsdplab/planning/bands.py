@@ -1,0 +1,68 @@
+"""Error bands of a plan's figures: how far published runs of the same kind were from their predictions.
+
+A band is the narrowest range of published over predicted that holds a stated share of the known runs of a kind.
+Throughput: of the held-out runs of data/published.csv. Memory: of all its runs, since no constant but one factor is
+fitted to memory; of ten runs two lie outside, most of them of two sources whose gathered weights seem to stay until
+the backward (docs/planning.md). `fsdplab plan validate` prints the same ranges, and a test holds them against these.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from .plan_spec import PlanSpec
+
+ADAPTERS, CUT, EIGHT_BIT, PLAIN = (
+    "a frozen base",
+    "tensor or context parallel",
+    "8-bit products",
+    "all parameters trained",
+)
+MEMORY_SHARE, SPEED_SHARE = 0.8, 0.9
+
+
+class Band(NamedTuple):
+    """Published over predicted, from and to, of a share of so many known runs of a kind."""
+
+    low: float
+    high: float
+    share: float
+    runs: int
+    kind: str
+
+    def around(self, value: float) -> tuple[float, float]:
+        """The range for a predicted value."""
+        return self.low * value, self.high * value
+
+    @property
+    def words(self) -> str:
+        """`in 9 of 10 of the 51 known runs like this (all parameters trained)`."""
+        return f"in {self.share * 10:.0f} of 10 of the {self.runs} known runs like this ({self.kind})"
+
+
+def kind_of(spec: PlanSpec) -> str:
+    """What runs a plan is compared with."""
+    if spec.lora_rank:
+        return ADAPTERS
+    if spec.tensor_parallel * spec.context_parallel > 1:
+        return CUT
+    return EIGHT_BIT if spec.fp8 else PLAIN
+
+
+# from, to, and how many runs: `Validation.bands`
+_MEMORY = {ADAPTERS: (0.96, 1.38, 28), CUT: (1.02, 1.07, 16), PLAIN: (0.9, 1.22, 37)}
+_SPEED = {ADAPTERS: (0.85, 1.17, 22), CUT: (0.74, 1.16, 23), EIGHT_BIT: (0.86, 1.31, 8), PLAIN: (0.94, 1.15, 51)}
+
+
+def memory_band(spec: PlanSpec) -> Band:
+    """Of a plan's peak."""
+    kind = PLAIN if (kind := kind_of(spec)) == EIGHT_BIT else kind
+    low, high, runs = _MEMORY[kind]
+    return Band(low, high, MEMORY_SHARE, runs, kind)
+
+
+def speed_band(spec: PlanSpec) -> Band:
+    """Of a plan's tokens/s."""
+    kind = kind_of(spec)
+    low, high, runs = _SPEED[kind]
+    return Band(low, high, SPEED_SHARE, runs, kind)
