@@ -227,7 +227,7 @@ def test_the_closed_form_agrees(name):
     assert record.summary.step_time_s.median == pytest.approx(closed.step_s, rel=1e-9)
     assert record.summary.comm.exposed_s == pytest.approx(closed.exposed_s, abs=1e-6)
     (split,) = record.table("breakdown")
-    assert split["compute_ns"] / 1e9 == pytest.approx(closed.compute_s, rel=1e-6)
+    assert split["compute_ns"] / 1e9 == pytest.approx(closed.compute_s, rel=2e-6)  # rounded to ns, event by event
     assert sum(row["wire_bytes"] for row in record.table("ledger")) == pytest.approx(
         record.summary.comm.bytes_per_step, abs=500
     )

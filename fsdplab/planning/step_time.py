@@ -42,6 +42,7 @@ from .program import BLOCK, ROOT, Holds, StepWork, Transfer, UnitWork, step_seco
 from .unit_bytes import adapters, all_units
 
 _MOST_PASSES = 10_000  # of a simulated step: each costs some milliseconds, and thousands of bytes of its record
+_USUAL_ATTENTION = 0.6  # of an ideal card's FLOP/s, what flash attention is taken to reach
 # the H100 of torchtitan's tables (500 W, HBM2e) has no data sheet: its efficiency is of the 80 GB model's rate
 _ASSUMED_FLOPS = {"H100 SXM 96GB": 989e12}
 
@@ -85,7 +86,7 @@ def _work(spec: PlanSpec, rows: Sequence[AxisTraffic], efficiency: float | None)
     root = unit_work(spec, rows, ROOT, (compute.head_forward_s, compute.head_backward_s), trained)
     block = unit_work(spec, rows, BLOCK, compute.block_s, Holds())
     blocks = [replace(block, name=f"{BLOCK}s.{index}") for index in range(spec.model.layers)]
-    longer_s = slowed_s(spec, rows, root) + slowed_s(spec, rows, block, spec.model.layers)
+    longer_s = slowed_s(spec, rows, root) + slowed_s(spec, rows, block, spec.model.layers) if compute.fitted else 0.0
     return planned_work(spec, rows, [root, *blocks], compute.optimizer_s + longer_s)
 
 
@@ -204,15 +205,24 @@ def rates_of(spec: PlanSpec, efficiency: float | None = None) -> GpuRates:
 
 
 class Compute:
-    """Seconds of compute of one micro-batch's parts on one rank; the simulation computes with the same."""
+    """Seconds of compute of one micro-batch's parts on one rank; the simulation computes with the same.
+
+    With an `efficiency` of its own a card is ideal: all products reach it, and nothing that was fitted to real GPUs is
+    added.
+    """
 
     def __init__(self, spec: PlanSpec, efficiency: float | None) -> None:
         reached = efficiency or efficiency_of(spec.gpu).part
         self.flops, self.bytes_per_s = rates_of(spec, reached)
-        self.spec = spec
+        self.spec, self.fitted = spec, efficiency is None
         products = self._products_s()
         attention, attention_back = self._attention_s(reached)
-        moved = _elementwise_bytes(spec) * spec.tokens / spec.tensor_parallel / self.bytes_per_s
+        moved = (
+            _elementwise_bytes(spec, EAGER_GPT if self.fitted else 1.0)
+            * spec.tokens
+            / spec.tensor_parallel
+            / self.bytes_per_s
+        )
         restored = _restored_bytes(spec) / self.bytes_per_s
         again = _recomputed_share(spec)
         self.forward_s = products + attention + moved
@@ -231,7 +241,7 @@ class Compute:
 
         A compiled block launches few.
         """
-        least = 0.0 if self.spec.compile else launch_s(len(self.spec.model.block))
+        least = launch_s(len(self.spec.model.block)) if self.fitted and not self.spec.compile else 0.0
         return max(self.forward_s, least), max(self.backward_s, 2 * least)
 
     def _products_s(self) -> float:
@@ -246,7 +256,9 @@ class Compute:
         flops = 4 * spec.model.query_width * spec.seq * spec.tokens / spec.tensor_parallel
         if not spec.flash:
             return flops / self.flops, 2 * flops / self.flops
-        forward, backward = (part / reached * self.flops for part in attention_of(spec.gpu, reached, spec.flash_1))
+        usual = min(_USUAL_ATTENTION, reached)
+        parts = attention_of(spec.gpu, reached, spec.flash_1) if self.fitted else (usual, usual)
+        forward, backward = (part / reached * self.flops for part in parts)
         return 0.5 * flops / forward, 2.5 * 0.5 * flops / backward
 
     def _head_s(self) -> tuple[float, float]:
@@ -261,7 +273,7 @@ class Compute:
         return product + first * spec.logits / self.bytes_per_s, back + then * spec.logits / self.bytes_per_s
 
 
-def _elementwise_bytes(spec: PlanSpec) -> float:
+def _elementwise_bytes(spec: PlanSpec, eager_gpt: float) -> float:
     """Bytes a token that element-wise operators of one block's forward read and write, in 16-bit elements.
 
     Eager Llama: a norm in float32 steps 32 bytes a channel, rotary 20, SwiGLU 10, two residual sums 12; compiled: each
@@ -270,7 +282,7 @@ def _elementwise_bytes(spec: PlanSpec) -> float:
     shape, scale = spec.model, spec.param_bytes / 2
     turned = shape.query_width + shape.kv_width
     if not shape.gated:
-        moved = 8 * shape.width + 4 * shape.ffn if spec.compile else EAGER_GPT * (20 * shape.width + 4 * shape.ffn)
+        moved = 8 * shape.width + 4 * shape.ffn if spec.compile else eager_gpt * (20 * shape.width + 4 * shape.ffn)
     elif spec.compile:
         moved = 16 * shape.width + 4 * turned + 6 * shape.ffn
     else:
