@@ -113,6 +113,24 @@ def test_other_engines_of_torch(job, engine, strategy, tmp_path):
         assert untimed == {0, 5, 15} and all(row["loading_s"] for row in record.table("steps") if row["step"] == 3)
 
 
+@pytest.mark.parametrize(
+    "keeps,strategy,gathers", [("", "full_shard", 2), (", reshard_after_forward=False", "shard_grad_op", 1)]
+)
+def test_the_labs_own_engine_says_what_it_sends(keeps, strategy, gathers, tmp_path):
+    text = (JOBS / "fsdp2_loop.py").read_text(encoding="utf-8")
+    text = text.replace("from torch.distributed.fsdp import", "from fsdplab.engine import")
+    (tmp_path / "loop.py").write_text(text.replace("fully_shard(block)", f"fully_shard(block{keeps})"))
+    done = recorded(tmp_path / "out", *TORCHRUN, tmp_path / "loop.py")
+    record = RunRecord.load(tmp_path / "out")
+    told = {name: record.spec[name] for name in ("engine", "strategy", "precision", "unit_count")}
+    assert done.returncode == 0, done.stderr
+    assert told == {"engine": "lab", "strategy": strategy, "precision": "fp32", "unit_count": 5}
+    blocks, root = 4 * (2 * 4 * 256 * 256 + 5 * 256 + 2 * 256), 10 * 257
+    assert record.summary.comm.bytes_per_step == 4 * ((gathers + 1) * blocks + 2 * root) // 2
+    assert record.summary.comm.collectives_per_step == (gathers + 1) * 4 + 2
+    assert not any("bytes sent" in note for note in record.summary.notes)
+
+
 def test_ranks_that_torch_spawns_and_an_optimizer_that_shards_its_state(tmp_path):
     done = recorded(tmp_path / "out", JOBS / "spawned.py", MEETING=str(tmp_path / "meeting"))
     record = RunRecord.load(tmp_path / "out")

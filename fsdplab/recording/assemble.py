@@ -17,6 +17,7 @@ from fsdplab.common.words import plural
 from fsdplab.recording.settings import COLUMNS, FILE, Settings
 from fsdplab.records import RecordError, RunRecord, Summary
 from fsdplab.records.folder import is_written
+from fsdplab.records.summary import Comm
 from fsdplab.sessions.launch.mailbox import Mailbox, read_lines
 from fsdplab.sessions.summary import mean_losses, measured
 from fsdplab.sessions.trace_tables import communication, profile_of, tables_of
@@ -108,8 +109,14 @@ def _summary(
         tokens_per_s=_tokens_per_s(steps, timed),
         cpu_share=min(shares, default=None),
         profile=profile_of(settings.end - settings.first if results else 0, profiled, timed, tables),
-        comm=communication(tables, spec["world_size"], None, None),
+        comm=communication(tables, spec["world_size"], _sent(results), None),
     )
+
+
+def _sent(results: Mapping[int, Row]) -> Comm | None:
+    """What the rank that sends most sends in a step; None of engines that do not say so themselves."""
+    said = [sent for result in results.values() if (sent := result.get("sent"))]
+    return Comm(*map(max, zip(*said))) if said else None
 
 
 def _tells_loss(steps: Sequence[Row]) -> bool:
@@ -153,7 +160,7 @@ def _unseen(
     if exit_code:
         yield f"the job ended with exit code {exit_code}"
     unsaid = {row["kind"] for row in tables.get("collectives", ()) if row["logical_bytes"] is None}
-    if unsaid:
+    if unsaid and summary.comm.bytes_per_step is None:
         yield f"the traces do not tell the bytes of {', '.join(sorted(unsaid))}, so the bytes sent are not known"
     if summary.profile and summary.profile.source and spec["engine"] in ("torch-ddp", *_WITHOUT_UNITS):
         yield "the traces of this engine name no units, so time and bytes are of the whole model"

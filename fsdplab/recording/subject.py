@@ -19,6 +19,7 @@ _TRAINERS = (
     ("lightning.pytorch.trainer.trainer", "Lightning"), ("torchtitan.trainer", "torchtitan"),
     ("torchtitan.train", "torchtitan"), ("accelerate.accelerator", "accelerate"),
 )  # fmt: skip
+LAB = "lab"  # this project's own engine
 PLAIN = "plain"  # no engine that is known: one process, or a job that averages gradients itself
 
 
@@ -169,7 +170,15 @@ def _is_lab(module: nn.Module) -> bool:
 
 
 def _of_lab(module: nn.Module, optimizers: Sequence[Any]) -> Subject:
-    return Subject(module, "lab", "full_shard", {})
+    from fsdplab.engine.module import FSDPModule
+
+    units = [each._unit_hooks.unit for each in module.modules() if isinstance(each, FSDPModule)]
+    config = units[-1].memory.config  # not the root's, which may keep its parameters where the others drop theirs
+    count = len({id(unit) for unit in units})  # modules that were sharded together are one
+    settings: dict[str, Any] = {"precision": _dtype_word(config.policy.param_dtype), "unit_count": count}
+    if in_groups := config.shard is not None and config.replicate is not None:
+        settings["shard_size"] = config.ranks
+    return Subject(module, LAB, "hybrid_shard" if in_groups else config.strategy.name, settings)
 
 
 def _is_deepspeed(module: nn.Module) -> bool:

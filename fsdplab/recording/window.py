@@ -25,7 +25,7 @@ from fsdplab.recording.optimizers import together
 from fsdplab.recording.ranges import ended_with_the_profile
 from fsdplab.recording.rows import Place, StepRows
 from fsdplab.recording.settings import Settings
-from fsdplab.recording.subject import Subject, subject_of
+from fsdplab.recording.subject import LAB, Subject, subject_of
 from fsdplab.sessions.worker.core_share import core_time, waited_s
 from fsdplab.sessions.worker.environment import capture_environment
 from fsdplab.sessions.worker.profiler import (
@@ -37,6 +37,18 @@ from fsdplab.sessions.worker.profiler import (
     leave_analysis,
     written_memory,
 )
+
+
+class _Sent:
+    """What this rank sends through the lab's engine, which alone says so itself: its collectives and their bytes."""
+
+    def __init__(self) -> None:
+        self.collectives = self.wire_bytes = 0
+
+    def on_event(self, event: events.Event) -> None:
+        """Count a collective."""
+        if isinstance(event, events.Collective):
+            self.collectives, self.wire_bytes = self.collectives + 1, self.wire_bytes + event.wire_bytes
 
 
 class _Dropped(Exception):
@@ -59,6 +71,7 @@ class Window:
         self._profiler: StepProfiler | None = None
         self._is_starting = False
         self._ended, self._units = -1, UnitStateLog(place.rank)
+        self._sent: _Sent | None = None
         self._first_reading = (time.perf_counter(), core_time())
         self._cpu_share: float | None = None
 
@@ -71,6 +84,7 @@ class Window:
             self._end_memory(self._memory)
         if self._profiler is not None:
             if ended == self._settings.end - 1:
+                self._hear_all()
                 self._open.close()
             self._profiler.step_done(seconds)
             if ended == self._settings.end - 1:
@@ -133,6 +147,7 @@ class Window:
 
     def _end_memory(self, memory: MemoryRecorder) -> None:
         self._is_starting, self._memory, self._units.step = True, None, None
+        self._hear_all()
         self._open.close()
         self._is_starting = False
         if tags.heard is not None:
@@ -143,6 +158,9 @@ class Window:
         steps = self._settings.end - self._settings.first
         self._profiler = StepProfiler(steps, self._warmup, self._place.device)
         self._profiler.begin(None)
+        if self._subject is not None and self._subject.engine == LAB:
+            self._sent = _Sent()
+            self._open.callback(events.subscribe(self._sent.on_event))
         self._open.enter_context(ended_with_the_profile())
 
     def _end_profile(self, profiler: StepProfiler) -> None:
@@ -150,9 +168,18 @@ class Window:
         profiled = profiler.save(mailbox.of(rank, TRACE), mailbox.folder)
         for kind in (TRACE, MEMORY_TRACE):
             leave_analysis(mailbox, rank, kind, [])
-        content = {"profiled_s": profiled, "life": self._units.rows}
+        content: dict[str, Any] = {"profiled_s": profiled, "life": self._units.rows, "sent": None}
+        if self._sent is not None:
+            steps = self._settings.end - self._settings.first + self._warmup
+            content["sent"] = [round(self._sent.wire_bytes / steps), round(self._sent.collectives / steps)]
         self._write("result", {**content, "cpu_share": self._cpu_share})
-        self._profiler = self._subject = None
+        self._profiler = self._subject = self._sent = None
+
+    def _hear_all(self) -> None:
+        """Let the engine announce what it knows only once the device is done."""
+        if self._place.device.type == "cuda":
+            torch.cuda.synchronize(self._place.device)
+        events.flush()
 
     def _share_of_a_core(self) -> float | None:
         """The part of the steps before the measured ones in which this rank had a core when it wanted one."""
