@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fsdplab import cli
+from fsdplab.figures.plots.plans import validation_figure
 from fsdplab.planning import step_time as times
 from fsdplab.planning.bands import EIGHT_BIT, PLAIN, kind_of, memory_band, speed_band
 from fsdplab.planning.efficiency import FITTED_ON, MATMUL_EFFICIENCY
@@ -261,3 +262,10 @@ def test_a_network_is_a_gpus_share_of_its_node(tmp_path):
 def test_a_file_without_validate_is_refused(capsys):
     code, _, said = ended(["plan", "some.csv"], capsys)
     assert code == 2 and "No such command 'some.csv'" in said and said.count("\n") == 1
+
+
+def test_a_part_has_one_colour_and_one_place_in_the_legend() -> None:
+    rows = [("memory", "fit", 1.0, 1.1), ("memory", "held out", 2.0, 1.9), ("tokens/s", "held out", 100.0, 110.0)]
+    traces = [each for each in validation_figure([*rows, ("tokens/s", "fit", 90.0, 95.0)], "").data if each.name]
+    assert len({(each.name, each.marker.color) for each in traces}) == 2 and len(traces) == 4
+    assert [each.name for each in traces if each.showlegend] == ["fit", "held out"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import cycle
 
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import size, three_digits
@@ -44,26 +45,30 @@ def sweep_figure(name: str, values: Sequence[int], plans: Sequence[Plan]) -> go.
 
 def validation_figure(rows: Sequence[tuple[str, str, float, float]], title: str) -> go.Figure:
     """Predicted against published, log-log, a panel for memory and one for throughput; rows are (quantity, source,
-    published, predicted) in units of their own.
+    published, predicted) in units of their own. A source has one colour in both.
     """
     figure = go.Figure()
+    colours = dict(zip(sorted({row[1] for row in rows}), cycle(_COLOURS)))
     for place, quantity in enumerate(dict.fromkeys(row[0] for row in rows)):
-        _add_panel(figure, place, quantity, [row for row in rows if row[0] == quantity])
+        _add_panel(figure, place, quantity, [row for row in rows if row[0] == quantity], colours)
     subtitle = f"{len(rows)} figures; both axes logarithmic; on the line a prediction equals what was published"
     return titled(figure, title, subtitle, f"Scatter of predicted against published. {title}.", 340)
 
 
-def _add_panel(figure: go.Figure, place: int, quantity: str, rows: Sequence[tuple[str, str, float, float]]) -> None:
+def _add_panel(
+    figure: go.Figure, place: int, quantity: str, rows: Sequence[tuple[str, str, float, float]],
+    colours: Mapping[str, str],
+) -> None:  # fmt: skip
     """Points of one quantity and the diagonal, on logarithmic axes with labels of round values."""
     number = "" if place == 0 else str(place + 1)
     axes = dict(xaxis=f"x{number}", yaxis=f"y{number}")
     found = [value for row in rows for value in row[2:]]
     ends = [0.8 * min(found), 1.25 * max(found)]
     figure.add_trace(line("", "#808488", ends, ends, 2, "dot", showlegend=False, **axes))
-    for index, source in enumerate(dict.fromkeys(row[1] for row in rows)):
+    for source, colour in colours.items():
         own = [row for row in rows if row[1] == source]
-        name, colour = f"{quantity}: {source}", _COLOURS[index % len(_COLOURS)]
-        figure.add_trace(points(name, colour, [row[2] for row in own], [row[3] for row in own], 10, **axes))
+        look = dict(legendgroup=source, showlegend=place == 0, **axes)
+        figure.add_trace(points(source, colour, [row[2] for row in own], [row[3] for row in own], 10, **look))
     ticks = [tick for tick in _ROUND if ends[0] <= tick <= ends[1]]
     axis = dict(type="log", tickvals=ticks, ticktext=[f"{tick:,}" for tick in ticks])
     axis |= dict(range=[math.log10(end) for end in ends])
