@@ -61,7 +61,7 @@ _EDITS = {
     "19.order": {
         "more of the slower cards": [('"gpu": "h100"', '"gpu": "a100"'), ('"gpus": 128', '"gpus": 192')],
         "just in time": [('"gpus": 128', '"gpus": 72')],
-        "as many as the step allows": [('"gpus": 128', '"gpus": 768')],
+        "as many as the budget allows": [('"gpus": 128', '"gpus": 208')],
     },
 }  # fmt: skip
 

@@ -249,14 +249,20 @@ time.sleep(60)
 """
 
 
+def heeds_hangups() -> None:
+    """As a terminal starts commands, also where nohup runs the tests: what nohup ignores is not handed on."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("sent,code", [(signal.SIGTERM, 7), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
 def test_a_signal_is_handed_on_and_the_exit_code_comes_back(tmp_path, sent, code):
     (tmp_path / "waits.py").write_text(CHILD)
     run = "from fsdplab.cli.processes import run_module; import sys; sys.exit(run_module('waits', []))"
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
-        [sys.executable, "-c", run], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True
-    )
+        [sys.executable, "-c", run], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True,
+        preexec_fn=heeds_hangups,
+    )  # fmt: skip
     assert process.stdout.readline() == "ready\n"
     process.send_signal(sent)
     assert process.wait(30) == code

@@ -21,7 +21,7 @@ from fsdplab.common.pythons import run_of, with_this_checkout
 from fsdplab.records import RunRecord, Spread, Summary
 from fsdplab.sessions.launch.mailbox import Mailbox
 from tests.leftovers import processes_of
-from tests.test_cli import TINY, ended
+from tests.test_cli import TINY, ended, heeds_hangups
 
 SUMMARY = Summary(step_time_s=Spread.of([0.4, 0.5, 0.6]), tokens_per_s=9.0, losses=(5.0,))
 SPEC = {"strategy": "full_shard", "engine": "lab", "world_size": 2}
@@ -210,7 +210,9 @@ def test_a_command_that_is_ended_leaves_nothing(tmp_path: Path, sent: signal.Sig
     temporary.mkdir()
     environment = with_this_checkout({**os.environ, "TMPDIR": str(temporary)})
     arguments = ["run", *TINY[:2], "--steps", "5000", "--sequence-length", "16", "--out", str(folder)]
-    with subprocess.Popen(run_of("fsdplab", *arguments), env=environment, stdout=-1, stderr=-1, text=True) as process:
+    with subprocess.Popen(
+        run_of("fsdplab", *arguments), env=environment, stdout=-1, stderr=-1, text=True, preexec_fn=heeds_hangups
+    ) as process:
         steps, deadline = Mailbox(folder / "ranks").of(0, "steps"), time.monotonic() + 90
         while not steps.exists() and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -116,7 +116,9 @@ def test_the_optimizers_share_of_a_step():
         for batch in (1, 16) for optimizer in ("adamw", "muon")
     }  # fmt: skip
     own = {key: matrices.optimizer_s(step) for key, step in steps.items()}
-    assert own["muon", 1] == own["muon", 16] > 20 * own["adamw", 1], "it does not depend on the tokens"
+    assert own["muon", 1] == pytest.approx(own["muon", 16]) and own["muon", 1] > 20 * own["adamw", 1], (
+        "it does not depend on the tokens"
+    )
     share = {key: own[key] / steps[key].summary.step_time_s.median for key in own}
     assert share["muon", 1] > 0.5 and share["muon", 16] == pytest.approx(1 / 6, abs=0.03)
     figure = matrices.steps_figure(list(steps.values()))

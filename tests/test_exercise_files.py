@@ -185,7 +185,7 @@ def test_what_left_a_folder_is_gone_and_the_courses_ids_stay_its_own(tmp_path, m
     (tmp_path / "05" / "shard.py").write_text(DOUBLE.replace("double", "shard"))
     with pytest.raises(ValueError, match="05.shard is registered already; give the exercise of .*05 an id"):
         registry.register(tmp_path / "05")
-    assert registry.find("05.shard", Exercise).title == "Keep one slice"
+    assert registry.find("05.shard", Exercise).title == "Keep one shard"
 
 
 # --- one diagnosis for all

@@ -112,7 +112,7 @@ def test_commands_work_where_there_is_no_clone(installed, tmp_path):
     commands = (["--help"], ["plan", "validate"], ["report", str(traces), "--html", "page.html"], ["doctor"])
     said = run(sys.executable, "-c", ONE_AFTER_THE_OTHER, repr(commands), cwd=tmp_path, PYTHONPATH=str(installed))
     helped, planned, reported, checked = said.split(END)[:4]
-    assert "compare" in helped and "median error" in planned
+    assert "compare" in helped and "held out" in planned
     assert "exposed" in reported and (tmp_path / "page.html").stat().st_size > 100_000
     assert "ready for: plans and recorded runs" in checked and "pip install -e" not in checked
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from fsdplab.common.names import STRATEGY_ROWS
 
 _RECOMPUTE = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
-_STAGES = {"zero1": 1, "zero2": 2}  # strategies that shard less than FSDP2 does: DeepSpeed's stages
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ def pytorch(what: Sharded) -> str:
     model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     """
-    replicated = not STRATEGY_ROWS[what.strategy].cuts or what.strategy == "zero1"
+    replicated = "gradients" not in STRATEGY_ROWS[what.strategy].cuts
     lines = ["import torch", *_recompute(what), *(_replicated(what) if replicated else _fully_sharded(what))]
     imports = [line for line in lines if line.startswith(("import ", "from "))]
     return "\n".join([*imports, "", *(line for line in lines if line not in imports)])
@@ -56,7 +55,7 @@ def _replicated(what: Sharded) -> Iterator[str]:
     yield from ["from torch.nn.parallel import DistributedDataParallel", "model = DistributedDataParallel(model)"]
     if what.precision == "bf16":
         yield f'# around the forward and the loss: with torch.autocast("{what.device}", torch.bfloat16)'
-    if what.strategy == "zero1":
+    if STRATEGY_ROWS[what.strategy].cuts:  # the optimizer's state alone
         yield "from torch.distributed.optim import ZeroRedundancyOptimizer"
         yield "optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, fused=True)"
     else:
@@ -68,7 +67,7 @@ def _replicated(what: Sharded) -> Iterator[str]:
 
 def _fully_sharded(what: Sharded) -> Iterator[str]:
     yield "from torch.distributed.device_mesh import init_device_mesh"
-    if what.strategy == "zero2":
+    if "parameters" not in STRATEGY_ROWS[what.strategy].cuts:
         yield "# FSDP2 has no ZeRO-2: this keeps the unsharded parameters until the backward, and shards gradients"
     shape, axes = f"({what.ranks},)", '("shard",)'
     if what.replicas > 1:
@@ -126,12 +125,13 @@ def accelerate_yaml(what: Sharded) -> str:
     """
     low = "bf16" if what.precision == "bf16" else "'no'"
     lines = ["compute_environment: LOCAL_MACHINE"]
-    if what.strategy in _STAGES:
-        lines += ["distributed_type: DEEPSPEED", "deepspeed_config:", f"  zero_stage: {_STAGES[what.strategy]}"]
-    elif not STRATEGY_ROWS[what.strategy].cuts:
+    row = STRATEGY_ROWS[what.strategy]
+    if not row.cuts:
         lines += ["distributed_type: MULTI_CPU" if what.device == "cpu" else "distributed_type: MULTI_GPU"]
-    else:
+    elif "parameters" in row.cuts:
         lines += ["distributed_type: FSDP", *_fsdp_config(what)]
+    else:  # less than FSDP2 shards
+        lines += ["distributed_type: DEEPSPEED", "deepspeed_config:", f"  zero_stage: {row.deepspeed_stage}"]
     if what.device == "cpu":
         lines.append("use_cpu: true")
     lines += [f"mixed_precision: {low}", "num_machines: 1", f"num_processes: {what.ranks}"]

@@ -278,7 +278,7 @@ def steps_figure(runs: Sequence[RunRecord]) -> go.Figure:
     split = {}
     for record in runs:
         step, own = known(record.summary.step_time_s.median), optimizer_s(record)
-        exposed = known(record.summary.comm.exposed_s)
+        exposed = known(record.summary.comm.exposed_s) - _optimizer(record)[1]
         split[_named(record)] = (step - own - exposed, exposed, own)
     parts = [
         Part(name, colour, [1e3 * each[place] for each in split.values()])
@@ -303,11 +303,15 @@ def steps_figure(runs: Sequence[RunRecord]) -> go.Figure:
 
 
 def optimizer_s(record: RunRecord) -> float:
-    """Seconds of the optimizer in rank 0's step of a simulated run."""
-    rows = record.table("timeline")
-    return (
-        sum(row["end_ns"] - row["start_ns"] for row in rows if row["rank"] == 0 and row["phase"] == "optimizer") / 1e9
-    )
+    """Seconds of the optimizer in a simulated step, its exchange included."""
+    return _optimizer(record)[0]
+
+
+def _optimizer(record: RunRecord) -> tuple[float, float]:
+    """Seconds of the optimizer in a simulated step, and of these its exposed exchange."""
+    profile = record.summary.profile
+    assert profile is not None, "a simulated step has a profile"
+    return known(profile.optimizer_s), known(profile.exchange_s)
 
 
 def _named(record: RunRecord) -> str:
