@@ -36,9 +36,9 @@ _MEANINGS = {
         " other ranks included, a dash where nothing was sent or profiled"
     ),
     "hidden": "the part of communication under computing in profiled steps",
-    "optimizer": "its step in profiled steps, and the part of it that exchanges matrices",
     "loss": "of the last step",
     "losses": "whether they agree with the unsharded twin's, one process that replays every rank's batches",
+    "optimizer": "its step in profiled steps, and the part of it that exchanges matrices",
 }
 _MOODS = {"agree": "good", "equal": "good", "DIFFER": "bad", "out of memory": "bad", "failed": "bad"}
 
@@ -135,9 +135,9 @@ _CELLS: dict[str, Callable[[RunView], str]] = {
     "formula": formula_of,
     "exposed": lambda run: MISSING if run.sends_nothing else seconds(run.exposed_s),
     "hidden": lambda run: percent(run.summary.comm.overlap),
-    "optimizer": lambda run: optimizer_of(run.summary.profile),
     "loss": _last_loss,
     "losses": badge,
+    "optimizer": lambda run: optimizer_of(run.summary.profile),
 }
 EVERY_COLUMN = tuple(_CELLS)
 COLUMNS = tuple(name for name in EVERY_COLUMN if name != SPLIT)  # of pages, where a figure shows the split

@@ -8,6 +8,7 @@ the backward (docs/planning.md). `fsdplab plan validate` prints the same ranges,
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from .plan_spec import PlanSpec
@@ -36,8 +37,8 @@ class Band(NamedTuple):
 
     @property
     def words(self) -> str:
-        """`in 9 of 10 of the 51 known runs like this (all parameters trained)`."""
-        return f"in {self.share * 10:.0f} of 10 of the {self.runs} known runs like this ({self.kind})"
+        """`in 46 of 51 known runs like this (all parameters trained)`."""
+        return f"in {math.ceil(self.share * self.runs)} of {self.runs} known runs like this ({self.kind})"
 
 
 def kind_of(spec: PlanSpec) -> str:
