@@ -42,13 +42,18 @@ def run(*words: object, cwd: Path, **more: str) -> subprocess.CompletedProcess[s
 ABORTED = "terminate called without an active exception"
 
 
-def recorded(folder: Path, *job: object, **more: str) -> subprocess.CompletedProcess[str]:
-    command = ("-m", "fsdplab", "record", "-q", "--out", folder, "--", sys.executable, *job)
-    done = run(*command, cwd=folder.parent, **more)
+def run_job(folder: Path, *words: object, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
+    """A job whose record is in `folder`, run once more where torch aborted its ranks as they ended."""
+    done = run(*words, cwd=cwd, **more)
     if done.returncode and ABORTED in done.stderr:
         shutil.rmtree(folder, ignore_errors=True)
-        done = run(*command, cwd=folder.parent, **more)
+        done = run(*words, cwd=cwd, **more)
     return done
+
+
+def recorded(folder: Path, *job: object, **more: str) -> subprocess.CompletedProcess[str]:
+    command = ("-m", "fsdplab", "record", "-q", "--out", folder, "--", sys.executable, *job)
+    return run_job(folder, *command, cwd=folder.parent, **more)
 
 
 def losses_in(printed: str) -> list[str]:
@@ -65,7 +70,7 @@ def test_an_fsdp2_loop_trains_as_it_would_and_becomes_a_record(tmp_path):
         (tmp_path / name).mkdir()
     apart = {"HOME": str(tmp_path / "home"), "TMPDIR": str(tmp_path / "temporary"), "PYTHONDONTWRITEBYTECODE": "1"}
     job = (*TORCHRUN, JOBS / "fsdp2_loop.py", "--lr", "1e-3", "--steps", "24")
-    alone = run(*job, cwd=tmp_path / "there", **apart)
+    alone = run_job(tmp_path / "none", *job, cwd=tmp_path / "there", **apart)
     done = recorded(tmp_path / "there" / "out", *job, **apart)
     assert (alone.returncode, done.returncode) == (0, 0), done.stderr
     assert losses_in(done.stdout) == losses_in(alone.stdout) != []
@@ -153,7 +158,7 @@ def with_a_callback(tmp_path: Path, name: str, job: str, *words: object) -> RunR
     """The record that a callback made of a job whose `main` takes callbacks."""
     imports = f"import sys\nsys.path.insert(0, {str(JOBS)!r})\nimport fsdplab, {name}\n"
     (tmp_path / "job.py").write_text(f"{imports}if __name__ == '__main__':\n    {job}\n")
-    done = run(*words, cwd=tmp_path)
+    done = run_job(tmp_path / "out", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     return open_record(tmp_path / "out")
 
@@ -200,7 +205,7 @@ def test_tasks_of_a_stand_in_for_srun(tmp_path):
         port = str(free.getsockname()[1])
     task = f"RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS exec {sys.executable} {JOBS / 'fsdp2_loop.py'} --steps 16"
     command = ("-m", "fsdplab", "record", "-q", "--out", "out", "--", tmp_path / "srun", "bash", "-c", task)
-    done = run(*command, cwd=tmp_path, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    done = run_job(tmp_path / "out", *command, cwd=tmp_path, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     record = RunRecord.load(tmp_path / "out")
     assert done.returncode == 0 and record.spec["world_size"] == 2, done.stderr[-3000:]
     assert (
