@@ -181,7 +181,7 @@ def test_json_is_one_flag_of_all_commands() -> None:
         for parameter in command.params
         if "--json" in parameter.opts
     }
-    assert {"compare", "report", "bench", "doctor", "plan step", "plan validate"} <= set(found)
+    assert {"run", "compare", "report", "bench", "doctor", "plan step", "plan validate"} <= set(found)
     assert set(found.values()) == {(str | None, "FILE|-", "Write the answer as JSON to a file, or to stdout with -.")}
 
 
@@ -200,12 +200,18 @@ def record(tmp_path: Path) -> str:
         ["plan", "ask", "hybrid"], ["plan", "validate"], ["doctor"], ["report"],
         ["bench", *TINY, "--strategies", "full_shard", "--engines", "", "--rounds", "1"],
         ["compare", *TINY, "--strategies", "full_shard", "--steps", "1", "--profile", "0"],
+        ["run", *TINY, "--steps", "1", "--profile", "0"],
     ],
     ids=lambda words: " ".join(words[:2]),
 )  # fmt: skip
 def test_json_goes_to_a_file_or_alone_to_stdout(
-    command: list[str], record: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: list[str],
+    record: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # where a run is recorded
     command = [*command, record] if command == ["report"] else command
     code, shown, said = ended([*command, "--json", str(tmp_path / "a.json")], capsys)
     assert code == 0, said

@@ -10,6 +10,7 @@ import pytest
 
 import fsdplab
 from fsdplab.sessions import RunSpec
+from fsdplab.sessions.changes import best_change, edits
 from fsdplab.sessions.recorded_model import steady_tables
 from fsdplab.sessions.spec import SpecError
 from fsdplab.widgets.answers import Look, answer, marks, outcome
@@ -136,6 +137,18 @@ def test_a_change_that_does_not_fit_the_card_comes_last() -> None:
     assert [row["words"] for row in rows if not row["fits"]] == [rows[-1]["words"]] == ["units model"]
     assert {"tokens": 512} in [row["choices"] for row in rows]
     assert what_if(replace(choices, card="much"), "full_shard", FIXED) == []
+
+
+@pytest.mark.quick
+def test_a_report_advises_the_first_of_the_labs_changes_that_it_may_advise() -> None:
+    """Both are of one list, so that a change in it is in both."""
+    choices = Choices(strategies=("full_shard",), card="none")
+    (spec,) = LabState(FIXED, strategies=("full_shard",), card="none").request.specs
+    advised = {(each.setting, each.value): each.advice for each in edits(vars(choices)) if each.advice}
+    rows = [row for row in what_if(choices, "full_shard", FIXED) if next(iter(row["choices"].items())) in advised]
+    best = best_change(spec)
+    assert advised[next(iter(rows[0]["choices"].items()))] == best.words
+    assert rows[0]["gain"] == pytest.approx(best.gain) and rows[0]["peak"] == best.peak_bytes
 
 
 @pytest.mark.quick

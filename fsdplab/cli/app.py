@@ -117,7 +117,7 @@ def compare(
         "fsdplab run zero2 --nodes 2 --ranks-per-node 2 --link 200mbit --out runs/two-nodes",
     )
 )
-@outputs_of("force", "quiet", "verbose")
+@outputs_of("json", "force", "quiet", "verbose")
 @settings_of("strategy", "engine", *OF_A_RUN, "checkpoint", "offload", "transport", profile=2)
 def run(
     named: Annotated[

@@ -1,13 +1,14 @@
-"""The one change to a run that gains most: each candidate is simulated on the steady card before anything runs.
+"""Changes to one setting of a run, and the one that gains most.
 
-Candidates are rows of a table, so another is one line. A change counts by the tokens a second that it gains, and only
-where its predicted memory fits the run's card. Another strategy is none of them: these stand beside it in a comparison.
+`edits` is the one list of them: reports name the best (`best_change`), the strategy lab shows all of them. Each is
+simulated on the steady card before anything runs. Another strategy is none of them: these stand beside it in a
+comparison.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fsdplab.records.summary import Change
@@ -16,42 +17,72 @@ from fsdplab.sessions.spec import RunSpec, SpecError
 from fsdplab.sessions.steady_card import steady_step
 
 _LEAST = 0.03  # of the tokens a second: less is no advice
+_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "prefetch": (0, 1, 2, 3, 4), "precision": ("fp32", "bf16"), "checkpoint": ("none", "selective", "full"),
+    "units": ("auto", "linear", "model"), "optimizer": ("adamw", "muon"), "link_queues": (1, 2),
+}  # fmt: skip
+# What may be advised to gain speed. The other values cost speed for memory, or train something else.
+_ADVICE: Mapping[tuple[str, Any], str] = {
+    ("prefetch", 1): "gather the next unit ahead (prefetch 1)",
+    ("prefetch", 2): "gather two units ahead (prefetch 2)",
+    ("precision", "bf16"): "compute and send in bf16, with fp32 masters",
+    ("checkpoint", "none"): "keep all activations",
+    ("link_queues", 2): "gathers and reductions on a queue each",
+}
 
 
-_BF16 = dict(precision="bf16")
-_CANDIDATES: tuple[tuple[str, Callable[[RunSpec], Mapping[str, Any]]], ...] = (
-    ("gather the next unit ahead (prefetch 1)", lambda spec: dict(prefetch=1) if spec.prefetch == 0 else {}),
-    ("gather two units ahead (prefetch 2)", lambda spec: dict(prefetch=2) if spec.prefetch == 1 else {}),
-    ("compute and send in bf16, with fp32 masters", lambda spec: {} if spec.precision == "bf16" else _BF16),
-    ("twice the batch", lambda spec: dict(batch_size=2 * spec.batch_size)),
-    ("gathers and reductions on a queue each", lambda spec: dict(link_queues=2)),
-    ("keep all activations", lambda spec: {} if spec.checkpoint == "none" else dict(checkpoint="none")),
-)
+@dataclass(frozen=True)
+class Edit:
+    """One setting at another value. `setting` is a field of RunSpec, or `tokens`: those of a rank in a micro-batch.
+
+    `advice` says in words what to do; "" where the change is shown and not advised.
+    """
+
+    setting: str
+    value: Any
+    advice: str
+
+
+def edits(now: Mapping[str, Any]) -> Iterator[Edit]:
+    """Each of the settings in `now` at its other values, a number at the next ones up and down; and twice the tokens.
+
+    >>> [(each.setting, each.value) for each in edits({"prefetch": 0, "precision": "bf16", "tokens": 256})]
+    [('prefetch', 1), ('precision', 'fp32'), ('tokens', 512)]
+    """
+    for name, values in _VALUES.items():
+        if name in now:
+            near = [each for each in values if not isinstance(each, int) or abs(each - now[name]) == 1]
+            yield from (Edit(name, each, _ADVICE.get((name, each), "")) for each in near if each != now[name])
+    if now.get("tokens"):
+        yield Edit("tokens", 2 * now["tokens"], "twice the batch")
 
 
 def best_change(spec: RunSpec) -> Change:
-    """The candidate that gains most tokens a second on the steady card; an empty one where none gains 3 %.
+    """The advised edit that gains most tokens a second on the steady card and fits the run's card; an empty one where
+    none gains 3 %.
 
     >>> found = best_change(RunSpec(strategy="full_shard", sequence_length=128, link="150MB/s"))
-    >>> found.words, round(known(found.gain), 1)
+    >>> found.words, round(found.gain or 0.0, 1)
     ('compute and send in bf16, with fp32 masters', 0.5)
     """
     before = _speed(spec)
-    tried = [_tried(spec, before, words, edit(spec)) for words, edit in _CANDIDATES] if before else []
+    advised = (each for each in edits({**asdict(spec), "tokens": spec.tokens_per_rank}) if each.advice)
+    tried = [_tried(spec, before, edit) for edit in advised] if before else []
     best = max(tried, key=lambda change: change.gain or 0.0, default=Change())
     return best if (best.gain or 0.0) >= _LEAST else Change()
 
 
-def _tried(spec: RunSpec, before: float, words: str, edit: Mapping[str, Any]) -> Change:
-    """A candidate, simulated; an empty one where it changes nothing, cannot run here or does not fit the card."""
+def _tried(spec: RunSpec, before: float, edit: Edit) -> Change:
+    """The edit, simulated; an empty change where the run cannot be, or does not fit the card."""
+    changed = dict(batch_size=2 * spec.batch_size) if edit.setting == "tokens" else {edit.setting: edit.value}
     try:
-        changed = replace(spec, **edit)
+        run = replace(spec, **changed)
     except SpecError:
         return Change()
-    after, predicted = _speed(changed), predict(changed)
-    if not edit or not after or predicted.fits is False:
+    after, predicted = _speed(run), predict(run)
+    if not after or predicted.fits is False:
         return Change()
-    return Change(words, after / before - 1, predicted.peak_bytes)
+    return Change(edit.advice, after / before - 1, predicted.peak_bytes)
 
 
 def _speed(spec: RunSpec) -> float:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from fsdplab.common.sizes import percent, seconds, size
+from fsdplab.sessions.changes import edits
 
 from .answers import Outcome, Run, outcome
-from .choices import CONTROLS, PREFETCH, Choices, Fixed, check, chosen_own, parse_card
+from .choices import CONTROLS, Choices, Fixed, check, chosen_own, parse_card
 
 _LEAST = 0.005  # of a step or of the memory: less is no change
-_KNOBS = {
-    "prefetch": PREFETCH, "precision": ("fp32", "bf16"), "checkpoint": ("none", "selective", "full"),
-    "units": ("auto", "linear", "model"), "optimizer": ("adamw", "muon"),
-}  # fmt: skip
 
 
 def what_if(choices: Choices, strategy: str, fixed: Fixed) -> list[dict[str, Any]]:
@@ -40,15 +36,12 @@ def _runs(choices: Choices, fixed: Fixed) -> tuple[Run, ...]:
     return request.specs or request.plans
 
 
-def _edits(choices: Choices, fixed: Fixed) -> Iterator[dict[str, Any]]:
-    """Each other value of a control, of a number the next one up and the next one down; and twice the tokens."""
-    for name, values in _KNOBS.items():
-        now = getattr(choices, name)
-        near = [each for each in values if not isinstance(each, int) or abs(each - now) == 1]
-        yield from ({name: each} for each in near if each != now)
-    own = chosen_own(choices, fixed)
-    if own is None or own.reads_text:
-        yield {"tokens": 2 * choices.tokens}
+def _edits(choices: Choices, fixed: Fixed) -> list[dict[str, Any]]:
+    """The choices that each edit sets; the tokens only where the model reads text."""
+    own, now = chosen_own(choices, fixed), dict(vars(choices))
+    if own and not own.reads_text:
+        del now["tokens"]
+    return [{each.setting: each.value} for each in edits(now)]
 
 
 def _row(edit: dict[str, Any], now: Choices, before: Outcome, after: Outcome, card: int | None) -> dict[str, Any]:
