@@ -205,11 +205,7 @@ def record(tmp_path: Path) -> str:
     ids=lambda words: " ".join(words[:2]),
 )  # fmt: skip
 def test_json_goes_to_a_file_or_alone_to_stdout(
-    command: list[str],
-    record: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    command: list[str], record: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # where a run is recorded
     command = [*command, record] if command == ["report"] else command

@@ -192,6 +192,22 @@ def test_dropout_draws_the_same_for_one_batch_and_other_numbers_for_another():
     assert work.samples(work.drawn(at)) == 8
 
 
+def test_a_batch_that_was_not_moved_to_its_device_gets_one_sentence():
+    """The meta device stands for a GPU: a product of tensors on two devices raises an error of torch's own."""
+    work = Workload(lambda: nn.Linear(3, 2), lambda at: torch.ones(3), lambda model, x: model(x).sum())
+    at = At(0, 0, 1, device=torch.device("meta"))
+    words = r"batch\(at\) returned a tensor .* on cpu, but at.device is meta; expected tensors moved with .to\(at.dev"
+    with pytest.raises(ModelError, match=words):
+        work.seeded_loss(work.build("meta", 0), work.drawn(at))
+    kept = Workload(lambda: nn.Linear(3, 2), lambda at: (torch.ones(3), torch.ones(3).to(at.device)), broken)
+    with pytest.raises(RuntimeError, match="the user's own"):
+        kept.seeded_loss(kept.build("meta", 0), kept.drawn(at))
+
+
+def broken(model, batch):
+    raise RuntimeError("the user's own")
+
+
 def test_several_losses_are_one_scalar():
     one, two = torch.tensor(1.0, requires_grad=True), torch.tensor([2.0], requires_grad=True)
     assert one_scalar({"a": one, "b": two}).item() == 3 and one_scalar((one, two)).item() == 3

@@ -60,8 +60,20 @@ def test_a_busy_machine_is_said_before_all_else() -> None:
 
 def test_the_lab_opens_it_as_a_batch(tmp_path: Path) -> None:
     record(STEPS, tmp_path / "out", engine="torch-fsdp2", job="train.py").save()
-    lab = StrategyLab({"device": "cpu"}, job=tmp_path / "out", directory=tmp_path / "runs", link="none")
+    lab = StrategyLab({"device": "cpu"}, job=tmp_path / "out", directory=tmp_path / "runs")
     assert lab.records[0].spec["job"] == "train.py" and "your job" in lab.details.batch.title
     assert lab.instrument.answer["job"].startswith("Your job (train.py")
     with pytest.raises(RecordError):
         StrategyLab(job=tmp_path / "gone", directory=tmp_path / "runs")
+
+
+def test_what_the_lab_measures_is_comparable_with_the_job(tmp_path: Path) -> None:
+    """As many ranks as the job had, and no emulated link: nothing else stands beside it."""
+    record(STEPS, tmp_path / "out", engine="torch-fsdp2", job="train.py", world_size=3).save()
+    lab = StrategyLab({"device": "cpu"}, job=tmp_path / "out", directory=tmp_path / "runs")
+    (spec, *_) = lab.state.request.specs
+    assert (spec.link, spec.world_size) == (None, 3)
+    given = StrategyLab({"device": "cpu"}, job=tmp_path / "out", directory=tmp_path / "runs", link="1GB/s", ranks=2)
+    assert (given.state.choices.link, given.state.choices.ranks) == ("1GB/s", 2), "what is given counts"
+    gpus = StrategyLab(job=tmp_path / "out", directory=tmp_path / "runs", preset="8 x H100")
+    assert gpus.state.choices.link == "450GB/s"

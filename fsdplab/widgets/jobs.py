@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fsdplab.common.sizes import percent, seconds, size
 from fsdplab.common.words import plural
 from fsdplab.records import RunRecord, core_sentence
 from fsdplab.records.spread import is_below
+
+from .choices import NO_LINK, PRESETS, RANKS
 
 
 def job_in(folder: str | Path) -> RunRecord:
@@ -16,6 +19,15 @@ def job_in(folder: str | Path) -> RunRecord:
     from fsdplab.recording.assemble import open_record
 
     return open_record(folder)
+
+
+def choices_beside(job: RunRecord, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The choices under which runs can be compared with a job: its ranks, and no link; {} for GPUs that are planned."""
+    preset = PRESETS.get(given.get("preset", "laptop"))
+    if preset is None or preset.gpu:
+        return {}
+    ranks = job.spec["world_size"]
+    return {"link": NO_LINK} | ({"ranks": ranks} if ranks in RANKS else {})
 
 
 def job_words(job: RunRecord, records: Sequence[RunRecord]) -> str:

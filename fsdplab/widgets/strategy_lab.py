@@ -16,7 +16,7 @@ from fsdplab.records import RunRecord
 
 from .details import PRESENTED, Details
 from .instrument import Instrument
-from .jobs import job_in
+from .jobs import choices_beside, job_in
 from .lab_state import Batch, LabState
 from .running import Runner
 from .running_cells import RunningCells, this_shell
@@ -30,7 +30,8 @@ class StrategyLab:
     Choices are the fields of `Choices`; `preset` names those to begin with. `fixed` are further fields of each RunSpec
     (`{"sequence_length": 32}`), or a Workload. Records go below `directory` (None: `lab-runs/` in the working folder)
     and come back in the next kernel, pages of Export into `export_to`. `job` is the folder of a recorded job
-    (`fsdplab record`), which is shown beside the lab's runs. ValueError says which choice is wrong.
+    (`fsdplab record`), which is shown beside the lab's runs; these then begin with as many ranks and without a link.
+    ValueError says which choice is wrong.
     """
 
     def __init__(
@@ -44,12 +45,13 @@ class StrategyLab:
     ) -> None:
         if fixed is not None and not isinstance(fixed, Mapping):
             fixed, choices = None, {"model": fixed, **choices}
-        self.state = LabState(fixed, **choices)
+        recorded = None if job is None else job_in(job)
+        self.state = LabState(fixed, **{**(choices_beside(recorded, choices) if recorded else {}), **choices})
         if self.state.request.errors:
             raise ValueError("; ".join(self.state.request.errors.values()))
         self.runner = Runner(self.state, directory)
-        if job is not None:
-            self.state.show_job(job_in(job))
+        if recorded is not None:
+            self.state.show_job(recorded)
         self._cells = RunningCells(this_shell())
         self._stills: list[DisplayHandle] = []
         self._presented = False

@@ -92,7 +92,12 @@ class Workload(Task):
     def seeded_loss(self, model: nn.Module, drawn: Drawn) -> Tensor:
         """The loss, with torch's generators seeded by the micro-batch: dropout is equal on a rank and in the twin."""
         torch.manual_seed(zlib.crc32(f"loss/{drawn.at.place}".encode()))
-        return self.loss(model, drawn.content)
+        try:
+            return self.loss(model, drawn.content)
+        except RuntimeError as error:
+            if words := _left_behind(drawn, str(error)):
+                raise ModelError(words) from error
+            raise
 
     def found_units(self, model: nn.Module) -> Units:
         return repeated_block(model) if self.given_units is None else of_classes(model, self.given_units)
@@ -152,6 +157,18 @@ def one_scalar(value: Any) -> Tensor:
         scalars = [_scalar(each) for each in value]
         return sum(scalars[1:], scalars[0])
     return _scalar(value)
+
+
+def _left_behind(drawn: Drawn, error: str) -> str:
+    """What to do about a batch that was not moved to the model's device, which torch's `error` is about; else ""."""
+    device = drawn.at.device
+    stayed = next((each for each in _tensors(drawn.content) if each.device.type != device.type), None)
+    if stayed is None or not ("device" in error or "Input type" in error):  # the second: of convolutions
+        return ""
+    return (
+        f"batch(at) returned {_kind(stayed)} on {stayed.device}, but at.device is {device}; expected tensors moved with"
+        " .to(at.device)"
+    )
 
 
 def _scalar(value: Any) -> Tensor:
