@@ -59,7 +59,7 @@ FIELDS = {  # DESIGN section 6, to the letter
     "losses": None,
     "matches_reference": None,
     "provenance": None,
-    "predicted": {"peak_memory_bytes", "comm_bytes_per_step", "step_time_s"},
+    "predicted": {"peak_memory_bytes", "comm_bytes_per_step", "step_time_s", "step_scatter", "step_from"},
 }
 
 

@@ -12,6 +12,7 @@ from fsdplab.common.errors import RunError
 from fsdplab.common.words import plural
 from fsdplab.figures.conclusion import clock_words, conclusion
 from fsdplab.figures.fastest import core_words, step_words
+from fsdplab.figures.predicted import step_sources
 from fsdplab.figures.table import EVERY_COLUMN, NUMBERS, SPLIT, WRAPPED, brief, cells, legend
 from fsdplab.figures.view import RunView, provenance, view, views, with_verdicts
 from fsdplab.records import RunRecord, comparison_json, drift_sentence
@@ -91,6 +92,7 @@ def _clocks(shown: Sequence[RunView], measured: bool) -> Iterator[Line]:
         shares = [run.summary.cpu_share for run in timed if run.summary.cpu_share is not None]
         cores = f"; ranks had a core for at least {100 * min(shares):.0f} % of their steps" if shares else ""
         yield Line(f"Measured: {step_words(timed)}{cores}.")
+        yield from map(Line, step_sources(shown))
 
 
 def _explained(shown: Sequence[RunView], reference: RunRecord | None) -> Iterator[Part]:

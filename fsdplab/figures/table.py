@@ -47,10 +47,7 @@ def step_of(run: RunView) -> str:
     """The median step and its scatter, `398 ms ±3 %`, `0.9 %`; of a run without a timed step its status."""
     if not run.step_median:
         return run.status.replace("_", " ")
-    scatter = run.summary.step_time_s.scatter
-    return seconds(run.step_median) + (
-        "" if scatter is None else f" ±{100 * scatter:.{0 if scatter >= 0.0095 else 1}f} %"
-    )
+    return seconds(run.step_median) + scattered(run.summary.step_time_s.scatter)
 
 
 def split_of(run: RunView) -> str:
@@ -70,7 +67,20 @@ def split_of(run: RunView) -> str:
 def predicted_of(run: RunView) -> str:
     """Peak and step as predicted, each with its ratio to the measured one: `"199 MB (1.00), 98.1 ms (0.95)"`."""
     peak, step = beside(run.predicted_peak, run.peak, size), run.summary.predicted.step_time_s
-    return peak if step is None else f"{peak}, {beside(step, run.step_median, seconds)}"
+    return peak if step is None else f"{peak}, {predicted_step(run)}"
+
+
+def predicted_step(run: RunView) -> str:
+    """The step as predicted, with the scatter of the run that it is from, and its ratio to the measured one:
+    `"98.1 ms ±3 % (0.95)"`; a dash where it is not predicted.
+    """
+    predicted = run.summary.predicted
+    return beside(predicted.step_time_s, run.step_median, lambda step: seconds(step) + scattered(predicted.step_scatter))
+
+
+def scattered(scatter: float | None) -> str:
+    """` ±3 %`, ` ±0.4 %`; nothing where it is not known."""
+    return "" if scatter is None else f" ±{100 * scatter:.{0 if scatter >= 0.0095 else 1}f} %"
 
 
 def beside(predicted: float | None, measured: float | None, shown: Callable[[float | None], str]) -> str:

@@ -286,10 +286,13 @@ def provenance(runs: list[RunView]) -> list[tuple[str, str]]:
         had = "the part of their steps in which ranks had a core when they wanted one"
         pairs.append(("cores", f"{had}: {', '.join(low)}"))
     if any(run.predicted_split for run in own):
-        calibrated = any(run.summary.predicted.step_time_s for run in own)
-        step = ", and step time from this machine's calibration" if calibrated else ""
+        sources = {run.summary.predicted.step_from for run in own if run.summary.predicted.step_time_s}
+        step = ", and step time from this machine's calibration" if "" in sources else ""
         memory = "peak memory by category, from the engine's own layouts and schedule"
         pairs.append(("predicted", f"{memory}{step}; before the run"))
+        if others := sources - {""}:
+            from_runs = f"step time of the others, from what was measured of {' and '.join(sorted(others))}"
+            pairs.append(("predicted", from_runs))
     words = "nothing"
     if simulated:
         names = ", ".join(dict.fromkeys(run.label for run in simulated))

@@ -92,6 +92,8 @@ def _run_entry(record: RunRecord, reference: RunRecord | None) -> dict[str, Any]
             "peak_memory_bytes": plain(summary.predicted.peak_memory_bytes),
             "comm_bytes_per_step": summary.formula_bytes_per_step,
             "step_time_s": summary.predicted.step_time_s,
+            "step_scatter": summary.predicted.step_scatter,
+            "step_from": summary.predicted.step_from,
         },
     }
 

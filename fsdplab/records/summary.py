@@ -54,12 +54,18 @@ class Comm:
 
 @dataclass(frozen=True)
 class Predicted:
-    """The run's cost by arithmetic, before it ran; `why_not`: why its memory is not predicted."""
+    """The run's cost by arithmetic, before it ran; `why_not`: why its memory is not predicted.
+
+    Of a model of one's own the step is predicted from a run of it that was measured, whose strategy is `step_from` and
+    whose scatter `step_scatter` (sessions/first_run.py).
+    """
 
     peak_memory_bytes: Peak = Peak()
     step_time_s: float | None = None
     exposed_s: float | None = None
     why_not: str = ""
+    step_scatter: float | None = None
+    step_from: str = ""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from fsdplab.common.machine import free_memory
 from fsdplab.common.sizes import size
 from fsdplab.records import RunRecord, known
 from fsdplab.records.summary import Link
+from fsdplab.sessions.first_run import predict_from_the_first
 from fsdplab.sessions.launch.failure_report import Failure, RanksFailed, StarterLost
 from fsdplab.sessions.launch.launcher import starts_elsewhere
 from fsdplab.sessions.launch.stacks import PACKAGE
@@ -126,7 +127,9 @@ class _Comparison:
             self._finish(missing[0], self._start(missing[0]))
         if why_not:
             self._run_the_first_again()
-        return [self._records[number] for number in range(len(self._specs))]
+        records = [self._records[number] for number in range(len(self._specs))]
+        predict_from_the_first(list(zip(self._specs, records)))
+        return records
 
     def _start_side_by_side(self) -> tuple[dict[int, StartedRun], str]:
         """Start one run after the other; those that wait for their turn, and why further ones cannot, or ""."""

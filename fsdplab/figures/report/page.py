@@ -22,11 +22,11 @@ from fsdplab.figures.findings import costliest
 from fsdplab.figures.plots.memory import memory_by_category, predicted_memory
 from fsdplab.figures.plots.pareto import pareto
 from fsdplab.figures.plots.steps import steady_steps, step_time
-from fsdplab.figures.predicted import gaps
+from fsdplab.figures.predicted import gaps, step_sources
 from fsdplab.figures.report.parts import comparison_table, drawn, folded, number_table, part, rendered
 from fsdplab.figures.report.tabs import not_in_traces, tabbed
 from fsdplab.figures.style import on_page
-from fsdplab.figures.table import SHORT, WRAPPED, beside, legend, mood, step_of, told
+from fsdplab.figures.table import SHORT, WRAPPED, beside, legend, mood, predicted_step, step_of, told
 from fsdplab.figures.view import (
     CATEGORY_NAMES,
     STEADY_CARD,
@@ -197,13 +197,13 @@ def _prediction(shown: list[RunView], source: Runs) -> Markup:
             run.label,
             beside(run.predicted_peak, run.peak, size),
             beside(run.summary.formula_bytes_per_step, run.summary.comm.bytes_per_step, size),
-            beside(run.summary.predicted.step_time_s, run.step_median, seconds),
+            predicted_step(run),
         ]
         for run in shown
     ]
     caption = "Predicted; (1.00) is predicted / measured."
     body = part("wide", body=number_table(["run", "peak", "sent in a step", "step"], rows, caption))
-    lines = [part("text", words=line) for line in (*(explained or [alike]), *reasons)]
+    lines = [part("text", words=line) for line in (*step_sources(shown), *(explained or [alike]), *reasons)]
     return Markup("\n").join([drawn(predicted_memory, source), body, *lines])
 
 
