@@ -60,7 +60,7 @@ def _norm_reads(name: str, spec: PlanSpec) -> list[Saved]:
     """What a norm keeps of its input: the input itself, or in steps of float32 a copy and what it is normed to."""
     steps = not (spec.fused_norms or spec.model.norm_bias)
     if not steps:
-        return [Saved(name, spec.model.width, spec.param_bytes)]
+        return [Saved(name, spec.model.width, spec.stream_bytes)]
     width = spec.model.width
     return [Saved(f"{name} in float32", width, 4), Saved(f"{name}, normed in float32", width, 4, fusible=True)]
 
@@ -79,7 +79,7 @@ def kept_tensors(spec: PlanSpec) -> list[Saved]:
     """
     if spec.checkpointing == "none":
         return [each for each in block_tensors(spec) if not (spec.compile and each.fusible)]
-    kept = [Saved("input", spec.model.width, spec.param_bytes)]
+    kept = [Saved("input", spec.model.width, spec.stream_bytes)]
     if spec.checkpointing == "full":
         return kept
     kept += [*_attention(spec), Saved("attention's output", spec.model.query_width, spec.param_bytes)]
@@ -138,7 +138,7 @@ class LossBytes:
         if spec.loss == "eager":
             return cls._eager(spec)
         if spec.loss == "chunked":
-            part, head_input = cls._eager(replace(spec, keeps_logits=False)), spec.tokens * spec.model.width
+            part, head_input = cls._eager(replace(spec, keeps_logits=False, keeps_outputs=False)), spec.tokens * spec.model.width
             gradient = spec.param_bytes * head_input / spec.tensor_parallel
             widest = part.backward / CHUNKS + gradient
             return cls(widest, widest, gradient, gradient, 0.0)
@@ -159,7 +159,9 @@ class LossBytes:
             return cls(4 * logits, 8 * logits, 2 * logits, 2 * logits, 0.0)
         held, copies = (4 * logits if spec.keeps_logits else 0.0), (spec.param_bytes if spec.param_bytes < 4 else 0)
         widest = 12 if spec.tensor_parallel == 1 or spec.whole_logits else 16
-        return cls((8 + copies) * logits, widest * logits + held, (4 + copies) * logits + held, 4 * logits + held, held)
+        # the copy in 16 bits is gone when the shifted one is made
+        forward = (12 if spec.shifts_logits else 8 + copies) + 4 * spec.keeps_outputs
+        return cls(forward * logits, widest * logits + held, (4 + copies) * logits + held, 4 * logits + held, held)
 
 
 class Activations:
@@ -176,7 +178,7 @@ class Activations:
         # for the backward of its head the root keeps the last norm's input, result and statistics
         norm = _on_rank(_norm_reads("input", spec), spec) + _STATISTIC * (2 if shape.norm_bias else 1) / cut
         self.last_norm = (shape.width * spec.param_bytes + norm) * spec.tokens
-        self.stream = shape.width * spec.param_bytes / cut * spec.tokens  # between two blocks
+        self.stream = shape.width * spec.stream_bytes / cut * spec.tokens  # between two blocks
         self.loss = LossBytes.of(spec)
 
     def saved(self, block: int, share: float) -> float:

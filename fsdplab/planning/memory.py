@@ -170,7 +170,7 @@ class _Step:
         if spec.checkpointing != "none" and 0 < recomputed < layers:
             self.names[recomputed - 1] = "the last recomputed block"
         self.names[layers - 1] = "the last block"
-        self.now, self.place = _resting(spec, self.all, variant), -1
+        self.now, self.place, self.cast = _resting(spec, self.all, variant), -1, 0.0
 
     def _buffers(self, unit: UnitBytes) -> dict[str, tuple[str, int]]:
         """Category and bytes of each buffer that a unit takes."""
@@ -227,6 +227,8 @@ class _Step:
             yield self._moment("end of the forward", activations=loss.saved)
             yield self._moment("loss", activations=max(loss.forward, loss.backward))
         elif phase == "backward":
+            self.now["unsharded_parameters"] -= self.cast  # autocast drops its casts at the end of the forward
+            self.cast = 0.0
             self.now["unsharded_gradients"] += self.head
             yield self._moment("backward of the head", activations=loss.after)
         else:
@@ -241,6 +243,8 @@ class _Step:
         if phase == "forward":
             for part in self.units[unit]:
                 self.now["activations"] = alive.saved(part.block, part.behind)
+                self.now["unsharded_parameters"] += self.block.cast * (part.behind - part.before)
+                self.cast += self.block.cast * (part.behind - part.before)
                 yield self._of_block("forward", part.block, False)
             return
         waiting, held = 0.0, alive.loss.held
@@ -248,7 +252,7 @@ class _Step:
             self.now["activations"] = alive.saved(part.block, part.behind) + held
             yield self._of_block(
                 "backward", part.block, part.behind == 1.0, activations=alive.inside(part.block),
-                unsharded_parameters=self.block.restored, unsharded_gradients=self.last + waiting,
+                unsharded_parameters=self.block.restored + self.block.cast, unsharded_gradients=self.last + waiting,
             )  # fmt: skip
             self.now["activations"] = alive.saved(part.block, part.before) + alive.stream + held
             waiting += self.block.unsharded_gradients * (part.behind - part.before)

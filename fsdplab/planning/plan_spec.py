@@ -98,6 +98,9 @@ class PlanSpec:
     float_logits: bool = True  # whether an eager loss converts 16-bit logits to float32
     whole_logits: bool = False  # whether tensor-parallel ranks gather the logits before the loss
     keeps_logits: bool = False  # whether the training loop holds the logits until its backward has ended
+    keeps_outputs: bool = False  # whether it holds them until the next step's forward has ended
+    shifts_logits: bool = False  # whether the loss is of a copy of the logits without the last token (transformers)
+    autocast: bool = False  # under torch.autocast, no mixed precision of the sharding engine
 
     def __post_init__(self) -> None:
         for name, most in _LARGEST.items():
@@ -247,6 +250,16 @@ class PlanSpec:
         return ITEMSIZES[self.param_dtype]
 
     @property
+    def gather_bytes(self) -> int:
+        """Of an element that is gathered: under autocast weights are gathered as they rest, and cast by operators."""
+        return self.rest_bytes if self.autocast else self.param_bytes
+
+    @property
+    def stream_bytes(self) -> int:
+        """Of an element of the residual stream: under autocast the sum of embeddings and blocks stays in float32."""
+        return 4 if self.autocast else self.param_bytes
+
+    @property
     def reduce_bytes(self) -> int:
         """Of an element of a reduction."""
         return ITEMSIZES[self.reduce_dtype]
@@ -265,7 +278,7 @@ class PlanSpec:
     @property
     def mixed(self) -> bool:
         """Whether what rests has another dtype than what is computed with."""
-        return self.rest_bytes != self.param_bytes
+        return self.rest_bytes != self.gather_bytes
 
 
 def under_each_strategy(spec: PlanSpec) -> list[PlanSpec]:

@@ -102,7 +102,7 @@ def _state_traffic(spec: PlanSpec) -> list[AxisTraffic]:
     found = []
     for unit, parameters, count in (("block", spec.model.block, spec.model.layers), ("root", spec.model.root, 1)):
         held = [each.on(spec.tensor_parallel) for each in parameters]
-        rows = _lora_rows(held, unit, spec) if spec.lora_rank else _rows(held, unit, spec, spec.param_bytes)
+        rows = _lora_rows(held, unit, spec) if spec.lora_rank else _rows(held, unit, spec, spec.gather_bytes)
         found += [on_axis(row, unit, count, spec) for row in rows]
     return [row for row in found if row.wire_bytes]
 
@@ -130,7 +130,7 @@ def _lora_rows(parameters: Sequence[Parameter], unit: str, spec: PlanSpec) -> li
     packed = sum(frozen_bytes(*part) for part in frozen_parts(parameters, spec, adapted))
     base = _rows([Parameter("base", (packed,))], unit, spec, 1)
     trained = adapters(parameters, spec.lora_rank) if adapted else []
-    return [row for row in base if row.kind == "all_gather"] + _rows(trained, unit, spec, spec.param_bytes)
+    return [row for row in base if row.kind == "all_gather"] + _rows(trained, unit, spec, spec.gather_bytes)
 
 
 def owners_step(spec: PlanSpec) -> OwnersStep:

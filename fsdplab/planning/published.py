@@ -153,9 +153,15 @@ def _check_known(row: Mapping[str, str]) -> None:
             raise PublishedError(reason)
 
 
-# What the words of a source's rows do not say. The training loop of PR #165 held the logits, in float32, until its
-# backward had ended (torchtitan deletes them since mid 2024).
-_CONVENTIONS: dict[str, dict[str, Any]] = {"torchtitan PR #165": {"keeps_logits": True}}
+# What the words of a source's rows do not say, read from its code. The training loop of PR #165 held the logits, in
+# float32, until its backward had ended (torchtitan deletes them since mid 2024). fsdp_qlora's train.py does so too, and
+# transformers' loss of that time is of a shifted copy. atorch's fsdp_llama2.py puts torch.autocast ("amp_native")
+# around modules that FSDP gathers in float32, and its loop holds a step's outputs until the next forward has ended.
+_CONVENTIONS: dict[str, dict[str, Any]] = {
+    "torchtitan PR #165": {"keeps_logits": True},
+    "fsdp_qlora": {"keeps_logits": True, "shifts_logits": True},
+    "atorch": {"keeps_logits": True, "keeps_outputs": True, "shifts_logits": True, "autocast": True},
+}
 
 
 def _source(row: Mapping[str, str]) -> str:
@@ -282,7 +288,8 @@ def _adapters(row: Mapping[str, str]) -> dict[str, Any]:
         return {}
     rank = re.search(r"\brank\s*=?\s*(\d+)", words)
     quantised = re.search(r"\bqlora\b|\bnf4\b|\b4.?bit", words)
-    return {"lora_rank": int(rank[1]) if rank else 64, "base_dtype": "nf4" if quantised else None}
+    base = "nf4" if quantised else "fp32" if "base rests in fp32" in words else None
+    return {"lora_rank": int(rank[1]) if rank else 64, "base_dtype": base}
 
 
 def _shape_of(name: str, row: Mapping[str, str]) -> tuple[ModelShape, float]:

@@ -30,6 +30,7 @@ class UnitBytes:
     reduction: float = 0.0
     sharded_gradients: float = 0.0
     restored: float = 0.0  # the largest of its quantised matrices, restored while it computes
+    cast: float = 0.0  # of its matrices as autocast computes with them
 
     def __add__(self, other: UnitBytes) -> UnitBytes:
         return UnitBytes(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
@@ -51,6 +52,11 @@ def unit_bytes(parameters: Sequence[Parameter], spec: PlanSpec, *, adapted: bool
     The root is frozen under LoRA, and not quantised.
     """
     held = [each.on(spec.tensor_parallel) for each in parameters]
+    cast = UnitBytes(cast=spec.param_bytes * sum(each.count for each in held if each.is_matrix) * spec.autocast)
+    return cast + _states(held, spec, adapted)
+
+
+def _states(held: Sequence[Parameter], spec: PlanSpec, adapted: bool) -> UnitBytes:
     if not spec.lora_rank:
         found = _trained(held, spec)
         if adapted and spec.optimizer == "muon":  # which has one moment of a matrix
@@ -70,7 +76,7 @@ def frozen_parts(
     """What LoRA freezes of a unit, with the bytes of an element: matrices that have adapters, and the rest."""
     matrices = [each for each in held if each.is_matrix and adapted]
     yield matrices, BASE_BYTES[spec.base_dtype or spec.param_dtype]
-    yield [each for each in held if each not in matrices], spec.param_bytes
+    yield [each for each in held if each not in matrices], spec.gather_bytes
 
 
 def frozen_bytes(parameters: Sequence[Parameter], itemsize: float) -> int:
@@ -95,11 +101,11 @@ def _trained(parameters: Sequence[Parameter], spec: PlanSpec) -> UnitBytes:
     own = sum((slot.span(0)[1] - slot.span(0)[0]) * slot.row_bytes for slot in layout.slots)
     resting = 0 if sharing.aliased else piece * spec.rest_bytes
     return UnitBytes(
-        sharded_parameters=resting + (whole * spec.param_bytes if sharing.keeps_whole else 0),
+        sharded_parameters=resting + (whole * spec.gather_bytes if sharing.keeps_whole else 0),
         optimizer_state=own * spec.optimizer_bytes,
         step_scratch=own * ITEMSIZES[spec.master_dtype] if spec.optimizer == "adamw-foreach" else 0.0,
-        gathered=padded * spec.param_bytes,
-        unsharded_gradients=whole * spec.param_bytes,
+        gathered=padded * spec.gather_bytes,
+        unsharded_gradients=whole * spec.gather_bytes,
         kept_gradients=whole * (spec.reduce_bytes if sharing.no_sync else spec.rest_bytes),
         reduction=padded * spec.reduce_bytes,
         sharded_gradients=piece * spec.rest_bytes,
