@@ -17,6 +17,7 @@ from fsdplab.common.words import did_you_mean
 from fsdplab.workloads.shapes import ModelShape
 
 from .hardware import Gpu
+from .networks import Fabric
 from .program.memory import Sharing
 
 ITEMSIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -59,6 +60,11 @@ class PlanSpec:
     gpu: Gpu
     gpus: int = option(8, "GPUs in all.")
     gpus_per_node: int = option(8, "GPUs of a node.")
+    network: str | None = option(
+        None, "Network between nodes: ib400, roce200, eth100 or a card's rate such as 100gbit; default: the GPU's usual."
+    )
+    nics: int | None = option(None, "Network cards of a node; default: one a GPU.")
+    oversubscription: float = option(1.0, "Of the network's leaf switches: 2 where half of their bytes can leave.")
     strategy: str = option("full_shard", f"{STRATEGIES_IN_WORDS}.")
     shard_size: int | None = option(None, "Of hybrid_shard: GPUs of a group; default: those of a node.")
     seq: int = option(4096, "Tokens of a sequence; default: 4096, or the model's context.")
@@ -134,9 +140,18 @@ class PlanSpec:
                 f"{self.gpus} GPUs do not fill nodes of {per_node}; give a multiple of {per_node}, or other"
                 " --gpus-per-node"
             )
-        if self.gpus > per_node and self.gpu.nic_bytes_per_s is None:
+        if self.nics is not None:
+            _check_count("nics", self.nics, 10**4)
+            if self.network is None:
+                raise PlanError("--nics counts the cards of a network; name it with --network, such as ib400")
+        if not 1e-6 <= self.oversubscription <= 1e6:  # below 1: a faster network, for questions
             raise PlanError(
-                f"no network between nodes is known for {self.gpu.name}; give at most {per_node} GPUs, in one node"
+                f"--oversubscription is {self.oversubscription!r}; expected 1, or a number above it such as 2"
+            )
+        if self.gpus > per_node and self.fabric is None:
+            raise PlanError(
+                f"no network between nodes is known for {self.gpu.name}; name one with --network, or give at most"
+                f" {per_node} GPUs, in one node"
             )
 
     def _check_mesh(self) -> None:
@@ -182,6 +197,11 @@ class PlanSpec:
             )
 
     # ---- the strategy and its mesh
+
+    @cached_property
+    def fabric(self) -> Fabric | None:
+        """What joins nodes; None where nothing is known. Raises LinkError for an unknown network."""
+        return Fabric.of(self.gpu, self.network, self.nics, self.oversubscription, self.gpus_per_node)
 
     @property
     def row(self) -> StrategyRow:

@@ -65,16 +65,24 @@ def axis_link(spec: PlanSpec, axis: str) -> LinkSpec:
     """
     inner, ranks = _mesh(spec)[axis]
     link, per_node = spec.gpu.link, min(spec.gpus, spec.gpus_per_node)
-    if inner * ranks > per_node and spec.gpu.nic_bytes_per_s is not None:
-        link = spec.gpu.ring_over_nodes(max(1, per_node // inner))
+    if spec.fabric is not None and leaves_node(spec, axis):
+        nodes = min(ranks, inner * ranks / per_node)
+        return spec.fabric.ring(spec.gpu, max(1, per_node // inner), nodes, LINK_EFFICIENCY)
     return replace(link, bytes_per_s=link.bytes_per_s * LINK_EFFICIENCY)
+
+
+def leaves_node(spec: PlanSpec, axis: str) -> bool:
+    """Whether the groups of an axis have members in several nodes."""
+    inner, ranks = _mesh(spec)[axis]
+    return inner * ranks > min(spec.gpus, spec.gpus_per_node)
 
 
 def transfer_of(spec: PlanSpec, row: AxisTraffic) -> Transfer:
     """One collective of the row, on an otherwise free link."""
-    link = axis_link(spec, row.axis)
+    link, over_nodes = axis_link(spec, row.axis), leaves_node(spec, row.axis)
     latency_s = link.latency_s * ring_steps(row.kind, row.ranks)
-    return Transfer(row.kind, row.wire_bytes, link.bytes_per_s, latency_s, row.axis)
+    passes = "network" if over_nodes else "node"
+    return Transfer(row.kind, row.wire_bytes, link.bytes_per_s, latency_s, row.axis, passes)
 
 
 def latency_s(spec: PlanSpec, rows: Sequence[AxisTraffic]) -> float:

@@ -217,7 +217,7 @@ def least_gpus(spec: PlanSpec) -> int | None:
     """
     step, per_node = spec.tensor_parallel * spec.context_parallel * (spec.shard_size or 1), spec.gpus_per_node
     counts, whole = [*range(step, min(per_node, _MOST_GPUS) + 1, step)], math.lcm(per_node, step)
-    if spec.gpu.nic_bytes_per_s:
+    if spec.fabric:
         most = min(_MOST_GPUS, max(2 * per_node, spec.model.width * spec.tensor_parallel))
         counts += range(max(whole, 2 * per_node), most + 1, whole)
     if not counts or not _fits_on(counts[-1], spec):

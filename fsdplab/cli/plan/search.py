@@ -41,7 +41,7 @@ def _choices(found: Fit, spec: PlanSpec, tokens: float | None) -> Iterator[Line]
         yield Line(f"{_words(best)}{cost}", "cheapest", "good")
     if fewest is None:
         unknown = f" in one node, and no network between nodes is known for {spec.gpu.name}"
-        yield Line(f"no number of these GPUs holds it{'' if spec.gpu.nic_bytes_per_s else unknown}")
+        yield Line(f"no number of these GPUs holds it{'' if spec.fabric else unknown}")
     else:
         yield Line(f"{fewest.spec.gpus} with {_words(fewest)}", "fewest GPUs")
 

@@ -16,13 +16,17 @@ OPTIMIZER = "optimizer"  # beside them: what its step sends, and its phase
 
 @dataclass(frozen=True)
 class Transfer:
-    """One collective on an otherwise free link: the latency of all its steps, then the bytes that one rank sends."""
+    """One collective on an otherwise free link: the latency of all its steps, then the bytes that one rank sends.
+
+    `link` is what it passes: axes with the same one share its bandwidth. Without a name its axis has it for itself.
+    """
 
     kind: str
     wire_bytes: float
     bytes_per_s: float
     latency_s: float = 0.0
     axis: str = "shard"
+    link: str = ""
 
     @property
     def seconds(self) -> float:
@@ -137,7 +141,8 @@ def step_seconds(work: StepWork) -> float:
 def seconds_of(operations: Sequence[Operation], units: Mapping[str, UnitWork]) -> float:
     """Seconds from the first operation of a micro-batch to the end of the last.
 
-    All-reduces have a link of their own; other collectives run one after the other.
+    Collectives of states run one after the other, all-reduces beside them where they pass another link. Those between
+    products have half of a link while others send on it too: both end later by the time that they share.
 
     >>> send = {kind: Transfer(kind, 1.0, 1.0) for kind in ("all_gather", "reduce_scatter")}
     >>> root, block = UnitWork("root", 0.0, 0.0), UnitWork("blocks.0", 2.0, 3.0, send)
@@ -147,24 +152,38 @@ def seconds_of(operations: Sequence[Operation], units: Mapping[str, UnitWork]) -
     """
     distinct = {id(unit): _costs(unit) for unit in units.values()}
     costs = {name: distinct[id(unit)] for name, unit in units.items()}
-    now, free = 0.0, {False: 0.0, True: 0.0}  # link across replicas -> when it is free
+    now, free = 0.0, dict[str, float]()  # link -> when it is free
     ended: dict[int, float] = {}
+    on_link: dict[str, list[int]] = {}
     for each in operations:
         if isinstance(each, Wait):
             now = max(now, ended[each.number])
         elif isinstance(each, Compute):
-            now += costs[each.unit].get(each.phase, 0.0)
+            seconds, inline_s, link = costs[each.unit].get(each.phase, (0.0, 0.0, ""))
+            shared = inline_s * min(1.0, max(0.0, free.get(link, 0.0) - now) / seconds) if inline_s else 0.0
+            if shared:
+                free[link] += shared
+                for number in on_link[link]:
+                    ended[number] += shared if ended[number] > now else 0.0
+            now += seconds + shared
         elif isinstance(each, Issue):
-            across = each.kind == "all_reduce"
-            begin = max(now if each.after is None else ended[each.after], free[across])
-            ended[each.number] = free[across] = begin + costs[each.unit][each.kind]
+            seconds, _, link = costs[each.unit][each.kind]
+            begin = max(now if each.after is None else ended[each.after], free.get(link, 0.0))
+            ended[each.number] = free[link] = begin + seconds
+            on_link.setdefault(link, []).append(each.number)
     return now
 
 
-def _costs(unit: UnitWork) -> dict[str, float]:
-    """Seconds of each phase, with the collectives between its products, and of each kind of collective."""
-    found = {kind: each.seconds for kind, each in unit.sent.items()}
+def _costs(unit: UnitWork) -> dict[str, tuple[float, float, str]]:
+    """Of each phase its seconds with the collectives between its products, the seconds of these, and the link that they
+    pass; of each kind of collective its seconds, and its link or a queue of its own.
+    """
+    found = {
+        kind: (each.seconds, 0.0, each.link or ("across" if kind == "all_reduce" else "states"))
+        for kind, each in unit.sent.items()
+    }
     for phase in ("forward", "backward"):
         seconds, inline = unit.products(phase)
-        found[phase] = seconds + sum(each.seconds for each in inline)
+        inline_s = sum(each.seconds for each in inline)
+        found[phase] = seconds + inline_s, inline_s, inline[0].link if inline else ""
     return found

@@ -47,7 +47,7 @@ _NETWORK = "network of a GPU"
 
 def _over_nodes(spec: PlanSpec) -> tuple[PlanSpec, str]:
     """At least two nodes: in one, both strategies are the same."""
-    if spec.gpu.nic_bytes_per_s is None:
+    if spec.fabric is None:
         raise PlanError(
             f"hybrid_shard is for several nodes, and {spec.gpu.name} has no known network; give another GPU"
         )
@@ -67,12 +67,17 @@ def _of_networks(spec: PlanSpec) -> list[Case]:
 
 
 def _networks(spec: PlanSpec) -> list[float]:
-    return [(spec.gpu.nic_bytes_per_s or 0.0) * 2.0**power for power in range(-4, 3)]
+    return [_rate_here(spec) * 2.0**power for power in range(-4, 3)]
+
+
+def _rate_here(spec: PlanSpec) -> float:
+    """Bytes a second of a GPU's share of the network."""
+    return spec.fabric.bytes_per_s if spec.fabric else 0.0
 
 
 def _steps_of_both(spec: PlanSpec, network: float) -> dict[str, float]:
     """Seconds of a step under both, where the network gives each GPU so many bytes a second."""
-    at = replace(spec, gpu=replace(spec.gpu, nic_bytes_per_s=network))
+    at = replace(spec, oversubscription=spec.oversubscription * _rate_here(spec) / network)
     return {name: step_time(at.under(name)).step_s for name in BOTH}
 
 
@@ -104,7 +109,7 @@ def _where_hybrid_pays(spec: PlanSpec, rows: Sequence[Case]) -> str:
 
 
 def _here(spec: PlanSpec, rows: Sequence[Case]) -> str:
-    here = next(row for row in rows if row.value(_NETWORK) == spec.gpu.nic_bytes_per_s)
+    here = next(row for row in rows if row.value(_NETWORK) == _rate_here(spec))
     return (
         f"On {spec.gpus:,} GPUs in {spec.gpus // spec.gpus_per_node:,} nodes {_where_hybrid_pays(spec, rows)}; at this"
         f" one's {here[_NETWORK]} a step takes {here[FULL]} under full_shard and {here[HYBRID]} under hybrid_shard"

@@ -148,10 +148,13 @@ class Network:
         self._links: dict[tuple[str, tuple[int, ...]], Link] = {}
         self._made: dict[tuple[str, tuple[int, ...], int], Communicator] = {}
 
-    def communicator(self, axis: str, group: tuple[int, ...], kind: str) -> Communicator:
-        """The queue of a kind of collective along an axis, for the group of these classes."""
-        queue = int(self._number == 2 and kind != "all_gather" and axis == "shard")
-        link = self._links.setdefault((axis, group), Link(self._clock))
+    def communicator(self, transfer: Transfer, group: tuple[int, ...]) -> Communicator:
+        """The queue of a kind of collective along an axis, for the group of these classes; axes that pass one link share
+        it where their groups have the same classes.
+        """
+        axis = transfer.axis
+        queue = int(self._number == 2 and transfer.kind != "all_gather" and axis == "shard")
+        link = self._links.setdefault((transfer.link or axis, group), Link(self._clock))
         key = (axis, group, queue)
         if key not in self._made:
             self._made[key] = Communicator(self._clock, link, group)

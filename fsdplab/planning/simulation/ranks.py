@@ -137,7 +137,7 @@ class Rank:
     def _issue(self, unit: UnitWork, phase: str, transfer: Transfer) -> Collective:
         """Tensor- and context-parallel groups run at the pace of their slowest rank, so they wait for nobody."""
         group = self.log.rank.groups.get(transfer.axis, (self._index,))
-        communicator = self._network.communicator(transfer.axis, group, transfer.kind)
+        communicator = self._network.communicator(transfer, group)
         issued = communicator.issue(self._index, unit.name, phase, transfer)
         self.log.collectives.append(issued)
         return issued
