@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from fsdplab.common.names import STRATEGY_ROWS
 
+from .plan_spec import PlanSpec
+
 _RECOMPUTE = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
 
 
@@ -33,6 +35,18 @@ class Sharded:
     def replicas(self) -> int:
         """Groups that hold the same shards."""
         return self.ranks // self.shard_size if STRATEGY_ROWS[self.strategy].in_groups and self.shard_size else 1
+
+
+# the classes of blocks: those of this package's presets, and transformers' of published models
+BLOCKS = {True: ("LlamaBlock", "LlamaDecoderLayer"), False: ("GPTBlock", "GPT2Block")}
+
+
+def of_plan(spec: PlanSpec) -> Sharded:
+    """What of a plan the code depends on."""
+    return Sharded(
+        spec.strategy, spec.gpus, (BLOCKS[spec.model.gated][1],), spec.shard_size or spec.gpus_per_node,
+        spec.param_dtype, spec.checkpointing, spec.prefetch, spec.optimizer,
+    )  # fmt: skip
 
 
 def pytorch(what: Sharded) -> str:

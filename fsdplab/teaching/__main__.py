@@ -25,7 +25,8 @@ _EXAMPLES = """Examples:
   fsdplab course build --edition teacher --out print
   fsdplab course test course-learner
   fsdplab course site pages
-  fsdplab course site pages --source my-executed --executed"""
+  fsdplab course site pages --source my-executed --executed
+  fsdplab course site pages --live"""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -61,6 +62,11 @@ def parser() -> argparse.ArgumentParser:
     site.add_argument("--source", type=Path, default=course_folder(), help="folder of sources; default: notebooks")
     site.add_argument("--executed", action="store_true", help="the sources were run already: take their outputs")
     site.add_argument("--keep", type=Path, help="keep the executed notebooks in this folder, for --executed")
+    site.add_argument("--live", action="store_true", help="with a page that plans a job in the browser")
+    site.add_argument(
+        "--pyodide", metavar="FOLDER|URL",
+        help="of --live: a folder of Pyodide's files to copy beside the page, or their address; default: Pyodide's CDN",
+    )  # fmt: skip
     site.set_defaults(command=_site)
     return flags
 
@@ -82,15 +88,19 @@ def _site(asked: argparse.Namespace) -> int:
     # only pages need what converts notebooks
     from .site.build import build_site, check_out
     from .site.execution import executed_in
+    from .site.live import pyodide
 
+    if asked.pyodide is not None and not asked.live:
+        raise CourseError("--pyodide is for the page that --live makes; give both, or neither")
+    live = pyodide(asked.pyodide) if asked.live else None
     if asked.executed:
-        site = build_site(asked.source, asked.out)
+        site = build_site(asked.source, asked.out, live=live)
     else:
-        check_out(asked.out, asked.source)
+        check_out(asked.out, asked.source, asked.live)
         with executed_in(asked.source, asked.keep, lambda run: print(harmless(str(run)), flush=True)) as executed:
             if executed.failed:
                 return 1
-            site = build_site(executed.folder, asked.out, executed.where)
+            site = build_site(executed.folder, asked.out, executed.where, live)
     print(f"{site.folder / 'index.html'}: {len(site.pages)} pages, {site.nbytes / 1e6:.1f} MB")
     return 0
 

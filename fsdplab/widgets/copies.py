@@ -7,15 +7,13 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from fsdplab.planning.copy_as import Sharded, accelerate_yaml, pytorch
+from fsdplab.planning.copy_as import BLOCKS, Sharded, accelerate_yaml, of_plan, pytorch
 from fsdplab.planning.plan_spec import PlanSpec, flag_of
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.workloads.own.sources import VALUE, kind_of
 
 from .answers import Run, recorded_model
 
-# the classes of blocks: those of this package's presets, and transformers' of published models
-_BLOCKS = {True: ("LlamaBlock", "LlamaDecoderLayer"), False: ("GPTBlock", "GPT2Block")}
 _NO_FLAGS = ("strategy", "engine", "text", "device", "start", "time_limit", "memory", "warmup", "learning_rate")
 _PLANNED = ("gpus", "gpus_per_node", "seq", "micro_batch", "param_dtype", "checkpointing", "prefetch", "optimizer")
 
@@ -33,10 +31,7 @@ def copies(run: Run) -> dict[str, str]:
 def sharded_of(run: Run) -> Sharded:
     """What of a run its engine's code depends on."""
     if isinstance(run, PlanSpec):
-        return Sharded(
-            run.strategy, run.gpus, (_BLOCKS[run.model.gated][1],), run.gpus_per_node, run.param_dtype,
-            run.checkpointing, run.prefetch, run.optimizer,
-        )  # fmt: skip
+        return of_plan(run)
     return Sharded(
         run.strategy, run.world_size, _units_of(run), run.shard_size, run.precision, run.checkpoint, run.prefetch,
         run.optimizer, run.device_type,
@@ -50,7 +45,7 @@ def _units_of(run: RunSpec) -> tuple[str, ...]:
         return recorded_model().unit_classes(run)
     if run.units == "linear":
         return ("torch.nn.Linear",)
-    return (_BLOCKS["llama" in run.model][0],)
+    return (BLOCKS["llama" in run.model][0],)
 
 
 def command(run: Run) -> str:

@@ -19,11 +19,12 @@ from markupsafe import Markup
 
 from fsdplab.common.files import write_whole
 from fsdplab.figures.report.parts import in_script
-from fsdplab.figures.style import DARK_TEXT, FONT, TEXT
+from fsdplab.figures.style import DARK_TEXT, FONT, LANE_COLOURS, TEXT
 from fsdplab.teaching.authoring.course import CourseError, notebooks_in, read
 from fsdplab.teaching.core.glossary import terms
 from fsdplab.teaching.site.foreign_html import mark_of
 from fsdplab.teaching.site.lesson import Lesson, Section, code_colours, lesson_of
+from fsdplab.teaching.site.live import NAMES, Pyodide, live_files
 
 MOST_BYTES = 15_000_000
 MANIFEST = "site.json"
@@ -41,16 +42,17 @@ class Site:
     nbytes: int
 
 
-def build_site(executed: Path | str, out: Path | str, where: str = "") -> Site:
-    """Write the site of every executed notebook in a folder to `out`; `where` says on which machine they ran.
+def build_site(executed: Path | str, out: Path | str, where: str = "", live: Pyodide | None = None) -> Site:
+    """Write the site of every executed notebook in a folder to `out`; `where` says on which machine they ran, and
+    `live` from where the planner's page gets Python: without, there is no such page.
 
     Raises CourseError for notebooks that cannot be read, were not executed or have odd names, for a folder that holds
     files of somebody else's under the names of the site's, and for a site of more than 15 MB.
     """
     lessons = [_lesson(path) for path in notebooks_in(executed)]
-    files = _files(lessons, where)
-    nbytes = sum(len(content.encode()) for content in files.values())
-    if nbytes > MOST_BYTES:
+    files = _files(lessons, where, live)
+    nbytes = sum(len(content.encode() if isinstance(content, str) else content) for content in files.values())
+    if nbytes - sum(map(len, live.files.values() if live else ())) > MOST_BYTES:
         heaviest = max(lessons, key=lambda lesson: len(lesson.body))
         raise CourseError(
             f"the site would take {nbytes / 1e6:.1f} MB, more than {MOST_BYTES / 1e6:.0f} MB; the heaviest page is"
@@ -70,13 +72,13 @@ def build_site(executed: Path | str, out: Path | str, where: str = "") -> Site:
     return Site(folder, pages, nbytes)
 
 
-def check_out(out: Path | str, sources: Path | str) -> None:
+def check_out(out: Path | str, sources: Path | str, live: bool = False) -> None:
     """CourseError where the site of a folder of notebooks could not be written to `out`: before they run for minutes.
 
-    The folder is made.
+    The folder is made. `live`: with the planner's page.
     """
-    folder = Path(out)
-    _earlier(folder, [*(f"{path.stem}.html" for path in notebooks_in(sources)), *_BESIDE_LESSONS])
+    folder, own = Path(out), (*_BESIDE_LESSONS, *(NAMES if live else ()))
+    _earlier(folder, [*(f"{path.stem}.html" for path in notebooks_in(sources)), *own])
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -86,7 +88,7 @@ def check_out(out: Path | str, sources: Path | str) -> None:
 
 
 def _lesson(path: Path) -> Lesson:
-    if not path.name.isprintable() or f"{path.stem}.html" in _BESIDE_LESSONS:
+    if not path.name.isprintable() or f"{path.stem}.html" in (*_BESIDE_LESSONS, *NAMES):
         raise CourseError(f"a notebook is named {path.name!r}, and no page can have that name; rename it")
     notebook = read(path)
     code = [cell for cell in notebook.cells if cell.cell_type == "code" and cell.source.strip()]
@@ -121,12 +123,13 @@ def _earlier(folder: Path, files: Iterable[str]) -> set[str]:
     return own
 
 
-def _files(lessons: Sequence[Lesson], where: str) -> dict[str, str]:
+def _files(lessons: Sequence[Lesson], where: str, live: Pyodide | None) -> dict[str, str | bytes]:
     """File name -> content."""
     from plotly.offline import get_plotlyjs
 
-    page = partial(_rendered, mark=mark_of(f"{lesson.body}{lesson.origins}" for lesson in lessons))
-    files = {
+    mark = mark_of(f"{lesson.body}{lesson.origins}" for lesson in lessons)
+    page = partial(_rendered, mark=mark, live=live is not None)
+    files: dict[str, str | bytes] = {
         f"{lesson.name}.html": page(
             "lesson.html",
             lesson=lesson,
@@ -144,6 +147,7 @@ def _files(lessons: Sequence[Lesson], where: str) -> dict[str, str]:
     files["site.js"] = _verbatim("plots.js") + _verbatim("site.js")
     files["search.js"] = f"const PAGES = {in_script(json.dumps(_index(lessons), separators=(',', ':')))};\n"
     files["plotly.js"] = get_plotlyjs()
+    files |= live_files(live, page) if live else {}
     # the list comes first: what a full disk leaves half written is known as the site's own
     return {MANIFEST: json.dumps({"files": sorted([*files, MANIFEST])}, indent=1) + "\n", **files}
 
@@ -166,7 +170,7 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.globals.update(verbatim=_verbatim, ink=TEXT, ink_on_dark=DARK_TEXT, font=Markup(FONT))
+    made.globals.update(verbatim=_verbatim, ink=TEXT, ink_on_dark=DARK_TEXT, font=Markup(FONT), lanes=LANE_COLOURS)
     return made
 
 

@@ -1,0 +1,128 @@
+"""What the planner's page shows for a choice: pieces of HTML by the id of their place, all from one plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from html import escape
+
+from fsdplab.common.errors import UserError
+from fsdplab.common.names import CATEGORY_ROWS
+from fsdplab.common.sizes import seconds, size, three_digits
+from fsdplab.common.words import MISSING
+from fsdplab.planning.bands import Band, memory_band, speed_band
+from fsdplab.planning.copy_as import accelerate_yaml, of_plan, pytorch
+from fsdplab.planning.plan_spec import PlanSpec
+from fsdplab.planning.planner import Plan, plan_of, shortfall
+from fsdplab.planning.simulation import simulate
+from fsdplab.records import RunRecord
+
+from .controls import command_of, spec_of
+from .drawings import memory_drawing, step_drawing
+
+_LEAST, _MOST = 280, 1400  # pixels of a drawing
+
+
+def answer(choice: Mapping[str, str], width: int) -> dict[str, str]:
+    """Id of a place -> its HTML, for drawings of so many pixels; {"error": sentence} for a plan that cannot be made.
+
+    "json" is what `fsdplab plan --json` writes for the same choice.
+    """
+    try:
+        spec = spec_of(choice)
+        found = plan_of(spec)
+        record = simulate(spec) if found.time else None
+    except UserError as error:
+        return {"error": escape(str(error))}
+    room, band = max(_LEAST, min(_MOST, width)), memory_band(spec)
+    around = band.around(found.memory.peak.total)
+    copies = _copies(spec) | {"command": command_of(choice)}
+    return {
+        "error": "",
+        "verdict": _verdict(found),
+        "quantities": "".join(_quantity(*each) for each in _quantities(found, band)),
+        "memory": memory_drawing(found, around, room),
+        "categories": _categories(found),
+        "step": step_drawing(_first_rank(record), room) if record else "",
+        "step-words": escape(_step_words(found, record)),
+        **{name: escape(text) for name, text in copies.items()},
+        "json": escape(json.dumps(found.as_dict(), indent=2)),
+    }
+
+
+def answered(choice: str, width: int) -> str:
+    """`answer` with texts of JSON, which pass between JavaScript and Python as they are."""
+    return json.dumps(answer(json.loads(choice), width))
+
+
+def _verdict(found: Plan) -> str:
+    lacking, fitness = shortfall(found), found.fitness
+    words = lacking or {
+        "yes": "it fits, with the upper end of the band and what the allocator reserves",
+        "likely": "the peak fits, the upper end of the band or what the allocator reserves does not",
+    }.get(fitness, "")
+    return f'<b class="{fitness}">fits: {fitness}</b> {escape(words)}'
+
+
+def _quantities(found: Plan, memory: Band) -> Iterator[tuple[str, str, str]]:
+    """Name, value, and the band or why there is none."""
+    peak, time = found.memory.peak.total, found.time
+    low, high = map(size, memory.around(peak))
+    yield "peak memory", size(peak), f"{low} to {high} {memory.words}"
+    sent = sum(row.step_bytes for row in found.traffic)
+    yield "sent by a rank a step", size(sent) if sent else "nothing", "counted, not estimated"
+    if time is None:
+        yield "step", MISSING, f"no bf16 FLOP/s are known for {found.spec.gpu.name}"
+        return
+    band, speed = speed_band(found.spec), found.tokens_per_s_per_gpu or 0.0
+    slow, fast = band.around(speed)
+    yield "tokens/s a GPU", three_digits(speed), f"{three_digits(slow)} to {three_digits(fast)} {band.words}"
+    yield (
+        "step",
+        seconds(time.step_s),
+        f"{seconds(time.step_s / band.high)} to {seconds(time.step_s / band.low)}, by the band of tokens/s",
+    )
+    mfu = found.mfu or 0.0
+    yield "MFU", f"{mfu:.1%}", f"{mfu * band.low:.1%} to {mfu * band.high:.1%}, by the band of tokens/s"
+    exposed = max(0.0, time.exposed_s)
+    yield (
+        "exposed communication",
+        f"{exposed / time.step_s:.1%}",
+        f"{seconds(exposed)} of a step; no published run says it, so no band is known",
+    )
+
+
+def _quantity(name: str, value: str, beside: str) -> str:
+    return f"<div><dt>{escape(name)}</dt><dd><b>{escape(value)}</b><span>{escape(beside)}</span></dd></div>"
+
+
+def _categories(found: Plan) -> str:
+    """The drawing's legend, with the bytes at the peak."""
+    by_category = found.memory.peak.by_category
+    return "".join(
+        f'<li title="{escape(row.sentence)}"><i style="background:{row.colour}"></i>{escape(row.title)}'
+        f" <b>{size(by_category[name])}</b></li>"
+        for name, row in CATEGORY_ROWS.items()
+        if by_category[name] >= 1
+    )
+
+
+def _copies(spec: PlanSpec) -> dict[str, str]:
+    if spec.tensor_parallel * spec.context_parallel > 1:
+        return dict.fromkeys(("pytorch", "accelerate"), "# no lines are known for tensor and context parallelism")
+    what = of_plan(spec)
+    return {"pytorch": pytorch(what), "accelerate": accelerate_yaml(what)}
+
+
+def _first_rank(record: RunRecord) -> list[dict[str, object]]:
+    rows = record.table("timeline")
+    return [row for row in rows if row["rank"] == rows[0]["rank"]]
+
+
+def _step_words(found: Plan, record: RunRecord | None) -> str:
+    if record is None or found.time is None:
+        return f"No bf16 FLOP/s are known for {found.spec.gpu.name}, so no step is drawn."
+    return (
+        f"Simulated event by event with the engine's own schedule: {seconds(record.summary.step_time_s.median)}; the"
+        f" closed form above says {seconds(found.time.step_s)}."
+    )

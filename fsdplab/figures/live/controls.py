@@ -1,0 +1,99 @@
+"""The controls of the planner's page: fields of a plan, the values of each, and how a choice becomes a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from fsdplab.common.names import STRATEGIES
+from fsdplab.planning.hardware import GPUS
+from fsdplab.planning.plan_spec import CHECKPOINTINGS, LOSSES, OPTIMIZERS, PlanSpec, flag_of
+from fsdplab.planning.planner import plan_spec
+from fsdplab.workloads.shapes import SHAPES
+
+_FEWEST_LAYERS = 12  # of a model that is offered: smaller ones are the lab's own, for CPUs
+_MODEL, _GPU = "llama-3.1-8b", "h100-80gb"  # those of `fsdplab plan`
+
+
+@dataclass(frozen=True)
+class Control:
+    """A field of a plan, its name on the page, and the values that it offers as texts; numbers get a slider.
+
+    `folded`: it stands among the choices that are shown on request.
+    """
+
+    name: str
+    label: str
+    values: tuple[str, ...]
+    default: str
+    folded: bool = False
+
+    @property
+    def is_slider(self) -> bool:
+        """Whether its values are numbers."""
+        return all(value.isdigit() for value in self.values)
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """The values as they are read: `16,384`."""
+        return tuple(f"{int(value):,}" for value in self.values) if self.is_slider else self.values
+
+
+def controls() -> tuple[Control, ...]:
+    """All controls, in the page's order."""
+    models = tuple(name for name, shape in SHAPES.items() if shape.layers >= _FEWEST_LAYERS and shape.vocabulary > 1000)
+    return (
+        Control("model", "Model", models, _MODEL),
+        Control("gpu", "GPU", tuple(map(short_name, GPUS)), _GPU),
+        _of_a_field("gpus", "GPUs", _powers(1, 16_384)),
+        _of_a_field("strategy", "Strategy", STRATEGIES),
+        _of_a_field(
+            "micro_batch", "Sequences of a micro-batch", (*map(str, range(1, 9)), "12", "16", "24", "32", "64")
+        ),
+        _of_a_field("seq", "Tokens of a sequence", _powers(512, 131_072)),
+        _of_a_field("checkpointing", "Recomputation", CHECKPOINTINGS),
+        _of_a_field("loss", "Loss", LOSSES),
+        _of_a_field("tensor_parallel", "Tensor parallel", _powers(1, 8), folded=True),
+        _of_a_field("context_parallel", "Context parallel", _powers(1, 8), folded=True),
+        _of_a_field("grad_accum", "Micro-batches of a step", _powers(1, 64), folded=True),
+        _of_a_field("prefetch", "Units gathered ahead", tuple(map(str, range(5))), folded=True),
+        _of_a_field("optimizer", "Optimizer", tuple(OPTIMIZERS), folded=True),
+        _of_a_field("reduce_dtype", "Gradients travel in", ("fp32", "bf16"), folded=True),
+    )
+
+
+def _of_a_field(name: str, label: str, values: tuple[str, ...], folded: bool = False) -> Control:
+    return Control(name, label, values, str(_DEFAULTS[name]), folded)
+
+
+_DEFAULTS = {each.name: each.default for each in fields(PlanSpec)}
+
+
+def _powers(first: int, last: int) -> tuple[str, ...]:
+    """`_powers(1, 8) == ("1", "2", "4", "8")`."""
+    return tuple(str(first << place) for place in range((last // first).bit_length()))
+
+
+def short_name(gpu: str) -> str:
+    """A GPU's name as a flag takes it: `short_name("H100 SXM 80GB") == "h100-80gb"`."""
+    return gpu.lower().replace(" sxm", "").replace("rtx ", "").replace(" ", "-")
+
+
+def settings_of(choice: Mapping[str, str]) -> dict[str, Any]:
+    """A choice as `plan_spec` takes it; what is not chosen has the control's default."""
+    chosen = {each.name: choice.get(each.name, each.default) for each in controls()}
+    return {name: int(value) if value.isdigit() and name != "gpu" else value for name, value in chosen.items()}
+
+
+def spec_of(choice: Mapping[str, str]) -> PlanSpec:
+    """The plan's spec; raises ModelError, HardwareError or PlanError, each one line."""
+    return plan_spec(**settings_of(choice))
+
+
+def command_of(choice: Mapping[str, str]) -> str:
+    """The command that prints the same figures; choices at their defaults are left out."""
+    usual = {each.name: each.default for each in controls()}
+    chosen = {name: value for name, value in choice.items() if name in usual}
+    named = {name: value for name, value in chosen.items() if name in ("model", "gpu") or value != usual[name]}
+    return " ".join(["fsdplab plan", *(f"{flag_of(name)} {value}" for name, value in named.items())])
