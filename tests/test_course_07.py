@@ -80,7 +80,7 @@ def test_the_feedback_says_by_how_much_and_where():
     got = {
         "milliseconds over the target": 720,
         "_settings": {"units": "block", "prefetch": 0, "link_queues": 2, "batch_size": 2},
-        "_split": "1020 of 1760 ms exposed: gathers in forward 480",
+        "_split": "1020 of 1760 ms exposed: all-gathers in forward 480",
     }
     said = HIDE.says("milliseconds over the target", got, HIDE.expected)
     assert said.startswith("720 ms too many (1020 of 1760 ms exposed") and said.endswith("gather ahead")
@@ -92,8 +92,8 @@ def test_the_card_exposes_what_arithmetic_says(course):
     payload = {"units": "block", "prefetch": 0, "link_queues": 2, "batch_size": 2}
     gather = on_ranks.GATHER_MS + on_ranks.LATENCY_MS
     for one in overlapping.ranks_of_the_card("on_this_rank", **payload):
-        assert one["exposed"]["gathers in forward"] == pytest.approx(on_ranks.BLOCKS * gather, rel=0.05)
-        assert one["exposed"]["gathers in backward"] == pytest.approx(on_ranks.BLOCKS * gather, rel=0.05)
+        assert one["exposed"]["all-gathers in forward"] == pytest.approx(on_ranks.BLOCKS * gather, rel=0.05)
+        assert one["exposed"]["all-gathers in backward"] == pytest.approx(on_ranks.BLOCKS * gather, rel=0.05)
         moved = on_ranks.BLOCKS * (4 * on_ranks.GATHER_MS + 3 * on_ranks.LATENCY_MS)
         assert one["communication_ms"] == pytest.approx(moved, rel=1e-3)
 

@@ -59,7 +59,7 @@ def test_the_gathered_bytes_at_the_peak_have_names(base):
     assert len(held) == 3 and "root" in held and row["unsharded_parameters"] == sum(sizes[unit] for unit in held)
     assert sizes["root"] == LIMITS.ROOT_BYTES and sizes["blocks.0"] == LIMITS.BLOCK_BYTES, "the constants of the check"
     table = str(reading_memory.gathered_table(base, function_of(HOLDING)))
-    assert "15.38" in table.splitlines()[-2] and "15.38 MB of gathered" in table
+    assert "15.38" in table.splitlines()[-2] and "15.38 MB of unsharded" in table
 
 
 @pytest.mark.timeout(300)
@@ -84,7 +84,7 @@ def test_questions_accept_the_right_number_and_name_each_slip(course, base, larg
 
 
 def test_no_instant_is_later_than_the_end_of_its_phase(monkeypatch):
-    """Under shard_grad_op the last unit of the forward is gathered long before the forward ends."""
+    """Under shard_grad_op the last unit of the forward is unsharded long before the forward ends."""
     lives = [("forward", "unsharding", 0), ("forward", "unsharded", 100), ("backward", "sharded", 150)]
     lives = [{"unit": "root", "state": state, "phase": phase, "time_ns": at} for phase, state, at in lives]
     monkeypatch.setattr(reading_memory, "life_of", lambda record, rank: lives)

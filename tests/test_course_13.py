@@ -92,8 +92,8 @@ def test_runs_are_named_by_their_choices():
 def test_frozen_parameters_are_gathered_but_not_reduced(course):
     frozen = trading.frozen_costs()
     whole, adapters = frozen["everything"], frozen["adapters only"]
-    sent = {which: kept["gathered"] + kept["reduced"] for which, kept in frozen.items()}
-    assert 0.6 < sent["adapters only"] / sent["everything"] < 0.7 and adapters["gathered"] == whole["gathered"]
+    sent = {which: kept["unsharded"] + kept["reduced"] for which, kept in frozen.items()}
+    assert 0.6 < sent["adapters only"] / sent["everything"] < 0.7 and adapters["unsharded"] == whole["unsharded"]
     assert adapters["reduced"] < 0.02 * whole["reduced"] and adapters["optimizer state"] == 2 * adapters["gradients"]
     assert "adapters only" in str(trading.frozen_table(frozen))
 

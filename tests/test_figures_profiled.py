@@ -641,7 +641,7 @@ def test_slices_fill_what_each_rank_holds(ahead):
     for figure, state in ((before, "sharded"), (during, "unsharding"), (after, "unsharded")):
         assert figure.data[0].hovertext[there] == hover_text(0, "blocks.3", state)
         assert figure.data[0].marker.color[there] == STATE_COLOURS[state]
-    assert [trace.name for trace in after.data[1:]] == ["on its way", "gathered from the other ranks", "own slice"]
+    assert [trace.name for trace in after.data[1:]] == ["on its way", "unsharded from the other ranks", "own slice"]
     for wrong in (-1, 10**18):
         with pytest.raises(ValueError, match=r"expected 0 to \d+, ns since step 1 began"):
             figures.slice_map(ahead, wrong)
@@ -681,7 +681,7 @@ def test_linked_view_has_one_clock(ahead):
         "y3",
     }
     assert figure.layout.xaxis.showspikes and figure.layout.xaxis.spikemode == "across"
-    assert "rank 0 peaks at 110 MB after 23.5 ms, when 3 of 5 units are gathered" in words(figure)
+    assert "rank 0 peaks at 110 MB after 23.5 ms, when 3 of 5 units are unsharded" in words(figure)
     at = figures.linked_at(ahead, 22 * MB)
     assert [shape.x0 for shape in at.layout.shapes if shape.name == "cursor"] == [22]
     assert {"y4"} == {trace.yaxis for trace in at.data if trace.xaxis == "x2"}

@@ -1,4 +1,4 @@
-"""One time cursor over three views of one step: each rank's timeline, its memory, and the gathered units.
+"""One time cursor over three views of one step: each rank's timeline, its memory, and the unsharded units.
 
 All views share one time axis: hover draws the cursor through all of them, `linked_at` puts it at an instant and adds
 the map of slices. The step is the one whose memory was measured.
@@ -99,7 +99,7 @@ def memory_of_step(record: RunRecord, life: UnitStates) -> list[Row]:
 
 
 def _life_bars(life: UnitStates, end: float, limit: int) -> list[go.Bar]:
-    """A narrow lane for each rank and unit: pale while the unit is gathered, blue while it is whole."""
+    """A narrow lane for each rank and unit: pale while the unit is on its way, blue while it is whole."""
     marks, every = [], _sharing(life)
     for place, (rank, unit) in enumerate(life.keys):
         states = [*life.states[rank, unit], (life.length, "")]
@@ -165,10 +165,10 @@ def _name_peak(figure: go.Figure, row: Row, domains: list[tuple[float, float]]) 
 
 
 def _finding(record: RunRecord, life: UnitStates, top: Row) -> tuple[str, str]:
-    """(title, alternative text): the peak, and which units are gathered then."""
+    """(title, alternative text): the peak, and which units are unsharded then."""
     state = life.at(min(max(top["time_ns"], 0), life.length))
     whole = [unit for unit in life.units if state.get((top["rank"], unit)) != "sharded"]
     peaks = f"rank {top['rank']} peaks at {size(total(top))} after {top['time_ns'] / MS:.1f} ms"
-    title = f"{label(record)}: {peaks}, when {len(whole)} of {len(life.units)} units are gathered"
+    title = f"{label(record)}: {peaks}, when {len(whole)} of {len(life.units)} units are unsharded"
     words = f"Timeline, memory and units' states of one step on one clock. {title}: {', '.join(whole) or 'none'}."
     return title, words

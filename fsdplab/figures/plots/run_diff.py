@@ -1,4 +1,4 @@
-"""Two runs compared unit by unit: communication, exposed time and gathered memory."""
+"""Two runs compared unit by unit: communication, exposed time and unsharded memory."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _ROOM_FOR_NUMBERS = 24  # units above which numbers no longer fit
 PANELS = {
     "communication_ns": "communication (ms a step)",
     "exposed_ns": "exposed time (ms a step)",
-    "gathered": "mean gathered memory (MB)",
+    "unsharded": "mean unsharded memory (MB)",
 }
 
 
 def difference(a: RunRecord, b: RunRecord) -> go.Figure:
-    """Bars of b minus a for every unit and phase: communication and exposed time in ms a step, and mean gathered memory
-    in MB where both have it.
+    """Bars of b minus a for every unit and phase: communication and exposed time in ms a step, and mean unsharded
+    memory in MB where both have it.
 
     Both records need an `exposed` table (ValueError with the remedy). A unit that one of them lacks counts as zero
     there; 2.0 ms in a and 0.5 ms in b is -1.5.
@@ -58,21 +58,21 @@ def difference(a: RunRecord, b: RunRecord) -> go.Figure:
 
 def amounts(record: RunRecord) -> Mapping[str, Amounts]:
     """What each panel shows of one run, by (unit, phase): communication and exposed ms a step on the rank exposed
-    longest, mean over its profiled steps, and MB of gathered memory.
+    longest, mean over its profiled steps, and MB of unsharded memory.
     """
     nameless = profile.unnamed(record)
     found: dict[str, dict[UnitPhase, float]] = {name: defaultdict(float) for name in PANELS}
     for cell in profile.worst_cells(record)[2]:
         for name in ("communication_ns", "exposed_ns"):
             found[name][cell.unit or nameless, cell.phase] += getattr(cell, name) / MS
-    return found | {"gathered": {key: nbytes / MB for key, nbytes in gathered_memory(record).items()}}
+    return found | {"unsharded": {key: nbytes / MB for key, nbytes in gathered_memory(record).items()}}
 
 
 def gathered_memory(record: RunRecord) -> dict[UnitPhase, float]:
-    """Mean bytes of each unit's unsharded parameters over a step, by the phase that gathered them; {} where unknown.
+    """Mean bytes of each unit's unsharded parameters over a step, by the phase that unsharded them; {} where unknown.
 
-    A unit of 8 MB that is unsharded for a quarter of the step holds 2 MB on average. From `life`, the ledger's gathers,
-    and the steps' length.
+    A unit of 8 MB that is unsharded for a quarter of the step holds 2 MB on average. From `life`, the ledger's
+    all-gathers, and the steps' length.
     """
     life = profile.profiled(profile.named_rows(record, "life"), record)
     nbytes = {
@@ -89,7 +89,7 @@ def gathered_memory(record: RunRecord) -> dict[UnitPhase, float]:
 
 
 def _stays(found: list[Row]) -> list[tuple[str, int]]:
-    """(phase, ns) of each stay of a unit in memory: from the start of its gather to its reshard."""
+    """(phase, ns) of each stay of a unit in memory: from the start of its all-gather to its reshard."""
     stays, since = [], None
     for row in sorted(found, key=lambda row: row["time_ns"]):
         if row["state"] == "sharded" and since:
@@ -101,7 +101,7 @@ def _stays(found: list[Row]) -> list[tuple[str, int]]:
 def _bars(changes: Amounts, units: list[str], place: int, name: str) -> list[go.Bar]:
     suffix = str(place + 1) if place else ""
     phases = [phase for phase in PHASE_COLOURS if any(key[1] == phase for key in changes)]
-    quantity = "MB" if name == "gathered" else "ms"
+    quantity = "MB" if name == "unsharded" else "ms"
     return [
         go.Bar(
             name=phase, legendgroup=phase, showlegend=place == 0, orientation="h", xaxis=f"x{suffix}", yaxis="y",

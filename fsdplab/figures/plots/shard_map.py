@@ -1,4 +1,4 @@
-"""The map of slices: every rank keeps 1/n of every unit, and gathers the rest while it computes with it."""
+"""The map of slices: every rank keeps 1/n of every unit, and gets the rest while it computes with it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fsdplab.records import RunRecord
 STATE_COLOURS = {
     "sharded": "rgba(0,0,0,0)", "unsharding": "#ccd2d9", "unsharded": CATEGORY_COLOURS["unsharded_parameters"]
 }  # fmt: skip
-_FILLINGS = {"on its way": "unsharding", "gathered from the other ranks": "unsharded"}
+_FILLINGS = {"on its way": "unsharding", "unsharded from the other ranks": "unsharded"}
 _ENTERED_BY = {"sharded": "reshard", "unsharding": "start_unshard", "unsharded": "finish_unshard"}  # methods of Unit
 _ROOM_FOR_NAMES = 20  # units above which their names no longer fit under the cells
 _MOST_CELLS = 1_500  # above it only the first ranks are drawn
@@ -107,7 +107,7 @@ def _lines_of_unit() -> dict[str, int]:
 
 
 def slice_map(record: RunRecord, at_ns: float) -> go.Figure:
-    """Ranks x units at one instant: each cell is a unit, filled with the rank's own slice and what it has gathered.
+    """Ranks x units at one instant: each cell is a unit, filled with the rank's own slice and what it has unsharded.
 
     `at_ns`: ns since the memory step began, 0 to its length (ValueError names it). Needs a `life` table: the lab's
     engine, with a profile.

@@ -91,7 +91,7 @@ def _bars(ends: Mapping[str, str], parts: list[Part]) -> go.Figure:
 
 
 def _parts(rows: list[Sent]) -> list[Part]:
-    """The collectives that at least one row sends, in MB; the second gather of a step has its own shade."""
+    """The collectives that at least one row sends, in MB; the second all-gather of a step has its own shade."""
     names = dict.fromkeys(name for sent in rows for name in sent)
     kinds = {name: name if name in COLLECTIVE_COLOURS else name.split(" in ")[0] for name in names}
     return [

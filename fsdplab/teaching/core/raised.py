@@ -81,7 +81,7 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
     (
         r"after before_(forward|backward): ",
         "the hook has run and the unit still has no memory: both hooks that come before a use call"
-        " `unshard(unit.mine, unit.whole)`, unless the unit stayed gathered",
+        " `unshard(unit.mine, unit.whole)`, unless the unit stayed unsharded",
     ),
     (
         r"was called with other arguments; write",

@@ -86,7 +86,7 @@ class Training:
         return int(most)
 
     def clocked(self, steps: int) -> tuple[float, float]:
-        """(seconds a step on the link, hidden part of a typical gather's transfer), the second agreed by all ranks.
+        """(seconds a step on the link, hidden part of a typical all-gather's transfer), the second agreed by all ranks.
 
         Typical is the median of all gathers of the `steps`: on a busy machine some wait long for a rank that is not
         running, so it takes a few steps. The clock of the link takes one.

@@ -100,7 +100,7 @@ def ring_all_gather(mine):
 #!         out.wait()
 #!         whole = torch.maximum(whole, incoming)
 #!     return whole.flatten(0, 1)
-#: more bytes than needed: everything gathered so far is sent again; send only the block that arrived last
+#: more bytes than needed: everything received so far is sent again; send only the block that arrived last
 
 #! def ring_all_gather(mine):
 #!     rank, n = dist.get_rank(), dist.get_world_size()

@@ -1,6 +1,6 @@
 """Buckets
 
-Write in_buckets(model, bucket_bytes): gradients gather in a bucket, and a full bucket leaves in one all_reduce.
+Write in_buckets(model, bucket_bytes): gradients are collected in a bucket, and a full bucket leaves in one all_reduce.
 
 1. The send half is `finish` of the exercise before, with `bucket` in place of `small`; what is new is when it is
    called, and that matrices must be flattened.

@@ -5,7 +5,7 @@ None.
 
 1. Which of the three collectives of notebook 01 gives each rank one block of the sum?
 2. dist.reduce_scatter(output, blocks) writes this rank's block of the sum into `output`, so `mine.grad` must exist
-   first. Then average (op=dist.ReduceOp.AVG does that too), and drop the unsharded gradient.
+   first. Then average (op=dist.ReduceOp.AVG does that too), and free the unsharded gradient.
 3. `mine.grad = torch.empty_like(mine)`, `dist.reduce_scatter(mine.grad, blocks)`, `mine.grad /= dist.get_world_size()`,
    `parameter.grad = None`.
 """
@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 
 def reduce_rows(parameter, mine):
-    """mine.grad = this rank's rows of the averaged gradient; the unsharded gradient is dropped."""
+    """mine.grad = this rank's rows of the averaged gradient; the unsharded gradient is freed."""
     blocks = list(parameter.grad.chunk(dist.get_world_size()))  # one block of rows for each rank
-    ### BEGIN SOLUTION  a gradient for mine, reduce_scatter into it, average, drop the whole
+    ### BEGIN SOLUTION  a gradient for mine, reduce_scatter into it, average, free the whole
     mine.grad = torch.empty_like(mine)
     #! pass
     #: raises: something is None

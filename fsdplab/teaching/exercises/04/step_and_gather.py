@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 
 def step_and_gather(pairs, optimizer):
-    """Update this rank's rows, then gather every rank's into the parameters; pairs: (parameter, mine)."""
+    """Update this rank's rows, then bring every rank's into the parameters; pairs: (parameter, mine)."""
     ### BEGIN SOLUTION  one step, then an all_gather into every parameter
     optimizer.step()
     #! pass
@@ -25,20 +25,20 @@ def step_and_gather(pairs, optimizer):
     #: as above
     for parameter, mine in pairs:
         #! for parameter, mine in pairs[:1]:
-        #: another rank's rows are still the old ones: gather after the step, and into every parameter itself (a chunk
-        #: of `parameter.detach()` is a window on it)
+        #: another rank's rows are still the old ones: all-gather after the step, and into every parameter itself (a
+        #: chunk of `parameter.detach()` is a window on it)
         blocks = list(parameter.detach().chunk(dist.get_world_size()))
         #! blocks = list(parameter.detach().clone().chunk(dist.get_world_size()))
-        #: another rank's rows are still the old ones: gather after the step, and into every parameter itself (a chunk
-        #: of `parameter.detach()` is a window on it)
+        #: another rank's rows are still the old ones: all-gather after the step, and into every parameter itself (a
+        #: chunk of `parameter.detach()` is a window on it)
         dist.all_gather(blocks, mine.detach())
         #! pass
-        #: another rank's rows are still the old ones: gather after the step, and into every parameter itself (a chunk
-        #: of `parameter.detach()` is a window on it)
+        #: another rank's rows are still the old ones: all-gather after the step, and into every parameter itself (a
+        #: chunk of `parameter.detach()` is a window on it)
         #! blocks = [mine.detach().clone() for _ in blocks]
         #! dist.all_gather(blocks, mine.detach())
         #! parameter.data = __import__("torch").cat(blocks)
-        #: the values are right, but the parameter has new memory now, beside that of `mine`: gather into the
+        #: the values are right, but the parameter has new memory now, beside that of `mine`: all-gather into the
         #: parameter's own memory (a chunk of `parameter.detach()` is a window on it)
         #! dist.all_gather(blocks[1:] + blocks[:1], mine.detach().clone())
         #: these are another rank's rows: block r of the list belongs to rank r
@@ -48,7 +48,7 @@ def step_and_gather(pairs, optimizer):
         #: an all_gather brings every rank the others' rows once; adding up zero-filled wholes sends more
         #! dist.all_gather(blocks, mine.detach())
         #! dist.all_gather(blocks, mine.detach())
-        #: an all_gather brings every rank the others' rows once; gathering twice sends more
+        #: an all_gather brings every rank the others' rows once; two all-gathers send more
         #! dist.all_reduce(parameter.detach())
         #! parameter.detach().div_(len(blocks))
         #: other numbers: perhaps a sum where the rows themselves are wanted
@@ -59,7 +59,7 @@ def step_and_gather(pairs, optimizer):
 #!     for parameter, mine in pairs:
 #!         dist.all_gather(list(parameter.detach().chunk(dist.get_world_size())), mine.detach())
 #!     optimizer.step()
-#: another rank's rows are still the old ones: gather after the step, and into every parameter itself (a chunk of
+#: another rank's rows are still the old ones: all-gather after the step, and into every parameter itself (a chunk of
 #: `parameter.detach()` is a window on it)
 #! def step_and_gather(pairs, optimizer):
 #!     for parameter, mine in pairs:
@@ -108,7 +108,7 @@ def whose(fact):
 
 SAYS = {
     "parameters and their rows share memory": "the values are right, but the parameter has new memory now, beside that"
-    " of `mine`: gather into the parameter's own memory (a chunk of `parameter.detach()` is a window on it)",
+    " of `mine`: all-gather into the parameter's own memory (a chunk of `parameter.detach()` is a window on it)",
     **{
         f"step {step}, parameter {at}": whose(f"step {step}, parameter {at}")
         for step in range(STEPS)

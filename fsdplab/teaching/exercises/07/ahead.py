@@ -1,6 +1,6 @@
 """The prefetch rule
 
-Write ahead(order, position, depth): the units to gather now, while order[position] computes.
+Write ahead(order, position, depth): the units to unshard now, while order[position] computes.
 
 1. Which unit is needed next? It stands right behind the one that computes.
 2. A slice of a list: from position + 1 on, and `depth` names long.
@@ -9,7 +9,7 @@ Write ahead(order, position, depth): the units to gather now, while order[positi
 
 
 def ahead(order, position, depth):
-    """The units to gather now, while order[position] computes: those of the next `depth` places."""
+    """The units to unshard now, while order[position] computes: those of the next `depth` places."""
     ### BEGIN SOLUTION  order: the names of the units, as this phase will use them
     return order[position + 1 : position + 1 + depth]
     #! return order[position : position + depth]
@@ -25,7 +25,7 @@ def ahead(order, position, depth):
     #! return sorted(order[position + 1 : position + 1 + depth])
     #: as above
     #! return order[position + 1 : position + 1 + min(1, depth)]
-    #: only one unit is gathered ahead; `depth` may be more
+    #: only one unit is unsharded ahead; `depth` may be more
     #! return order[position + 1 : position + depth]
     #: one unit too few: a slice ends before its second number
     #! return order[position + 1 : position + 2 + depth]
@@ -35,7 +35,7 @@ def ahead(order, position, depth):
     #! return order[position + 1]
     #: raises: a slice, `a[i:j]`, may
     #! return order[min(position + 1, len(order) - 1)]
-    #: return a list of names, empty where nothing is to be gathered
+    #: return a list of names, empty where nothing is to be unsharded
     ### END SOLUTION
 
 
@@ -64,6 +64,6 @@ def observe(ahead, order, position, depth):
 
 
 SAYS = {
-    "a list": "return a list of names, empty where nothing is to be gathered",
+    "a list": "return a list of names, empty where nothing is to be unsharded",
     "units": "count from position + 1, and stop after `depth` names, or where the list ends",
 }

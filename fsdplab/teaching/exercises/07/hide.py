@@ -2,9 +2,10 @@
 
 Write hide(): settings with which at most 300 ms a step are exposed on the steady card.
 
-1. Change one setting at a time, and read which of the three (gathers in forward, gathers in backward, reductions) shows
-   most.
-2. Per block and two sequences: forward 80 ms, backward 120; a gather 60, a reduction 100. What must fit under what?
+1. Change one setting at a time, and read which of the three (all-gathers in forward, in backward, reductions)
+   shows most.
+2. Per block and two sequences: forward 80 ms, backward 120; an all-gather 60, a reduction 100. What must fit under
+   what?
 3. Blocks as units, prefetch 1, two sequences; and 60 + 100 do not fit under 120 one after the other, but side by side
    they do.
 """
@@ -15,8 +16,8 @@ def hide():
     return {
         ### BEGIN SOLUTION
         ## "units": "linear",  # "linear", "block", "model": what travels together
-        ## "prefetch": 0,  # 0, 1, 2: units to gather ahead
-        ## "link_queues": 1,  # 1: gathers and reductions in one queue; 2: a communicator for each
+        ## "prefetch": 0,  # 0, 1, 2: units to unshard ahead
+        ## "link_queues": 1,  # 1: all-gathers and reductions in one queue; 2: a communicator for each
         ## "batch_size": 1,  # 1, 2 sequences
         "units": "block",  # "linear", "block", "model": what travels together
         #! "units": "linear",
@@ -25,12 +26,12 @@ def hide():
         #: nothing can be hidden
         #! "units": "layer",
         #: units='layer'; expected one of 'linear', 'block', 'model'
-        "prefetch": 1,  # 0, 1, 2: units to gather ahead
+        "prefetch": 1,  # 0, 1, 2: units to unshard ahead
         #! "prefetch": 0,
-        #: gather ahead
+        #: unshard ahead
         #! "ahead": 1,
         #: unknown setting 'ahead'
-        "link_queues": 2,  # 1: gathers and reductions in one queue; 2: a communicator for each
+        "link_queues": 2,  # 1: all-gathers and reductions in one queue; 2: a communicator for each
         #! "link_queues": 1,
         #: side by side they do
         #! "link_queues": 1, "prefetch": 2,
@@ -82,11 +83,11 @@ def remedy(settings):
     """What to change first: the setting whose mistake covers up all others."""
     if settings["units"] == "model":
         return (
-            "One unit: its gather has no compute before it and its reduction none after it, so nothing can be hidden,"
-            " however early it is sent"
+            "One unit: its all-gather has no compute before it and its reduction none after it, so nothing can be"
+            " hidden, however early it is sent"
         )
     if settings["prefetch"] == 0:
-        return "Each gather is issued when its unit is needed, and the rank waits for all of it: gather ahead"
+        return "Each all-gather is issued when its unit is needed, and the rank waits for all of it: unshard ahead"
     if settings["units"] == "linear":
         return (
             f"Small units: {PARTS} messages a block in place of one, and each pays the latency of {LATENCY_MS:g} ms."
@@ -95,7 +96,7 @@ def remedy(settings):
     if settings["batch_size"] == 1:
         return "A block's messages take longer than its compute, so no order hides them: give each step more to compute"
     return (
-        "In backward a gather and a reduction belong to each block: one after the other they take longer than its"
+        "In backward an all-gather and a reduction belong to each block: one after the other they take longer than its"
         " compute, side by side they do not"
     )
 

@@ -14,7 +14,7 @@ def holding(life, at):
     ### BEGIN SOLUTION  life: dicts with "unit", "state" and "time_ns", in order of time
     state = {}
     #! return [row["unit"] for row in life if row["time_ns"] <= at and row["state"] == "unsharding"]
-    #: a unit is named twice, or after it was dropped: it is one unit. Remember its newest state only
+    #: a unit is named twice, or after it was resharded: it is one unit. Remember its newest state only
     #! return [row["unit"] for row in life if row["time_ns"] <= at and row["state"] != "sharded"]
     #: as above
     #! state = {row["unit"]: row["state"] for row in life if row["time_ns"] < at}
@@ -31,13 +31,13 @@ def holding(life, at):
             state[row["unit"]] = row["state"]
     return [unit for unit, now in state.items() if now != "sharded"]
     #! return [unit for unit, now in state.items() if now == "unsharded"]
-    #: units on their way are missing: the memory that a gather fills is there from the moment it is issued
+    #: units on their way are missing: the memory that an all-gather fills is there from the moment it is issued
     #! return [unit for unit, now in state.items() if now == "unsharding"]
-    #: units that have arrived are missing: a unit takes memory until it is dropped
+    #: units that have arrived are missing: a unit takes memory until it is resharded
     #! return [unit for unit, now in state.items() if now == "sharded"]
-    #: these are the units that were dropped: those with another state take memory
+    #: these are the units that were resharded: those with another state take memory
     #! return list(state)
-    #: a unit that was gathered may have been dropped again: only its newest state before `at` counts
+    #: a unit that was unsharded may have been resharded again: only its newest state before `at` counts
     #! return len([unit for unit, now in state.items() if now != "sharded"])
     #: return the names: a list, or a set, of texts
     ### END SOLUTION
@@ -63,11 +63,11 @@ def cases(rank, n):
     ]
     for name, at in (
         ("one block whole, the next on its way", 8),
-        ("before anything is gathered", 0),
+        ("before anything is unsharded", 0),
         ("the root is on its way", 2),
         ("after the forward of the last block", 15),
         ("the instant of a reshard", 9),
-        ("the instant of a gather", 16),
+        ("the instant of an all-gather", 16),
         ("in the backward: both blocks", 22),
         ("the end of the step", 40),
     ):

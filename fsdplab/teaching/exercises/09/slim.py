@@ -1,17 +1,17 @@
 """One copy less
 
-Write slim(): settings with which the peak holds one gathered block less than with prefetch=2, without giving up
+Write slim(): settings with which the peak holds one unsharded block less than with prefetch=2, without giving up
 prefetching.
 
 1. At the peak the block that computes must be there, and the root is. Every other one is there because of a setting.
-2. `prefetch` says how many units are gathered ahead, and so how many copies are there beside the one in use.
-3. "prefetch": 1, and the rest as it was. Or smaller units: with "units": "linear" two that are gathered ahead are less
+2. `prefetch` says how many units are unsharded ahead, and so how many copies are there beside the one in use.
+3. "prefetch": 1, and the rest as it was. Or smaller units: with "units": "linear" two that are unsharded ahead are less
    than a block.
 """
 
 
 def slim():
-    """Settings that keep one gathered copy fewer at the peak."""
+    """Settings that keep one unsharded copy fewer at the peak."""
     return {
         "strategy": "full_shard",  # "full_shard", "shard_grad_op", "zero2"
         #! "strategy": "shard_grad_op",
@@ -19,12 +19,12 @@ def slim():
         #! "strategy": "zero2",
         #: every block is there at once
         ### BEGIN SOLUTION
-        ## "prefetch": 2,  # units gathered ahead: 0, 1, 2, ...
-        "prefetch": 1,  # units gathered ahead: 0, 1, 2, ...
+        ## "prefetch": 2,  # units unsharded ahead: 0, 1, 2, ...
+        "prefetch": 1,  # units unsharded ahead: 0, 1, 2, ...
         #! "prefetch": 3,
-        #: only because it was gathered ahead
+        #: only because it was unsharded ahead
         #! "prefetch": 0,
-        #: no gather sets out before its unit is needed
+        #: no all-gather sets out before its unit is needed
         ### END SOLUTION
         "units": "block",  # what travels together: "block", "linear", "model"
         #! "units": "model",
@@ -67,8 +67,8 @@ def observe(slim):
     return {
         "choices": "",
         "bytes over the limit of the whole peak": max(0, peak.peak_total - PEAK_LIMIT),
-        "gathered bytes too many": max(0, peak.peak["unsharded_parameters"] - GATHERED_LIMIT),
-        "gathers set out ahead": spec.prefetch > 0 and spec.units != "model",
+        "unsharded bytes too many": max(0, peak.peak["unsharded_parameters"] - GATHERED_LIMIT),
+        "all-gathers set out ahead": spec.prefetch > 0 and spec.units != "model",
         "_peak": f"The peak on this rank, {peak.peak_total / 1e6:.1f} MB: {', '.join(held)}.",
     }
 
@@ -76,17 +76,17 @@ def observe(slim):
 EXPECTED = {
     "choices": "",
     "bytes over the limit of the whole peak": 0,
-    "gathered bytes too many": 0,
-    "gathers set out ahead": True,
+    "unsharded bytes too many": 0,
+    "all-gathers set out ahead": True,
 }
 
 
 def too_much(got, right):
-    over = got["gathered bytes too many"]
+    over = got["unsharded bytes too many"]
     if 0 < over <= 4 * BLOCK_BYTES:
         return (
             f"{over / 1e6:.1f} MB of unsharded parameters too many: which of the units at the peak is there only"
-            f" because it was gathered ahead? {got['_peak']}"
+            f" because it was unsharded ahead? {got['_peak']}"
         )
     return (
         "there is more at the peak than before. Where parameters stay whole (zero2), are kept from forward to backward"
@@ -97,8 +97,8 @@ def too_much(got, right):
 SAYS = {
     "choices": lambda got, right: got["choices"],
     "bytes over the limit of the whole peak": too_much,
-    "gathered bytes too many": too_much,
-    "gathers set out ahead": "few copies, but no gather sets out before its unit is needed, so nothing hides it (07)."
-    " Keep prefetching, and several units",
+    "unsharded bytes too many": too_much,
+    "all-gathers set out ahead": "few copies, but no all-gather sets out before its unit is needed, so nothing hides it"
+    " (07). Keep prefetching, and several units",
     "hung": "the ranks make different calls: return the same settings on every rank",
 }

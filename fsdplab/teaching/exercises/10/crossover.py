@@ -3,9 +3,9 @@
 Write crossover(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes): the tokens of a rank from which on all
 messages of a block hide.
 
-1. With how many tokens does the compute of a forward take as long as one gather? And a backward: what is sent?
+1. With how many tokens does the compute of a forward take as long as one all-gather? And a backward: what is sent?
 2. Forward: param_bytes * sent / bandwidth seconds of messages, 2 * parameters / flops seconds of compute a token.
-   Backward: a gather and a reduction, and 4 * parameters / flops.
+   Backward: an all-gather and a reduction, and 4 * parameters / flops.
 3. max(param_bytes * sent / bandwidth / (2 * parameters / flops), (param_bytes + reduce_bytes) * sent / bandwidth / (4 *
    parameters / flops)).
 """
@@ -14,10 +14,10 @@ messages of a block hide.
 def crossover(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):
     """Tokens of a rank from which on the messages of a block take no longer than its compute, in both phases.
 
-    full_shard, one block gathered ahead. A number has `param_bytes` in gathers, `reduce_bytes` in reductions;
+    full_shard, one block unsharded ahead. A number has `param_bytes` in all-gathers, `reduce_bytes` in reductions;
     a second has `flops` operations and carries `bandwidth` bytes.
     """
-    sent = parameters * (ranks - 1) / ranks  # numbers that a rank sends in one gather, or in one reduction
+    sent = parameters * (ranks - 1) / ranks  # numbers that a rank sends in one all-gather, or in one reduction
     #! sent = parameters
     #: a rank sends (ranks - 1)/ranks of the block; it has its own shard already
     #! sent = parameters / ranks
@@ -35,10 +35,10 @@ def crossover(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):
     #! backward = (param_bytes + reduce_bytes) * sent / bandwidth / (8 * parameters / flops)
     #: 4 operations a parameter and token in a backward, not 8: it computes twice as much as a forward, once
     #! backward = reduce_bytes * sent / bandwidth / (4 * parameters / flops)
-    #: the backward gathers the block again before it can compute
+    #: the backward unshards the block again before it can compute
     return max(forward, backward)
     #! return forward
-    #: this hides the forward only. A backward computes twice as much, but it gathers the block again and reduces its
+    #: this hides the forward only. A backward computes twice as much, but it unshards the block again and reduces its
     #: gradient: does that fit as well?
     #! return min(forward, backward)
     #: this is the sooner of the two phases: the later one counts, so that both hide
@@ -47,7 +47,7 @@ def crossover(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):
     #! return (2 * param_bytes + reduce_bytes) * sent / bandwidth / (6 * parameters / flops)
     #: this is the step as a whole: compute that one phase has to spare does not hide the messages of the other
     #! return (param_bytes + reduce_bytes) * sent / bandwidth / (6 * parameters / flops)
-    #: this is the step as a whole, with one gather only: look at each phase alone; the backward gathers again
+    #: this is the step as a whole, with one all-gather only: look at each phase alone; the backward unshards again
     #! return forward + backward
     #: the phases come one after the other: take the later crossover, not their sum
     #! return 2 * max(forward, backward)
@@ -68,8 +68,8 @@ def cases(rank, n):
     yield "a block of Llama 3.1 8B on 8 H100", 218_103_808, 8, 733e12, 380e9, 2, 4
     yield "a block four times as large", 872_415_232, 8, 733e12, 380e9, 2, 4
     yield "reductions in bf16", 218_103_808, 8, 733e12, 380e9, 2, 2
-    yield "gathers in fp32, reductions in bf16", 218_103_808, 8, 733e12, 380e9, 4, 2
-    yield "gathers in fp8, reductions in fp32", 218_103_808, 8, 733e12, 380e9, 1, 4
+    yield "all-gathers in fp32, reductions in bf16", 218_103_808, 8, 733e12, 380e9, 4, 2
+    yield "all-gathers in fp8, reductions in fp32", 218_103_808, 8, 733e12, 380e9, 1, 4
     yield "two cards on a slow bus", 218_103_808, 2, 100e12, 26e9, 2, 4
     yield "64 ranks", 855_638_016, 64, 400e12, 100e9, 2, 4
 

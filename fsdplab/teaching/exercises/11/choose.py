@@ -4,7 +4,7 @@ Write choose(): a strategy and settings that fit a card of 300 MB and expose as 
 
 1. Begin with the card: which strategies lie left of its line? Then ask which of those sends least.
 2. full_shard fits with room to spare, and keeps the link busy for half as long again. Others fit as well: look at the
-   Pareto figure. Then let gathers set out ahead.
+   Pareto figure. Then let all-gathers set out ahead.
 3. "strategy": "zero2" has the lowest peak of those that send least; "zero1" passes too, and
    "shard_grad_op" with "prefetch": 1.
 """
@@ -15,7 +15,7 @@ def choose():
     return {
         ### BEGIN SOLUTION
         ## "strategy": "full_shard",  # "no_shard", "zero1", "zero2", "shard_grad_op", "full_shard"
-        ## "prefetch": 0,  # units gathered ahead
+        ## "prefetch": 0,  # units unsharded ahead
         "strategy": "zero2",  # "no_shard", "zero1", "zero2", "shard_grad_op", "full_shard"
         #! "strategy": "full_shard",
         #: The card has room
@@ -23,9 +23,9 @@ def choose():
         #: beyond the card
         #! "strategy": "zero3",
         #: unknown strategy
-        "prefetch": 1,  # units gathered ahead
+        "prefetch": 1,  # units unsharded ahead
         #! "prefetch": 0, "strategy": "shard_grad_op",
-        #: no gather is hidden under computing
+        #: no all-gather is hidden under computing
         ### END SOLUTION
         "link_queues": 1,  # 2: reductions have a communicator of their own
         "units": "auto",  # "auto" (a block), "linear", "model"
@@ -56,7 +56,7 @@ def observe(choose):
     return tried(choose())
 
 
-EXPECTED = {"choices": "", "bytes over the card": 0, "ms on the link too many": 0, "gathers are hidden": True}
+EXPECTED = {"choices": "", "bytes over the card": 0, "ms on the link too many": 0, "all-gathers are hidden": True}
 SAYS = {
     "choices": lambda got, right: got["choices"],
     "bytes over the card": lambda got, right: (
@@ -65,10 +65,10 @@ SAYS = {
     ),
     "ms on the link too many": lambda got, right: (
         f"it fits, but the link is busy for {got['ms on the link too many']} ms a step more than need be: parameters"
-        f" are sent twice, because they are dropped in between. The card has room to keep something ({got['_seen']})"
+        f" are sent twice, because they are resharded in between. The card has room to keep something ({got['_seen']})"
     ),
-    "gathers are hidden": lambda got, right: (
-        "it fits and sends little, but no gather is hidden under computing: each is issued when its unit is needed"
+    "all-gathers are hidden": lambda got, right: (
+        "it fits and sends little, but no all-gather is hidden under computing: each is issued when its unit is needed"
         f" (prefetch). Here: {got['_seen']}"
     ),
     "hung": "the ranks make different calls: return the same settings on every rank",

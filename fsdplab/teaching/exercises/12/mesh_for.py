@@ -4,8 +4,8 @@ Write mesh_for(ranks, per_node, state, card): rows of ranks whose shards fit the
 
 1. Which of the two rings carries more bytes a step? It should find the fast link. And what, if the shards are then
    still too large?
-2. A row is one node: gathers stay on the fast link, and across goes P/s. Only where state / per_node exceeds the card
-   must a row span nodes.
+2. A row is one node: all-gathers stay on the fast link, and across goes P/s. Only where state / per_node exceeds the
+   card must a row span nodes.
 3. Begin with group = per_node, and double it while state / group > card.
 """
 
@@ -67,13 +67,13 @@ def observe(mesh_for, ranks, per_node, state, card):
 def slow(got, right):
     if got["_mixed"]:
         return (
-            "a row has ranks of different nodes, so gathers and reductions cross the slow link: the ranks of one node"
-            " belong in one row"
+            "a row has ranks of different nodes, so all-gathers and reductions cross the slow link: the ranks of one"
+            " node belong in one row"
         )
     if got["_spans"]:
         return (
-            "a row spans nodes, so gathers and reductions go at the slow link's pace, and the card does not ask for it:"
-            " shorter rows"
+            "a row spans nodes, so all-gathers and reductions go at the slow link's pace, and the card does not ask for"
+            " it: shorter rows"
         )
     return (
         "rows are shorter than a node: then more of the gradient, P/s a rank, is all-reduced over the slow link. Shard"

@@ -13,19 +13,19 @@ def traffic(P, s, r):
     """Bytes that a rank sends in one step; P bytes of parameters, shard groups of s ranks, r such groups."""
     return {
         ### BEGIN SOLUTION
-        ## "within": ...,  # its shard group: two gathers and a reduce-scatter
+        ## "within": ...,  # its shard group: two all-gathers and a reduce-scatter
         ## "across": ...,  # the groups: an all-reduce over r ranks
-        "within": 3 * P * (s - 1) / s,  # its shard group: two gathers and a reduce-scatter
+        "within": 3 * P * (s - 1) / s,  # its shard group: two all-gathers and a reduce-scatter
         #! "within": 2 * P * (s - 1) / s,
-        #: two of the three: forward gathers, backward gathers again, then the gradient is reduced
+        #: two of the three: forward unshards, backward unshards again, then the gradient is reduced
         #! "within": 3 * P * (s * r - 1) / (s * r),
         #: the ring has the s ranks of one group, not all of them: (s-1)/s
         #! "within": 3 * P / s,
         #: P/s is a rank's shard; in a ring it sends s-1 of them, its own and those that it passes on
         #! "within": 3 * (P / s) * (s - 1) / s,
-        #: the payload of a gather is all of P, not the shard that a rank has
+        #: the payload of an all-gather is all of P, not the shard that a rank has
         #! "within": 6 * P * (s - 1) / s,
-        #: a gather and a reduce-scatter count once each; only an all-reduce counts twice
+        #: an all-gather and a reduce-scatter count once each; only an all-reduce counts twice
         #! "within": 3 * P,
         #: a rank need not send what its neighbours have: (s-1)/s of P
         #! "within": 3 * P * (r - 1) / r,
@@ -48,7 +48,7 @@ def traffic(P, s, r):
         #! "across": 2 * P / s,
         #: a ring of r ranks sends (r-1)/r of its payload; with one group nothing travels
         #! "across": 3 * (P / s) * (r - 1) / r,
-        #: parameters never travel across: each group gathers its own. Only gradients do, in an all-reduce
+        #: parameters never travel across: each group unshards its own. Only gradients do, in an all-reduce
         #! "across": ...,
         #: a number of bytes is expected in place of the dots
         ### END SOLUTION
@@ -57,7 +57,7 @@ def traffic(P, s, r):
 
 #! def traffic(P, s, r):
 #!     return {"within": 2 * (P / s) * (r - 1) / r, "across": 3 * P * (s - 1) / s}
-#: the two are exchanged: within a shard group are the gathers, across is the all-reduce
+#: the two are exchanged: within a shard group are the all-gathers, across is the all-reduce
 
 #! def traffic(P, s, r):
 #!     return 3 * P * (s - 1) / s + 2 * (P / s) * (r - 1) / r
@@ -65,7 +65,9 @@ def traffic(P, s, r):
 
 # ---- check: pure, within 1e-9
 
-RULE = "payload x (members of the ring - 1) / members, once for each gather or reduce-scatter, twice for an all-reduce"
+RULE = (
+    "payload x (members of the ring - 1) / members, once for each all-gather or reduce-scatter, twice for an all-reduce"
+)
 SAYS = {"within": RULE, "across": RULE}
 
 

@@ -26,7 +26,7 @@ def bytes_each(cut, n):
         "working copy": 2 if "optimizer" in cut and "parameters" not in cut else 0,
         #! "working copy": 2 * share["parameters"],
         #: where a rank has the masters of what it keeps, it makes the bf16 copy from them when a unit computes, and
-        #: drops it then: nothing of it rests
+        #: frees it then: nothing of it rests
         #! "working copy": 2,
         #: as above
         #! "working copy": 0,

@@ -62,15 +62,15 @@ def observe(shard_tied):
         "blocks that are units": units,
         "the model is a unit": isinstance(model, FSDPModule),
         "head and embedding show one parameter": model.head.weight is model.token_embedding.weight,
-        "bytes gathered in the forward": payload_bytes(in_forward, "all_gather"),
+        "bytes unsharded in the forward": payload_bytes(in_forward, "all_gather"),
         "gradient of the tied weight": gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient,
     }
 
 
-def gathered_wrongly(got, right):
-    if got["bytes gathered in the forward"] < right["bytes gathered in the forward"]:
+def unsharded_wrongly(got, right):
+    if got["bytes unsharded in the forward"] < right["bytes unsharded in the forward"]:
         return "a parameter is in no unit: nobody averages its gradient over the ranks"
-    return "the weight is gathered twice: one unit holds it for both uses"
+    return "the weight is unsharded twice: one unit holds it for both uses"
 
 
 SAYS = {
@@ -78,7 +78,7 @@ SAYS = {
     "the model is a unit": "call fully_shard(model) last: it holds what no unit below it holds",
     "head and embedding show one parameter": "head and embedding have weights of their own now: they began equal, and"
     " from the first update on they differ. Keep the one parameter, in one unit",
-    "bytes gathered in the forward": gathered_wrongly,
+    "bytes unsharded in the forward": unsharded_wrongly,
     "gradient of the tied weight": "the tied weight's gradient is the sum of two, from the embedding and from the head,"
     " averaged over the ranks",
     "hung": "the ranks make different calls: shard the same modules in the same order on every rank",

@@ -55,10 +55,10 @@ def compose(world_size: int = 2, elements: int = 1_000_000) -> Table:
     return table(header, rows, f"Measured on {world_size} real ranks.")
 
 
-@doing("gathering with the ring on real ranks")
+@doing("sending around the ring on real ranks")
 def count_ring(exercise: str = "01.ring_all_gather", megabytes: float = 12, world_size: int = 3) -> list[list[int]]:
-    """Gather P = `megabytes` MB with the learner's ring (or the reference: it says which) on real ranks; bytes of each
-    message that a rank sent, by rank.
+    """All-gather P = `megabytes` MB with the learner's ring (or the reference: it says which) on real ranks; bytes of
+    each message that a rank sent, by rank.
     """
     solution(exercise)
     return _on_ranks("sent", world_size, exercise=exercise, elements=int(megabytes * 1e6 / 4 / world_size))

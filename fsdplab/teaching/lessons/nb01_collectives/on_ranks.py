@@ -44,7 +44,7 @@ def compose(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def sent(payload: dict[str, Any]) -> list[int]:
-    """Bytes of each message that this rank sends while the learner's ring gathers `payload["elements"]` floats a rank.
+    """Bytes of each message that this rank sends while the learner's ring carries `payload["elements"]` floats a rank.
 
     `payload["exercise"]` is the ring's, `payload["workspace"]` the learner's folder.
     """

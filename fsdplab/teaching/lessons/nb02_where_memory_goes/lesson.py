@@ -151,7 +151,7 @@ def gap(record: RunRecord) -> Note:
     return Note(
         (
             f"Seen here: the peak is {size(sum(measured.values()))}, of which {size(held)} are shards of model states."
-            " The rest passes: activations, parameters gathered for a moment, gradients on their way to their shards.",
+            " The rest passes: activations, parameters unsharded for a moment, gradients on their way to their shards.",
             f"The plan is furthest off in {furthest.replace('_', ' ')}: {size(predicted[furthest])} predicted,"
             f" {size(measured[furthest])} measured. A plan adds the activations of whole blocks, a run those of every"
             " operator.",

@@ -142,7 +142,7 @@ class MiniFSDP:
             sent = [(call.kind, call.nbytes) for call in wire.calls]
             where = {"step": self.log.step, "phase": self.log.phase, "unit": unit.name}
             self.log.rows.append(
-                {**where, "what": name, "calls": sent, "bytes": unit.mine.nbytes, "gathered": gathered}
+                {**where, "what": name, "calls": sent, "bytes": unit.mine.nbytes, "unsharded": gathered}
             )
             return returned
 

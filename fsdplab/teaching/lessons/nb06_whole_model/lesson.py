@@ -122,8 +122,8 @@ class Training(HasTable):
         if name not in self.records:
             return "", "", ""
         summary = self.records[name].summary
-        comm, gathered = summary.comm, summary.gathered_bytes
-        return str(comm.collectives_per_step), f"{comm.bytes_per_step:,}", f"{gathered:,}"
+        comm, unsharded = summary.comm, summary.gathered_bytes
+        return str(comm.collectives_per_step), f"{comm.bytes_per_step:,}", f"{unsharded:,}"
 
 
 @doing("training under each engine in turn")
@@ -227,7 +227,7 @@ def record_of(engine: str, run: dict[str, Any], losses: list[float], work: dict[
         losses=tuple(losses),
         comm=Comm(bytes_per_step=sum(row["wire_bytes"] for row in step), collectives_per_step=len(step)),
         formula_bytes_per_step=plan.traffic(ranks),
-        gathered_bytes=max(sum(row["gathered"].values()) for row in run["rows"]),
+        gathered_bytes=max(sum(row["unsharded"].values()) for row in run["rows"]),
     )
     spec = {"strategy": "full_shard", "engine": engine, "world_size": ranks, "model": work["model"]}
     steps = [{"rank": 0, "step": index, "loss": loss} for index, loss in enumerate(run["losses"])]
@@ -241,11 +241,11 @@ def gathered_figure(training: Training, engine: str = "my_fsdp") -> go.Figure:
     rows = training.rows[engine]
     rows = [row for row in rows if row["step"] == rows[-1]["step"] and row["what"] != "reduce"]
     names = [f"{number}  {row['what']} {row['unit']}" for number, row in enumerate(rows, 1)]
-    totals = [sum(row["gathered"].values()) for row in rows]
+    totals = [sum(row["unsharded"].values()) for row in rows]
     colours = dict(zip((name for name, _ in reversed(training.plan.units)), chain(COLOURS[:1], cycle(COLOURS[1:]))))
     whole = sum(nbytes for _, nbytes in training.plan.units)
     parts = [
-        Part(unit, colour, [row["gathered"].get(unit, 0) / 1e6 for row in rows]) for unit, colour in colours.items()
+        Part(unit, colour, [row["unsharded"].get(unit, 0) / 1e6 for row in rows]) for unit, colour in colours.items()
     ]
     ends = {name: f"<b>{size(total)}</b>" for name, total in zip(names, totals)}
     levels = {f"whole model: {size(whole)}": whole / 1e6}

@@ -207,7 +207,7 @@ class Listener:
             self._row(event.unit, "reshard", event.phase)
 
     def _row(self, unit: str, what: str, phase: str) -> None:
-        self.rows.append({"step": self.step, "phase": phase, "unit": unit, "what": what, "gathered": dict(self._held)})
+        self.rows.append({"step": self.step, "phase": phase, "unit": unit, "what": what, "unsharded": dict(self._held)})
 
 
 def one_backward(is_unit: Callable[..., bool], preset: str) -> MiniFSDP:
@@ -222,7 +222,7 @@ def one_backward(is_unit: Callable[..., bool], preset: str) -> MiniFSDP:
 
 def largest_gathered(rows: list[dict[str, Any]]) -> int:
     """Most bytes that all units together had unsharded at any moment."""
-    return max((sum(row["gathered"].values()) for row in rows), default=0)
+    return max((sum(row["unsharded"].values()) for row in rows), default=0)
 
 
 # ---- what the checks see

@@ -98,7 +98,7 @@ def largest_modules(model: str = "gpt-20m") -> Table:
         if parameters and (name.startswith("blocks.0") or "." not in name and name not in ("", "blocks")):
             rows.append([name, type(module).__name__, size(FLOAT * parameters)])
     caption = f"Computed for {model} in fp32: one of its {built.config.layers} blocks, and what lies outside them."
-    return table(["name", "class", "gathered"], rows, caption)
+    return table(["name", "class", "unsharded"], rows, caption)
 
 
 def choices_figure(

@@ -184,7 +184,7 @@ def _words(curves: Curves, link: int, tokens: int) -> tuple[str, str, str]:
 
 LINKS = (25, 50, 100, 200, 400, 800, 1600, 3200, 6400)  # MB/s
 TOKENS = (32, 64, 128, 256, 512)  # of a rank's step
-MOST_AHEAD = {"gathered when needed": 0, "one unit ahead": 1}  # the curves, by their prefetch depth
+MOST_AHEAD = {"unsharded when needed": 0, "one unit ahead": 1}  # the curves, by their prefetch depth
 
 
 def exposed_over_links(job: RunSpec) -> Callable[[int, int], go.Figure]:
@@ -239,12 +239,12 @@ class Ruled(Schedule):
     rule: Rule
 
     def before_forward(self, unit: str) -> list[str]:
-        """Note that `unit` begins; what the rule says to gather behind its forward."""
+        """Note that `unit` begins; what the rule says to unshard behind its forward."""
         super().before_forward(unit)
         return self._said(self._learned, unit) if self._learned else []
 
     def before_backward(self, unit: str) -> list[str]:
-        """What the rule says to gather behind the backward of `unit`."""
+        """What the rule says to unshard behind the backward of `unit`."""
         order = self._ended[::-1]
         return self._said(order, unit) if unit in order else []
 
@@ -253,7 +253,7 @@ class Ruled(Schedule):
 
 
 def with_rule(rule: Rule, job: RunSpec) -> RunRecord:
-    """A step of the job on the steady card, whose gathers set out when `rule(order, position, depth)` says so."""
+    """A step of the job on the steady card, whose all-gathers set out when `rule(order, position, depth)` says so."""
     return steady(job, schedule=type("Learners", (Ruled,), {"rule": staticmethod(rule)}))
 
 

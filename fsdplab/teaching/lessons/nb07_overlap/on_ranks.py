@@ -4,11 +4,11 @@ On a real machine its speed and load would decide whether communication is hidde
 card: a block's forward and backward take a fixed time (the rank sleeps), messages take the emulated link's. Engine,
 units, order of messages and ranks are the real ones.
 
-Why the reference passes and each single mistake fails, in ms a block with two sequences (gathers in bf16, reductions in
-fp32):
-    forward 80, backward 120; gather 60, reduction 100
-    forward hides its gather (60 < 80); backward hides gather and reduction side by side (100 < 120), not one after the
-    other (160 > 120)
+Why the reference passes and each single mistake fails, in ms a block with two sequences (all-gathers in bf16,
+reductions in fp32):
+    forward 80, backward 120; all-gather 60, reduction 100
+    forward hides its all-gather (60 < 80); backward hides both of its messages side by side (100 < 120), not one after
+    the other (160 > 120)
 Tens of milliseconds, because a busy machine wakes a sleeper late; the card's own clock (`Card`) keeps such delays out
 of the count.
 """
@@ -41,8 +41,8 @@ SETTINGS: dict[str, tuple[str, ...] | tuple[int, ...]] = {
     "batch_size": (1, 2),
 }
 PLACES = {
-    ("all_gather", "forward"): "gathers in forward",
-    ("all_gather", "backward"): "gathers in backward",
+    ("all_gather", "forward"): "all-gathers in forward",
+    ("all_gather", "backward"): "all-gathers in backward",
     ("reduce_scatter", "backward"): "reductions",
 }
 

@@ -17,7 +17,7 @@ from fsdplab.records import CATEGORIES, RunRecord
 from fsdplab.teaching.core.display import Note, Table, table
 
 __all__ = [
-    "by_category", "compared", "gathered", "gathered_table", "instant", "life_of", "memory_figure", "more_sequences",
+    "by_category", "compared", "unsharded", "gathered_table", "instant", "life_of", "memory_figure", "more_sequences",
     "peak_row", "peak_table", "place_of", "seen", "unit_bytes",
 ]  # fmt: skip
 
@@ -49,7 +49,7 @@ def by_category(record: RunRecord) -> dict[str, int]:
     return {name: row[name] for name in CATEGORIES}
 
 
-def gathered(record: RunRecord) -> float:
+def unsharded(record: RunRecord) -> float:
     """MB of unsharded parameters at the peak."""
     return peak_row(record)["unsharded_parameters"] / MB
 
@@ -76,8 +76,8 @@ def seen(record: RunRecord) -> Note:
 def place_of(record: RunRecord, at: int) -> str:
     """The phase and how much of it is over: `in the backward, 3% of the way through it`.
 
-    By the units' states: a backward ends when the last unit is dropped, and a forward where the backward begins, as its
-    last unit may have been gathered long before.
+    By the units' states: a backward ends when the last unit is resharded, and a forward where the backward begins, as
+    its last unit may have been unsharded long before.
     """
     life = life_of(record, peak_row(record)["rank"])
     forward, backward = ([row["time_ns"] for row in life if row["phase"] == each] for each in ("forward", "backward"))
@@ -114,7 +114,7 @@ def state_at(life: Sequence[Row], at: int) -> dict[str, str]:
 
 
 def unit_bytes(record: RunRecord) -> dict[str, int]:
-    """Bytes of each unit's whole parameters, as gathers carried them."""
+    """Bytes of each unit's whole parameters, as all-gathers carried them."""
     return {
         row["unit"] or "root": row["logical_bytes"] for row in record.table("ledger") if row["kind"] == "all_gather"
     }
@@ -132,7 +132,7 @@ def gathered_table(record: RunRecord, holding: Callable[[list[Row], int], Any]) 
     ]
     rows.append(["together", "", f"{sum(sizes[name] for name in names) / MB:.2f}"])
     caption = (
-        f"Measured on rank {row['rank']}; the memory table has {row['unsharded_parameters'] / MB:.2f} MB of gathered"
+        f"Measured on rank {row['rank']}; the memory table has {row['unsharded_parameters'] / MB:.2f} MB of unsharded"
         " parameters at that instant."
     )
     return table(["unit", "state at the peak", "MB"], rows, caption)
@@ -147,16 +147,16 @@ def memory_figure(runs: Mapping[str, RunRecord]) -> go.Figure:
 
 
 def compared(runs: Mapping[str, RunRecord]) -> Table:
-    """Peak, gathered bytes and phase of each run, and how many MB it differs from the first."""
+    """Peak, unsharded bytes and phase of each run, and how many MB it differs from the first."""
     first = total(peak_row(next(iter(runs.values()))))
     rows = []
     for name, run in runs.items():
         row = peak_row(run)
-        gathered = sum(state != "sharded" for state in state_at(life_of(run, row["rank"]), row["time_ns"]).values())
+        whole = sum(state != "sharded" for state in state_at(life_of(run, row["rank"]), row["time_ns"]).values())
         sizes = [f"{total(row) / MB:.1f}", f"{(total(row) - first) / MB:+.1f}"]
-        held = [f"{row['unsharded_parameters'] / MB:.1f}", str(gathered)]
+        held = [f"{row['unsharded_parameters'] / MB:.1f}", str(whole)]
         rows.append([name, *sizes, *held, place_of(run, row["time_ns"])])
-    header = ["run", "peak, MB", "against the first", "gathered, MB", "units gathered", "the peak is"]
+    header = ["run", "peak, MB", "against the first", "unsharded, MB", "units unsharded", "the peak is"]
     return table(header, rows, "Measured on the worst rank, at its peak.")
 
 

@@ -83,7 +83,7 @@ def beside_planner(crossover: Crossover) -> Table:
         numbers = [f"{flops / 1e12:.0f}", f"{bandwidth / 1e9:.0f}", f"{mine:,.0f}"]
         rows.append([name, *numbers, f"{overlap_of(spec).crossover_tokens:,.0f}"])
     caption = (
-        "Computed for a block of Llama 3.1 8B, gathers in bf16, reductions in fp32. The planner adds latency,"
+        "Computed for a block of Llama 3.1 8B, all-gathers in bf16, reductions in fp32. The planner adds latency,"
         " attention, norms and other operators that move bytes: more compute than the products alone, so fewer tokens."
     )
     return table(["machine", "TFLOP/s reached", "GB/s reached", "your tokens", "planner's tokens"], rows, caption)
@@ -117,7 +117,7 @@ def block_figure(found: Overlap, link: str, batch: str) -> go.Figure:
         f"{phase} computes {seconds(found.compute_s[phase])}, its messages take {seconds(found.communication_s[phase])}"
         for phase in PHASES
     )
-    subtitle = "Predicted for Llama 3.1 8B on 8 H100 behind this link, full_shard, gathering one block ahead"
+    subtitle = "Predicted for Llama 3.1 8B on 8 H100 behind this link, full_shard, unsharding one block ahead"
     return titled(figure, title, subtitle, f"Bars of one block: {said}. {title}.", 270)
 
 

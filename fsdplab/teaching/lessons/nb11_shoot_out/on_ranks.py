@@ -11,14 +11,14 @@ from fsdplab.teaching.core.training_on_ranks import Training, complaint
 JOB = {"model": "gpt-20m", "batch_size": 2, "sequence_length": 64, "steps": 2, "link": "400MB/s", "device": "cpu"}
 CARD = 300_000_000  # bytes of the emulated card
 LINK_SECONDS = 0.225  # seconds a step on the link, as long as twice the parameters take
-# part of a typical gather's transfer that must pass under computing; of one that is issued when needed none does
+# part of a typical all-gather's transfer that must pass under computing; of one that is issued when needed none does
 HIDDEN_AT_LEAST = 0.2
 CHOICES = ("strategy", "prefetch", "link_queues", "units")
 
 
 def tried(choices: Any) -> dict[str, Any]:
     """What a few steps with these settings come to behind the link: bytes beyond the card, ms on the link beyond what
-    must be, and whether gathers were hidden. What does not fit the card is not timed.
+    must be, and whether all-gathers were hidden. What does not fit the card is not timed.
     """
     if refused := complaint(choices, JOB, CHOICES):
         return {"choices": refused}
@@ -27,13 +27,13 @@ def tried(choices: Any) -> dict[str, Any]:
     over, seen = training.most_of_ranks(max(0, peak - CARD)), f"peak {peak / 1e6:.0f} MB"
     if over:
         return {"choices": "", "bytes over the card": over, "_seen": seen}
-    # the others gather once, after the optimizer: no setting moves that
+    # the others send an all-gather once, after the optimizer: no setting moves that
     gathers_units = STRATEGIES[spec.strategy].shard_parameters
     on_the_link, hidden = training.clocked(steps=3 if gathers_units else 1)
     return {
         "choices": "",
         "bytes over the card": 0,
         "ms on the link too many": max(0, round(1e3 * (on_the_link - LINK_SECONDS))),
-        "gathers are hidden": hidden >= HIDDEN_AT_LEAST or not gathers_units,
-        "_seen": f"{seen}, {1e3 * on_the_link:.0f} ms a step on the link, {hidden:.0%} of a typical gather hidden",
+        "all-gathers are hidden": hidden >= HIDDEN_AT_LEAST or not gathers_units,
+        "_seen": f"{seen}, {1e3 * on_the_link:.0f} ms a step on the link, {hidden:.0%} of a typical all-gather hidden",
     }

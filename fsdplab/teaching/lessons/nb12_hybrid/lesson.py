@@ -46,7 +46,7 @@ _NODES = ("#9cc3e6", "#f2c38b", "#a8d5a2", "#d7b5e0", "#e8a9a9", "#c9c98f", "#9f
 def mesh_of(nodes: int, per_node: int, shard_group: int) -> Shown | Note:
     """Ranks as a mesh, for sliders: a row is a shard group, a column holds the same shard; the colour is the node.
 
-    A row of one colour gathers inside a node. The title says what the two axes send, in parts of the parameters P.
+    A row of one colour unshards inside a node. The title says what the two axes send, in parts of the parameters P.
     """
     ranks, s = nodes * per_node, shard_group
     if ranks % s:
@@ -62,9 +62,9 @@ def mesh_of(nodes: int, per_node: int, shard_group: int) -> Shown | Note:
     inside, r = on_one_node(rows, per_node), len(rows)
     within, across = 3 * (s - 1) / s, 2 / s * (r - 1) / r
     pace = "inside a node" if inside else "from node to node"
-    title = f"{r} x {s}: rows gather {pace}, {within:.2f} P a rank; columns reduce {across:.2f} P"
+    title = f"{r} x {s}: rows unshard {pace}, {within:.2f} P a rank; columns reduce {across:.2f} P"
     where = (
-        "P: bytes of all parameters; a step: two gathers and a reduce-scatter in the row, an all-reduce in the column"
+        "P: bytes of all parameters; a step: all-gathers and a reduce-scatter in the row, an all-reduce in the column"
     )
     groups = "; ".join(f"row {index}: ranks {', '.join(map(str, row))}" for index, row in enumerate(rows[:8]))
     alt = f"A mesh of {r} rows and {s} columns. {groups}. {title}."
@@ -167,7 +167,7 @@ def by_collective(record: RunRecord, rank: int = 0) -> dict[str, tuple[int, floa
 
 
 def sent(record: RunRecord) -> dict[str, int]:
-    """Bytes that a rank sends in a step: `within` its shard group (gathers, reductions) and `across` the groups
+    """Bytes that a rank sends in a step: `within` its shard group (all-gathers, reductions) and `across` the groups
     (all-reduces).
     """
     kinds = by_collective(record)
@@ -228,7 +228,7 @@ def beside_the_formula(traffic: Callable[[float, int, int], dict[str, float]], r
         cells = [f"{each[axis] / MB:.1f}" for axis in ("within", "across") for each in (formula, ledger)]
         rows.append([record.spec["strategy"], s, r, *cells])
     header = ["run", "s", "r", "within, formula MB", "within, ledger MB", "across, formula MB", "across, ledger MB"]
-    why = "the root unit is gathered once, not twice, because it stays"
+    why = "the root unit is unsharded once, not twice, because it stays"
     return table(header, rows, f"A step and rank. The ledger has a little less within: {why}.")
 
 
@@ -291,7 +291,7 @@ def node_table(billions: float, nodes: int, per_node: int) -> Table:
     ]
     ratio = f"{full / hybrid:.2f} times as much" if hybrid else "nothing leaves a single node's groups"
     caption = (
-        f"Computed for bf16 parameters and gradients: {ratio}. State: 16 bytes a parameter, activations and gathered"
+        f"Computed for bf16 parameters and gradients: {ratio}. State: 16 bytes a parameter, activations and unsharded"
         " units on top."
     )
     return table(["", "GB leaving a node, a step", "ranks in a ring across", "GB of state on a GPU"], rows, caption)

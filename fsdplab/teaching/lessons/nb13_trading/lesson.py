@@ -97,7 +97,7 @@ def kept_figure(bytes_each: Callable[[Sequence[str], int], dict[str, float]], ra
     figure = stacked_bars(ends, parts, "bytes a parameter, on one rank", "%{x:g} bytes")
     title = f"Mixed precision keeps {totals[0]:g} bytes a parameter; full_shard on {ranks} ranks {totals[-1]:g}"
     summary = "; ".join(f"{name} {total:g} bytes" for name, total in zip(names, totals))
-    subtitle = f"Computed for n = {ranks} ranks; activations and gathered units come on top"
+    subtitle = f"Computed for n = {ranks} ranks; activations and unsharded units come on top"
     return titled(figure, title, subtitle, f"Stacked bars: {summary}.", height=280)
 
 
@@ -121,7 +121,7 @@ def _price(run: RunRecord) -> list[str]:
 
 
 def bus_bytes(spec: dict[str, Any]) -> float:
-    """Bytes that a card's bus would carry in a step: the shard for each gather (bf16: one cast copy a step), the
+    """Bytes that a card's bus would carry in a step: the shard for each all-gather (bf16: one cast copy a step), the
     gradient back.
     """
     if spec["offload"] == "none":
@@ -157,6 +157,6 @@ def frozen_table(costs: dict[str, dict[str, int]]) -> Table:
     rows = [[name, *(f"{nbytes / 1e3:,.0f}" for nbytes in parts.values())] for name, parts in costs.items()]
     header = ["trained", *(f"{part}, kB" for part in costs["everything"])]
     caption = (
-        "Measured on rank 0 of 2 real ranks, full_shard, one step: sent for gathers and reductions, kept as shards."
+        "Measured on rank 0 of 2 real ranks, full_shard, one step: sent for all-gathers and reductions, kept as shards."
     )
     return table(header, rows, caption)

@@ -88,7 +88,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 def frozen_costs(payload: object) -> dict[str, dict[str, int]]:
     """One model trained whole and through adapters only:
-    what each gathers, reduces and keeps on this rank, in bytes.
+    what each unshards, reduces and keeps on this rank, in bytes.
     """
     found = {}
     for which in ("everything", "adapters only"):
@@ -102,7 +102,7 @@ def frozen_costs(payload: object) -> dict[str, dict[str, int]]:
         for each in train(model, optimizer):
             sent[each.kind] += each.wire_bytes
         found[which] = {
-            "gathered": sent["all_gather"],
+            "unsharded": sent["all_gather"],
             "reduced": sent["reduce_scatter"],
             "gradients": sum(_local(p).nbytes for p in trained),
             "optimizer state": state_bytes(optimizer),

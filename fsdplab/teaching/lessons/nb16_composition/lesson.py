@@ -88,10 +88,10 @@ def _call(function: str, **payload: Any) -> dict[str, Any]:
 
 @doing("one step of two stages on 4 ranks, and the twin beside it")
 def pipeline() -> Table:
-    """Two stages x two data ranks, four micro-batches (1F1B): gathers and reductions of rank 0, drift from the twin."""
+    """Two stages x two data ranks, four micro-batches (1F1B): collectives of rank 0, drift from the twin."""
     found = LessonRanks(__file__, "stages_on_ranks.py")("stages", 4)[0]
     rows = [[way, seen["all_gather"], seen["reduce_scatter"], f"{seen['drift']:.1e}"] for way, seen in found.items()]
-    header = ["after each forward", "gathers", "reductions", "farthest from the twin"]
+    header = ["after each forward", "all-gathers", "reductions", "farthest from the twin"]
     return table(header, rows, "Measured: rank 0 of 4, one step of 4 micro-batches.")
 
 

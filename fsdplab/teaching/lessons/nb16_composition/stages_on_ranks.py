@@ -24,9 +24,9 @@ MICRO_BATCHES = 4
 
 
 def stages(payload: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Train two stages x two data ranks with units dropped or kept between a micro-batch's forward and its backward."""
+    """Train two stages x two data ranks with units resharded or kept between a micro-batch's two passes."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    return {"dropped": _train(mesh, True), "kept": _train(mesh, False)}
+    return {"resharded": _train(mesh, True), "kept": _train(mesh, False)}
 
 
 def _train(mesh: DeviceMesh, reshard: bool) -> dict[str, Any]:

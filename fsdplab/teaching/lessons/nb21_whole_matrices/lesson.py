@@ -161,7 +161,7 @@ class Way:
 
 
 def ways(model: str, ranks: int) -> list[Way]:
-    """Gather everywhere, an owner a matrix, and whole matrices a rank, for the matrices of a model's blocks.
+    """All-gather everywhere, an owner a matrix, and whole matrices a rank, for the matrices of a model's blocks.
 
     Whole matrices a rank: nothing travels for the optimizer, but the blocks' shares are unequal, and two all-gathers
     and a reduce-scatter send as much from each rank as from the fullest: 3 (n - 1) (max - L / n) elements of fp32 for a
@@ -174,7 +174,7 @@ def ways(model: str, ranks: int) -> list[Way]:
     uneven = max(_shares(block, ranks, _elements)) - sum(map(_elements, block)) / ranks
     return [
         Way(
-            "gather everywhere",
+            "all-gather everywhere",
             shape.layers * sum(map(newton_schulz_flops, block)),
             SENT * elements * (ranks - 1) / ranks,
         ),
