@@ -492,3 +492,16 @@ def test_an_error_is_shown_in_the_exercises_own_file_though_another_of_the_learn
     report = Failure("raised", "TypeError: no", 0, traceback=f"{frames}\nTypeError: no")
     got = checking.feedback_on_failure(registry.find("06.hooks"), report).got
     assert "06.hooks.py" in got and "05.reduce.py" not in got
+
+
+NOTEBOOKS = [f"{number:02}" for number in (*range(14), 16, 21)]
+# what two ranks cannot hide: no formula of n, but settings of a job of two ranks, or a function of one rank alone
+SETTINGS = {"06.choose_units", "07.hide", "09.slim", "11.choose", "13.fit"}
+ONE_RANK = {"05.reshard", "05.guarded"}
+
+
+def test_functions_of_the_number_of_ranks_are_judged_at_three_or_more():
+    """With two ranks n - 1 is 1 and n / 2 is 1, so a wrong formula passes."""
+    exercises = [each for name in NOTEBOOKS for each in registry.items_of(name) if isinstance(each, Exercise)]
+    judged_at_two = {each.id for each in exercises if not each.pure and each.world_size < 3}
+    assert judged_at_two == SETTINGS | ONE_RANK

@@ -21,7 +21,7 @@ from fsdplab.sessions import run_and_record
 from fsdplab.teaching import collectives, composing, matrices, one_unit, overlapping_axes, tour, whole_model
 from fsdplab.teaching.core import diagrams, display, exploring, glossary, registry, waiting
 from fsdplab.teaching.core.exercise_file import Exercise
-from fsdplab.teaching.lessons.nb01_collectives.ring import ring_cells
+from fsdplab.teaching.lessons.nb01_collectives.ring import arriving_cells, ring_cells
 from fsdplab.teaching.lessons.nb06_whole_model.schedules import MEMORY_TARGET, ScheduleError, play, shortest, waits
 from fsdplab.teaching.lessons.nb16_composition import pipelines
 
@@ -71,6 +71,36 @@ def test_an_animation_is_complete_on_paper_and_plays_moment_by_moment(draw):
     assert len(alt_text(figure)) > 100
 
 
+MORE_RANKS = ("00", "01", "02", "05", "07", "11", "12", "13", "21")  # lessons with a formula that two ranks hide
+
+
+@pytest.mark.parametrize("notebook", MORE_RANKS)
+def test_a_figure_of_each_lesson_with_a_formula_of_n_can_be_switched_to_more_ranks(notebook):
+    """Two ranks hide n - 1 and n/2: a slider offers 4, and 8 where a picture of 8 ranks fits."""
+    path = next(path for path in NOTEBOOKS if path.name.startswith(notebook))
+    code = "\n".join(text for kind, text in cells_of(path) if kind == "code" and "explore(" in text)
+    offered = re.findall(r"\b(?:ranks|world_size|shard_group)=\[([^]]+)\]", code)
+    assert any({"4", "8"} <= set(values.split(", ")) for values in offered)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("draw", [collectives.ring_figure, one_unit.life_diagram])
+def test_the_pictures_of_ring_and_unit_are_drawn_for_more_ranks(draw, ranks):
+    figure = draw(ranks)
+    assert f"{ranks} ranks" in figure.layout.title.text and f"of {ranks} ranks" in alt_text(figure)
+    assert 200 < figure.layout.height < 760, "as tall as a page shows at once"
+
+
+@pytest.mark.parametrize("ranks", [3, 5, 8])
+def test_a_ring_of_many_ranks_shows_what_arrives(ranks):
+    newest = {(cell.row, cell.moment): cell.kind for cell in arriving_cells(ranks)}
+    for rank in range(ranks):
+        assert {newest[f"rank {rank}", moment] for moment in range(ranks)} == {f"block {b}" for b in range(ranks)}
+        for moment in range(1, ranks):
+            left = f"rank {(rank - 1) % ranks}"
+            assert newest[f"rank {rank}", moment] == newest[left, moment - 1], "passed on by the left neighbour"
+
+
 def test_a_cell_that_lasts_grows_while_it_is_played():
     cell = diagrams.HeldCell("stage 0", 1, "backward", "0", lasts=2)
     figure = diagrams.cells_in_time([cell], ["stage 0"], ["0", "1", "2"], {"backward": "#8a4a9e"}, "t", "s", "a")
@@ -81,8 +111,8 @@ def test_a_cell_that_lasts_grows_while_it_is_played():
 @pytest.mark.parametrize(
     ("draw", "says"),
     [
-        (lambda: collectives.ring_figure(1), "a ring of 1 ranks cannot be drawn; expected 2 to 4"),
-        (lambda: collectives.ring_figure(5), "a ring of 5 ranks cannot be drawn; expected 2 to 4"),
+        (lambda: collectives.ring_figure(1), "a ring of 1 ranks cannot be drawn; expected 2 to 8"),
+        (lambda: collectives.ring_figure(9), "a ring of 9 ranks cannot be drawn; expected 2 to 8"),
         (lambda: overlapping_axes.gradient_diagram(1, 4), "1 replicas x .* of 4 .* expected at least 2 of each"),
         (lambda: overlapping_axes.gradient_diagram(2, 1), "one alone has nothing to reduce"),
         (lambda: overlapping_axes.gradient_diagram(2, 4), "at most 16 rows"),

@@ -47,7 +47,7 @@ def fine_tune(model, shard):
     ### END SOLUTION
 
 
-# ---- check: on 2 ranks, in 20 s, facts only
+# ---- check: on 3 ranks, in 20 s, facts only
 
 from fsdplab.engine import FSDPModule
 from fsdplab.teaching.core.collectives_log import payload_bytes

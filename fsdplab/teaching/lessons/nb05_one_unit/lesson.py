@@ -55,7 +55,7 @@ def rows_figure(rows: int, ranks: int) -> go.Figure:
 # ---- one layer's life, drawn
 
 MOMENTS = ("shard", "unshard", "forward", "reshard", "unshard", "backward", "reshard", "reduce")
-_GATHERED = (1, 2, 4, 5)  # moments at which the whole weight is there
+_UNSHARDED = (1, 2, 4, 5)  # moments at which the whole weight is there
 _GRADIENT = (5, 6)  # moments at which autograd's unsharded gradient is there
 _KINDS = {
     "its own shard": CATEGORY_COLOURS["sharded_parameters"],
@@ -65,32 +65,34 @@ _KINDS = {
 }
 
 
-def life_cells(rank: int) -> Iterator[HeldCell]:
-    """All that one of two ranks holds, moment by moment; its shard is there from the first to the last."""
-    other = 1 - rank
+def life_cells(rank: int, ranks: int = 2) -> Iterator[HeldCell]:
+    """All that one of `ranks` ranks holds, moment by moment; its shard is there from the first to the last."""
+    part = f"part {rank} of {ranks}"
     for moment, name in enumerate(MOMENTS):
-        yield HeldCell(f"rank {rank}: shard", moment, "its own shard", f"half {rank}")
-        if moment in _GATHERED:
+        yield HeldCell(f"rank {rank}: shard", moment, "its own shard", part)
+        if moment in _UNSHARDED:
             arrives = name == "unshard"
-            yield HeldCell(f"rank {rank}: weight, half {rank}", moment, "unsharded weight", "own" if arrives else "")
-            came = "received" if arrives else ""
-            yield HeldCell(f"rank {rank}: weight, half {other}", moment, "unsharded weight", came)
+            yield HeldCell(f"rank {rank}: weight, own part", moment, "unsharded weight", "own" if arrives else "")
+            came = f"from {plural(ranks - 1, 'rank')}" if arrives else ""
+            yield HeldCell(f"rank {rank}: weight, the rest", moment, "unsharded weight", came)
         if moment in _GRADIENT:
             yield HeldCell(f"rank {rank}: gradient", moment, "unsharded gradient", "whole")
-    yield HeldCell(f"rank {rank}: gradient", len(MOMENTS) - 1, "shard of the mean gradient", f"half {rank}")
+    yield HeldCell(f"rank {rank}: gradient", len(MOMENTS) - 1, "shard of the mean gradient", part)
 
 
-def life_diagram() -> go.Figure:
-    """The eight moments of a layer on two ranks, with a play button."""
-    things = ("shard", "weight, half 0", "weight, half 1", "gradient")
-    rows = [f"rank {rank}: {thing}" for rank in range(2) for thing in things]
+def life_diagram(ranks: int = 2) -> go.Figure:
+    """The eight moments of a layer on the first and the last of `ranks` ranks, with a play button."""
+    things = ("shard", "weight, own part", "weight, the rest", "gradient")
+    drawn = (0, ranks - 1)
+    rows = [f"rank {rank}: {thing}" for rank in drawn for thing in things]
     return cells_in_time(
-        [*life_cells(0), *life_cells(1)], rows, MOMENTS, _KINDS,
-        "A layer on two ranks: whole while it computes, half of it at rest",
-        "Drawn from the rule, nothing was run: what is in memory after each call",
-        "Cells of memory on two ranks over eight calls. The own shard is always there. After each unshard, and during"
-        " forward and backward, both halves of the weight are there, one of them from the other rank; reshard frees"
-        " them. Backward leaves an unsharded gradient, which reduce turns into this rank's half of the mean.",
+        [cell for rank in drawn for cell in life_cells(rank, ranks)], rows, MOMENTS, _KINDS,
+        f"A layer on {ranks} ranks: whole while it computes, 1/{ranks} of it at rest",
+        "Drawn from the rule, nothing was run: what is in memory after each call, on the first and on the last rank",
+        f"Cells of memory on the first and the last of {ranks} ranks over eight calls. The own shard is always there."
+        " After each unshard, and during forward and backward, all parts of the weight are there, all but one of them"
+        " from other ranks; reshard frees them. Backward leaves an unsharded gradient, which reduce turns into this"
+        " rank's part of the mean.",
     )  # fmt: skip
 
 
