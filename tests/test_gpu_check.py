@@ -18,27 +18,19 @@ import torch
 
 from fsdplab.common.processes import _all, gone
 from fsdplab.gpu_check import commands
-from fsdplab.gpu_check.__main__ import chosen, main, run_check, why_it_ended
+from fsdplab.gpu_check.__main__ import chosen, main, run_check
 from fsdplab.gpu_check.check import FORMAT, Check, CheckError, Part, open_check, shown, table
-from fsdplab.gpu_check.collectives import cases, wrong_value
-from fsdplab.gpu_check.commands import (
-    PARTS,
-    SIZES,
-    TESTS,
-    Command,
-    Size,
-    answer,
-    commands_of,
-    fitting,
-    runs,
-    source_digest,
-)
+from fsdplab.gpu_check.commands import PARTS, SIZES, TESTS, Command, Size, commands_of, fitting, runs
 from fsdplab.planning.hardware import find_gpu
 from fsdplab.planning.memory import memory_of
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.records import RunRecord, Summary, comparison_json
 from fsdplab.sessions import gpu_probes as probes
+from fsdplab.sessions.launch.failure_report import Failure, RanksFailed
+from fsdplab.sessions.launch.limited import answer_in, why_it_ended
 from fsdplab.sessions.spec import gpus
+from fsdplab.sessions.worker.environment import source_digest
+from fsdplab.sessions.worker.known_collectives import cases, wrong_value
 from fsdplab.workloads import preset
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,7 +49,7 @@ def test_the_reason_is_what_a_rank_said():
 
 
 def prints_a_row(part: Part, command: Command, wrote: Path) -> None:
-    part.row(**answer(wrote))
+    part.row(**answer_in(wrote))
 
 
 def begun(folder: Path) -> Check:
@@ -154,14 +146,15 @@ def started_and_hanging(folder: Path) -> tuple[subprocess.Popen[bytes], int, int
     that of what it has started.
     """
     code = f"""
-import sys
+import signal, sys
 from pathlib import Path
+from fsdplab.common.processes import interrupt_by
 from fsdplab.gpu_check import commands
-from fsdplab.gpu_check.__main__ import hear_requests_to_end, run_check
+from fsdplab.gpu_check.__main__ import run_check
 from tests.test_gpu_check import begun, faulty
 
 commands.TABLE = (faulty("environment", "is_good"), faulty("environment", "hangs {folder / "pids"}", 200.0))
-hear_requests_to_end()
+interrupt_by(signal.SIGTERM, signal.SIGINT)
 sys.exit(run_check(begun(Path({str(folder / "out")!r})), ["environment"], 200.0))
 """
     (folder / "out").mkdir()
@@ -334,6 +327,17 @@ def test_a_probe_that_hangs_or_fails_is_an_error_within_its_limit():
     assert "KeyError: 'nobody'" in probes.ask("nobody", "cpu")["error"]
 
 
+@pytest.mark.parametrize(
+    "written", ['a word\n{"a": 1}\n{"a": {"b": 2}}\n[rank0]: a warning\n', '{\n "a": {\n  "b": 2\n }\n}\n']
+)
+def test_the_answer_is_the_last_json_whatever_is_printed_after_it(tmp_path, written):
+    (tmp_path / "log").write_text(written)
+    assert answer_in(tmp_path / "log") == {"a": {"b": 2}}
+    (tmp_path / "log").write_text("a word\n")
+    with pytest.raises(json.JSONDecodeError):
+        answer_in(tmp_path / "log")
+
+
 def test_memory_is_opened_by_a_second_process():
     assert probes.ask("ipc", "cpu") == {"refused": "", "wrong": ""}
 
@@ -343,6 +347,14 @@ def test_a_process_that_only_asks_has_no_context():
 
 
 # ---- what the parts judge by
+
+
+def test_a_group_that_is_not_formed_is_a_check_that_failed(monkeypatch):
+    def lost(*asked, **how):
+        raise RanksFailed(Failure("ranks_failed", "Rank 1 died.\nIts output is empty."))
+
+    monkeypatch.setattr("fsdplab.sessions.call_on_ranks", lost)
+    assert probes.collectives("cpu") == [{"what": "a group of 2", "wrong": "Rank 1 died."}]
 
 
 def test_collectives_expect_what_they_must():

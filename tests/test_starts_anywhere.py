@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from fsdplab.gpu_check.commands import source_digest
 from fsdplab.sessions import RanksFailed, RunSpec, SpecError, call_on_ranks, compare, run
 from fsdplab.sessions.capabilities import capabilities
 from fsdplab.sessions.launch import warm
 from fsdplab.sessions.launch.failure_report import NO_ANSWER
+from fsdplab.sessions.worker.environment import source_digest
 from tests.denied import at_every_start
 
 PROGRAMS = Path(__file__).with_name("warm_programs.py")

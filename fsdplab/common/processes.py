@@ -53,6 +53,12 @@ def asked_to_end(handler: Callable[[int, FrameType | None], None], restore: bool
             signal.signal(number, earlier)
 
 
+def interrupt_by(*which: signal.Signals) -> None:
+    """From here on these signals are Ctrl-C to this process, also those that whoever started it ignores."""
+    for number in which:
+        signal.signal(number, signal.default_int_handler)
+
+
 def gone(pid: int) -> bool:
     """Whether no such process runs any more; a zombie, which only waits to be collected, is gone."""
     try:

@@ -1,8 +1,8 @@
-"""Rows by a key."""
+"""Rows by a key, and as lines of a text."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -19,3 +19,13 @@ def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list
     for item in items:
         groups.setdefault(key(item), []).append(item)
     return groups
+
+
+def aligned(lines: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of as many cells each, as texts whose columns begin below each other.
+
+    >>> aligned([["rank", "bytes"], ["0", "36"]])
+    ['rank  bytes', '0     36']
+    """
+    widths = [max(map(len, cells)) for cells in zip(*lines, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]

@@ -7,11 +7,9 @@ no torch: it starts at once, and nothing that breaks torch breaks it.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from argparse import ArgumentParser
@@ -20,20 +18,19 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from fsdplab.common.arguments import OneLineParser
-from fsdplab.common.processes import name_of
-from fsdplab.common.pythons import run_of, with_this_checkout
+from fsdplab.common.processes import interrupt_by
 from fsdplab.common.words import did_you_mean, harmless
 from fsdplab.gpu_check.check import RECORDS, UNFINISHED, Check, Part, open_check
 from fsdplab.gpu_check.commands import PARTS, Command, Refused, commands_of
 from fsdplab.records import RecordError
-from fsdplab.sessions.launch.parent_death import adopt_orphans, children, end_children
+from fsdplab.sessions.launch.limited import run_within, without_paths
+from fsdplab.sessions.launch.parent_death import adopt_orphans
 
 LIMIT_S = 480.0  # what a borrowed machine grants
 PASSED, NOT_PASSED, REFUSED, INTERRUPTED = 0, 1, 2, 130
 _LEAST_S = 3.0  # a command is not started with less than this
-_LACKING = re.compile(
-    r"(?:No module named|import of) '?(typer|rich|pytest)"
-)  # what a command needs beside torch and numpy
+# what a command needs beside torch and numpy
+_LACKING = re.compile(r"(?:No module named|import of) '?(typer|rich|pytest)")
 _LOG_TAIL = 300_000  # bytes of one command's output that are kept
 
 
@@ -47,12 +44,8 @@ def parser() -> ArgumentParser:
     flags.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=cpu)
     flags.add_argument("--out", type=Path, help="folder for the result, new or empty; default: gpu-check-DEVICE")
     flags.add_argument("--parts", default="", help=f"comma-separated; default: {','.join(PARTS)}")
-    flags.add_argument(
-        "--limit",
-        type=float,
-        default=LIMIT_S,
-        help="seconds for everything; default: %(default)g; with more, each command has more too",
-    )
+    more = "seconds for everything; default: %(default)g; with more, each command has more too"
+    flags.add_argument("--limit", type=float, default=LIMIT_S, help=more)
     flags.add_argument("--open", type=Path, metavar="FOLDER", help="print the table of an earlier check, nothing else")
     return flags
 
@@ -164,7 +157,7 @@ def _run_and_look(check: Check, part: Part, command: Command, limit_s: float) ->
     print(f"  {command.module} {command.words.replace('{out}', out.name)}", flush=True)
     words = [command.module, *command.words.replace("{out}", str(out)).split()]
     try:
-        code, wrong = run_program(words, limit_s, log, command.folder)
+        code, wrong = run_within(words, limit_s, log, command.folder)
     finally:
         _keep_log(check.folder / "log.txt", f"{part.name}: {command.name}", log)
     if code == REFUSED or _LACKING.search(wrong):
@@ -178,52 +171,12 @@ def _run_and_look(check: Check, part: Part, command: Command, limit_s: float) ->
             part.check(f"{command.name} wrote its result", str(error).splitlines()[0])
 
 
-def run_program(words: Sequence[str], limit_s: float, log: Path, folder: Path | None = None) -> tuple[int, str]:
-    """Run `python -m` with these words into a log, and end all that it started; its exit code, and why it is not 0."""
-    tied = ("fsdplab.sessions.launch.parent_death", str(os.getpid()))  # it ends with this process
-    others = children()
-    try:
-        with log.open("wb") as output:
-            code = subprocess.run(
-                run_of(*tied, *words), env=with_this_checkout(os.environ) | {"PYTHONUNBUFFERED": "1"},
-                cwd=folder or log.parent, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True, timeout=limit_s,
-            ).returncode  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return NOT_PASSED, f"ended at its limit of {limit_s:.0f} s"
-    finally:
-        end_children(others)
-    return code, why_it_ended(code, log.read_text(errors="replace"))
-
-
-def why_it_ended(code: int, printed: str) -> str:
-    """By the exit code: the signal, what a rank said that failed, or the last line, in a traceback the error."""
-    if code <= 0:
-        return f"by {name_of(-code)}" if code else ""
-    lines = without_paths(printed).strip().splitlines()
-    lines = [line for line in lines if re.search(r"\bRank \d+ ", line)][:1] or lines[-1:]
-    return lines[0][:400] if lines else f"exit code {code}, nothing printed"
-
-
 def _keep_log(kept: Path, title: str, log: Path) -> None:
     tail = log.read_bytes()[-_LOG_TAIL:].decode(errors="replace")
     with kept.open("a", encoding="utf-8") as file:
         file.write(f"==== {title}\n{without_paths(tail)}\n")
 
 
-def without_paths(text: str) -> str:
-    """The text without the folders of this machine: a result is made to be handed on."""
-    for place, word in ((str(Path(__file__).resolve().parents[2]), "(checkout)"), (sys.prefix, "(python)")):
-        text = text.replace(place, word)
-    return text
-
-
-def hear_requests_to_end() -> None:
-    """SIGTERM ends the check as Ctrl-C does, also where a shell has started it deaf to Ctrl-C."""
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.default_int_handler)
-
-
 if __name__ == "__main__":
-    hear_requests_to_end()
+    interrupt_by(signal.SIGTERM, signal.SIGINT)
     sys.exit(main())

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdplab.common.files import read_file, write_whole
+from fsdplab.common.rows import aligned
 
 FORMAT = "fsdplab gpu check 3"
 UNFINISHED = ".unfinished"  # in the folder: what commands write while they run
@@ -151,6 +152,4 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The rows as text, without columns that no row fills."""
     named = dict.fromkeys(name for row in rows for name in row)
     columns = [name for name in named if any(row.get(name) not in (None, "") for row in rows)]
-    lines = [columns, *([shown(row.get(name)) for name in columns] for row in rows)]
-    widths = [max(map(len, cells)) for cells in zip(*lines)]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines)
+    return "\n".join(aligned([columns, *([shown(row.get(name)) for name in columns] for row in rows)]))

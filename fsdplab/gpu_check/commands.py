@@ -7,12 +7,10 @@ nothing.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fsdplab.common.machine import output_of
 from fsdplab.common.names import IN_GROUPS, OVER_ALL_RANKS
@@ -21,6 +19,7 @@ from fsdplab.planning.hardware import gpu_of
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.step_time import model_flops
 from fsdplab.records import RunRecord, comparison_json
+from fsdplab.sessions.launch.limited import answer_in
 from fsdplab.workloads.shapes import preset
 
 TESTS = Path(__file__).resolve().parents[2] / "tests"
@@ -54,7 +53,7 @@ class Command:
 
 def machine(part: Part, command: Command, wrote: Path) -> None:
     """The versions, a row for each GPU, one kernel on each, and what stands in the way."""
-    found = answer(wrote)
+    found = answer_in(wrote)
     if blocked := found["blocks"]:
         raise Refused(f"{blocked}; or try --device cpu, a dry run in tiny sizes")
     part.rows += found["gpus"]
@@ -70,34 +69,21 @@ def machine(part: Part, command: Command, wrote: Path) -> None:
     part.check("communication may overlap", wrong)
 
 
-def answer(wrote: Path) -> Any:
-    """The JSON of the last line that a command has printed."""
-    return json.loads(wrote.read_text(encoding="utf-8").splitlines()[-1])
-
-
 def _facts(found: Row) -> Row:
     """What is kept of the machine with the result; no names of hosts and users, and no paths."""
     seen, cpu, gpus = found["environment"], found["environment"]["cpu"], found["gpus"] if found["nccl"] else []
     return {
         "gpu": gpus[0]["name"] if gpus else None, "gpus": len(gpus), "driver": found["driver"], **seen["versions"],
         "cuda": found["cuda"], "nccl": found["nccl"], "commit": seen["commit"],
-        "source_sha256": source_digest(Path(__file__).resolve().parents[1]), "platform": seen["platform"],
+        "source_sha256": found["source_sha256"], "platform": seen["platform"],
         "cpu": cpu["model"], "cores": cpu["count"], "memory_bytes": cpu["memory_bytes"],
         "variables": " ".join(f"{name}={value}" for name, value in seen["variables"].items()) or None,
     }  # fmt: skip
 
 
-def source_digest(package: Path) -> str:
-    """The first 16 hex digits of a hash over all Python files: which code this was, even without git."""
-    digest = hashlib.sha256()
-    for path in sorted(filter(Path.is_file, package.rglob("*.py"))):  # an editor's lock is a link to nowhere
-        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
 def findings(part: Part, command: Command, wrote: Path) -> None:
     """A row for each thing that a probe has found, and a check that nothing of it is wrong."""
-    found = answer(wrote)
+    found = answer_in(wrote)
     for row in found if isinstance(found, list) else [found]:
         named = {"what": command.name} | row
         part.check(named["what"], named.pop("wrong"))
@@ -115,7 +101,7 @@ def runs(part: Part, command: Command, wrote: Path) -> None:
         found, names = comparison_json([RunRecord.load(wrote)]), [command.name]
         part.records += [wrote.name] if found["spec"]["profile"] else []
     else:
-        found, names = _content(wrote), command.words.partition("--strategies ")[2].split()[0].split(",")
+        found, names = answer_in(wrote), command.words.partition("--strategies ")[2].split()[0].split(",")
     for name, run in zip(names, found["runs"]):
         _row(part, name, found, run)
         if not wrote.is_dir():
@@ -135,10 +121,6 @@ def _row(part: Part, name: str, found: Row, run: Row) -> None:
     )  # fmt: skip
 
 
-def _content(wrote: Path) -> Any:
-    return json.loads(wrote.read_text(encoding="utf-8"))
-
-
 def mfu(found: Row, ranks: int, step_s: float) -> float | None:
     """The part of the GPUs' bf16 FLOP/s that the model's own arithmetic takes; None of a GPU that is not known."""
     gpus, spec = found["environment"].get("gpus"), found["spec"]
@@ -154,7 +136,7 @@ def mfu(found: Row, ranks: int, step_s: float) -> float | None:
 
 def ratios(part: Part, command: Command, wrote: Path) -> None:
     """A row for each engine of a bench: its step, and that over torch's and over the bound of a perfect engine."""
-    rows = _content(wrote)["rows"]
+    rows = answer_in(wrote)["rows"]
     for row in rows:
         part.row(
             run=f"{command.name}: {row['engine']} {row['strategy']}", step_ms=1e3 * row["median"],
@@ -216,7 +198,7 @@ TABLE = (
     Command("mechanisms", "CUDA profile first", "profiles_cuda_first {device}", 60, findings, module=_PROBES),
     Command("mechanisms", "CPU profile first", "profiles {device}", 60, findings, module=_PROBES),
     Command("mechanisms", "memory opened by a second process", "ipc {device}", 60, findings, module=_PROBES),
-    Command("nccl", "collectives", "{backend} {own}", 90, findings, module="fsdplab.gpu_check.collectives"),
+    Command("nccl", "collectives", "collectives {device}", 90, findings, module=_PROBES),
     Command(
         "correctness", "against the twin",
         "compare --model gpt-tiny --batch-size 2 --sequence-length 32 --steps 4 --profile 0 --card none --link none"
@@ -257,7 +239,7 @@ def commands_of(part: str, check: Check) -> list[Command]:
     groups = [f"{name}:shard_size={ranks // 2}" for name in IN_GROUPS] if ranks % 2 == 0 else []
     own = max(1, len(gpus)) if device == "cuda" else ranks
     filled = {
-        "device": device, "ranks": ranks, "own": own, "backend": "nccl" if device == "cuda" else "gloo",
+        "device": device, "ranks": ranks, "own": own,
         "strategies": ",".join([*OVER_ALL_RANKS, *groups, "full_shard:offload=cpu"]), "recorded": _RECORDED[device],
         "alone": fitting(free, lambda size: size.alone_gb), "together": fitting(free, lambda size: size.together_gb),
         "tests": " ".join(_files_of_tests()), "out": "{out}",

@@ -3,7 +3,7 @@
 A GPU in compute mode EXCLUSIVE_PROCESS takes one process: a context in `fsdplab doctor`, or in the process that starts
 the ranks, would keep the rank out. A driver that hangs or crashes ends a child only.
 
-    python -m fsdplab.sessions.gpu_probes NAME DEVICE      prints one line of JSON
+    python -m fsdplab.sessions.gpu_probes NAME DEVICE      prints one line of JSON, DEVICE is cuda or cpu
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from fsdplab.common.machine import output_of
-from fsdplab.common.pythons import run_of, with_this_checkout
+from fsdplab.common.temporary import folder_of_this_process
+from fsdplab.sessions.launch.limited import TOO_LONG, answer_in, run_within
 from fsdplab.sessions.spec.gpus import (
     EXCLUSIVE,
     compute_mode,
@@ -38,18 +40,13 @@ def ask(probe: str, device: str = "cuda", limit_s: float = LIMIT_S) -> Found:
 
     `ask("ipc")` is `{"refused": ""}` where a second process can open the memory of a GPU.
     """
-    command = run_of("fsdplab.sessions.gpu_probes", probe, device)
-    try:
-        done = subprocess.run(
-            command, env=with_this_checkout(os.environ), stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            timeout=limit_s, errors="replace",
-        )  # fmt: skip
-    except subprocess.TimeoutExpired:
-        return {"error": f"no answer within {limit_s:.0f} s: the driver hangs; look at its log with dmesg"}
-    printed = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
-    if done.returncode == 0 and printed:
-        return dict(json.loads(printed[-1]))
-    return {"error": printed[-1][:300] if printed else f"the process ended with exit code {done.returncode}"}
+    words = ("fsdplab.sessions.gpu_probes", probe, device)
+    with tempfile.TemporaryDirectory(prefix="probe-", dir=folder_of_this_process()) as folder:
+        code, wrong = run_within(words, limit_s, log := Path(folder) / "log")
+        if not wrong:
+            return dict(answer_in(log))
+    hangs = f"no answer within {limit_s:.0f} s: the driver hangs; look at its log with dmesg"
+    return {"error": hangs if code == TOO_LONG else wrong}
 
 
 # ---- what runs in the child
@@ -59,11 +56,12 @@ def machine(device: str) -> Found:
     """Versions, every GPU with its memory and what one kernel computes there, and the sentences that apply."""
     import torch
 
-    from fsdplab.sessions.worker.environment import capture_environment
+    from fsdplab.sessions.worker.environment import capture_environment, source_digest
 
     wrong = driver_complaint(driver_cuda(), torch.version.cuda) if device == "cuda" else ""
     found: Found = {"blocks": wrong, "advice": [], "gpus": [], "cuda": torch.version.cuda, "nccl": None, "driver": None}
     found["environment"] = capture_environment("cpu")  # with "cuda" it would have a context on every GPU
+    found["source_sha256"] = source_digest(Path(__file__).resolve().parents[1])
     if device == "cpu":
         return found | {"gpus": [_gpu(device, "cpu", (0, 0))]}
     shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
@@ -167,8 +165,30 @@ def _read_by_ipc(told: bytes, answer: Any) -> None:
         answer.send(str(error).splitlines()[0][:200])
 
 
-PROBES: dict[str, Callable[[str], Found]] = {
-    each.__name__: each for each in (machine, profiles, profiles_cuda_first, ipc)
+def collectives(device: str) -> list[Found]:
+    """All-gather, reduce-scatter and all-reduce of known values on one rank a GPU over NCCL, or on two CPU ranks over
+    gloo: the bus bandwidth of each; `wrong` where a rank has other values, or where the ranks form no group.
+    """
+    import torch
+
+    from fsdplab.sessions import RanksFailed, call_on_ranks
+    from fsdplab.sessions.worker import known_collectives
+
+    ranks, where = (max(1, torch.cuda.device_count()), "any") if device == "cuda" else (2, "cpu")
+    source = str(known_collectives.__file__)
+    try:
+        found = call_on_ranks(source, "rows", world_size=ranks, payload=device, time_limit=80.0, device=where)
+    except RanksFailed as error:
+        return [{"what": f"a group of {ranks}", "wrong": str(error).strip().splitlines()[0][:300]}]
+    return [same[0] | {"wrong": _of_all(same)} for same in zip(*found)]
+
+
+def _of_all(rows: tuple[Found, ...]) -> str:
+    return "; ".join([f"rank {rank}: {row['wrong']}" for rank, row in enumerate(rows) if row["wrong"]][:2])
+
+
+PROBES: dict[str, Callable[[str], Any]] = {
+    each.__name__: each for each in (machine, profiles, profiles_cuda_first, ipc, collectives)
 }
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import time
 from collections.abc import Collection
 from pathlib import Path
 
-from fsdplab.common.processes import KILL, send
+from fsdplab.common.processes import KILL, interrupt_by, send
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -92,8 +92,7 @@ def main(parent: str, module: str) -> None:
     A request to end (SIGTERM, SIGHUP, SIGINT) is a KeyboardInterrupt in a module without handlers of its own, so that
     it cleans up; the exit code is then 130, and no traceback is printed.
     """
-    for which in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(which, signal.default_int_handler)
+    interrupt_by(signal.SIGTERM, signal.SIGHUP)
     end_with_parent(int(parent), signal.SIGTERM)
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fsdplab.common.rows import aligned
 from fsdplab.figures import alt_text
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.report.parts import PLOTLY, picture
@@ -101,14 +102,8 @@ class Table:
     caption: str = ""
 
     def __str__(self) -> str:
-        lines = [self.header, *self.rows]
-        widths = [max(len(line[column]) for line in lines) for column in range(len(self.header))]
-        texts = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-        ]
-        return "\n".join(
-            [texts[0], "  ".join("-" * width for width in widths), *texts[1:], *filter(None, [self.caption])]
-        )
+        rules = ["-" * max(map(len, cells)) for cells in zip(self.header, *self.rows, strict=True)]
+        return "\n".join([*aligned([self.header, rules, *self.rows]), *filter(None, [self.caption])])
 
     __repr__ = __str__
 

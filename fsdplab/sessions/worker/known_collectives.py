@@ -1,12 +1,10 @@
-"""The collectives of NCCL over all GPUs, on known values, and their bandwidth.
+"""Collectives of known values on every rank: whether what arrives is right, and how fast.
 
-python -m fsdplab.gpu_check.collectives BACKEND RANKS        starts the ranks, and prints their rows as JSON
+The rank's side of the probe `collectives` in `sessions/gpu_probes.py`.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -16,32 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdplab.engine import compat
-from fsdplab.sessions import RanksFailed, call_on_ranks
+from fsdplab.profiling.traces.skew import bus_factor
 
 REPEATS = 5
-MEBIBYTES = {"nccl": 256, "gloo": 1}
-
-
-def main(backend: str, ranks: int) -> int:
-    """Run the collectives on so many ranks, and print a row of each with what was wrong on any; 1 if ranks failed."""
-    device = "any" if backend == "nccl" else "cpu"
-    try:
-        found = call_on_ranks(__file__, "rows", world_size=ranks, payload=backend, time_limit=80.0, device=device)
-    except RanksFailed as error:
-        print(f"{backend} forms no group of {ranks}: {str(error).strip().splitlines()[0][:300]}")
-        return 1
-    print(json.dumps([same[0] | {"wrong": _of_all(same)} for same in zip(*found)]))
-    return 0
-
-
-def _of_all(rows: tuple[dict[str, Any], ...]) -> str:
-    return "; ".join([f"rank {rank}: {row['wrong']}" for rank, row in enumerate(rows) if row["wrong"]][:2])
+MEBIBYTES = {"cuda": 256, "cpu": 1}
 
 
 class Case(NamedTuple):
     """A collective: `call(target, source)` must leave `expected` in `target`."""
 
-    name: str
+    kind: str
     call: Callable[[Tensor, Tensor], object]
     target: Tensor
     source: Tensor
@@ -59,9 +41,9 @@ def cases(rank: int, ranks: int, whole: int) -> Iterator[Case]:
     yield Case("all_reduce", lambda target, _: dist.all_reduce(target), mine, mine[:0], torch.full((whole,), total))
 
 
-def rows(rank: int, ranks: int, backend: str) -> list[dict[str, Any]]:
-    """What this rank sees of each collective: whether its values are right, then its bus bandwidth."""
-    whole, device = (MEBIBYTES[backend] << 20) // 4 // ranks * ranks, "cuda" if backend == "nccl" else "cpu"
+def rows(rank: int, ranks: int, device: str) -> list[dict[str, Any]]:
+    """What this rank sees of each collective on "cuda" or "cpu": whether its values are right, and its bandwidth."""
+    whole = (MEBIBYTES[device] << 20) // 4 // ranks * ranks
     return [_row(case, ranks, 4 * whole, device) for case in cases(rank, ranks, whole)]
 
 
@@ -77,9 +59,8 @@ def _row(case: Case, ranks: int, nbytes: int, device: str) -> dict[str, Any]:
         if device == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    sent = nbytes * (ranks - 1) / ranks * (2 if case.name == "all_reduce" else 1)
-    speed = sent / min(seconds) / 1e9
-    return {"what": case.name, "ranks": ranks, "bytes": nbytes, "busbw_gb_s": speed, "wrong": wrong}
+    busbw = nbytes * bus_factor(case.kind, ranks) / min(seconds) / 1e9
+    return {"what": case.kind, "ranks": ranks, "bytes": nbytes, "busbw_gb_s": busbw, "wrong": wrong}
 
 
 def wrong_value(got: Tensor, expected: Tensor) -> str:
@@ -88,7 +69,3 @@ def wrong_value(got: Tensor, expected: Tensor) -> str:
         return ""
     first = int((got != expected).nonzero()[0])
     return f"values are wrong: element {first} of {len(got)} is {float(got[first])}, expected {float(expected[first])}"
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], int(sys.argv[2])))
