@@ -75,7 +75,9 @@ def predicted_step(run: RunView) -> str:
     `"98.1 ms ±3 % (0.95)"`; a dash where it is not predicted.
     """
     predicted = run.summary.predicted
-    return beside(predicted.step_time_s, run.step_median, lambda step: seconds(step) + scattered(predicted.step_scatter))
+    return beside(
+        predicted.step_time_s, run.step_median, lambda step: seconds(step) + scattered(predicted.step_scatter)
+    )
 
 
 def scattered(scatter: float | None) -> str:

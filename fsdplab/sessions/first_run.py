@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 from fsdplab.records import RunRecord
 from fsdplab.sessions.prediction import predict
@@ -51,12 +52,13 @@ def step_here(base: RunRecord, spec: RunSpec) -> StepHere | None:
         return None
     measured, profile, copied = base.summary.step_time_s, base.summary.profile, base.summary.comm.copying_s
     assert measured.median and profile and profile.optimizer_s is not None and copied is not None
-    first = replace(spec, card=None, **{name: base.spec.get(name) for name in _PLAYED})
+    played: dict[str, Any] = {name: base.spec.get(name) for name in _PLAYED}
+    first, version = replace(spec, card=None, **played), _version(spec)
     updated = profile.optimizer_s - (profile.exchange_s or 0.0)
-    host = _host_seconds(_player(first, updated), measured.median)
+    host = _host_seconds(first, version, updated, measured.median)
     if host is None:
         return None
-    sent_then, sent = (predict(each).bytes_per_step or 0 for each in (first, spec))
+    sent_then, sent = (_sent(replace(each, card=None), version) for each in (first, spec))
     copies = copied * sent / sent_then if sent_then else 0.0
     if sent and not sent_then:
         return None  # the run sent nothing, so nothing is known of copies
@@ -82,8 +84,11 @@ def predict_from_the_first(pairs: Sequence[tuple[RunSpec, RunRecord]]) -> None:
     """Give the records of a model of one's own the step that the first of them predicts for them, and save these."""
     own = [(spec, record) for spec, record in pairs if spec.own_model and spec.engine == "lab"]
     base = next((record for _, record in own if not why_no_base(record)), None)
-    for spec, record in own if base else ():
-        if record is base or record.status != "finished" or (found := step_here(base, spec)) is None:
+    for spec, record in own:
+        if base is None or record is base or record.status != "finished":
+            continue
+        found = step_here(base, spec)
+        if found is None:
             continue
         told = replace(
             record.summary.predicted, step_time_s=found.seconds, step_scatter=found.scatter, step_from=found.of
@@ -95,9 +100,19 @@ def predict_from_the_first(pairs: Sequence[tuple[RunSpec, RunRecord]]) -> None:
 def _of_the_same_work(base: RunRecord, spec: RunSpec) -> bool:
     if not spec.own_model or spec.engine != "lab" or spec.device_type != "cpu":
         return False
-    source, told = source_of(spec.model), base.environment.get("workload") or {}
-    alike = (base.spec.get("model"), told.get("digest")) == (name_of(spec.model), source.digest)
+    told = base.environment.get("workload") or {}
+    alike = (base.spec.get("model"), told.get("digest")) == (name_of(spec.model), _version(spec))
     return alike and all(base.spec.get(name) == getattr(spec, name) for name in _SAME)
+
+
+def _version(spec: RunSpec) -> str:
+    """What tells that the model was edited."""
+    return source_of(spec.model).digest
+
+
+@lru_cache(maxsize=256)
+def _sent(spec: RunSpec, version: str) -> int:
+    return predict(spec).bytes_per_step or 0
 
 
 def _work(spec: RunSpec) -> StepWork:
@@ -135,8 +150,10 @@ def _slowed(work: StepWork, longer: float) -> StepWork:
     return replace(work, root=root, blocks=tuple(blocks))
 
 
-def _host_seconds(play: Callable[[float], float], measured_s: float) -> float | None:
+@lru_cache(maxsize=64)
+def _host_seconds(spec: RunSpec, version: str, optimizer_s: float, measured_s: float) -> float | None:
     """The host's seconds at which a step takes as long as measured, by bisection; None where even none is too long."""
+    play = _player(spec, optimizer_s)
     low, high = 0.0, measured_s
     if play(low) > measured_s:
         return None

@@ -16,6 +16,7 @@ from typing import Any, TypeAlias
 
 from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.common.sizes import parse_size, seconds, size
+from fsdplab.figures.table import scattered
 from fsdplab.planning.links import LinkSpec, parse_link
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import LINK_EFFICIENCY
@@ -473,6 +474,7 @@ def _row(strategy: str, run: Run, card: int | None, records: Sequence[RunRecord]
         "why_no_memory": found.why_no_memory, "why_no_step": found.why_no_step,
         "step": [step.computing, step.hidden, step.exposed, step.optimizer] if step else None,
         "step_s": step.total if step else None, "step_words": step.words if step else "", "measured": measured,
+        "here": _here(run, records),
     }  # fmt: skip
 
 
@@ -487,6 +489,18 @@ def _measured(run: Run, records: Sequence[RunRecord]) -> dict[str, Any] | None:
             peak, step = summary.peak_memory_bytes.total, summary.step_time_s.median
             return {"peak": peak, "step_s": step, "peak_words": size(peak), "step_words": seconds(step)}
     return None
+
+
+def _here(run: Run, records: Sequence[RunRecord]) -> dict[str, Any] | None:
+    """The step on this machine of a model of one's own, from the last measured run that tells it; None without one."""
+    if isinstance(run, PlanSpec) or not run.own_model:
+        return None
+    from fsdplab.sessions.first_run import step_here
+
+    found = next((each for record in reversed(records) if (each := step_here(record, run))), None)
+    if found is None:
+        return None
+    return {"step_s": found.seconds, "words": seconds(found.seconds) + scattered(found.scatter), "of": found.of}
 
 
 def _memory_title(rows: Sequence[Mapping[str, Any]], card: int | None) -> str:

@@ -155,11 +155,11 @@ function bars(answer, offers, width, tips) {
     }
     for (const [which, key, first] of [[0, "peak", row.peak ? sized(row.peak) : row.why_no_memory], [1, "step_s", row.step_words || row.why_no_step]]) {
       const real = row.measured?.[key], over = !which && row.over, end = left[which] + room + 12;
-      const seen = real ? `measured ${(which ? asTime : sized)(real)}` : "", beyond = over ? `${sized(over)} over` : "", below = seen || (over ? `${beyond} the card` : "");
-      if (real) out.push(`<rect class="fl-measured" ${tip(`${row.name}: ${seen}`)} x="${left[which]}" y="${y - 2}" width="${x(which, real) - left[which]}" height="${high + 4}"/>`);
+      const seen = real ? `measured ${(which ? asTime : sized)(real)}` : "", beyond = over ? `${sized(over)} over` : "", here = which && row.here, told = here ? `predicted here from the run of ${here.of}: ${here.words}` : "", below = seen || (over ? `${beyond} the card` : here ? `here ${here.words}` : "");
+      if (real) out.push(`<rect class="fl-measured" ${tip(`${row.name}: ${[seen, told].filter(Boolean).join(", ")}`)} x="${left[which]}" y="${y - 2}" width="${x(which, real) - left[which]}" height="${high + 4}"/>`);
       const beside = over && seen ? `<tspan class="fl-small" dx="4">${beyond}</tspan>` : "";
       out.push(`<text class="fl-label${over ? " fl-alarm" : ""}" x="${end}" y="${below ? middle - 5 : middle}">${escape(first)}${beside}</text>`);
-      if (below) out.push(`<text class="fl-small${over && !seen ? " fl-alarm" : ""}" x="${end}" y="${middle + 7}">${escape(below)}</text>`);
+      if (below) out.push(`<text class="fl-small${over && !seen ? " fl-alarm" : ""}" ${told && tip(`${row.name}: ${told}`)} x="${end}" y="${middle + 7}">${escape(below)}</text>`);
     }
     if (answer.guessed && sides.B) out.push(`<path class="fl-guess" ${tip(`your guess: ${sized(answer.guessed)}`)} d="M${x(0, Math.min(answer.guessed, most[0]))},${y - 4}v${high + 8}"/>`);
   });
@@ -216,7 +216,7 @@ function used(answer, offers) {
 }
 
 function spoken(answer) {
-  const lines = answer.rows.map((row) => `${row.name}: ${[row.peak_words && `memory ${row.peak_words}`, row.step_words && `step ${row.step_words}`, row.measured && `measured ${row.measured.peak_words}, ${row.measured.step_words}`].filter(Boolean).join(", ")}`);
+  const lines = answer.rows.map((row) => `${row.name}: ${[row.peak_words && `memory ${row.peak_words}`, row.step_words && `step ${row.step_words}`, row.measured && `measured ${row.measured.peak_words}, ${row.measured.step_words}`, row.here && `step here predicted from the run of ${row.here.of} ${row.here.words}`].filter(Boolean).join(", ")}`);
   return `${answer.memory_title}. ${answer.step_title} (${answer.clock}). ${lines.join("; ")}. ${answer.difference}`;
 }
 
