@@ -51,9 +51,22 @@ def block_tensors(spec: PlanSpec) -> list[Saved]:
         Saved("attention's output", shape.query_width, b),
         *inner,
         Saved("second norm", shape.width, b, whole=True),
-        *(Saved(name, shape.ffn, b, fusible=name == "activation" and shape.gated) for name in gate),
+        *(Saved(name, shape.ffn_per_token, b, fusible=name == "activation" and shape.gated) for name in gate),
+        *_routed(spec),
         Saved("statistics of the norms", norm, _STATISTIC),
     ]
+
+
+def _routed(spec: PlanSpec) -> list[Saved]:
+    """What a mixture of experts keeps beside its products' results: a token's copies for its experts and their answers,
+    which are weighted, and the router's probabilities in float32.
+    """
+    experts = spec.model.mixture
+    if experts is None:
+        return []
+    copies, b = experts.per_token * spec.model.width, spec.param_bytes
+    router = Saved("router's probabilities", experts.count, _STATISTIC)
+    return [Saved("tokens for experts", copies, b), Saved("experts' answers", copies, b), router]
 
 
 def _norm_reads(name: str, spec: PlanSpec) -> list[Saved]:
@@ -93,7 +106,7 @@ _UNCUT = ("output", "down")  # partial sums over the tensor-parallel ranks: whol
 
 def _products(shape: ModelShape) -> list[tuple[str, int]]:
     """The matrix products of a block in order, each with the width of its result."""
-    ups = [("gate", shape.ffn), ("up", shape.ffn)] if shape.gated else [("up", shape.ffn)]
+    ups = [(name, shape.ffn_per_token) for name in (("gate", "up") if shape.gated else ("up",))]
     return [*shape.qkv, ("output", shape.width), *ups, ("down", shape.width)]
 
 
@@ -138,7 +151,10 @@ class LossBytes:
         if spec.loss == "eager":
             return cls._eager(spec)
         if spec.loss == "chunked":
-            part, head_input = cls._eager(replace(spec, keeps_logits=False, keeps_outputs=False)), spec.tokens * spec.model.width
+            part, head_input = (
+                cls._eager(replace(spec, keeps_logits=False, keeps_outputs=False)),
+                spec.tokens * spec.model.width,
+            )
             gradient = spec.param_bytes * head_input / spec.tensor_parallel
             widest = part.backward / CHUNKS + gradient
             return cls(widest, widest, gradient, gradient, 0.0)
@@ -172,7 +188,7 @@ class Activations:
         self._kept, self._computed = kept_per_token(spec) * spec.tokens, computed_per_token(spec) * spec.tokens
         # A backward's widest place is behind the last product, whose input is freed: there are the gradients of a gate
         # and of what it gates, or those of a GELU's input and result, and the residual stream's own.
-        widest = (2 if shape.gated else 1) * shape.ffn + 2 * shape.width
+        widest = (2 if shape.gated else 1) * shape.ffn_per_token + 2 * shape.width
         self._backward = spec.param_bytes * widest / cut * spec.tokens
         self.batch = BATCH_PER_TOKEN * spec.tokens
         # for the backward of its head the root keeps the last norm's input, result and statistics

@@ -24,6 +24,7 @@ from .bands import Band
 from .plan_spec import PlanSpec
 from .program import BLOCK, ROOT, Change, Compute, Holds, Program, Sharing, record_step
 from .program import memory as buffers
+from .stages import stages, waiting
 from .unit_bytes import UnitBytes, all_units, unit_bytes
 
 # An assumption, not measured here: the CUDA context and its kernels (some 0.5 GiB) and NCCL's channels (as much).
@@ -117,11 +118,33 @@ AS_PLANNED = Variant()
 def memory_of(spec: PlanSpec, blocks_per_unit: float = 1.0, variant: Variant = AS_PLANNED) -> Memory:
     """The memory of one rank through a step; `blocks_per_unit` blocks travel together (0.25: four units a block).
 
-    What is gathered, and the gradients that wait for their reduction, are a unit's; activations are a block's.
+    What is gathered, and the gradients that wait for their reduction, are a unit's; activations are a block's. Of a
+    pipeline: the stage that needs most.
     """
-    units = ((ROOT, Holds(gradients=not spec.lora_rank)), *((name, Holds()) for name in _units(spec, blocks_per_unit)))
+    if spec.pipeline_parallel > 1:
+        each = (_of_stage(spec, index, stage, blocks_per_unit, variant) for index, stage in stages(spec))
+        return max(each, key=lambda memory: memory.peak.total)
+    has = bool(spec.model.root)
+    units = (
+        (ROOT, Holds(has, has and not spec.lora_rank)),
+        *((name, Holds()) for name in _units(spec, blocks_per_unit)),
+    )
     program = record_step(units, variant.sharing(spec), spec.prefetch, min(spec.grad_accum, 3))
     return memory_of_program(program, spec, blocks_per_unit, variant)
+
+
+def _of_stage(spec: PlanSpec, index: int, stage: PlanSpec, blocks_per_unit: float, variant: Variant) -> Memory:
+    """A stage's own step, and beside it what the micro-batches keep that wait for their backward."""
+    found = memory_of(stage, blocks_per_unit, variant)
+    kept = waiting(spec, index) * Activations(stage, stage.model.layers).saved(stage.model.layers, 0.0)
+    resting, *passing, stepping = found.moments
+    more = (_with(each, "activations", kept) for each in passing)
+    return Memory((resting, *more, stepping))
+
+
+def _with(moment: Moment, category: str, nbytes: float) -> Moment:
+    grown = moment.by_category | {category: moment.by_category[category] + nbytes}
+    return moment._replace(by_category=grown)
 
 
 def memory_of_program(
@@ -162,9 +185,10 @@ class _Step:
         self.units = _units(spec, blocks_per_unit)
         self.sizes = dict.fromkeys(self.units, self._buffers(self.block.times(blocks_per_unit)))
         self.sizes[ROOT] = self._buffers(root)
-        head = spec.model.root[:1] if spec.model.tied else spec.model.root[-1:]
+        head = spec.model.root[:1] if spec.model.tied and spec.model.ends[0] else spec.model.root[-1:]
+        head = head if spec.model.ends[1] else ()
         self.root, self.head = root.unsharded_gradients, unit_bytes(head, spec).unsharded_gradients
-        last = [each for each in spec.model.block if each.name == "down.weight"]
+        last = [each for each in spec.model.block if each.name in ("down.weight", "experts.down.weight")]
         self.last = unit_bytes(last, spec, adapted=True).unsharded_gradients
         self.names = {1: "the second block", layers - 2: "the last block but one", 0: "the first block"}
         if spec.checkpointing != "none" and 0 < recomputed < layers:
@@ -269,6 +293,8 @@ class _Step:
 
 def fits_card(spec: PlanSpec, variant: Variant = AS_PLANNED) -> bool:
     """Whether the peak is within the card; what rests is less than that, and takes no step to know."""
+    if spec.pipeline_parallel > 1:
+        return memory_of(spec, variant=variant).peak.total <= spec.gpu.memory_bytes
     card = spec.gpu.memory_bytes
     resting = sum(_resting(spec, all_units(spec), variant).values())
     return resting <= card and memory_of(spec, variant=variant).peak.total <= card

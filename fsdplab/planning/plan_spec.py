@@ -1,11 +1,13 @@
 """What to plan: a model, GPUs, a strategy and the choices of a training step, frozen and checked once.
 
-The GPUs form a mesh of up to four axes: `tensor` (innermost, inside a node), `context` (cuts the sequence), `shard`
-(over which states are cut; context-parallel ranks cut them too) and `replicate` (hybrid_shard's groups).
+The GPUs form a mesh of up to six axes: `tensor` (innermost, inside a node), `context` (cuts the sequence), `expert`
+(shares a block's experts), `shard` (over which states are cut; context- and expert-parallel ranks cut them too),
+`replicate` (hybrid_shard's groups) and `pipeline` (outermost: a stage is neighbouring GPUs).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,7 +16,7 @@ from fsdplab.common.errors import UserError
 from fsdplab.common.fields import option
 from fsdplab.common.names import IN_GROUPS, STRATEGIES, STRATEGIES_IN_WORDS, STRATEGY_ROWS, StrategyRow, strategies_that
 from fsdplab.common.words import did_you_mean
-from fsdplab.workloads.shapes import ModelShape
+from fsdplab.workloads.shapes import ModelShape, Parameter
 
 from .hardware import Gpu
 from .networks import Fabric
@@ -31,16 +33,18 @@ MASTERS = ("slices", "separate")
 LOSSES = ("eager", "fused", "chunked")
 # bytes of optimizer state a parameter, beside masters: as multiples of the master dtype, or in bytes
 OPTIMIZERS = {"adamw": 2.0, "adamw-foreach": 2.0, "adamw-8bit": 0.5, "muon": 2.0, "sgd": 0.0, "sgd-momentum": 1.0}
+SCHEDULES = ("1f1b", "interleaved", "zero-bubble")
 _LARGEST = {
     "gpus": 10**6, "gpus_per_node": 10**6, "seq": 10**8, "micro_batch": 10**6, "grad_accum": 10**6,
-    "tensor_parallel": 10**4, "context_parallel": 10**4, "prefetch": 100,
+    "tensor_parallel": 10**4, "context_parallel": 10**4, "prefetch": 100, "pipeline_parallel": 10**4,
+    "expert_parallel": 10**4, "virtual_stages": 10**3,
 }  # fmt: skip
 # fields that are the same thing as a field of a run, whose name their flags have
 AS_IN_A_RUN = {
     "gpus": "world_size", "seq": "sequence_length", "micro_batch": "batch_size", "grad_accum": "micro_batches",
     "param_dtype": "precision", "checkpointing": "checkpoint",
 }  # fmt: skip
-_SHORT = {"tensor_parallel": "tp", "context_parallel": "cp"}
+_SHORT = {"tensor_parallel": "tp", "context_parallel": "cp", "pipeline_parallel": "pp", "expert_parallel": "ep"}
 
 
 class PlanError(UserError, ValueError):
@@ -61,7 +65,8 @@ class PlanSpec:
     gpus: int = option(8, "GPUs in all.")
     gpus_per_node: int = option(8, "GPUs of a node.")
     network: str | None = option(
-        None, "Network between nodes: ib400, roce200, eth100 or a card's rate such as 100gbit; default: the GPU's usual."
+        None,
+        "Network between nodes: ib400, roce200, eth100 or a card's rate such as 100gbit; default: the GPU's usual.",
     )
     nics: int | None = option(None, "Network cards of a node; default: one a GPU.")
     oversubscription: float = option(1.0, "Of the network's leaf switches: 2 where half of their bytes can leave.")
@@ -84,6 +89,10 @@ class PlanSpec:
     )
     tensor_parallel: int = option(1, "GPUs of a tensor-parallel group.")
     context_parallel: int = option(1, "GPUs that share each sequence (context parallelism).")
+    pipeline_parallel: int = option(1, "Stages of a pipeline: groups of GPUs that hold a part of the blocks each.")
+    schedule: str = option("1f1b", "Of a pipeline: 1f1b, interleaved (with --virtual-stages) or zero-bubble.")
+    virtual_stages: int = option(1, "Parts of the model that a stage holds, of the interleaved schedule.")
+    expert_parallel: int = option(1, "GPUs that share a block's experts, of those that share its states.")
     compile: bool = option(False, "Blocks are compiled.")
     loss: str = option(
         "eager",
@@ -106,6 +115,7 @@ class PlanSpec:
     keeps_logits: bool = False  # whether the training loop holds the logits until its backward has ended
     keeps_outputs: bool = False  # whether it holds them until the next step's forward has ended
     shifts_logits: bool = False  # whether the loss is of a copy of the logits without the last token (transformers)
+    async_tensor: bool = False  # whether tensor parallelism's collectives go on beside its products
     autocast: bool = False  # under torch.autocast, no mixed precision of the sharding engine
 
     def __post_init__(self) -> None:
@@ -116,11 +126,14 @@ class PlanSpec:
             ("strategy", STRATEGIES), ("checkpointing", POLICIES), ("param_dtype", tuple(ITEMSIZES)),
             ("reduce_dtype", tuple(ITEMSIZES)), ("master_dtype", tuple(ITEMSIZES)), ("masters", MASTERS),
             ("optimizer", tuple(OPTIMIZERS)), ("base_dtype", (None, *BASE_BYTES)), ("loss", LOSSES),
+            ("schedule", SCHEDULES),
         ):  # fmt: skip
             _check_word(name, getattr(self, name), known)
         self._check_nodes()
         self._check_mesh()
         self._check_model()
+        self._check_stages()
+        self._check_experts()
         if self.base_dtype is not None and not self.lora_rank:
             raise PlanError(
                 f"--base-dtype {self.base_dtype} needs a frozen base, and all parameters are trained; give --lora-rank"
@@ -155,11 +168,12 @@ class PlanSpec:
             )
 
     def _check_mesh(self) -> None:
-        inner = self.tensor_parallel * self.context_parallel
+        inner = self.tensor_parallel * self.context_parallel * self.pipeline_parallel
         if self.gpus % inner:
+            stages = f" in {self.pipeline_parallel} stages" if self.pipeline_parallel > 1 else ""
             raise PlanError(
                 f"{self.gpus} GPUs cannot be cut into tensor x context groups of {self.tensor_parallel} x"
-                f" {self.context_parallel}; give a multiple of {inner} GPUs"
+                f" {self.context_parallel}{stages}; give a multiple of {inner} GPUs"
             )
         if self.shard_size is None:
             if self._ranks % self.shards:
@@ -196,6 +210,36 @@ class PlanSpec:
                 f"--cp {self.context_parallel} does not divide a sequence of {self.seq} tokens; give a divisor of it"
             )
 
+    def _check_stages(self) -> None:
+        parts, held = self.pipeline_parallel, self.virtual_stages
+        if (held > 1) != (self.schedule == "interleaved"):
+            raise PlanError(
+                f"--schedule {self.schedule} with {held} parts of the model a stage; expected --virtual-stages of 2 or"
+                " more with interleaved, and none with the others"
+            )
+        if parts * held > self.model.layers:
+            raise PlanError(
+                f"{self.model.name} has {self.model.layers} blocks, which do not fill {parts * held} parts of a"
+                " pipeline; give a smaller --pp or --virtual-stages"
+            )
+        if parts > 1 and self.offload:
+            raise PlanError("--offload is not planned together with a pipeline; leave --offload or --pp out")
+
+    def _check_experts(self) -> None:
+        cut, experts = self.expert_parallel, self.model.mixture
+        if experts and self.optimizer == "muon":
+            raise PlanError("--optimizer muon is planned for whole matrices, and experts are stacked; give another")
+        if cut == 1:
+            return
+        if experts is None:
+            raise PlanError(f"--ep {cut} shares experts, and {self.model.name} has none; leave it out")
+        sharing = self.shards if self.row.cuts else self._ranks
+        if experts.count % cut or sharing % cut:
+            raise PlanError(
+                f"--ep {cut} does not divide {experts.count} experts and the {sharing} GPUs that share states; give a"
+                " divisor of both"
+            )
+
     # ---- the strategy and its mesh
 
     @cached_property
@@ -215,8 +259,8 @@ class PlanSpec:
 
     @property
     def _ranks(self) -> int:
-        """Ranks that share states: all but tensor parallelism's."""
-        return self.gpus // self.tensor_parallel
+        """Ranks that share states: all of a stage but tensor parallelism's."""
+        return self.gpus // (self.tensor_parallel * self.pipeline_parallel)
 
     @cached_property
     def shards(self) -> int:
@@ -226,6 +270,10 @@ class PlanSpec:
         if self.shard_size is not None:
             return self.shard_size
         return min(self._ranks, max(1, self.gpus_per_node // self.tensor_parallel))
+
+    def held(self, parameters: Sequence[Parameter]) -> list[Parameter]:
+        """What one rank holds of parameters before states are cut: its part of matrices, and its experts."""
+        return [each.on(self.tensor_parallel).of_experts(self.expert_parallel) for each in parameters]
 
     @property
     def replicas(self) -> int:
@@ -262,7 +310,7 @@ class PlanSpec:
     def logits(self) -> float:
         """Of a micro-batch, on one rank."""
         cut = 1 if self.whole_logits else self.tensor_parallel
-        return self.tokens * self.model.vocabulary / cut
+        return self.tokens * self.model.logits_per_token / cut
 
     @property
     def param_bytes(self) -> int:

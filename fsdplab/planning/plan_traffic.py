@@ -17,10 +17,11 @@ from .links import LinkSpec, ring_steps
 from .muon import OwnersStep
 from .plan_spec import PlanSpec
 from .program import OPTIMIZER, Transfer
+from .stages import sent_between_stages, stages
 from .traffic import Traffic, UnitShapes, step_traffic
-from .unit_bytes import adapters, frozen_bytes, frozen_parts
+from .unit_bytes import adapters, frozen_bytes, frozen_parts, sharers
 
-AXES = ("shard", "replicate", "tensor", "context")
+AXES = ("shard", "replicate", "tensor", "context", "expert", "pipeline")
 # Of a link's data sheet, what collectives reach: 376 to 380 of 450 GB/s measured between two GPUs (NVIDIA/nccl #1264).
 LINK_EFFICIENCY = 0.84
 
@@ -48,7 +49,21 @@ class AxisTraffic:
 
 def plan_traffic(spec: PlanSpec) -> list[AxisTraffic]:
     """Every collective of a step of `spec`; nothing for an axis of one rank."""
-    return [*_state_traffic(spec), *_tensor_traffic(spec), *_context_traffic(spec), *_optimizer_traffic(spec)]
+    if spec.pipeline_parallel > 1:
+        return max((_of_stage(each, index, spec) for index, each in stages(spec)), key=_bytes)
+    activations = *_tensor_traffic(spec), *_context_traffic(spec), *_expert_traffic(spec)
+    return [*_state_traffic(spec), *activations, *_optimizer_traffic(spec)]
+
+
+def _bytes(rows: Sequence[AxisTraffic]) -> float:
+    return sum(row.step_bytes for row in rows)
+
+
+def _of_stage(stage: PlanSpec, index: int, spec: PlanSpec) -> list[AxisTraffic]:
+    """Of one stage: its own, results to the next stage and gradients to the one before it, of every micro-batch."""
+    neighbours = (index > 0) + (index < spec.pipeline_parallel - 1)
+    count = spec.grad_accum * spec.virtual_stages * neighbours
+    return [*plan_traffic(stage), AxisTraffic("pipeline", "stage", "send", count, sent_between_stages(spec), 2)]
 
 
 def bytes_by_axis(rows: Sequence[AxisTraffic]) -> dict[str, int]:
@@ -63,18 +78,35 @@ def axis_link(spec: PlanSpec, axis: str) -> LinkSpec:
     Axes lie inside each other: tensor, context, shard, replicate. Where an axis stays inside a node, it has the GPUs'
     own link; where it leaves, that of a ring over nodes (hardware.py).
     """
-    inner, ranks = _mesh(spec)[axis]
+    inner, _ = _mesh(spec)[axis]
+    if axis == "pipeline" and leaves_node(spec, axis) and spec.fabric is not None:
+        return spec.fabric.ring(spec.gpu, 1, 1, LINK_EFFICIENCY)  # a card to the same card of another node
     link, per_node = spec.gpu.link, min(spec.gpus, spec.gpus_per_node)
     if spec.fabric is not None and leaves_node(spec, axis):
-        nodes = min(ranks, inner * ranks / per_node)
-        return spec.fabric.ring(spec.gpu, max(1, per_node // inner), nodes, LINK_EFFICIENCY)
+        return spec.fabric.ring(spec.gpu, max(1, per_node // inner), _nodes(spec, axis), LINK_EFFICIENCY)
     return replace(link, bytes_per_s=link.bytes_per_s * LINK_EFFICIENCY)
+
+
+def part_of_network(spec: PlanSpec) -> tuple[int, float] | None:
+    """How many nodes the longest ring passes, and the part of the network's rate that it reaches; None for one node."""
+    outside = [axis for axis in AXES if leaves_node(spec, axis)]
+    if spec.fabric is None or not outside:
+        return None
+    nodes = max(_nodes(spec, axis) for axis in outside)
+    return round(nodes), spec.fabric.part(nodes)
+
+
+def _nodes(spec: PlanSpec, axis: str) -> float:
+    """Nodes that one ring of an axis passes."""
+    inner, ranks = _mesh(spec)[axis]
+    return min(ranks, inner * ranks / min(spec.gpus, spec.gpus_per_node))
 
 
 def leaves_node(spec: PlanSpec, axis: str) -> bool:
     """Whether the groups of an axis have members in several nodes."""
     inner, ranks = _mesh(spec)[axis]
-    return inner * ranks > min(spec.gpus, spec.gpus_per_node)
+    per_node = min(spec.gpus, spec.gpus_per_node)
+    return inner >= per_node and ranks > 1 if axis == "pipeline" else inner * ranks > per_node
 
 
 def transfer_of(spec: PlanSpec, row: AxisTraffic) -> Transfer:
@@ -99,7 +131,8 @@ def _mesh(spec: PlanSpec) -> dict[str, tuple[int, int]]:
     tensor, shards = spec.tensor_parallel, spec.shards
     return {
         "tensor": (1, tensor), "context": (tensor, spec.context_parallel), "shard": (tensor, shards),
-        "replicate": (tensor * shards, spec.replicas),
+        "replicate": (tensor * shards, spec.replicas), "expert": (tensor, spec.expert_parallel),
+        "pipeline": (spec.gpus // spec.pipeline_parallel, spec.pipeline_parallel),
     }  # fmt: skip
 
 
@@ -109,23 +142,31 @@ def _mesh(spec: PlanSpec) -> dict[str, tuple[int, int]]:
 def _state_traffic(spec: PlanSpec) -> list[AxisTraffic]:
     found = []
     for unit, parameters, count in (("block", spec.model.block, spec.model.layers), ("root", spec.model.root, 1)):
-        held = [each.on(spec.tensor_parallel) for each in parameters]
-        rows = _lora_rows(held, unit, spec) if spec.lora_rank else _rows(held, unit, spec, spec.gather_bytes)
-        found += [on_axis(row, unit, count, spec) for row in rows]
+        held = spec.held(parameters)
+        if spec.lora_rank:
+            found += [on_axis(row, unit, count, spec) for row in _lora_rows(held, unit, spec)]
+            continue
+        for part, among in sharers(held, spec):
+            rows = _rows(part, unit, spec, spec.gather_bytes, among)
+            found += [on_axis(row, unit, count, spec, among) for row in rows]
     return [row for row in found if row.wire_bytes]
 
 
-def on_axis(row: Traffic, unit: str, units: int, spec: PlanSpec) -> AxisTraffic:
-    """A row of the formula for one unit as that of `units` such units along its axis."""
+def on_axis(row: Traffic, unit: str, units: int, spec: PlanSpec, among: int | None = None) -> AxisTraffic:
+    """A row of the formula for one unit as that of `units` such units along its axis; `among`: ranks that share it."""
     across = row.kind == "all_reduce" and spec.row.in_groups
-    members = spec.replicas if across else spec.shards
+    members = spec.replicas if across else among or spec.shards
     return AxisTraffic("replicate" if across else "shard", unit, row.kind, row.count * units, row.wire_bytes, members)
 
 
-def _rows(parameters: Sequence[Parameter], unit: str, spec: PlanSpec, itemsize: int) -> list[Traffic]:
+def _rows(
+    parameters: Sequence[Parameter], unit: str, spec: PlanSpec, itemsize: int, among: int | None = None
+) -> list[Traffic]:
+    if not parameters:
+        return []
     shapes = UnitShapes(unit, tuple((each.name, each.shape) for each in parameters))
     rows = step_traffic(
-        [shapes], spec.strategy, spec.shards * spec.replicas, param_itemsize=itemsize,
+        [shapes], spec.strategy, (among or spec.shards) * spec.replicas, param_itemsize=itemsize,
         reduce_itemsize=spec.reduce_bytes, micro_batches=spec.grad_accum, replicas=spec.replicas,
     )  # fmt: skip
     once = spec.sharing.no_sync and not spec.row.reduces_once
@@ -179,6 +220,18 @@ def _context_traffic(spec: PlanSpec) -> list[AxisTraffic]:
     keys_and_values = 2 * spec.tokens * spec.model.kv_width * spec.param_bytes / spec.tensor_parallel
     inline = 1, 2 + (spec.checkpointing != "none")  # gradients travel too
     return [_inline("context", "block", "ring", inline, keys_and_values * (ranks - 1), ranks, spec)]
+
+
+def _expert_traffic(spec: PlanSpec) -> list[AxisTraffic]:
+    """Tokens travel to the GPUs that hold their experts, and their results back; so do gradients. Tokens are taken as
+    spread evenly over the experts.
+    """
+    ranks, experts = spec.expert_parallel, spec.model.mixture
+    if ranks == 1 or experts is None:
+        return []
+    taken = spec.tokens * experts.per_token * spec.model.width * spec.param_bytes / spec.tensor_parallel
+    inline = 2, 2 + 2 * (spec.checkpointing in ("attention", "full"))
+    return [_inline("expert", "block", "all_to_all", inline, taken * (ranks - 1) / ranks, ranks, spec)]
 
 
 def _inline(

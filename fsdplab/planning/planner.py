@@ -21,7 +21,7 @@ from .efficiency import Efficiency, efficiency_of
 from .memory import Memory, fits_card, host_bytes, host_crossing, memory_of
 from .own_gpu import gpu_named
 from .plan_spec import PlanSpec, changed
-from .plan_traffic import AxisTraffic, bytes_by_axis, plan_traffic
+from .plan_traffic import AxisTraffic, bytes_by_axis, part_of_network, plan_traffic
 from .step_time import StepTime, has_known_flops, model_flops, peak_flops, step_time
 
 _USUAL_SEQUENCE = 4096
@@ -64,6 +64,14 @@ class Plan:
         """What part of the data sheet's FLOP/s products are taken to reach, and where that is from."""
         return efficiency_of(self.spec.gpu) if self.time else None
 
+    def _network(self) -> dict[str, Any] | None:
+        """What joins the nodes, for `--json`; None in one node."""
+        reached, fabric = part_of_network(self.spec), self.spec.fabric
+        if reached is None or fabric is None:
+            return None
+        rate = {"bytes_per_s_a_gpu": fabric.bytes_per_s, "nodes": reached[0], "part": reached[1]}
+        return {"name": fabric.name, "assumed": fabric.assumed, **rate}
+
     def hours(self, tokens: float) -> float | None:
         """Hours of training on so many tokens."""
         return tokens / self.spec.step_tokens * self.time.step_s / 3600 if self.time else None
@@ -92,6 +100,7 @@ class Plan:
             "host_crossing_bytes_per_step": round(host_crossing(self.spec)) if self.spec.offload else 0,
             "fits": self.fitness,
             "comm_bytes_per_step": bytes_by_axis(self.traffic),
+            "network": self._network(),
             "step_time_s": time and time.step_s,
             "compute_s": time and time.compute_s,
             "communication_s": time and time.communication_s,

@@ -39,6 +39,7 @@ from .plan_traffic import (
     transfer_of,
 )  # fmt: skip
 from .program import BLOCK, ROOT, Holds, StepWork, Transfer, UnitWork, step_seconds
+from .stages import bubble, stages
 from .unit_bytes import adapters, all_units
 
 _MOST_PASSES = 10_000  # of a simulated step: each costs some milliseconds, and thousands of bytes of its record
@@ -59,8 +60,27 @@ class StepTime:
 
 def step_time(spec: PlanSpec, efficiency: float | None = None) -> StepTime:
     """The step's seconds; `efficiency` replaces the fitted one. Raises PlanError for a GPU of unknown FLOP/s."""
+    if spec.pipeline_parallel > 1:
+        return max((_of_stage(spec, stage, efficiency) for _, stage in stages(spec)), key=lambda time: time.step_s)
     rows = plan_traffic(spec)
     return time_of(spec, _work(spec, rows, efficiency), rows)
+
+
+def _of_stage(spec: PlanSpec, stage: PlanSpec, efficiency: float | None) -> StepTime:
+    """A stage's own step, the bubble around it, and what it sends to its neighbours, of which nothing is hidden.
+
+    The bubble is filled with nothing: it counts as exposed.
+    """
+    rows = plan_traffic(stage)
+    work = _work(stage, rows, efficiency)
+    own = time_of(stage, work, rows)
+    inline_s = sum(row.count * transfer_of(stage, row).seconds for row in rows if any(row.inline))
+    idle_s = bubble(spec) * (work.compute_s - work.optimizer_s + inline_s)
+    send = next(row for row in plan_traffic(spec) if row.axis == "pipeline")
+    sent_s = send.count * transfer_of(spec, send).seconds
+    return StepTime(
+        own.step_s + idle_s + sent_s, own.compute_s, own.communication_s + sent_s, own.exposed_s + idle_s + sent_s
+    )
 
 
 def time_of(spec: PlanSpec, work: StepWork, rows: Sequence[AxisTraffic]) -> StepTime:
@@ -82,7 +102,8 @@ def work_of(spec: PlanSpec, efficiency: float | None = None, in_flight: int = 1)
 
 
 def _work(spec: PlanSpec, rows: Sequence[AxisTraffic], efficiency: float | None) -> StepWork:
-    compute, trained = Compute(spec, efficiency), Holds(gradients=not spec.lora_rank)
+    compute, has = Compute(spec, efficiency), bool(spec.model.root)  # a stage in the middle has no root of its own
+    trained = Holds(has, has and not spec.lora_rank)
     root = unit_work(spec, rows, ROOT, (compute.head_forward_s, compute.head_backward_s), trained)
     block = unit_work(spec, rows, BLOCK, compute.block_s, Holds())
     blocks = [replace(block, name=f"{BLOCK}s.{index}") for index in range(spec.model.layers)]
@@ -117,6 +138,12 @@ def unit_work(
             phase += [transfer] * count
         if not any(row.inline):
             sent[row.kind] = transfer if row.kind not in sent else sent[row.kind].followed_by(transfer)
+    if spec.async_tensor:  # its collectives go on beside the products that they feed
+        computes_s = tuple(  # type: ignore[assignment]
+            max(seconds, sum(each.seconds for each in phase if each.axis == "tensor"))
+            for seconds, phase in zip(computes_s, inline)
+        )
+        inline = tuple([each for each in phase if each.axis != "tensor"] for phase in inline)  # type: ignore[assignment]
     return UnitWork(unit, *computes_s, sent, tuple(inline[0]), tuple(inline[1]), holds)
 
 
@@ -175,7 +202,8 @@ def model_flops(spec: PlanSpec) -> float:
     """
     shape = spec.model
     multiplied = shape.layers * _multiplied(spec) * spec.tensor_parallel + shape.vocabulary * shape.width
-    trained = shape.layers * sum(each.count for each in adapters(shape.block, spec.lora_rank))
+    adapted = adapters(shape.block, spec.lora_rank) if spec.lora_rank else []
+    trained = shape.layers * sum(each.count for each in adapted)
     a_token = 2 * _passes(spec) * multiplied + 6 * trained + 12 * shape.layers * shape.query_width * spec.seq
     return a_token * spec.step_tokens
 
@@ -186,8 +214,12 @@ def _passes(spec: PlanSpec) -> int:
 
 
 def _multiplied(spec: PlanSpec) -> float:
-    """Elements of one block's matrices on one tensor-parallel rank."""
-    return sum(each.on(spec.tensor_parallel).count for each in spec.model.block if each.is_matrix)
+    """Elements of one block's matrices on one tensor-parallel rank that a token is multiplied by: of experts those of
+    the ones that it takes, wherever they are.
+    """
+    taken = spec.model.mixture.per_token if spec.model.mixture else 0
+    held = (each.on(spec.tensor_parallel) for each in spec.model.block if each.is_matrix)
+    return sum(each.count * taken / each.experts if each.experts else each.count for each in held)
 
 
 class GpuRates(NamedTuple):
@@ -266,7 +298,7 @@ class Compute:
         reads 16-bit logits, and reads them again and writes their gradient.
         """
         spec = self.spec
-        logits = spec.tokens * spec.model.vocabulary / spec.tensor_parallel
+        logits = spec.tokens * spec.model.logits_per_token / spec.tensor_parallel
         product = 2 * logits * spec.model.width / self.flops
         back = (_passes(spec) - 1) * product
         first, then = (16, 24) if spec.loss == "eager" else (spec.param_bytes, 2 * spec.param_bytes)
@@ -280,14 +312,16 @@ def _elementwise_bytes(spec: PlanSpec, eager_gpt: float) -> float:
     fused into one pass. GPT: fused norms 4 each, GELU 4.
     """
     shape, scale = spec.model, spec.param_bytes / 2
-    turned = shape.query_width + shape.kv_width
+    turned, inner = shape.query_width + shape.kv_width, shape.ffn_per_token
     if not shape.gated:
-        moved = 8 * shape.width + 4 * shape.ffn if spec.compile else eager_gpt * (20 * shape.width + 4 * shape.ffn)
+        moved = 8 * shape.width + 4 * inner if spec.compile else eager_gpt * (20 * shape.width + 4 * inner)
     elif spec.compile:
-        moved = 16 * shape.width + 4 * turned + 6 * shape.ffn
+        moved = 16 * shape.width + 4 * turned + 6 * inner
     else:
-        moved = (2 * 32 + 12) * shape.width + 20 * turned + 10 * shape.ffn
-    return scale * (moved + _adapter_channels(spec))
+        moved = (2 * 32 + 12) * shape.width + 20 * turned + 10 * inner
+    # a token's copies are sorted by expert, sorted back, and weighted: each read and written
+    routed = 12 * shape.mixture.per_token * shape.width + 12 * shape.mixture.count if shape.mixture else 0
+    return scale * (moved + routed + _adapter_channels(spec))
 
 
 def _adapter_channels(spec: PlanSpec) -> float:

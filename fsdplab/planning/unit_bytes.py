@@ -43,7 +43,10 @@ class UnitBytes:
 def all_units(spec: PlanSpec) -> UnitBytes:
     """Of all units together."""
     block, root = unit_bytes(spec.model.block, spec, adapted=True), unit_bytes(spec.model.root, spec)
-    return block.times(spec.model.layers) + root
+    dense = spec.model.mixture.dense_layers if spec.model.mixture else 0
+    if dense:  # of what rests alone: a step's blocks are taken as alike
+        root += unit_bytes(spec.model.dense_block.block, spec, adapted=True).times(dense)
+    return block.times(spec.model.layers - dense) + root
 
 
 def unit_bytes(parameters: Sequence[Parameter], spec: PlanSpec, *, adapted: bool = False) -> UnitBytes:
@@ -51,23 +54,34 @@ def unit_bytes(parameters: Sequence[Parameter], spec: PlanSpec, *, adapted: bool
 
     The root is frozen under LoRA, and not quantised.
     """
-    held = [each.on(spec.tensor_parallel) for each in parameters]
+    held = spec.held(parameters)
     cast = UnitBytes(cast=spec.param_bytes * sum(each.count for each in held if each.is_matrix) * spec.autocast)
     return cast + _states(held, spec, adapted)
 
 
 def _states(held: Sequence[Parameter], spec: PlanSpec, adapted: bool) -> UnitBytes:
     if not spec.lora_rank:
-        found = _trained(held, spec)
+        found = UnitBytes()
+        for part, among in sharers(held, spec):
+            found += _trained(part, spec, among)
         if adapted and spec.optimizer == "muon":  # which has one moment of a matrix
-            matrices = _trained([each for each in held if each.is_matrix], spec)
+            matrices = _trained([each for each in held if each.is_matrix], spec, spec.shards)
             one = matrices.optimizer_state / spec.optimizer_bytes * ITEMSIZES[spec.master_dtype]
             return replace(found, optimizer_state=found.optimizer_state - one)
         return found
     base = UnitBytes()
     for frozen, itemsize in frozen_parts(held, spec, adapted):
         base += _frozen(frozen, itemsize, spec)
-    return base + _trained(adapters(held, spec.lora_rank) if adapted else [], spec)
+    return base + _trained(adapters(held, spec.lora_rank) if adapted else [], spec, spec.shards)
+
+
+def sharers(held: Sequence[Parameter], spec: PlanSpec) -> Iterator[tuple[Sequence[Parameter], int]]:
+    """Parameters with the ranks over which their states are cut: an expert's are cut among those that hold it."""
+    if spec.expert_parallel == 1:
+        yield held, spec.shards
+        return
+    yield [each for each in held if not each.experts], spec.shards
+    yield [each for each in held if each.experts], max(1, spec.shards // spec.expert_parallel)
 
 
 def frozen_parts(
@@ -89,14 +103,16 @@ def adapters(parameters: Iterable[Parameter], rank: int) -> list[Parameter]:
     found = []
     for each in parameters:
         if each.is_matrix:
-            found.append(Parameter(f"{each.name}.lora_a", (rank, each.shape[1])))
+            found.append(Parameter(f"{each.name}.lora_a", (rank * max(1, each.experts), each.shape[1])))
             found.append(Parameter(f"{each.name}.lora_b", (each.shape[0], rank)))
     return found
 
 
-def _trained(parameters: Sequence[Parameter], spec: PlanSpec) -> UnitBytes:
+def _trained(parameters: Sequence[Parameter], spec: PlanSpec, among: int) -> UnitBytes:
+    if not parameters:
+        return UnitBytes()
     sharing, entries = spec.sharing, tuple((each.name, each.shape, 1) for each in parameters)
-    layout = _layout(entries, spec.shards if sharing.cuts else 1)
+    layout = _layout(entries, among if sharing.cuts else 1)
     whole, padded, piece = sum(each.count for each in parameters), layout.total_bytes, layout.shard_bytes
     own = sum((slot.span(0)[1] - slot.span(0)[0]) * slot.row_bytes for slot in layout.slots)
     resting = 0 if sharing.aliased else piece * spec.rest_bytes

@@ -14,9 +14,8 @@ from fsdplab.common.files import read_file
 from fsdplab.common.words import did_you_mean
 
 from .errors import ModelError
-from .shapes import ModelShape, model
+from .shapes import Experts, Latent, ModelShape, model
 
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")  # Mixtral's, Qwen's, DeepSeek's
 _MOST_LAYERS = 10_000
 _LARGEST_FILE = 10**6  # bytes; a configuration has some thousand
 
@@ -40,12 +39,6 @@ def shape_of_config(config: Mapping[str, Any], name: str) -> ModelShape:
 def _shape_of_kind(config: Mapping[str, Any], name: str) -> ModelShape:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _READERS:
-        routed = next((key for key in _EXPERTS if key in config), None)
-        if routed:
-            raise ModelError(
-                f"{name}: {routed} is {config[routed]!r:.40}: mixtures of experts are not planned, since their memory"
-                " and traffic are not a dense model's; expected the config.json of a dense model"
-            )
         meant = did_you_mean(kind, _READERS) if isinstance(kind, str) else ""
         raise ModelError(
             f"{name}: model_type is {kind!r}{meant}; expected one of {', '.join(_READERS)}: other models have other"
@@ -114,8 +107,46 @@ def _like_llama(config: _Config, **changed: Any) -> ModelShape:
     return ModelShape(**(read | changed))
 
 
-def _gemma(config: _Config) -> ModelShape:
-    return _like_llama(config, tied=config.flag("tie_word_embeddings", True), head_width=config.size("head_dim", 256))
+def _gemma(config: _Config, **changed: Any) -> ModelShape:
+    """Gemma 2 and 3 have a norm behind each half too; the file of a model that sees holds the language model's."""
+    config = config.inner("text_config") if "text_config" in config.config else config
+    tied, head_width = config.flag("tie_word_embeddings", True), config.size("head_dim", 256)
+    return _like_llama(config, **{"tied": tied, "head_width": head_width, **changed})
+
+
+def _mixtral(config: _Config) -> ModelShape:
+    ffn = config.size("intermediate_size")
+    experts = Experts(config.size("num_local_experts", 8), config.size("num_experts_per_tok", 2), ffn)
+    return _like_llama(config, mixture=experts)
+
+
+def _qwen_moe(config: _Config, **changed: Any) -> ModelShape:
+    """Every block has experts: a file whose blocks differ in more than their first ones is refused."""
+    if config.size("decoder_sparse_step", 1) != 1 or config.config.get("mlp_only_layers"):
+        raise ModelError(f"{config.name}: only some blocks have experts; such a model is not known here")
+    ffn, shared = config.size("moe_intermediate_size"), config.config.get("shared_expert_intermediate_size")
+    shared_ffn = config.size("shared_expert_intermediate_size") if shared else 0
+    count = config.size("num_local_experts" if config.config.get("num_experts") is None else "num_experts")
+    taken = config.size("num_experts_per_tok")
+    return _like_llama(config, mixture=Experts(count, taken, ffn, shared_ffn, bool(shared_ffn)), **changed)
+
+
+def _deepseek(config: _Config) -> ModelShape:
+    """DeepSeek-V2 and V3: latent attention, experts behind some dense blocks."""
+    if config.size("moe_layer_freq", 1) != 1:
+        raise ModelError(f"{config.name}: only some blocks have experts; such a model is not known here")
+    ffn, dense = config.size("moe_intermediate_size"), config.config.get("first_k_dense_replace") or 0
+    experts = Experts(
+        config.size("n_routed_experts"), config.size("num_experts_per_tok"), ffn,
+        ffn * (config.size("n_shared_experts") if config.config.get("n_shared_experts") else 0), False, dense,
+    )  # fmt: skip
+    rank = config.size("q_lora_rank") if config.config.get("q_lora_rank") else 0
+    rotary, value = config.size("qk_rope_head_dim"), config.size("v_head_dim")
+    heads = config.size("num_attention_heads")
+    return _like_llama(
+        config, mixture=experts, latent=Latent(rank, config.size("kv_lora_rank"), rotary, value), kv_heads=heads,
+        head_width=config.size("qk_nope_head_dim") + rotary,
+    )  # fmt: skip
 
 
 def _gpt2(config: _Config) -> ModelShape:
@@ -173,6 +204,18 @@ _READERS = {
     "qwen3": lambda config: _like_llama(config, query_key_norm=True),
     "phi3": lambda config: _like_llama(config, fused=True),
     "gemma": _gemma,
+    "gemma2": lambda config: _gemma(config, norms=4),
+    "gemma3_text": lambda config: _gemma(config, norms=4, query_key_norm=True),
+    "gemma3": lambda config: _gemma(config, norms=4, query_key_norm=True),
+    "olmo": lambda config: _like_llama(config, norms=0),
+    "olmo2": lambda config: _like_llama(config, wide_query_key_norm=True),
+    "olmo3": lambda config: _like_llama(config, wide_query_key_norm=True),
+    "smollm3": lambda config: _like_llama(config, tied=config.flag("tie_word_embeddings", True)),
+    "mixtral": _mixtral,
+    "qwen2_moe": lambda config: _qwen_moe(config, qkv_bias=True, output_bias=False),
+    "qwen3_moe": lambda config: _qwen_moe(config, query_key_norm=True),
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
     "gpt2": _gpt2,
     "gpt_neox": _gpt_neox,
     "mpt": _mpt,

@@ -25,11 +25,15 @@ ROWS, COLUMNS, WHOLE = "rows", "columns", "whole"  # what tensor parallelism cut
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: its shape, and the dimension that tensor parallelism cuts (Shoeybi et al. 2019, section 3)."""
+    """One parameter: its shape, and the dimension that tensor parallelism cuts (Shoeybi et al. 2019, section 3).
+
+    `experts`: it is the matrices of so many experts, one below the other; 0: it is no expert's.
+    """
 
     name: str
     shape: tuple[int, ...]
     cut: str = WHOLE
+    experts: int = 0
 
     @property
     def count(self) -> int:
@@ -48,6 +52,13 @@ class Parameter:
         if self.cut == ROWS:
             return replace(self, shape=(-(-self.shape[0] // ranks), *self.shape[1:]))
         return replace(self, shape=(self.shape[0], -(-self.shape[1] // ranks)))
+
+    def of_experts(self, ranks: int) -> Parameter:
+        """What one of `ranks` expert-parallel ranks holds: whole experts, where it is theirs."""
+        if not self.experts or ranks == 1:
+            return self
+        held = -(-self.experts // ranks)
+        return replace(self, shape=(self.shape[0] // self.experts * held, *self.shape[1:]), experts=held)
 
 
 @dataclass(frozen=True)
@@ -76,11 +87,49 @@ class RotaryScaling:
             )
 
 
+@dataclass(frozen=True)
+class Experts:
+    """A mixture in the place of a block's feed-forward part: `count` gated experts of which a token takes `per_token`,
+    each `ffn` wide; beside them experts for all tokens, `shared_ffn` wide together. The first `dense_layers` blocks
+    have a dense part instead.
+    """
+
+    count: int
+    per_token: int
+    ffn: int
+    shared_ffn: int = 0
+    shared_gate: bool = False
+    dense_layers: int = 0
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.per_token <= self.count and self.ffn >= 1 and min(self.shared_ffn, self.dense_layers) >= 0):
+            raise ModelError(f"a mixture of experts is {self}; expected 1 <= per_token <= count, and widths above 0")
+
+    @property
+    def ffn_per_token(self) -> int:
+        """Channels that a token passes between the matrices of its experts."""
+        return self.per_token * self.ffn + self.shared_ffn
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1): keys and values are made from
+    `kv_rank` channels a token, queries from `query_rank` (0: from the token); a key has `rotary` more channels, which
+    all heads share, and a value is `value` wide.
+    """
+
+    query_rank: int
+    kv_rank: int
+    rotary: int
+    value: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """A decoder-only transformer: `layers` equal blocks, and a root with embeddings, last norm and head.
 
-    `source` says where the shape is written down. Raises `ModelError` for sizes that contradict each other.
+    `ends`: whether it has the embeddings, and the last norm and head: a stage of a pipeline may lack either. `source`
+    says where the shape is written down. Raises `ModelError` for sizes that contradict each other.
 
     >>> model("llama-3.1-8b").parameters
     8030261248
@@ -101,6 +150,8 @@ class ModelShape:
     output_bias: bool = False
     ffn_bias: bool = False
     query_key_norm: bool = False
+    wide_query_key_norm: bool = False  # these norms are over all heads' channels at once
+    norms: int = 2  # of a block, each as wide as the model and with a weight
     fused: bool = False  # one matrix for query, key and value
     parallel: bool = False  # attention and feed-forward read the same input
     positions: int = 0  # rows of a learned table of positions
@@ -108,12 +159,15 @@ class ModelShape:
     norm_epsilon: float = 1e-5
     rotary_base: float | None = None  # None: positions are learned, or the base is not known
     rotary_scaling: RotaryScaling | None = None
+    mixture: Experts | None = None
+    latent: Latent | None = None
+    ends: tuple[bool, bool] = (True, True)
     source: str = ""
 
     def __post_init__(self) -> None:
         for each in fields(self):
             size = getattr(self, each.name)
-            if each.type == "int" and each.name != "positions":
+            if each.type == "int" and each.name not in ("positions", "norms"):
                 _check_size(self.name, each.name, size)
         if self.heads % self.kv_heads:
             raise ModelError(
@@ -134,6 +188,9 @@ class ModelShape:
         >>> model("gpt2").why_not_built(), model("qwen3-8b").why_not_built()
         ('', 'it has norms of query and key')
         """
+        if self.mixture or self.latent or self.norms != 2 or self.wide_query_key_norm:
+            other = "experts" if self.mixture else "latent attention" if self.latent else "other norms"
+            return f"it has {other}"
         if self.query_key_norm or self.parallel:
             return "it has norms of query and key" if self.query_key_norm else "its two halves read the same input"
         biases = {self.norm_bias, self.qkv_bias, self.output_bias, self.ffn_bias}
@@ -170,19 +227,52 @@ class ModelShape:
         """K x D."""
         return self.kv_heads * self.head_width
 
+    @property
+    def value_width(self) -> int:
+        """H x the width of a value: what attention's output product reads."""
+        return self.heads * self.latent.value if self.latent else self.query_width
+
+    @property
+    def ffn_per_token(self) -> int:
+        """Channels that a token passes between the products of a block's feed-forward part."""
+        return self.mixture.ffn_per_token if self.mixture else self.ffn
+
+    @property
+    def logits_per_token(self) -> int:
+        """The vocabulary; 0 for a stage without a head."""
+        return self.vocabulary if self.ends[1] else 0
+
     @cached_property
     def block(self) -> tuple[Parameter, ...]:
-        """The parameters of one block."""
-        C, F = self.width, self.ffn
-        ups = [("gate", F)] if self.gated else []
+        """The parameters of one block, with experts where the model has them."""
+        names = ("attention_norm", "feed_forward_norm", "after_attention_norm", "after_feed_forward_norm")
+        norms = [each for name in names[: self.norms] for each in self._norm(name, self.width)]
+        attention = (*_qkv_of(self), *_query_key_norms(self))
+        output = _linear("output", self.width, self.value_width, COLUMNS, self.output_bias)
+        half = len(norms) // 2
         return (
-            *self._norm("attention_norm", C),
-            *(each for name, out in self.qkv for each in _linear(name, out, C, ROWS, self.qkv_bias)),
-            *_query_key_norms(self),
-            *_linear("output", C, self.query_width, COLUMNS, self.output_bias),
-            *self._norm("feed_forward_norm", C),
-            *(each for name, out in [*ups, ("up", F)] for each in _linear(name, out, C, ROWS, self.ffn_bias)),
-            *_linear("down", C, F, COLUMNS, self.ffn_bias),
+            *norms[:half],
+            *attention,
+            *output,
+            *norms[half:],
+            *(_mixture(self) or self._feed_forward("", self.ffn)),
+        )
+
+    @cached_property
+    def dense_block(self) -> ModelShape:
+        """The same model with a dense part in the place of experts."""
+        return replace(self, mixture=None)
+
+    def _feed_forward(self, prefix: str, inner: int) -> tuple[Parameter, ...]:
+        ups = [("gate", inner)] if self.gated else []
+        products = [*ups, ("up", inner)]
+        return (
+            *(
+                each
+                for name, out in products
+                for each in _linear(f"{prefix}{name}", out, self.width, ROWS, self.ffn_bias)
+            ),
+            *_linear(f"{prefix}down", self.width, inner, COLUMNS, self.ffn_bias),
         )
 
     @property
@@ -195,16 +285,40 @@ class ModelShape:
     @cached_property
     def root(self) -> tuple[Parameter, ...]:
         """The parameters outside of the blocks; a tied head is counted once, with the embedding."""
-        C, V = self.width, self.vocabulary
-        positions = [Parameter("position_embedding", (self.positions, C))] if self.positions else []
-        head = [] if self.tied else [Parameter("head", (V, C), ROWS)]
-        embedding = Parameter("token_embedding", (V, C), ROWS)
-        return (embedding, *positions, *self._norm("final_norm", C), *head)
+        (first, last), table = self.ends, (self.vocabulary, self.width)
+        found = [Parameter("token_embedding", table, ROWS)] if first else []
+        if first and self.positions:
+            found.append(Parameter("position_embedding", (self.positions, self.width)))
+        if not last:
+            return tuple(found)
+        head = [] if self.tied and first else [Parameter("head", table, ROWS)]  # a last stage has its own copy
+        norm = self._norm("final_norm", self.width) if self.norms else []
+        return (*found, *norm, *head)
+
+    def stage(self, layers: int, first: bool, last: bool) -> ModelShape:
+        """A stage of a pipeline with so many of its blocks."""
+        return replace(self, layers=layers, ends=(first, last))
 
     @property
     def parameters(self) -> int:
         """Parameters of the whole model, tied ones once."""
-        return self.layers * self.block_parameters + self.root_parameters
+        return self.layers * self.block_parameters + self.root_parameters - self._spared(self.block_parameters)
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that a token meets: all but those of the experts that it does not take."""
+        experts = self.mixture
+        if experts is None:
+            return self.parameters
+        routed = sum(each.count for each in self.block if each.experts)
+        unused = routed - routed * experts.per_token // experts.count
+        return self.parameters - (self.layers - experts.dense_layers) * unused
+
+    def _spared(self, of_a_block: int) -> int:
+        """What blocks with a dense part have less than those with experts."""
+        if self.mixture is None or not self.mixture.dense_layers:
+            return 0
+        return self.mixture.dense_layers * (of_a_block - self.dense_block.block_parameters)
 
     @property
     def block_parameters(self) -> int:
@@ -232,8 +346,39 @@ def _linear(name: str, out: int, inner: int, cut: str, bias: bool) -> list[Param
 
 
 def _query_key_norms(shape: ModelShape) -> list[Parameter]:
-    names = ("query_norm.weight", "key_norm.weight") if shape.query_key_norm else ()
-    return [Parameter(name, (shape.head_width,)) for name in names]
+    if not (shape.query_key_norm or shape.wide_query_key_norm):
+        return []
+    widths = (shape.query_width, shape.kv_width) if shape.wide_query_key_norm else (shape.head_width,) * 2
+    return [Parameter(f"{name}_norm.weight", (width,)) for name, width in zip(("query", "key"), widths)]
+
+
+def _qkv_of(shape: ModelShape) -> list[Parameter]:
+    """What makes query, key and value; latent attention's narrow matrices are whole on every tensor-parallel rank."""
+    C, latent = shape.width, shape.latent
+    if latent is None:
+        return [each for name, out in shape.qkv for each in _linear(name, out, C, ROWS, shape.qkv_bias)]
+    found = []
+    if latent.query_rank:
+        found += _linear("query_down", latent.query_rank, C, WHOLE, shape.qkv_bias)
+        found.append(Parameter("query_down_norm.weight", (latent.query_rank,)))
+    found += _linear("query", shape.query_width, latent.query_rank or C, ROWS, False)
+    found += _linear("kv_down", latent.kv_rank + latent.rotary, C, WHOLE, shape.qkv_bias)
+    found.append(Parameter("kv_down_norm.weight", (latent.kv_rank,)))
+    keys_and_values = shape.heads * (shape.head_width - latent.rotary + latent.value)
+    return found + _linear("kv_up", keys_and_values, latent.kv_rank, ROWS, False)
+
+
+def _mixture(shape: ModelShape) -> tuple[Parameter, ...]:
+    """Router, experts and shared experts; nothing for a dense model."""
+    experts = shape.mixture
+    if experts is None:
+        return ()
+    C, E, F = shape.width, experts.count, experts.ffn
+    ups = [Parameter(f"experts.{name}.weight", (E * F, C), ROWS, E) for name in ("gate", "up")]
+    shared = shape._feed_forward("shared.", experts.shared_ffn) if experts.shared_ffn else ()
+    gate = (Parameter("shared.router.weight", (1, C)),) if experts.shared_gate else ()
+    down = Parameter("experts.down.weight", (E * C, F), COLUMNS, E)
+    return (Parameter("router.weight", (E, C)), *ups, down, *shared, *gate)
 
 
 # ---- models by name

@@ -15,7 +15,7 @@ from fsdplab.planning.bands import memory_band, speed_band
 from fsdplab.planning.links import HOST_LINK
 from fsdplab.planning.memory import host_crossing
 from fsdplab.planning.plan_spec import PlanSpec
-from fsdplab.planning.plan_traffic import latency_s
+from fsdplab.planning.plan_traffic import latency_s, part_of_network
 from fsdplab.planning.planner import Plan, plan_of, plan_spec, shortfall
 from fsdplab.planning.recorded_plan import PROVENANCE, RecordedPlan
 from fsdplab.planning.step_time import StepTime
@@ -124,6 +124,9 @@ def _card(found: Plan) -> Line:
 
 def _times(found: Plan, tokens: float | None) -> Iterator[tuple[str, str]]:
     yield "sent by a rank a step", _sent(found.as_dict())
+    if reached := part_of_network(found.spec):
+        nodes, part = reached
+        yield "network", f"{_network_words(found.spec)}; rings over {nodes} nodes reach {part:.0%} of it"
     time = found.time
     if time is None:
         yield "step time", f"unknown: no bf16 FLOP/s are known for {found.spec.gpu.name}"
@@ -144,6 +147,11 @@ def _times(found: Plan, tokens: float | None) -> Iterator[tuple[str, str]]:
         yield f"{tokens:,.0f} tokens", f"{least}{hours:,.1f} hours, {hours * found.spec.gpus:,.0f} GPU-hours"
     yield "matrix products reach", reached_words(found)
     yield "provenance", PREDICTED
+
+
+def _network_words(spec: PlanSpec) -> str:
+    fabric = spec.fabric
+    return f"{fabric.words}{'; --network names another' if fabric.assumed else ''}" if fabric else ""
 
 
 def _communication(found: Plan, time: StepTime) -> str:

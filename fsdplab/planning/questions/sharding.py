@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from fsdplab.common.sizes import size, three_digits
-from fsdplab.planning.memory import memory_of
+from fsdplab.planning.memory import fits_card, memory_of
 from fsdplab.planning.overlap import PHASES, overlap_of
 from fsdplab.planning.plan_spec import PlanError, PlanSpec, changed, under_each_strategy
 from fsdplab.planning.plan_traffic import plan_traffic
@@ -98,6 +98,11 @@ def _crossing_rate(spec: PlanSpec) -> float | None:
 
 
 def _where_hybrid_pays(spec: PlanSpec, rows: Sequence[Case]) -> str:
+    """Advice only where it can be taken: a group whose slices no card holds pays nowhere."""
+    groups = spec.under(HYBRID)
+    if not fits_card(groups):
+        peak, card = memory_of(groups).peak.total, spec.gpu.memory_bytes
+        return f"hybrid_shard in groups of {groups.shards} does not fit: it needs {size(peak)} of {size(card)}"
     usual = _networks(spec)
     crossing = next((row for row in rows if row.number(_NETWORK) not in usual), None)
     if crossing is not None:
