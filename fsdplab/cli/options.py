@@ -70,6 +70,7 @@ _PLAN = _fields(
     {
         **{own: RUN[name].names or (flag_of(own),) for own, name in AS_IN_A_RUN.items()},
         "flash": ("--flash/--no-flash",), "tensor_parallel": ("--tp",), "context_parallel": ("--cp",),
+        "pipeline_parallel": ("--pp",), "expert_parallel": ("--ep",),
     },
 )  # fmt: skip
 PLAN = {

@@ -151,10 +151,8 @@ class LossBytes:
         if spec.loss == "eager":
             return cls._eager(spec)
         if spec.loss == "chunked":
-            part, head_input = (
-                cls._eager(replace(spec, keeps_logits=False, keeps_outputs=False)),
-                spec.tokens * spec.model.width,
-            )
+            part = cls._eager(replace(spec, keeps_logits=False, keeps_outputs=False))
+            head_input = spec.tokens * spec.model.width
             gradient = spec.param_bytes * head_input / spec.tensor_parallel
             widest = part.backward / CHUNKS + gradient
             return cls(widest, widest, gradient, gradient, 0.0)

@@ -121,14 +121,8 @@ def ring_steps(kind: str, ranks: int) -> int:
     >>> ring_steps("all_gather", 8), ring_steps("all_reduce", 8), ring_steps("all_gather", 1)
     (7, 14, 0)
     """
-    per_rank = {
-        "all_gather": 1,
-        "reduce_scatter": 1,
-        "all_reduce": 2,
-        "all_to_all": 1,
-        "ring": 1,
-        "send": 1,
-    }  # ring attention's
+    once = dict.fromkeys(("all_gather", "reduce_scatter", "all_to_all", "ring", "send"), 1)  # "ring": ring attention's
+    per_rank = once | {"all_reduce": 2}
     if kind not in per_rank:
         raise LinkError(f"no ring is known for {kind!r}; expected one of {', '.join(per_rank)}")
     return per_rank[kind] * (ranks - 1)

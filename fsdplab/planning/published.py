@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from fsdplab.common.errors import UserError
 from fsdplab.common.files import read_file
 from fsdplab.common.names import IN_GROUPS, OVER_ALL_RANKS, STRATEGY_ROWS, UNSHARDED
-from fsdplab.workloads.shapes import ModelShape
+from fsdplab.workloads.shapes import Experts, ModelShape
 
 from .hardware import Gpu, find_gpu
 from .plan_spec import PlanSpec
@@ -29,7 +29,7 @@ COLUMNS = (
     "param_dtype", "reduce_dtype", "optimizer", "activation_checkpointing", "compile", "fp8", "tokens_per_s_per_gpu",
     "peak_mem_GiB", "notes",
 )  # fmt: skip
-_OPTIONAL = ("loss",)  # columns that a file may lack
+_OPTIONAL = ("loss", "experts")  # columns that a file may lack
 _LARGEST_FILE = 10**7
 _NEAR_COUNT = 0.02  # of a stated number of parameters, what a shape may differ by
 _GIB = 2**30
@@ -137,10 +137,10 @@ def _case(name: str, row: Mapping[str, str]) -> Case:
 
 # Words of a row, and what of it is not modelled.
 _NOT_MODELLED = {
-    r"\bpp\s*\d": "pipeline parallelism is not planned here",
-    r"\basync tp\b": "tensor parallelism that hides its collectives is not planned here",
     r"step in the backward": "an optimizer that steps in the backward is not planned here",
     r"activation offload": "activations in host memory are not planned here",
+    r"whole sequences": "tensor parallelism that keeps sequences whole is not planned here",
+    r"padded experts": "experts that are padded to the busiest are not planned here, and how busy it was is not said",
     r"not packed": "its sequences have lengths of their own",
 }
 
@@ -225,16 +225,25 @@ def _gpu_of(row: Mapping[str, str]) -> Gpu:
 _STRATEGY_WORDS = {word: name for name in (*IN_GROUPS, *OVER_ALL_RANKS) for word in STRATEGY_ROWS[name].other_names}
 
 
+# FSDP2 inside torchtitan's pipelines: units are gathered once a step, and gradients reduced by its last micro-batch
+# (torch.distributed.pipelining.stage, `backward_maybe_with_nosync`), which is ZeRO-2's traffic and peak.
+_PIPELINED = "zero2"
+
+
 def _mesh(row: Mapping[str, str]) -> dict[str, Any]:
     said = row["strategy"].lower()
     gpus = _count(row, "gpus", 1)
     strategy = next((name for word, name in _STRATEGY_WORDS.items() if word in said), UNSHARDED[0] if gpus == 1 else "")
     if not strategy:
         raise PublishedError(f"strategy is {said[:40]!r}, which is not known here")
-    cut = {name: re.search(rf"\b{name}\s*=?\s*(\d+)", said) for name in ("tp", "cp")}
+    degrees = {name: re.search(rf"\b{name}\s*=?\s*(\d+)", said) for name in ("tp", "cp", "pp", "vp", "ep")}
+    cut = {name: int(found[1]) if found else 1 for name, found in degrees.items()}
+    if cut["pp"] > 1 and "torchtitan" in row["framework"] + row["source"]:
+        strategy = _PIPELINED
     return dict(
         gpus=gpus, gpus_per_node=_count(row, "gpus_per_node", 8), strategy=strategy, offload="offload" in said,
-        tensor_parallel=int(cut["tp"][1]) if cut["tp"] else 1, context_parallel=int(cut["cp"][1]) if cut["cp"] else 1,
+        tensor_parallel=cut["tp"], context_parallel=cut["cp"], pipeline_parallel=cut["pp"], expert_parallel=cut["ep"],
+        virtual_stages=cut["vp"], schedule="interleaved" if cut["vp"] > 1 else "1f1b", async_tensor="async tp" in said,
     )  # fmt: skip
 
 
@@ -248,11 +257,15 @@ def _work(row: Mapping[str, str]) -> dict[str, Any]:
     elif kind == "selective" and "fms-fsdp" in row["source"]:
         raise PublishedError("its selective checkpointing is of some whole blocks, how many is not known here")
     loss = row["loss"].partition(",")[0].lower() or "eager"
+    micro_batch, count = _count(row, "micro_batch_per_gpu", 1), _count(row, "grad_accum", 1)
+    if "over the pipeline" in row["notes"]:  # a batch that the pipeline cuts into as many parts as it has stages
+        stages = int(re.findall(r"\bpp\s*(\d+)", row["strategy"].lower())[0])
+        micro_batch, count = micro_batch // stages, stages
     return dict(
-        seq=_count(row, "seq_len", 1), micro_batch=_count(row, "micro_batch_per_gpu", 1),
-        grad_accum=_count(row, "grad_accum", 1), checkpointing=kind, compile=row["compile"] == "y",
+        seq=_count(row, "seq_len", 1), micro_batch=micro_batch, grad_accum=count, checkpointing=kind,
+        compile=row["compile"] == "y",
         loss=loss, float_logits="16-bit" not in row["loss"], fp8=row["fp8"] == "y",
-        no_sync="no_sync" in row["notes"], flash_1="Triton" in row["notes"],
+        no_sync="no_sync" in row["notes"] or "over the pipeline" in row["notes"], flash_1="Triton" in row["notes"],
         whole_logits="logits gathered" in row["notes"],
     )  # fmt: skip
 
@@ -316,15 +329,23 @@ _STAND_IN = {
 }  # fmt: skip
 
 
+def _mixture(row: Mapping[str, str]) -> Experts | None:
+    """`128 x 768, 8 a token` is 128 experts, 768 wide, of which a token takes 8."""
+    said = re.match(r"(\d+) x (\d+), (\d+) a token", row["experts"])
+    return Experts(int(said[1]), int(said[3]), int(said[2])) if said else None
+
+
 def _candidate(name: str, row: Mapping[str, str], *, gated: bool, tied: bool) -> ModelShape:
     """A block like Llama's, or like GPT's with biases, fused products and learned positions."""
-    heads, width = _count(row, "heads", 0), _count(row, "hidden", 0)
-    if not heads or width % heads:
+    heads, width, mixture = _count(row, "heads", 0), _count(row, "hidden", 0), _mixture(row)
+    head = re.search(r"heads of (\d+)", row["experts"])
+    if not heads or width % heads and not head:
         raise PublishedError(f"{heads} heads do not divide a width of {width}")
     seq = _count(row, "seq_len", 2048)
     return ModelShape(
         name=row["model"] or name, layers=_count(row, "layers", 0), width=width, heads=heads,
-        kv_heads=_count(row, "kv_heads", heads), head_width=width // heads, ffn=_count(row, "ffn", 4 * width),
+        kv_heads=_count(row, "kv_heads", heads), head_width=int(head[1]) if head else width // heads,
+        ffn=_count(row, "ffn", 4 * width), mixture=mixture,
         vocabulary=_count(row, "vocab", 0), context=max(seq, 1), gated=gated, norm_bias=not gated, qkv_bias=not gated,
         output_bias=not gated, ffn_bias=not gated, fused=not gated, positions=0 if gated else seq, tied=tied,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The stages of a pipeline: which part of the model each holds, how many micro-batches wait there, and what nobody fills.
+"""The stages of a pipeline: what part of the model each holds, which micro-batches wait there, and the bubble.
 
 Stages hold equal numbers of blocks, the first ones one more where these do not divide; the first has the embeddings,
 the last the head and the loss. *1f1b* (Narayanan et al. 2019, PipeDream; 2021, Megatron-LM, section 2.2): stage s of p

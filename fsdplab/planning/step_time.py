@@ -273,7 +273,9 @@ class Compute:
 
         A compiled block launches few.
         """
-        least = launch_s(len(self.spec.model.block)) if self.fitted and not self.spec.compile else 0.0
+        spec = self.spec  # each expert that a rank holds has products of its own
+        kernels = sum(max(1, each.experts) for each in spec.held(spec.model.block))
+        least = launch_s(kernels) if self.fitted and not spec.compile else 0.0
         return max(self.forward_s, least), max(self.backward_s, 2 * least)
 
     def _products_s(self) -> float:

@@ -149,8 +149,9 @@ class Network:
         self._made: dict[tuple[str, tuple[int, ...], int], Communicator] = {}
 
     def communicator(self, transfer: Transfer, group: tuple[int, ...]) -> Communicator:
-        """The queue of a kind of collective along an axis, for the group of these classes; axes that pass one link share
-        it where their groups have the same classes.
+        """The queue of a kind of collective along an axis, for the group of these classes.
+
+        Axes that pass one link share it where their groups have the same classes.
         """
         axis = transfer.axis
         queue = int(self._number == 2 and transfer.kind != "all_gather" and axis == "shard")
