@@ -296,6 +296,19 @@ def doctor(
         outputs.give(capabilities_answer())
 
 
+@app.command(epilog=examples("fsdplab calibrate mine.json", "fsdplab plan --gpu mine.json"))
+@outputs_of("json")
+def calibrate(
+    file: Annotated[Path, typer.Argument(help="The JSON file to write.")],
+    seconds: Annotated[float, typer.Option(help="How long to measure, in all.")] = 10.0,
+    outputs: Outputs = Outputs(),
+) -> None:
+    """Measure this machine's GPU, or its CPU, and write it as a file for plan --gpu."""
+    from fsdplab.cli.calibrate import write_own_card
+
+    write_own_card(file, seconds, outputs)
+
+
 @app.command(epilog=examples("fsdplab lab", "fsdplab lab --edition teacher --no-browser --port 8899"))
 def lab(
     notebooks: Annotated[

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from rich.console import Console
 
@@ -16,6 +18,7 @@ from fsdplab.cli.errors import refuse
 from fsdplab.cli.outputs import Detail, Outputs
 from fsdplab.cli.render import show
 from fsdplab.common.errors import RunError
+from fsdplab.common.files import write_whole
 from fsdplab.common.sizes import seconds, three_digits
 from fsdplab.records import FORMAT
 from fsdplab.sessions import RanksFailed
@@ -47,6 +50,35 @@ def calibrate_here(ranks: int, outputs: Outputs) -> None:
         " predicts step times on as many ranks"
     )
     outputs.give(Answer((_table(found), Line(kept)), {"format": FORMAT, "calibration": asdict(found)}))
+
+
+def write_own_card(path: Path, seconds_in_all: float, outputs: Outputs) -> None:
+    """Measure this machine's GPU, or its CPU, and write a file for `plan --gpu`."""
+    from fsdplab.sessions.own_card import measure_card  # torch
+
+    if path.suffix != ".json":
+        refuse(f"{path} is no name for a plan's --gpu; expected one that ends in .json")
+    if not 1 <= seconds_in_all <= 600:
+        refuse(f"--seconds is {seconds_in_all:g}; expected 1 to 600")
+    with outputs.console().status("measuring") as status:
+        found = measure_card(seconds_in_all, lambda now: status.update(f"measuring {now}"))
+    try:
+        write_whole(path, json.dumps(found.as_file(), indent=1) + "\n")
+    except OSError as error:
+        refuse(f"{path} cannot be written ({error.strerror or error}); give another file")
+    rows = [
+        ("matrix products, bf16", f"{three_digits(found.products.per_s / 1e12)} TFLOP/s", found.products),
+        ("memory, read and written", f"{three_digits(found.traffic.per_s / 1e9)} GB/s", found.traffic),
+        *([("link", f"{three_digits(found.link.per_s / 1e9)} GB/s", found.link)] if found.link else []),
+    ]
+    table = Table(
+        (found.name, "rate", "spread", "repetitions"),
+        [(name, rate, f"{each.spread:.0%}", str(each.repetitions)) for name, rate, each in rows],
+        words=(found.name,),
+    )  # fmt: skip
+    doubts = [Line(each, "note") for each in found.doubts]
+    use = Line(f"written to {path}: fsdplab plan --gpu {path}; for several nodes give --network too")
+    outputs.give(Answer((table, *doubts, use), {"format": FORMAT, **asdict(found), "file": found.as_file()}))
 
 
 def calibrate_if_needed(specs: Sequence[RunSpec], console: Console, detail: Detail) -> None:

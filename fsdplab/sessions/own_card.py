@@ -1,0 +1,155 @@
+"""Measures what `fsdplab plan --gpu FILE.json` needs to know of this machine's device: products, memory, link.
+
+A GPU where there is one, else the CPU, and the answer says which. Every quantity has its part of a time limit: a piece
+of work grows until one repetition is long enough to be timed, and is repeated until the time is over, so a busy machine
+measures less often and not longer. What other work took meanwhile is told.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fsdplab.common.machine import cores, cpu_model, memory_bytes
+from fsdplab.planning.efficiency import HBM_EFFICIENCY
+from fsdplab.planning.plan_traffic import LINK_EFFICIENCY
+
+LONG_ENOUGH_S = 0.02  # of one repetition
+_MOST = {"cuda": (8192, 2**30), "cpu": (2048, 2**27)}  # rows of a square product, bytes that are copied
+_UNSTEADY = 0.2  # of the median, the spread of repetitions from which on it is told
+
+
+@dataclass(frozen=True)
+class Rate:
+    """The median of some repetitions, and how far apart the middle half of them are, as a part of it."""
+
+    per_s: float
+    spread: float
+    repetitions: int
+
+
+@dataclass(frozen=True)
+class OwnCard:
+    """What was measured: FLOP/s in bfloat16, bytes of memory read and written a second, bytes over a link a second (None
+    where there is one GPU), and in sentences what makes the figures doubtful.
+    """
+
+    name: str
+    device: str
+    memory: int
+    products: Rate
+    traffic: Rate
+    link: Rate | None
+    doubts: tuple[str, ...]
+
+    def as_file(self) -> dict[str, Any]:
+        """A file for `--gpu`. Its figures stand where a data sheet's do, of which plans take a part: so they are larger
+        by that part, and a plan reaches what was measured.
+        """
+        tflops = self.products.per_s / 1e12
+        link = f"{self.link.per_s / LINK_EFFICIENCY / 1e9:.4g}GB/s" if self.link else "pcie4"
+        return {
+            "name": self.name[:40], "memory_gib": round(self.memory / 2**30, 2), "link": link,
+            "hbm_tb_per_s": float(f"{self.traffic.per_s / HBM_EFFICIENCY / 1e12:.4g}"),
+            "bf16_tflops": float(f"{tflops:.4g}"), "measured_bf16_tflops": float(f"{tflops:.4g}"),
+        }  # fmt: skip
+
+
+def measure_card(seconds: float, on_progress: Callable[[str], None] = lambda what: None) -> OwnCard:
+    """Measure for about so many seconds; `on_progress` gets what is being measured."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows, nbytes = _MOST[device]
+    others, each = torch.cuda.device_count() - 1 if device == "cuda" else 0, seconds / 3
+    on_progress("matrix products in bfloat16")
+    products = _rate(lambda size: _product(device, size), 256, rows, each)
+    on_progress("memory")
+    traffic = _rate(lambda size: _copy(device, device, size, 2), 2**20, nbytes, each)
+    link = None
+    if device == "cpu" or others > 0:
+        on_progress("the link between two devices" if others > 0 else "what one rank copies from another's memory")
+        to = "cuda:1" if others > 0 else "cpu"
+        link = _rate(lambda size: _copy(device, to, size, 1), 2**20, nbytes, each)
+    name, memory = (cpu_model(), memory_bytes()) if device == "cpu" else _gpu()
+    rates = [("matrix products", products), ("memory", traffic), *([("link", link)] if link else [])]
+    return OwnCard(name, device, memory, products, traffic, link, tuple(_doubts(device, link, rates)))
+
+
+def _gpu() -> tuple[str, int]:
+    found = torch.cuda.get_device_properties(0)
+    return found.name, found.total_memory
+
+
+def _doubts(device: str, link: Rate | None, rates: list[tuple[str, Rate]]) -> list[str]:
+    found = []
+    if device == "cpu":
+        found.append("there is no GPU here: these are the CPU's figures, for a plan of a job on such CPUs")
+    if link is None:
+        found.append("there is one GPU here: its link is taken as PCIe 4's; write the link's name into the file")
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load > cores() + 0.5:
+        found.append(
+            f"the machine is busy: {load:.1f} processes want its {cores()} cores; measure again when it is idle"
+        )
+    unsteady = [name for name, rate in rates if rate.spread > _UNSTEADY]
+    if unsteady:
+        found.append(f"repetitions differ by more than {_UNSTEADY:.0%}: {', '.join(unsteady)}")
+    return found
+
+
+def _rate(make: Callable[[int], tuple[Callable[[], None], float]], size: int, most: int, seconds: float) -> Rate:
+    """What `make`'s work of a size does a second: the size grows to `most`, or until a repetition is long enough."""
+    end = time.perf_counter() + seconds
+    work, amount = make(size)
+    work()
+    took = _timed(work)
+    while took < LONG_ENOUGH_S and size < most and time.perf_counter() < end:
+        size *= 2
+        work, amount = make(size)
+        work()
+        took = _timed(work)
+    found = [took]
+    while time.perf_counter() < end or len(found) < 3:
+        found.append(_timed(work))
+    middle = statistics.median(found)
+    low, _, high = statistics.quantiles(found, n=4)
+    return Rate(amount / middle, (high - low) / middle, len(found))
+
+
+def _timed(work: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def _product(device: str, size: int) -> tuple[Callable[[], None], float]:
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    result = torch.empty_like(left)
+
+    def work() -> None:
+        torch.matmul(left, right, out=result)
+        _wait(device)
+
+    return work, 2.0 * size**3
+
+
+def _copy(source: str, target: str, nbytes: int, passes: int) -> tuple[Callable[[], None], float]:
+    """A copy, whose bytes pass memory twice, and a link once."""
+    given = torch.ones(nbytes, dtype=torch.uint8, device=source)
+    taken = torch.empty(nbytes, dtype=torch.uint8, device=target)
+
+    def work() -> None:
+        taken.copy_(given)
+        _wait(source)
+
+    return work, float(passes * nbytes)
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
