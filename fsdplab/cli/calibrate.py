@@ -67,7 +67,7 @@ def write_own_card(path: Path, seconds_in_all: float, outputs: Outputs) -> None:
     except OSError as error:
         refuse(f"{path} cannot be written ({error.strerror or error}); give another file")
     rows = [
-        ("matrix products, bf16", f"{three_digits(found.products.per_s / 1e12)} TFLOP/s", found.products),
+        ("matrix products, bf16", f"{three_digits(found.products.per_s / 1e9)} GFLOP/s", found.products),
         ("memory, read and written", f"{three_digits(found.traffic.per_s / 1e9)} GB/s", found.traffic),
         *([("link", f"{three_digits(found.link.per_s / 1e9)} GB/s", found.link)] if found.link else []),
     ]

@@ -22,12 +22,14 @@ from fsdplab.planning.plan_traffic import LINK_EFFICIENCY
 
 LONG_ENOUGH_S = 0.02  # of one repetition
 _MOST = {"cuda": (8192, 2**30), "cpu": (2048, 2**27)}  # rows of a square product, bytes that are copied
-_UNSTEADY = 0.2  # of the median, the spread of repetitions from which on it is told
+_UNSTEADY = 0.2  # spread from which on it is told
 
 
 @dataclass(frozen=True)
 class Rate:
-    """The median of some repetitions, and how far apart the middle half of them are, as a part of it."""
+    """The fastest of some repetitions, which other work slowed down least, and how far apart the middle half of them
+    are, as a part of their median.
+    """
 
     per_s: float
     spread: float
@@ -36,8 +38,8 @@ class Rate:
 
 @dataclass(frozen=True)
 class OwnCard:
-    """What was measured: FLOP/s in bfloat16, bytes of memory read and written a second, bytes over a link a second (None
-    where there is one GPU), and in sentences what makes the figures doubtful.
+    """What was measured: FLOP/s in bfloat16, bytes of memory read and written a second, bytes over a link a second
+    (None where there is one GPU), and in sentences what makes the figures doubtful.
     """
 
     name: str
@@ -93,9 +95,8 @@ def _doubts(device: str, link: Rate | None, rates: list[tuple[str, Rate]]) -> li
         found.append("there is one GPU here: its link is taken as PCIe 4's; write the link's name into the file")
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     if load > cores() + 0.5:
-        found.append(
-            f"the machine is busy: {load:.1f} processes want its {cores()} cores; measure again when it is idle"
-        )
+        wanted = f"{load:.1f} processes want its {cores()} cores"
+        found.append(f"the machine is busy: {wanted}; measure again when it is idle")
     unsteady = [name for name, rate in rates if rate.spread > _UNSTEADY]
     if unsteady:
         found.append(f"repetitions differ by more than {_UNSTEADY:.0%}: {', '.join(unsteady)}")
@@ -106,19 +107,20 @@ def _rate(make: Callable[[int], tuple[Callable[[], None], float]], size: int, mo
     """What `make`'s work of a size does a second: the size grows to `most`, or until a repetition is long enough."""
     end = time.perf_counter() + seconds
     work, amount = make(size)
-    work()
-    took = _timed(work)
-    while took < LONG_ENOUGH_S and size < most and time.perf_counter() < end:
+    while _fastest(work) < LONG_ENOUGH_S and size < most and time.perf_counter() < end:
         size *= 2
         work, amount = make(size)
-        work()
-        took = _timed(work)
-    found = [took]
-    while time.perf_counter() < end or len(found) < 3:
+    found = [_timed(work) for _ in range(3)]
+    while time.perf_counter() < end:
         found.append(_timed(work))
-    middle = statistics.median(found)
-    low, _, high = statistics.quantiles(found, n=4)
-    return Rate(amount / middle, (high - low) / middle, len(found))
+    low, middle, high = statistics.quantiles(found, n=4)
+    return Rate(amount / min(found), (high - low) / middle, len(found))
+
+
+def _fastest(work: Callable[[], None]) -> float:
+    """Of three, after one that warms up."""
+    work()
+    return min(_timed(work) for _ in range(3))
 
 
 def _timed(work: Callable[[], None]) -> float:
