@@ -11,10 +11,12 @@ import pytest
 
 from fsdplab import cli
 from fsdplab.figures.plots.plans import validation_figure
+from fsdplab.planning import networks
 from fsdplab.planning import step_time as times
-from fsdplab.planning.bands import EIGHT_BIT, PLAIN, kind_of, memory_band, speed_band
+from fsdplab.planning.bands import EIGHT_BIT, EXPERTS, PLAIN, kind_of, memory_band, speed_band
 from fsdplab.planning.efficiency import FITTED_ON, MATMUL_EFFICIENCY
 from fsdplab.planning.memory import RESERVED_OVER_USED
+from fsdplab.planning.planner import plan
 from fsdplab.planning.published import COLUMNS, Case, PublishedError, read_published
 from fsdplab.planning.step_time import step_time
 from fsdplab.planning.validate import ARITHMETIC, FIT, HELD_OUT, MEMORY, SEEN, SPEED, validate
@@ -44,7 +46,7 @@ def rows_of_the_table() -> list[dict[str, str]]:
 
 def written(path: Path, rows: list[dict[str, str]]) -> Path:
     with path.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, [*COLUMNS, "loss"], extrasaction="ignore")
+        writer = csv.DictWriter(file, [*COLUMNS, "loss", "experts"], extrasaction="ignore")
         writer.writeheader()
         writer.writerows(rows)
     return path
@@ -52,15 +54,12 @@ def written(path: Path, rows: list[dict[str, str]]) -> Path:
 
 def test_held_out_sources_are_predicted_as_the_page_says(found):
     """Aims on unseen sources: median 8 %, 90 % within 20 %. The bounds are near what was reached, so a change for the
-    worse shows; memory misses the second aim by the two sources that docs/planning.md names.
+    worse shows; tokens/s miss the second aim by runs that docs/planning.md names.
     """
     errors = found.errors(SPEED, HELD_OUT)
-    assert errors.figures == 104 and errors.median < 0.07 and errors.ninety < 0.21 and abs(errors.bias - 1) < 0.02
+    assert errors.figures == 135 and errors.median < 0.075 and errors.ninety < 0.24 and abs(errors.bias - 1) < 0.02
     errors = found.errors(MEMORY, HELD_OUT)
-    assert errors.figures == 56 and errors.median < 0.09 and errors.worst < 0.65
-    unexplained = ("atorch", "fsdp_qlora")
-    rest = [row.error for row in found.of(MEMORY, HELD_OUT) if row.source not in unexplained]
-    assert max(rest) < 0.13 and len(rest) == 24
+    assert errors.figures == 68 and errors.median < 0.045 and errors.ninety < 0.13 and errors.worst < 0.24
     assert found.errors(ARITHMETIC).worst < 0.005
 
 
@@ -76,7 +75,16 @@ def test_the_whole_public_table_is_predicted_and_none_of_its_runs_is_impossible(
 
 def test_runs_that_ended_out_of_memory_are_predicted_not_to_fit(found):
     assert [not_fits for _, not_fits in found.ran_out] == [True, True]
-    assert found.ran == 343 and set(found.too_large) == {f"vectorlm-8b-1-s{seq}" for seq in (2048, 4096, 8192)}
+    said_nothing = {
+        "mbridge-2511-qwen3-30b",
+        "mbridge-2511-gpt-oss-120b",
+        "mbridge-2511-l3-70b",
+        "mbridge-2511-l31-405b",
+    }
+    loss_not_said = {f"vectorlm-8b-1-s{seq}" for seq in (2048, 4096, 8192)}
+    assert found.ran == 374 and set(found.too_large) - said_nothing == loss_not_said, (
+        "of the others checkpointing is not"
+    )
 
 
 def test_every_row_is_predicted_or_left_out_with_a_reason(found):
@@ -121,6 +129,38 @@ def test_what_plans_use_is_what_the_fit_sources_give(gpu, monkeypatch):
         monkeypatch.undo()
 
 
+def test_the_networks_spread_is_near_its_best(monkeypatch):
+    """On MosaicML's runs over several nodes, which alone it is fitted to."""
+    cases, _ = read_published(TABLE)
+    seen = [case for case in cases if case.source == "MosaicML" and case.spec.gpus > 8]
+    best = off_by(seen)
+    for factor in (0.4, 2.5):
+        monkeypatch.setattr(networks, "SPREAD", factor * 0.1)
+        assert off_by(seen) > best
+
+
+FALLS = {  # tokens/s a GPU, at the most GPUs over at the fewest: published, and how far off it may be predicted
+    ("mosaic-h100_80gb-amp_bf16-70b-s2048-g512-mb8x1", "mosaic-h100_80gb-amp_bf16-70b-s2048-g128-mb8x1"): 0.03,
+    ("mosaic-h100_80gb-amp_bf16-7b-s2048-g512-mb6x1", "mosaic-h100_80gb-amp_bf16-7b-s2048-g128-mb6x1"): 0.01,
+    ("kempner-weak-13b-160", "kempner-weak-13b-32"): 0.02, ("kempner-weak-70b-160", "kempner-weak-70b-32"): 0.03,
+    ("tt-l31-8b-128", "tt-l31-8b-8"): 0.02,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("many,few", FALLS, ids=str)
+def test_throughput_falls_with_the_nodes_as_published(many, few, found):
+    rows = {row.id: row for row in found.of(SPEED)}
+    published = rows[many].published / rows[few].published
+    predicted = rows[many].predicted / rows[few].predicted
+    assert published < 1 and predicted < 1 and abs(published - predicted) < FALLS[many, few]
+
+
+def test_llama_on_2048_gpus_falls_as_a_paper_says():
+    """Fernandez et al. 2024 (arXiv 2411.13055): 37.2 % less from 128 to 2,048 H100, Llama 2 7B under FSDP. Held out."""
+    one, many = (plan("llama-2-7b", "h100", gpus=gpus, micro_batch=2) for gpus in (128, 2048))
+    assert 1 - many.tokens_per_s_per_gpu / one.tokens_per_s_per_gpu == pytest.approx(0.372, abs=0.04)
+
+
 @pytest.mark.parametrize("name", ["EAGER_GPT", "FP8_SPEEDUP", "SLOWED_BY_SECONDS"])
 def test_other_fitted_constants_are_near_their_best(name, monkeypatch):
     cases, _ = read_published(TABLE)
@@ -134,10 +174,10 @@ def test_other_fitted_constants_are_near_their_best(name, monkeypatch):
 
 def test_bands_are_those_of_the_known_runs(found):
     by_kind = {kind_of(case.spec): case.spec for case in read_published(TABLE)[0]}
-    assert set(found.bands(SPEED)) == set(by_kind) and set(found.bands(MEMORY)) == set(by_kind) - {EIGHT_BIT}
+    assert set(found.bands(SPEED)) == set(by_kind) and set(found.bands(MEMORY)) == set(by_kind) - {EIGHT_BIT, EXPERTS}
     for kind, spec in by_kind.items():
         assert speed_band(spec)[:2] + (speed_band(spec).runs,) == found.bands(SPEED)[kind]
-        of_memory = found.bands(MEMORY)[PLAIN if kind == EIGHT_BIT else kind]
+        of_memory = found.bands(MEMORY)[PLAIN if kind in (EIGHT_BIT, EXPERTS) else kind]
         assert memory_band(spec)[:2] + (memory_band(spec).runs,) == of_memory
 
 
@@ -175,8 +215,8 @@ def test_the_command_prints_rows_and_errors_and_draws_them(capsys, tmp_path):
     figure, path = tmp_path / "v.html", tmp_path / "v.json"
     code, out, _ = ended(["plan", "validate", "--json", str(path), "--figure", str(figure)], capsys)
     assert code == 0 and "held out" in out and "90% within" in out and "nothing is fitted to this file" in out
-    assert "left out: torchtitan, 6: pipeline parallelism is not planned here" in out.replace("\n", " ")
-    assert json.loads(path.read_text())["errors"]["memory"]["held out"]["figures"] == 56
+    assert "left out: KempnerForge, 2: tensor parallelism that keeps sequences whole" in out.replace("\n", " ")
+    assert json.loads(path.read_text())["errors"]["memory"]["held out"]["figures"] == 68
     assert "published memory (GiB)" in figure.read_text()
     code, again, _ = ended(["plan", "validate", str(TABLE)], capsys)
     assert code == 0 and again == out
@@ -210,7 +250,7 @@ def test_wrong_files_end_in_one_line(content, words, tmp_path, capsys):
         ("strategy", "pipeline", "which is not known here"),
         ("activation_checkpointing", "every 2nd block", "which is not known here"),
         ("activation_checkpointing", "selective, some blocks", "some whole blocks"),
-        ("strategy", "full_shard FSDP 4 x PP 2", "pipeline parallelism"),
+        ("strategy", "full_shard FSDP 4 x PP 2, whole sequences", "keeps sequences whole"),
         ("optimizer", "AdamW, step in the backward", "steps in the backward"),
         ("layers", "", "layers were not published"),
         ("params_B", "900", "no known kind of block"),
@@ -240,6 +280,8 @@ WORDS = [  # what other sources write, and what a plan makes of it
     ({"gpu": "RTX 4090 24GB"}, {"gpu": "RTX 4090"}),
     ({"notes": "QLoRA, rank 32, no gradient of the base"}, {"lora_rank": 32, "base_dtype": "nf4"}),
     ({"optimizer": "AdamW, LoRA"}, {"lora_rank": 64, "base_dtype": None}),
+    ({"strategy": "ZeRO-1 x TP 2 x PP 2 x VP 4"}, {"pipeline_parallel": 2, "virtual_stages": 4}),
+    ({"strategy": "full_shard FSDP 4 x TP 2, async TP"}, {"async_tensor": True}),
 ]
 
 

@@ -224,8 +224,9 @@ AGREED = {
 def test_the_closed_form_agrees(name):
     spec = plan_spec("llama-3.1-8b", "h100", **AGREED[name])
     closed, record = step_time(spec), simulate(spec)
-    assert record.summary.step_time_s.median == pytest.approx(closed.step_s, rel=1e-9)
-    assert record.summary.comm.exposed_s == pytest.approx(closed.exposed_s, abs=1e-6)
+    shared = spec.tensor_parallel * spec.context_parallel > 1  # one link: the closed form knows how much, not when
+    assert record.summary.step_time_s.median == pytest.approx(closed.step_s, rel=0.01 if shared else 1e-9)
+    assert record.summary.comm.exposed_s == pytest.approx(closed.exposed_s, rel=0.03 if shared else 0, abs=1e-6)
     (split,) = record.table("breakdown")
     assert split["compute_ns"] / 1e9 == pytest.approx(closed.compute_s, rel=2e-6)  # rounded to ns, event by event
     assert sum(row["wire_bytes"] for row in record.table("ledger")) == pytest.approx(
