@@ -17,6 +17,7 @@ from fsdplab.figures.report.tabs import tabbed
 from fsdplab.figures.style import alt_text
 from fsdplab.figures.view import provenance, views
 from fsdplab.planning import PlanError
+from fsdplab.planning.efficiency import HBM_EFFICIENCY
 from fsdplab.planning.memory import memory_of
 from fsdplab.planning.planner import plan_spec
 from fsdplab.planning.program import work as work_module
@@ -476,6 +477,16 @@ def ended(arguments, capsys):
     return stop.value.code, printed.out, printed.err
 
 
+def test_what_collectives_take_from_the_compute_is_no_part_of_the_optimizers_step():
+    """All ranks' passes are longer by it; it once lay in the optimizer's step, which then took a quarter of this one."""
+    spec = plan_spec("llama-3.1-8b", "h100", gpus=8)
+    record = simulate(spec)
+    moved_s = (2 * 8 + 3 * 4) * spec.model.parameters / 8 / (HBM_EFFICIENCY * spec.gpu.hbm_bytes_per_s)
+    assert record.summary.profile.optimizer_s == pytest.approx(moved_s, rel=1e-3)
+    (slowed,) = [row for row in record.table("timeline") if row["name"] == "slowed by collectives"]
+    assert (slowed["lane"], slowed["phase"]) == ("compute", "backward") and slowed["end_ns"] - slowed["start_ns"] > 1e8
+
+
 def test_the_command_prints_the_simulated_step_beside_the_closed_form(capsys, tmp_path):
     page, path = tmp_path / "step.html", tmp_path / "step.json"
     given = ["simulate", "--model", "llama-3.1-405b", "--world-size", "10000", "--html", str(page), "--json", str(path)]
@@ -485,7 +496,7 @@ def test_the_command_prints_the_simulated_step_beside_the_closed_form(capsys, tm
     assert code == 0 and re.search(r"step +30\.2 s +30\.2 s +\+0\.0%", out), out
     assert simulated["step_time_s"]["median"] == pytest.approx(closed["step_time_s"], rel=1e-9)
     # what a simulation costs is its events, and their number does not grow with the ranks
-    assert "10,000 ranks of 1 kind, 1,016 events" in out and simulated["simulated"]["operations"] == 1016
+    assert "10,000 ranks of 1 kind, 1,017 events" in out and simulated["simulated"]["operations"] == 1017
     assert set(found["provenance"].values()) == {"simulated"}
     assert "Simulated for 10000 GPU ranks" in page.read_text(encoding="utf-8")
 

@@ -169,4 +169,4 @@ def recorded_work(spec: PlanSpec, recording: MicroBatch, efficiency: float | Non
     low = rates_of(replace(spec, param_dtype="bf16"), efficiency)
     optimizer_s = moved / rates.bytes_per_s + (muon.flops / low.flops if muon else 0.0)
     longer_s = sum(slowed_s(spec, traffic, unit) for unit in units)
-    return planned_work(spec, traffic, units, optimizer_s + longer_s)
+    return planned_work(spec, traffic, units, optimizer_s, longer_s)

@@ -108,11 +108,11 @@ def _work(spec: PlanSpec, rows: Sequence[AxisTraffic], efficiency: float | None)
     block = unit_work(spec, rows, BLOCK, compute.block_s, Holds())
     blocks = [replace(block, name=f"{BLOCK}s.{index}") for index in range(spec.model.layers)]
     longer_s = slowed_s(spec, rows, root) + slowed_s(spec, rows, block, spec.model.layers) if compute.fitted else 0.0
-    return planned_work(spec, rows, [root, *blocks], compute.optimizer_s + longer_s)
+    return planned_work(spec, rows, [root, *blocks], compute.optimizer_s, longer_s)
 
 
 def planned_work(
-    spec: PlanSpec, rows: Sequence[AxisTraffic], units: Sequence[UnitWork], optimizer_s: float
+    spec: PlanSpec, rows: Sequence[AxisTraffic], units: Sequence[UnitWork], optimizer_s: float, slowed_s: float
 ) -> StepWork:
     """A step of these units, the root first, with the choices of `spec`; nothing that the optimizer's step sends is
     taken as hidden.
@@ -122,7 +122,7 @@ def planned_work(
     exchange = tuple(transfer_of(spec, row) for row in sends for _ in range(round(row.count)))
     return StepWork(
         root, tuple(blocks), optimizer_s, exchange, spec.prefetch, spec.grad_accum,
-        sharing=spec.sharing, shards=spec.shards, replicas=spec.replicas,
+        sharing=spec.sharing, shards=spec.shards, replicas=spec.replicas, slowed_s=slowed_s,
     )  # fmt: skip
 
 

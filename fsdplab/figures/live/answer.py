@@ -39,7 +39,7 @@ def answer(choice: Mapping[str, str], width: int) -> dict[str, str]:
     copies = _copies(spec) | {"command": command_of(choice)}
     return {
         "error": "",
-        "verdict": _verdict(found),
+        "verdict": _verdict(found, around[1]),
         "quantities": "".join(_quantity(*each) for each in _quantities(found, band)),
         "memory": memory_drawing(found, around, room),
         "categories": _categories(found),
@@ -55,12 +55,14 @@ def answered(choice: str, width: int) -> str:
     return json.dumps(answer(json.loads(choice), width))
 
 
-def _verdict(found: Plan) -> str:
-    lacking, fitness = shortfall(found), found.fitness
-    words = lacking or {
-        "yes": "it fits, with the upper end of the band and what the allocator reserves",
-        "likely": "the peak fits, the upper end of the band or what the allocator reserves does not",
-    }.get(fitness, "")
+def _verdict(found: Plan, high: float) -> str:
+    """Whether it fits, and why; `high` is the upper end of the peak's band in bytes."""
+    fitness, card, reserved = found.fitness, found.spec.gpu.memory_bytes, found.memory.reserved_bytes
+    more = f"the upper end of the band ({size(high)}) and what the allocator is likely to reserve ({size(reserved)})"
+    words = shortfall(found) or (
+        f"{size(found.memory.peak.total)} of {size(card)} at the peak; {'also' if fitness == 'yes' else 'not'} with"
+        f" {more}"
+    )
     return f'<b class="{fitness}">fits: {fitness}</b> {escape(words)}'
 
 
@@ -124,5 +126,5 @@ def _step_words(found: Plan, record: RunRecord | None) -> str:
         return f"No bf16 FLOP/s are known for {found.spec.gpu.name}, so no step is drawn."
     return (
         f"Simulated event by event with the engine's own schedule: {seconds(record.summary.step_time_s.median)}; the"
-        f" closed form above says {seconds(found.time.step_s)}."
+        f" closed form says {seconds(found.time.step_s)}."
     )

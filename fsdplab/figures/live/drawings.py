@@ -15,10 +15,15 @@ from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size
 from fsdplab.figures.style import ALARM, GRID, LANE_COLOURS
 from fsdplab.planning.planner import Plan
+from fsdplab.planning.program import SLOWED
 
+SLOWED_COLOUR = "#9d7f8f"
 _ROW, _GAP, _TEXT = 30, 12, 13  # pixels of a bar, between two, and of letters
 _LANE, _BETWEEN = 18, 6
 _NAMES = 104  # pixels of the lanes' names
+_TICK = 84  # pixels between two values of an axis at least
+_BYTES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
+_NANOSECONDS = (("s", 1e9), ("ms", 1e6), ("µs", 1e3), ("ns", 1.0))
 _NEAR = 0.5  # pixels between two marks that are drawn as one
 
 
@@ -38,14 +43,14 @@ def memory_drawing(found: Plan, band: tuple[float, float], width: int) -> str:
             parts += _whisker(band, top + 17 + _ROW / 2, scale)
         top += 17 + _ROW + _GAP
     at = card * scale
-    parts.append(f'<path d="M{at:.1f} 18V{top}" stroke="{ALARM}" stroke-width="2.5" stroke-dasharray="7 5"/>')
+    parts.insert(0, f'<path d="M{at:.1f} 18V{top}" stroke="{ALARM}" stroke-width="2.5" stroke-dasharray="7 5"/>')
     words, anchor = f"card {size(card)}", "end" if at > width / 2 else "start"
     parts.append(_text(at, 12, words, anchor, ALARM))
     alt = (
         f"Memory of a rank: {size(peak.total)} at the peak, {size(band[0])} to {size(band[1])} by the band, of a card"
         f" of {size(card)}: " + ", ".join(f"{name} {size(part)}" for name, part in _named(peak.by_category))
     )
-    return _svg(width, top + 22, alt, [*_axis(end, scale, top, size), *parts])
+    return _svg(width, top + 22, alt, [*_axis(end, scale, top, _BYTES), *parts])
 
 
 def _named(by_category: Mapping[str, float]) -> Iterator[tuple[str, float]]:
@@ -96,7 +101,7 @@ def step_drawing(timeline: Sequence[Mapping[str, Any]], width: int) -> str:
         f"One simulated step of {seconds(step_ns / 1e9)}: lanes {', '.join(lanes)}; communication is exposed for"
         f" {seconds(exposed / 1e9)}, {exposed / step_ns:.0%} of the step"
     )
-    axis = _axis(step_ns, scale, top, lambda ns: seconds(ns / 1e9), start=_NAMES)
+    axis = _axis(step_ns, scale, top, _NANOSECONDS, start=_NAMES)
     return _svg(width, top + 22, alt, [*axis, *parts])
 
 
@@ -110,6 +115,8 @@ _LANES = {
 def _lane_of(row: Mapping[str, Any]) -> tuple[str, str]:
     """A row's lane, and the colour of its mark; computing has one for each phase."""
     lane, phase = row["lane"], row["phase"]
+    if row["name"] == SLOWED:
+        return _LANES[lane], SLOWED_COLOUR
     colour = LANE_COLOURS.get(f"{lane} in {phase}") or LANE_COLOURS.get(lane) or LANE_COLOURS.get(phase, "#6b7380")
     return _LANES[lane], colour
 
@@ -129,17 +136,18 @@ def _marks(colour: str, spans: Iterable[tuple[float, float]], top: float, scale:
     return f'<path d="{path}" fill="{colour}"/>'
 
 
-def _axis(end: float, scale: float, top: float, write: Any, start: float = 0.0) -> Iterator[str]:
+def _axis(
+    end: float, scale: float, top: float, units: Sequence[tuple[str, float]], start: float = 0.0
+) -> Iterator[str]:
     """Thin lines from the top at round values, and the values below."""
-    room = 74 / scale  # pixels of a value and of the space beside it
+    room = _TICK / scale
     step = next(each for each in _round_steps(room) if each >= room)
+    unit, one = next(pair for pair in units if end >= pair[1])
     for place in range(math.floor(end / step) + 1):
-        at, anchor = start + place * step * scale, "middle" if place else "start"
-        if place * step * scale > end * scale - 30 and place:
-            anchor = "end"
-        yield f'<path d="M{at:.1f} 4V{top}" stroke="{GRID}"/>' + _text(
-            at, top + 15, write(place * step) if place else "0", anchor
-        )
+        at, words = start + place * step * scale, f"{place * step / one:,.4g} {unit}" if place else "0"
+        near_end = start + end * scale - at < _TICK / 3
+        anchor = "end" if near_end else "middle" if place else "start"
+        yield f'<path d="M{at:.1f} 4V{top}" stroke="{GRID}"/>' + _text(at, top + 15, words, anchor)
 
 
 def _round_steps(above: float) -> Iterator[float]:
@@ -149,7 +157,10 @@ def _round_steps(above: float) -> Iterator[float]:
 
 
 def _text(x: float, y: float, words: str, anchor: str = "start", colour: str = "currentColor") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}">{escape(words)}</text>'
+    return (
+        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}" stroke="var(--paper, #fff)"'
+        f' stroke-width="3" paint-order="stroke">{escape(words)}</text>'
+    )
 
 
 def _svg(width: int, height: float, alt: str, parts: Iterable[str]) -> str:

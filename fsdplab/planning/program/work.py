@@ -11,6 +11,7 @@ from .memory import Sharing
 from .record import Compute, Holds, Issue, Operation, Program, Wait, record_step
 
 ROOT, BLOCK = "root", "block"
+SLOWED = "slowed by collectives"
 OPTIMIZER = "optimizer"  # beside them: what its step sends, and its phase
 
 
@@ -68,7 +69,8 @@ class UnitWork:
 @dataclass(frozen=True)
 class StepWork:
     """A step of a rank: blocks in the forward's order inside a root, whose own compute follows them (the head).
-    `exchange` is what the optimizer's step sends, of which nothing is hidden.
+    `exchange` is what the optimizer's step sends, of which nothing is hidden; `slowed_s` are seconds by which all
+    passes together take longer since collectives run beside them.
     """
 
     root: UnitWork
@@ -81,6 +83,7 @@ class StepWork:
     sharing: Sharing = Sharing.of("full_shard", 1, 1, streams=True)
     shards: int = 1
     replicas: int = 1
+    slowed_s: float = 0.0
 
     @property
     def units(self) -> tuple[UnitWork, ...]:
@@ -90,7 +93,8 @@ class StepWork:
     @property
     def compute_s(self) -> float:
         """Seconds of compute of the whole step."""
-        return self.micro_batches * sum(unit.forward_s + unit.backward_s for unit in self.units) + self.optimizer_s
+        passes_s = self.micro_batches * sum(unit.forward_s + unit.backward_s for unit in self.units)
+        return passes_s + self.slowed_s + self.optimizer_s
 
     @property
     def exchange_s(self) -> float:
@@ -135,7 +139,7 @@ def step_seconds(work: StepWork) -> float:
     count, units = work.micro_batches, {unit.name: unit for unit in work.units}
     program = program_of(replace(work, micro_batches=min(count, 3)))
     each = [seconds_of(operations, units) for operations in program]
-    return sum(each) + (count - len(each)) * each[len(each) // 2] + work.optimizer_s + work.exchange_s
+    return sum(each) + (count - len(each)) * each[len(each) // 2] + work.slowed_s + work.optimizer_s + work.exchange_s
 
 
 def seconds_of(operations: Sequence[Operation], units: Mapping[str, UnitWork]) -> float:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from fsdplab.planning.program import (
     OPTIMIZER,
+    SLOWED,
     Compute,
     Issue,
     Move,
@@ -29,7 +30,7 @@ Pauses = Iterator["float | Collective"]  # seconds to compute, or a collective t
 
 @dataclass(frozen=True)
 class Span:
-    """Compute of a unit in a phase, or a wait for its collective (`kind`)."""
+    """Compute of a unit in a phase, or a wait for its collective (`kind`); SLOWED is compute of no unit."""
 
     unit: str
     phase: str
@@ -76,6 +77,7 @@ class Rank:
     def _step(self, program: Program) -> Pauses:
         for operations in program:
             yield from self._micro_batch(operations)
+        yield from self._compute("", "backward", self._work.slowed_s, SLOWED)
         yield from self._run(self._work.optimizer, OPTIMIZER)
 
     def _micro_batch(self, operations: Sequence[Operation]) -> Pauses:
@@ -121,11 +123,11 @@ class Rank:
         if not inline:
             yield from self._compute(unit.name, phase, seconds)
 
-    def _compute(self, unit: str, phase: str, seconds: float) -> Pauses:
+    def _compute(self, unit: str, phase: str, seconds: float, kind: str = "") -> Pauses:
         start, taken = self._clock.now, seconds * self.log.rank.pace
         if taken:
             yield float(taken)
-            self.log.computed.append(Span(unit, phase, "", start, self._clock.now))
+            self.log.computed.append(Span(unit, phase, kind, start, self._clock.now))
 
     def _wait(self, collective: Collective) -> Pauses:
         start = self._clock.now

@@ -1,4 +1,6 @@
+"use strict";
 // The planner's page: starts Python, and shows what it answers to the choice of the controls.
+{ // names of its own; a module would not run from a file, where it has to say why Python does not
 const SETUP = JSON.parse(document.getElementById("setup").textContent);
 const byId = name => document.getElementById(name), form = byId("controls"), state = byId("state");
 const inputs = [...form.querySelectorAll("select, input")];
@@ -120,3 +122,4 @@ start().then(() => {
     const offline = navigator.onLine ? "" : " The browser is offline; once loaded, the page needs no network.";
     say(`Python could not be started (${error.message}).${offline} Below is the plan of the first choice; fsdplab plan prints others.`, true);
   });
+}
