@@ -61,6 +61,7 @@ _LESSONS = {  # the name that a notebook imports -> the lesson whose lesson.py i
     "overlapping_axes": "nb12_hybrid",
     "trading": "nb13_trading",
     "composing": "nb16_composition",
+    "judging": "nb18_claims",
     "sizing": "nb19_planning_at_scale",
     "matrices": "nb21_whole_matrices",
 }

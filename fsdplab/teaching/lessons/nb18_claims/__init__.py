@@ -1,0 +1,1 @@
+"""Notebook 18: what is said about FSDP, and a verdict with a figure on each statement. Begin with `lesson.py`."""

@@ -1,0 +1,60 @@
+"""A statement about FSDP and how it is judged: from the planner's arithmetic, and from what small runs came to.
+
+A verdict is never written down: it follows from the figures, so it changes where they do, and a test says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+CONFIRMED, CONDITIONAL, REFUTED = "confirmed", "under conditions", "refuted"
+VERDICTS = (CONFIRMED, CONDITIONAL, REFUTED)
+Measured = Mapping[str, Any]  # data/claims.json, which measuring.py writes
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A verdict and the sentence with its figures."""
+
+    verdict: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One statement; `origin` says where its figures are from, `seen_in` is the notebook that shows more."""
+
+    id: str
+    statement: str
+    origin: str
+    seen_in: str
+    find: Callable[[Measured], Finding]
+
+
+def claim(
+    into: list[Claim], number: str, statement: str, origin: str, seen_in: str
+) -> Callable[[Callable[[Measured], Finding]], Callable[[Measured], Finding]]:
+    """A decorator that adds the statement which the function judges to a subject's list."""
+
+    def add(find: Callable[[Measured], Finding]) -> Callable[[Measured], Finding]:
+        into.append(Claim(number, statement, origin, seen_in, find))
+        return find
+
+    return add
+
+
+def confirmed_if(holds: bool, text: str) -> Finding:
+    """Confirmed where the figures hold, refuted where they do not."""
+    return Finding(CONFIRMED if holds else REFUTED, text)
+
+
+def conditional_if(holds: bool, text: str) -> Finding:
+    """True under the conditions that the sentence names, where the figures show that they decide; else refuted."""
+    return Finding(CONDITIONAL if holds else REFUTED, text)
+
+
+def in_mb(nbytes: float) -> str:
+    """`0.56 MB`: of the small runs, which hold less than 10 MB."""
+    return f"{nbytes / 1e6:.2f} MB"

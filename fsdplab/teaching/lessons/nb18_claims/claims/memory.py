@@ -1,0 +1,232 @@
+"""What is said about memory: states, activations, gathered units, checkpoints, cards that are too small."""
+
+from __future__ import annotations
+
+from fsdplab.common.sizes import seconds, size
+from fsdplab.planning import plan
+from fsdplab.planning.links import parse_link
+from fsdplab.planning.memory import host_crossing
+from fsdplab.planning.planner import Plan
+
+from .claim import Claim, Finding, Measured, claim, conditional_if, confirmed_if, in_mb
+
+CLAIMS: list[Claim] = []
+_STATES = ("sharded_parameters", "sharded_gradients", "optimizer_state")
+PARAMETERS = 70e9  # of the model that most texts speak of
+MODEL = "llama-3.1-70b"  # 70.6 billion
+LARGE = {"model": MODEL, "gpu": "h100", "checkpointing": "full", "masters": "separate"}
+
+
+def states(found: Plan) -> float:
+    """Bytes of parameters, gradients and optimizer state that rest on a rank while the optimizer steps."""
+    held = found.memory.moments[-1].by_category
+    return sum(nbytes for name, nbytes in held.items() if name not in ("activations", "other", "communication_buffers"))
+
+
+@claim(
+    CLAIMS, "C1", "70 billion parameters in bf16 with Adam take 1.12 TB: 140 GB of parameters, as much of gradients,"
+    " 560 GB of Adam's moments, 280 GB of fp32 masters.", "computed", "02_where_memory_goes",
+)  # fmt: skip
+def _(measured: Measured) -> Finding:
+    parts = {"parameters": 2, "gradients": 2, "moments": 8, "masters": 4}
+    total = sum(parts.values()) * PARAMETERS
+    listed = ", ".join(f"{name} {size(each * PARAMETERS)}" for name, each in parts.items())
+    return confirmed_if(abs(total / 1.12e12 - 1) < 0.005, f"{listed}: {size(total)}, {sum(parts.values())} bytes each")
+
+
+@claim(CLAIMS, "C2", "Under DDP each of 16 GPUs needs all of it.", "computed", "02_where_memory_goes")
+def _(measured: Measured) -> Finding:
+    alone, many = (states(plan(**LARGE, gpus=gpus, strategy="no_shard")) for gpus in (1, 16))
+    return confirmed_if(many == alone, f"{size(many)} a GPU on 16 GPUs, {size(alone)} on one (70.6 billion parameters)")
+
+
+@claim(
+    CLAIMS, "C3", "Sharded over 16 GPUs of 80 GB it is 70 GB a GPU, which fits comfortably.",
+    "computed", "02_where_memory_goes",
+)  # fmt: skip
+def _(measured: Measured) -> Finding:
+    found = plan(**LARGE, gpus=16, strategy="full_shard")
+    peak, card, held = found.memory.peak.total, found.spec.gpu.memory_bytes, states(found)
+    text = (
+        f"{size(held)} of states, as said; with the units that are gathered, activations and buffers {size(peak)} of a"
+        f" card's {size(card)}: it {'fits' if found.fits else 'does not fit'}"
+    )
+    return confirmed_if(peak < 0.9 * card, text)
+
+
+@claim(
+    CLAIMS, "C4", "Of 70 billion parameters each of 512 GPUs holds about 280 MB instead of 140 GB.",
+    "computed", "19_planning_at_scale",
+)  # fmt: skip
+def _(measured: Measured) -> Finding:
+    each = 2 * PARAMETERS / 512
+    return confirmed_if(abs(each / 280e6 - 1) < 0.05, f"{size(each)} in bf16; FSDP2 keeps fp32, twice as much")
+
+
+@claim(
+    CLAIMS, "C5", "What a rank holds between steps falls from O(model) to O(model / ranks).",
+    "measured", "06_a_whole_model",
+)  # fmt: skip
+def _(measured: Measured) -> Finding:
+    peaks = {int(ranks): told["peak"] for ranks, told in measured["ranks"].items()}
+    held = {ranks: sum(peak[name] for name in _STATES) for ranks, peak in peaks.items()}
+    others = {ranks: peak["activations"] + peak["unsharded_parameters"] for ranks, peak in peaks.items()}
+    listed = ", ".join(f"{in_mb(nbytes)} on {ranks}" for ranks, nbytes in held.items())
+    divided = all(abs(held[ranks] * ranks / held[1] - 1) < 0.15 for ranks in held)
+    text = (
+        f"states of gpt-tiny at the peak: {listed} rank(s). Not divided: activations and gathered units,"
+        f" {in_mb(others[2])} on 2 and {in_mb(others[4])} on 4"
+    )
+    return conditional_if(divided and others[4] > 0.9 * others[2], text)
+
+
+@claim(
+    CLAIMS, "C12", "ZeRO-1 shards the optimizer's state, ZeRO-2 gradients too, ZeRO-3 parameters too; ZeRO-3 is FSDP.",
+    "measured", "11_strategy_shoot_out",
+)  # fmt: skip
+def _(measured: Measured) -> Finding:
+    peaks = {name: told["peak"] for name, told in measured["strategies"].items()}
+    full = peaks["no_shard"]
+    cut = {
+        name: [kind for kind in ("optimizer_state", "sharded_parameters") if peak[kind] < 0.6 * full[kind]]
+        for name, peak in peaks.items()
+    }
+    right = {"no_shard": 0, "zero1": 1, "zero2": 1, "shard_grad_op": 2, "full_shard": 2}
+    listed = ", ".join(f"{name} {in_mb(sum(peak[kind] for kind in _STATES))}" for name, peak in peaks.items())
+    return confirmed_if({name: len(kinds) for name, kinds in cut.items()} == right, f"states at the peak: {listed}")
+
+
+@claim(
+    CLAIMS, "C11", "SHARD_GRAD_OP is ZeRO-2: it replicates parameters and shards gradients and optimizer state.",
+    "measured", "11_strategy_shoot_out",
+)  # fmt: skip
+def _(measured: Measured) -> Finding:
+    ours, zero2 = (measured["strategies"][name] for name in ("shard_grad_op", "zero2"))
+    slices, whole = (told["peak"]["sharded_parameters"] for told in (ours, zero2))
+    text = (
+        f"the same {in_mb(ours['bytes'])} sent; but SHARD_GRAD_OP also shards parameters between steps: at rest"
+        f" {in_mb(slices)}, where ZeRO-2 keeps {in_mb(whole)}"
+    )
+    return conditional_if(ours["bytes"] == zero2["bytes"] and slices < whole, text)
+
+
+@claim(CLAIMS, "C16", "Recomputation is a part of what FSDP costs.", "measured", "13_precision_checkpointing_offload")
+def _(measured: Measured) -> Finding:
+    kept = {name: told["peak"]["activations"] for name, told in measured["checkpointing"].items()}
+    saves = {name: kept[f"{name}, full"] / kept[f"{name}, none"] for name in ("no_shard", "full_shard")}
+    text = (
+        "activation checkpointing is a choice of its own, with or without sharding: activations at the peak fall to"
+        f" {saves['no_shard']:.0%} under DDP and to {saves['full_shard']:.0%} under full sharding"
+    )
+    return confirmed_if(saves["no_shard"] > 0.99, text)
+
+
+@claim(
+    CLAIMS, "C17", "Activations are not sharded; where they dominate, tensor parallelism is the answer.",
+    "measured and computed", "16_composition",
+)  # fmt: skip
+def _(measured: Measured) -> Finding:
+    kept = {name: told["peak"]["activations"] for name, told in measured["sequences"].items()}
+    longer, more = kept["128 tokens, 2 ranks"] / kept["64 tokens, 2 ranks"], kept["128 tokens, 4 ranks"]
+    wider = more / kept["128 tokens, 2 ranks"]
+    usual, cut = (
+        plan("llama-3.1-8b", "h100", gpus=8, seq=8192, tensor_parallel=ways).memory.peak.by_category["activations"]
+        for ways in (1, 8)
+    )
+    text = (
+        f"twice the tokens hold {longer:.1f} times the activations, twice the ranks {wider:.1f} times; tensor"
+        f" parallelism over 8 GPUs leaves {cut / usual:.0%} of {size(usual)} (Llama 3.1 8B, computed)"
+    )
+    return confirmed_if(longer > 1.8 and abs(wider - 1) < 0.05 and cut < 0.5 * usual, text)
+
+
+@claim(
+    CLAIMS, "C18", "CPU offload trades step time for memory.", "measured and computed",
+    "13_precision_checkpointing_offload",
+)  # fmt: skip
+def _(measured: Measured) -> Finding:
+    peaks = {where: sum(told["peak"].values()) for where, told in measured["offload"].items()}
+    usual, moved = (plan("llama-3.1-8b", "h100", gpus=8, micro_batch=1, offload=away) for away in (False, True))
+    assert usual.time is not None, "FLOP/s of an H100 are known"
+    crossing, bus = host_crossing(moved.spec), parse_link("pcie5")
+    bus_s, step_s = crossing / bus.bytes_per_s, usual.time.step_s
+    text = (
+        f"gpt-tiny's peak beside the host's memory: {in_mb(peaks['cpu'])} instead of {in_mb(peaks['none'])} (measured);"
+        f" Llama 3.1 8B on 8 H100: {size(moved.memory.peak.total)} instead of {size(usual.memory.peak.total)}, and"
+        f" {size(crossing)} a step over {bus.name}, at least {seconds(bus_s)} beside a step of {seconds(step_s)}"
+    )
+    return confirmed_if(peaks["cpu"] < peaks["none"] and bus_s > 0.1 * step_s, text)
+
+
+@claim(
+    CLAIMS, "C22", "70 billion parameters can be fine-tuned on four cards of 24 GB: 35 GB a GPU drop to about 20 GB.",
+    "computed", "19_planning_at_scale",
+)  # fmt: skip
+def _(measured: Measured) -> Finding:
+    settings = {"gpus": 4, "checkpointing": "full", "seq": 1024}
+    whole = plan(MODEL, "rtx-4090", **settings)
+    adapted = plan(MODEL, "rtx-4090", **settings, lora_rank=16, base_dtype="nf4")
+    card = whole.spec.gpu.memory_bytes
+    text = (
+        f"a rank's part of the bf16 parameters alone is {size(2 * whole.spec.model.parameters / 4)}, and with fp32"
+        f" masters, gradients and moments {size(whole.memory.peak.total)}, on a {size(card)} card. What fits is a"
+        f" frozen base in 4 bits with adapters: {size(adapted.memory.peak.total)}"
+    )
+    return confirmed_if(whole.fits, text)
+
+
+@claim(
+    CLAIMS,
+    "C36",
+    "FSDP lets people fine-tune large models on cards of 16 to 24 GB.",
+    "computed",
+    "19_planning_at_scale",
+)
+def _(measured: Measured) -> Finding:
+    settings = {"gpus": 4, "checkpointing": "full", "seq": 2048}
+    ways = {
+        "all parameters": {}, "adapters on bf16": {"lora_rank": 16},
+        "adapters on 4 bits": {"lora_rank": 16, "base_dtype": "nf4"},
+    }  # fmt: skip
+    found = {name: plan("llama-3.1-8b", "rtx-4090", **settings, **way) for name, way in ways.items()}
+    listed = ", ".join(
+        f"{name} {size(each.memory.peak.total)} ({'fits' if each.fits else 'does not fit'})"
+        for name, each in found.items()
+    )
+    fits = [each.fits for each in found.values()]
+    return conditional_if(not fits[0] and fits[-1], f"Llama 3.1 8B on four 24 GB cards: {listed}")
+
+
+@claim(
+    CLAIMS, "C20", "A full state dict gathers the model on rank 0, fatal for large models; sharded checkpoints do not.",
+    "measured", "13_precision_checkpointing_offload",
+)  # fmt: skip
+def _(measured: Measured) -> Finding:
+    held = measured["checkpoints"]["rank 0 holds"]
+    text = (
+        f"rank 0 of 4 holds {in_mb(held['full'])} of gpt-tiny in the full form and {in_mb(held['sharded'])} in the"
+        f" sharded one; of 70 billion parameters in fp32 that is {size(4 * PARAMETERS)} and {size(PARAMETERS)}"
+    )
+    return confirmed_if(held["full"] > 3.9 * held["sharded"], text)
+
+
+@claim(CLAIMS, "C21", "A checkpoint saved on N ranks loads on M.", "measured", "13_precision_checkpointing_offload")
+def _(measured: Measured) -> Finding:
+    loads = {name: ranks for name, ranks in measured["checkpoints"].items() if name.startswith("on ")}
+    equal = all(rank["equal"] for ranks in loads.values() for rank in ranks)
+    numbers = ", ".join(name.removeprefix("on ") for name in loads)
+    return confirmed_if(equal, f"saved on 4 ranks, loaded on {numbers}: every bit of every parameter is the one saved")
+
+
+@claim(
+    CLAIMS, "C35", "Loading rebuilds the full state from the slices that each rank wrote.",
+    "measured", "13_precision_checkpointing_offload",
+)  # fmt: skip
+def _(measured: Measured) -> Finding:
+    held = measured["checkpoints"]
+    two = max(rank["bytes"] for rank in held["on 2"])
+    text = (
+        f"a rank of 2 loads {in_mb(two)} of {in_mb(held['rank 0 holds']['full'])}, its own slices; the whole appears"
+        " only where somebody asks for a full state dict"
+    )
+    return conditional_if(two < 0.6 * held["rank 0 holds"]["full"], text)

@@ -1,0 +1,87 @@
+"""What is said about using it: precision, composition, drives, layers, debugging, the workflow of others."""
+
+from __future__ import annotations
+
+from statistics import fmean
+
+from .claim import Claim, Finding, Measured, claim, conditional_if, confirmed_if
+
+CLAIMS: list[Claim] = []
+_LAST = 20  # steps whose losses are averaged
+
+
+@claim(
+    CLAIMS, "C15", "The whole model as one unit loses the memory saving; a unit for every linear layer wastes time on"
+    " tiny collectives.", "measured", "06_a_whole_model",
+)  # fmt: skip
+def _(measured: Measured) -> Finding:
+    told = measured["units"]
+    peaks = {units: sum(each["peak"].values()) for units, each in told.items()}
+    counts = {units: sum(each["collectives"].values()) for units, each in told.items()}
+    listed = ", ".join(
+        f"{units} {peaks[units] / 1e6:.0f} MB and {counts[units]} collectives a step"
+        for units in ("model", "auto", "linear")
+    )
+    text = f"gpt-20m on 2 ranks by units: {listed} (auto: each block)"
+    return confirmed_if(peaks["model"] > 1.1 * peaks["auto"] and counts["linear"] > 3 * counts["auto"], text)
+
+
+@claim(
+    CLAIMS, "C19", "bf16 with fp32 masters keeps the training curve.", "measured", "13_precision_checkpointing_offload"
+)
+def _(measured: Measured) -> Finding:
+    ends = {name: fmean(losses[-_LAST:]) for name, losses in measured["curves"].items()}
+    usual, masters, alone = ends["fp32"], ends["bf16, fp32 masters"], ends["bf16 alone"]
+    text = (
+        f"gpt-tiny after {len(measured['curves']['fp32'])} steps, mean loss of the last {_LAST}: fp32 {usual:.3f}, bf16"
+        f" with masters {masters:.3f}, bf16 alone {alone:.3f}: there small updates round to nothing"
+    )
+    return confirmed_if(abs(masters - usual) < 0.02 and alone - usual > abs(masters - usual), text)
+
+
+@claim(CLAIMS, "C27", "FSDP composes with tensor and pipeline parallelism.", "measured", "16_composition")
+def _(measured: Measured) -> Finding:
+    drifts = measured["composed"]
+    listed = ", ".join(f"with {what} {f'{drift:.0e}' if drift else 'equal'}" for what, drift in drifts.items())
+    text = f"farthest parameter from the unsharded twin's, on 4 ranks: {listed}"
+    return confirmed_if(max(drifts.values()) < 1e-4, text)
+
+
+@claim(
+    CLAIMS, "C28", '`--fsdp "full_shard auto_wrap" --gradient_accumulation_steps 8` is all that users of Trainer need.',
+    "measured", "13_precision_checkpointing_offload",
+)  # fmt: skip
+def _(measured: Measured) -> Finding:
+    ours, torchs = measured["finetune"]["lab"], measured["finetune"]["torch"]
+    equal = ours == torchs
+    text = (
+        f"docs/examples/finetune.py takes these flags: {len(ours)} steps with LoRA have"
+        f" {'the same losses' if equal else 'other losses'} on this engine and on PyTorch's. Transformers 5 calls the"
+        " text after --fsdp deprecated: `--fsdp True` and a file for --fsdp_config take its place"
+    )
+    return conditional_if(equal, text)
+
+
+@claim(
+    CLAIMS, "C29", "Larger systems offload to NVMe and shard experts.", "measured", "13_precision_checkpointing_offload"
+)
+def _(measured: Measured) -> Finding:
+    drive, experts = measured["drive"], measured["composed"]["experts"]
+    text = (
+        f"two steps of gpt-tiny with {drive['bytes'] / 1e6:.2f} MB of slices and optimizer state of a rank in files end"
+        f" with {'equal' if drive['equal'] else 'other'} bits; experts sharded over ranks end {experts:.0e} from the"
+        " twin"
+    )
+    return confirmed_if(drive["equal"] and experts < 1e-4, text)
+
+
+@claim(CLAIMS, "C32", "Not all custom layers are compatible with FSDP.", "measured", "13_precision_checkpointing_offload")
+def _(measured: Measured) -> Finding:
+    layers = measured["layers"]
+    text = (
+        "; ".join(f"{name}: {what}" for name, what in layers.items())
+        + ". A parameter must be read in the forward of its own unit"
+    )
+    return conditional_if(
+        "are the twin's" in layers["tied weights"] and "refused" in layers["a weight read outside"], text
+    )

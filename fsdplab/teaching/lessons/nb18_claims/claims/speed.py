@@ -1,0 +1,149 @@
+"""What is said about time: overhead, links, scaling. Computed by the planner, whose errors `fsdplab plan validate`
+shows, or read from published measurements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import lru_cache
+
+from fsdplab.common.places import shared_folder
+from fsdplab.planning.hardware import find_gpu
+from fsdplab.planning.links import parse_link
+from fsdplab.planning.planner import Plan, plan, plan_of, plan_spec
+from fsdplab.planning.published import Case, read_published
+
+from .claim import Claim, Finding, Measured, claim, conditional_if, confirmed_if
+
+CLAIMS: list[Claim] = []
+SMALL, LARGE = ("gpt2", "llama-3.2-1b"), "llama-3.1-8b"
+
+
+def _step(found: Plan) -> float:
+    assert found.time is not None, "the claims are about cards of known FLOP/s"
+    return found.time.step_s
+
+
+def _slower(model: str, gpus: int = 8, **settings: int) -> float:
+    """A predicted step under full sharding over one under DDP, on H100s."""
+    full, ddp = (plan(model, "h100", gpus=gpus, strategy=name, **settings) for name in ("full_shard", "no_shard"))
+    return _step(full) / _step(ddp)
+
+
+def _span(values: Iterable[float]) -> str:
+    low, high = min(found := list(values)), max(found)
+    return f"{low:.2f} to {high:.2f}"
+
+
+def _behind(link: str, **settings: int) -> Plan:
+    """A plan of the larger model on 8 H100 with another link between them."""
+    spec = plan_spec(LARGE, "h100", gpus=8, checkpointing="full", **settings)
+    return plan_of(replace(spec, gpu=replace(spec.gpu, link=parse_link(link))))
+
+
+def _rate(found: Plan) -> float:
+    assert found.tokens_per_s_per_gpu is not None
+    return found.tokens_per_s_per_gpu
+
+
+@claim(
+    CLAIMS, "C7", "Inside an NVLink node FSDP is usually 5 to 15 % slower than DDP.", "computed",
+    "10_when_does_it_hide",
+)  # fmt: skip
+def _(measured: Measured) -> Finding:
+    found = [_slower(model, micro_batch=count) for model in SMALL for count in (1, 4)]
+    text = (
+        f"a step on 8 H100 takes {_span(found)} of DDP's where DDP fits ({' and '.join(SMALL)}): gathers hide behind"
+        " compute, and each rank steps an eighth of the parameters"
+    )
+    return confirmed_if(all(1.05 <= each <= 1.15 for each in found), text)
+
+
+@claim(CLAIMS, "C23", "Without a fast interconnect throughput may halve.", "computed", "12_hybrid_and_slow_links")
+def _(measured: Measured) -> Finding:
+    fast = _rate(_behind("nvlink4", seq=4096))
+    shares = {link: _rate(_behind(link, seq=4096)) / fast for link in ("pcie5", "pcie4", "eth100", "eth10")}
+    listed = ", ".join(f"{link} {share:.0%}" for link, share in shares.items())
+    more = _rate(_behind("pcie4", seq=4096, micro_batch=8)) / _rate(_behind("nvlink4", seq=4096, micro_batch=8))
+    text = (
+        f"Llama 3.1 8B on 8 H100, one sequence of 4,096 tokens a rank, of NVLink's tokens a second: {listed}. With 8"
+        f" sequences a rank pcie4 keeps {more:.0%}"
+    )
+    return conditional_if(min(shares.values()) < 0.5 < more, text)
+
+
+@claim(
+    CLAIMS, "C31", "Four RTX 4090 with NVLink reach a throughput that halves without it.", "computed",
+    "12_hybrid_and_slow_links",
+)  # fmt: skip
+def _(measured: Measured) -> Finding:
+    card = find_gpu("rtx-4090")
+    spec = plan_spec("llama-3.2-1b", card.name, gpus=4, seq=2048, checkpointing="full")
+    without = plan_of(spec)
+    with_it = plan_of(replace(spec, gpu=replace(card, link=parse_link("nvlink4"))))
+    text = (
+        f"the card has no NVLink: its GPUs are joined by {card.link.name}, {card.link.bytes_per_s / 1e9:.0f} GB/s. A"
+        f" 1B model gets {_rate(without):,.0f} tokens/s a GPU there; with an H100's NVLink it would get"
+        f" {_rate(with_it):,.0f}"
+    )
+    return confirmed_if("nvlink" in card.link.name, text)
+
+
+@claim(CLAIMS, "C24", "FSDP has a large overhead for small models.", "computed", "10_when_does_it_hide")
+def _(measured: Measured) -> Finding:
+    found = {model: _slower(model, gpus=64, seq=128) for model in ("gpt-tiny", "gpt-20m", "gpt2", "gpt2-large")}
+    listed = ", ".join(f"{model} {factor - 1:+.0%}" for model, factor in found.items())
+    text = f"a step beside DDP's on 64 H100, one sequence of 128 tokens a rank: {listed}"
+    return conditional_if(found["gpt-tiny"] > 1.1 > found["gpt2-large"], text)
+
+
+@claim(CLAIMS, "C25", "It scales nearly linearly to hundreds of GPUs.", "published", "19_planning_at_scale")
+def _(measured: Measured) -> Finding:
+    runs = _series("MPT-7b", 2048) | _series("MPT-70b", 2048)
+    rates = {few: runs[few] for few in sorted(runs)}
+    kept = rates["MPT-7b", 512] / rates["MPT-7b", 8]
+    large = rates["MPT-70b", 512] / rates["MPT-70b", 128]
+    few, many = (plan(LARGE, "h100", gpus=gpus, strategy="full_shard") for gpus in (64, 4096))
+    text = (
+        f"MosaicML's runs on H100 keep {kept:.0%} of the tokens a second and GPU from 8 to 512 GPUs (7B) and"
+        f" {large:.0%} from 128 to 512 (70B); predicted, an 8B model with one sequence a rank keeps"
+        f" {_rate(many) / _rate(few):.0%} from 64 to 4,096"
+    )
+    return conditional_if(kept > 0.9 and large > 0.9 and _rate(many) < 0.8 * _rate(few), text)
+
+
+@claim(CLAIMS, "C30", "FSDP speeds up training.", "computed", "11_strategy_shoot_out")
+def _(measured: Measured) -> Finding:
+    near, far = _slower("llama-3.2-1b"), _slower("llama-3.2-1b", gpus=512, seq=1024)
+    text = (
+        f"a 1B model's step takes {near:.2f} of DDP's on 8 H100 with NVLink, since each rank steps an eighth of the"
+        f" parameters, and {far:.2f} on 512 with 1,024 tokens a rank. What it gives besides is room for larger batches"
+    )
+    return conditional_if(near < 0.99 and far > 1.01, text)
+
+
+@claim(CLAIMS, "C34", "ZeRO scales better than FSDP beyond 1,000 GPUs.", "computed", "12_hybrid_and_slow_links")
+def _(measured: Measured) -> Finding:
+    full, hybrid = (_rate(plan(LARGE, "h100", gpus=2048, strategy=name)) for name in ("full_shard", "hybrid_shard"))
+    text = (
+        "ZeRO-3 and full sharding send the same bytes; what decides is over which ranks. Llama 3.1 8B on 2,048 H100:"
+        f" {full:,.0f} tokens/s a GPU sharded over all of them, {hybrid:,.0f} inside nodes (hybrid_shard)"
+    )
+    return confirmed_if(False, text) if hybrid > full else conditional_if(True, text)
+
+
+@lru_cache(maxsize=1)
+def _published() -> tuple[Case, ...]:
+    return tuple(read_published(shared_folder("data") / "published.csv")[0])
+
+
+def _series(model: str, sequence: int) -> dict[tuple[str, int], float]:
+    """(model, GPUs) -> published tokens a second and GPU of MosaicML's runs on H100s, the fastest of each number."""
+    found: dict[tuple[str, int], float] = {}
+    for case in _published():
+        spec = case.spec
+        of_it = spec.model.name == model and spec.seq == sequence and spec.gpu.name == "H100 SXM 80GB"
+        if of_it and case.tokens_per_s:
+            found[model, spec.gpus] = max(found.get((model, spec.gpus), 0.0), case.tokens_per_s)
+    return found

@@ -1,0 +1,124 @@
+"""What is said about communication: how many bytes, of what, over which links."""
+
+from __future__ import annotations
+
+from fsdplab.common.sizes import size
+from fsdplab.planning import plan
+from fsdplab.planning.plan_traffic import bytes_by_axis
+
+from .claim import Claim, Finding, Measured, claim, conditional_if, confirmed_if, in_mb
+
+CLAIMS: list[Claim] = []
+
+
+@claim(
+    CLAIMS, "C6", "FSDP communicates 1.3 to 1.5 times as much as DDP: two more all-gathers.",
+    "measured and computed", "06_a_whole_model",
+)  # fmt: skip
+def _(measured: Measured) -> Finding:
+    told = measured["strategies"]
+    small = told["full_shard"]["bytes"] / told["no_shard"]["bytes"]
+
+    def factor(of_full: tuple[str, str], of_ddp: tuple[str, str]) -> float:
+        full, ddp = (
+            plan("llama-3.1-8b", "h100", gpus=8, strategy=name, param_dtype=param, reduce_dtype=reduce)
+            for name, (param, reduce) in (("full_shard", of_full), ("no_shard", of_ddp))
+        )
+        return sum(bytes_by_axis(full.traffic).values()) / sum(bytes_by_axis(ddp.traffic).values())
+
+    one, usual, low = (
+        factor(("fp32", "fp32"), ("fp32", "fp32")),
+        factor(("bf16", "fp32"), ("fp32", "fp32")),
+        factor(("bf16", "fp32"), ("bf16", "bf16")),
+    )
+    text = (
+        f"{small:.2f} times for gpt-tiny, whose root is gathered once (measured); for Llama 3.1 8B {one:.2f} with one"
+        f" dtype, {usual:.2f} with bf16 gathers beside DDP in fp32, {low:.2f} beside DDP in bf16. An all-reduce is a"
+        " reduce-scatter and an all-gather, so it is one all-gather more, not two"
+    )
+    return conditional_if(1.3 < one < 1.5 and not 1.3 < usual < 1.5, text)
+
+
+@claim(
+    CLAIMS,
+    "C8",
+    "FSDP reduces the communication by exchanging only what is needed.",
+    "measured",
+    "11_strategy_shoot_out",
+)
+def _(measured: Measured) -> Finding:
+    full, ddp = (measured["strategies"][name]["bytes"] for name in ("full_shard", "no_shard"))
+    return confirmed_if(full < ddp, f"a rank sends {in_mb(full)} a step under full sharding and {in_mb(ddp)} under DDP")
+
+
+@claim(CLAIMS, "C9", "FSDP synchronises with all-reduce and broadcast.", "measured", "08_reading_a_trace")
+def _(measured: Measured) -> Finding:
+    kinds = _kinds(measured["strategies"]["full_shard"]["collectives"])
+    listed = " and ".join(f"{count} {kind}s" for kind, count in sorted(kinds.items()))
+    return confirmed_if("all_reduce" in kinds or "broadcast" in kinds, f"a step of gpt-tiny has {listed}, no other")
+
+
+@claim(CLAIMS, "C10", "The backward pass gathers gradients.", "measured", "08_reading_a_trace")
+def _(measured: Measured) -> Finding:
+    issued = measured["strategies"]["full_shard"]["collectives"]
+    backward = {name.removeprefix("backward "): count for name, count in issued.items() if name.startswith("backward")}
+    text = (
+        f"it gathers parameters ({backward['all_gather']} all_gathers) and reduces gradients"
+        f" ({backward['reduce_scatter']} reduce_scatters): no rank ever has the sum of all gradients"
+    )
+    return confirmed_if(backward.get("all_reduce", 0) > 0 or "reduce_scatter" not in backward, text)
+
+
+@claim(CLAIMS, "C13", "NO_SHARD is DDP.", "measured", "11_strategy_shoot_out")
+def _(measured: Measured) -> Finding:
+    ours, torchs = measured["strategies"]["no_shard"], measured["torch_ddp"]
+    apart = max(abs(a - b) for a, b in zip(ours["losses"], torchs["losses"], strict=True))
+    text = (
+        f"beside torch's DDP: losses of {len(ours['losses'])} steps differ by at most {apart:.1g}, and each rank sends"
+        f" {in_mb(ours['bytes'])}, torch's {in_mb(torchs['bytes'] or ours['bytes'])}"
+    )
+    return confirmed_if(apart < 1e-5 and torchs["bytes"] in (None, ours["bytes"]), text)
+
+
+@claim(
+    CLAIMS, "C14", "HYBRID_SHARD keeps the heavy all-gathers on fast links, and only all-reduces between nodes.",
+    "computed", "12_hybrid_and_slow_links",
+)  # fmt: skip
+def _(measured: Measured) -> Finding:
+    full, hybrid = (
+        bytes_by_axis(plan("llama-3.1-8b", "h100", gpus=64, strategy=name).traffic)
+        for name in ("full_shard", "hybrid_shard")
+    )
+    text = (
+        f"Llama 3.1 8B on 8 nodes of 8: between nodes a rank sends {size(hybrid['replicate'])} a step instead of"
+        f" {size(sum(full.values()))}; {size(hybrid['shard'])} stay inside its node"
+    )
+    return confirmed_if(hybrid["replicate"] < 0.5 * sum(full.values()) and hybrid["shard"] > hybrid["replicate"], text)
+
+
+@claim(CLAIMS, "C26", "Gradient accumulation changes what each strategy costs.", "measured", "11_strategy_shoot_out")
+def _(measured: Measured) -> Finding:
+    once = {name: told["bytes"] for name, told in measured["strategies"].items()}
+    factors = {name: nbytes / once[name] for name, nbytes in measured["micro_batches"].items()}
+    listed = ", ".join(f"{name} {factor:.1f}" for name, factor in factors.items())
+    text = f"bytes of a step of 8 micro-batches over those of one: {listed} (by default)"
+    return confirmed_if(max(factors.values()) > 2 * min(factors.values()), text)
+
+
+@claim(CLAIMS, "C37", "FSDP works with any optimizer.", "measured", "21_whole_matrices")
+def _(measured: Measured) -> Finding:
+    stock, owners = measured["muon"]["torch.optim.Muon"], measured["muon"]["owners"]
+    text = (
+        "true where each element is updated alone, as by AdamW: no collective. Muon needs whole matrices: a step of"
+        f" torch.optim.Muon on gpt-tiny's shards takes {stock} collectives, and {owners} where each matrix has an owner"
+    )
+    return conditional_if(stock > 10 * owners, text)
+
+
+def _kinds(issued: dict[str, int]) -> dict[str, int]:
+    """Collectives of a step by kind, whatever their phase."""
+    found: dict[str, int] = {}
+    for name, count in issued.items():
+        kind = name.split()[1]
+        found[kind] = found.get(kind, 0) + count
+    return found
