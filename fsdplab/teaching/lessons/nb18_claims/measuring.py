@@ -24,7 +24,8 @@ from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec, call_on_ranks, run
 
 JOB: dict[str, Any] = {"model": "gpt-tiny", "steps": 2, "device": "cpu"}
-_HERE = Path(__file__).parent
+_ON_RANKS = Path(__file__).with_name("on_ranks.py")
+_LESSONS = Path(__file__).parents[1]
 _TIME_LIMIT = 600.0
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "FSDP_VERSION": "2"}
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -130,17 +131,23 @@ def _curves() -> dict[str, Any]:
 
 
 def _composed() -> dict[str, float]:
-    from fsdplab.teaching.lessons.nb16_composition import lesson
-
-    drifts = {"tensor parallelism": lesson.tensor().seen["drift"], "experts": lesson.experts(4.0).seen["drift"]}
-    pipeline = {row[0]: float(row[3]) for row in lesson.pipeline().rows}
-    return drifts | {"a pipeline": max(pipeline.values())}
+    """How far the farthest parameter of notebook 16's models ends from the twin's."""
+    on_mesh, stages = _LESSONS / "nb16_composition" / "on_ranks.py", "stages_on_ranks.py"
+    with tempfile.TemporaryDirectory() as workspace:
+        tensor = _call("tensor", 4, on_mesh, workspace=workspace)[0]
+        experts = _call("experts", 4, on_mesh, workspace=workspace, divide=4.0)[0]
+        pipelines = _call("stages", 4, on_mesh.with_name(stages), workspace=workspace)[0]
+    return {
+        "tensor parallelism": tensor["drift"],
+        "experts": experts["drift"],
+        "a pipeline": max(each["drift"] for each in pipelines.values()),
+    }
 
 
 def _muon() -> dict[str, int]:
-    from fsdplab.teaching.lessons.nb21_whole_matrices import lesson
-
-    return {name: sum(kinds.values()) for name, kinds in lesson.counted().items()}
+    """Collectives of a step of Muon on notebook 21's shards."""
+    found = _call("collectives_of_a_step", 2, _LESSONS / "nb21_whole_matrices" / "on_ranks.py")[0]
+    return {name: sum(kinds.values()) for name, kinds in found.items()}
 
 
 def _layers() -> dict[str, str]:
@@ -175,8 +182,7 @@ def _losses(folder: Path, engine: str, text: str) -> list[float]:
     return [each["loss"] for each in state["log_history"] if "loss" in each]
 
 
-def _call(function: str, ranks: int, **payload: Any) -> list[Any]:
-    file = _HERE / "on_ranks.py"
+def _call(function: str, ranks: int, file: Path = _ON_RANKS, **payload: Any) -> list[Any]:
     return call_on_ranks(file, function, world_size=ranks, payload=payload, time_limit=_TIME_LIMIT)
 
 

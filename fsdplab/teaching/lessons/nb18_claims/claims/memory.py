@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fsdplab.common.sizes import seconds, size
 from fsdplab.planning import plan
 from fsdplab.planning.links import parse_link
@@ -184,7 +186,7 @@ def _(measured: Measured) -> Finding:
 )
 def _(measured: Measured) -> Finding:
     settings = {"gpus": 4, "checkpointing": "full", "seq": 2048}
-    ways = {
+    ways: dict[str, dict[str, Any]] = {
         "all parameters": {}, "adapters on bf16": {"lora_rank": 16},
         "adapters on 4 bits": {"lora_rank": 16, "base_dtype": "nf4"},
     }  # fmt: skip

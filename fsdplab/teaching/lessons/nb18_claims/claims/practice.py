@@ -75,7 +75,9 @@ def _(measured: Measured) -> Finding:
     return confirmed_if(drive["equal"] and experts < 1e-4, text)
 
 
-@claim(CLAIMS, "C32", "Not all custom layers are compatible with FSDP.", "measured", "13_precision_checkpointing_offload")
+@claim(
+    CLAIMS, "C32", "Not all custom layers are compatible with FSDP.", "measured", "13_precision_checkpointing_offload"
+)
 def _(measured: Measured) -> Finding:
     layers = measured["layers"]
     text = (
