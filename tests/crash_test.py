@@ -33,7 +33,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fsdplab.engine.checkpoint_folder import published
+from fsdplab.checkpoint import published
 from tests.examples import EXAMPLES, tiny_llama
 from tests.leftovers import processes_of
 

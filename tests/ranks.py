@@ -39,7 +39,7 @@ _PRELOAD = (
     "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "torch.distributed.checkpoint", "torch.profiler",
     "fsdplab.engine.shard", "fsdplab.engine.features.clipping", "fsdplab.engine.features.offloaded_optimizer",
-    "fsdplab.engine.checkpoint", "fsdplab.workloads.moe", "fsdplab.workloads.parallel",
+    "fsdplab.checkpoint.state", "fsdplab.workloads.moe", "fsdplab.workloads.parallel",
     "fsdplab.workloads.text", "pytest",
 )  # fmt: skip
 

@@ -22,7 +22,8 @@ from tests.without_linux import TAKES
 pytestmark = pytest.mark.quick
 ROOT = Path(__file__).resolve().parents[1]
 GUIDES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-INNER = ("engine", "workloads", "records", "planning", "profiling", "sessions", "recording")  # need torch, numpy
+# need torch and numpy
+INNER = ("engine", "checkpoint", "workloads", "records", "planning", "profiling", "sessions", "recording")
 OUTER = {
     "plotly",
     "jinja2",

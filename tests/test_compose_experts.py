@@ -19,7 +19,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fsdplab.engine import checkpoint, clip_grad_norm_
+from fsdplab import checkpoint
+from fsdplab.engine import clip_grad_norm_
 from fsdplab.workloads import ModelError, initialise
 from fsdplab.workloads.moe import (
     MOE_PRESETS,

@@ -25,7 +25,7 @@ from torch.distributed.pipelining import (
 )  # fmt: skip
 from torch.nn import functional
 
-from fsdplab.engine import checkpoint
+from fsdplab import checkpoint
 from fsdplab.teaching.core.comm_log import WireLog
 from fsdplab.workloads import ModelError, build_model, loss_of, preset
 from fsdplab.workloads.parallel import build_stage, parallelize, stage_span

@@ -17,7 +17,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fsdplab.engine import checkpoint, clip_grad_norm_
+from fsdplab import checkpoint
+from fsdplab.engine import clip_grad_norm_
 from fsdplab.workloads import ModelError, build_model, initialise, loss_of
 from fsdplab.workloads.parallel import parallelize
 from fsdplab.workloads.twin import replay_gradients

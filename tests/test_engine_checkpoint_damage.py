@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fsdplab.engine import checkpoint
-from fsdplab.engine.features.checked_files import FORMAT, MANIFEST, CheckpointDamaged
+from fsdplab import checkpoint
+from fsdplab.checkpoint.files import FORMAT, MANIFEST, CheckpointDamaged
 from tests.test_engine_checkpoint_files import state_of, trainee
 
 FILES = (".metadata", "__0_0.distcp", "__1_0.distcp", MANIFEST)

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from fsdplab.engine import checkpoint, shard_model
-from fsdplab.engine.features.checked_files import FORMAT, MANIFEST, CheckedReader, CheckpointDamaged
+from fsdplab import checkpoint
+from fsdplab.checkpoint.files import FORMAT, MANIFEST, CheckedReader, CheckpointDamaged
+from fsdplab.engine import shard_model
 from tests.surface import Net, loss_of, mesh_of, wholes
 
 pytestmark = pytest.mark.quick

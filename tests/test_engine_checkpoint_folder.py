@@ -16,10 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdplab.engine import checkpoint
-from fsdplab.engine.checkpoint_folder import CheckpointFolder, CheckpointNotSaved, published
-from fsdplab.engine.features import checked_files
-from fsdplab.engine.features.checked_files import CheckpointDamaged
+from fsdplab import checkpoint
+from fsdplab.checkpoint import CheckpointFolder, CheckpointNotSaved, published
+from fsdplab.checkpoint import files as checked_files
+from fsdplab.checkpoint.files import CheckpointDamaged
 from tests.test_engine_checkpoint_files import state_of, trainee
 
 pytestmark = pytest.mark.quick

@@ -28,7 +28,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import Shard
 
-from fsdplab.engine import STRATEGIES, checkpoint, compat, fully_shard, shard, shard_model
+from fsdplab import checkpoint
+from fsdplab.engine import STRATEGIES, compat, fully_shard, shard, shard_model
 from fsdplab.engine.core.param import ShardedParam
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.features import mapped

@@ -32,7 +32,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdplab.engine import STRATEGIES, checkpoint, shard_model
+from fsdplab import checkpoint
+from fsdplab.engine import STRATEGIES, shard_model
 
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 Trainee = tuple[nn.Module, torch.optim.Optimizer]

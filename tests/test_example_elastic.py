@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdplab.engine.checkpoint_folder import published
+from fsdplab.checkpoint import published
 from tests.crash_test import _children
 from tests.examples import EXAMPLES, tiny_llama
 from tests.forking_starter import _free_port

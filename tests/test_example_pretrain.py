@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-from fsdplab.engine.checkpoint_folder import published
+from fsdplab.checkpoint import published
 from tests.examples import EXAMPLES, losses, run_on_this_rank, tiny_llama
 from tests.test_works_with import ImportedByTheMother
 

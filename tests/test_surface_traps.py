@@ -21,7 +21,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import fsdplab.engine as engine
-from fsdplab.engine import checkpoint, events, fully_shard, shard_model
+from fsdplab import checkpoint
+from fsdplab.engine import events, fully_shard, shard_model
 from tests.surface import Collectives, Net, close, data, gradients, loss_of, mesh_of, sharded, twin_gradients, wholes
 
 LOW = MixedPrecisionPolicy(torch.bfloat16, torch.float32)

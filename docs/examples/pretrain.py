@@ -28,9 +28,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from fsdplab.checkpoint import CheckpointFolder
+
 # PyTorch's own engine: from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from fsdplab.engine import MixedPrecisionPolicy, fully_shard
-from fsdplab.engine.checkpoint_folder import CheckpointFolder
 
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "no_shard")
 IGNORED = -100  # the target of a row that only fills a batch up

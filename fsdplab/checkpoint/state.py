@@ -4,7 +4,7 @@ The files are plain DCP with the keys of PyTorch's own recipe (`model`, `optim`)
 PyTorch's FSDP2 and an unsharded model read each other's. The traps: asking an optimizer that has not stepped for its
 state counts as a step (or leaves the state out, where gradients exist), saving over a checkpoint can lose both, a
 "full" state dict may be the live parameters, which the next step changes, and loading a file runs the code that it
-holds, or leaves a model half overwritten (features/checked_files.py).
+holds, or leaves a model half overwritten (files.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from fsdplab.engine.features.checked_files import (
+from fsdplab.checkpoint.files import (
     MANIFEST,
     CheckedPlanner,
     CheckedReader,

@@ -31,8 +31,8 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fsdplab.engine.checkpoint import load, states_of
-from fsdplab.engine.features.checked_files import CheckpointDamaged, on_each_rank, write_manifest
+from fsdplab.checkpoint.files import CheckpointDamaged, on_each_rank, write_manifest
+from fsdplab.checkpoint.state import load, states_of
 
 _NAME = re.compile(r"step-(\d{8,})")
 _HIDDEN = re.compile(r"\.step-\d{8,}\.[0-9a-f]{8}")
