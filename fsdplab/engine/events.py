@@ -68,9 +68,7 @@ _subscribers: list[Callable[[Event], None]] = []
 
 
 def subscribe(callback: Callable[[Event], None]) -> Callable[[], None]:
-    """Send every event to `callback` (called on the thread
-    that runs the model) until the returned function is called.
-    """
+    """Send every event to `callback` (called on the thread that runs the model) until what is returned is called."""
     _subscribers.append(callback)
     return lambda: _subscribers.remove(callback)
 

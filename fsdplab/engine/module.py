@@ -197,9 +197,7 @@ class FSDPModule(TorchFSDPModule):
             unit.in_flight = max_input_buffers
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce on a communicator of its own, so that NCCL runs reductions beside gathers;
-        collective over the shards.
-        """
+        """Reduce on a communicator of its own, so that NCCL runs them beside gathers; collective over the shards."""
         for unit in units_under(self, recurse):
             if unit.memory.config.shard is not None:
                 unit.memory.config.shard.separate_reductions(enable)

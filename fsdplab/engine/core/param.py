@@ -74,9 +74,7 @@ class ShardedParam:
 
     @property
     def version(self) -> int:
-        """Changes whenever somebody writes to the parameter at rest,
-        through the DTensor or through its local tensor.
-        """
+        """Changes whenever somebody writes to the parameter at rest, through the DTensor or its local tensor."""
         inner = self.at_rest._local_tensor._version if isinstance(self.at_rest, DTensor) else 0
         return self.at_rest._version + inner
 

@@ -41,9 +41,7 @@ def _sync_file_range() -> Callable[..., int]:
 
 
 class MappedFile(mmap.mmap):
-    """`nbytes` zeroed bytes of disk, reserved, mapped,
-    and freed with the last tensor over them (two descriptors each).
-    """
+    """`nbytes` zeroed bytes of disk, reserved, mapped, freed with the last tensor over them (two descriptors each)."""
 
     descriptor: int
     address: int
@@ -75,8 +73,7 @@ class MappedFile(mmap.mmap):
         With `keep_cached` the kernel writes them and drops its copy when it wants to. Raises the `OSError` of a write
         that has failed, this one's or an earlier one's.
         """
-        first = start // mmap.PAGESIZE * mmap.PAGESIZE
-        self.madvise(mmap.MADV_DONTNEED, first, stop - first)  # of a shared mapping: nothing is lost
+        self.madvise(mmap.MADV_DONTNEED, *_pages(start, stop))  # of a shared mapping: nothing is lost
         self._wanted.discard(start)
         if keep_cached:
             return
@@ -169,9 +166,7 @@ def wait() -> None:
 
 
 def is_in_memory(folder: Path) -> bool:
-    """Whether `folder` is a file system of memory (tmpfs, ramfs):
-    files there take the memory that they should spare.
-    """
+    """Whether `folder` is a file system of memory (tmpfs, ramfs): files there take the memory they are to spare."""
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -196,9 +191,7 @@ def _span(file: MappedFile, tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _reserved(folder: Path, nbytes: int, label: str) -> int:
-    """A descriptor of a new file without a name whose bytes are the file's own:
-    a full disk shows here, not as SIGBUS.
-    """
+    """A descriptor of a new file without a name whose bytes are its own: a full disk shows here, not as SIGBUS."""
     descriptor = _unnamed(folder, label)
     found = os.fstatvfs(descriptor)
     free = found.f_bavail * found.f_frsize

@@ -24,9 +24,7 @@ _checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary(
 
 
 def _refuse_replaced(optimizer: Optimizer, *_: Any) -> None:
-    """Raise a `RuntimeError` for an optimizer that holds parameters of before sharding;
-    looks once a set of parameters.
-    """
+    """Raise a `RuntimeError` for an optimizer that holds parameters of before sharding; looks once a set of them."""
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     if _checked.get(optimizer) == count:
         return
@@ -48,9 +46,7 @@ def watch_optimizers() -> None:
 
 
 def warn_of_low_masters(params: Iterable[tuple[str, torch.Tensor]], policy: MixedPrecisionPolicy) -> None:
-    """Warn where mixed precision was asked for and a trainable parameter is not kept in more than what it
-    computes in.
-    """
+    """Warn where mixed precision was asked for and a trained parameter is kept in no more than what it computes in."""
     low = policy.param_dtype
     if low not in (torch.bfloat16, torch.float16):
         return

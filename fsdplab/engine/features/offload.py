@@ -182,9 +182,7 @@ def _view(piece: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
 
 
 class _Order:
-    """Which address was read after which two: a backward passes the same units as the forward,
-    in the opposite order.
-    """
+    """Which address was read after which two: a backward passes the units of the forward in the opposite order."""
 
     def __init__(self) -> None:
         self._followed: dict[tuple[int, int], int] = {}
