@@ -24,6 +24,7 @@ from fsdplab.teaching.core import registry
 from fsdplab.teaching.lessons.nb06_whole_model import schedules, units
 from fsdplab.teaching.lessons.nb07_overlap import on_ranks as hidden
 from fsdplab.teaching.lessons.nb11_shoot_out import on_ranks as shoot_out
+from fsdplab.teaching.lessons.nb14_failures import faults
 from fsdplab.workloads import build_model, preset
 
 NOTEBOOKS = {
@@ -153,6 +154,7 @@ SOURCES: dict[str, dict[str, Source]] = {
         "16 bytes": STATES, "25 GB/s": given(25, "PCIe 4"),
         "3 GB/s": given(3, "the slider's first"), "43 MB": mb(SMALL) / 2,
     },
+    "14": {"60 ms": lambda: 1e3 * float(faults.FAULTS["one slow rank"].injected.partition("sleep(")[2][:4])},
     "16": {"90 %": given(90, "a question")},
     "19": {
         "70 billion": given(70, "the model's name"), "70.6 billion": LARGE / 1e9, "8 billion": LLAMA / 1e9,

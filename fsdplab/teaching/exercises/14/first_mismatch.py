@@ -1,0 +1,93 @@
+"""The first call that does not fit
+
+Write first_mismatch(calls): how many calls all ranks made alike, and the ranks whose next call is another than that of
+most ranks, as a list. `calls[rank]` is a list of (kind, bytes). A list may end early: a rank that waits has made fewer
+calls, and that is no difference. Where no call differs, the list of ranks is empty.
+
+1. Ranks make the same calls, in the same order. Go through the places: which calls stand there?
+2. Compare as far as the shortest list goes: `for place, there in enumerate(zip(*calls))`.
+3. Where `len(set(there)) > 1`: `usual = max(set(there), key=there.count)`, and the ranks are those whose call is
+   another. Return `(place, ranks)` at once: what follows the first difference is its consequence.
+"""
+
+
+def first_mismatch(calls):
+    """(calls made alike, [ranks that then make another call than most])."""
+    ### BEGIN SOLUTION  calls[rank][place] is a pair: kind and bytes
+    for place, there in enumerate(zip(*calls)):
+        #! for place, there in enumerate(zip(*[[kind for kind, _ in own] for own in calls])):
+        #: the same kind with another number of bytes does not fit either: compare the whole pairs
+        #! for place, there in enumerate(zip(*[[nbytes for _, nbytes in own] for own in calls])):
+        #: another kind with the same number of bytes does not fit either: compare the whole pairs
+        #! for place, there in reversed(list(enumerate(zip(*calls)))):
+        #: this is the last difference; those after the first are its consequences
+        if len(set(there)) > 1:
+            usual = max(set(there), key=there.count)
+            #! usual = there[0]
+            #: rank 0 is not always right: the ranks that differ are those that differ from most
+            return place, [rank for rank, call in enumerate(there) if call != usual]
+            #! return place + 1, [rank for rank, call in enumerate(there) if call != usual]
+            #: this counts the call that differs, too: the first number is of the calls before it
+            #! return place, [rank for rank, call in enumerate(there) if call == usual]
+            #: these are the ranks that agree; return those that differ from most
+            #! return place
+            #: return two values: a number of calls, and a list of ranks
+            #! return place, [call for call in there if call != usual]
+            #: these are calls; return the numbers of the ranks that make them
+    return min(map(len, calls)), []
+    #! return max(map(len, calls)), []
+    #: a rank that waits has made fewer calls: all ranks made as many alike as the shortest list has
+    #! return 0, []
+    #: where no call differs, all calls that were compared are alike: as many as the shortest list has
+    ### END SOLUTION
+
+
+#! def first_mismatch(calls):
+#!     for place in range(max(map(len, calls))):
+#!         there = [own[place] if place < len(own) else None for own in calls]
+#!         usual = max(there, key=there.count)
+#!         if len(set(there)) > 1:
+#!             return place, [rank for rank, call in enumerate(there) if call != usual]
+#!     return len(calls[0]), []
+#: a rank whose list has ended waits, or was ended: that is no other call. Compare as far as the shortest list goes
+
+
+#! def first_mismatch(calls):
+#!     shortest = min(map(len, calls))
+#!     ranks = [rank for rank, own in enumerate(calls) if len(own) == shortest]
+#!     return (shortest, ranks if len(ranks) < len(calls) else [])
+#: where a list ends is where a rank waits; the call that does not fit may stand far before
+
+# ---- check: pure
+
+GATHER, SMALL, REDUCE, SUM = ("all_gather", 4096), ("all_gather", 1024), ("reduce_scatter", 4096), ("all_reduce", 4)
+STEP = [GATHER, SMALL, REDUCE]
+
+
+def cases(rank, n):
+    yield "one rank in another order", [STEP, STEP, [SMALL, GATHER, REDUCE]]
+    yield "nobody", [STEP * 2, STEP * 2, STEP * 2]
+    yield "a call that one rank makes alone", [STEP + [SUM] + STEP, STEP * 2, STEP * 2, STEP * 2]
+    yield "rank 0 differs, and all that follows", [[GATHER, REDUCE, SMALL, SUM], STEP + [SUM], STEP + [SUM]]
+    yield "the same kind, other bytes", [STEP, [GATHER, ("all_gather", 2048), REDUCE], STEP]
+    yield "the same bytes, another kind", [STEP, STEP, [REDUCE, SMALL, REDUCE], STEP]
+    yield "a rank that waits", [STEP, STEP[:2], STEP]
+    yield "two of five, and one that waits", [STEP, [SMALL], STEP, STEP, [SMALL, GATHER]]
+    yield "a difference, then a rank that was ended", [STEP * 2, [SMALL, GATHER, REDUCE], STEP * 2]
+    yield "only the last call", [STEP + [GATHER], STEP + [SMALL], STEP + [GATHER]]
+
+
+def observe(first_mismatch, calls):
+    found = first_mismatch([list(own) for own in calls])
+    if not isinstance(found, (tuple, list)) or len(found) != 2 or not isinstance(found[1], (list, tuple, set)):
+        return {"calls made alike": f"{found!r}, no pair", "ranks": []}
+    return {"calls made alike": found[0], "ranks": sorted(found[1])}
+
+
+def alike(got, right):
+    if not isinstance(got["calls made alike"], int):
+        return "return two values: a number of calls, and a list of ranks"
+    return "count the places before the first one at which the pairs (kind, bytes) of two ranks differ"
+
+
+SAYS = {"calls made alike": alike, "ranks": "the ranks whose call there is another than that of most ranks, by number"}

@@ -1,0 +1,175 @@
+"""The part of lesson 14 that runs on ranks: the job, watched from outside, and its twin.
+
+The watch knows nothing of the faults. It stands in for the functions of `torch.distributed` that the job calls, and
+notes of each call when it was issued, when its result was there, and whether anybody waited for it. Calls are written
+to a file at once: a rank that is ended returns nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from fsdplab.workloads.twin import replay_gradients
+
+PATIENCE_S = 5  # for a message that does not come
+KINDS = {"all_gather_into_tensor": "all_gather", "reduce_scatter_tensor": "reduce_scatter", "all_reduce": "all_reduce"}
+
+
+def watch(payload: dict[str, Any]) -> dict[str, Any]:
+    """Train the job in the file `payload["source"]` for `payload["steps"]` steps, watched, and beside its twin.
+
+    What is returned is plain: `pid`, `stopped` (why the rank did not come to its end, or ""), `losses`, `began` (the
+    sum of each unit's parameters before the first step), `units` (bytes of each, gathered), `held` (the most bytes of
+    gathered parameters at once), `dtype` of the parameters that the optimizer has, `still` (the part of their
+    elements that have a gradient and did not move), and of the twin `twin_losses` and `ratios` of the first
+    gradients.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    job = _module(Path(payload["source"]))
+    units, optimizer = job.build(rank, ranks)
+    log = CallLog(Path(payload["folder"]) / f"calls{rank}", payload["source"])
+    seen: dict[str, Any] = {
+        "pid": os.getpid(), "stopped": "", "losses": [], "still": [],
+        "dtype": str(units[0].shard.dtype).removeprefix("torch."),
+        "began": [sum(each.sum().item() for each in unit.layer.parameters()) for unit in units],
+        "units": [4 * unit.size for unit in units],
+    }  # fmt: skip
+    dist.barrier()
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=PATIENCE_S))
+    try:
+        for step in range(payload["steps"]):
+            before = [unit.shard.detach().clone() for unit in units]
+            with log.of_step(step):
+                seen["losses"].append(job.train_step(units, optimizer, step, rank))
+            seen["still"].append(_still(before, units))
+            if step == 0:
+                first = [unit.shard.grad.float().clone() for unit in units]
+    except RuntimeError as error:  # a message did not come, or a peer is gone
+        seen["stopped"] = str(error).splitlines()[0]
+    twin_losses, gradients = _twin(job, payload["steps"], ranks)
+    seen |= {"held": log.most_held, "twin_losses": twin_losses, "ratios": []}
+    if seen["losses"]:
+        seen["ratios"] = [_ratio(ours, _own(whole, rank, ranks)) for ours, whole in zip(first, gradients)]
+    return seen
+
+
+def _module(path: Path) -> ModuleType:
+    module = ModuleType(path.stem)
+    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), vars(module))
+    return module
+
+
+def _still(before: list[torch.Tensor], units: Any) -> float:
+    """The part of the elements with a gradient that the step left as they were."""
+    with_gradient = stayed = 0
+    for old, unit in zip(before, units):
+        pulled = unit.shard.grad != 0
+        with_gradient += int(pulled.sum())
+        stayed += int((pulled & (unit.shard.detach() == old)).sum())
+    return stayed / max(1, with_gradient)
+
+
+# ---- the twin
+
+
+def _twin(job: ModuleType, steps: int, ranks: int) -> tuple[list[float], list[torch.Tensor]]:
+    """The mean losses of an unsharded model on all ranks' batches, and its first gradients, a vector a unit."""
+    torch.manual_seed(0)
+    layers = job.model()
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=1e-3)
+    losses, first = [], []
+    for step in range(steps):
+        losses.append(replay_gradients(layers, [[job.batch(step, rank)] for rank in range(ranks)], job.loss_of))
+        if step == 0:
+            first = [torch.cat([each.grad.flatten() for each in layer.parameters()]) for layer in layers]
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+    return losses, first
+
+
+def _own(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    return F.pad(whole, (0, -len(whole) % ranks)).chunk(ranks)[rank]
+
+
+def _ratio(ours: torch.Tensor, twins: torch.Tensor) -> list[float]:
+    """[how many times the twin's gradient ours is, the part of ours that is no multiple of it]."""
+    factor = float((ours * twins).sum() / (twins * twins).sum())
+    return [factor, float((ours - factor * twins).norm() / ours.norm().clamp(min=1e-30))]
+
+
+# ---- the calls
+
+
+class CallLog:
+    """The collectives of one rank, a line of JSON each, in a file."""
+
+    def __init__(self, path: Path, job: str) -> None:
+        self.most_held, self._job, self._step = 0, job, 0
+        self._gathered: list[weakref.ref[torch.Tensor]] = []
+        self._file = path.open("w", buffering=1, encoding="utf-8")
+        self._number = 0
+
+    @contextmanager
+    def of_step(self, step: int) -> Iterator[None]:
+        """Inside, calls of the job are noted under this step."""
+        self._step = step
+        originals = {name: getattr(dist, name) for name in KINDS}
+        for name, original in originals.items():
+            setattr(dist, name, self._noting(KINDS[name], original))
+        try:
+            yield
+        finally:
+            for name, original in originals.items():
+                setattr(dist, name, original)
+
+    def _noting(self, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **named: Any) -> Any:
+            frame = sys._getframe(1)
+            payload = arguments[1] if kind == "reduce_scatter" else arguments[0]
+            number, self._number = self._number, self._number + 1
+            self._write(
+                number=number, step=self._step, kind=kind, nbytes=payload.nbytes, issued=time.time_ns(),
+                line=frame.f_lineno, finite=bool(arguments[-1].isfinite().all()),
+            )  # fmt: skip
+            work = original(*arguments, **named)
+            if kind == "all_gather":
+                self._hold(arguments[0])
+            if work is None:
+                self._write(number=number, done=time.time_ns())
+                return None
+            return _Waited(work, lambda: self._write(number=number, done=time.time_ns()))
+
+        return call
+
+    def _hold(self, whole: torch.Tensor) -> None:
+        self._gathered = [ref for ref in self._gathered if ref() is not None] + [weakref.ref(whole)]
+        self.most_held = max(self.most_held, sum(each.nbytes for ref in self._gathered if (each := ref()) is not None))
+
+    def _write(self, **row: Any) -> None:
+        self._file.write(json.dumps(row) + "\n")
+
+
+class _Waited:
+    """A message under way whose wait is noted."""
+
+    def __init__(self, work: Any, waited: Callable[[], None]) -> None:
+        self._work, self._waited = work, waited
+
+    def wait(self) -> None:
+        """Wait for the message, and note it."""
+        self._work.wait()
+        self._waited()
