@@ -478,7 +478,7 @@ def ended(arguments, capsys):
 
 
 def test_what_collectives_take_from_the_compute_is_no_part_of_the_optimizers_step():
-    """All ranks' passes are longer by it; it once lay in the optimizer's step, which then took a quarter of this one."""
+    """All ranks' passes are longer by it; it once lay in the optimizer's step, a quarter of this one."""
     spec = plan_spec("llama-3.1-8b", "h100", gpus=8)
     record = simulate(spec)
     moved_s = (2 * 8 + 3 * 4) * spec.model.parameters / 8 / (HBM_EFFICIENCY * spec.gpu.hbm_bytes_per_s)

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdplab.engine import checkpoint, fully_shard, shard_model
+from fsdplab import checkpoint
+from fsdplab.engine import fully_shard, shard_model
 from fsdplab.engine.features.offload import NVMeOffloadPolicy
 from fsdplab.engine.features.offloaded_optimizer import offload_optimizer
 from fsdplab.workloads import ByteText, block_types, build_model, loss_of
