@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from itertools import accumulate
 from math import prod
 
 import torch
@@ -44,17 +44,14 @@ class Exchange:
 
     def to_owners(self, bucket: Bucket, parts: Iterable[torch.Tensor]) -> Arriving:
         """Send this rank's `parts` of the matrices of `bucket` to their owners; each is packed as it comes."""
-        plan = [(self.matrices[number], owner) for number, owner in zip(bucket.numbers, bucket.owners)]
-        sizes = [0] * self.ranks
-        for matrix, owner in plan:
-            sizes[owner] += matrix.sent(self.rank, owner)
+        plan, mine = self._plan(bucket), self._owned(bucket)
+        pieces = [(owner, matrix.sent(self.rank, owner)) for matrix, owner in plan]
+        sizes = [sum(numel for owner, numel in pieces if owner == rank) for rank in range(self.ranks)]
         send = self._buffer(sum(sizes))
-        places = self._cut(send, [(owner, matrix.sent(self.rank, owner)) for matrix, owner in plan])
-        for place, part in zip(places, parts):
+        for place, part in zip(_cut(send, sizes, pieces), parts):
             if place.numel():
                 place.view(part.shape).copy_(part)
             del part  # so that one at a time takes memory
-        mine = [matrix for matrix, owner in plan if owner == self.rank]
         comes = [sum(matrix.sent(rank, self.rank) for matrix in mine) for rank in range(self.ranks)]
         if all(matrix.dim is None for matrix, _ in plan):  # everything is here
             return Arriving(Pending(lambda: None), send, comes)
@@ -63,34 +60,23 @@ class Exchange:
     def assemble(self, bucket: Bucket, arrived: Arriving) -> Iterator[torch.Tensor]:
         """The whole matrices that this rank owns, one by one in the bucket's order, once their parts are there."""
         arrived.work.wait()
-        begins = [sum(arrived.sizes[:rank]) for rank in range(self.ranks)]
-        for number, owner in zip(bucket.numbers, bucket.owners):
-            if owner != self.rank:
-                continue
-            matrix, parts = self.matrices[number], []
-            for rank in range(self.ranks):
-                count = matrix.sent(rank, owner)
-                shape = matrix.shape if matrix.dim is None else matrix.part(rank)
-                if count:
-                    parts.append(arrived.buffer[begins[rank] : begins[rank] + count].view(shape))
-                begins[rank] += count
+        mine = self._owned(bucket)
+        pieces = [(rank, matrix.sent(rank, self.rank)) for matrix in mine for rank in range(self.ranks)]
+        places = iter(_cut(arrived.buffer, arrived.sizes, pieces))
+        for matrix in mine:
+            shapes = [matrix.shape if matrix.dim is None else matrix.part(rank) for rank in range(self.ranks)]
+            parts = [place.view(shape) for shape, place in zip(shapes, places) if place.numel()]
             yield parts[0] if len(parts) == 1 else torch.cat(parts, matrix.dim or 0)
 
     def back(self, bucket: Bucket, results: Sequence[torch.Tensor]) -> Arriving:
         """Send every rank its parts of `results`, the updates of the matrices that this rank owns."""
-        plan = [(self.matrices[number], owner) for number, owner in zip(bucket.numbers, bucket.owners)]
-        mine = [matrix for matrix, owner in plan if owner == self.rank]
+        plan, mine = self._plan(bucket), self._owned(bucket)
         if self.ranks > 1 and all(matrix.dim is None for matrix, _ in plan):
-            return self._all_gather(bucket, plan, results)
+            return self._all_gather(plan, results)
         sizes = [sum(prod(matrix.part(rank)) for matrix in mine) for rank in range(self.ranks)]
         send = self._buffer(sum(sizes))
-        pieces = [
-            (rank, piece)
-            for rank in range(self.ranks)
-            for matrix, result in zip(mine, results)
-            for piece in [_part_of(matrix, result, rank)]
-        ]
-        for place, (_, piece) in zip(self._cut(send, [(rank, piece.numel()) for rank, piece in pieces]), pieces):
+        pieces = [_part_of(matrix, result, rank) for rank in range(self.ranks) for matrix, result in zip(mine, results)]
+        for place, piece in zip(send.split([piece.numel() for piece in pieces]), pieces):
             if piece.numel():
                 place.view(piece.shape).copy_(piece)
         comes = [
@@ -101,13 +87,17 @@ class Exchange:
     def parts_in(self, bucket: Bucket, arrived: Arriving) -> list[torch.Tensor]:
         """This rank's part of every update of the bucket, once they are there."""
         arrived.work.wait()
-        begins = [sum(arrived.sizes[:rank]) for rank in range(self.ranks)]
-        parts = []
-        for number, owner in zip(bucket.numbers, bucket.owners):
-            shape = self.matrices[number].part(self.rank)
-            parts.append(arrived.buffer[begins[owner] : begins[owner] + prod(shape)].view(shape))
-            begins[owner] += prod(shape)
-        return parts
+        shapes = [matrix.part(self.rank) for matrix, _ in self._plan(bucket)]
+        places = _cut(arrived.buffer, arrived.sizes, list(zip(bucket.owners, map(prod, shapes))))
+        return [place.view(shape) for place, shape in zip(places, shapes)]
+
+    def _plan(self, bucket: Bucket) -> list[tuple[Matrix, int]]:
+        """The matrices of a bucket, each with its owner."""
+        return [(self.matrices[number], owner) for number, owner in zip(bucket.numbers, bucket.owners)]
+
+    def _owned(self, bucket: Bucket) -> list[Matrix]:
+        """Those that this rank owns."""
+        return [matrix for matrix, owner in self._plan(bucket) if owner == self.rank]
 
     # ---- moving bytes
 
@@ -115,19 +105,6 @@ class Exchange:
         buffer = torch.empty(numel, dtype=self.dtype, device=self.device)
         events.tag("communication_buffers", buffer, LABEL.unit)
         return buffer
-
-    def _cut(self, buffer: torch.Tensor, pieces: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-        """The place of each piece (its rank, its elements) in a buffer that is ordered by rank."""
-        begins, sizes = [0] * self.ranks, [0] * self.ranks
-        for rank, numel in pieces:
-            sizes[rank] += numel
-        for rank in range(1, self.ranks):
-            begins[rank] = begins[rank - 1] + sizes[rank - 1]
-        places = []
-        for rank, numel in pieces:
-            places.append(buffer[begins[rank] : begins[rank] + numel])
-            begins[rank] += numel
-        return places
 
     def _all_to_all(
         self, bucket: Bucket, send: torch.Tensor, sizes: list[int], comes: list[int], there: bool
@@ -137,23 +114,29 @@ class Exchange:
         if not any(moved):
             return Arriving(Pending(lambda: None), send, comes)
         received, width = self._buffer(sum(comes)), self.dtype.itemsize
-        issue = partial(
-            _issue_all_to_all, self.group, received.view(torch.uint8), send.view(torch.uint8),
-            [count * width for count in comes], [count * width for count in sizes],
-        )  # fmt: skip
+
+        def issue(asynchronous: bool) -> object:
+            out, source = received.view(torch.uint8), send.view(torch.uint8)
+            bytes_in, bytes_out = [count * width for count in comes], [count * width for count in sizes]
+            with events.span("all_to_all", LABEL.unit):
+                return dist.all_to_all_single(out, source, bytes_in, bytes_out, group=self.group, async_op=asynchronous)
+
         whole = sum(self.matrices[number].numel for number in bucket.numbers) * width
         leaves = departure(LABEL, "all_to_all", whole // self.ranks, moved[self.rank] * width, 0, self.dtype, self.link)
         return Arriving(self._run(issue, leaves, send, received), received, comes)
 
-    def _all_gather(
-        self, bucket: Bucket, plan: Sequence[tuple[Matrix, int]], results: Sequence[torch.Tensor]
-    ) -> Arriving:
+    def _all_gather(self, plan: Sequence[tuple[Matrix, int]], results: Sequence[torch.Tensor]) -> Arriving:
         """Gather the updates of all owners, each padded to the longest."""
         owned = [sum(matrix.numel for matrix, owner in plan if owner == rank) for rank in range(self.ranks)]
         longest, width = max(owned), self.dtype.itemsize
         send, received = self._buffer(longest), self._buffer(self.ranks * longest)
         torch.cat([result.reshape(-1) for result in results] or [send[:0]], out=send[: owned[self.rank]])
-        issue = partial(_issue_all_gather, self.group, received.view(torch.uint8), send.view(torch.uint8))
+
+        def issue(asynchronous: bool) -> object:
+            out, source = received.view(torch.uint8), send.view(torch.uint8)
+            with events.span("all_gather", LABEL.unit):
+                return compat.all_gather_single(out, source, group=self.group, async_op=asynchronous)
+
         padding = (self.ranks * longest - sum(owned)) * width
         sent = longest * (self.ranks - 1) * width
         leaves = departure(LABEL, "all_gather", self.ranks * longest * width, sent, padding, self.dtype, self.link)
@@ -173,19 +156,14 @@ class Arriving:
     sizes: list[int] = field(default_factory=list)
 
 
-def _issue_all_to_all(
-    group: dist.ProcessGroup, received: torch.Tensor, send: torch.Tensor, comes: list[int], goes: list[int],
-    asynchronous: bool,
-) -> object:  # fmt: skip
-    with events.span("all_to_all", LABEL.unit):
-        return dist.all_to_all_single(received, send, comes, goes, group=group, async_op=asynchronous)
-
-
-def _issue_all_gather(
-    group: dist.ProcessGroup, received: torch.Tensor, send: torch.Tensor, asynchronous: bool
-) -> object:
-    with events.span("all_gather", LABEL.unit):
-        return compat.all_gather_single(received, send, group=group, async_op=asynchronous)
+def _cut(buffer: torch.Tensor, sizes: Sequence[int], pieces: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    """The place of each piece (its rank, its elements) in a buffer with `sizes[rank]` elements of each rank in turn."""
+    begins = [0, *accumulate(sizes)]
+    places = []
+    for rank, numel in pieces:
+        places.append(buffer[begins[rank] : begins[rank] + numel])
+        begins[rank] += numel
+    return places
 
 
 def _part_of(matrix: Matrix, whole: torch.Tensor, rank: int) -> torch.Tensor:
