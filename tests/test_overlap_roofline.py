@@ -140,7 +140,7 @@ def test_the_figure_has_a_line_a_phase_that_falls_by_a_decade_in_a_decade():
     spec = spec_of(seq=4096)
     drawn = figures.overlap_roofline(spec, RunRecord.load(RECORDED))
     lines = {trace.name: trace for trace in drawn.data if trace.mode == "lines"}
-    assert list(lines)[1] == "backward: hidden from 2,398 tokens on" and len(lines) == 3
+    assert list(lines)[1] == "backward: hidden from 2,517 tokens on" and len(lines) == 3
     for line in lines.values():
         assert line.y[1] / line.y[0] == pytest.approx(line.x[0] / line.x[1])
     found = overlap_of(spec)

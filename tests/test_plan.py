@@ -114,8 +114,8 @@ def test_a_config_json_gives_the_published_count(kind, tmp_path):
 @pytest.mark.parametrize(
     "text,words",
     [
-        ('{"model_type": "mixtral"}', "model_type is 'mixtral' (did you mean mistral"),
-        ('{"model_type": "mixtral", "num_local_experts": 8}', "mixtures of experts are not planned"),
+        ('{"model_type": "mistrall"}', "model_type is 'mistrall' (did you mean mistral"),
+        ('{"model_type": "dbrx", "num_experts": 8}', "model_type is 'dbrx'; expected one of"),
         ('{"model_type": "gpt2", "n_layer": 999999999}', "the model has 999,999,999 layers; expected at most 10,000"),
         ('{"hidden_size": 8}', "model_type is None"),
         ("{", "is no JSON file"),

@@ -493,7 +493,7 @@ def test_the_command_prints_the_simulated_step_beside_the_closed_form(capsys, tm
     code, out, _ = ended(given, capsys)
     found = json.loads(path.read_text())
     simulated, closed = found["simulated"], found["closed_form"]
-    assert code == 0 and re.search(r"step +30\.2 s +30\.2 s +\+0\.0%", out), out
+    assert code == 0 and re.search(r"step +45\.1 s +45\.1 s +\+0\.0%", out), out
     assert simulated["step_time_s"]["median"] == pytest.approx(closed["step_time_s"], rel=1e-9)
     # what a simulation costs is its events, and their number does not grow with the ranks
     assert "10,000 ranks of 1 kind, 1,017 events" in out and simulated["simulated"]["operations"] == 1017

@@ -17,6 +17,7 @@ from fsdplab.common.words import did_you_mean
 from .hardware import Gpu
 from .links import NETWORK_S, PRESETS, LinkError, LinkSpec, parse_link
 
+MOST_NODES = 256  # that a published fall reaches to (2,048 GPUs); beyond, a network is taken as at these
 SPREAD = 0.1  # a ring over n nodes reaches 1 / (1 + 0.1 (sqrt(n) - 1)) of what one over few does
 _ASSUMED = 0.84  # where nobody measured: as between two GPUs of a node (NVIDIA/nccl #1264)
 _INFINIBAND = 0.94  # all-reduce on 4 nodes of 8 GPUs with 400 Gb/s each: 377 of 400 GB/s (stas00/ml-engineering)
@@ -99,7 +100,8 @@ class Fabric:
         >>> [round(Fabric("ib400", 50e9, 0.0, 0.94, "").part(nodes), 2) for nodes in (1, 4, 64)]
         [0.94, 0.85, 0.55]
         """
-        return self.efficiency / (1 + SPREAD * (math.sqrt(max(1.0, nodes)) - 1))
+        known = min(max(1.0, nodes), MOST_NODES)
+        return self.efficiency / (1 + SPREAD * (math.sqrt(known) - 1))
 
     def ring(self, gpu: Gpu, members: int, nodes: float, inside_part: float) -> LinkSpec:
         """The link of a ring over nodes with so many members in each, at what collectives reach of it.
@@ -110,6 +112,15 @@ class Fabric:
         joined, inside = members * self.bytes_per_s * self.part(nodes), inside_part * gpu.link.bytes_per_s
         latency_s = ((members - 1) * gpu.link.latency_s + self.latency_s) / members
         return LinkSpec("network", joined if members == 1 else min(joined, inside), latency_s)
+
+
+def sheet_rate(reached: float, nodes: float) -> float:
+    """The rate of an assumed network's data sheet of which rings over so many nodes reach `reached`.
+
+    >>> round(sheet_rate(47e9, 1) / 1e9, 3)
+    50.0
+    """
+    return reached / Fabric("network", 1.0, 0.0, _INFINIBAND, "").part(nodes)
 
 
 def parse_network(text: str) -> Network:

@@ -14,6 +14,7 @@ from fsdplab.engine.core.step import Schedule
 from fsdplab.planning.hardware import Gpu
 from fsdplab.planning.links import parse_link
 from fsdplab.planning.plan_spec import PlanSpec
+from fsdplab.planning.networks import sheet_rate
 from fsdplab.planning.plan_traffic import LINK_EFFICIENCY
 from fsdplab.planning.recorded_plan import named_shape
 from fsdplab.planning.simulation import simulate
@@ -99,7 +100,8 @@ def plan_of(spec: RunSpec, gigaflops: float = GIGAFLOPS) -> PlanSpec:
     """
     link = parse_link(spec.link or "")
     reached = replace(link, bytes_per_s=link.bytes_per_s / LINK_EFFICIENCY)
-    across = parse_link(spec.link_across).bytes_per_s / LINK_EFFICIENCY if spec.link_across else None
+    groups = spec.world_size // (spec.shard_size or spec.world_size)
+    across = sheet_rate(parse_link(spec.link_across).bytes_per_s, groups) if spec.link_across else None
     flops = _BF16_OVER_FP32 * gigaflops * 1e9
     card = Gpu(STEADY_CARD, _ROOMY, flops, MEMORY_BYTES_PER_S, reached, across, "chosen to be the same everywhere")
     if spec.own_model:

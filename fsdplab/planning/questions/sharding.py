@@ -98,19 +98,22 @@ def _crossing_rate(spec: PlanSpec) -> float | None:
 
 
 def _where_hybrid_pays(spec: PlanSpec, rows: Sequence[Case]) -> str:
-    """Advice only where it can be taken: a group whose slices no card holds pays nowhere."""
-    groups = spec.under(HYBRID)
-    if not fits_card(groups):
-        peak, card = memory_of(groups).peak.total, spec.gpu.memory_bytes
-        return f"hybrid_shard in groups of {groups.shards} does not fit: it needs {size(peak)} of {size(card)}"
+    """Where it pays, and whether that helps: groups whose slices no card holds pay nowhere."""
+    fits = fits_card(spec.under(HYBRID))
+    pays = "pays" if fits else "would pay"
+    where = _where(spec, rows)
+    return f"hybrid_shard {pays} {where}{'' if fits else ', but does not fit a card'}"
+
+
+def _where(spec: PlanSpec, rows: Sequence[Case]) -> str:
     usual = _networks(spec)
     crossing = next((row for row in rows if row.number(_NETWORK) not in usual), None)
     if crossing is not None:
-        return f"hybrid_shard pays where the network gives a GPU less than {crossing[_NETWORK]}"
+        return f"where the network gives a GPU less than {crossing[_NETWORK]}"
     pays = [row for row in rows if row.number(HYBRID) < ALIKE * row.number(FULL)]
     if 0 < len(pays) < len(rows):
-        return f"hybrid_shard pays at {len(pays)} of the {len(rows)} rates of the network that were tried"
-    return f"hybrid_shard pays at {'every' if pays else 'no'} rate of the network that was tried"
+        return f"at {len(pays)} of the {len(rows)} rates of the network that were tried"
+    return f"at {'every' if pays else 'no'} rate of the network that was tried"
 
 
 def _here(spec: PlanSpec, rows: Sequence[Case]) -> str:
