@@ -52,9 +52,9 @@ def test_only_what_divides_all_states_over_all_cards_fits():
     assert [name for name, speed in rows.items() if speed != "does not fit"] == ["full_shard"]
 
 
-def test_the_bill_grows_by_a_sixth_with_eight_times_as_many_cards():
+def test_the_bill_grows_by_a_quarter_with_eight_times_as_many_cards():
     steps = sizing.ladder("h100")
-    assert sizing.bill_factor() == pytest.approx(steps[512][1] / steps[64][1]) == pytest.approx(1.16, abs=0.03)
+    assert sizing.bill_factor() == pytest.approx(steps[512][1] / steps[64][1]) == pytest.approx(1.24, abs=0.03)
     assert steps[512][0] < steps[64][0] / 6
 
 
@@ -75,9 +75,9 @@ def test_an_order_is_weighed_beside_the_cheapest():
 def test_the_table_of_published_rows_has_the_worst_first():
     found = sizing.published()
     rows = sizing.published_rows(found).rows
-    assert float(rows[0][3]) == max(float(row[3]) for row in rows) and "qlora" in rows[0][0]
+    assert float(rows[0][3]) == max(float(row[3]) for row in rows) and "qwen3" in rows[0][0]
     assert float(rows[0][3]) == pytest.approx(sizing.worst_ratio(found), abs=0.005)
     figure = sizing.ratios(found)
     assert f"{sizing.error(found):.1f} %" in alt_text(figure) and "held out" in [trace.name for trace in figure.data]
     shown = [ratio for trace in figure.data for ratio in trace.x]
-    assert len(shown) == len(sizing.points(found)) and min(shown) > 0.5 and max(shown) < 1.7
+    assert len(shown) == len(sizing.points(found)) and min(shown) > 0.5 and max(shown) < 2.4

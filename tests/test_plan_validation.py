@@ -63,6 +63,19 @@ def test_held_out_sources_are_predicted_as_the_page_says(found):
     assert found.errors(ARITHMETIC).worst < 0.005
 
 
+def test_the_pages_table_is_what_was_reached(found):
+    page = (DATA.parent / "docs" / "planning.md").read_text(encoding="utf-8")
+    named = {
+        "tokens/s, fit sources": (SPEED, FIT), "tokens/s, held-out sources": (SPEED, HELD_OUT),
+        "memory, sources in view when it was written": (MEMORY, FIT), "memory, held-out sources": (MEMORY, HELD_OUT),
+    }  # fmt: skip
+    for name, (quantity, part) in named.items():
+        errors = found.errors(quantity, part)
+        large = [f"{100 * value:.1f} %" if value < 0.1 else f"{value:.0%}".replace("%", " %") for value in errors[1:4]]
+        assert f"| {name} | {errors.figures} | {' | '.join(large)} | {errors.bias:.2f} |" in page
+    assert f"{len(rows_of_the_table())} runs of 18 sources" in page and f"Of {found.ran} runs that took place" in page
+
+
 def test_the_whole_public_table_is_predicted_and_none_of_its_runs_is_impossible(found):
     """MosaicML's 216 runs on 8 to 512 GPUs, 125 M to 70 B parameters, 512 to 65,536 tokens: all took place."""
     rows = [row for row in found.of(SPEED) if row.source == "MosaicML"]

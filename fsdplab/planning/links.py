@@ -65,8 +65,13 @@ PRESETS: dict[str, LinkSpec] = {
         LinkSpec("pcie3", 15.75e9, _PCIE_S),
         LinkSpec("pcie4", 31e9, _PCIE_S),
         LinkSpec("pcie5", 63e9, _PCIE_S),
+        LinkSpec("ib800", 100e9, NETWORK_S),
         LinkSpec("ib400", 50e9, NETWORK_S),
         LinkSpec("ib200", 25e9, NETWORK_S),
+        LinkSpec("ib100", 12.5e9, NETWORK_S),
+        LinkSpec("roce400", 50e9, NETWORK_S),
+        LinkSpec("roce200", 25e9, NETWORK_S),
+        LinkSpec("roce100", 12.5e9, NETWORK_S),
         LinkSpec("eth100", 12.5e9, 20e-6),
         LinkSpec("eth25", 3.125e9, 20e-6),
         LinkSpec("eth10", 1.25e9, 30e-6),
@@ -80,13 +85,14 @@ HOST_LINK = PRESETS["pcie4"]  # of a GPU to its host: an assumption where states
 _ALIASES = (
     (r"nvlink([345])(?:0)?", "nvlink{}"),
     (r"pcie(?:gen)?([345])(?:0)?(?:x16)?", "pcie{}"),
-    (r"(?:ib|infiniband)(200|400)(?:g|gb/?s|gbps|gbit)?", "ib{}"),
-    (r"(200|400)(?:g|gb/?s|gbps|gbit)?(?:ib|infiniband)", "ib{}"),
+    (r"(?:ib|infiniband)(100|200|400|800)(?:g|gb/?s|gbps|gbit)?", "ib{}"),
+    (r"(100|200|400|800)(?:g|gb/?s|gbps|gbit)?(?:ib|infiniband)", "ib{}"),
+    (r"roce(?:v2)?(100|200|400)(?:g|gb/?s|gbps|gbit)?", "roce{}"),
     (r"(?:eth|ethernet)(1|10|25|100)(?:g|gb/?s|gbps|gbit)?", "eth{}"),
     (r"(1|10|25|100)(?:gbe|gige|g?ethernet)", "eth{}"),
 )
 # InfiniBand's own names for its rates
-_GENERATIONS = {"ndr": "ib400", "hdr": "ib200", "ibndr": "ib400", "ibhdr": "ib200"}
+_GENERATIONS = {"xdr": "ib800", "ndr": "ib400", "hdr": "ib200", "edr": "ib100", "ibndr": "ib400", "ibhdr": "ib200"}
 _RATE = re.compile(r"([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?)(bits?/s|bits?|bytes?/s|b/s|bps)", re.IGNORECASE)
 _PREFIX = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _LATENCY = re.compile(r"([0-9.]+(?:e-?[0-9]+)?)\s*(ns|us|µs|ms|s)?", re.IGNORECASE)

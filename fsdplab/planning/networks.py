@@ -36,8 +36,10 @@ class Network:
     source: str
 
 
-def _row(name: str, gbit: float, efficiency: float, source: str, latency_s: float | None = None) -> Network:
-    return Network(name, gbit * 1e9 / 8, NETWORK_S if latency_s is None else latency_s, efficiency, source)
+def _row(name: str, efficiency: float, source: str) -> Network:
+    """A card whose rate and latency are the link's of that name."""
+    link = PRESETS[name]
+    return Network(name, link.bytes_per_s, link.latency_s, efficiency, source)
 
 
 _MEASURED = "stas00/ml-engineering: network/benchmarks; 46 to 48 of 50 GB/s a card expected in NVIDIA/nccl-tests #290"
@@ -46,17 +48,14 @@ _TCP = "rate of the card; TCP's latency (links.py) and part are assumed"
 NETWORKS: dict[str, Network] = {
     row.name: row
     for row in (
-        _row("ib800", 800, _INFINIBAND, f"XDR; part assumed that of NDR: {_MEASURED}"),
-        _row("ib400", 400, _INFINIBAND, f"NDR; {_MEASURED}"),
-        _row("ib200", 200, _INFINIBAND, f"HDR; part assumed that of NDR: {_MEASURED}"),
-        _row("ib100", 100, _INFINIBAND, f"EDR; part assumed that of NDR: {_MEASURED}"),
-        _row("roce400", 400, _ASSUMED, _ROCE),
-        _row("roce200", 200, _ASSUMED, _ROCE),
-        _row("roce100", 100, _ASSUMED, _ROCE),
-        *(
-            _row(name, PRESETS[name].bytes_per_s * 8 / 1e9, 0.7, _TCP, PRESETS[name].latency_s)
-            for name in ("eth100", "eth25", "eth10", "eth1")
-        ),
+        _row("ib800", _INFINIBAND, f"XDR; part assumed that of NDR: {_MEASURED}"),
+        _row("ib400", _INFINIBAND, f"NDR; {_MEASURED}"),
+        _row("ib200", _INFINIBAND, f"HDR; part assumed that of NDR: {_MEASURED}"),
+        _row("ib100", _INFINIBAND, f"EDR; part assumed that of NDR: {_MEASURED}"),
+        _row("roce400", _ASSUMED, _ROCE),
+        _row("roce200", _ASSUMED, _ROCE),
+        _row("roce100", _ASSUMED, _ROCE),
+        *(_row(name, 0.7, _TCP) for name in ("eth100", "eth25", "eth10", "eth1")),
     )
 }
 
