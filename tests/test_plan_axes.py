@@ -250,7 +250,8 @@ def test_the_command_names_the_network_and_takes_the_new_axes(capsys):
     with pytest.raises(SystemExit):
         cli.main(["plan", "--world-size", "16", "--pp", "2", "--micro-batches", "8", "--network", "eth100"])
     out = " ".join(capsys.readouterr().out.split())
-    assert "eth100, 8 x 100 Gb/s a node of 8 GPUs; rings over" in out and "pipeline" in out
+    assert "eth100, 8 x 100 Gb/s a node of 8 GPUs; rings over" in out
+    assert "2 stages (1f1b)" in out and "bubble of the pipeline 12.5%" in out
     with pytest.raises(SystemExit):
         cli.main(["plan", "--world-size", "16"])
     assert "is assumed; --network names another" in " ".join(capsys.readouterr().out.split())

@@ -22,6 +22,7 @@ from .memory import Memory, fits_card, host_bytes, host_crossing, memory_of
 from .own_gpu import gpu_named
 from .plan_spec import PlanSpec, changed
 from .plan_traffic import AxisTraffic, bytes_by_axis, part_of_network, plan_traffic
+from .stages import bubble
 from .step_time import StepTime, has_known_flops, model_flops, peak_flops, step_time
 
 _USUAL_SEQUENCE = 4096
@@ -101,6 +102,7 @@ class Plan:
             "fits": self.fitness,
             "comm_bytes_per_step": bytes_by_axis(self.traffic),
             "network": self._network(),
+            "bubble": bubble(self.spec) if self.spec.pipeline_parallel > 1 else 0.0,
             "step_time_s": time and time.step_s,
             "compute_s": time and time.compute_s,
             "communication_s": time and time.communication_s,

@@ -18,6 +18,7 @@ from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import latency_s, part_of_network
 from fsdplab.planning.planner import Plan, plan_of, plan_spec, shortfall
 from fsdplab.planning.recorded_plan import PROVENANCE, RecordedPlan
+from fsdplab.planning.stages import bubble
 from fsdplab.planning.step_time import StepTime
 
 _BAR = 30  # columns of a whole card
@@ -87,13 +88,26 @@ def _exposed(time: StepTime) -> str:
 
 def _headline(found: Plan) -> str:
     spec = found.spec
-    mesh = f", {spec.tensor_parallel}-way tensor parallel" if spec.tensor_parallel > 1 else ""
     groups = f" in {spec.replicas} groups of {spec.shards}" if spec.row.in_groups else ""
     return (
-        f"{spec.model.name}, {spec.model.parameters / 1e9:.3f} B parameters, {spec.strategy}{groups} on {spec.gpus} x"
-        f" {spec.gpu.name}{mesh}: {spec.micro_batch} x {spec.seq} tokens a micro-batch, {spec.grad_accum} a step;"
-        f" gathers in {spec.param_dtype}, reductions in {spec.reduce_dtype}; {spec.loss} loss"
+        f"{spec.model.name}, {spec.model.parameters / 1e9:.3f} B parameters{_active(spec)}, {spec.strategy}{groups} on"
+        f" {spec.gpus} x {spec.gpu.name}{_mesh(spec)}: {spec.micro_batch} x {spec.seq} tokens a micro-batch,"
+        f" {spec.grad_accum} a step; gathers in {spec.param_dtype}, reductions in {spec.reduce_dtype}; {spec.loss} loss"
     )
+
+
+def _active(spec: PlanSpec) -> str:
+    return f" ({spec.model.active_parameters / 1e9:.3g} B active)" if spec.model.mixture else ""
+
+
+def _mesh(spec: PlanSpec) -> str:
+    """The axes beside those of states, where they have more than one rank."""
+    ways = {"tensor": spec.tensor_parallel, "context": spec.context_parallel, "expert": spec.expert_parallel}
+    found = "".join(f", {count}-way {name} parallel" for name, count in ways.items() if count > 1)
+    if spec.pipeline_parallel == 1:
+        return found
+    parts = f" of {spec.virtual_stages} parts each" if spec.virtual_stages > 1 else ""
+    return f"{found}, {spec.pipeline_parallel} stages{parts} ({spec.schedule})"
 
 
 def _memory_table(found: Plan) -> Table:
@@ -135,6 +149,8 @@ def _times(found: Plan, tokens: float | None) -> Iterator[tuple[str, str]]:
     least = "at least " if found.spec.offload else ""
     yield "step", f"{least}{seconds(time.step_s)}: compute {seconds(time.compute_s)}, exposed {_exposed(time)}"
     yield "communication alone", _communication(found, time)
+    if found.spec.pipeline_parallel > 1:
+        yield "bubble of the pipeline", f"{bubble(found.spec):.1%} of a stage's compute, counted as exposed"
     if found.spec.offload:
         yield "not in the step", _host(found.spec)
     speed, mfu = found.tokens_per_s_per_gpu or 0.0, found.mfu or 0.0
