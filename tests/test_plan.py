@@ -28,7 +28,6 @@ from fsdplab.planning.efficiency import (
     attention_of,
     efficiency_of,
 )
-from fsdplab.planning.fit import fit
 from fsdplab.planning.hardware import GPUS, find_gpu
 from fsdplab.planning.links import LinkSpec
 from fsdplab.planning.memory import FRAMEWORK_BYTES
@@ -504,30 +503,6 @@ def test_the_command_prints_a_table_and_writes_json(capsys, tmp_path):
 def test_json_to_stdout_is_all_of_stdout(capsys):
     code, out, err = ended(["plan", "--model", "gpt2", "--json", "-"], capsys)
     assert code == 0 and json.loads(out)["fits"] == "yes" and "fits" in err
-
-
-def test_fit_is_the_cheapest_that_fits_and_the_fewest_gpus(capsys):
-    found = fit(plan_spec("llama-3.1-8b", "h100-80gb", gpus=16))
-    assert found.best is not None and found.fewest is not None
-    speeds = [each.tokens_per_s_per_gpu for each in found.candidates]
-    assert speeds == sorted(speeds, reverse=True) and all(each.fits for each in found.candidates)
-    best = found.best.spec
-    assert not plan_of(replace(best, micro_batch=best.micro_batch + 1)).fits, "the micro-batch is the largest"
-    assert found.fewest.fits and found.fewest.spec.gpus == 2
-    code, out, _ = ended(["plan", "fit", "--model", "llama-3.1-8b", "--world-size", "16"], capsys)
-    assert code == 0 and "cheapest" in out and "fewest GPUs: 2" in out and "hybrid_shard" in out
-
-
-def test_a_search_walks_through_few_steps(monkeypatch):
-    """What cannot hold its states needs no step to know: of 50 steps of a 405B model half are left. Over 65,536 ranks
-    its matrices were padded to four times their size, so that no number of GPUs was found.
-    """
-    walked = []
-    walk = memory.memory_of_program
-    monkeypatch.setattr(memory, "memory_of_program", lambda *given: walked.append(1) or walk(*given))
-    found = fit(plan_spec("llama-3.1-405b", "h100", gpus=512))
-    assert found.best is not None and found.fewest is not None and found.fewest.spec.gpus <= 512
-    assert len(walked) < 30
 
 
 def test_a_sweep_is_a_table_and_a_figure(capsys, tmp_path):

@@ -37,6 +37,11 @@ class Band(NamedTuple):
         return self.low * value, self.high * value
 
     @property
+    def middle(self) -> float:
+        """Published over predicted in the middle of the band: below 1 where predictions of this kind are too high."""
+        return math.sqrt(self.low * self.high)
+
+    @property
     def words(self) -> str:
         """`in 46 of 51 known runs like this (all parameters trained)`."""
         return f"in {math.ceil(self.share * self.runs)} of {self.runs} known runs like this ({self.kind})"

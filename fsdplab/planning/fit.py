@@ -1,15 +1,14 @@
-"""What to choose: every strategy with its largest micro-batch that fits, the cheapest of them, and the fewest GPUs; and
-one choice swept over values.
+"""How far one choice can go: the largest micro-batch, the fewest GPUs, and a choice swept over values.
 
-Cheapest means most tokens/s a GPU, and so fewest GPU-hours for the same tokens. Of what is searched, the largest
-micro-batch is found by doubling and halving: memory grows with it.
+The largest micro-batch is found by doubling and halving, since memory grows with it. What to choose together is
+searched in `planning/search`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fsdplab.common.words import did_you_mean
 
@@ -21,29 +20,6 @@ _MOST_SEQUENCES = 2**12
 SWEPT = ("gpus", "seq", "micro_batch", "grad_accum", "tensor_parallel", "prefetch", "lora_rank")
 _FIELDS = {flag_of(name)[2:].replace("-", "_"): name for name in SWEPT}  # by what the flag is called
 _MOST_VALUES = 64
-
-
-@dataclass(frozen=True)
-class Fit:
-    """Plans that fit, the cheapest first; `fewest` is the plan on fewest GPUs, or None where no number of them does."""
-
-    candidates: tuple[Plan, ...]
-    fewest: Plan | None
-
-    @property
-    def best(self) -> Plan | None:
-        """The cheapest plan on the GPUs asked for; None where nothing fits there."""
-        return self.candidates[0] if self.candidates else None
-
-
-def fit(spec: PlanSpec) -> Fit:
-    """Search strategies, checkpointing and micro-batches for `spec`'s model and GPUs; its other choices stay.
-
-    `fewest` has micro-batches of one sequence, whose number is searched for over all strategies.
-    """
-    tried = [largest_micro_batch(each) for each in _variants(spec)]
-    plans = [plan_of(each) for each in tried if each is not None]
-    return Fit(tuple(sorted(plans, key=_cost)), _fewest(spec))
 
 
 def _variants(spec: PlanSpec) -> list[PlanSpec]:
@@ -77,18 +53,15 @@ def largest_that_fits(fits: Callable[[int], bool], most: int) -> int:
     return low
 
 
-def _cost(found: Plan) -> tuple[float, float]:
-    """Seconds of one GPU a token; where no speed is known, the memory decides."""
-    speed = found.tokens_per_s_per_gpu
-    return (1 / speed if speed else 0.0, found.memory.peak.total)
-
-
-def _fewest(spec: PlanSpec) -> Plan | None:
+def fewest_gpus(spec: PlanSpec) -> Plan | None:
+    """The plan on the fewest GPUs on which some strategy and recomputation fits with one sequence a rank; None where no
+    number of them does. Of several the one with most tokens/s.
+    """
     found = []
     for each in _variants(replace(spec, micro_batch=1)):
         if not each.row.in_groups and (gpus := least_gpus(each)) is not None:
             found.append(plan_of(replace(each, gpus=gpus)))
-    return min(found, key=lambda each: (each.spec.gpus, _cost(each)), default=None)
+    return min(found, key=lambda each: (each.spec.gpus, -(each.tokens_per_s_per_gpu or 0)), default=None)
 
 
 # ---- sweeps

@@ -51,6 +51,18 @@ class Moment(NamedTuple):
         return sum(self.by_category.values())
 
 
+def reserved_bytes(peak: float) -> float:
+    """Bytes that the allocator is likely to have taken from the device at a peak of so many."""
+    return (peak - FRAMEWORK_BYTES) * RESERVED_OVER_USED
+
+
+def needed_bytes(peak: float, band: Band) -> float:
+    """What a card must have to hold a peak for certain: what is likely to be reserved beside the framework's own, and
+    the upper end of the band.
+    """
+    return max(reserved_bytes(peak) + FRAMEWORK_BYTES, band.around(peak)[1])
+
+
 @dataclass(frozen=True)
 class Memory:
     """The moments of a step in their order; the peak is the largest."""
@@ -70,7 +82,7 @@ class Memory:
     @property
     def reserved_bytes(self) -> float:
         """Bytes that the allocator is likely to have taken from the device at the peak."""
-        return self.used_bytes * RESERVED_OVER_USED
+        return reserved_bytes(self.peak.total)
 
     def fitness(self, card_bytes: float, band: Band) -> str:
         """`yes`: a card holds what the allocator is likely to reserve beside the framework's own, and the upper end of
@@ -78,8 +90,7 @@ class Memory:
         """
         if self.peak.total > card_bytes:
             return "no"
-        needed = max(self.reserved_bytes + FRAMEWORK_BYTES, band.around(self.peak.total)[1])
-        return "yes" if needed <= card_bytes else "likely"
+        return "yes" if needed_bytes(self.peak.total, band) <= card_bytes else "likely"
 
     def at(self, name: str) -> Moment:
         """The moment of that name."""
@@ -296,8 +307,12 @@ def fits_card(spec: PlanSpec, variant: Variant = AS_PLANNED) -> bool:
     if spec.pipeline_parallel > 1:
         return memory_of(spec, variant=variant).peak.total <= spec.gpu.memory_bytes
     card = spec.gpu.memory_bytes
-    resting = sum(_resting(spec, all_units(spec), variant).values())
-    return resting <= card and memory_of(spec, variant=variant).peak.total <= card
+    return resting_bytes(spec, variant) <= card and memory_of(spec, variant=variant).peak.total <= card
+
+
+def resting_bytes(spec: PlanSpec, variant: Variant = AS_PLANNED) -> float:
+    """What a rank holds between two steps: the least that its peak can be."""
+    return sum(_resting(spec, all_units(spec), variant).values())
 
 
 def _resting(spec: PlanSpec, units: UnitBytes, variant: Variant) -> dict[str, float]:

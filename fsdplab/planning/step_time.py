@@ -102,13 +102,49 @@ def work_of(spec: PlanSpec, efficiency: float | None = None, in_flight: int = 1)
 
 
 def _work(spec: PlanSpec, rows: Sequence[AxisTraffic], efficiency: float | None) -> StepWork:
-    compute, has = Compute(spec, efficiency), bool(spec.model.root)  # a stage in the middle has no root of its own
-    trained = Holds(has, has and not spec.lora_rank)
-    root = unit_work(spec, rows, ROOT, (compute.head_forward_s, compute.head_backward_s), trained)
-    block = unit_work(spec, rows, BLOCK, compute.block_s, Holds())
+    compute = Compute(spec, efficiency)
+    root, block, longer_s = _units(spec, rows, compute)
     blocks = [replace(block, name=f"{BLOCK}s.{index}") for index in range(spec.model.layers)]
-    longer_s = slowed_s(spec, rows, root) + slowed_s(spec, rows, block, spec.model.layers) if compute.fitted else 0.0
     return planned_work(spec, rows, [root, *blocks], compute.optimizer_s, longer_s)
+
+
+def _units(spec: PlanSpec, rows: Sequence[AxisTraffic], compute: Compute) -> tuple[UnitWork, UnitWork, float]:
+    """The root, one of the blocks, and the seconds by which a step is longer since collectives run beside compute."""
+    has = bool(spec.model.root)  # a stage in the middle has no root of its own
+    head_s = compute.head_forward_s, compute.head_backward_s
+    root = unit_work(spec, rows, ROOT, head_s, Holds(has, has and not spec.lora_rank))
+    block = unit_work(spec, rows, BLOCK, compute.block_s, Holds())
+    longer_s = slowed_s(spec, rows, root) + slowed_s(spec, rows, block, spec.model.layers) if compute.fitted else 0.0
+    return root, block, longer_s
+
+
+def least_step_s(spec: PlanSpec) -> float:
+    """Seconds that a step takes at least: those of its compute with the collectives that stand between products, or
+    those of the collectives that move states, whichever are more. No walk through the step is needed for them.
+    """
+    if spec.pipeline_parallel > 1:
+        send = next(row for row in plan_traffic(spec) if row.axis == "pipeline")
+        least_s, passes_s = zip(*(_least_s(stage) for _, stage in stages(spec)))
+        idle_s = (bubble(spec) * each for each in passes_s)
+        return max(map(sum, zip(least_s, idle_s))) + send.count * transfer_of(spec, send).seconds
+    return _least_s(spec)[0]
+
+
+def _least_s(spec: PlanSpec) -> tuple[float, float]:
+    """The least seconds of a step, and those of its passes with what stands between their products."""
+    rows, compute = plan_traffic(spec), Compute(spec, None)
+    root, block, longer_s = _units(spec, rows, compute)
+    passes_s = spec.grad_accum * (spec.model.layers * _alone_s(block) + _alone_s(root))
+    exchanged_s = sum(row.count * transfer_of(spec, row).seconds for row in rows if row.unit == OPTIMIZER)
+    moving = (row for row in rows if row.unit != OPTIMIZER and row.kind != "all_reduce" and not any(row.inline))
+    sent_s = sum(row.count * transfer_of(spec, row).seconds for row in moving)
+    return max(passes_s, sent_s) + compute.optimizer_s + longer_s + exchanged_s, passes_s
+
+
+def _alone_s(unit: UnitWork) -> float:
+    """Seconds of a unit's forward and backward, with what stands between their products."""
+    inline_s = sum(each.seconds for each in (*unit.inline_forward, *unit.inline_backward))
+    return unit.forward_s + unit.backward_s + inline_s
 
 
 def planned_work(

@@ -78,14 +78,36 @@ def step(settings: dict[str, Any] = SETTINGS, tokens: Tokens = None, outputs: Ou
     outputs.give(step_answer(settings, tokens))
 
 
-@app.command(epilog=examples("fsdplab plan fit --model llama-3.1-8b --world-size 16"))
+@app.command(
+    epilog=examples(
+        "fsdplab plan fit --model llama-3.1-8b --world-size 16",
+        "fsdplab plan fit --model llama-3.1-70b --world-size 64 --global-batch 512 --tokens 1e12 --price 2.5",
+        "fsdplab plan fit --model llama-3.1-70b --world-size 64 --keep loss,cp --json -",
+    )
+)
 @outputs_of("json")
 @settings_of(*PLAN, of=PLAN)
-def fit(settings: dict[str, Any] = SETTINGS, tokens: Tokens = None, outputs: Outputs = Outputs()) -> None:
-    """Search the cheapest strategy, the largest micro-batch and the fewest GPUs."""
-    from fsdplab.cli.plan.search import fit_answer
+def fit(
+    settings: dict[str, Any] = SETTINGS,
+    tokens: Tokens = None,
+    price: Annotated[float | None, typer.Option(help="Dollars of a GPU-hour: costs are told in dollars.")] = None,
+    global_batch: Annotated[
+        int | None,
+        typer.Option(
+            help="Sequences of a step, which all plans keep; default: those of --batch-size and --micro-batches, or 4"
+            " million tokens."
+        ),
+    ] = None,
+    keep: Annotated[
+        str,
+        typer.Option(help="Choices that stay as given: some of world-size,strategy,tp,cp,checkpoint,loss,batch-size."),
+    ] = "",
+    outputs: Outputs = Outputs(),
+) -> None:
+    """Search the fastest, the cheapest and the safest plan on so many GPUs or fewer, and the best single change."""
+    from fsdplab.cli.plan.fit import fit_answer
 
-    outputs.give(fit_answer(settings, tokens))
+    outputs.give(fit_answer(settings, tokens, price, global_batch, keep))
 
 
 @app.command(
@@ -101,7 +123,7 @@ def sweep(
     outputs: Outputs = Outputs(),
 ) -> None:
     """Plan for each value of one choice."""
-    from fsdplab.cli.plan.search import sweep_answer
+    from fsdplab.cli.plan.sweep import sweep_answer
 
     outputs.give(sweep_answer(settings, values))
 

@@ -14,7 +14,7 @@ from fsdplab.common.sizes import size, three_digits
 from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import titled
-from fsdplab.planning.fit import fit
+from fsdplab.planning.fit import largest_micro_batch
 from fsdplab.planning.memory import FRAMEWORK_BYTES, memory_of
 from fsdplab.planning.plan_spec import CHECKPOINTINGS, PlanSpec
 from fsdplab.planning.planner import plan_of, plan_spec
@@ -198,11 +198,7 @@ def real_batches(largest_batch: Callable[[float, Moments], float]) -> Table:
         spec = plan_spec(BIG, BIG_GPU, gpus=8, seq=SEQUENCE, checkpointing=checkpointing)
         instants = [(fixed / MB, each / MB) for _, fixed, each in _instants(spec)]
         mine = largest_batch(spec.gpu.memory_bytes / MB, instants)
-        found = [each.spec.micro_batch for each in fit(spec).candidates if _like(each.spec, spec)]
-        rows.append([checkpointing, f"{mine:g}", found[0] if found else 0])
+        planned = largest_micro_batch(spec)
+        rows.append([checkpointing, f"{mine:g}", planned.micro_batch if planned else 0])
     caption = f"Predicted: full_shard, sequences of {SEQUENCE:,} tokens, bf16 with fp32 masters, a card of 85.9 GB."
-    return table(["activations recomputed", "your largest batch", "fsdplab plan fit"], rows, caption)
-
-
-def _like(found: PlanSpec, spec: PlanSpec) -> bool:
-    return (found.strategy, found.checkpointing) == (spec.strategy, spec.checkpointing)
+    return table(["activations recomputed", "your largest batch", "the planner's"], rows, caption)

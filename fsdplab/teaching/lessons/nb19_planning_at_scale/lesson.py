@@ -17,8 +17,8 @@ from fsdplab.common.sizes import size
 from fsdplab.figures import lines
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import EDGE, GRID, mark_level, titled
-from fsdplab.planning.fit import fit, largest_that_fits
-from fsdplab.planning.plan_spec import PlanSpec
+from fsdplab.planning.fit import fewest_gpus, largest_that_fits
+from fsdplab.planning.plan_spec import CHECKPOINTINGS, PlanSpec, under_each_strategy
 from fsdplab.planning.planner import Plan, plan_of, plan_spec, shortfall
 from fsdplab.planning.validate import FIT, HELD_OUT, SPEED, Row, Validation, validate
 from fsdplab.teaching.core.display import Note, Table, table
@@ -55,7 +55,7 @@ def told(found: Plan) -> Note:
 
 def fewest(gpu: str) -> int:
     """The fewest GPUs of a kind on which the model trains, one sequence a rank, whatever the strategy."""
-    found = fit(plan_spec(MODEL, gpu, seq=SEQUENCE)).fewest
+    found = fewest_gpus(plan_spec(MODEL, gpu, seq=SEQUENCE))
     assert found is not None and roomy(found), "some number of the lesson's cards holds the model, and its reserve"
     return found.spec.gpus
 
@@ -86,15 +86,16 @@ def best(gpu: str, gpus: int) -> Plan | None:
     None where nothing fits.
     """
     most = STEP_TOKENS // (SEQUENCE * gpus)
-    found = fit(plan_spec(MODEL, gpu, gpus=gpus, seq=SEQUENCE)).candidates if most else ()
-    with_room = [plan for each in found if (plan := _with_room(each.spec, most))]
+    every = under_each_strategy(plan_spec(MODEL, gpu, gpus=gpus, seq=SEQUENCE))
+    tried = [replace(each, checkpointing=checkpointing) for each in every for checkpointing in CHECKPOINTINGS]
+    with_room = [plan for each in tried if (plan := _with_room(each, most))]
     return min(with_room, key=lambda each: dollars(each, gpu), default=None)
 
 
 def _with_room(spec: PlanSpec, most: int) -> Plan | None:
-    """The plan with as many sequences a rank as what is reserved has room for, at most `most` or those of `spec`."""
+    """The plan with as many sequences a rank as what is reserved has room for, at most `most`."""
     plan = lambda count: plan_of(replace(spec, micro_batch=count))  # noqa: E731
-    count = largest_that_fits(lambda count: roomy(plan(count)), min(spec.micro_batch, most))
+    count = largest_that_fits(lambda count: roomy(plan(count)), most)
     return plan(count) if count else None
 
 

@@ -1,0 +1,223 @@
+"""`fsdplab plan fit`: the fastest, the cheapest and the safest plan, why, and what was tried for them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fsdplab.cli.answer import Answer, Line, Part, Table
+from fsdplab.cli.errors import refuse
+from fsdplab.cli.plan.provenance import provenance
+from fsdplab.cli.plan.step import check_tokens
+from fsdplab.common.sizes import percent, seconds, size, three_digits
+from fsdplab.common.words import MISSING, plural
+from fsdplab.planning.fit import fewest_gpus
+from fsdplab.planning.plan_spec import PlanSpec
+from fsdplab.planning.planner import Plan, plan_of, plan_spec
+from fsdplab.planning.search import Fit, Pick, fit
+from fsdplab.planning.search.candidates import Candidate, copies_s
+from fsdplab.planning.search.reasons import NOT_TRIED, WHY, changes_in_words, flags, in_short, runner_up
+
+NAMES = tuple(WHY)
+_BILLION = 1e9
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a search was asked: tokens of the training and dollars of a GPU-hour, if they were given."""
+
+    tokens: float | None
+    price: float | None
+    begin: str  # of the command that plans an answer: the model, the GPU and the sequence length
+
+    def gpu_hours(self, found: Candidate) -> float | None:
+        """GPU-hours of the training, or of a billion tokens."""
+        plan = plan_of(found.spec)
+        if plan.time is None:
+            return None
+        step_s = plan.time.step_s + copies_s(found.spec)
+        return (self.tokens or _BILLION) / found.spec.step_tokens * step_s / 3600 * found.spec.gpus
+
+    @property
+    def what(self) -> str:
+        """What the GPU-hours are of."""
+        return f"{self.tokens:,.0f} tokens" if self.tokens else "a billion tokens"
+
+
+def fit_answer(
+    settings: dict[str, Any], tokens: float | None, price: float | None, global_batch: int | None, keep: str
+) -> Answer:
+    """Search around the settings: three answers, what comes next, and what was tried."""
+    check_tokens(tokens)
+    if price is not None and not 0 < price < 1e6:
+        refuse(f"--price is {price!r}; expected dollars of a GPU-hour above 0, such as 2.5")
+    kept = [name for part in keep.split(",") if (name := part.strip().lstrip("-"))]
+    spec = plan_spec(**settings)
+    found = fit(spec, global_batch, kept)
+    begin = f"fsdplab plan --model {settings['model']} --gpu {settings['gpu']} --sequence-length {spec.seq}"
+    asked = Asked(tokens, price, begin)
+    parts: list[Part] = [_table(found, asked), *_reasons(found, asked), *_next(found)]
+    if found.others:
+        note = "the fastest plan with each" + ("" if found.instead else ", with the tp and cp of the fastest answer")
+        parts += [_others(found), Line(note, mood="dim")]
+    parts += [*_tried(found), provenance([plan_of(found.own.spec)])]
+    return Answer(parts, _as_dict(found, asked))
+
+
+def _picks(found: Fit) -> dict[str, Pick]:
+    named = {name: getattr(found, name) for name in NAMES}
+    return {name: pick for name, pick in named.items() if pick is not None}
+
+
+# ---- the table
+
+
+def _table(found: Fit, asked: Asked) -> Table:
+    cost = f"$ of {asked.what}" if asked.price else f"GPU-hours of {asked.what}"
+    columns = ("", "GPUs", "plan", "peak", "fits", "step", "tokens/s a GPU", cost)
+    rows = [("as given", found.own), *((name, pick.chosen) for name, pick in _picks(found).items())]
+    rows += [("bolder", found.bolder)] if found.bolder else []
+    return Table(
+        columns, [_row(name, each, found, asked) for name, each in rows], words=("", "plan", "fits"), folds=("plan",)
+    )
+
+
+def _row(name: str, each: Candidate, found: Fit, asked: Asked) -> tuple[str, ...]:
+    plan, hours = plan_of(each.spec), asked.gpu_hours(each)
+    cost = f"{hours * (asked.price or 1):,.0f}" if hours else MISSING
+    time = seconds(plan.time.step_s + copies_s(each.spec)) if plan.time else MISSING
+    return (
+        name, str(each.spec.gpus), in_short(each.spec, found.own.spec), size(each.peak), plan.fitness, time,
+        _speed(each, plan), cost if plan.fits else MISSING,
+    )  # fmt: skip
+
+
+def _speed(each: Candidate, plan: Plan) -> str:
+    """Tokens/s a GPU; with offload the copies of states are counted, and none of them as hidden."""
+    if plan.time is None:
+        return MISSING
+    return three_digits(each.spec.step_tokens / (plan.time.step_s + copies_s(each.spec)) / each.spec.gpus)
+
+
+# ---- sentences
+
+
+def _reasons(found: Fit, asked: Asked) -> Iterator[Line]:
+    own = found.own.spec
+    if found.fastest is None:
+        yield Line(f"nothing fits on {own.gpus} GPUs or fewer, whatever was tried", mood="bad")
+        yield from _more_gpus(own)
+        return
+    if found.instead:
+        words = f"nothing fits with the arithmetic as given; the answers change it: {', '.join(found.instead)}"
+        yield Line(words, mood="bad")
+        yield from _more_gpus(own)
+    for name, pick in _picks(found).items():
+        yield Line(f"{WHY[name](found, pick)}.", name, "good")
+        yield Line(runner_up(pick, own, name == "cheapest"), "  runner-up", "dim")
+        if name == "fastest" or pick.chosen.spec != found.fastest.chosen.spec:
+            yield Line(f"{asked.begin} {flags(pick.chosen.spec)}", "  command", "dim")
+    if found.bolder:
+        faster = found.fastest.chosen.expected_s / found.bolder.expected_s - 1
+        yield Line(f"{percent(faster)} faster than the fastest, and only likely to fit", "bolder")
+    if found.fewest:
+        yield Line(f"{found.fewest.spec.gpus} with {in_short(found.fewest.spec, own)}", "fewest GPUs")
+
+
+def _more_gpus(own: PlanSpec) -> Iterator[Line]:
+    """The fewest GPUs on which the arithmetic as given fits, beyond those that were given."""
+    more = fewest_gpus(own)
+    if more is None:
+        unknown = f" in one node, and no network between nodes is known for {own.gpu.name}"
+        yield Line(f"no number of these GPUs holds it{'' if own.fabric else unknown}")
+    else:
+        yield Line(f"{more.spec.gpus} with {in_short(more.spec, own)}", "fewest GPUs")
+
+
+def _next(found: Fit) -> Iterator[Line]:
+    """The best single change of the plan that was given."""
+    own, single = found.own, found.single
+    fits = own.peak <= own.spec.gpu.memory_bytes
+    if single is None:
+        words = "none is faster" if fits else "none makes it fit"
+    else:
+        gain = own.expected_s / single.candidate.expected_s - 1
+        effect = f"{percent(gain)} faster" if fits else "makes it fit"
+        words = f"{changes_in_words(single.changes)}: {effect}, {size(single.candidate.peak)} at the peak"
+    yield Line(f"{words} (of {plural(len(found.singles), 'change')} tried)", "best single change")
+
+
+def _others(found: Fit) -> Table:
+    """What changes the arithmetic, beside the fastest answer."""
+    base = None if found.instead or found.fastest is None else found.fastest.chosen
+    rows = []
+    for each in found.others:
+        best, words = each.best, each.other.words
+        if best is None:
+            rows.append((words, "nothing fits", MISSING, MISSING, MISSING))
+            continue
+        plan = plan_of(best.spec)
+        change = f"{base.expected_s / best.expected_s:.2f}" if base else MISSING
+        rows.append((words, in_short(best.spec, best.spec), size(best.peak), _speed(best, plan), change))
+    columns = ("other arithmetic", "plan", "peak", "tokens/s a GPU", "of the fastest")
+    return Table(columns, rows, words=("other arithmetic", "plan"), folds=("plan",))
+
+
+def _tried(found: Fit) -> Iterator[Line]:
+    tried = found.tried
+    batch = f"{found.sequences:,} sequences, {found.sequences * found.own.spec.seq:,} tokens, a step"
+    kept = f"; kept as given: {', '.join(found.kept)}" if found.kept else ""
+    yield Line(f"{batch}{kept}", "global batch")
+    more = f", and {sum(each.plans for each in found.others):,} with other arithmetic" if found.others else ""
+    yield Line(f"{tried.total:,} plans, of which {tried.fitting:,} fit{more}; {found.timed:,} had to be timed", "tried")
+    for label, counted in (
+        ("do not fit", tried.too_large), ("contradict themselves", tried.contradictory), ("no better", tried.no_better),
+    ):  # fmt: skip
+        if total := sum(counted.values()):
+            yield Line(_counts(counted), f"  {total:,} {label}", "dim")
+    yield Line(", ".join(NOT_TRIED), "not tried", "dim")
+
+
+def _counts(counted: Counter[str]) -> str:
+    return "; ".join(f"{count:,} {reason}" for reason, count in counted.most_common() if count)
+
+
+# ---- JSON
+
+
+def _as_dict(found: Fit, asked: Asked) -> dict[str, Any]:
+    tried = found.tried
+    single = found.single
+    return {
+        "as_given": _candidate(found.own, found, asked),
+        "answers": {name: _pick(name, pick, found, asked) for name, pick in _picks(found).items()},
+        "bolder": found.bolder and _candidate(found.bolder, found, asked),
+        "fewest_gpus": found.fewest and _candidate(found.fewest, found, asked),
+        "best_single_change": single and {"changes": single.changes, **_candidate(single.candidate, found, asked)},
+        "other_arithmetic": {
+            each.other.words: {"plans": each.plans, "best": each.best and _candidate(each.best, found, asked)}
+            for each in found.others
+        },
+        "answers_change": list(found.instead),
+        "global_batch": found.sequences,
+        "kept": list(found.kept),
+        "tried": {
+            "plans": tried.total, "fit": tried.fitting, "timed": found.timed, "do_not_fit": dict(tried.too_large),
+            "contradict_themselves": dict(tried.contradictory), "no_better": dict(tried.no_better),
+            "not_tried": list(NOT_TRIED),
+        },
+    }  # fmt: skip
+
+
+def _pick(name: str, pick: Pick, found: Fit, asked: Asked) -> dict[str, Any]:
+    runner = pick.runner_up and _candidate(pick.runner_up, found, asked)
+    return _candidate(pick.chosen, found, asked) | {"reason": WHY[name](found, pick), "runner_up": runner}
+
+
+def _candidate(each: Candidate, found: Fit, asked: Asked) -> dict[str, Any]:
+    hours = asked.gpu_hours(each)
+    cost = {"gpu_hours": hours, "dollars": hours * asked.price if hours and asked.price else None}
+    chosen = {"checkpointing": each.spec.checkpointing, "grad_accum": each.spec.grad_accum, "flags": flags(each.spec)}
+    return plan_of(each.spec).as_dict() | chosen | cost | {"gpu_hours_of_tokens": asked.tokens or _BILLION}

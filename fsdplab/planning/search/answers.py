@@ -1,0 +1,295 @@
+"""What a search answers: the fastest, the cheapest and the safest plan, what comes next, and the best single change.
+
+All plans have one global batch. *Fastest*: the shortest step. *Cheapest*: fewest GPU-hours for the same tokens, on the
+GPUs that were given or on fewer. Both are taken from plans that fit for certain, if there are any; a faster plan that
+is only likely to fit is named beside them. *Safest*: what a card needs for certain, with the band and the allocator's
+reserve, leaves most of it free, among plans that are not much slower than the fastest. Differences that are smaller
+than a plan can tell decide nothing: of plans that are as good, the one that changes least is taken.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, takewhile
+
+from fsdplab.planning.plan_spec import PlanError, PlanSpec, changed
+from fsdplab.planning.planner import Plan, plan_of
+
+from .axes import BATCH, IN_A_STEP, MESH, OTHERS, Changes, Other, check_kept, micro_batches
+from .candidates import Candidate, Grid, Tried
+from .peaks import peak_of
+
+USUAL_TOKENS = 2**22  # of a step where no batch is given: a usual one of pretraining
+EQUAL = 0.02  # of a step's seconds: a smaller difference tells nothing
+SLOWEST_SAFE = 0.75  # of the fastest plan's speed
+_EQUALLY_FREE = 0.02  # of a card
+
+
+@dataclass(frozen=True)
+class Pick:
+    """An answer and the next best plan of another kind, None where there is none."""
+
+    chosen: Candidate
+    runner_up: Candidate | None
+
+    @property
+    def plan(self) -> Plan:
+        """The chosen plan in full."""
+        return plan_of(self.chosen.spec)
+
+
+@dataclass(frozen=True)
+class SingleChange:
+    """The plan that was given with one choice changed."""
+
+    changes: Changes
+    candidate: Candidate
+    fits: bool
+
+
+@dataclass(frozen=True)
+class OtherChoice:
+    """What changes the arithmetic, and the fastest plan with it, None where none fits; `plans`: how many were tried."""
+
+    other: Other
+    best: Candidate | None
+    plans: int
+
+
+@dataclass(frozen=True)
+class Fit:
+    """The answers, which are None where nothing fits.
+
+    `own` is the plan that was given, with the search's global batch; `instead` are the choices of other arithmetic that
+    the answers come from where nothing fits with the arithmetic as given. `bolder` is faster than the fastest, and only
+    likely to fit. `timed`: plans whose step was timed.
+    """
+
+    own: Candidate
+    sequences: int
+    fastest: Pick | None
+    cheapest: Pick | None
+    safest: Pick | None
+    bolder: Candidate | None
+    fewest: Candidate | None
+    singles: tuple[SingleChange, ...]
+    others: tuple[OtherChoice, ...]
+    instead: tuple[str, ...]
+    tried: Tried
+    timed: int
+    kept: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Plan | None:
+        """The cheapest plan."""
+        return self.cheapest.plan if self.cheapest else None
+
+    @property
+    def single(self) -> SingleChange | None:
+        """The best single change: the fastest that fits, if it is faster than the plan that was given or that does not
+        fit.
+        """
+        found = next(iter(self.singles), None)
+        if found is None or not found.fits:
+            return None
+        own_fits = self.own.peak <= self.own.spec.gpu.memory_bytes
+        return None if own_fits and found.candidate.expected_s >= (1 - EQUAL) * self.own.expected_s else found
+
+
+def fit(spec: PlanSpec, global_batch: int | None = None, keep: Collection[str] = ()) -> Fit:
+    """Search around `spec` at `global_batch` sequences a step; choices named in `keep` stay; raises PlanError.
+
+    Without a global batch it is that of the spec, or some 4 million tokens where the spec has one sequence a rank.
+    """
+    check_kept(keep)
+    spec, sequences = _with_batch(spec, global_batch)
+    grid = Grid(spec, sequences, keep)
+    order = _Order(spec)
+    others = _others(spec, sequences, keep, order.best(_surest(grid.fitting), by_gpus=False))
+    fitting, instead = _fitting(grid, others)
+    fastest, cheapest = (order.best(_surest(fitting), by_gpus=each) for each in (False, True))
+    return Fit(
+        own=Candidate(spec, peak_of(spec)[0]), sequences=sequences, fastest=fastest, cheapest=cheapest,
+        safest=_safest(fitting, fastest, order), bolder=_bolder(fitting, fastest, order),
+        fewest=_fewest(grid, order), singles=_singles(spec, sequences, keep), others=_other_choices(others, order),
+        instead=instead, tried=grid.tried, timed=order.timed, kept=tuple(keep),
+    )  # fmt: skip
+
+
+def _surest(fitting: list[Candidate]) -> list[Candidate]:
+    """What fits for certain; where nothing does, what is likely to fit."""
+    return [each for each in fitting if each.certain] or fitting
+
+
+def _with_batch(spec: PlanSpec, sequences: int | None) -> tuple[PlanSpec, int]:
+    """The plan with so many sequences in a step, those of its groups of ranks spelled out."""
+    if spec.row.in_groups and spec.shard_size is None:
+        spec = replace(spec, shard_size=spec.shards)
+    if sequences is None and spec.micro_batch * spec.grad_accum > 1:
+        return spec, spec.micro_batch * spec.grad_accum * spec.data_ranks
+    if sequences is None:
+        sequences = spec.gpus * max(1, round(USUAL_TOKENS / spec.seq / spec.gpus))
+    if not isinstance(sequences, int) or isinstance(sequences, bool) or not 1 <= sequences <= 10**6:
+        raise PlanError(f"--global-batch is {str(sequences)[:30]}; expected a whole number of sequences from 1 to 1e6")
+    passes, rest = divmod(sequences, spec.micro_batch * spec.data_ranks)
+    if rest or not passes:
+        raise PlanError(
+            f"--global-batch {sequences} is not divisible by {spec.data_ranks} data-parallel ranks x --batch-size"
+            f" {spec.micro_batch}; give a multiple of {spec.micro_batch * spec.data_ranks}"
+        )
+    return replace(spec, grad_accum=passes), sequences
+
+
+# ---- the best first
+
+
+class _Order:
+    """Orders plans by seconds, and times no more of them than that takes."""
+
+    def __init__(self, own: PlanSpec) -> None:
+        self._own, self._timed = own, set[int]()
+
+    @property
+    def timed(self) -> int:
+        """How many plans were timed."""
+        return len(self._timed)
+
+    def by_cost(self, plans: Sequence[Candidate], by_gpus: bool) -> Iterator[tuple[float, Candidate]]:
+        """The plans with their costs, seconds or GPU-seconds of a step, the cheapest first.
+
+        A plan waits at its least cost; only when no other one has less is it timed, and waits at its own.
+        """
+        number, waiting = count(), list[tuple[float, int, bool, Candidate]]()
+        waiting = [(self._weight(each, by_gpus) * each.least_s, next(number), False, each) for each in plans]
+        heapq.heapify(waiting)
+        while waiting:
+            cost, _, exact, each = heapq.heappop(waiting)
+            if exact:
+                yield cost, each
+            else:
+                self._timed.add(id(each))
+                cost = self._weight(each, by_gpus) * each.expected_s
+                heapq.heappush(waiting, (cost, next(number), True, each))
+
+    def _weight(self, each: Candidate, by_gpus: bool) -> int:
+        return each.spec.gpus if by_gpus else 1
+
+    def best(self, plans: Sequence[Candidate], by_gpus: bool) -> Pick | None:
+        """The best plan and the next one of another kind."""
+        ordered = self.by_cost(plans, by_gpus)
+        if (first := next(ordered, None)) is None:
+            return None
+        equal, behind = [first[1]], list[Candidate]()
+        for cost, each in ordered:
+            if cost > (1 + EQUAL) * first[0]:
+                behind.append(each)
+                break
+            equal.append(each)
+        chosen = min(equal, key=lambda each: self._preference(each, by_gpus))
+        rest = (*equal, *behind, *(each for _, each in takewhile(lambda _: not _others_in(behind, chosen), ordered)))
+        return Pick(chosen, next((each for each in rest if each.family != chosen.family), None))
+
+    def _preference(self, each: Candidate, by_gpus: bool) -> tuple[float, ...]:
+        """Of plans that are as good: more GPUs if they cost no more, since they end sooner; what changes least; then
+        what needs least memory.
+        """
+        return (-each.spec.gpus if by_gpus else 0, changes_of(each.spec, self._own), each.peak)
+
+
+def _others_in(found: Collection[Candidate], chosen: Candidate) -> bool:
+    return any(each.family != chosen.family for each in found)
+
+
+def changes_of(spec: PlanSpec, own: PlanSpec) -> int:
+    """How many choices of a plan differ from the given one, beside its batch and its GPUs."""
+    names = ("strategy", "tensor_parallel", "context_parallel", "checkpointing", "loss")
+    return sum(getattr(spec, name) != getattr(own, name) for name in names)
+
+
+def _bolder(fitting: Sequence[Candidate], fastest: Pick | None, order: _Order) -> Candidate | None:
+    """The fastest plan that is only likely to fit, if it is faster than the fastest answer."""
+    found = order.best([each for each in fitting if not each.certain], by_gpus=False)
+    if found is None or fastest is None or not fastest.chosen.certain:
+        return None
+    return found.chosen if found.chosen.expected_s < (1 - EQUAL) * fastest.chosen.expected_s else None
+
+
+def _safest(fitting: Sequence[Candidate], fastest: Pick | None, order: _Order) -> Pick | None:
+    """Of plans that are fast enough: what needs least, and among equally free ones the fastest."""
+    if fastest is None:
+        return None
+    longest_s = fastest.chosen.expected_s / SLOWEST_SAFE
+    enough = [each for each in fitting if each.least_s <= longest_s]
+    least = next((each for each in sorted(enough, key=lambda each: each.needed) if each.expected_s <= longest_s), None)
+    if least is None:
+        return None
+    most = least.needed + _EQUALLY_FREE * least.spec.gpu.memory_bytes
+    return order.best([each for each in enough if each.needed <= most], by_gpus=False)
+
+
+def _fewest(grid: Grid, order: _Order) -> Candidate | None:
+    """The fastest plan on the fewest GPUs of the search."""
+    least = min((each.spec.gpus for each in grid.fitting), default=0)
+    found = order.best([each for each in grid.fitting if each.spec.gpus == least], by_gpus=False)
+    return found.chosen if found else None
+
+
+# ---- one choice changed
+
+
+def _singles(spec: PlanSpec, sequences: int, keep: Collection[str]) -> tuple[SingleChange, ...]:
+    """Every choice of the given plan changed alone: what fits first, the fastest of it first."""
+    found = []
+    for changes in _single_changes(spec, sequences, keep):
+        other = changed(spec, grad_accum=1, **{"micro_batch": spec.micro_batch} | changes)
+        passes, rest = divmod(sequences, other.micro_batch * other.data_ranks) if other else (0, 0)
+        if other and passes and not rest:
+            other = replace(other, grad_accum=passes)
+            candidate = Candidate(other, peak_of(other)[0])
+            found.append(SingleChange(changes, candidate, candidate.peak <= spec.gpu.memory_bytes))
+    return tuple(sorted(found, key=lambda each: (not each.fits, each.candidate.expected_s if each.fits else 0)))
+
+
+def _single_changes(spec: PlanSpec, sequences: int, keep: Collection[str]) -> Iterator[Changes]:
+    for axis in (*MESH, *IN_A_STEP):
+        if axis.name not in ("world-size", *keep):
+            yield from axis.of(spec)[1:]
+    if BATCH not in keep:
+        yield from ({"micro_batch": each} for each in micro_batches(sequences) if each != spec.micro_batch)
+
+
+# ---- other arithmetic
+
+
+def _others(
+    spec: PlanSpec, sequences: int, keep: Collection[str], fastest: Pick | None
+) -> list[tuple[Other, Grid]]:  # fmt: skip
+    """What each choice of other arithmetic makes of the search, on all GPUs.
+
+    Where plans fit without them, adapters and offload are no answer, and the others are tried with the GPUs and the
+    tensor and context parallelism of the fastest plan.
+    """
+    kept, around = {*keep, "world-size"}, spec
+    if fastest is not None:
+        kept |= {"tp", "cp"}
+        around = replace(fastest.chosen.spec, micro_batch=spec.micro_batch, grad_accum=1)
+    tried = [(other, other.of(around)) for other in OTHERS if fastest is None or not other.last]
+    return [(other, Grid(asked, sequences, kept)) for other, asked in tried if asked is not None]
+
+
+def _fitting(grid: Grid, others: Sequence[tuple[Other, Grid]]) -> tuple[list[Candidate], tuple[str, ...]]:
+    """The plans that answers come from, and in words what had to change for them."""
+    if grid.fitting:
+        return grid.fitting, ()
+    for frozen in (False, True):
+        fitting = [(other, each.fitting) for other, each in others if other.frozen == frozen and each.fitting]
+        if fitting:
+            return [each for _, plans in fitting for each in plans], tuple(other.words for other, _ in fitting)
+    return [], ()
+
+
+def _other_choices(others: Sequence[tuple[Other, Grid]], order: _Order) -> tuple[OtherChoice, ...]:
+    picks = [(other, order.best(_surest(grid.fitting), by_gpus=False), grid.tried.total) for other, grid in others]
+    return tuple(OtherChoice(other, pick.chosen if pick else None, plans) for other, pick, plans in picks)
