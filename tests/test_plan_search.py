@@ -45,6 +45,7 @@ def drawn(count: int = DRAWN) -> list[PlanSpec]:
             prefetch=draw.choice([0, 1, 1, 2, 3]), compile=draw.random() < 0.3, no_sync=draw.random() < 0.3,
             masters=draw.choice(["slices", "separate"]), offload=draw.random() < 0.2, flash=draw.random() < 0.8,
             optimizer=draw.choice(list(OPTIMIZERS)), lora_rank=draw.choice([0, 0, 16]),
+            keeps_logits=draw.random() < 0.2, keeps_outputs=draw.random() < 0.2, autocast=draw.random() < 0.2,
         )  # fmt: skip
         found += [other] if other else []
     return found

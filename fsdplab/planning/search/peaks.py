@@ -53,7 +53,7 @@ def peak_lines(spec: PlanSpec) -> tuple[Line, ...]:
 @lru_cache(maxsize=4096)
 def _lines(spec: PlanSpec) -> tuple[Line, ...]:
     """Those of a plan of one sequence and at most two micro-batches: from the second one on they are alike."""
-    if spec.keeps_logits:
+    if spec.keeps_logits or spec.keeps_outputs:  # a loss that is alive elsewhere too
         return _upper(_walked(spec).values())
     loss, walked = LossBytes.of(spec), _walked(replace(spec, loss="fused"))
     usual = LossBytes.of(replace(spec, loss="fused"))
