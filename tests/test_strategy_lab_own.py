@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 import fsdplab
+from fsdplab.planning.plan_traffic import bytes_by_axis
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.changes import best_change, edits
-from fsdplab.sessions.recorded_model import steady_tables
+from fsdplab.sessions.recorded_model import plan_of_file, steady_tables
 from fsdplab.sessions.spec import SpecError
 from fsdplab.widgets.answers import Look, answer, marks, outcome
-from fsdplab.widgets.choices import Choices
+from fsdplab.widgets.choices import PRESETS, Choices
+from fsdplab.widgets.copies import copies
 from fsdplab.widgets.instrument import Instrument
 from fsdplab.widgets.lab_state import LabState
 from fsdplab.widgets.strategy_lab import StrategyLab
@@ -149,6 +151,34 @@ def test_a_report_advises_the_first_of_the_labs_changes_that_it_may_advise() -> 
     best = best_change(spec)
     assert advised[next(iter(rows[0]["choices"].items()))] == best.words
     assert rows[0]["gain"] == pytest.approx(best.gain) and rows[0]["peak"] == best.peak_bytes
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("preset", [name for name, each in PRESETS.items() if each.gpu])
+def test_it_is_planned_on_every_gpu_that_the_lab_offers(mine: Path, preset: str) -> None:
+    """Memory and bytes are those of `fsdplab plan --model mine.py`; units and the card are controls."""
+    state = LabState(FIXED, model=str(mine), preset=preset)
+    request = state.request
+    assert not request.errors and [plan.strategy for plan in request.plans] == [*state.choices.strategies]
+    for row, plan in zip(asked(state)["rows"], request.plans):
+        alike = {"gpus": plan.gpus, "strategy": plan.strategy, "param_dtype": plan.param_dtype}
+        expected = plan_of_file(str(mine), "h100", **alike)
+        assert row["peak"] == pytest.approx(expected.memory.peak.total, abs=9) and row["step"] and not row["why_no_step"]
+        assert outcome(plan).sent == sum(bytes_by_axis(expected.traffic).values())
+    assert asked(state)["clock"] == "simulated on H100 GPUs" and asked(state)["card"] == 80 * 2**30
+    assert all(each["words"] for each in marks(state.choices, Look(), state.fixed))
+    rows = what_if(state.choices, "full_shard", state.fixed)
+    assert "units model" in [row["words"] for row in rows]
+    text = copies(next(plan for plan in request.plans if plan.strategy == "full_shard"))
+    assert "Block" in text["PyTorch"] and text["Command line"].startswith("fsdplab plan --strategy ")
+    assert "mine.py" in text["Command line"] and "--sequence-length" not in text["Command line"]
+
+
+@pytest.mark.quick
+def test_errors_of_a_planned_model_are_said_at_the_control(mine: Path) -> None:
+    mine.write_text(MINE.replace("LAYERS", "4").replace("Linear(8, 64)", "Linear(7, 64)"))
+    found = asked(LabState(FIXED, model=str(mine), preset="8 x H100"))
+    assert "its micro-batch could not be recorded: RuntimeError" in found["errors"]["model"]
 
 
 @pytest.mark.quick

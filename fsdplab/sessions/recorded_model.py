@@ -37,21 +37,19 @@ def plan_of_file(model: str, gpu: str, **choices: Any) -> RecordedPlan:
         )
     source_of(str(path))  # which says of a step with two losses that it cannot be predicted
     spec = recorded_spec(path.name, gpu, **choices)
-    return recorded_plan(spec, _of_plan(workload_in(path), spec.param_bytes == 2, spec.checkpointing))
+    precision = "bf16" if spec.param_bytes == 2 else "fp32"
+    recording = _recorded(workload_in(path), "auto", precision, spec.checkpointing, 1, 0, on_card=True)
+    return recorded_plan(spec, recording)
 
 
-@lru_cache(maxsize=16)
-def _of_plan(task: Task, low_precision: bool, checkpoint: str) -> MicroBatch:
-    choices = RecordChoices(
-        lambda model: as_argument(task.found_units(model).modules),
-        low_precision=low_precision, checkpoint=checkpoint, on_card=True,
-    )  # fmt: skip
-    return record_micro_batch(task, choices)
+def recording_on_gpus(of: RunSpec, gpus: int) -> MicroBatch:
+    """The first micro-batch of one of `gpus` ranks of a run, without the scratch memory of a CPU."""
+    return _recorded(workload_of(of), of.units, of.precision, of.checkpoint, gpus, of.seed, on_card=True)
 
 
 def recording_of(spec: RunSpec) -> MicroBatch:
     """The first micro-batch of a run, in its units and its precision; raises what the model's own code raises."""
-    return _of_run(workload_of(spec), spec.units, spec.precision, spec.checkpoint, spec.world_size, spec.seed)
+    return _recorded(workload_of(spec), spec.units, spec.precision, spec.checkpoint, spec.world_size, spec.seed)
 
 
 def recording_or_why(spec: RunSpec) -> MicroBatch | str:
@@ -78,11 +76,13 @@ def own_step_of(spec: RunSpec) -> OwnStep | None:
 
 
 @lru_cache(maxsize=16)
-def _of_run(task: Task, units: str, precision: str, checkpoint: str, world_size: int, seed: int) -> MicroBatch:
+def _recorded(
+    task: Task, units: str, precision: str, checkpoint: str, world_size: int, seed: int, on_card: bool = False
+) -> MicroBatch:
     def chosen(model: nn.Module) -> Any:
         return as_argument(units_of(Sharding(units=units), model, task).modules)
 
-    return record_micro_batch(task, RecordChoices(chosen, precision == "bf16", checkpoint, world_size, seed))
+    return record_micro_batch(task, RecordChoices(chosen, precision == "bf16", checkpoint, world_size, seed, on_card))
 
 
 def steady_work(spec: RunSpec) -> StepWork:

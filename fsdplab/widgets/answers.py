@@ -19,10 +19,11 @@ from fsdplab.common.sizes import parse_size, seconds, size
 from fsdplab.figures.table import scattered
 from fsdplab.planning.links import LinkSpec, parse_link
 from fsdplab.planning.plan_spec import PlanSpec
-from fsdplab.planning.plan_traffic import LINK_EFFICIENCY
+from fsdplab.planning.plan_traffic import LINK_EFFICIENCY, bytes_by_axis
 from fsdplab.planning.program import OPTIMIZER, ROOT, program_of
 from fsdplab.planning.simulation import RankLog, Span, StepWork, on_links_of, simulate, simulate_program, work_of
 from fsdplab.records import RunRecord
+from fsdplab.sessions.own_plan import OwnPlan
 from fsdplab.sessions.prediction import Prediction, predict
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.steady_card import SteadyCardError, plan_of, steady
@@ -97,9 +98,17 @@ def outcome(run: Run) -> Outcome:
     return _outcome(_on_any_card(run), _version_of(run))
 
 
+def _own(run: Run) -> str:
+    """The model of one's own of a run or a plan; "" where it has none."""
+    if isinstance(run, PlanSpec):
+        return run.of.model if isinstance(run, OwnPlan) else ""
+    return run.model if run.own_model else ""
+
+
 def _version_of(run: Run) -> str:
     """What tells that the file of a model of one's own was edited."""
-    return source_of(run.model).digest if isinstance(run, RunSpec) and run.own_model else ""
+    model = _own(run)
+    return source_of(model).digest if model else ""
 
 
 def _on_any_card(run: Run) -> Run:
@@ -110,6 +119,11 @@ def _on_any_card(run: Run) -> Run:
 
 @lru_cache(maxsize=512)
 def _outcome(run: Run, version: str) -> Outcome:
+    if isinstance(run, OwnPlan):
+        plan = run.plan
+        sent = sum(bytes_by_axis(plan.traffic).values())
+        memory = {name: round(nbytes) for name, nbytes in plan.memory.peak.by_category.items()}
+        return Outcome(memory, sent, *_step_of(run.tables))
     if isinstance(run, PlanSpec):
         record = simulate(run)
         steps = _step_of(record.tables)
@@ -195,7 +209,10 @@ def crossover(run: Run, ends: tuple[float, float]) -> Crossover:
 @lru_cache(maxsize=256)
 def _crossover(run: Run, ends: tuple[float, float], version: str) -> Crossover:
     steadily = isinstance(run, RunSpec)
-    plan, work = (plan_of(run), _steady_work(run)) if isinstance(run, RunSpec) else (run, work_of(run))
+    if isinstance(run, RunSpec):
+        plan, work = plan_of(run), _steady_work(run)
+    else:
+        plan, work = run, run.work if isinstance(run, OwnPlan) else work_of(run)
     program = program_of(work)
 
     def waits(bytes_per_s: float) -> tuple[float, float]:
@@ -422,9 +439,9 @@ def _compared(choices: Choices, look: Look, fixed: Mapping[str, Any]) -> tuple[_
 
 def _unrecorded(run: Run) -> str:
     """Why a model of one's own has no prediction at all: what its code raised; "" where it was recorded."""
-    if isinstance(run, PlanSpec) or not run.own_model:
+    if not _own(run):
         return ""
-    found = recorded_model().recording_or_why(run)
+    found = recorded_model().recording_or_why(run.of if isinstance(run, OwnPlan) else run)
     return found if isinstance(found, str) else ""
 
 

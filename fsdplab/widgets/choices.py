@@ -15,9 +15,11 @@ from typing import Any
 from fsdplab.common.names import IN_GROUPS, OVER_ALL_RANKS
 from fsdplab.common.sizes import parse_size
 from fsdplab.figures.view import RunView
+from fsdplab.planning.hardware import find_gpu
 from fsdplab.planning.links import parse_link
 from fsdplab.planning.plan_spec import PlanError, PlanSpec
 from fsdplab.planning.planner import plan_spec
+from fsdplab.sessions.own_plan import own_plan
 from fsdplab.sessions.spec import (
     CHECKPOINTS,
     ENGINES,
@@ -196,9 +198,9 @@ def _own_model(model: str) -> OwnModel:
 
 
 def models_of(preset: str, fixed: Fixed) -> tuple[str, ...]:
-    """The models that a preset offers, one's own first; that one is trained here, and not planned on other GPUs."""
-    own, machine = own_model(fixed), PRESETS[preset]
-    return (own.name, *machine.models) if own and not machine.gpu else machine.models
+    """The models that a preset offers, one's own first."""
+    own, models = own_model(fixed), PRESETS[preset].models
+    return (own.name, *models) if own else models
 
 
 def chosen_own(choices: Choices, fixed: Fixed) -> OwnModel | None:
@@ -237,7 +239,7 @@ def check(choices: Choices, fixed: Fixed | None = None) -> Request:
         words = f"tokens is {choices.tokens}; expected a multiple of {sequence}, the tokens of a sequence"
         return Request(errors={"tokens": words})
     if PRESETS[choices.preset].gpu:
-        return _planned(choices)
+        return _planned(choices, fixed)
     pairs = _pairs(choices)
     specs = []
     for strategy, engine in pairs:
@@ -331,26 +333,35 @@ def sequence_of(choices: Choices, fixed: Fixed) -> int:
     """
     if "sequence_length" in fixed:
         return int(fixed["sequence_length"])
-    usual = GPU_SEQUENCE if PRESETS[choices.preset].gpu else SEQUENCE
+    usual = GPU_SEQUENCE if PRESETS[choices.preset].gpu and choices.model in WORKLOADS else SEQUENCE
     longest = WORKLOADS[choices.model].context if choices.model in WORKLOADS else usual
     return min(usual, choices.tokens, longest)
 
 
-def _planned(choices: Choices) -> Request:
+def _planned(choices: Choices, fixed: Fixed) -> Request:
     """The planner's steps, one a strategy, with the link and the card of the choices."""
     try:
-        return Request(plans=tuple(_plan(choices, strategy) for strategy in choices.strategies))
+        return Request(plans=tuple(_plan(choices, strategy, fixed) for strategy in choices.strategies))
     except PlanError as error:
         return Request(errors={"strategies": str(error)})
+    except SpecError as error:
+        return Request(errors={_to_blame(error, choices, fixed): str(error)})
 
 
-def _plan(choices: Choices, strategy: str) -> PlanSpec:
-    preset, sequence = PRESETS[choices.preset], sequence_of(choices, {})
-    plan = plan_spec(
-        choices.model, preset.gpu or "", gpus=choices.ranks, gpus_per_node=preset.per_node, strategy=strategy,
-        seq=sequence, micro_batch=choices.tokens // sequence, param_dtype=choices.precision,
-        checkpointing=choices.checkpoint, prefetch=choices.prefetch, optimizer=choices.optimizer,
-    )  # fmt: skip
+def _plan(choices: Choices, strategy: str, fixed: Fixed) -> PlanSpec:
+    preset, own = PRESETS[choices.preset], chosen_own(choices, fixed)
+    mesh: dict[str, Any] = {"gpus": choices.ranks, "gpus_per_node": preset.per_node, "strategy": strategy}
+    if own:
+        alone = replace(choices, ranks=1, link=NO_LINK, card="none")
+        of = _spec(alone, "no_shard", "lab", {**fixed, "device": "cpu"})
+        plan: PlanSpec = own_plan(of, find_gpu(preset.gpu or ""), **mesh)
+    else:
+        sequence = sequence_of(choices, {})
+        plan = plan_spec(
+            choices.model, preset.gpu or "", seq=sequence, micro_batch=choices.tokens // sequence,
+            param_dtype=choices.precision, checkpointing=choices.checkpoint, prefetch=choices.prefetch,
+            optimizer=choices.optimizer, **mesh,
+        )  # fmt: skip
     card = parse_card(choices.card) or plan.gpu.memory_bytes
     return at_bandwidth(replace(plan, gpu=replace(plan.gpu, memory_bytes=card)), parse_link(choices.link).bytes_per_s)
 

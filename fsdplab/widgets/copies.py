@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 from fsdplab.planning.copy_as import BLOCKS, Sharded, accelerate_yaml, of_plan, pytorch
 from fsdplab.planning.plan_spec import PlanSpec, flag_of
+from fsdplab.sessions.own_plan import OwnPlan
 from fsdplab.sessions.spec import RunSpec
-from fsdplab.workloads.own.sources import VALUE, kind_of
+from fsdplab.workloads.own.sources import FILE, VALUE, kind_of
 
 from .answers import Run, recorded_model
 
@@ -31,7 +32,8 @@ def copies(run: Run) -> dict[str, str]:
 def sharded_of(run: Run) -> Sharded:
     """What of a run its engine's code depends on."""
     if isinstance(run, PlanSpec):
-        return of_plan(run)
+        found = of_plan(run)
+        return replace(found, units=_units_of(run.of)) if isinstance(run, OwnPlan) else found
     return Sharded(
         run.strategy, run.world_size, _units_of(run), run.shard_size, run.precision, run.checkpoint, run.prefetch,
         run.optimizer, run.device_type,
@@ -50,6 +52,8 @@ def _units_of(run: RunSpec) -> tuple[str, ...]:
 
 def command(run: Run) -> str:
     """The command that runs or plans the same; of a workload of a notebook the call."""
+    if isinstance(run, OwnPlan):
+        return _command_of_own(run)
     if isinstance(run, PlanSpec):
         chosen = {flag_of(name): getattr(run, name) for name in _PLANNED}
         gpu = run.gpu.name.lower().split()[0]
@@ -61,6 +65,15 @@ def command(run: Run) -> str:
         return f"fsdplab.run(work, {', '.join(f'{name}={value!r}' for name, value in settings.items())})"
     flags = {"--as" if name == "as_model" else f"--{name.replace('_', '-')}": each for name, each in chosen.items()}
     return _line(f"fsdplab run {run.strategy}", flags)
+
+
+def _command_of_own(run: OwnPlan) -> str:
+    """The plan of a file in the units that are found in it; why there is no command for another model."""
+    if kind_of(run.of.model) != FILE or run.of.units != "auto":
+        return "# fsdplab plan reads a Python file, in the units that it names or that are found in it"
+    own = {flag_of(name): getattr(run, name) for name in _PLANNED if name not in ("seq", "micro_batch")}
+    gpu = run.gpu.name.lower().split()[0]
+    return _line(f"fsdplab plan --strategy {run.strategy}", {"--model": run.of.model, "--gpu": gpu, **own})
 
 
 def _changed(run: RunSpec) -> dict[str, Any]:

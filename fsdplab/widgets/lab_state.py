@@ -309,7 +309,9 @@ def _with_own_model(fixed: dict[str, Any], given: dict[str, Any]) -> tuple[dict[
     fixed = {**fixed, "model": RunSpec(model=model).model}
     own = own_model(fixed)
     assert own is not None
-    return fixed, {"card": "none", **given, "model": own.name}  # the preset's card is of its own model's size
+    preset = PRESETS.get(given.get("preset", "laptop"))
+    emulated = {} if preset and preset.gpu else {"card": "none"}  # that of the laptop is of its own model's size
+    return fixed, {**emulated, **given, "model": own.name}
 
 
 def _begun_with(fixed: Mapping[str, Any], given: Mapping[str, Any]) -> Choices:
