@@ -163,7 +163,9 @@ def test_it_is_planned_on_every_gpu_that_the_lab_offers(mine: Path, preset: str)
     for row, plan in zip(asked(state)["rows"], request.plans):
         alike = {"gpus": plan.gpus, "strategy": plan.strategy, "param_dtype": plan.param_dtype}
         expected = plan_of_file(str(mine), "h100", **alike)
-        assert row["peak"] == pytest.approx(expected.memory.peak.total, abs=9) and row["step"] and not row["why_no_step"]
+        assert (
+            row["peak"] == pytest.approx(expected.memory.peak.total, abs=9) and row["step"] and not row["why_no_step"]
+        )
         assert outcome(plan).sent == sum(bytes_by_axis(expected.traffic).values())
     assert asked(state)["clock"] == "simulated on H100 GPUs" and asked(state)["card"] == 80 * 2**30
     assert all(each["words"] for each in marks(state.choices, Look(), state.fixed))

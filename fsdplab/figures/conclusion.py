@@ -157,7 +157,7 @@ def _sent(run: RunView) -> str:
 def _hidden(run: RunView) -> str:
     """The hidden part as measured; without a link the ranks copy for each other, and nothing is on its way to hide."""
     part = run.summary.comm.overlap
-    if part is None:
+    if part is None or core_words([run]):
         return ""
     linked = emulated_links([run]) or run.summary.nodes or run.traced or run.recorded or run.device != "cpu"
     if part < _ALIKE and not linked:
@@ -166,7 +166,8 @@ def _hidden(run: RunView) -> str:
 
 
 def _time(run: RunView) -> str:
-    return f"its step takes {seconds(run.step_median)}" if run.step_median else ""
+    """The measured step, unless it is the machine's more than the strategy's."""
+    return f"its step takes {seconds(run.step_median)}" if run.step_median and not core_words([run]) else ""
 
 
 def _memory_beside(run: RunView, base: RunView) -> str:

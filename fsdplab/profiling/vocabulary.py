@@ -53,7 +53,7 @@ _TORCH = {
     "offload_state": "keep it in host memory",
     "offload": "keep them in host memory",
     "other": (
-        "look at the memory timeline: data that the job holds and the optimizer's temporaries (AdamW(fused=True) has"
+        "look at the memory timeline: data that the job holds and the optimizer's temporaries (with fused=True it has"
         " none) are the usual reasons"
     ),
 }

@@ -1,9 +1,12 @@
-"""The ledger's bytes of one step, compared with the formula's: of one run, or of several on one axis."""
+"""The bytes that one rank sends in a step, by the ledger or by the trace, compared with the formula's: of one run, or of
+several on one axis.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from fsdplab.common.sizes import size
 from fsdplab.figures.bars import Part, stacked_bars
@@ -11,6 +14,7 @@ from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import listed
 from fsdplab.figures.style import COLLECTIVE_COLOURS, STRATEGY_COLOURS, titled
 from fsdplab.figures.view import RunView, how_and_where, missing, ranks_and_device, views
+from fsdplab.profiling.traces.skew import bus_factor
 from fsdplab.records import RunRecord
 
 MB = 1e6
@@ -23,24 +27,30 @@ def ledger_against_formula(records: RunRecord | Iterable[RunRecord], rank: int =
     """Bytes that one rank sent in its last recorded step, stacked by collective and phase: of one run beside the
     formula's total, of several a bar each and how many times the first one's.
 
-    Needs a `ledger` table. ValueError if the rank recorded no collective in any run.
+    Needs a `ledger` table, or `collectives` of traces that tell their bytes. ValueError if neither is there in any run.
     """
     runs = listed(records)
     found = [(run, sent) for run, record in zip(views(runs), runs) if (sent := sent_by(record, rank))]
     if not found:
+        alone = all(record.spec.get("world_size") == 1 for record in runs)
         raise ValueError(
             f"rank {rank} recorded no collective; a run of one rank sends nothing: use world_size=2 or more"
+            if alone
+            else f"rank {rank} recorded no collective with its bytes: profile some steps (--profile 2)"
         )
     if len(runs) > 1:
         return _of_several(found, views(runs), rank)
     ((run, sent),) = found
     formula, total = run.summary.formula_bytes_per_step, sum(sent.values())
+    if formula is None:
+        figure = _bars({run.label: f"<b>{size(total)}</b>"}, _parts([sent]))
+        return titled(
+            figure, f"{run.label} sends {size(total)} a step", _where([run], rank), f"A bar: {_words(sent)}.", 150
+        )
     parts = [*_parts([sent, {}]), Part("formula", STRATEGY_COLOURS["no_shard"], [0.0, (formula or 0) / MB])]
     figure = _bars({"ledger": f"<b>{size(total)}</b>", "formula": f"<b>{size(formula)}</b>"}, parts)
     figure.data[-1].showlegend = False
-    if not formula:
-        title = f"{run.label} sends {size(total)} a step; there is no formula for this engine"
-    elif total == formula:
+    if total == formula:
         title = f"{run.label}: the ledger equals the formula, {size(total)} a step"
     else:
         title = f"{run.label}: the ledger differs from the formula by {total - formula:+,} bytes a step"
@@ -50,12 +60,23 @@ def ledger_against_formula(records: RunRecord | Iterable[RunRecord], rank: int =
 
 def sent_by(record: RunRecord, rank: int) -> Sent:
     """Bytes that a rank sent in its last recorded step, by collective and phase: `{"all_reduce in backward": 86}`."""
-    rows = [row for row in record.table("ledger") if int(row["rank"]) == rank]
+    rows = [row for row in record.table("ledger") or _of_traces(record) if int(row["rank"]) == rank]
     last = max((int(row["step"]) for row in rows), default=0)
-    sent: dict[str, int] = defaultdict(int)
+    sent: dict[str, float] = defaultdict(float)
     for row in (row for row in rows if int(row["step"]) == last):
-        sent[f"{row['kind']} in {row['phase']}"] += int(row["wire_bytes"])
-    return dict(sent)
+        sent[f"{row['kind']} in {row['phase']}"] += row["wire_bytes"]
+    return {name: round(nbytes) for name, nbytes in sent.items()}
+
+
+def _of_traces(record: RunRecord) -> list[dict[str, Any]]:
+    """The collectives of an engine without a ledger, by its traces; [] where these do not tell the bytes of each."""
+    rows, ranks = record.table("collectives"), int(record.spec.get("world_size") or 1)
+    if any(row["logical_bytes"] is None for row in rows):
+        return []
+    return [
+        {**row, "wire_bytes": row["logical_bytes"] * bus_factor(row["kind"], int(row["group_size"] or ranks))}
+        for row in rows
+    ]
 
 
 def _of_several(found: list[tuple[RunView, Sent]], runs: list[RunView], rank: int) -> go.Figure:
@@ -103,7 +124,10 @@ def _parts(rows: list[Sent]) -> list[Part]:
 def _where(shown: list[RunView], rank: int) -> str:
     if any(run.simulated for run in shown):
         return f"{how_and_where(shown)}, rank {rank}"
-    return f"Rank {rank} of {ranks_and_device(shown)}, counted at every collective"
+    where = f"Rank {rank} of {ranks_and_device(shown)}"
+    if not all(run.engine == "lab" and not run.recorded for run in shown):
+        return f"{where}, by the collectives in its trace" if len(shown) == 1 else f"{where}, by ledger or trace"
+    return f"{where}, counted at every collective"
 
 
 def _words(sent: Sent) -> str:

@@ -154,7 +154,9 @@ def _compared(comparison: Mapping[str, Any], source: Runs) -> Markup:
 
 
 def _choice(shown: Sequence[RunView]) -> Markup:
-    """Memory against time, which is the steady card's where all runs have it."""
+    """Memory against time, which is the steady card's where all runs have it; of one run there is nothing to choose."""
+    if len(shown) == 1:
+        return Markup("")
     if all(run.traced and not run.peak for run in shown):
         return not_in_traces("memory")
     return drawn(pareto, _on_steady_card(shown))

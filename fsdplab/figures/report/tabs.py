@@ -27,10 +27,6 @@ from fsdplab.sessions.steady_card import spec_of, steady
 MARKS = 1_500  # of each timeline on a page, to stay under a megabyte a record
 _UNTRACED = "A simulated step has no traces, which these tables are made of: give runs of fsdplab run --profile 3."
 _NOTHING_FOUND = "No findings: nothing in this record stands out, or no step was profiled (run with --profile 2)."
-_ONE_RUN = (
-    "A difference needs two runs: give two records, such as the same strategy with --prefetch 0 and --prefetch 1, or"
-    " two folders of traces."
-)
 _NAMES = ("name", "unit", "group", "shapes")  # columns that may be longer than the page is wide
 
 
@@ -101,7 +97,8 @@ def _memory(record: RunRecord) -> Markup:
     except ValueError as reason:
         peaks = record.summary.peak_by_rank or (0,)
         worst = max(range(len(peaks)), key=lambda rank: peaks[rank] or 0)
-        return drawn(figures.memory_timeline, record, rank=worst) + note(str(reason))
+        alone = drawn(figures.memory_timeline, record, rank=worst)
+        return alone if view(record).recorded else alone + note(str(reason))  # a job has no engine to choose
 
 
 def _traffic(records: Sequence[RunRecord]) -> Markup:
@@ -129,19 +126,16 @@ def _diagnosis(records: Sequence[RunRecord], made: TablesOf) -> Markup:
         own = [part("finding", found=found) for found in findings.get(labels[id(record)], ())]
         told = Markup("\n").join(own) or note(_NOTHING_FOUND)
         traces = note(_UNTRACED) if view(record).simulated else _tables(made, record)
-        unlike = folded(f"Difference to {labels[id(records[0])]}", _difference(records, record))
+        unlike = Markup("")
+        if record is not records[0]:
+            unlike = folded(f"Difference to {labels[id(records[0])]}", _difference(records[0], record))
         return cost + told + unlike + folded("Tables of the traces", traces)
 
     return _each(records, of_run)
 
 
-def _difference(records: Sequence[RunRecord], record: RunRecord) -> Markup:
+def _difference(first: RunRecord, record: RunRecord) -> Markup:
     """A later run against the first, unit by unit, then in the parts of a step and in its operators and kernels."""
-    first = records[0]
-    if len(records) == 1:
-        return note(_ONE_RUN)
-    if record is first:
-        return Markup("")
     if failed := [shown.label for shown in views([first, record]) if shown.status == "failed"]:
         return note(f"Not compared, since {' and '.join(failed)} failed.")
     profiled = first.table("breakdown") and record.table("breakdown")
