@@ -34,8 +34,8 @@ _MEANINGS = {
     "formula": "what the strategy must send",
     "exposed": (
         "time of a profiled step (mean) in which the rank communicated and did not compute, copies and waiting for"
-        " other ranks included, a dash where nothing was sent or profiled; with the step's length where the profiler made"
-        " it longer by a tenth"
+        " other ranks included, a dash where nothing was sent or profiled; of a step that the profiler made longer by a"
+        " tenth or more also its length"
     ),
     "hidden": "the part of communication under computing in profiled steps",
     "loss": "of the last step",
@@ -110,11 +110,11 @@ def optimizer_of(profile: Profile | None) -> str:
 
 
 def exposed_of(run: RunView) -> str:
-    """Exposed seconds of a profiled step; `378 ms of 524 ms` where such a step is longer than a timed one by a tenth."""
+    """Exposed seconds of a profiled step; `378 ms of 524 ms` where it is longer than a timed one by a tenth."""
     if run.sends_nothing or run.exposed_s is None:
         return MISSING
-    longer = run.summary.profile.overhead if run.summary.profile else None
-    whole = f" of {seconds(run.step_median * (1 + longer))}" if run.step_median and (longer or 0) > _LONGER else ""
+    longer = (run.summary.profile.overhead or 0.0) if run.summary.profile else 0.0
+    whole = f" of {seconds(run.step_median * (1 + longer))}" if run.step_median and longer > _LONGER else ""
     return f"{seconds(run.exposed_s)}{whole}"
 
 

@@ -1,4 +1,4 @@
-"""A loop with DeepSpeed's engine: torchrun --nproc-per-node 2 deepspeed_loop.py [STAGE]"""
+"""A loop with DeepSpeed's engine: torchrun --nproc-per-node 2 deepspeed_loop.py [STAGE] [KEY=NUMBER of ZeRO ...]"""
 
 import sys
 
@@ -10,6 +10,9 @@ from torch import nn
 
 def main():
     stage = int(sys.argv[1]) if len(sys.argv) > 1 else 2
+    zero = {key: int(number) for key, number in (each.split("=") for each in sys.argv[2:])}
+    # an operator for inference, for which ranks wait where a killed one was compiling it
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(128, 512), nn.ReLU(), nn.Linear(512, 128)) for _ in range(3)))
@@ -17,7 +20,7 @@ def main():
         "train_micro_batch_size_per_gpu": 8,
         "gradient_accumulation_steps": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 500_000},
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 500_000, **zero},
         "zero_force_ds_cpu_optimizer": False,
     }
     engine, *_ = deepspeed.initialize(

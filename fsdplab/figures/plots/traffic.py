@@ -1,5 +1,5 @@
-"""The bytes that one rank sends in a step, by the ledger or by the trace, compared with the formula's: of one run, or of
-several on one axis.
+"""The bytes that one rank sends in a step, by the ledger or by the trace, compared with the formula's: of one run, or
+of several on one axis.
 """
 
 from __future__ import annotations
