@@ -224,6 +224,27 @@ def test_deepspeeds_engine(stage, tmp_path):
     assert record.summary.peak_memory_bytes.split["optimizer_state"]
 
 
+NOT_KEPT = "stage3_param_persistence_threshold=0"
+ALL_AGAIN = ("stage3_max_live_parameters=0", "stage3_max_reuse_distance=0")
+
+
+@pytest.mark.parametrize(
+    ("keys", "part"), [((), 1 / 2), ((NOT_KEPT,), 2 / 3), ((NOT_KEPT, *ALL_AGAIN), 1)], ids=["default", "small", "all"]
+)
+def test_what_deepspeeds_third_stage_keeps_it_does_not_send(keys, part, tmp_path):
+    """The formula gathers all parameters twice a micro-batch. Small ones stay gathered by default, and are gathered
+    once a step, after its update; what is gathered in the forward stays until the backward where that is near.
+    """
+    pytest.importorskip("deepspeed")
+    done = recorded(tmp_path / "out", *TORCHRUN, JOBS / "deepspeed_loop.py", 3, *keys)
+    assert done.returncode == 0, done.stderr[-3000:]
+    model, micro_batches, ranks = 4 * 3 * (2 * 128 * 512 + 512 + 128), 2, 2  # bytes of its parameters
+    formula = micro_batches * 3 * model * (ranks - 1) // ranks
+    scalar = 8  # a norm, all-reduced
+    sent = RunRecord.load(tmp_path / "out").summary.comm.bytes_per_step
+    assert sent - scalar == pytest.approx(formula * part)
+
+
 def test_several_optimizers_and_a_step_that_the_scaler_skips(tmp_path):
     """The last optimizer of the first round ends a step; a skipped one is a step."""
     done = recorded(tmp_path / "out", JOBS / "gan.py")

@@ -12,7 +12,7 @@ from fsdplab.cli.outputs import Outputs
 from fsdplab.cli.parse import whole_numbers
 from fsdplab.cli.render import show
 from fsdplab.cli.runs import answer_of_runs, recorded_in
-from fsdplab.recording.assemble import NothingRecorded, assemble
+from fsdplab.recording.assemble import NothingRecorded, assemble, wait_for_ranks
 from fsdplab.recording.launch import clear, prepare, run_job
 from fsdplab.recording.settings import RecordingError, Settings, environment, steps_of
 from fsdplab.records.folder import release_folder
@@ -25,6 +25,7 @@ def record_job(command: Sequence[str], out: Path, steps: str, ranks: str | None,
     try:
         code = run_job(command, settings)
         sys.stdout.flush()
+        wait_for_ranks(out)
         record = assemble(out, code)
     except NothingRecorded as nothing:
         print(f"fsdplab: {nothing}", file=sys.stderr)

@@ -5,6 +5,7 @@ of a job whose launcher is gone.
 from __future__ import annotations
 
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -27,6 +28,7 @@ try:
 except ImportError:  # Windows, where nothing records: records of other machines are read there
     pass
 
+_NAMED = 8  # of the ranks that are missing
 NOTHING = "no rank took an optimizer step: nothing was recorded"
 Row = dict[str, Any]
 
@@ -43,10 +45,22 @@ def open_record(folder: str | Path) -> RunRecord:
     place = Path(folder)
     if not has_parts(place):
         return RunRecord.load(place)
-    busy = [int(path.name[4:-6]) for path in sorted((place / "ranks").glob("rank*.steps")) if _is_locked(path)]
-    if busy:
+    if busy := _recording(place):
         raise RecordError(f"{plural(len(busy), 'rank')} of the job still record into {place}; open it when they have")
     return assemble(place)
+
+
+def wait_for_ranks(folder: Path, within_s: float = 60.0) -> None:
+    """Wait until no rank records into `folder` any more: those of other nodes may end after this node's."""
+    deadline = time.monotonic() + within_s
+    while _recording(folder) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def _recording(folder: Path) -> list[int]:
+    """The ranks that still record into `folder`."""
+    files = sorted((folder / "ranks").glob("rank*.steps"))
+    return [int(path.name[4:-6]) for path in files if _is_locked(path)]
 
 
 def has_parts(folder: Path) -> bool:
@@ -74,7 +88,11 @@ def assemble(folder: Path, exit_code: int | None = None) -> RunRecord:
     spec |= {"world_size": _any(abouts)["world_size"], "job": settings.job}
     failed = not results and exit_code not in (None, 0)
     summary = _summary(settings, spec, results, steps, memory, tables)
-    notes = [*_of_ranks(mailbox, abouts), *_unseen(settings, summary, spec, steps, tables, exit_code)]
+    notes = [
+        *_missing(abouts),
+        *_of_ranks(mailbox, abouts),
+        *_unseen(settings, summary, spec, steps, tables, exit_code),
+    ]
     record = RunRecord(
         folder,
         spec=spec,
@@ -133,6 +151,18 @@ def _tokens_per_s(steps: Sequence[Row], timed: Summary) -> float | None:
 
 
 # ---- what could not be seen
+
+
+def _missing(abouts: Mapping[int, Row]) -> Iterator[str]:
+    """The ranks of which nothing is here: those of another node, whose folder is another one."""
+    ranks = _any(abouts)["world_size"]
+    if missing := [rank for rank in range(ranks) if rank not in abouts]:
+        listed = ", ".join(map(str, missing[:_NAMED])) + (" and others" if len(missing) > _NAMED else "")
+        yield (
+            f"{'rank' if len(missing) == 1 else 'ranks'} {listed} of {ranks} left nothing in this folder: give their"
+            " nodes the environment of `fsdplab record --print-env`, and a folder that all nodes see, or copy what they"
+            " left into this one before the record is made"
+        )
 
 
 def _of_ranks(mailbox: Mailbox, abouts: Mapping[int, Row]) -> Iterator[str]:
