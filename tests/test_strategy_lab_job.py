@@ -11,10 +11,11 @@ import pytest
 from fsdplab.records import RecordError, RunRecord, Spread, Summary
 from fsdplab.records.summary import Peak
 from fsdplab.widgets.jobs import job_words
+from fsdplab.widgets.stills import Still
 from fsdplab.widgets.strategy_lab import StrategyLab
 
 pytestmark = pytest.mark.quick
-STEPS = [0.211, 0.212, 0.213, 0.212, 0.212]
+STEPS = [0.209, 0.209, 0.212, 0.215, 0.215]  # the middle half is 3 ms from the median
 
 
 def record(times: list[float], path: str | Path = "made", **spec: Any) -> RunRecord:
@@ -25,14 +26,14 @@ def record(times: list[float], path: str | Path = "made", **spec: Any) -> RunRec
 
 
 JOB = record(STEPS, engine="torch-fsdp2", job="train.py", model="Network")
-TOLD = "Your job (train.py, torch-fsdp2 full_shard, 2 ranks) took 212 ms a step and 400 MB"
+TOLD = "Your job (train.py, torch-fsdp2 full_shard, 2 ranks) took 212 ms ±1 % a step and 400 MB"
 
 
 def test_the_fastest_run_that_is_faster_beyond_the_spread() -> None:
     runs = [record([each - by for each in STEPS], strategy=name) for name, by in (("zero2", 0.010), ("zero1", 0.025))]
     assert (
         job_words(JOB, [JOB, *runs])
-        == f"{TOLD}; zero1 in units of 6 x Block takes 187 ms and 400 MB in the lab, 12 % less."
+        == f"{TOLD}; zero1 in units of 6 x Block takes 187 ms ±2 % and 400 MB in the lab, 12 % less."
     )
 
 
@@ -63,6 +64,7 @@ def test_the_lab_opens_it_as_a_batch(tmp_path: Path) -> None:
     lab = StrategyLab({"device": "cpu"}, job=tmp_path / "out", directory=tmp_path / "runs")
     assert lab.records[0].spec["job"] == "train.py" and "your job" in lab.details.batch.title
     assert lab.instrument.answer["job"].startswith("Your job (train.py")
+    assert "Your job (train.py" in repr(Still(None, lab.instrument.answer)), "in the saved notebook too"
     with pytest.raises(RecordError):
         StrategyLab(job=tmp_path / "gone", directory=tmp_path / "runs")
 

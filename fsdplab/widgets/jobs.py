@@ -8,7 +8,8 @@ from typing import Any
 
 from fsdplab.common.sizes import percent, seconds, size
 from fsdplab.common.words import plural
-from fsdplab.records import RunRecord, core_sentence
+from fsdplab.figures.table import scattered
+from fsdplab.records import RunRecord, Spread, core_sentence
 from fsdplab.records.spread import is_below
 
 from .choices import NO_LINK, PRESETS, RANKS
@@ -36,7 +37,7 @@ def job_words(job: RunRecord, records: Sequence[RunRecord]) -> str:
     Runs behind an emulated link do not count: the job had none.
     """
     step, peak = job.summary.step_time_s, job.summary.peak_memory_bytes.total
-    took = " and ".join([f"{seconds(step.median)} a step"] * bool(step.median) + [size(peak)] * bool(peak))
+    took = " and ".join([f"{_with_scatter(step)} a step"] * bool(step.median) + [size(peak)] * bool(peak))
     told = f"Your job ({job.spec.get('job') or job.path.name}, {_made_of(job)}) took {took or 'no timed step'}"
     alike = [each for each in records if each.status == "finished" and _comparable(each, job)]
     if not alike:
@@ -53,9 +54,13 @@ def job_words(job: RunRecord, records: Sequence[RunRecord]) -> str:
     units = (best.environment.get("workload") or {}).get("units") or best.spec.get("units")
     lighter = best.summary.peak_memory_bytes.total
     memory = f" and {size(lighter)}" if lighter else ""
-    return (
-        f"{told}; {best.spec['strategy']} in units of {units} takes {seconds(median)}{memory} in the lab, {less} less."
-    )
+    takes = f"{_with_scatter(best.summary.step_time_s)}{memory}"
+    return f"{told}; {best.spec['strategy']} in units of {units} takes {takes} in the lab, {less} less."
+
+
+def _with_scatter(step: Spread) -> str:
+    """`212 ms ±1 %`: the median and half the range of the middle half of the steps."""
+    return seconds(step.median) + scattered(step.scatter)
 
 
 def _comparable(record: RunRecord, job: RunRecord) -> bool:

@@ -66,7 +66,8 @@ class Still:
 
     @property
     def _said(self) -> str:
-        return f"{self.answer.get('difference', '')} All {self.answer.get('clock', 'is to come')}."
+        said = f"{self.answer.get('difference', '')} All {self.answer.get('clock', 'is to come')}."
+        return f"{said} {self.answer.get('job', '')}".strip()
 
     @property
     def _table(self) -> str:
