@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -13,6 +12,7 @@ from fsdplab.profiling.intervals import length, subtract
 from fsdplab.profiling.traces.overlap import analyse_trace
 from fsdplab.records import RecordError
 from fsdplab.teaching import reading
+from fsdplab.teaching.core import recorded as recording
 from fsdplab.teaching.core import registry
 from fsdplab.teaching.core.exercise import Question
 from tests.solutions import function_of, in_all_cases, must_name_each_slip
@@ -110,7 +110,7 @@ def test_tables_say_what_the_record_holds(record):
 
 
 def test_the_record_is_small_and_tells_of_no_machine(record):
-    files = [path for path in Path(reading.RECORDED).rglob("*") if path.is_file()]
+    files = [path for path in record.path.rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) < 300_000
     assert "/tmp" not in json.dumps([record.spec, record.environment]) and record.provenance["link"] == "emulated"
 
@@ -123,6 +123,6 @@ def test_exports_lie_where_the_notebook_says(course, record, tmp_path):
 
 
 def test_a_missing_record_is_said_so(monkeypatch, tmp_path):
-    monkeypatch.setattr(reading, "RECORDED", tmp_path / "nowhere")
+    monkeypatch.setattr(recording, "shared_folder", lambda name: tmp_path)
     with pytest.raises(RecordError, match="install fsdplab again"):
         reading.recorded()

@@ -283,6 +283,10 @@ def doctor(
         bool, typer.Option("--calibrate", help="Measure this machine, so that compare predicts step times; 10 s.")
     ] = False,
     world_size: Annotated[int, typer.Option("--world-size", "-n", help="Of --calibrate: ranks that work at once.")] = 2,
+    room: Annotated[
+        bool,
+        typer.Option("--room", help="One line for a class: train on two ranks, and say whether the course runs here."),
+    ] = False,
 ) -> None:
     """Show what this machine can do, and what is real, emulated or simulated on it."""
     if calibrate:
@@ -290,6 +294,12 @@ def doctor(
         from fsdplab.cli.calibrate import calibrate_here
 
         calibrate_here(world_size, outputs)
+    elif room:
+        from fsdplab.cli.doctor import room_answer
+
+        ready, answer = room_answer()
+        outputs.give(answer)
+        raise typer.Exit(0 if ready else 1)
     else:
         from fsdplab.cli.doctor import capabilities_answer
 

@@ -31,6 +31,7 @@ def bench_engines(
     """Run the lab's strategies and the other engines in turn, and give the ratios."""
     from fsdplab.sessions import RunSpec, bench
 
+    common, told = _sized(common)
     transport, ahead = common.pop("transport"), whole_numbers("--prefetch", prefetches)
     peers = [
         RunSpec(engine=name, strategy=strategy, transport=peer_transport, **common)
@@ -48,7 +49,24 @@ def bench_engines(
             on_look=look_for_signals,
             on_round=lambda done, total: progress.update(task, completed=done, total=total),
         )
-    outputs.give(_answer(result, rounds))
+    outputs.give(_answer(result, rounds, told))
+
+
+def _sized(common: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """The settings with a batch that bf16 can compute on this CPU, and what to say of that ("" where nothing)."""
+    from fsdplab.sessions.bf16_speed import bf16_slowdown, smaller_batch
+
+    if common["precision"] != "bf16" or common["device"] == "cuda":
+        return common, ""
+    asked = common["batch_size"], common["sequence_length"]
+    batch, length = smaller_batch(*asked)
+    if (batch, length) == asked:
+        return common, ""
+    slow = f"bf16 takes {bf16_slowdown():.0f} times as long as fp32 on this processor, so batches of {batch} x {length}"
+    return common | {
+        "batch_size": batch,
+        "sequence_length": length,
+    }, f"{slow} tokens were timed, not of {asked[0]} x {asked[1]}"
 
 
 def _strategies(name: str) -> tuple[str, ...]:
@@ -58,7 +76,7 @@ def _strategies(name: str) -> tuple[str, ...]:
     return tuple(able[:1]) if name.startswith("deepspeed") else tuple(able)
 
 
-def _answer(result: Bench, rounds: int) -> Answer:
+def _answer(result: Bench, rounds: int, told: str = "") -> Answer:
     waits = result.spec.linked or any(timing.prefetch != 1 for timing in result.timings)
     rows = [_cells(result, timing) for timing in result.timings]
     hidden = set() if waits else {"prefetch", "blocked", "overlap"}
@@ -71,7 +89,8 @@ def _answer(result: Bench, rounds: int) -> Answer:
         f" {result.floor * 1e3:.0f} ms"
     )
     table = Table(columns, [[row[name] for name in columns] for row in rows], words=("engine", "strategy"))
-    return Answer((table, Line(how, "measured")), _as_dict(result))
+    said = [Line(told, "smaller")] if told else []
+    return Answer((table, Line(how, "measured"), *said), _as_dict(result))
 
 
 def _cells(result: Bench, timing: Timing) -> dict[str, str]:

@@ -31,11 +31,12 @@ NEEDED_FOR = {
 SEVERAL = "ranks on one GPU"
 IPC = "CUDA IPC"
 _NO_GPU = "use a machine with an NVIDIA GPU and a CUDA build of torch; recorded GPU runs open here"
-_COURSE = "the course (lab, course)"
+_COURSE, _ON_CPU = "the course (lab, course)", "training on CPU ranks (compare, run, bench)"
+NEEDED_IN_A_ROOM = (_COURSE, _ON_CPU)  # the uses without which a learner cannot follow
 # a use, the capabilities that it needs, and the extra that installs them; without one their notes say what to do
 _USES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("plans and recorded runs (plan, report)", (), ""),
-    ("training on CPU ranks (compare, run, bench)", ("gloo",), ""),
+    (_ON_CPU, ("gloo",), ""),
     ("pages and figures (--html, --figure)", ("plotly",), "lab"),
     (_COURSE, ("jupyterlab", "ipywidgets", "plotly", "pandas"), "lab"),
     ("DeepSpeed beside our engine (--engines lab,deepspeed-3)", ("deepspeed",), "peers"),
@@ -96,7 +97,14 @@ def _torch() -> list[Capability]:
         ) from error
 
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-    return [Capability("torch", True, torch.__version__, build), _gloo(), _starts(), _transport(), *_gpus(torch)]
+    return [
+        Capability("torch", True, torch.__version__, build),
+        _gloo(),
+        _starts(),
+        _transport(),
+        _bf16(),
+        *_gpus(torch),
+    ]
 
 
 def _gloo() -> Capability:
@@ -142,6 +150,17 @@ def _transport() -> Capability:
     if sys.platform != "linux" or platform.machine() != "x86_64" or not hasattr(os, "pidfd_open"):
         return Capability("CPU transport", True, "gloo", "shared memory needs Linux on x86-64")
     return Capability("CPU transport", True, "shared memory", "between ranks of this machine; gloo between machines")
+
+
+def _bf16() -> Capability:
+    """How long a product of matrices takes in bf16, measured."""
+    from fsdplab.sessions.bf16_speed import bf16_is_slow, bf16_slowdown
+
+    value = f"{bf16_slowdown():.2g} times the time of fp32"
+    if not bf16_is_slow():
+        return Capability("bf16 on the CPU", True, value)
+    note = "no instructions for it (AVX2 alone): bench takes smaller batches, lesson 13 recorded runs; use fp32"
+    return Capability("bf16 on the CPU", False, value, note)
 
 
 def _gpus(torch: ModuleType) -> list[Capability]:

@@ -1,4 +1,4 @@
-"""`fsdplab course build`, `test` and `site`: the editions, for teachers and for CI, and the course as static pages.
+"""`fsdplab course`: the editions, for teachers and for CI, the course as static pages, and what a class needs.
 
 The command line starts this as a separate process (`python -m fsdplab.teaching`): it imports no `teaching`.
 """
@@ -16,7 +16,8 @@ from fsdplab.common.words import harmless
 
 # nbformat's checker of addresses in many scripts, which jupyterlab brings, takes 1.5 s to import; no notebook needs it
 with without_package("rfc3987_syntax"):
-    from .authoring.course import CourseError, build_course
+    from .authoring import progress, tracks
+    from .authoring.course import CourseError, build_course, notebooks_in
     from .authoring.course_run import BOTH, run_course
     from .core.course_state import EDITIONS
 
@@ -26,7 +27,10 @@ _EXAMPLES = """Examples:
   fsdplab course test course-learner
   fsdplab course site pages
   fsdplab course site pages --source my-executed --executed
-  fsdplab course site pages --live"""
+  fsdplab course site pages --live
+  fsdplab course tracks
+  fsdplab course handouts handouts.html
+  fsdplab course progress room-1/*"""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,10 +45,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The flags of the three commands."""
-    told = "Build and test the course's editions."
+    """The flags of the commands."""
+    told = "Build and test the course's editions; pages, timings, handouts and progress for a class."
     flags = OneLineParser(prog="fsdplab course", description=told, epilog=_EXAMPLES)
-    commands = flags.add_subparsers(required=True, metavar="build | test | site", dest="name")
+    commands = flags.add_subparsers(
+        required=True, metavar="build | test | site | tracks | handouts | progress", dest="name"
+    )
     build = commands.add_parser(
         "build", epilog=_EXAMPLES, help="write one edition of tagged source notebooks to a folder"
     )
@@ -56,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
     test = commands.add_parser("test", epilog=_EXAMPLES, help="run a folder of notebooks; sources as both editions")
     test.add_argument("directory", type=Path, nargs="?", default=course_folder(), help="default: notebooks")
     test.add_argument("--edition", choices=EDITIONS, help="run sources in this edition only")
+    test.add_argument("--times", type=Path, help="write what each notebook took to this CSV file, for `tracks`")
     test.set_defaults(command=_test)
     site = commands.add_parser("site", epilog=_EXAMPLES, help="run the notebooks and write them as static pages")
     site.add_argument("out", type=Path, help="folder to write to")
@@ -68,6 +75,17 @@ def parser() -> argparse.ArgumentParser:
         help="of --live: a folder of Pyodide's files to copy beside the page, or their address; default: Pyodide's CDN",
     )  # fmt: skip
     site.set_defaults(command=_site)
+    time = commands.add_parser("tracks", epilog=_EXAMPLES, help="minutes and machine time of notebooks and tracks")
+    time.add_argument("--source", type=Path, default=course_folder(), help="folder of sources; default: notebooks")
+    time.add_argument("--times", type=Path, help="a CSV file of `course test --times`; default: data/course_times.csv")
+    time.set_defaults(command=_tracks)
+    sheets = commands.add_parser("handouts", epilog=_EXAMPLES, help="write one page to print, a sheet a lesson")
+    sheets.add_argument("out", type=Path, nargs="?", default=Path("handouts.html"), help="default: handouts.html")
+    sheets.add_argument("--source", type=Path, default=course_folder(), help="folder of sources; default: notebooks")
+    sheets.set_defaults(command=_handouts)
+    done = commands.add_parser("progress", epilog=_EXAMPLES, help="what each learner of a class has passed")
+    done.add_argument("folders", type=Path, nargs="*", default=[Path()], help="where learners work; default: here")
+    done.set_defaults(command=_progress)
     return flags
 
 
@@ -81,7 +99,29 @@ def _build(asked: argparse.Namespace) -> int:
 def _test(asked: argparse.Namespace) -> int:
     editions = (asked.edition,) if asked.edition else BOTH
     runs = run_course(asked.directory, lambda run: print(harmless(str(run)), flush=True), editions)
+    if asked.times:
+        tracks.write_times(asked.times, runs, asked.directory)
     return 1 if any(run.failure for run in runs) else 0
+
+
+def _tracks(asked: argparse.Namespace) -> int:
+    print("\n".join(tracks.table_of(tracks.costs(asked.source, asked.times))))
+    return 0
+
+
+def _handouts(asked: argparse.Namespace) -> int:
+    from .site.handouts import handouts
+
+    asked.out.write_text(handouts(asked.source), encoding="utf-8")
+    print(f"{asked.out}: open it in a browser and print it")
+    return 0
+
+
+def _progress(asked: argparse.Namespace) -> int:
+    asked_for = progress.exercises([path.name[:2] for path in notebooks_in(course_folder())])
+    learners = [progress.learner(*each, asked_for) for each in progress.workspaces_in(asked.folders)]
+    print(harmless("\n".join(progress.table_of(learners, asked_for))))
+    return 0
 
 
 def _site(asked: argparse.Namespace) -> int:

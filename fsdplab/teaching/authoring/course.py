@@ -11,6 +11,7 @@ and the build rewrites that one word.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -191,9 +192,19 @@ def _in_edition(cell: NotebookNode, edition: str) -> NotebookNode:
     kept = nbformat.from_dict(cell)
     if "stub" in tags_of(cell) and cell.cell_type == "raw":
         kept.cell_type = "code"
+    kept.metadata["slideshow"] = {"slide_type": _slide_of(kept)}
     if kept.cell_type == "code":
         kept.update(outputs=[], execution_count=None, source=kept.source.replace(STARTS, f'edition="{edition}"'))
     return kept
+
+
+def _slide_of(cell: NotebookNode) -> str:
+    """What `jupyter nbconvert --to slides` makes of a cell: a heading begins a slide, other text one below it; code
+    stands below its text.
+    """
+    if cell.cell_type != "markdown":
+        return "-"
+    return "slide" if re.search(r"^#{1,2} ", cell.source, re.MULTILINE) else "subslide"
 
 
 def structure_complaints(name: str, notebook: NotebookNode) -> list[str]:

@@ -40,6 +40,10 @@ _BEGUN = (
     "a message was begun and never waited for: call `.wait()` on what isend and irecv return, before you return; or the"
     " ranks called different collectives (an `if rank == 0` around one, say)"
 )
+_STILL_TRAINS = (
+    "it returned, and the check still trained with what it chose: this machine is slow or busy (`fsdplab doctor` says"
+    " how many cores there are, and how fast it computes in bf16). Or the ranks called different collectives"
+)
 _TOO_BUSY = "this machine is too busy to start ranks in time, or the code never lets go of the interpreter: check again"
 _ENDED = "a rank process ended: look for exit() or a crash (reading or filling a tensor without memory is one)"
 _MISMATCHED = (
@@ -222,7 +226,8 @@ def feedback_on_failure(exercise: Exercise, report: Failure) -> Feedback:
     if LeftUnfinished.__name__ in got:
         return told(
             f"{name} left messages unfinished.", expected="every message that is begun arrives",
-            got=got.partition(f"{LeftUnfinished.__name__}: ")[2], cause=_BEGUN,
+            got=got.partition(f"{LeftUnfinished.__name__}: ")[2],
+            cause=_STILL_TRAINS if exercise.settings.facts_only else _BEGUN,
         )  # fmt: skip
     if report.kind == "raised":
         error = (report.traceback or report.message).strip().splitlines()[-1]

@@ -107,7 +107,7 @@ def _pieces(cells: Sequence[NotebookNode]) -> Iterator[Markup]:
         if tags & _HIDDEN or not cell.source.strip():
             continue
         if cell.cell_type == "markdown":
-            yield _folded(_text(cell.source)) if "solution" in tags else _text(cell.source)
+            yield _folded(text_html(cell.source)) if "solution" in tags else text_html(cell.source)
         elif "stub" in tags:
             yield Markup('<div class="cell stub">{}</div>').format(code(cell.source))
         elif cell.cell_type == "code":
@@ -145,7 +145,8 @@ def code_colours() -> str:
     return "\n".join(rule for rule in rules if "{ background" not in rule)  # the page has its own
 
 
-def _text(source: str) -> Markup:
+def text_html(source: str) -> Markup:
+    """A Markdown cell as HTML without scripts, its links to other notebooks and the glossary as pages."""
     rendered = MarkdownWithMath(renderer=IPythonRenderer(escape=False, exclude_anchor_links=True)).render(source)
     made = str(without_scripts(rendered))
     linked = _BESIDE.sub(r'href="\1.html', made.replace('href="GLOSSARY.md', 'href="glossary.html'))

@@ -27,6 +27,7 @@ from fsdplab.profiling.step_summary import StepSummary
 from fsdplab.records import RunRecord, known
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.steady_card import steady
+from fsdplab.teaching.core.beside import busiest, why_it_differs
 from fsdplab.teaching.core.display import Table, table
 from fsdplab.teaching.core.lesson_ranks import LessonRanks
 from fsdplab.teaching.core.waiting import doing
@@ -121,7 +122,8 @@ def inflation(runs: Mapping[str, RunRecord]) -> Table:
         replace(view(record), strategy=name, engine="lab") for name, record in runs.items() if record is not first
     ]
     caption = "Measured on this machine, computing under the profiler; the link of the emulated row is emulated."
-    return table(header, rows, f"{caption} Of the runs that send, {fastest_words(others)}.")
+    fastest = f"Of the runs that send, {fastest_words(others)}."
+    return table(header, rows, f"{caption} {fastest} {why_it_differs(busiest(list(runs.values())))}")
 
 
 # ---- what no schedule can hide

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdplab.common.places import shared_folder
 from fsdplab.figures.profile_data import COLLECTIVES
 from fsdplab.profiling.exports import traces_of
 from fsdplab.profiling.findings import findings
@@ -18,17 +17,17 @@ from fsdplab.profiling.intervals import clip, length
 from fsdplab.profiling.step_summary import exposed_cells
 from fsdplab.profiling.traces.chrome import ChromeTrace, nanoseconds
 from fsdplab.profiling.traces.overlap import TraceAnalysis, analyse_trace
-from fsdplab.records import RecordError, RunRecord, known
+from fsdplab.records import RunRecord, known
 from fsdplab.sessions.steady_card import GIGAFLOPS, steady
 from fsdplab.teaching.core.course_state import current
 from fsdplab.teaching.core.display import Note, Table, table
+from fsdplab.teaching.core.recorded import recorded as recorded_run
 
 __all__ = [
     "at", "breakdown", "clock_table", "diagnosis", "exports", "gaps", "key", "parts_table", "ranges", "recorded",
     "sets", "steady", "transfers", "waits_table", "worst",
 ]  # fmt: skip
 
-RECORDED = shared_folder("data") / "traces-08"
 PARTS = ("compute_only", "overlapped", "exposed", "other")
 WAITS = ("peer", "queue", "link")
 MS = 1e6
@@ -37,11 +36,7 @@ Row = dict[str, Any]
 
 def recorded() -> RunRecord:
     """The record of lesson 08; RecordError says what to do where it is missing."""
-    if not RECORDED.exists():
-        raise RecordError(
-            f"the recorded trace of lesson 08 is not in {RECORDED}; install fsdplab again, from a wheel or a clone"
-        )
-    return RunRecord.load(RECORDED)
+    return recorded_run("traces-08")
 
 
 def exports() -> Path:

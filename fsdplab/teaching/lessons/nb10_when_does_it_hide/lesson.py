@@ -158,7 +158,7 @@ def tunnel_seen(record: RunRecord) -> Note:
     hidden = 1 - known(comm.on_link_s) / carried
     return Note(
         (
-            f"Seen here: a link of {three_digits(known(link.bytes_per_s) / 1e6)} MB/s gives this machine the ratio of"
+            f"Seen here: a link of {three_digits(known(link.bytes_per_s) / 1e6)} MB/s gave the machine the ratio of"
             f" the real job. Asked for: {asked(record):.1f} % over the whole step, computing measured in the run's"
             f" first steps. Reached in the profiled step: {hundredths(record):.1f} %.",
             f"The link carried messages for {seconds(carried)} of a step, {hidden:.0%} of it under computing and"

@@ -18,13 +18,15 @@ from fsdplab.figures.view import view, views
 from fsdplab.records import RunRecord, Spread, known
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.steady_card import steady
+from fsdplab.teaching.core.beside import busiest, why_it_differs
 from fsdplab.teaching.core.display import Note, Table, table
+from fsdplab.teaching.core.recorded import recorded as recorded_run
 
 from .on_ranks import CARD, JOB
 
 __all__ = [
     "CARD", "STRATEGIES", "choices_at", "cost_table", "of", "on_steady_card", "on_the_link", "peak",
-    "phase_table", "steps_here", "told", "traffic_table",
+    "phase_table", "recorded", "steps_here", "told", "traffic_table",
 ]  # fmt: skip
 
 MB, MS = 1e6, 1e6  # bytes, nanoseconds
@@ -54,6 +56,11 @@ def told(runs: int) -> Callable[[RunRecord], None]:
 def of(runs: Sequence[RunRecord], strategy: str) -> RunRecord:
     """The first run of a strategy."""
     return next(run for run in runs if run.spec["strategy"] == strategy)
+
+
+def recorded() -> list[RunRecord]:
+    """The five runs of the lesson as they were recorded once: real ranks, bytes and peaks."""
+    return [recorded_run(f"lesson-11/{name}") for name in STRATEGIES]
 
 
 def peak(run: RunRecord) -> int:
@@ -152,12 +159,13 @@ def _name(run: RunRecord) -> str:
     return ", ".join([run.spec["strategy"], *numbers])
 
 
-def steps_here(runs: Sequence[RunRecord], on_card: Sequence[RunRecord]) -> Table:
-    """This machine's own steps beside the steady card's."""
-    rows = [[_name(run), f"{1e3 * step_s(run):.0f}", f"{1e3 * step_s(card):.0f}"] for run, card in zip(runs, on_card)]
-    here, card = (fastest_words(views(found)) for found in (runs, on_card))
-    caption = f"Here: {here}. On the card: {card}. The first column changes from run to run."
-    return table(["run", "step on this machine, ms", "on the steady card, ms"], rows, caption)
+def steps_here(here: Sequence[RunRecord]) -> Table:
+    """This machine's own steps beside the recorded ones and the steady card's, and why they differ."""
+    then = [of(recorded(), run.spec["strategy"]) for run in here]
+    columns = [[f"{1e3 * step_s(run):.0f}" for run in runs] for runs in (here, then, on_steady_card(here))]
+    rows = [[_name(run), *steps] for run, *steps in zip(here, *columns)]
+    caption = f"Here: {fastest_words(views(here))}. {why_it_differs(busiest(here))}"
+    return table(["run", "step on this machine, ms", "recorded, ms", "on the steady card, ms"], rows, caption)
 
 
 # ---- sliders

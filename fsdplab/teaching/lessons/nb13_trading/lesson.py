@@ -15,15 +15,18 @@ from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import CATEGORY_COLOURS, titled
 from fsdplab.figures.view import RunView, view
 from fsdplab.records import RunRecord, known
+from fsdplab.sessions import RunSpec, run
+from fsdplab.sessions.bf16_speed import bf16_is_slow, bf16_slowdown
 from fsdplab.teaching.core.display import Note, Table, table
 from fsdplab.teaching.core.lesson_ranks import LessonRanks
 from fsdplab.teaching.core.waiting import doing
 from fsdplab.workloads import preset
 
-from .on_ranks import TIED
+from .on_ranks import TIED, bf16_run
 
 __all__ = [
     "TIED", "bus_table", "changed", "frozen_costs", "frozen_table", "kept_figure", "memory_figure", "prices",
+    "trained",
 ]  # fmt: skip
 
 MB = 1e6
@@ -35,6 +38,17 @@ _COLOURS = {
 
 
 # ---- runs by their choices
+
+
+def trained(spec: RunSpec) -> RunRecord:
+    """The run of a spec; in bf16, where that would take minutes on this processor, the recorded one, with a line."""
+    if spec.precision == "bf16" and bf16_is_slow():
+        print(
+            f"bf16 takes {bf16_slowdown():.0f} times as long as fp32 on this processor: this is a recorded run. Its"
+            " memory is the same to the byte; its step is of another machine."
+        )
+        return bf16_run(spec.checkpoint, spec.offload)
+    return run(spec)
 
 
 def named(runs: Sequence[RunRecord]) -> list[RunView]:

@@ -13,7 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdplab.engine import events, shard_model
+from fsdplab.records import RunRecord, known
+from fsdplab.sessions import RunSpec
+from fsdplab.sessions.bf16_speed import bf16_is_slow
 from fsdplab.teaching.core.collectives_log import collectives
+from fsdplab.teaching.core.recorded import recorded
+from fsdplab.teaching.core.training_on_ranks import Training
 from fsdplab.workloads import ByteText, ModelShape, block_types, build_model, loss_of
 from fsdplab.workloads.shapes import gpt
 
@@ -25,6 +30,22 @@ CARD = 150_000_000  # bytes of the emulated card that JOB must fit
 CHOICES = ("precision", "checkpoint", "offload")
 ADAPTER_RANK = 4
 STEPS = 2
+
+
+def bf16_run(checkpoint: str = "none", offload: str = "none") -> RunRecord:
+    """JOB in bf16 as it was recorded, for processors on which bf16 would take minutes; its bytes are those of a run."""
+    return recorded(f"lesson-13/bf16-{checkpoint}-{offload}")
+
+
+def peak_of(choices: dict[str, Any]) -> tuple[int, dict[str, int]]:
+    """(bytes at the peak, by category) of JOB with these choices: measured here, or recorded where bf16 is slow."""
+    slow = torch.tensor(float(choices.get("precision") == "bf16" and bf16_is_slow()))
+    dist.all_reduce(slow, dist.ReduceOp.MAX)  # the ranks decide alike
+    if slow:
+        peak = bf16_run(**{name: choices[name] for name in ("checkpoint", "offload") if name in choices})
+        return known(peak.summary.peak_memory_bytes.total), dict(peak.summary.peak_memory_bytes.split)
+    held = Training(RunSpec(**JOB, **choices, device="cpu")).measured()
+    return held.peak_total, held.peak
 
 
 def batch(step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,252 @@
+"""The pictures of lessons 07 to 13, 16 and 19: what time, memory and networks cost, and how a job is sized."""
+
+from __future__ import annotations
+
+from .sheet import ACTIVATIONS, COMPUTE, EXPOSED, GRADIENT, GREY, HIDDEN, MOMENTS, PALE, SHARD, WHOLE, Picture, Sheet
+
+
+def prefetch() -> Picture:
+    """07: the same messages without and with one unit ahead."""
+    sheet = Sheet(
+        "Unshard one unit ahead, and messages hide under computing", "Drawn from the rule: a forward of three blocks"
+    )
+    for upper, (name, starts, computes) in enumerate(
+        (("when needed", (150, 370, 590), (250, 470, 690)), ("one unit ahead", (150, 250, 370), (250, 370, 490)))
+    ):
+        y = 105 + 210 * upper
+        sheet.words(150, y, name, 22, "start", bold=True)
+        sheet.words(135, y + 52, "compute", 19, "end")
+        sheet.words(135, y + 118, "link", 19, "end")
+        for block in range(3):
+            sheet.box(computes[block], y + 25, 120, 54, f"block {block}", COMPUTE)
+            exposed = not upper or block == 0
+            sheet.box(starts[block], y + 91, 100, 54, f"unshard {block}", EXPOSED if exposed else HIDDEN, 17)
+        end = computes[2] + 120
+        sheet.line((end, y + 15), (end, y + 155), colour=GREY, dashed=True)
+        sheet.words(end + 12, y + 85, "done", 19, "start", colour=GREY)
+    sheet.words(870, 420, "red: exposed\nblue: hidden", 18)
+    return sheet.picture(
+        "Two timelines of three blocks. When each block is unsharded when needed, all three messages are exposed and"
+        " stand between the blocks' computing. With one unit ahead only the first is exposed; the others run under the"
+        " computing of the block before, and the forward is done earlier."
+    )
+
+
+def four_instants() -> Picture:
+    """08: the instants of a message, and whose time lies between them."""
+    sheet = Sheet(
+        "Four instants of a message say who made the rank wait",
+        "Drawn from the rule: one message, from its issue to its delivery",
+    )
+    points = ((110, "issued"), (330, "issued by\nthe last rank"), (560, "taken by\nthe link"), (850, "delivered"))
+    spans = (
+        ("another rank\nwas late", "#cbb5d6"),
+        ("the link carried\nanother message", "#f0c27a"),
+        ("bytes / bandwidth\n+ latency", HIDDEN),
+    )
+    for (start, _), (end, _), (what, fill) in zip(points, points[1:], spans):
+        sheet.box(start, 210, end - start, 90, what, fill, 19)
+    for x, name in points:
+        sheet.line((x, 180), (x, 320), width=2)
+        sheet.words(x, 150, name, 20)
+    for x, cause in ((220, "peer"), (445, "queue"), (705, "link")):
+        sheet.words(x, 335, cause, 24, bold=True)
+    sheet.box(110, 385, 330, 54, "the rank still computes", COMPUTE, 19)
+    sheet.box(440, 385, 410, 54, "the rank waits: exposed", EXPOSED, 19)
+    sheet.words(480, 470, "only what lies after the rank needed the message costs time", 20)
+    return sheet.picture(
+        "A message's line from issued over issued by the last rank and taken by the link to delivered. The three spans"
+        " are waits for a peer, for the link's queue and for the link itself. Below, the rank computes for a while and"
+        " then waits: only that part is exposed."
+    )
+
+
+def peak_of_a_step() -> Picture:
+    """09: memory over a step, and the peak."""
+    sheet = Sheet(
+        "The peak is an instant: ask what was held just then", "Drawn from the rule: one rank, full_shard, four blocks"
+    )
+    base, top = 440, 0
+    sheet.box(110, 360, 760, 80, "shards and moments, all the time", SHARD, 19)
+    for block in range(4):
+        height = 34 * (block + 1)
+        sheet.box(110 + 80 * block, 360 - height, 80, height, "", ACTIVATIONS)
+        sheet.box(115 + 80 * block, 360 - height - 46, 70, 42, "block", WHOLE, 16)
+    for block in range(4):
+        activations, gradients = 34 * (4 - block), 16 * (block + 1)
+        x = 450 + 105 * block
+        sheet.box(x, 360 - gradients, 105, gradients, "", GRADIENT)
+        sheet.box(x, 360 - gradients - activations, 105, activations, "", ACTIVATIONS)
+        sheet.box(x + 17, 360 - gradients - activations - 46, 70, 42, "block", WHOLE, 16)
+        top = max(top, gradients + activations + 46)
+    sheet.line((110, 360 - top - 6), (870, 360 - top - 6), colour=EXPOSED, dashed=True)
+    sheet.words(870, 360 - top - 26, "peak", 20, "end", colour=EXPOSED, bold=True)
+    sheet.words(270, base + 28, "forward: activations pile up", 19)
+    sheet.words(660, base + 28, "backward: they go, gradients come", 19)
+    sheet.words(240, 110, "pink: activations; brown: gradients; blue: an unsharded block", 18, "start", colour=GREY)
+    return sheet.picture(
+        "Memory of a rank over a step. Shards and moments stay. In forward activations grow block by block, in backward"
+        " they shrink while sharded gradients grow, and one unsharded block stands on top. The peak is at the beginning"
+        " of the backward."
+    )
+
+
+def crossover() -> Picture:
+    """10: time of a block's messages and of its computing over the tokens of a rank."""
+    sheet = Sheet(
+        "Messages do not grow with the batch, computing does", "Drawn from the rule: one block, both axes linear"
+    )
+    sheet.arrow((130, 430), (880, 430), GREY)
+    sheet.arrow((130, 430), (130, 90), GREY)
+    sheet.words(870, 462, "tokens a rank", 20, "end")
+    sheet.words(145, 100, "time of a block", 20, "start")
+    sheet.line((130, 270), (860, 270), colour=SHARD, width=5)
+    sheet.line((130, 430), (820, 110), colour=GREY, width=5)
+    sheet.words(850, 245, "messages", 21, "end", colour=SHARD)
+    sheet.words(690, 130, "computing", 21, "end")
+    sheet.circle(475, 270, 9, fill=EXPOSED)
+    sheet.line((475, 275), (475, 430), colour=EXPOSED, dashed=True)
+    sheet.words(475, 462, "crossover", 21, colour=EXPOSED, bold=True)
+    sheet.words(300, 235, "exposed", 22, colour=EXPOSED)
+    sheet.words(690, 335, "everything hides", 22)
+    return sheet.picture(
+        "A flat line, the time of a block's messages, and a rising line, the time of its computing, over the tokens of"
+        " a rank. They meet at the crossover. With fewer tokens a part of the messages is exposed; with more all hide."
+    )
+
+
+def choice() -> Picture:
+    """11: the order of questions that leads to a strategy."""
+    sheet = Sheet(
+        "First the card, then the link, then the schedule", "Drawn from the rule: the questions of this lesson"
+    )
+    steps = (
+        ("Does it fit\nthe card?", "shard more:\nzero1, zero2,\nfull_shard"),
+        ("Who sends\nleast of what\nfits?", "2 or 3 times\nP (n - 1)/n"),
+        ("Is what is\nsent hidden?", "unshard ahead,\nor a larger\nbatch"),
+    )
+    for number, (question, otherwise) in enumerate(steps):
+        x = 70 + 300 * number
+        sheet.box(x, 110, 220, 130, question, PALE, 23)
+        sheet.arrow((x + 110, 244), (x + 110, 318), GREY)
+        sheet.box(x + 10, 322, 200, 110, otherwise, (SHARD, HIDDEN, "#f0c27a")[number], 19)
+        if number < 2:
+            sheet.arrow((x + 224, 175), (x + 296, 175))
+    for number, measure in enumerate(("peak memory", "time on the link", "exposed time")):
+        sheet.words(180 + 300 * number, 465, measure, 21, bold=True)
+    return sheet.picture(
+        "Three questions in a row: does it fit the card, judged by peak memory, else shard more; who of those that fit"
+        " sends least, judged by time on the link; is what is sent hidden, judged by exposed time, else unshard ahead"
+        " or take a larger batch."
+    )
+
+
+def mesh_of_nodes() -> Picture:
+    """12: shard groups in rows on the fast link, replicas in columns across nodes."""
+    sheet = Sheet("Shard inside a node, replicate across nodes", "Drawn from the rule: 2 nodes of 4 ranks, s = 4")
+    for node in range(2):
+        y = 110 + 195 * node
+        sheet.box(130, y, 700, 130, "", PALE)
+        sheet.words(115, y + 65, f"node {node}", 21, "end")
+        for part in range(4):
+            x = 160 + 165 * part
+            sheet.box(x, y + 25, 130, 80, f"rank {4 * node + part}\npart {part}", SHARD, 19)
+            if part < 3:
+                sheet.arrow((x + 133, y + 65), (x + 162, y + 65), GREY, 4)
+    for part in range(4):
+        x = 225 + 165 * part
+        sheet.arrow((x, 218), (x, 328), EXPOSED, 4)
+        sheet.arrow((x, 328), (x, 218), EXPOSED, 4)
+    sheet.words(480, 455, "rows: all-gather and reduce-scatter on the fast link", 20)
+    sheet.words(480, 482, "columns: all-reduce of 1/4 of the gradients on the slow one", 20, colour=EXPOSED)
+    return sheet.picture(
+        "Two nodes of four ranks. In each node the four ranks hold parts 0 to 3 and exchange them on the fast link."
+        " Ranks with the same part in both nodes reduce their gradients over the slow link, a quarter of all each."
+    )
+
+
+def three_prices() -> Picture:
+    """13: three ways to buy memory, what each touches, and its price."""
+    sheet = Sheet(
+        "Memory is bought with digits, with work, or with transfers", "Drawn from the rule: one rank under full_shard"
+    )
+    columns = (
+        ("as it is", 1, 1, 1, ""),
+        ("bf16", 1, 1, 0.5, "digits"),
+        ("checkpointing", 1, 1, 0.15, "a second forward"),
+        ("offload", 0, 0, 1, "the bus, each step"),
+    )
+    for column, (name, moments, shards, activations, price) in enumerate(columns):
+        x = 75 + 220 * column
+        y = 420.0
+        for what, height, fill in (
+            ("moments", 90 * moments, MOMENTS),
+            ("shards", 80 * shards, SHARD),
+            ("activations", 130 * activations, ACTIVATIONS),
+        ):
+            if height:
+                y -= height
+                sheet.box(x, y, 150, height, what if height > 20 else "", fill, 18)
+        if name == "offload":
+            sheet.box(x, 90, 150, 72, "host memory:\nshards and\nmoments", fill="#ffffff", size=17)
+            sheet.arrow((x + 50, 166), (x + 50, 286), GREY, 4)
+            sheet.arrow((x + 100, 286), (x + 100, 166), GREY, 4)
+        sheet.words(x + 75, 445, name, 21, bold=True)
+        sheet.words(x + 75, 476, price, 18, colour=EXPOSED)
+    return sheet.picture(
+        "Four bars of memory. As it is: moments, shards and activations. bf16 halves the activations for digits."
+        " Checkpointing leaves a little of them for a second forward. Offload moves shards and moments to host memory"
+        " for transfers over the bus in each step."
+    )
+
+
+def axes_of_a_mesh() -> Picture:
+    """16: a mesh of data and tensor ranks, and what each axis exchanges."""
+    sheet = Sheet("Each axis of the mesh exchanges something else", "Drawn from the rule: 8 ranks as 4 (dp) x 2 (tp)")
+    for dp in range(4):
+        for tp in range(2):
+            x, y = 150 + 130 * dp, 130 + 150 * tp
+            sheet.box(x, y, 100, 92, f"rank {2 * dp + tp}", WHOLE if tp else "#a9dcc6", 19)
+            if dp < 3:
+                sheet.arrow((x + 102, y + 46), (x + 128, y + 46), SHARD, 4)
+        sheet.arrow((200 + 130 * dp, 224), (200 + 130 * dp, 278), EXPOSED, 4)
+        sheet.arrow((200 + 130 * dp, 278), (200 + 130 * dp, 224), EXPOSED, 4)
+    sheet.words(120, 176, "tp 0", 20, "end")
+    sheet.words(120, 326, "tp 1", 20, "end")
+    for dp in range(4):
+        sheet.words(200 + 130 * dp, 108, f"dp {dp}", 19)
+    sheet.words(
+        690, 150, "along dp: parameters\nand gradients, early:\nhidden under computing", 19, "start", colour=SHARD
+    )
+    sheet.words(690, 300, "along tp: activations,\ninside every layer:\nthe layer waits", 19, "start", colour=EXPOSED)
+    sheet.words(400, 420, "so tp belongs on the fastest link, dp bears a slower one", 21)
+    sheet.words(400, 460, "cut a layer by tp first, then shard each part by dp", 21)
+    return sheet.picture(
+        "Eight ranks in four columns dp and two rows tp. Along dp parameters and gradients travel and hide under"
+        " computing. Along tp activations travel inside every layer, which waits for them. So tp belongs on the fastest"
+        " link."
+    )
+
+
+def sizing_a_job() -> Picture:
+    """19: from a model and a budget to cards, days and a bill."""
+    sheet = Sheet("Size a job in order: memory, exposed time, money", "Drawn from the rule: the order of this lesson")
+    steps = (
+        ("model, tokens,\ncards to choose from", PALE),
+        ("fits: state / n +\nactivations < card", ACTIVATIONS),
+        ("hides: tokens a rank\nabove the crossover", HIDDEN),
+        ("days = tokens /\n(cards x tokens a s)", "#f0c27a"),
+        ("bill = cards x\nhours x price", "#a9dcc6"),
+    )
+    for number, (what, fill) in enumerate(steps):
+        x, y = 30 + 166 * number, 92 + 78 * number
+        sheet.box(x, y, 232, 62, what, fill, 18)
+        if number < 4:
+            sheet.line((x + 233, y + 31), (x + 290, y + 31))
+            sheet.arrow((x + 290, y + 31), (x + 290, y + 76))
+    sheet.words(250, 400, "more cards: fewer days, the same bill,\nuntil messages show", 21)
+    return sheet.picture(
+        "A staircase of five boxes: the model and the cards; whether state and activations fit a card; whether the"
+        " tokens of a rank hide the messages; days from tokens a second; the bill from card hours. More cards give"
+        " fewer days at the same bill until messages are exposed."
+    )

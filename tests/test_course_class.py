@@ -1,0 +1,171 @@
+"""What a class needs: tracks that fit their time, handouts, slides, progress, and a look at each machine."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from nbconvert import SlidesExporter
+
+from fsdplab import sessions
+from fsdplab.cli import doctor
+from fsdplab.sessions.capabilities import Capability
+from fsdplab.teaching.__main__ import main
+from fsdplab.teaching.authoring import progress, tracks
+from fsdplab.teaching.authoring.course import edition_of, read
+from fsdplab.teaching.authoring.course_run import NotebookRun
+from fsdplab.teaching.core import registry
+from fsdplab.teaching.core.workspace import Workspace
+from fsdplab.teaching.site.handouts import handouts
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ROOT / "notebooks"
+
+
+@pytest.fixture(scope="module")
+def found():
+    return tracks.costs(SOURCES)
+
+
+# --- timings and tracks
+
+
+def test_the_tracks_fit_with_their_machine_time(found):
+    for track in tracks.TRACKS:
+        assert set(track.lessons) - {"14"} <= set(found)
+        assert all(found[name].seconds is not None for name in track.lessons if name in found), "timed by a run"
+        assert tracks.minutes_of(track, found) <= track.at_most, tracks.line_of(track, found)
+
+
+def test_readme_names_the_tracks(found):
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    for track, words in zip(tracks.TRACKS, ("With half a day: ", "With a day: "), strict=True):
+        named = re.search(rf"{words}([\d, ]+\d)", text).group(1).split(", ")
+        assert named == [name for name in track.lessons if name in found], track.name
+
+
+def test_what_a_run_took_is_written_and_read(tmp_path, capsys):
+    runs = [NotebookRun("00_a.ipynb", "teacher", 31.2, None), NotebookRun("00_a.ipynb", "learner", 44.0, "cell 3")]
+    (tmp_path / "00_a.ipynb").write_text("{}")
+    tracks.write_times(tmp_path / "times.csv", runs, tmp_path)
+    assert (tmp_path / "times.csv").read_text().splitlines()[1:] == [
+        "00_a.ipynb,teacher,31,2,ended", "00_a.ipynb,learner,44,2,failed",
+    ]  # fmt: skip
+    assert tracks.seconds_of(tmp_path / "times.csv") == {"00_a.ipynb": 44.0}
+    assert main(["tracks"]) == 0
+    said = capsys.readouterr().out
+    assert "half a day: 00, 01, 02, 05" in said and "of at most 3:15" in said and "TOO LONG" not in said
+
+
+def test_a_track_that_is_too_long_is_called_so():
+    slow = {"00": tracks.Cost("00_a.ipynb", 190, 600.0, 1)}
+    assert tracks.line_of(tracks.Track("half", ("00",), 195, {}), slow) == "half: 00: 3:20 of at most 3:15 TOO LONG"
+
+
+def test_every_notebook_is_small(found):
+    assert max(each.nbytes for each in found.values()) < 300_000
+
+
+# --- a class
+
+
+def test_progress_of_a_class(tmp_path, monkeypatch, capsys):
+    ada, bob = (Workspace(tmp_path / name / "course-learner" / "my_fsdp") for name in ("ada", "bob"))
+    passed = "def hello_ranks(): ...\n"
+    ada.save("00.hello_ranks", passed)
+    ada.note_pass("00.hello_ranks", passed)
+    ada.write("predictions.json", {"00.peak": prediction(300, 345), "01.sent": prediction(5, 50)})
+    for _ in range(4):
+        bob.note_failure("05.shard")
+    assert main(["progress", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["learner", "00", "05"]
+    assert re.match(r"ada\s+1/1\s+0/5\s+1 of 2 near", lines[1]) and re.search(r"bob.*05\.shard \(4\)", lines[2])
+    assert re.match(r"all done\s+1\s+0\s+of 2", lines[3])
+    ada.save("00.hello_ranks", passed + "# changed\n")
+    (first, *_) = [progress.learner(*each, {"00": ["00.hello_ranks"]}) for each in progress.workspaces_in([tmp_path])]
+    assert first.passed == {"00": 0}, "what was changed has to be checked again"
+
+
+def test_a_folder_without_learners_is_refused(tmp_path, capsys):
+    assert main(["progress", str(tmp_path)]) == 2
+    assert "holds no my_fsdp with a progress.json" in capsys.readouterr().err
+
+
+def prediction(predicted, measured):
+    """As a learner's folder holds it."""
+    return {"unit": "MB", "predicted": predicted, "measured": measured, "by_learner": True, "origin": "measured"}
+
+
+# --- handouts and slides
+
+
+def test_handouts_hold_questions_pictures_and_tasks_and_no_solution(tmp_path, capsys):
+    out = tmp_path / "handouts.html"
+    assert main(["handouts", str(out)]) == 0
+    page = out.read_text(encoding="utf-8")
+    assert page.count("<section>") == len(list(SOURCES.glob("*.ipynb"))) and page.count("<svg") >= 17
+    assert "05.unshard" in page and "Write unshard(" in page
+    assert "<script" not in page
+    for exercise in ("05.unshard", "03.average_in_hook", "10.crossover"):
+        lines = [line.strip() for line in registry.find(exercise).reference.splitlines() if len(line.strip()) > 45]
+        assert not [line for line in lines if line in page and not line.startswith(('"', "def"))]
+
+
+def test_a_notebook_becomes_slides_as_it_is():
+    notebook = edition_of(read(next(SOURCES.glob("05_*.ipynb"))), "teacher")
+    page, _ = SlidesExporter().from_notebook_node(notebook)
+    headings = sum(cell.metadata["slideshow"]["slide_type"] == "slide" for cell in notebook.cells)
+    assert headings >= 5 and page.count("<section>") > 2 * headings, "a slide a heading, text below it"
+
+
+def test_handouts_of_notebooks_of_ones_own(tmp_path):
+    shutil.copy(next(SOURCES.glob("00_*.ipynb")), tmp_path / "78_mine.ipynb")
+    assert handouts(tmp_path).count("<section>") == 1
+
+
+# --- a room
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """`machine(gloo=False)`: what this machine has, and a tiny run that ends at once."""
+
+    def has(status="finished", **absent):
+        found = [
+            Capability(name, absent.get(name, True), "4", "start the network") for name in
+            ("gloo", "plotly", "pandas", "jupyterlab", "ipywidgets", "deepspeed", "GPUs", "cores", "memory", "torch",
+             "bf16 on the CPU")
+        ]  # fmt: skip
+        monkeypatch.setattr(doctor, "capabilities", lambda: found)
+        monkeypatch.setattr(sessions, "run", lambda *_, **__: SimpleNamespace(status=status, failure="rank 1 died"))
+
+    return has
+
+
+def test_a_machine_that_is_ready_says_so_in_one_line(machine):
+    machine(deepspeed=False, GPUs=False)
+    ready, answer = doctor.room_answer()
+    assert ready and len(answer.parts) == 1 and answer.parts[0].label == "READY"
+    assert "two ranks trained in" in answer.parts[0].text
+
+
+@pytest.mark.parametrize(
+    ("status", "absent", "says"),
+    [
+        ("finished", {"gloo": False}, "lacks gloo; do: start the network"),
+        ("finished", {"pandas": False}, "lacks pandas; do: "),
+        ("crashed", {}, "two ranks did not train: rank 1 died"),
+    ],
+)
+def test_a_machine_that_is_not_says_what_to_do(machine, status, absent, says):
+    machine(status, **absent)
+    ready, answer = doctor.room_answer()
+    assert not ready and says in answer.parts[0].text and answer.parts[0].label == "NOT READY"
+    assert json.dumps(answer.data)
