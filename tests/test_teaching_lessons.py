@@ -101,6 +101,12 @@ def test_a_ring_of_many_ranks_shows_what_arrives(ranks):
             assert newest[f"rank {rank}", moment] == newest[left, moment - 1], "passed on by the left neighbour"
 
 
+@pytest.mark.parametrize("notebook", ["00", "07", "11", "12", "19"])
+def test_the_lab_stands_in_the_lessons_that_choose(notebook):
+    path = next(path for path in NOTEBOOKS if path.name.startswith(notebook))
+    assert [text for kind, text in cells_of(path) if kind == "code" and "StrategyLab(" in text]
+
+
 def test_a_cell_that_lasts_grows_while_it_is_played():
     cell = diagrams.HeldCell("stage 0", 1, "backward", "0", lasts=2)
     figure = diagrams.cells_in_time([cell], ["stage 0"], ["0", "1", "2"], {"backward": "#8a4a9e"}, "t", "s", "a")
