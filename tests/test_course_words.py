@@ -24,7 +24,7 @@ EXPLAINED = {
     "01": ("(its shards are gathered, by an all-gather)", "(the whole is dropped)"),
     "05": ("(gather its shards into the whole)", "(drop the whole again)", "is to gather all shards", "is to drop the"),
 }
-_NO_TEXT = re.compile(r"\(GLOSSARY[^)]*\)|```.*?```|`[^`]*`|\]\([^)]*\)", re.DOTALL)
+_NO_TEXT = re.compile(r"\(GLOSSARY[^)]*\)|```.*?```|`[^`]*`|\]\([^)]*\)|\{[^{}]*\}", re.DOTALL)
 _TEXTS = {tokenize.STRING, tokenize.COMMENT, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
 
 

@@ -1,29 +1,29 @@
 """How much more
 
 Write ratio(parameter_bytes, reduce_bytes, ddp_bytes, root): bytes that full sharding sends in a step over those of DDP.
-Elements are gathered in `parameter_bytes` each and reduced in `reduce_bytes` each; DDP all-reduces `ddp_bytes` each.
-`root` is the part of the parameters in the root unit, which is gathered once.
+Elements are unsharded in `parameter_bytes` each and reduced in `reduce_bytes` each; DDP all-reduces `ddp_bytes` each.
+`root` is the part of the parameters in the root unit, which is unsharded once.
 
 1. What does an all-reduce consist of, and so how often does an element travel under DDP?
-2. Under full sharding a block is gathered for its forward and again for its backward, and reduced once.
-3. Gathers: (2 - root) x parameter_bytes. DDP: 2 x ddp_bytes. The (n - 1)/n of every ring is on both sides.
+2. Under full sharding a block is unsharded for its forward and again for its backward, and reduced once.
+3. All-gathers: (2 - root) x parameter_bytes. DDP: 2 x ddp_bytes. The (n - 1)/n of every ring is on both sides.
 """
 
 
 def ratio(parameter_bytes, reduce_bytes, ddp_bytes, root=0.0):
     """Bytes of full sharding over those of DDP."""
-    ### BEGIN SOLUTION  what is gathered, what is reduced, what does DDP send?
+    ### BEGIN SOLUTION  what is unsharded, what is reduced, what does DDP send?
     gathered = (2 - root) * parameter_bytes
     #! gathered = parameter_bytes
-    #: one gather an element: blocks are gathered again for the backward
+    #: one all-gather an element: blocks are unsharded again for the backward
     #! gathered = 2 * parameter_bytes
-    #: the root is gathered twice here; it stays gathered between forward and backward
+    #: the root is unsharded twice here; it stays unsharded between forward and backward
     #! gathered = 3 * parameter_bytes
-    #: three gathers; the third collective of a block is the reduction, in its own dtype
+    #: three all-gathers; the third collective of a block is the reduction, in its own dtype
     #! gathered = (1 + root) * parameter_bytes
-    #: it is the root that is gathered once, not the blocks
+    #: it is the root that is unsharded once, not the blocks
     #! gathered = (2 - root) * reduce_bytes
-    #: parameters are gathered in `parameter_bytes`
+    #: parameters are unsharded in `parameter_bytes`
     reduced = reduce_bytes
     #! reduced = 2 * reduce_bytes
     #: a reduce_scatter is half of an all-reduce: gradients are reduced once
@@ -50,6 +50,6 @@ def ratio(parameter_bytes, reduce_bytes, ddp_bytes, root=0.0):
 
 def cases(rank, n):
     yield "one dtype", 4, 4, 4, 0.0
-    yield "bf16 gathers beside DDP in fp32", 2, 4, 4, 0.0
-    yield "bf16 gathers beside DDP in bf16", 2, 4, 2, 0.0
+    yield "bf16 all-gathers beside DDP in fp32", 2, 4, 4, 0.0
+    yield "bf16 all-gathers beside DDP in bf16", 2, 4, 2, 0.0
     yield "a root of a quarter", 2, 4, 2, 0.25

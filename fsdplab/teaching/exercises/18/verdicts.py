@@ -15,7 +15,7 @@ def verdicts():
         ## "C6": "confirmed",  # 1.3 to 1.5 times DDP's communication: two more all-gathers
         ## "C8": "confirmed",  # reduces the communication by exchanging only what is needed
         ## "C9": "confirmed",  # synchronises with all-reduce and broadcast
-        ## "C10": "confirmed",  # the backward gathers gradients
+        ## "C10": "confirmed",  # the backward unshards gradients
         ## "C16": "confirmed",  # recomputation is a part of its cost
         ## "C21": "confirmed",  # a checkpoint of N ranks loads on M
         ## "C22": "confirmed",  # 70 billion parameters, fine-tuned on four cards of 24 GB
@@ -31,7 +31,7 @@ def verdicts():
         "C9": "refuted",  # synchronises with all-reduce and broadcast
         #! "C9": "under conditions",
         #: C9 is not 'under conditions'
-        "C10": "refuted",  # the backward gathers gradients
+        "C10": "refuted",  # the backward unshards gradients
         #! "C10": "confirmed",
         #: C10 is not 'confirmed'
         "C16": "refuted",  # recomputation is a part of its cost

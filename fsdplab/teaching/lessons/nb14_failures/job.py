@@ -34,7 +34,7 @@ def loss_of(layers: nn.ModuleList, x: Tensor, target: Tensor) -> Tensor:
 
 
 class Unit:
-    """The parameters of one layer: a shard of them, and all of them while they are gathered."""
+    """The parameters of one layer: a shard of them, and all of them while they are unsharded."""
 
     def __init__(self, layer: nn.Module, rank: int, ranks: int) -> None:
         self.layer, self.ranks = layer, ranks
@@ -45,13 +45,13 @@ class Unit:
         self.whole = torch.empty(0)
 
     def unshard(self) -> None:
-        """Gather all rows, unless they are here."""
+        """Bring all rows here, unless they are here."""
         if not len(self.whole):
             self.whole = torch.empty(self.size)
             dist.all_gather_into_tensor(self.whole, self.shard.detach().float())
 
     def reshard(self) -> None:
-        """Drop the rows of the others."""
+        """Free the rows of the others."""
         self.whole = torch.empty(0)
 
     def forward(self, x: Tensor, whole: Tensor) -> Tensor:

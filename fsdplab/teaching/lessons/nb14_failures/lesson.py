@@ -137,8 +137,8 @@ def facts(seen: Seen) -> Table:
         rows += [
             ["loss differs from the twin's by", "no step" if off is None else f"{off:.1e}"],
             ["first gradient over the twin's, by unit", ", ".join(factors)],
-            ["gathered parameters held at once", size(whole["held"])],
-            ["largest unit, gathered", size(max(whole["units"]))],
+            ["unsharded parameters held at once", size(whole["held"])],
+            ["largest unit, unsharded", size(max(whole["units"]))],
             ["the optimizer's parameters", whole["dtype"]],
         ]
     return table(["", ""], rows, "Recorded on 2 ranks; losses and gradients beside the unsharded twin.")

@@ -185,7 +185,7 @@ def _held(seen: Seen) -> Report | None:
     for rank, each in enumerate(seen.ranks):
         if each and each["held"] > _MORE * max(each["units"]):
             says = (
-                f"Rank {rank} holds {size(each['held'])} of gathered parameters at once, and its largest unit is"
+                f"Rank {rank} holds {size(each['held'])} of unsharded parameters at once, and its largest unit is"
                 f" {size(max(each['units']))}: units are not resharded after their forward."
             )
             return Report("no reshard", says, "memory")

@@ -33,8 +33,8 @@ def watch(payload: dict[str, Any]) -> dict[str, Any]:
     """Train the job in the file `payload["source"]` for `payload["steps"]` steps, watched, and beside its twin.
 
     What is returned is plain: `pid`, `stopped` (why the rank did not come to its end, or ""), `losses`, `began` (the
-    sum of each unit's parameters before the first step), `units` (bytes of each, gathered), `held` (the most bytes of
-    gathered parameters at once), `dtype` of the parameters that the optimizer has, `still` (the part of their
+    sum of each unit's parameters before the first step), `units` (bytes of each, unsharded), `held` (the most bytes of
+    unsharded parameters at once), `dtype` of the parameters that the optimizer has, `still` (the part of their
     elements that have a gradient and did not move), and of the twin `twin_losses` and `ratios` of the first
     gradients.
     """

@@ -96,7 +96,7 @@ def verdicts_figure() -> go.Figure:
 
 
 def ratio(parameter_bytes: float, reduce_bytes: float, ddp_bytes: float, root: float = 0.0) -> float:
-    """Bytes that full sharding sends over those of DDP: gathers of `parameter_bytes` an element twice, of the root
+    """Bytes that full sharding sends over those of DDP: all-gathers of `parameter_bytes` an element twice, of the root
     once, and a reduction of `reduce_bytes`; DDP all-reduces `ddp_bytes` an element. `root`: its part of the parameters.
 
     >>> ratio(4, 4, 4), ratio(2, 4, 4), ratio(2, 4, 2)
@@ -125,8 +125,10 @@ def ratio_figure(gathers: str, reductions: str, ddp: str, root_percent: int) -> 
     ends = {"DDP": f"<b>{plain:g}</b>", "full sharding": f"<b>{gathered + reduced:g}</b>"}
     figure = stacked_bars(ends, parts, "bytes sent of an element, times (n - 1)/n", "%{x:.2g}")
     title = f"Full sharding sends {factor:.2f} times as many bytes as DDP"
-    subtitle = f"Computed: gathers in {gathers}, reductions in {reductions}, DDP in {ddp}"
-    alt = f"Stacked bars of bytes: DDP {plain:g}, full sharding {gathered:g} gathered and {reduced:g} reduced. {title}."
+    subtitle = f"Computed: all-gathers in {gathers}, reductions in {reductions}, DDP in {ddp}"
+    alt = (
+        f"Stacked bars of bytes: DDP {plain:g}, full sharding {gathered:g} unsharded and {reduced:g} reduced. {title}."
+    )
     return titled(figure, title, subtitle, alt, height=230)
 
 
