@@ -24,7 +24,9 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "11": costs.choice,
     "12": costs.mesh_of_nodes,
     "13": costs.three_prices,
+    "14": costs.evidence,
     "16": costs.axes_of_a_mesh,
+    "18": costs.statement,
     "19": costs.sizing_a_job,
     "21": engine.owners,
 }

@@ -1,4 +1,4 @@
-"""The pictures of lessons 07 to 13, 16 and 19: what time, memory and networks cost, and how a job is sized."""
+"""The pictures of lessons 07 to 14, 16, 18 and 19: what time, memory and networks cost, and how a job is sized."""
 
 from __future__ import annotations
 
@@ -197,6 +197,59 @@ def three_prices() -> Picture:
         "Four bars of memory. As it is: moments, shards and activations. bf16 halves the activations for digits."
         " Checkpointing leaves a little of them for a second forward. Offload moves shards and moments to host memory"
         " for transfers over the bus in each step."
+    )
+
+
+def evidence() -> Picture:
+    """14: what one sees, where one looks, and what it was."""
+    sheet = Sheet(
+        "A symptom is not a cause: look for the evidence", "Drawn from the rule: five of the faults of this lesson"
+    )
+    rows = (
+        ("nothing moves", "ranks stand in different calls", "a collective too few", EXPOSED),
+        ("every rank is slow", "the same rank enters last", "a straggler", "#f0c27a"),
+        ("the loss differs a little", "first gradients: one factor", "a wrong divisor", GRADIENT),
+        ("the loss is NaN", "the first value that is not finite", "its unit, its step", ACTIVATIONS),
+        ("out of memory", "too many units whole at once", "no reshard", WHOLE),
+    )
+    for x, name in ((165, "what you see"), (475, "where you look"), (795, "what it was")):
+        sheet.words(x, 92, name, 21, bold=True)
+    for row, (seen, looked, cause, fill) in enumerate(rows):
+        y = 118 + 72 * row
+        sheet.box(40, y, 250, 56, seen, PALE, 18)
+        sheet.arrow((293, y + 28), (328, y + 28), GREY)
+        sheet.box(332, y, 300, 56, looked, PALE, 17)
+        sheet.arrow((635, y + 28), (670, y + 28), GREY)
+        sheet.box(674, y, 245, 56, cause, fill, 18)
+    return sheet.picture(
+        "Five rows from symptom over evidence to cause. Nothing moves: ranks stand in different calls, a collective is"
+        " missing. Every rank is slow: one enters last. The loss differs: first gradients have a constant factor. The"
+        " loss is NaN: the first value that is not finite. Out of memory: too many units are whole at once."
+    )
+
+
+def statement() -> Picture:
+    """18: the four questions that a statement must answer before it is true or false."""
+    sheet = Sheet(
+        "A statement about FSDP is true of something", "Drawn from the rule: the four questions of this lesson"
+    )
+    sheet.box(250, 95, 460, 66, "FSDP sends half as much again as DDP", "#f0c27a", 22)
+    questions = (
+        ("which bytes?", "two all-gathers and\na reduce-scatter"),
+        ("which dtype?", "bf16 all-gathers,\nfp32 reductions:\nas many as DDP"),
+        ("how many ranks?", "(n - 1)/n in both:\ncancels"),
+        ("beside what?", "DDP in fp32\nor in bf16"),
+    )
+    for number, (asked, answer) in enumerate(questions):
+        x = 40 + 225 * number
+        sheet.arrow((480, 165), (x + 102, 226), GREY)
+        sheet.box(x, 230, 205, 58, asked, PALE, 21)
+        sheet.box(x, 300, 205, 104, answer, HIDDEN if number == 1 else "#ffffff", 18)
+    sheet.words(480, 450, "3/2 in one dtype, 1 with bf16 all-gathers beside DDP in fp32", 21)
+    return sheet.picture(
+        "The statement that FSDP sends half as much again as DDP, with four questions below it: which bytes, which"
+        " dtype, how many ranks, and beside what. The factor is 3/2 where both have one dtype, and 1 with bf16"
+        " all-gathers beside DDP in fp32."
     )
 
 
