@@ -52,6 +52,7 @@ EXPECTED = {
     "C30": (CONDITIONAL, "of DDP's on 8 H100"),
     "C31": (REFUTED, "pcie4, 31 GB/s"),
     "C32": (CONDITIONAL, "refused (aten.mm", "norm.running_mean differs"),
+    "C33": (CONDITIONAL, "7 of 9 faults", "wrong divisor"),
     "C34": (REFUTED, "the same bytes"),
     "C35": (CONDITIONAL, "0.28 MB of 0.56 MB"),
     "C36": (CONDITIONAL, "does not fit", "fits"),

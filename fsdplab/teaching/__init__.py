@@ -64,6 +64,7 @@ _LESSONS = {  # the name that a notebook imports -> the lesson whose lesson.py i
     "overlapping_axes": "nb12_hybrid",
     "trading": "nb13_trading",
     "failures": "nb14_failures",
+    "checkpoints": "nb15_checkpoints",
     "composing": "nb16_composition",
     "judging": "nb18_claims",
     "sizing": "nb19_planning_at_scale",

@@ -201,7 +201,7 @@ def _(measured: Measured) -> Finding:
 
 @claim(
     CLAIMS, "C20", "A full state dict gathers the model on rank 0, fatal for large models; sharded checkpoints do not.",
-    "measured", "13_precision_checkpointing_offload",
+    "measured", "15_save_reshard_resume",
 )  # fmt: skip
 def _(measured: Measured) -> Finding:
     held = measured["checkpoints"]["rank 0 holds"]
@@ -212,7 +212,7 @@ def _(measured: Measured) -> Finding:
     return confirmed_if(held["full"] > 3.9 * held["sharded"], text)
 
 
-@claim(CLAIMS, "C21", "A checkpoint saved on N ranks loads on M.", "measured", "13_precision_checkpointing_offload")
+@claim(CLAIMS, "C21", "A checkpoint saved on N ranks loads on M.", "measured", "15_save_reshard_resume")
 def _(measured: Measured) -> Finding:
     loads = {name: ranks for name, ranks in measured["checkpoints"].items() if name.startswith("on ")}
     equal = all(rank["equal"] for ranks in loads.values() for rank in ranks)
@@ -222,7 +222,7 @@ def _(measured: Measured) -> Finding:
 
 @claim(
     CLAIMS, "C35", "Loading rebuilds the full state from the slices that each rank wrote.",
-    "measured", "13_precision_checkpointing_offload",
+    "measured", "15_save_reshard_resume",
 )  # fmt: skip
 def _(measured: Measured) -> Finding:
     held = measured["checkpoints"]

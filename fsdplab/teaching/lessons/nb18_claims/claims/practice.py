@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from statistics import fmean
+
+from fsdplab.common.places import shared_folder
 
 from .claim import Claim, Finding, Measured, claim, conditional_if, confirmed_if
 
@@ -87,3 +90,15 @@ def _(measured: Measured) -> Finding:
     return conditional_if(
         "are the twin's" in layers["tied weights"] and "refused" in layers["a weight read outside"], text
     )
+
+
+@claim(CLAIMS, "C33", "Debugging is harder than under DDP.", "measured", "14_failures")
+def _(measured: Measured) -> Finding:
+    told = json.loads((shared_folder("data") / "failures-14" / "torchrun.json").read_text(encoding="utf-8"))["faults"]
+    silent = [name for name, row in told.items() if row["exit"] == 0]
+    text = (
+        f"{len(silent)} of {len(told)} faults in a sharded job end with exit code 0 under torchrun"
+        f" ({', '.join(silent)}). Units that are not waited for or not resharded are sharding's own; the others are as"
+        " silent under DDP"
+    )
+    return conditional_if(0 < len(silent) < len(told), text)

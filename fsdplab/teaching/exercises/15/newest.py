@@ -1,0 +1,66 @@
+"""The newest that is whole
+
+A job looks into its folder after a crash. Write newest(folder): the step of the newest checkpoint that can be loaded,
+0 for none. `folder` has the names of its entries, each with the names and sizes of its files, and with the sizes that
+its manifest lists: `{"step-8": {"files": {"rank0": 100}, "manifest": {"rank0": 100}}}`; no manifest is None.
+
+1. Which names are checkpoints at all? A save that is not finished begins with a dot.
+2. What says that all files are there, and whole?
+3. Numbers are compared as numbers: step-10 is newer than step-8. Without any: 0.
+"""
+
+
+def newest(folder):
+    """The step of the newest whole checkpoint; 0 where there is none."""
+    steps = []
+    ### BEGIN SOLUTION  which entries are whole? which of these is the newest?
+    for name, entry in folder.items():
+        whole = entry["files"] == entry["manifest"]
+        #! whole = True
+        #: a checkpoint without a manifest, or with a file that is not as the manifest says, cannot be loaded
+        #! whole = entry["manifest"] is not None
+        #: a file may be cut short or lost: compare the files with the manifest
+        #! whole = entry["manifest"] is not None and entry["files"].keys() == entry["manifest"].keys()
+        #: a file may be cut short: its size is not that of the manifest
+        #! whole = entry["files"] == (entry["manifest"] or entry["files"])
+        #: without a manifest nothing says that all files are there
+        #! whole = set(entry["files"].items()) <= set((entry["manifest"] or {}).items())
+        #: a file that the manifest lists may be lost
+        if whole and name.startswith("step-"):
+            #! if whole and name.lstrip(".").startswith("step-"):
+            #: a name that begins with a dot is a save that was not finished
+            steps.append(int(name.split("-")[1]))
+            #! steps.append(name.split("-")[1])
+            #: steps are compared as text here, and "8" is larger than "10"; return a number
+    return max(steps, default=0)
+    #! return max(steps)
+    #: there may be no checkpoint at all: 0
+    #! return min(steps, default=0)
+    #: this is the oldest
+    #! return steps[-1] if steps else 0
+    #: the order of names in a folder is no order of steps
+    #! return max(steps, default=None)
+    #: where there is none, the job begins at step 0
+    ### END SOLUTION
+
+
+#! def newest(folder):
+#!     names = [name for name, entry in folder.items() if name[0] != "." and entry["files"] == entry["manifest"]]
+#!     return int(max(names).removeprefix("step-")) if names else 0
+#: names are compared as text here: "step-8" is larger than "step-10"
+
+# ---- check: pure
+
+
+def cases(rank, n):
+    files = {"rank0": 100, "rank1": 96}
+    whole = {"files": files, "manifest": files}
+    yield "two whole ones", {"step-4": whole, "step-8": whole}
+    yield "in another order", {"step-8": whole, "step-4": whole}
+    yield "step 10 after step 8", {"step-8": whole, "step-10": whole}
+    yield "a save that is not finished", {"step-4": whole, ".step-8": whole}
+    cut = {"rank0": 100, "rank1": 7}
+    yield "a file that was cut short", {"step-4": whole, "step-8": {"files": cut, "manifest": files}}
+    yield "a file that is lost", {"step-4": whole, "step-8": {"files": {"rank0": 100}, "manifest": files}}
+    yield "no manifest", {"step-4": whole, "step-8": {"files": files, "manifest": None}}
+    yield "nothing", {}

@@ -1,0 +1,62 @@
+"""Which pieces of which files
+
+`rows` rows were saved by `saved` ranks. Write pieces(rows, saved, rank, ranks): what `rank` of `ranks` reads, as a list
+of (saved rank, first row in its file, end), in the order of the rows. Nothing else is read.
+
+1. Which rows of the whole tensor does this rank keep, and which did each saved rank keep? `span` says both.
+2. Two spans overlap from the larger beginning to the smaller end, if there is anything between.
+3. `low, high = max(begin, start), min(end, stop)`; a file begins at its own rank's first row: `low - start`.
+"""
+
+
+def span(rows, rank, ranks):
+    """The rows of a rank: FSDP gives each the same number, rounded up, and the last what is left."""
+    each = -(-rows // ranks)
+    return min(rank * each, rows), min((rank + 1) * each, rows)
+
+
+def pieces(rows, saved, rank, ranks):
+    """What a rank reads of the files of `saved` ranks: [(saved rank, first row of its file, end), ...]."""
+    begin, end = span(rows, rank, ranks)
+    found = []
+    ### BEGIN SOLUTION  for each saved rank: what of its rows is ours?
+    for owner in range(saved):
+        start, stop = span(rows, owner, saved)
+        #! start, stop = span(rows, owner, ranks)
+        #: the files have the spans of the ranks that saved them, `saved`, and not of those that load
+        low, high = max(begin, start), min(end, stop)
+        #! low, high = start, stop
+        #: this reads every file whole: take what of it is this rank's
+        #! low, high = begin, end
+        #: this takes the rank's own rows from every file: a file has only its own
+        #! low, high = max(begin, start), stop
+        #: this reads to the end of a file, also beyond the rank's own rows
+        if low < high:
+            #! if low <= high:
+            #: an empty piece: a rank whose span only touches another's needs nothing of it
+            #! if True:
+            #: pieces without rows: leave out what does not overlap
+            found.append((owner, low - start, high - start))
+            #! found.append((owner, low, high))
+            #: these are rows of the whole tensor; a file begins at its own rank's first row
+            #! found.append((owner, low - start, high - low))
+            #: the third number is how many rows; it should be where the piece ends in the file
+            #! found.append((owner, low - begin, high - begin))
+            #: these are rows in the rank's own part; the file has others
+    return found
+    #! return found[::-1]
+    #: the pieces stand in the wrong order: their rows are put together one after the other
+    ### END SOLUTION
+
+
+#! def pieces(rows, saved, rank, ranks):
+#!     return [(owner, 0, span(rows, owner, saved)[1] - span(rows, owner, saved)[0]) for owner in range(saved)]
+#: this reads every file whole: take what of it is this rank's
+
+# ---- check: pure
+
+
+def cases(rank, n):
+    for rows, saved, ranks in ((12, 4, 2), (12, 2, 4), (12, 4, 3), (10, 4, 3), (5, 4, 2), (7, 3, 4), (3, 2, 1)):
+        for each in range(ranks):
+            yield f"{rows} rows, saved by {saved}, rank {each} of {ranks}", rows, saved, each, ranks

@@ -1,0 +1,170 @@
+"""The part of lesson 15 that runs on the ranks: forms of a state dict, a job that may be killed, and an export.
+
+The job reads the same twelve sequences in a step on 1, 2, 3 or 4 ranks, so its losses may be compared whatever ran it.
+Losses stand in a file, since a killed job returns nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
+
+from fsdplab import checkpoint
+from fsdplab.checkpoint import CheckpointFolder
+from fsdplab.engine import shard_model
+from fsdplab.workloads import ByteText, block_types, build_model, loss_of
+from fsdplab.workloads.shapes import preset
+
+SEQUENCES, LENGTH = 12, 32  # of a step, over all ranks
+LOSSES = "losses.jsonl"
+
+
+def _sharded(model_name: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    model = build_model(preset(model_name))
+    shard_model(model, "full_shard", units=block_types(model))
+    return model
+
+
+def _local(value: torch.Tensor) -> torch.Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _held(state: dict[str, Any]) -> int:
+    """Bytes of the tensors of a state dict that are on this rank."""
+    return sum(_local(each).nbytes for each in state.values())
+
+
+# ---- forms
+
+
+def forms(payload: dict[str, Any]) -> dict[str, int]:
+    """Bytes of parameters that this rank holds in each form of a model's state dict."""
+    model = _sharded(payload["model"])
+    everywhere = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    return {
+        "sharded": _held(get_model_state_dict(model)),
+        "full, on rank 0": _held(checkpoint.full_state_dict(model)),
+        "full, on every rank": _held(everywhere),
+    }
+
+
+def save_and_read(payload: dict[str, Any]) -> dict[str, Any]:
+    """Save a trained model, with `payload["ranks"]` = 0; else load it on this many ranks.
+
+    Returns the bytes that this rank holds, and whether the whole is, bit for bit, what was saved.
+    """
+    folder = Path(payload["folder"])
+    model = _sharded("gpt-tiny", seed=0 if payload["saves"] else 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    if payload["saves"]:
+        for step in range(2):
+            _step(model, optimizer, step)
+        checkpoint.save(model, optimizer, folder / "saved")
+        full = checkpoint.full_state_dict(model)
+        if dist.get_rank() == 0:
+            torch.save(full, folder / "whole.pt")
+        return {"bytes": _held(get_model_state_dict(model)), "equal": True}
+    checkpoint.load(model, optimizer, folder / "saved")
+    full, whole = checkpoint.full_state_dict(model), torch.load(folder / "whole.pt", weights_only=True)
+    equal = all(torch.equal(value, whole[name]) for name, value in full.items())
+    return {"bytes": _held(get_model_state_dict(model)), "equal": equal}
+
+
+# ---- a job that may be killed
+
+
+def train(payload: dict[str, Any]) -> list[int]:
+    """Train to `payload["steps"]`, from the newest checkpoint of the folder, saving every `payload["every"]` steps.
+
+    `payload["kill"]` is (rank, step): that rank is killed while it writes that step's checkpoint. Returns, for each
+    save, how many steps were done before it was published.
+    """
+    folder, kill = Path(payload["folder"]), payload["kill"]
+    model = _sharded("gpt-tiny")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    checkpoints = CheckpointFolder(folder / "checkpoints", keep=2)
+    start, behind, unpublished = checkpoints.load(model, optimizer), [], None
+    for step in range(start + 1, payload["steps"] + 1):
+        loss = _step(model, optimizer, step)
+        if dist.get_rank() == 0:
+            _note(folder, step, loss)
+        if unpublished is not None and _published(folder, unpublished):
+            behind.append(step - unpublished)
+            unpublished = None
+        if step % payload["every"] == 0 or step == payload["steps"]:
+            if kill and [dist.get_rank(), step] == list(kill):
+                dcp.FileSystemWriter.write_data = _killed
+            checkpoints.save(model, optimizer, step)
+            unpublished = step
+    checkpoints.close()
+    return behind
+
+
+def _killed(*_: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _published(folder: Path, step: int) -> bool:
+    return (folder / "checkpoints" / f"step-{step:08d}").is_dir()
+
+
+def _note(folder: Path, step: int, loss: float) -> None:
+    with open(folder / LOSSES, "a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": step, "loss": loss, "ranks": dist.get_world_size()}) + "\n")
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
+    """One step on this rank's part of the step's sequences; the mean loss of all of them."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    tokens, targets = ByteText.from_standard_library().batch(step, 0, 1, SEQUENCES, LENGTH)
+    loss = loss_of(model, tokens[rank::ranks], targets[rank::ranks])
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    mean = loss.detach().clone()
+    dist.all_reduce(mean)
+    return float(mean) / ranks
+
+
+# ---- for others
+
+
+def exported(payload: dict[str, Any]) -> dict[str, Any] | None:
+    """A small Llama of transformers, sharded, trained for two steps and written as safetensors by rank 0, one parameter
+    whole at a time; returns the logits of a text on rank 0.
+    """
+    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = Path(payload["folder"])
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+    )
+    model = LlamaForCausalLM(config)
+    shard_model(model, "full_shard", units=(type(model.model.layers[0]),))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    ids = torch.arange(64).reshape(2, 32) + dist.get_rank()
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    whole = checkpoint.full_state_dict(model)
+    with torch.no_grad():
+        logits = model(input_ids=torch.arange(16).reshape(1, 16)).logits
+    if dist.get_rank():
+        return None
+    config.save_pretrained(folder)
+    save_file(whole, folder / "model.safetensors", metadata={"format": "pt"})
+    return {"logits": logits, "names": len(whole)}
