@@ -15,7 +15,7 @@ from setuptools.command.build_py import build_py
 
 HERE = Path(__file__).resolve().parent
 WITHIN = Path("fsdplab", "_beside")  # IN_A_WHEEL of fsdplab/common/places.py
-KINDS = {"notebooks": (".ipynb", ".md"), "data": (".csv", ".json", ".gz", ".svg", ".webp", ".md")}
+KINDS = {"notebooks": (".ipynb", ".md"), "data": (".csv", ".json", ".gz", ".svg", ".webp", ".md", ".txt")}
 SOURCES = ("tests", "docs", "notebooks", "data", ".ci", ".github")  # of a source distribution, beside the package
 PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", ".gitignore")
 # what somebody who works in the clone leaves there

@@ -156,6 +156,7 @@ SOURCES: dict[str, dict[str, Source]] = {
     },
     "14": {"60 ms": lambda: 1e3 * float(faults.FAULTS["one slow rank"].injected.partition("sleep(")[2][:4])},
     "16": {"90 %": given(90, "a question")},
+    "17": {"70 billion": given(70, "an example"), "140 GB": 70 * BF16},
     "19": {
         "70 billion": given(70, "the model's name"), "70.6 billion": LARGE / 1e9, "8 billion": LLAMA / 1e9,
         "80 GiB": H100.memory_bytes / 2**30, "80 GB": given(80, "the card's name"), "100 billion": sizing.TOKENS / 1e9,

@@ -67,6 +67,7 @@ _LESSONS = {  # the name that a notebook imports -> the lesson whose lesson.py i
     "checkpoints": "nb15_checkpoints",
     "composing": "nb16_composition",
     "judging": "nb18_claims",
+    "porting": "nb17_porting",
     "sizing": "nb19_planning_at_scale",
     "matrices": "nb21_whole_matrices",
 }

@@ -1,0 +1,165 @@
+"""From FSDP1 to fully_shard
+
+Write port(model, steps): the loop of the cell above with `fully_shard` in place of FullyShardedDataParallel. `steps` is
+a list of steps, each a list of micro-batches (tokens, targets); return the loss of each step. Every block is a unit,
+gradients are accumulated over the micro-batches and clipped to a norm of 0.1, and AdamW steps with lr=1e-3.
+
+1. There is no wrapper: `fully_shard` changes a module in place. In which order, blocks and model? And when may the
+   optimizer be built?
+2. The accumulation stays as it is: each micro-batch's loss divided by their number. `no_sync()` becomes
+   `model.set_requires_gradient_sync(False)`, and True again before the last micro-batch. `model.clip_grad_norm_`
+   becomes `torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)`.
+3. `for block in model.blocks: fully_shard(block)`, then `fully_shard(model)`, then AdamW. In a step: zero_grad; for
+   each micro-batch forward, `loss / len(micro_batches)`, backward; clip; step.
+"""
+
+import torch
+from torch.distributed.fsdp import fully_shard
+
+from fsdplab.workloads import loss_of
+
+
+def port(model, steps):
+    """Train, fully sharded; the loss of each step on this rank: the mean over its micro-batches."""
+    losses = []
+    ### BEGIN SOLUTION
+    ## ...  # shard, then build the optimizer
+    ## for micro_batches in steps:
+    ##     ...
+    ##     losses.append(...)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    #! model = model
+    #: raises: read the last line
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    #! optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    #: as in the old loop: lr=1e-3
+    #! optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    #: as in the old loop: AdamW
+    for micro_batches in steps:
+        optimizer.zero_grad()
+        #! pass
+        #: gradients of the step before are still there: optimizer.zero_grad() in every step
+        total = 0.0
+        for number, (tokens, targets) in enumerate(micro_batches):
+            model.set_requires_gradient_sync(number == len(micro_batches) - 1)
+            #! model.set_requires_gradient_sync(False)
+            #: gradients are never reduced: set_requires_gradient_sync(True) before the last micro-batch's backward
+            loss = loss_of(model, tokens, targets) / len(micro_batches)
+            #! loss = loss_of(model, tokens, targets)
+            #: each micro-batch's loss is divided by their number, so that their gradients sum to a mean
+            loss.backward()
+            total += loss.item()
+            #! total = loss.item()
+            #: a step's loss is the sum over its micro-batches, each divided by their number
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        #! pass
+        #: the old loop clips: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        #! torch.nn.utils.clip_grad_norm_([p.grad.to_local() for p in model.parameters()], 0.1)
+        #: raises: read the last line
+        #! torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        #: the old loop clips: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        #! norm = torch.stack([p.grad.to_local().norm() for p in model.parameters()]).norm()
+        #! [p.grad.mul_((0.1 / norm).clamp(max=1.0)) for p in model.parameters()]
+        #: each rank clips by the norm of its own shards: `clip_grad_norm_(model.parameters(), ...)` takes that of all
+        optimizer.step()
+        losses.append(total)
+    ### END SOLUTION
+    return losses
+    #! return None
+    #: the function returns nothing
+    #! return losses[-1:]
+    #: return the loss of every step, in a list
+
+
+#! def port(model, steps):
+#!     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+#!     losses = []
+#!     for micro_batches in steps:
+#!         optimizer.zero_grad()
+#!         for tokens, targets in micro_batches:
+#!             (loss_of(model, tokens, targets) / len(micro_batches)).backward()
+#!         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+#!         optimizer.step()
+#!         losses.append(0.0)
+#!     return losses
+#: nothing is sharded: fully_shard(block) for every block, then fully_shard(model)
+
+
+#! def port(model, steps):
+#!     fully_shard(model)
+#!     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+#!     losses = []
+#!     for micro_batches in steps:
+#!         optimizer.zero_grad()
+#!         total = 0.0
+#!         for tokens, targets in micro_batches:
+#!             loss = loss_of(model, tokens, targets) / len(micro_batches)
+#!             loss.backward()
+#!             total += loss.item()
+#!         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+#!         optimizer.step()
+#!         losses.append(total)
+#!     return losses
+#: the whole model is one unit, so all of it is gathered at once: fully_shard(block) for every block first
+
+# ---- check: on 2 ranks, within 1e-5, in 40 s, facts only
+
+from torch.distributed.tensor import DTensor
+
+from fsdplab.workloads import build_model
+
+UNITS, REST, LOSSES, MOVED = "units", "parameters at rest", "losses", "weights after the last step"
+
+
+def cases(rank, n):
+    text = torch.Generator().manual_seed(7 + rank)
+    tokens = torch.randint(256, (3, 2, 2, 17), generator=text)
+    yield "three steps of two micro-batches", [[(each[:, :-1], each[:, 1:]) for each in step] for step in tokens]
+
+
+def observe(port, steps):
+    model = build_model("gpt-tiny")
+    losses = port(model, steps)
+    sharded = [isinstance(each, DTensor) for each in model.parameters()]
+    rest = "DTensors" if all(sharded) else "none sharded" if not any(sharded) else "some whole"
+    units = sum(hasattr(module, "set_requires_gradient_sync") for module in model.modules())
+    seen = {REST: rest, UNITS: units}
+    plain = isinstance(losses, (list, tuple))
+    seen[LOSSES] = [float(each) for each in losses] if plain else "nothing" if losses is None else "no list"
+    whole = model.blocks[1].feed_forward.down.weight.detach()
+    return seen | {MOVED: float((whole.full_tensor() if isinstance(whole, DTensor) else whole).abs().sum())}
+
+
+def resting(got, right):
+    if got[REST] == "none sharded":
+        return "nothing is sharded: fully_shard(block) for every block, then fully_shard(model)"
+    return (
+        "the model itself is no unit: embeddings, last norm and head stay whole on every rank, and nobody averages"
+        " their gradients. `fully_shard(model)` after the blocks"
+    )
+
+
+def apart(got, right):
+    if not isinstance(got[LOSSES], list) or len(got[LOSSES]) != len(right[LOSSES]):
+        return "return the loss of every step, in a list"
+    first, expected = got[LOSSES][0], right[LOSSES][0]
+    if abs(first - expected) > 1e-4 * expected:
+        return (
+            "the first step's loss, before anything is trained, is another: a step's loss is the sum over its"
+            " micro-batches, each divided by their number"
+        )
+    return (
+        "the first loss is right, later ones are not: look at what happens between two losses. zero_grad, the mean over"
+        " micro-batches, the last micro-batch's reduction, clipping by 0.1, AdamW with lr=1e-3"
+    )
+
+
+SAYS = {
+    REST: resting,
+    UNITS: "the whole model is one unit, so all of it is gathered at once: fully_shard(block) for every block first",
+    LOSSES: apart,
+    MOVED: "losses are right, and the last step is not: is the optimizer's step taken after every one?",
+    "hung": "the ranks make different calls: shard the same modules, in the same order, on every rank",
+}
