@@ -66,8 +66,8 @@ _LESSONS = {  # the name that a notebook imports -> the lesson whose lesson.py i
     "failures": "nb14_failures",
     "checkpoints": "nb15_checkpoints",
     "composing": "nb16_composition",
-    "judging": "nb18_claims",
     "porting": "nb17_porting",
+    "judging": "nb18_claims",
     "sizing": "nb19_planning_at_scale",
     "matrices": "nb21_whole_matrices",
 }
