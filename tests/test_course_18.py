@@ -14,8 +14,8 @@ from fsdplab.figures import alt_text
 from fsdplab.teaching import judging
 from fsdplab.teaching.core import registry
 from fsdplab.teaching.core.exercise_file import Exercise
-from fsdplab.teaching.lessons.nb18_claims import measuring
 from fsdplab.teaching.lessons.nb18_claims.claims import CLAIMS, CONDITIONAL, CONFIRMED, REFUTED, claim_of
+from tests.claims import measuring
 from tests.solutions import function_of
 
 # statement -> verdict, and figures of its sentence
@@ -117,7 +117,7 @@ def test_a_verdict_changes_with_its_figures(
 def test_the_record_says_how_it_was_made_and_is_whole() -> None:
     record = json.loads((shared_folder("data") / "claims.json").read_text())
     assert set(record) == {"made_by", *measuring.MEASUREMENTS}
-    assert record["made_by"]["command"].startswith("python -m fsdplab.teaching") and record["made_by"]["torch"]
+    assert record["made_by"]["command"].startswith("python -m tests.claims") and record["made_by"]["torch"]
 
 
 def test_the_record_can_be_made_again() -> None:

@@ -3,15 +3,10 @@
 from collections.abc import Mapping
 
 
-def span(rows, rank, ranks):
-    each = -(-rows // ranks)
-    return min(rank * each, rows), min((rank + 1) * each, rows)
-
-
 def pieces__row_by_row(rows, saved, rank, ranks):
-    each = -(-rows // saved)
+    each, mine = -(-rows // saved), -(-rows // ranks)
     found = []
-    for row in range(*span(rows, rank, ranks)):
+    for row in range(min(rank * mine, rows), min((rank + 1) * mine, rows)):
         owner, at = divmod(row, each)
         if found and found[-1][0] == owner:
             found[-1] = (owner, found[-1][1], at + 1)
@@ -21,10 +16,14 @@ def pieces__row_by_row(rows, saved, rank, ranks):
 
 
 def pieces__by_sets(rows, saved, rank, ranks):
-    mine = set(range(*span(rows, rank, ranks)))
+    def span(number, of):
+        each = -(-rows // of)
+        return min(number * each, rows), min((number + 1) * each, rows)
+
+    mine = set(range(*span(rank, ranks)))
     for_me = []
     for owner in range(saved):
-        start, stop = span(rows, owner, saved)
+        start, stop = span(owner, saved)
         common = sorted(mine & set(range(start, stop)))
         if common:
             for_me += [(owner, common[0] - start, common[-1] - start + 1)]

@@ -34,13 +34,11 @@ def newest(folder):
             #: steps are compared as text here, and "8" is larger than "10"; return a number
     return max(steps, default=0)
     #! return max(steps)
-    #: there may be no checkpoint at all: 0
+    #: raises: max() arg is an empty sequence
     #! return min(steps, default=0)
     #: this is the oldest
     #! return steps[-1] if steps else 0
     #: the order of names in a folder is no order of steps
-    #! return max(steps, default=None)
-    #: where there is none, the job begins at step 0
     ### END SOLUTION
 
 

@@ -1,12 +1,13 @@
 """Lesson 18 in the notebook's process: statements about FSDP, the verdicts that follow from figures, and one formula.
 
-What small runs came to is read from `data/claims.json` (measuring.py made it); everything else is computed when it is
+What small runs came to is read from `data/claims.json` (tests/claims made it); everything else is computed when it is
 shown. `again` runs a part of the measurements on this machine and compares.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from functools import lru_cache
 from typing import Any
 
@@ -14,11 +15,11 @@ from fsdplab.common.places import shared_folder
 from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import titled
+from fsdplab.sessions import RunSpec, run
 from fsdplab.teaching.core.display import Note, Table, table
 from fsdplab.teaching.core.waiting import doing
 from fsdplab.workloads.shapes import preset
 
-from . import measuring
 from .claims import CLAIMS, VERDICTS, Claim, Finding, claim_of, memory, practice, speed, traffic
 
 __all__ = [
@@ -135,12 +136,26 @@ def ratio_figure(gathers: str, reductions: str, ddp: str, root_percent: int) -> 
 # ---- on this machine
 
 
+def told(**choices: Any) -> dict[str, Any]:
+    """What a run of gpt-tiny came to: peak by category, bytes sent, collectives of a step by phase, losses."""
+    record = run(RunSpec(**{"model": "gpt-tiny", "steps": 2, "device": "cpu", **choices}))
+    rows = [row for row in record.table("ledger") if row["rank"] == 0]
+    last = max((row["step"] for row in rows), default=0)
+    summary = record.summary
+    return {
+        "peak": dict(summary.peak_memory_bytes.split),
+        "bytes": summary.comm.bytes_per_step,
+        "collectives": dict(Counter(f"{row['phase']} {row['kind']}" for row in rows if row["step"] == last)),
+        "losses": list(summary.losses),
+    }
+
+
 @doing("two strategies on 2 ranks")
 def again() -> Table:
     """Bytes and collectives of DDP and full sharding on this machine's ranks, beside the record's."""
     rows = []
     for name in ("no_shard", "full_shard"):
-        here, there = measuring.told(strategy=name), measured()["strategies"][name]
+        here, there = told(strategy=name), measured()["strategies"][name]
         kinds = ", ".join(
             f"{number} {kind.split()[1]}s in the {kind.split()[0]}" for kind, number in here["collectives"].items()
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 CONFIRMED, CONDITIONAL, REFUTED = "confirmed", "under conditions", "refuted"
 VERDICTS = (CONFIRMED, CONDITIONAL, REFUTED)
-Measured = Mapping[str, Any]  # data/claims.json, which measuring.py writes
+Measured = Mapping[str, Any]  # data/claims.json, which tests/claims makes
 
 
 @dataclass(frozen=True)

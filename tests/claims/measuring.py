@@ -1,6 +1,6 @@
 """What lesson 18 measures: bytes, losses and equal bits of small runs, which are the same on every machine.
 
-The notebook reads them from `data/claims.json`; `python -m fsdplab.teaching.lessons.nb18_claims.measuring FILE` writes
+The notebook reads them from `data/claims.json`; `python -m tests.claims.measuring FILE` writes
 them anew (about two minutes on two cores). No time is among them.
 """
 
@@ -12,7 +12,6 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,12 @@ from typing import Any
 from fsdplab.common.files import write_whole
 from fsdplab.common.names import OVER_ALL_RANKS
 from fsdplab.common.places import shared_folder
-from fsdplab.records import RunRecord
-from fsdplab.sessions import RunSpec, call_on_ranks, run
+from fsdplab.sessions import call_on_ranks
+from fsdplab.teaching.lessons.nb18_claims import lesson
+from fsdplab.teaching.lessons.nb18_claims.lesson import told
 
-JOB: dict[str, Any] = {"model": "gpt-tiny", "steps": 2, "device": "cpu"}
 _ON_RANKS = Path(__file__).with_name("on_ranks.py")
-_LESSONS = Path(__file__).parents[1]
+_LESSONS = Path(lesson.__file__).parents[1]
 _TIME_LIMIT = 600.0
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "FSDP_VERSION": "2"}
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -50,30 +49,11 @@ def _made_by() -> dict[str, str]:
     import torch
 
     return {
-        "command": "python -m fsdplab.teaching.lessons.nb18_claims.measuring data/claims.json",
+        "command": "python -m tests.claims.measuring data/claims.json",
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "ranks": "processes on CPU cores",
     }
-
-
-def told(**choices: Any) -> dict[str, Any]:
-    """What one run came to: peak by category, bytes sent, collectives by phase, losses."""
-    record = run(RunSpec(**{**JOB, **choices}))
-    summary = record.summary
-    return {
-        "peak": dict(summary.peak_memory_bytes.split),
-        "bytes": summary.comm.bytes_per_step,
-        "collectives": _collectives(record),
-        "losses": list(summary.losses),
-    }
-
-
-def _collectives(record: RunRecord) -> dict[str, int]:
-    """`{"backward all_gather": 2}` of rank 0's last step."""
-    rows = [row for row in record.table("ledger") if row["rank"] == 0]
-    last = max((row["step"] for row in rows), default=0)
-    return dict(Counter(f"{row['phase']} {row['kind']}" for row in rows if row["step"] == last))
 
 
 def _strategies() -> dict[str, Any]:
