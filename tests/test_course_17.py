@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict
 
 import fsdplab.engine
+from fsdplab import checkpoint
 from fsdplab.common.names import STRATEGIES
-from fsdplab.engine import checkpoint
 from fsdplab.profiling.traces.import_traces import record_of_traces
 from fsdplab.sessions import RunSpec
 from fsdplab.teaching import failures, porting
