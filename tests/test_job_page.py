@@ -85,6 +85,14 @@ def test_the_headline_has_no_times_where_ranks_were_short_of_cores(tmp_path: Pat
     assert "and hides 0 % of it, and its step takes 370 ms" in conclusion([view(job(tmp_path))])
 
 
+def test_a_remedy_is_no_setting_that_only_the_labs_engine_has() -> None:
+    """`deepspeed_loop.py` was told to "allow fewer reductions in flight", which no key of its JSON is called."""
+    lab = words_of({})["fewer_in_flight"]
+    for engine in ("plain", "torch-ddp", "torch-fsdp1", "torch-fsdp2", "deepspeed-2", "deepspeed-3"):
+        assert words_of({"job": "train.py", "engine": engine})["fewer_in_flight"] != lab
+    assert "overlap_comm" in words_of({"job": "train.py", "engine": "deepspeed-3"})["fewer_in_flight"]
+
+
 def test_a_remedy_names_no_optimizer_that_the_job_may_not_have() -> None:
     """`ddp_loop.py` trains with SGD, and was told of AdamW."""
     for engine in ("torch-ddp", "torch-fsdp2", "deepspeed-2"):

@@ -74,6 +74,19 @@ def parts(step):
     return [step.breakdown[name] / 1000 for name in ("compute_only_ns", "overlapped_ns", "exposed_ns", "other_ns")]
 
 
+def test_the_backward_of_a_closure_is_no_part_of_the_optimizers_step(tmp_path):
+    """Lightning gives an optimizer's step a closure, in which forward and backward run: what follows them updates."""
+    events = [
+        mark("Optimizer.step#AdamW.step", 100, 900), event("aten::mm", 150, 250),
+        event("autograd::engine::evaluate_function: MmBackward0", 300, 500), event("aten::mm", 310, 400),
+        gloo("all_reduce", 420, 600, 256), event("aten::addcmul_", 700, 800),
+    ]  # fmt: skip
+    step = analysed(tmp_path, events)
+    assert [(row["kind"], row["phase"]) for row in step.collectives] == [("all_reduce", "backward")]
+    computed = [(row["start_ns"] // 1000, row["phase"]) for row in step.timeline if row["lane"] == "compute"]
+    assert [phase for _, phase in sorted(computed)] == ["forward", "backward", "optimizer"]
+
+
 # ---- exact arithmetic
 
 

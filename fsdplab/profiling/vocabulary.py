@@ -1,7 +1,8 @@
 """Remedies in the words of what a job is written with: one row an engine or a trainer, one word a change.
 
 A run of the lab is told the lab's own settings. A recorded job is told the line, the argument or the JSON key that its
-own program has: first its trainer's, where it has one that sets this, else its engine's, else the general one.
+own program has: first its trainer's, where it has one that sets this, else its engine's, else the general one; "" where
+its engine cannot be told.
 """
 
 from __future__ import annotations
@@ -52,6 +53,7 @@ _TORCH = {
     "low_precision": "torch.autocast in bf16",
     "offload_state": "keep it in host memory",
     "offload": "keep them in host memory",
+    "fewer_in_flight": "",  # FSDP keeps one, and DDP its buckets
     "other": (
         "look at the memory timeline: data that the job holds and the optimizer's temporaries (with fused=True it has"
         " none) are the usual reasons"
@@ -130,6 +132,7 @@ _DEEPSPEED = {
     "offload_state": '"zero_optimization": {"offload_optimizer": {"device": "cpu"}}',
     "offload": '"zero_optimization": {"offload_param": {"device": "cpu"}}',
     "reduce_low": '"communication_data_type": "bf16"',
+    "fewer_in_flight": '"zero_optimization": {"overlap_comm": false}',
 }
 _BY_ENGINE = {
     "plain": _TORCH, "torch-ddp": _DDP, "torch-fsdp1": _FSDP1, "torch-fsdp2": _FSDP2,

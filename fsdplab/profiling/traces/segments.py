@@ -1,8 +1,8 @@
 """The unit that the host worked on and the phase of the step, at any instant of a trace.
 
 Engines mark where a unit's forward and backward begin and end; the innermost unit counts. The phase needs no marks:
-autograd's ranges are the backward, time after the last backward of a step is the optimizer's, everything else is
-forward. A GPU kernel belongs to the unit and phase of its launch.
+autograd's ranges are the backward, time after the last backward of a step and in an optimizer's step is the optimizer's,
+everything else is forward; of a step that is given a closure, as Lightning's are, the part behind its backward counts. A GPU kernel belongs to the unit and phase of its launch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Segments:
         self._unit_times, self._units = _unit_changes(found.ranges)
         starts = np.concatenate([EMPTY[:, 0], *(each[:, 0] for each in computing)])
         self._backward = _backward(found, starts)
-        optimizer = [(each.start, each.end) for each in found.ranges if each.label == "optimizer"]
+        stepping = [(each.start, each.end) for each in found.ranges if each.label == "optimizer"]
+        optimizer = [(_after_a_closure(self._backward, start, end), end) for start, end in stepping]
         self._optimizer = union(optimizer, _after(self._backward, steps))
 
     @cached_property
@@ -76,6 +77,12 @@ def _backward(found: Events, compute_starts: np.ndarray) -> Intervals:
     following = np.searchsorted(marks, pieces[:, 1], side="left")
     limit = np.append(marks, max(found.last, pieces[-1, 1]))[following]
     return union(np.stack([pieces[:, 0], np.maximum(limit, pieces[:, 1])], axis=1))
+
+
+def _after_a_closure(backward: Intervals, start: int, end: int) -> int:
+    """Where an optimizer's step begins to update: behind the backward of a closure that was given to it."""
+    inside = backward[(backward[:, 0] > start) & (backward[:, 1] < end)]
+    return int(inside[-1, 1]) if len(inside) else start
 
 
 def _after(backward: Intervals, steps: Sequence[tuple[int, int, int]]) -> Intervals:
