@@ -1,8 +1,9 @@
 """The unit that the host worked on and the phase of the step, at any instant of a trace.
 
 Engines mark where a unit's forward and backward begin and end; the innermost unit counts. The phase needs no marks:
-autograd's ranges are the backward, time after the last backward of a step and in an optimizer's step is the optimizer's,
-everything else is forward; of a step that is given a closure, as Lightning's are, the part behind its backward counts. A GPU kernel belongs to the unit and phase of its launch.
+autograd's ranges are the backward, an optimizer's step and the time after a step's last backward are the optimizer's,
+everything else is forward. Of an optimizer's step that is given a closure, as Lightning's are, what follows the
+closure's backward counts. A GPU kernel belongs to the unit and phase of its launch.
 """
 
 from __future__ import annotations
