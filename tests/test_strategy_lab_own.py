@@ -12,7 +12,7 @@ import fsdplab
 from fsdplab.planning.plan_traffic import bytes_by_axis
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.changes import best_change, edits
-from fsdplab.sessions.recorded_model import plan_of_file, steady_tables
+from fsdplab.sessions.recorded_model import plan_of_file, steady_tables, steady_work
 from fsdplab.sessions.spec import SpecError
 from fsdplab.widgets.answers import Look, answer, marks, outcome
 from fsdplab.widgets.choices import PRESETS, Choices
@@ -102,6 +102,9 @@ def test_the_steady_cards_step_holds_what_the_recording_computes() -> None:
     spec = RunSpec(model=work, link="1GB/s", strategy="no_shard", world_size=1)
     (row,) = steady_tables(spec)["breakdown"]
     assert row["exposed_ns"] == row["overlapped_ns"] == 0 and row["compute_ns"] == row["step_ns"] > 0
+    two = replace(spec, strategy="full_shard", world_size=2)
+    assert steady_work(two).slowed_s == 0, "as of presets: no collective takes a part of this card"
+    assert steady_work(two).compute_s < steady_work(spec).compute_s, "each rank updates a half"
 
 
 @pytest.mark.quick

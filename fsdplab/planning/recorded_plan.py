@@ -168,5 +168,6 @@ def recorded_work(spec: PlanSpec, recording: MicroBatch, efficiency: float | Non
     moved = 3 * once if spec.optimizer == "adamw-foreach" else once
     low = rates_of(replace(spec, param_dtype="bf16"), efficiency)
     optimizer_s = moved / rates.bytes_per_s + (muon.flops / low.flops if muon else 0.0)
-    longer_s = sum(slowed_s(spec, traffic, unit) for unit in units)
+    # collectives of a GPU take its kernels' place; the steady card, whose efficiency is given, has none
+    longer_s = sum(slowed_s(spec, traffic, unit) for unit in units) if efficiency is None else 0.0
     return planned_work(spec, traffic, units, optimizer_s, longer_s)

@@ -50,11 +50,12 @@ def step_here(base: RunRecord, spec: RunSpec) -> StepHere | None:
     """
     if why_no_base(base) or not _of_the_same_work(base, spec):
         return None
-    measured, profile, copied = base.summary.step_time_s, base.summary.profile, base.summary.comm.copying_s
-    assert measured.median and profile and profile.optimizer_s is not None and copied is not None
+    measured, profile, copying = base.summary.step_time_s, base.summary.profile, base.summary.comm.copying_s
+    assert measured.median and profile and profile.optimizer_s is not None and copying is not None
+    longer = 1 + max(0.0, profile.overhead or 0.0)  # profiled steps, of which these parts are known
+    copied, updated = copying / longer, (profile.optimizer_s - (profile.exchange_s or 0.0)) / longer
     played: dict[str, Any] = {name: base.spec.get(name) for name in _PLAYED}
     first, version = replace(spec, card=None, **played), _version(spec)
-    updated = profile.optimizer_s - (profile.exchange_s or 0.0)
     host = _host_seconds(first, version, updated, measured.median)
     if host is None:
         return None
