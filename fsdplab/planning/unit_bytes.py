@@ -55,7 +55,9 @@ def unit_bytes(parameters: Sequence[Parameter], spec: PlanSpec, *, adapted: bool
     The root is frozen under LoRA, and not quantised.
     """
     held = spec.held(parameters)
-    cast = UnitBytes(cast=spec.param_bytes * sum(each.count for each in held if each.is_matrix) * spec.autocast)
+    # autocast keeps its casts of parameters until its region ends, and none of views into what was gathered
+    casts = spec.autocast and "parameters" not in spec.sharing.cuts
+    cast = UnitBytes(cast=spec.param_bytes * sum(each.count for each in held if each.is_matrix) if casts else 0.0)
     return cast + _states(held, spec, adapted)
 
 
