@@ -14,7 +14,7 @@ import pytest
 
 from fsdplab import cli
 from fsdplab.common.names import CATEGORIES, STRATEGIES
-from fsdplab.planning import HardwareError, PlanError, efficiency, memory, plan, plan_traffic, planner
+from fsdplab.planning import HardwareError, PlanError, efficiency, plan, plan_traffic, planner
 from fsdplab.planning import fit as fit_module
 from fsdplab.planning import step_time as step_time_module
 from fsdplab.planning.activations import block_tensors, computed_per_token, kept_per_token
@@ -31,7 +31,7 @@ from fsdplab.planning.efficiency import (
 from fsdplab.planning.hardware import GPUS, find_gpu
 from fsdplab.planning.links import LinkSpec
 from fsdplab.planning.memory import FRAMEWORK_BYTES
-from fsdplab.planning.plan_spec import CHECKPOINTINGS, MASTERS, OPTIMIZERS, flag_of
+from fsdplab.planning.plan_spec import CHECKPOINTINGS, MASTERS, OPTIMIZERS, flag_of, under_each_strategy
 from fsdplab.planning.planner import plan_of, plan_spec, shortfall
 from fsdplab.workloads import shapes
 from fsdplab.workloads.errors import ModelError
@@ -229,8 +229,8 @@ def test_a_search_and_every_advice_leave_out_offload_that_a_strategy_cannot_do(s
     said = shortfall(plan_of(spec)) or ""
     keeps_whole = strategy in ("no_shard", "zero1", "zero2")
     assert ("a rank under --strategy full_shard" in said) == keeps_whole and "CPU offload" in said, said
-    offloaded = fit(plan_spec("llama-3.1-8b", "h100", gpus=16, offload=True)).candidates
-    assert {each.spec.strategy for each in offloaded} == {"shard_grad_op", "full_shard", "hybrid_shard"}
+    offloaded = under_each_strategy(plan_spec("llama-3.1-8b", "h100", gpus=16, offload=True))
+    assert {each.strategy for each in offloaded} == {"shard_grad_op", "full_shard", "hybrid_shard"}
 
 
 def test_no_shard_keeps_a_quantised_base_whole_and_restores_a_matrix_at_a_time():

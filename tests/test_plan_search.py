@@ -105,7 +105,8 @@ def test_a_search_works_out_few_of_its_plans(model, gpus, plans, walked, timed, 
 
 def test_a_search_loads_no_torch():
     code = (
-        "import sys; from fsdplab.cli.app import main; sys.argv = 'fsdplab plan fit --model gpt2 --world-size 2'.split();"
+        "import sys; from fsdplab.cli.app import main;"
+        " sys.argv = 'fsdplab plan fit --model gpt2 --world-size 2'.split();"
         " sys.exit(bool(main()) or 'torch' in sys.modules or 'numpy' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
