@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from .bands import EIGHT_BIT, MEMORY_SHARE, PLAIN, SPEED_SHARE, kind_of
 from .memory import FRAMEWORK_BYTES, Variant, fits_card, memory_of
+from .plan_spec import PlanSpec
 from .published import Case, LeftOut, read_published
 from .step_time import has_known_flops, step_time
 
@@ -175,13 +176,12 @@ def _short(value: float) -> str:
 def validate(path: Path) -> Validation:
     """Predict every usable row of a file with the constants as they are; raises PublishedError, one line."""
     cases, left_out = read_published(path)
-    timed = [case for case in cases if case.tokens_per_s is not None and not _without_time(case)]
     unpredicted = [
         LeftOut(case.id, case.source, f"no tokens/s: {_without_time(case)}")
         for case in cases
         if case.tokens_per_s is not None and _without_time(case)
     ]
-    rows = [row for case in cases for row in _memory_rows(case)] + [_time_row(case) for case in timed]
+    rows = [row for case in cases for row in _memory_rows(case)] + [_time_row(case) for case in timed(cases)]
     took_place = [case for case in cases if case.tokens_per_s is not None]
     large = tuple(case.id for case in took_place if not _fits(case))
     ran_out = tuple((case.id, not _fits(case)) for case in cases if case.ran_out)
@@ -202,13 +202,29 @@ def _fits(case: Case) -> bool:
     return fits_card(case.spec, _variant(case))
 
 
+def timed(cases: Iterable[Case]) -> list[Case]:
+    """Those whose published throughput can be predicted."""
+    return [case for case in cases if case.tokens_per_s is not None and not _without_time(case)]
+
+
+def step_s(case: Case, seconds_of: Callable[[PlanSpec], float]) -> float:
+    """Seconds of a case's step by those of a plan's. Where a part of the blocks is checkpointed: that part of the
+    seconds with, the rest without.
+    """
+    with_s = seconds_of(case.spec)
+    if case.recomputed == 1:
+        return with_s
+    return case.recomputed * with_s + (1 - case.recomputed) * seconds_of(replace(case.spec, checkpointing="none"))
+
+
+def closed_form_s(spec: PlanSpec) -> float:
+    """Seconds of a plan's step, as `fsdplab plan` predicts them."""
+    return step_time(spec).step_s
+
+
 def _time_row(case: Case) -> Row:
-    """Where a part of the blocks is checkpointed: that part of the step's seconds with, the rest without."""
-    spec, seconds = case.spec, step_time(case.spec).step_s
-    if case.recomputed < 1:
-        without = step_time(replace(spec, checkpointing="none")).step_s
-        seconds = case.recomputed * seconds + (1 - case.recomputed) * without
-    return _row(case, case.id, SPEED, spec.step_tokens / seconds / spec.gpus, case.tokens_per_s or math.nan)
+    tokens_per_s = case.spec.step_tokens / step_s(case, closed_form_s) / case.spec.gpus
+    return _row(case, case.id, SPEED, tokens_per_s, case.tokens_per_s or math.nan)
 
 
 def _memory_rows(case: Case) -> Iterator[Row]:

@@ -128,14 +128,26 @@ def sweep(
     outputs.give(sweep_answer(settings, values))
 
 
-@app.command(epilog=examples("fsdplab plan simulate --model llama-3.1-405b --world-size 10000 --html step.html"))
+@app.command(
+    epilog=examples(
+        "fsdplab plan simulate --model llama-3.1-405b --world-size 10000 --html step.html",
+        "fsdplab plan simulate --record runs/full_shard",
+    )
+)
 @outputs_of("json", "html")
 @settings_of(*PLAN, of=PLAN)
-def simulate(settings: dict[str, Any] = SETTINGS, outputs: Outputs = Outputs()) -> None:
-    """Simulate the step event by event, beside the closed form."""
+def simulate(
+    settings: dict[str, Any] = SETTINGS,
+    record: Annotated[
+        Path | None,
+        typer.Option(help="A profiled run of yours, on CPU ranks with a link, to simulate again beside its own steps."),
+    ] = None,
+    outputs: Outputs = Outputs(),
+) -> None:
+    """Simulate the step event by event, beside the closed form, and known steps beside what was measured."""
     from fsdplab.cli.plan.simulation import simulation_answer
 
-    outputs.give(simulation_answer(settings))
+    outputs.give(simulation_answer(settings, record))
 
 
 @app.command(epilog=examples("fsdplab plan ask", "fsdplab plan ask hybrid --model llama-3.1-70b --world-size 16"))

@@ -1,25 +1,42 @@
-"""`fsdplab plan simulate`: a step, event by event, beside the closed form, and as a page with its timeline."""
+"""`fsdplab plan simulate`: a step, event by event, beside the closed form, and as a page with its timeline.
+
+The two are one program, so below them stand steps that others measured, simulated in the same way: published runs like
+the one that is asked for, and runs that were recorded with this package.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from fsdplab.cli.answer import Answer, Line, Table
 from fsdplab.cli.plan.provenance import provenance
+from fsdplab.common.places import shared_folder
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import MISSING, plural
+from fsdplab.planning.measured import EXPOSED, STEP, Measured, published_like, spread
+from fsdplab.planning.measured import recorded as recorded_steps
+from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.planner import Plan, plan_of, plan_spec
 from fsdplab.planning.simulation import simulate
 from fsdplab.planning.step_time import peak_flops
 from fsdplab.records import RunRecord, comparison_json, known
 
+_RECORDS = ("traces-08", "wind-tunnel-8b")
+_NOT_SIMULATED = (
+    "Compute is as measured, and the link's rate is known; copies, the host's time between operations, and what ranks"
+    " wait for each other are not simulated"
+)
 _FIELDS = ("step_time_s", "tokens_per_s", "peak_memory_bytes", "comm", "formula_bytes_per_step", "simulated")
 
 
-def simulation_answer(settings: dict[str, Any]) -> Answer:
-    """One step of a plan, simulated, beside the closed form; the page has its timeline."""
+def simulation_answer(settings: dict[str, Any], own: Path | None = None) -> Answer:
+    """One step of a plan, simulated, beside the closed form, and measured steps simulated; the page has the timeline.
+
+    `own` is the folder of a recorded run to take in place of those of `data/`.
+    """
     spec = plan_spec(**settings)
     peak_flops(spec.gpu)
     began = time.perf_counter()
@@ -27,10 +44,12 @@ def simulation_answer(settings: dict[str, Any]) -> Answer:
     took = time.perf_counter() - began
     columns = ("of one step", "simulated", "closed form", "difference")
     where = "the first column is simulated, the second predicted in closed form"
+    published, recorded = _published(spec), _recorded(own)
     parts = (
         Table(columns, [_row(*pair) for pair in _pairs(found, record)], words=("of one step",)),
         Line(_how(record, took), "simulated"),
         provenance([found], where),
+        *_beside_measured(published, recorded),
     )
     simulated = {name: part for name, part in record.summary.as_dict().items() if name in _FIELDS}
 
@@ -39,8 +58,42 @@ def simulation_answer(settings: dict[str, Any]) -> Answer:
 
         return comparison_page(comparison_json([record]), [record])
 
-    data = {"simulated": simulated, "closed_form": found.as_dict(), "provenance": record.provenance}
+    data = {
+        "simulated": simulated, "closed_form": found.as_dict(), "provenance": record.provenance,
+        "measured": [each.as_dict() for each in (*published, *recorded)],
+    }  # fmt: skip
     return Answer(parts, data, page)
+
+
+def _published(spec: PlanSpec) -> list[Measured]:
+    table = shared_folder("data") / "published.csv"
+    return published_like(spec, table) if table.exists() else []
+
+
+def _recorded(own: Path | None) -> list[Measured]:
+    folders = [own] if own else [shared_folder("data") / name for name in _RECORDS]
+    records = [RunRecord.load(folder) for folder in folders if own or folder.exists()]
+    return [row for record in records for row in recorded_steps(record)]
+
+
+def _beside_measured(published: Sequence[Measured], recorded: Sequence[Measured]) -> Iterator[Line | Table]:
+    columns = ("measured by others or on ranks", "of", "closed form", "simulated", "measured", "ratio")
+    rows = [
+        (each.run, each.quantity, *map(seconds, each.seconds), f"{each.ratio:.2f}") for each in (*published, *recorded)
+    ]
+    if rows:
+        yield Table(columns, rows, words=columns[:2], folds=columns[:1])
+    if published:
+        sources = ", ".join(dict.fromkeys(f"{each.source}: {each.part}" for each in published))
+        yield Line(f"{_spread(published, STEP)} ({sources})", "published runs most like this")
+    if recorded:
+        also = f"; {EXPOSED} {_spread(recorded, EXPOSED)}" if any(each.quantity == EXPOSED for each in recorded) else ""
+        yield Line(f"the step {_spread(recorded, STEP)}{also}. {_NOT_SIMULATED}", "recorded runs")
+
+
+def _spread(rows: Sequence[Measured], quantity: str) -> str:
+    middle, least, most = spread(each for each in rows if each.quantity == quantity)
+    return f"simulated / measured {middle:.2f} in the middle, {least:.2f} to {most:.2f}"
 
 
 def _row(name: str, write: Callable[[float], str], simulated: float, closed: float) -> Sequence[str]:
