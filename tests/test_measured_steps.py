@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fsdplab import cli
+from fsdplab.common.sizes import seconds
 from fsdplab.planning.measured import EXPOSED, SIMULATED_PARTS, STEP, published_like, recorded, simulated_s, spread
 from fsdplab.planning.planner import plan_spec
 from fsdplab.planning.published import read_published
@@ -47,6 +48,17 @@ def test_the_recorded_run_on_a_quiet_machine_is_within_a_tenth() -> None:
     # eight collectives of 764,160 bytes in all at 18.75 MB/s, none of them hidden: nothing is gathered ahead
     assert rows[EXPOSED].simulated_s == pytest.approx(764_160 / 18.75e6, rel=0.01)
     assert all(abs(row.ratio - 1) < 0.1 for row in rows.values())
+
+
+def test_the_table_in_the_text_is_what_is_found() -> None:
+    text = (DATA.parent / "docs" / "planning.md").read_text(encoding="utf-8")
+    for row in recorded(RunRecord.load(DATA / "traces-08")):
+        told = f"| {row.quantity} | {seconds(row.simulated_s)} | {seconds(row.measured_s)} | {row.ratio:.2f} |"
+        assert told in text, told
+    steps = [row.ratio for row in recorded(RunRecord.load(DATA / "wind-tunnel-8b")) if row.quantity == STEP]
+    assert f"at {steps[0]:.2f} and {steps[1]:.2f} of what they took" in text
+    (found,) = replays(RunRecord.load(DATA / "traces-08"))
+    assert f"are {found.not_simulated_s / found.measured_s:.0%} of the measured step".replace("%", " %") in text
 
 
 def test_what_cannot_be_simulated_again_is_refused_in_a_sentence(tmp_path: Path, capsys) -> None:

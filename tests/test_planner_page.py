@@ -42,6 +42,7 @@ CHOICES: tuple[dict[str, str], ...] = (
     {},
     {"model": "llama-3.1-70b", "gpus": "64", "checkpointing": "full"},
     {"model": "llama-3.1-70b", "gpus": "64", "strategy": "hybrid_shard", "reduce_dtype": "bf16"},
+    {"model": "llama-3.1-70b", "gpus": "64", "network": "eth100", "checkpointing": "full"},
     {"gpu": "a10g"},
     {"model": "llama-3b", "gpu": "4090", "strategy": "zero2", "loss": "fused"},
     {"model": "qwen2.5-7b", "gpu": "a100-80gb", "gpus": "32", "tensor_parallel": "4", "optimizer": "adamw-8bit"},

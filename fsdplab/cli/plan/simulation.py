@@ -24,7 +24,7 @@ from fsdplab.planning.simulation import simulate
 from fsdplab.planning.step_time import peak_flops
 from fsdplab.records import RunRecord, comparison_json, known
 
-_RECORDS = ("traces-08", "wind-tunnel-8b")
+_RECORDS = {"traces-08": "", "wind-tunnel-8b": "; wind-tunnel-8b ran on a machine that did much other work"}
 _NOT_SIMULATED = (
     "Compute is as measured, and the link's rate is known; copies, the host's time between operations, and what ranks"
     " wait for each other are not simulated"
@@ -88,7 +88,8 @@ def _beside_measured(published: Sequence[Measured], recorded: Sequence[Measured]
         yield Line(f"{_spread(published, STEP)} ({sources})", "published runs most like this")
     if recorded:
         also = f"; {EXPOSED} {_spread(recorded, EXPOSED)}" if any(each.quantity == EXPOSED for each in recorded) else ""
-        yield Line(f"the step {_spread(recorded, STEP)}{also}. {_NOT_SIMULATED}", "recorded runs")
+        notes = "".join(note for name, note in _RECORDS.items() if any(each.run.startswith(name) for each in recorded))
+        yield Line(f"the step {_spread(recorded, STEP)}{also}. {_NOT_SIMULATED}{notes}", "recorded runs")
 
 
 def _spread(rows: Sequence[Measured], quantity: str) -> str:

@@ -8,10 +8,12 @@ from typing import Any
 
 from fsdplab.common.names import STRATEGIES
 from fsdplab.planning.hardware import GPUS
+from fsdplab.planning.networks import NETWORKS
 from fsdplab.planning.plan_spec import CHECKPOINTINGS, LOSSES, OPTIMIZERS, PlanSpec, flag_of
 from fsdplab.planning.planner import plan_spec
 from fsdplab.workloads.shapes import SHAPES
 
+USUAL = "usual of this GPU"  # of the network: what the table of GPUs has
 _FEWEST_LAYERS = 12  # of a model that is offered: smaller ones are the lab's own, for CPUs
 _MODEL, _GPU = "llama-3.1-8b", "h100-80gb"  # those of `fsdplab plan`
 
@@ -47,6 +49,7 @@ def controls() -> tuple[Control, ...]:
         Control("model", "Model", models, _MODEL),
         Control("gpu", "GPU", tuple(map(short_name, GPUS)), _GPU),
         _of_a_field("gpus", "GPUs", _powers(1, 16_384)),
+        Control("network", "Network between nodes", (USUAL, *NETWORKS), USUAL),
         _of_a_field("strategy", "Strategy", STRATEGIES),
         _of_a_field(
             "micro_batch", "Sequences of a micro-batch", (*map(str, range(1, 9)), "12", "16", "24", "32", "64")
@@ -83,7 +86,8 @@ def short_name(gpu: str) -> str:
 def settings_of(choice: Mapping[str, str]) -> dict[str, Any]:
     """A choice as `plan_spec` takes it; what is not chosen has the control's default."""
     chosen = {each.name: choice.get(each.name, each.default) for each in controls()}
-    return {name: int(value) if value.isdigit() and name != "gpu" else value for name, value in chosen.items()}
+    plain = {name: int(value) if value.isdigit() and name != "gpu" else value for name, value in chosen.items()}
+    return plain | {"network": None if plain["network"] == USUAL else plain["network"]}
 
 
 def spec_of(choice: Mapping[str, str]) -> PlanSpec:
