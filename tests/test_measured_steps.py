@@ -89,7 +89,8 @@ def test_published_runs_are_those_most_like_the_plan() -> None:
 def test_closed_form_and_simulation_of_published_runs_are_one_within_a_hundredth() -> None:
     """So the errors that `plan validate` prints are the simulation's; not all, as each takes up to a second."""
     cases, _ = read_published(DATA / "published.csv")
-    short = [case for case in timed(cases) if case.spec.model.layers * case.spec.grad_accum <= 80]
+    few = [case for case in timed(cases) if case.spec.model.layers * case.spec.grad_accum <= 80]
+    short = [case for case in few if case.spec.pipeline_parallel == 1]
     assert len(short) > 60
     for case in short:
         assert simulated_s(case.spec) == pytest.approx(closed_form_s(case.spec), rel=0.01), case.id

@@ -477,6 +477,12 @@ def ended(arguments, capsys):
     return stop.value.code, printed.out, printed.err
 
 
+def test_a_pipeline_is_refused_instead_of_simulated_without_its_stages():
+    """The whole model was once simulated on every stage, four times as long as the closed form."""
+    with pytest.raises(PlanError, match="in 4 stages is not simulated event by event; leave --pp out"):
+        simulate(plan_spec("llama-3.1-70b", "h100", gpus=64, pipeline_parallel=4, grad_accum=8))
+
+
 def test_what_collectives_take_from_the_compute_is_no_part_of_the_optimizers_step():
     """All ranks' passes are longer by it; it once lay in the optimizer's step, a quarter of this one."""
     spec = plan_spec("llama-3.1-8b", "h100", gpus=8)

@@ -61,7 +61,8 @@ class Measured:
 
 def published_like(spec: PlanSpec, path: Path) -> list[Measured]:
     """The published steps nearest to a plan's: of sources that were fitted, then of held-out ones."""
-    cases = sorted(timed(read_published(path)[0]), key=lambda case: _distance(case.spec, spec))
+    simulable = [case for case in timed(read_published(path)[0]) if case.spec.pipeline_parallel == 1]
+    cases = sorted(simulable, key=lambda case: _distance(case.spec, spec))
     seen = {part: [case for case in cases if _part(case) == part] for part in (FIT, HELD_OUT)}
     return [_published(case) for part in (FIT, HELD_OUT) for case in seen[part][:_EACH]]
 

@@ -31,7 +31,7 @@ def answer(choice: Mapping[str, str], width: int) -> dict[str, str]:
     try:
         spec = spec_of(choice)
         found = plan_of(spec)
-        record = simulate(spec) if found.time else None
+        record = simulate(spec) if found.time and spec.pipeline_parallel == 1 else None
     except UserError as error:
         return {"error": escape(str(error))}
     room, band = max(_LEAST, min(_MOST, width)), memory_band(spec)
@@ -110,8 +110,8 @@ def _categories(found: Plan) -> str:
 
 
 def _copies(spec: PlanSpec) -> dict[str, str]:
-    if spec.tensor_parallel * spec.context_parallel > 1:
-        return dict.fromkeys(("pytorch", "accelerate"), "# no lines are known for tensor and context parallelism")
+    if spec.tensor_parallel * spec.context_parallel * spec.pipeline_parallel * spec.expert_parallel > 1:
+        return dict.fromkeys(("pytorch", "accelerate"), "# no lines are known for the mesh's other axes")
     what = of_plan(spec)
     return {"pytorch": pytorch(what), "accelerate": accelerate_yaml(what)}
 
@@ -122,8 +122,10 @@ def _first_rank(record: RunRecord) -> list[dict[str, object]]:
 
 
 def _step_words(found: Plan, record: RunRecord | None) -> str:
-    if record is None or found.time is None:
+    if found.time is None:
         return f"No bf16 FLOP/s are known for {found.spec.gpu.name}, so no step is drawn."
+    if record is None:
+        return "A pipeline's step is predicted in closed form, and not simulated event by event, so none is drawn."
     return (
         f"Simulated event by event with the engine's own schedule: {seconds(record.summary.step_time_s.median)}; the"
         f" closed form says {seconds(found.time.step_s)}."

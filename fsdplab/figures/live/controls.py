@@ -59,6 +59,7 @@ def controls() -> tuple[Control, ...]:
         _of_a_field("loss", "Loss", LOSSES),
         _of_a_field("tensor_parallel", "Tensor parallel", _powers(1, 8), folded=True),
         _of_a_field("context_parallel", "Context parallel", _powers(1, 8), folded=True),
+        _of_a_field("pipeline_parallel", "Stages of a pipeline", _powers(1, 16), folded=True),
         _of_a_field("grad_accum", "Micro-batches of a step", _powers(1, 64), folded=True),
         _of_a_field("prefetch", "Units gathered ahead", tuple(map(str, range(5))), folded=True),
         _of_a_field("optimizer", "Optimizer", tuple(OPTIMIZERS), folded=True),

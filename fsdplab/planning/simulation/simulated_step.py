@@ -124,6 +124,11 @@ def simulate(
 
 
 def _check(spec: PlanSpec, communicators: int, in_flight: int, paces: Mapping[int, float]) -> None:
+    if spec.pipeline_parallel > 1:
+        raise PlanError(
+            f"a step in {spec.pipeline_parallel} stages is not simulated event by event; leave --pp out, or take the"
+            " closed form of fsdplab plan"
+        )
     if communicators not in (1, 2):
         raise PlanError(f"communicators is {communicators!r}; expected 1, or 2 for reductions on one of their own")
     if not isinstance(in_flight, int) or isinstance(in_flight, bool) or not 1 <= in_flight <= _MOST_IN_FLIGHT:
