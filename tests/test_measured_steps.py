@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fsdplab import cli
+from fsdplab.cli.plan.simulation import _RECORDS
 from fsdplab.common.sizes import seconds
 from fsdplab.planning.measured import EXPOSED, SIMULATED_PARTS, STEP, published_like, recorded, simulated_s, spread
 from fsdplab.planning.planner import plan_spec
@@ -55,8 +56,10 @@ def test_the_table_in_the_text_is_what_is_found() -> None:
     for row in recorded(RunRecord.load(DATA / "traces-08")):
         told = f"| {row.quantity} | {seconds(row.simulated_s)} | {seconds(row.measured_s)} | {row.ratio:.2f} |"
         assert told in text, told
-    steps = [row.ratio for row in recorded(RunRecord.load(DATA / "wind-tunnel-8b")) if row.quantity == STEP]
-    assert f"at {steps[0]:.2f} and {steps[1]:.2f} of what they took" in text
+    others = [row for name in _RECORDS[1:] for row in recorded(RunRecord.load(DATA / name))]
+    for words, quantity in (("their steps", STEP), ("compute and link of it", SIMULATED_PARTS)):
+        _, least, most = spread(row for row in others if row.quantity == quantity)
+        assert f"{words} at {least:.2f} to {most:.2f}" in " ".join(text.split()), (quantity, least, most)
     (found,) = replays(RunRecord.load(DATA / "traces-08"))
     assert f"are {found.not_simulated_s / found.measured_s:.0%} of the measured step".replace("%", " %") in text
 
@@ -102,9 +105,13 @@ def test_the_command_prints_and_writes_the_same_rows(tmp_path: Path, capsys) -> 
         cli.main(["plan", "simulate", "--model", "llama-3.1-8b", "--json", str(path)])
     out, rows = capsys.readouterr().out, json.loads(path.read_text())["measured"]
     assert not end.value.code and [row["part"] for row in rows[:6]] == [FIT] * 3 + [HELD_OUT] * 3
+    assert {row["run"].partition(",")[0] for row in rows[6:]} == set(_RECORDS)
     for row in rows:
         assert row["run"] in out and row["ratio"] == row["simulated_s"] / row["measured_s"]
-    assert "published runs most like this: simulated / measured" in out and "recorded runs: the step simulated" in out
+    assert (
+        "published runs most like this: simulated / measured" in out
+        and "recorded runs: simulated / measured: step" in out
+    )
     with pytest.raises(SystemExit):
         cli.main(["plan", "simulate", "--record", str(DATA / "traces-08"), "--json", str(path)])
     own = [row for row in json.loads(path.read_text())["measured"] if row["part"] not in (FIT, HELD_OUT)]

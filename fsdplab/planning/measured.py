@@ -98,13 +98,16 @@ def _distance(one: PlanSpec, other: PlanSpec) -> float:
     )
 
 
-def recorded(record: RunRecord) -> list[Measured]:
-    """Every profiled step of a run, and what of it was exposed; raises ReplayError, one line."""
-    return [each for replay in replays(record) for each in _of_a_replay(record, replay)]
+def recorded(record: RunRecord, name: str = "") -> list[Measured]:
+    """Every profiled step of a run, and what of it was exposed; raises ReplayError, one line.
+
+    Without a `name` the run has its folder's.
+    """
+    run = name or record.path.name
+    return [each for replay in replays(record) for each in _of_a_replay(record, f"{run}, step {replay.step}", replay)]
 
 
-def _of_a_replay(record: RunRecord, found: Replay) -> list[Measured]:
-    run = f"{record.path.name}, step {found.step}"
+def _of_a_replay(record: RunRecord, run: str, found: Replay) -> list[Measured]:
     told = f"{record.spec['model']} on {record.spec['world_size']} CPU ranks, {record.spec['strategy']}"
     step = Measured(run, told, RECORDED, STEP, found.closed_form_s, found.simulated_s, found.measured_s)
     alike_s = found.measured_s - found.not_simulated_s

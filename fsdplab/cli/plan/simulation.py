@@ -16,7 +16,7 @@ from fsdplab.cli.plan.provenance import provenance
 from fsdplab.common.places import shared_folder
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import MISSING, plural
-from fsdplab.planning.measured import EXPOSED, STEP, Measured, published_like, spread
+from fsdplab.planning.measured import EXPOSED, SIMULATED_PARTS, STEP, Measured, published_like, spread
 from fsdplab.planning.measured import recorded as recorded_steps
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.planner import Plan, plan_of, plan_spec
@@ -24,10 +24,12 @@ from fsdplab.planning.simulation import simulate
 from fsdplab.planning.step_time import peak_flops
 from fsdplab.records import RunRecord, comparison_json, known
 
-_RECORDS = {"traces-08": "", "wind-tunnel-8b": "; wind-tunnel-8b ran on a machine that did much other work"}
+# runs of data/ with profiled steps and a link
+_RECORDS = ("traces-08", "lesson-07/early", "lesson-07/late", "lesson-10/tunnel", "wind-tunnel-8b")
+_ON_A_BUSY_MACHINE = "; all but traces-08 ran on a machine that did much other work"
 _NOT_SIMULATED = (
-    "Compute is as measured, and the link's rate is known; copies, the host's time between operations, and what ranks"
-    " wait for each other are not simulated"
+    "Compute is as measured, and the link's rate is known; copies, the host's time between operations, and waiting for"
+    " a core are not simulated"
 )
 _FIELDS = ("step_time_s", "tokens_per_s", "peak_memory_bytes", "comm", "formula_bytes_per_step", "simulated")
 
@@ -49,7 +51,7 @@ def simulation_answer(settings: dict[str, Any], own: Path | None = None) -> Answ
         Table(columns, [_row(*pair) for pair in _pairs(found, record)], words=("of one step",)),
         Line(_how(record, took), "simulated"),
         provenance([found], where),
-        *_beside_measured(published, recorded),
+        *_beside_measured(published, recorded, own is not None),
     )
     simulated = {name: part for name, part in record.summary.as_dict().items() if name in _FIELDS}
 
@@ -71,30 +73,31 @@ def _published(spec: PlanSpec) -> list[Measured]:
 
 
 def _recorded(own: Path | None) -> list[Measured]:
-    folders = [own] if own else [shared_folder("data") / name for name in _RECORDS]
-    records = [RunRecord.load(folder) for folder in folders if own or folder.exists()]
-    return [row for record in records for row in recorded_steps(record)]
+    if own:
+        return recorded_steps(RunRecord.load(own))
+    found = {name: shared_folder("data") / name for name in _RECORDS}
+    return [row for name, path in found.items() if path.exists() for row in recorded_steps(RunRecord.load(path), name)]
 
 
-def _beside_measured(published: Sequence[Measured], recorded: Sequence[Measured]) -> Iterator[Line | Table]:
-    columns = ("measured by others or on ranks", "of", "closed form", "simulated", "measured", "ratio")
-    rows = [
-        (each.run, each.quantity, *map(seconds, each.seconds), f"{each.ratio:.2f}") for each in (*published, *recorded)
-    ]
+def _beside_measured(published: Sequence[Measured], recorded: Sequence[Measured], own: bool) -> Iterator[Line | Table]:
+    """Steps one by one, and the spread of every quantity; `own`: the recorded run is not of `data/`."""
+    columns = ("a step that was measured", "closed form", "simulated", "measured", "simulated / measured")
+    steps = [each for each in (*published, *recorded) if each.quantity == STEP]
+    rows = [(each.run, *map(seconds, each.seconds), f"{each.ratio:.2f}") for each in steps]
     if rows:
-        yield Table(columns, rows, words=columns[:2], folds=columns[:1])
+        yield Table(columns, rows, words=columns[:1], folds=columns[:1])
     if published:
         sources = ", ".join(dict.fromkeys(f"{each.source}: {each.part}" for each in published))
-        yield Line(f"{_spread(published, STEP)} ({sources})", "published runs most like this")
+        yield Line(f"simulated / measured {_spread(published, STEP)} ({sources})", "published runs most like this")
     if recorded:
-        also = f"; {EXPOSED} {_spread(recorded, EXPOSED)}" if any(each.quantity == EXPOSED for each in recorded) else ""
-        notes = "".join(note for name, note in _RECORDS.items() if any(each.run.startswith(name) for each in recorded))
-        yield Line(f"the step {_spread(recorded, STEP)}{also}. {_NOT_SIMULATED}{notes}", "recorded runs")
+        quantities = ", ".join(f"{name} {_spread(recorded, name)}" for name in (STEP, SIMULATED_PARTS, EXPOSED))
+        note = "" if own else _ON_A_BUSY_MACHINE
+        yield Line(f"simulated / measured: {quantities}. {_NOT_SIMULATED}{note}", "recorded runs")
 
 
 def _spread(rows: Sequence[Measured], quantity: str) -> str:
     middle, least, most = spread(each for each in rows if each.quantity == quantity)
-    return f"simulated / measured {middle:.2f} in the middle, {least:.2f} to {most:.2f}"
+    return f"{middle:.2f} in the middle, {least:.2f} to {most:.2f}"
 
 
 def _row(name: str, write: Callable[[float], str], simulated: float, closed: float) -> Sequence[str]:
