@@ -102,7 +102,7 @@ def port(model, steps):
 #!         optimizer.step()
 #!         losses.append(total)
 #!     return losses
-#: the whole model is one unit, so all of it is gathered at once: fully_shard(block) for every block first
+#: the whole model is one unit, so all of it is unsharded at once: fully_shard(block) for every block first
 
 # ---- check: on 2 ranks, within 1e-5, in 40 s, facts only
 
@@ -158,7 +158,7 @@ def apart(got, right):
 
 SAYS = {
     REST: resting,
-    UNITS: "the whole model is one unit, so all of it is gathered at once: fully_shard(block) for every block first",
+    UNITS: "the whole model is one unit, so all of it is unsharded at once: fully_shard(block) for every block first",
     LOSSES: apart,
     MOVED: "losses are right, and the last step is not: is the optimizer's step taken after every one?",
     "hung": "the ranks make different calls: shard the same modules, in the same order, on every rank",
