@@ -1,4 +1,4 @@
-"""The pictures of lessons 07 to 14, 16, 18 and 19: what time, memory and networks cost, and how a job is sized."""
+"""The pictures of lessons 07 to 19: what time, memory and networks cost, and how a job is sized."""
 
 from __future__ import annotations
 
@@ -250,6 +250,62 @@ def statement() -> Picture:
         "The statement that FSDP sends half as much again as DDP, with four questions below it: which bytes, which"
         " dtype, how many ranks, and beside what. The factor is 3/2 where both have one dtype, and 1 with bf16"
         " all-gathers beside DDP in fp32."
+    )
+
+
+def other_ranks() -> Picture:
+    """15: shards saved by two ranks, read by three."""
+    sheet = Sheet(
+        "A checkpoint holds rows, so any number of ranks can read it",
+        "Drawn from the rule: six rows, saved at 2, read at 3",
+    )
+    columns = (
+        (150, 2, "rank", "saved by 2 ranks"),
+        (445, 2, "file", "one file a rank,\nand a list of rows"),
+        (740, 3, "rank", "read by 3 ranks"),
+    )
+    for x, parts, what, title in columns:
+        sheet.words(x + 50, 100, title, 20, bold=True)
+        for part in range(parts):
+            rows = 6 // parts
+            for row in range(rows):
+                number = part * rows + row
+                y = 140 + 50 * number + 14 * part
+                sheet.box(x, y, 100, 44, f"row {number}", SHARD if what == "rank" else HIDDEN, 17)
+            middle = 140 + 50 * (part * rows + (rows - 1) / 2) + 14 * part + 22
+            sheet.words(x - 14, middle, f"{what} {part}", 18, "end")
+    for start, end in ((258, 375), (553, 650)):
+        sheet.arrow((start, 300), (end, 300), GREY, 4)
+    sheet.words(480, 492, "each reader asks the list where its rows are; no rank holds the whole model", 18)
+    return sheet.picture(
+        "Two ranks with three rows each write a file each and a list of which rows are where. Three ranks read two rows"
+        " each from these files. No rank ever holds the whole model."
+    )
+
+
+def dialects() -> Picture:
+    """17: the same four choices in three libraries."""
+    sheet = Sheet(
+        "The same choices, in other words", "As the libraries name them: PyTorch's FSDP2 and FSDP1, DeepSpeed"
+    )
+    columns = ("FSDP2", "FSDP1", "DeepSpeed 3")
+    rows = (
+        ("a unit", "fully_shard(block)", "auto_wrap_policy", "a parameter"),
+        ("unshard\nahead", "set_modules_to_\nforward_prefetch", "forward_prefetch", "prefetch_bucket_size"),
+        ("reshard\nor keep", "reshard_after_\nforward", "FULL_SHARD or\nSHARD_GRAD_OP", "stage 3 or 2"),
+        ("bf16", "MixedPrecision-\nPolicy", "MixedPrecision", "bf16.enabled"),
+    )
+    for column, name in enumerate(columns):
+        sheet.words(300 + 245 * column, 92, name, 22, bold=True)
+    for row, (choice, *names) in enumerate(rows):
+        y = 118 + 90 * row
+        sheet.words(160, y + 36, choice, 20, "end")
+        for column, name in enumerate(names):
+            sheet.box(185 + 245 * column, y, 232, 74, name, (WHOLE, "#a9dcc6", "#f0c27a")[column], 19)
+    return sheet.picture(
+        "A grid of four choices in three libraries. A unit is fully_shard(block), auto_wrap_policy, and in DeepSpeed a"
+        " parameter. Unsharding ahead is set_modules_to_forward_prefetch, forward_prefetch, a prefetch bucket size."
+        " Resharding is reshard_after_forward, FULL_SHARD or SHARD_GRAD_OP, stage 3 or 2. bf16 has a policy each."
     )
 
 
