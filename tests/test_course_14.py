@@ -31,7 +31,7 @@ def test_an_injected_fault_is_named(name, course):
     """The naming is not told what was injected. The hangs end by the limit of five seconds on a message."""
     seen = failures.inject(name)
     assert [each.name for each in failures.reports(seen)][:1] == [name]
-    assert "**" + name in str(failures.report(seen)) and alt_text(failures.losses_figure(seen))
+    assert f"`{name}`, by" in str(failures.report(seen)) and alt_text(failures.losses_figure(seen))
     assert all(not _alive(pid) for pid in _pids(seen)), "no process is left"
 
 
@@ -55,6 +55,13 @@ def test_a_sound_job_has_no_report_and_is_its_twin(sound, course):
 def test_a_run_over_its_card_is_out_of_memory(course):
     found = naming.of_record(failures.out_of_memory())
     assert found is not None and found.name == "out of memory" and "optimizer state" in found.says
+
+
+def test_a_fault_is_shown_by_the_lines_that_it_changes():
+    assert failures.changed_line("wrong divisor").splitlines()[0].startswith("-         self.shard.grad = (self.sum")
+    assert failures.changed_line("missing wait").split() == ["-", "self.work.wait()"]
+    for name in failures.names():
+        assert 1 <= len(failures.changed_line(name).splitlines()) <= 4
 
 
 def test_a_fault_whose_line_is_gone_is_refused():

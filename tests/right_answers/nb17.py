@@ -9,7 +9,7 @@ from fsdplab.workloads import loss_of
 
 def port__with_the_labs_engine(model, steps):
     fsdplab.engine.shard_model(model, "full_shard", units=[type(model.blocks[0])])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, foreach=False)
     losses = []
     for micro_batches in steps:
         parts = []
@@ -28,7 +28,7 @@ def port__by_unit_settings(model, steps):
 
     for module in [*model.blocks, model]:
         shard(module, reshard_after_forward=module is not model)
-    optimizer, losses = torch.optim.AdamW(list(model.parameters()), lr=0.001), ()
+    optimizer, losses = torch.optim.SGD(list(model.parameters()), lr=0.5), ()
     for micro_batches in steps:
         share, total = 1 / len(micro_batches), 0.0
         *others, last = micro_batches

@@ -21,16 +21,13 @@ def from_meta(make, read_rows):
     """Build on the meta device, shard, give memory, read this rank's rows."""
     ### BEGIN SOLUTION
     with torch.device("meta"):
+        #! with torch.device("cpu"):
+        #: the whole model is built on every rank before it is sharded: `with torch.device("meta"): model = make()`
         model = make()
-    #! model = make()
-    #: the whole model is built on every rank before it is sharded: `with torch.device("meta"): model = make()`
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
     model.to_empty(device="cpu")
-    #! model.to_empty(device="cpu")
-    #! model = make()
-    #: the whole model is built on every rank before it is sharded: `with torch.device("meta"): model = make()`
     #! pass
     #: parameters are still on the meta device: model.to_empty(device="cpu") gives memory to the shards
     n, rank = dist.get_world_size(), dist.get_rank()
@@ -39,14 +36,14 @@ def from_meta(make, read_rows):
             mine = parameter.to_local()
             start = rank * -(-parameter.shape[0] // n)
             #! start = 0
-            #: every rank has the first rows: rank r begins at row r * ceil(rows / n)
+            #: the model has other values than the checkpoint
             #! start = rank * (parameter.shape[0] // n)
-            #: rows that do not divide: rank r begins at row r * ceil(rows / n), as torch's chunk does
+            #: the model has other values than the checkpoint
             mine.copy_(read_rows(name, start, start + len(mine)))
             #! mine.copy_(read_rows(name, 0, parameter.shape[0])[start : start + len(mine)])
             #: every row was read on this rank: read the rows of its shard alone
             #! read_rows(name, start, start + len(mine))
-            #: the rows were read and not written: mine.copy_(...)
+            #: the model has other values than the checkpoint
     return model
     #! pass
     #: the function returns nothing
@@ -93,12 +90,12 @@ from fsdplab.workloads import build_model, loss_of
 
 MADE, REST, READ, VALUES, UNITS, MEMORY = (
     "made on", "parameters at rest", "part of the rows that a rank reads", "values", "units",
-    "the most elements of a parameter in memory at once",
+    "what got memory",
 )  # fmt: skip
 
 
-class Largest(TorchDispatchMode):
-    """The parts of a model that were given memory, in elements of all tensors that `empty_like` and the like made."""
+class Emptied(TorchDispatchMode):
+    """Counts the elements that `to_empty` gives memory to on this rank."""
 
     def __init__(self):
         super().__init__()
@@ -107,7 +104,7 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
         if func.__name__.startswith("empty_like") and isinstance(made, torch.Tensor) and made.device.type == "cpu":
-            self.emptied += made.numel()
+            self.emptied += (made.to_local() if isinstance(made, DTensor) else made).numel()
         return made
 
 
@@ -132,7 +129,7 @@ def observe(from_meta):
         read[0] += found.numel()
         return found
 
-    with Largest() as seen:
+    with Emptied() as seen:
         model = from_meta(make, read_rows)
     if not isinstance(model, torch.nn.Module):
         return {MADE: "nothing", REST: "", UNITS: 0, MEMORY: "", READ: "", VALUES: ""}

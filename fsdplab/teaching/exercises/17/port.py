@@ -2,14 +2,14 @@
 
 Write port(model, steps): the loop of the cell above with `fully_shard` in place of FullyShardedDataParallel. `steps` is
 a list of steps, each a list of micro-batches (tokens, targets); return the loss of each step. Every block is a unit,
-gradients are accumulated over the micro-batches and clipped to a norm of 0.1, and AdamW steps with lr=1e-3.
+gradients are accumulated over the micro-batches and clipped to a norm of 0.1, and SGD steps with lr=0.5.
 
 1. There is no wrapper: `fully_shard` changes a module in place. In which order, blocks and model? And when may the
    optimizer be built?
 2. The accumulation stays as it is: each micro-batch's loss divided by their number. `no_sync()` becomes
    `model.set_requires_gradient_sync(False)`, and True again before the last micro-batch. `model.clip_grad_norm_`
    becomes `torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)`.
-3. `for block in model.blocks: fully_shard(block)`, then `fully_shard(model)`, then AdamW. In a step: zero_grad; for
+3. `for block in model.blocks: fully_shard(block)`, then `fully_shard(model)`, then SGD. In a step: zero_grad; for
    each micro-batch forward, `loss / len(micro_batches)`, backward; clip; step.
 """
 
@@ -32,37 +32,37 @@ def port(model, steps):
     fully_shard(model)
     #! model = model
     #: raises: read the last line
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    #! optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    #: as in the old loop: lr=1e-3
-    #! optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    #: as in the old loop: AdamW
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    #! optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    #: the first loss is right, later ones are not
+    #! optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    #: the first loss is right, later ones are not
     for micro_batches in steps:
         optimizer.zero_grad()
         #! pass
-        #: gradients of the step before are still there: optimizer.zero_grad() in every step
+        #: the first loss is right, later ones are not
         total = 0.0
         for number, (tokens, targets) in enumerate(micro_batches):
             model.set_requires_gradient_sync(number == len(micro_batches) - 1)
             #! model.set_requires_gradient_sync(False)
-            #: gradients are never reduced: set_requires_gradient_sync(True) before the last micro-batch's backward
+            #: the first loss is right, later ones are not
             loss = loss_of(model, tokens, targets) / len(micro_batches)
             #! loss = loss_of(model, tokens, targets)
-            #: each micro-batch's loss is divided by their number, so that their gradients sum to a mean
+            #: the first step's loss, before anything is trained, is another
             loss.backward()
             total += loss.item()
             #! total = loss.item()
-            #: a step's loss is the sum over its micro-batches, each divided by their number
+            #: the first step's loss, before anything is trained, is another
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         #! pass
-        #: the old loop clips: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        #: the first loss is right, later ones are not
         #! torch.nn.utils.clip_grad_norm_([p.grad.to_local() for p in model.parameters()], 0.1)
-        #: raises: read the last line
+        #: the first loss is right, later ones are not
         #! torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        #: the old loop clips: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        #: the first loss is right, later ones are not
         #! norm = torch.stack([p.grad.to_local().norm() for p in model.parameters()]).norm()
         #! [p.grad.mul_((0.1 / norm).clamp(max=1.0)) for p in model.parameters()]
-        #: each rank clips by the norm of its own shards: `clip_grad_norm_(model.parameters(), ...)` takes that of all
+        #: the first loss is right, later ones are not
         optimizer.step()
         losses.append(total)
     ### END SOLUTION
@@ -74,7 +74,7 @@ def port(model, steps):
 
 
 #! def port(model, steps):
-#!     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+#!     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 #!     losses = []
 #!     for micro_batches in steps:
 #!         optimizer.zero_grad()
@@ -89,7 +89,7 @@ def port(model, steps):
 
 #! def port(model, steps):
 #!     fully_shard(model)
-#!     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+#!     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 #!     losses = []
 #!     for micro_batches in steps:
 #!         optimizer.zero_grad()
@@ -152,7 +152,7 @@ def apart(got, right):
         )
     return (
         "the first loss is right, later ones are not: look at what happens between two losses. zero_grad, the mean over"
-        " micro-batches, the last micro-batch's reduction, clipping by 0.1, AdamW with lr=1e-3"
+        " micro-batches, the last micro-batch's reduction, clipping by 0.1, SGD with lr=0.5"
     )
 
 

@@ -4,6 +4,7 @@ cases to guess from, and what PyTorch's own tools print for the same.
 
 from __future__ import annotations
 
+import difflib
 import json
 import tempfile
 import time
@@ -48,11 +49,11 @@ def names() -> list[str]:
     return [name for name in FAULTS if name != "none"]
 
 
-def changed_line(name: str) -> Note:
-    """What is changed in the job for a fault, line by line."""
-    fault = FAULTS[name]
-    before = [f"`- {text.strip()}`" for text in fault.line.splitlines()]
-    return Note((*before, *(f"`+ {text.strip()}`" for text in fault.injected.splitlines())))
+def changed_line(name: str) -> str:
+    """The lines of the job that a fault changes: `-` as they are, `+` what stands there instead."""
+    lines = (FAULTS[each].source().splitlines() for each in ("none", name))
+    changes = [line for line in difflib.ndiff(*lines) if line[:2] in ("- ", "+ ")]
+    return "\n".join(changes)
 
 
 def inject(name: str = "none", ranks: int = 2, steps: int = STEPS) -> Seen:
@@ -93,14 +94,14 @@ def out_of_memory() -> RunRecord:
 def report(seen: Seen | RunRecord) -> Note:
     """The lab's report: the verdict, who found it, and what else was seen."""
     first, *others = _reports(seen)
-    lines = [f"**{first.name}** ({first.by})", first.says]
+    lines = [f"`{first.name}`, by {first.by}:", first.says]
     lines += [f"Also seen: {each.name}. {each.says}" for each in others]
     if isinstance(seen, Seen) and seen.stopped:
-        lines.append(f"The job stopped: {seen.stopped}")
+        lines.append(f"The job stopped: {seen.stopped.rpartition('] ')[2]}")
     return Note(tuple(lines))
 
 
-_SOUND = Report("nothing found", "Calls, values, weights, gradients, memory and times are as they should be.", "all")
+_SOUND = Report("nothing", "Calls, values, weights, gradients, memory and times are as they should be.", "any check")
 
 
 def _reports(seen: Seen | RunRecord) -> list[Report]:
@@ -205,7 +206,8 @@ def sequences(seen: Seen, around: int = 2) -> Table:
         for own in seen.calls:
             each = own[number] if number < len(own) else None
             cells.append("" if each is None else f"{each['kind']} of {size(each['nbytes'])}, line {each['line']}")
-        rows.append([number + 1, *cells])
+        if any(cells):
+            rows.append([number + 1, *cells])
     header = ["call", *(f"rank {rank}" for rank in range(len(seen.calls)))]
     return table(header, rows, "" if place is None else f"The first calls that do not fit are number {place + 1}.")
 

@@ -78,7 +78,7 @@ def of_record(record: RunRecord) -> Report | None:
     says = (
         f"The peak of {size(int(known(peak.total)))} is over the card of {size(int(known(card.bytes)))}; most: {most}."
     )
-    return Report("out of memory", says, "record of the run")
+    return Report("out of memory", says, "the record of the run")
 
 
 # ---- the calls
@@ -106,8 +106,8 @@ def _unlike_calls(seen: Seen) -> Report | None:
         elsewhere = {each["line"] for other, own in enumerate(seen.calls) if other != rank for each in own}
         if call["line"] not in elsewhere:
             says += f" Line {call['line']} was reached by rank {rank} alone."
-            return Report("diverging branch", says, "order of calls")
-    return Report("mismatched order", f"{says} Both come from the same lines, in another order.", "order of calls")
+            return Report("diverging branch", says, "the order of calls")
+    return Report("mismatched order", f"{says} Both come from the same lines, in another order.", "the order of calls")
 
 
 def _not_finite(seen: Seen) -> Report | None:
@@ -126,7 +126,7 @@ def _not_finite(seen: Seen) -> Report | None:
         f"What rank {rank} gives to the {call['kind']} of {size(call['nbytes'])} in step {call['step']} is not"
         f" finite{others}. After it, nothing is finite on any rank."
     )
-    return Report("NaN on one rank", says, "values that are sent")
+    return Report("NaN on one rank", says, "the values that are sent")
 
 
 def _seeds(seen: Seen) -> Report | None:
@@ -136,7 +136,7 @@ def _seeds(seen: Seen) -> Report | None:
         return None
     sums = ", ".join(f"{own[unit]:.3f} on rank {rank}" for rank, own in enumerate(began))
     says = f"The ranks began with different weights: those of unit {unit} sum to {sums}."
-    return Report("unsynchronised seeds", says, "weights before the first step")
+    return Report("unsynchronised seeds", says, "the weights before the first step")
 
 
 def _unwaited(seen: Seen) -> Report | None:
@@ -150,7 +150,7 @@ def _unwaited(seen: Seen) -> Report | None:
         f"{len(left)} of {every} {left[0]['kind']} calls were begun (line {left[0]['line']}) and never waited for: what"
         " is read in place of the result is whatever the buffer held."
     )
-    return Report("missing wait", says, "order of calls")
+    return Report("missing wait", says, "the order of calls")
 
 
 # ---- beside the twin
@@ -188,7 +188,7 @@ def _held(seen: Seen) -> Report | None:
                 f"Rank {rank} holds {size(each['held'])} of unsharded parameters at once, and its largest unit is"
                 f" {size(max(each['units']))}: units are not resharded after their forward."
             )
-            return Report("no reshard", says, "memory")
+            return Report("no reshard", says, "the bytes held")
     return None
 
 
