@@ -52,7 +52,7 @@ def _(measured: Measured) -> Finding:
 
 @claim(
     CLAIMS, "C28", '`--fsdp "full_shard auto_wrap" --gradient_accumulation_steps 8` is all that users of Trainer need.',
-    "measured", "13_precision_checkpointing_offload",
+    "measured", "17_to_fully_shard",
 )  # fmt: skip
 def _(measured: Measured) -> Finding:
     ours, torchs = measured["finetune"]["lab"], measured["finetune"]["torch"]
@@ -79,7 +79,7 @@ def _(measured: Measured) -> Finding:
 
 
 @claim(
-    CLAIMS, "C32", "Not all custom layers are compatible with FSDP.", "measured", "13_precision_checkpointing_offload"
+    CLAIMS, "C32", "Not all custom layers are compatible with FSDP.", "measured", "17_to_fully_shard"
 )
 def _(measured: Measured) -> Finding:
     layers = measured["layers"]
