@@ -69,7 +69,7 @@ def test_one_step_covers_up_the_others_in_a_fixed_order():
         )
     ]
     assert [cause.split(":")[0].split(",")[0] for cause in causes] == [
-        "Each gather is issued when its unit is needed",
+        "Each all-gather is issued when its unit is needed",
         "Small units",
         "A block's messages take longer than its compute",
         "One unit",
@@ -83,7 +83,7 @@ def test_the_feedback_says_by_how_much_and_where():
         "_split": "1020 of 1760 ms exposed: all-gathers in forward 480",
     }
     said = HIDE.says("milliseconds over the target", got, HIDE.expected)
-    assert said.startswith("720 ms too many (1020 of 1760 ms exposed") and said.endswith("gather ahead")
+    assert said.startswith("720 ms too many (1020 of 1760 ms exposed") and said.endswith("unshard ahead")
     assert f"at most {on_ranks.TARGET_MS} ms" in HIDE.statement
 
 

@@ -17,7 +17,7 @@ def crossover(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):
     full_shard, one block unsharded ahead. A number has `param_bytes` in all-gathers, `reduce_bytes` in reductions;
     a second has `flops` operations and carries `bandwidth` bytes.
     """
-    sent = parameters * (ranks - 1) / ranks  # numbers that a rank sends in one all-gather, or in one reduction
+    sent = parameters * (ranks - 1) / ranks  # numbers that a rank sends in one all-gather or reduction
     #! sent = parameters
     #: a rank sends (ranks - 1)/ranks of the block; it has its own shard already
     #! sent = parameters / ranks
