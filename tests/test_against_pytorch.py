@@ -6,6 +6,7 @@ import csv
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,7 @@ class TestMadeUp(FSDPTest):
 
 ONE_THAT_WAITS = """
 import os, signal
+from collections import Counter
 from pathlib import Path
 from torch.testing._internal.common_fsdp import FSDPTest
 
@@ -96,3 +98,15 @@ def test_ranks_that_wait_for_ever_are_ended(tmp_path: Path) -> None:
     assert json.loads(said[-1])["verdict"] == "timed out"
     for rank in tmp_path.glob("test_fully_shard_waits.[01]"):
         assert gone(int(rank.read_text()))
+
+
+def test_the_engines_page_counts_what_the_committed_table_holds():
+    with (HERE.parent / "data" / "against-torch-2.13.0.csv").open(newline="") as lines:
+        rows = list(csv.DictReader(lines))
+    counted = [row for row in rows if row["stock"] == "passed"]
+    gloo, shm = (sum(row[engine] == "passed" for row in counted) for engine in ("gloo", "shm"))
+    kinds = Counter(row["kind"] for row in counted if row["kind"])
+    said = (HERE.parent / "docs" / "engine.md").read_text(encoding="utf-8").replace("\n", " ")
+    assert f"Of {len(rows)} tests, {len(counted)} pass with PyTorch's engine" in said
+    assert f"passes {gloo} of them over gloo and {shm} over shared memory. {kinds['private']} ask for parts" in said
+    assert f"and {kinds['deliberate']} are differences on purpose" in said and kinds.keys() == {"private", "deliberate"}
