@@ -17,6 +17,7 @@ from fsdplab.planning.plan_traffic import axis_link, part_of_network, plan_traff
 from fsdplab.planning.planner import plan, plan_spec
 from fsdplab.planning.program import StepWork, Transfer, UnitWork, program_of
 from fsdplab.planning.program.work import seconds_of
+from fsdplab.planning.simulation import simulate
 from fsdplab.planning.stages import bubble, stages, waiting
 from fsdplab.planning.step_time import step_time
 from fsdplab.workloads.model_files import model_named
@@ -178,6 +179,11 @@ def test_contradictions_are_refused_in_one_line(wrong, words):
     with pytest.raises(PlanError, match=words) as error:
         spec_of(**wrong)
     assert "\n" not in str(error.value)
+
+
+def test_a_pipeline_is_not_simulated():
+    with pytest.raises(PlanError, match="leave --pp out"):
+        simulate(spec_of(pipeline_parallel=4))
 
 
 # ---- experts

@@ -90,9 +90,11 @@ def time_of(spec: PlanSpec, work: StepWork, rows: Sequence[AxisTraffic]) -> Step
 
 
 def work_of(spec: PlanSpec, efficiency: float | None = None, in_flight: int = 1) -> StepWork:
-    """What the units of a plan's step compute and send; raises PlanError for a GPU of unknown FLOP/s, and for a step of
-    too many events.
+    """What the units of a plan's step compute and send; raises PlanError for a GPU of unknown FLOP/s, for a pipeline,
+    whose stages differ, and for a step of too many events.
     """
+    if spec.pipeline_parallel > 1:
+        raise PlanError("a pipeline is planned in closed form, and its step not unit by unit; leave --pp out")
     if (passes := spec.model.layers * spec.grad_accum) > _MOST_PASSES:
         raise PlanError(
             f"a simulated step has {spec.model.layers:,} blocks x {spec.grad_accum:,} micro-batches = {passes:,}"
