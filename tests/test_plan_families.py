@@ -10,7 +10,7 @@ import pytest
 from fsdplab.planning.planner import plan
 from fsdplab.workloads.errors import ModelError
 from fsdplab.workloads.model_files import model_named, shape_of_config
-from fsdplab.workloads.shapes import Experts
+from fsdplab.workloads.shapes import Experts, model
 
 pytestmark = pytest.mark.quick
 
@@ -51,6 +51,11 @@ def test_parameters_are_those_of_transformers(path):
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     assert model_named(str(path)).parameters == sum(each.numel() for each in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b"])
+def test_named_mixtures_are_those_of_their_files(name):
+    assert model(name).block == shape_of(name).block and model(name).root == shape_of(name).root
 
 
 def test_every_file_is_a_row_above():

@@ -226,7 +226,8 @@ def least_gpus(spec: PlanSpec) -> int | None:
     Memory falls with GPUs, so it is found by halving: up to a rank a row of the model's matrices, beyond which padding
     grows.
     """
-    step, per_node = spec.tensor_parallel * spec.context_parallel * (spec.shard_size or 1), spec.gpus_per_node
+    step = spec.tensor_parallel * spec.context_parallel * spec.pipeline_parallel * (spec.shard_size or 1)
+    per_node = spec.gpus_per_node
     counts, whole = [*range(step, min(per_node, _MOST_GPUS) + 1, step)], math.lcm(per_node, step)
     if spec.fabric:
         most = min(_MOST_GPUS, max(2 * per_node, spec.model.width * spec.tensor_parallel))

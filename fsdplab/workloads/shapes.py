@@ -460,11 +460,19 @@ SHAPES: dict[str, ModelShape] = {
             "mistral-7b", 32, 4096, 32, 8, 14_336, 32_000, 32_768, rotary_base=1e6,
             source="mistralai/Mistral-7B-Instruct-v0.2: config.json",
         ),
+        llama(
+            "mixtral-8x7b", 32, 4096, 32, 8, 14_336, 32_000, 32_768, rotary_base=1e6, mixture=Experts(8, 2, 14_336),
+            source="mistralai/Mixtral-8x7B-v0.1: config.json",
+        ),
         llama("qwen2.5-0.5b", 24, 896, 14, 2, 4864, 151_936, 32_768, qkv_bias=True, tied=True, **_QWEN),
         llama("qwen2.5-1.5b", 28, 1536, 12, 2, 8960, 151_936, 32_768, qkv_bias=True, tied=True, **_QWEN),
         llama("qwen2.5-7b", 28, 3584, 28, 4, 18_944, 152_064, 131_072, qkv_bias=True, **_QWEN),
         llama("qwen2.5-72b", 80, 8192, 64, 8, 29_568, 152_064, 131_072, qkv_bias=True, **_QWEN),
         llama("qwen3-8b", 36, 4096, 32, 8, 12_288, 151_936, 40_960, head_width=128, query_key_norm=True, **_QWEN),
+        llama(
+            "qwen3-30b-a3b", 48, 2048, 32, 4, 6144, 151_936, 40_960, head_width=128, query_key_norm=True,
+            mixture=Experts(128, 8, 768), **_QWEN,
+        ),
         gpt(
             "gpt-neox-20b", 44, 6144, 64, 2048, 50_432, positions=0, fused=True, parallel=True,
             source="EleutherAI/gpt-neox-20b: config.json",
