@@ -45,6 +45,7 @@ def drawn(count: int = DRAWN) -> list[PlanSpec]:
             prefetch=draw.choice([0, 1, 1, 2, 3]), compile=draw.random() < 0.3, no_sync=draw.random() < 0.3,
             masters=draw.choice(["slices", "separate"]), offload=draw.random() < 0.2, flash=draw.random() < 0.8,
             optimizer=draw.choice(list(OPTIMIZERS)), lora_rank=draw.choice([0, 0, 16]),
+            pipeline_parallel=draw.choice([1, 1, 2, 4]),
             keeps_logits=draw.random() < 0.2, keeps_outputs=draw.random() < 0.2, autocast=draw.random() < 0.2,
         )  # fmt: skip
         found += [other] if other else []
@@ -92,7 +93,7 @@ def counted(monkeypatch) -> Counter[str]:
 
 @pytest.mark.parametrize(
     "model,gpus,plans,walked,timed",
-    [("llama-3.1-8b", 64, 30_000, 2000, 300), ("llama-3.1-405b", 512, 60_000, 1400, 200)],
+    [("llama-3.1-8b", 64, 40_000, 3000, 400), ("llama-3.1-405b", 512, 100_000, 5000, 400)],
 )
 def test_a_search_works_out_few_of_its_plans(model, gpus, plans, walked, timed, monkeypatch):
     """Of 2,000 plans a search must work out few enough for 5 s: here it has 15 to 30 times as many."""
@@ -153,7 +154,7 @@ def test_contradictions_are_counted_with_their_reason():
 
 
 def test_what_is_kept_stays():
-    kept = ("world-size", "strategy", "tp", "cp", "checkpoint", "loss", "batch-size")
+    kept = ("world-size", "strategy", "tp", "cp", "pp", "ep", "checkpoint", "loss", "batch-size")
     spec = plan_spec("llama-3.1-8b", "h100", gpus=8, tensor_parallel=2, micro_batch=2, grad_accum=4)
     found = fit(spec, keep=kept)
     assert found.tried.total == 1 and found.fastest is not None and found.fastest.chosen.spec == spec

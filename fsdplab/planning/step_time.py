@@ -132,6 +132,18 @@ def least_step_s(spec: PlanSpec) -> float:
     return _least_s(spec)[0]
 
 
+def least_compute_s(spec: PlanSpec) -> float:
+    """Seconds that a step computes at least, with a pipeline's bubble and without anything that is sent."""
+    each = stages(spec) if spec.pipeline_parallel > 1 else [(0, spec)]
+    idle = bubble(spec) if spec.pipeline_parallel > 1 else 0.0
+    return (1 + idle) * max(_passes_s(stage, Compute(stage, None)) for _, stage in each)
+
+
+def _passes_s(spec: PlanSpec, compute: Compute) -> float:
+    head_s = compute.head_forward_s + compute.head_backward_s
+    return spec.grad_accum * (spec.model.layers * sum(compute.block_s) + head_s)
+
+
 def _least_s(spec: PlanSpec) -> tuple[float, float]:
     """The least seconds of a step, and those of its passes with what stands between their products."""
     rows, compute = plan_traffic(spec), Compute(spec, None)

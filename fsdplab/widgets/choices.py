@@ -40,7 +40,7 @@ TARGETS = tuple(name for name in WORKLOADS if name not in MODELS)  # published m
 RANKS, PREFETCH, SHARD_SIZES = (1, 2, 3, 4), (0, 1, 2, 3, 4), (1, 2, 3, 4)
 STEPS, TOKENS = range(1, 201), range(1, 2**20 + 1)
 NO_LINK, TUNNEL = "none", "wind tunnel"
-SEQUENCE, GPU_SEQUENCE = 128, 4096  # tokens of a sequence, where a rank reads as many and the model takes them
+SEQUENCE, GPU_SEQUENCE = 128, 4096  # tokens of a sequence, at first
 
 # Choices that the twin, a plain loop in one process, lacks. (A wind tunnel and profiling add steps, so it has those.)
 _NOT_OF_THE_TWIN = ("card", "checkpoint", "prefetch")
@@ -110,7 +110,7 @@ class Choices:
 
     `link` is a preset of planning.links, a rate such as `150MB/s` or `10gbit,50us`, `none`, or `wind tunnel`; between
     GPUs it is the bandwidth of one GPU, and over several nodes that of a node's network. `tokens` are those that a rank
-    reads in a step.
+    reads in a step, in sequences of `sequence` tokens, or of as many as the model takes.
 
     >>> Choices(strategies=("full_shard",), card="300MB").engines
     ('lab',)
@@ -133,7 +133,8 @@ class Choices:
         "llama-3.1-8b", _offered(lambda now, _: TARGETS if now.link == TUNNEL else (now.as_model,)), "as_model"
     )
     card: str = _choice("330MB", _readable(lambda choices: parse_card(choices.card)), "card")
-    tokens: int = _choice(256, _offered(TOKENS), "batch_size sequence_length", "{} tokens")
+    tokens: int = _choice(256, _offered(TOKENS), "batch_size", "{} tokens")
+    sequence: int = _choice(SEQUENCE, _offered(TOKENS), "sequence_length", "sequences of {}")
     steps: int = _choice(3, _offered(STEPS), "steps")
 
 
@@ -153,6 +154,7 @@ class Preset:
     link_words: str
     links: tuple[float, float]  # bytes per second
     tokens: tuple[int, int]
+    sequences: tuple[int, int] = (32, 512)
     ranks: tuple[int, ...] = RANKS
     models: tuple[str, ...] = MODELS
     gpu: str | None = None
@@ -161,7 +163,7 @@ class Preset:
 
 
 _ON_GPUS = Choices(
-    "8 x H100", "llama-3.1-8b", 8, precision="bf16", link="450GB/s", card="80GiB", tokens=4096
+    "8 x H100", "llama-3.1-8b", 8, precision="bf16", link="450GB/s", card="80GiB", tokens=4096, sequence=GPU_SEQUENCE,
 )  # fmt: skip
 _TWO_NODES = replace(
     _ON_GPUS, preset="two nodes", ranks=16, link="12.5GB/s", strategies=("zero2", "full_shard", "hybrid_shard")
@@ -169,10 +171,10 @@ _TWO_NODES = replace(
 PRESETS: dict[str, Preset] = {
     "laptop": Preset(Choices(), "Link between the ranks", (10e6, 10e9), (32, 4096)),
     "8 x H100": Preset(
-        _ON_GPUS, "NVLink of a GPU", (1e9, 1e12), (512, 65536), (2, 4, 8), TARGETS, "h100"
+        _ON_GPUS, "NVLink of a GPU", (1e9, 1e12), (512, 65536), (512, 65536), (2, 4, 8), TARGETS, "h100"
     ),
     "two nodes": Preset(
-        _TWO_NODES, "Ethernet of a node", (0.125e9, 400e9), (512, 65536), (16, 32), TARGETS, "h100",
+        _TWO_NODES, "Ethernet of a node", (0.125e9, 400e9), (512, 65536), (512, 65536), (16, 32), TARGETS, "h100",
         sides=("full_shard", "hybrid_shard"),
     ),
 }  # fmt: skip
@@ -326,16 +328,16 @@ def _spec(choices: Choices, strategy: str, engine: str, fixed: Fixed) -> RunSpec
 
 
 def sequence_of(choices: Choices, fixed: Fixed) -> int:
-    """Tokens of a sequence: `fixed`'s, else 128 (4,096 on GPUs) or what a rank reads, if that is less.
+    """Tokens of a sequence: `fixed`'s, else those chosen, or what a rank reads or the model takes, if that is less.
 
     >>> sequence_of(Choices(tokens=256), {}), sequence_of(Choices(tokens=64), {})
     (128, 64)
     """
     if "sequence_length" in fixed:
         return int(fixed["sequence_length"])
-    usual = GPU_SEQUENCE if PRESETS[choices.preset].gpu and choices.model in WORKLOADS else SEQUENCE
-    longest = WORKLOADS[choices.model].context if choices.model in WORKLOADS else usual
-    return min(usual, choices.tokens, longest)
+    most = SEQUENCE if PRESETS[choices.preset].gpu else choices.sequence  # of a model of one's own
+    longest = WORKLOADS[choices.model].context if choices.model in WORKLOADS else most
+    return min(choices.sequence, choices.tokens, longest)
 
 
 def _planned(choices: Choices, fixed: Fixed) -> Request:

@@ -83,7 +83,7 @@ function slider(name, { label, ends, at, text, asked: wanted, stops }, ask) {
     range.setAttribute("aria-valuetext", field.value);
     ask({ [name]: wanted(value) });
   });
-  field.addEventListener("change", () => ask({ [name]: name === "tokens" ? Number(field.value) : field.value }));
+  field.addEventListener("change", () => ask({ [name]: name === "link" ? field.value : Number(field.value) }));
   const show = (state, preset, answer) => {
     bounds = ends(preset);
     range.max = stops(bounds);
@@ -266,6 +266,7 @@ function render({ model, el }) {
   ];
   const link = slider("link", { label: (preset) => preset.link_words, ends: (preset) => preset.links, at: (state, given) => (given.asked.choices.link === state.choices.link ? given.link : null), text: asRate, asked: asRate, stops: ([low, high]) => Math.round(40 * Math.log10(high / low)) }, ask);
   const tokens = slider("tokens", { label: () => "Tokens a rank and step", ends: (preset) => preset.tokens, at: (state) => state.choices.tokens, text: (value) => String(Math.round(value)), asked: Math.round, stops: ([low, high]) => Math.round(Math.log2(high / low)) }, ask);
+  const sequence = slider("sequence", { label: () => "Tokens of a sequence", ends: (preset) => preset.sequences, at: (state) => state.choices.sequence, text: (value) => String(Math.round(value)), asked: Math.round, stops: ([low, high]) => Math.round(Math.log2(high / low)) }, ask);
   const more = [
     typed("Card", "card", ask), typed("Timed steps", "steps", ask), menu("Units", "units", () => offers.units, ask), menu("Recompute", "checkpoint", () => offers.checkpoints, ask), menu("Optimizer", "optimizer", () => offers.optimizers, ask),
     menu("Ranks a shard group", "shard_size", () => offers.shard_sizes, ask), buttons("Wind tunnel", () => ["on"], (name) => name, (state) => state.choices.link === offers.wind_tunnel, () => ask({ link: asked.choices.link === offers.wind_tunnel ? presetOf().choices.link : offers.wind_tunnel })),
@@ -296,7 +297,7 @@ function render({ model, el }) {
   const moreBox = element("details", { class: "fl-more" }, element("summary", {}, "More"), element("div", {}, ...more.map((each) => each.node.matches(".fl-group") ? element("div", { class: "fl-menu" }, element("span", {}, each.node.ariaLabel), each.node) : each.node)));
   const head = element("div", { class: "fl-line" }, ...top.map((each) => each.node), moreBox);
   const root = element("div", { class: "fl-instrument" }, head, element("div", { class: "fl-line" }, ...second.map((each) => each.node)),
-    element("div", { class: "fl-sliders" }, link.node, tokens.node), asks, stage, sentence, element("div", { class: "fl-line fl-run" }, measure, cancel, ...folds, bar, message));
+    element("div", { class: "fl-sliders" }, link.node, tokens.node, sequence.node), asks, stage, sentence, element("div", { class: "fl-line fl-run" }, measure, cancel, ...folds, bar, message));
   el.append(root);
 
   function say(text, look = "") {
@@ -308,7 +309,9 @@ function render({ model, el }) {
     for (const each of [...top, ...second, ...more]) each.show(asked, preset);
     link.show(asked, preset, answer);
     tokens.show(asked, preset, answer);
+    sequence.show(asked, preset, answer);
     tokens.node.hidden = offers.own_batches.includes(asked.choices.model);
+    sequence.node.hidden = tokens.node.hidden || offers.fixed.includes("sequence_length");
     faster.replaceChildren(...["A", "B", "equal"].map((each) => element("button", { type: "button", "aria-pressed": String(asked.guess.faster === each), onclick: () => guess({ faster: each, memory: memory.value }) }, each)));
     if (document.activeElement !== memory) memory.value = asked.guess.memory;
     for (const field of root.querySelectorAll("[data-of]")) field.classList.toggle("fl-wrong", field.dataset.of.split(" ")[0] in (answer.errors ?? {}));

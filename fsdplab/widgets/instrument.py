@@ -164,7 +164,7 @@ def _offers(fixed: Fixed) -> dict[str, Any]:
         "presets": {
             name: {
                 "choices": _plain(preset.choices), "link_words": preset.link_words, "links": preset.links,
-                "tokens": preset.tokens, "ranks": preset.ranks, "models": models_of(name, fixed),
+                "tokens": preset.tokens, "sequences": preset.sequences, "ranks": preset.ranks, "models": models_of(name, fixed),
                 "measured": preset.gpu is None, "strategies": STRATEGIES,
             }
             for name, preset in PRESETS.items()
@@ -172,6 +172,7 @@ def _offers(fixed: Fixed) -> dict[str, Any]:
         "precisions": PRECISIONS, "units": UNITS, "checkpoints": CHECKPOINTS, "optimizers": OPTIMIZERS,
         "shard_sizes": SHARD_SIZES,
         "targets": TARGETS, "wind_tunnel": TUNNEL, "waiting": WAITING,
+        "fixed": [*fixed],
         "own_batches": [own.name] if own and not own.reads_text else [],  # models whose batches no slider sets
         "engines": [name for name in ENGINES if deepspeed or not name.startswith("deepspeed")],
         "categories": {row.name: row.colour for row in CATEGORY_ROWS.values()},

@@ -100,7 +100,9 @@ def fit(
     ] = None,
     keep: Annotated[
         str,
-        typer.Option(help="Choices that stay as given: some of world-size,strategy,tp,cp,checkpoint,loss,batch-size."),
+        typer.Option(
+            help="Choices that stay as given: some of world-size,strategy,tp,cp,pp,ep,checkpoint,loss,batch-size."
+        ),
     ] = "",
     outputs: Outputs = Outputs(),
 ) -> None:

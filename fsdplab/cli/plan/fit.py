@@ -60,7 +60,9 @@ def fit_answer(
     asked = Asked(tokens, price, begin)
     parts: list[Part] = [_table(found, asked), *_reasons(found, asked), *_next(found)]
     if found.others:
-        note = "the fastest plan with each" + ("" if found.instead else ", with the tp and cp of the fastest answer")
+        note = "the fastest plan with each" + (
+            "" if found.instead else ", with the degrees of parallelism of the fastest answer"
+        )
         parts += [_others(found), Line(note, mood="dim")]
     parts += [*_tried(found), provenance([plan_of(found.own.spec)])]
     return Answer(parts, _as_dict(found, asked))

@@ -17,7 +17,7 @@ from itertools import count, takewhile
 from fsdplab.planning.plan_spec import PlanError, PlanSpec, changed
 from fsdplab.planning.planner import Plan, plan_of
 
-from .axes import BATCH, IN_A_STEP, MESH, OTHERS, Changes, Other, check_kept, micro_batches
+from .axes import BATCH, DEGREES, IN_A_STEP, MESH, OTHERS, Changes, Other, check_kept, micro_batches
 from .candidates import Candidate, Grid, Tried
 from .peaks import peak_of
 
@@ -204,7 +204,7 @@ def _others_in(found: Collection[Candidate], chosen: Candidate) -> bool:
 
 def changes_of(spec: PlanSpec, own: PlanSpec) -> int:
     """How many choices of a plan differ from the given one, beside its batch and its GPUs."""
-    names = ("strategy", "tensor_parallel", "context_parallel", "checkpointing", "loss")
+    names = ("strategy", *DEGREES, "checkpointing", "loss")
     return sum(getattr(spec, name) != getattr(own, name) for name in names)
 
 
@@ -269,11 +269,11 @@ def _others(
     """What each choice of other arithmetic makes of the search, on all GPUs.
 
     Where plans fit without them, adapters and offload are no answer, and the others are tried with the GPUs and the
-    tensor and context parallelism of the fastest plan.
+    degrees of parallelism of the fastest plan.
     """
     kept, around = {*keep, "world-size"}, spec
     if fastest is not None:
-        kept |= {"tp", "cp"}
+        kept |= {"tp", "cp", "pp", "ep"}
         around = replace(fastest.chosen.spec, micro_batch=spec.micro_batch, grad_accum=1)
     tried = [(other, other.of(around)) for other in OTHERS if fastest is None or not other.last]
     return [(other, Grid(asked, sequences, kept)) for other, asked in tried if asked is not None]

@@ -8,7 +8,6 @@ change.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +17,11 @@ from fsdplab.common.words import did_you_mean
 from fsdplab.planning.plan_spec import CHECKPOINTINGS, LOSSES, PlanError, PlanSpec, changed
 
 _MOST_CONTEXT = 16  # ranks that share a sequence
+_MOST_STAGES = 16
 _MOST_GROUPS = 4  # sizes of a shard group
 _MOST_SEQUENCES = 256  # of a micro-batch
 
+DEGREES = ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel")
 Changes = dict[str, Any]  # fields of a PlanSpec and their values
 
 
@@ -73,7 +74,25 @@ def _context(spec: PlanSpec) -> list[Changes]:
     return [{"context_parallel": count} for count in _doubled(min(spec.gpus, _MOST_CONTEXT))]
 
 
-MESH = (Axis("world-size", _gpus), Axis("strategy", _strategies), Axis("tp", _tensor), Axis("cp", _context))
+def _stages(spec: PlanSpec) -> list[Changes]:
+    """Up to a stage a node: between nodes links are slow."""
+    most = min(spec.gpus // min(spec.gpus, spec.gpus_per_node), spec.model.layers, _MOST_STAGES)
+    return [{"pipeline_parallel": count} for count in _doubled(most)]
+
+
+def _experts(spec: PlanSpec) -> list[Changes]:
+    mixture = spec.model.mixture
+    return [{"expert_parallel": count} for count in _doubled(min(spec.gpus, mixture.count) if mixture else 1)]
+
+
+MESH = (
+    Axis("world-size", _gpus),
+    Axis("strategy", _strategies),
+    Axis("tp", _tensor),
+    Axis("cp", _context),
+    Axis("pp", _stages),
+    Axis("ep", _experts),
+)
 IN_A_STEP = (
     Axis("checkpoint", lambda spec: [{"checkpointing": each} for each in CHECKPOINTINGS]),
     Axis("loss", lambda spec: [{"loss": each} for each in LOSSES]),
@@ -82,10 +101,14 @@ BATCH = "batch-size"  # the micro-batch, and with it the micro-batches of a step
 NAMES = (*(axis.name for axis in (*MESH, *IN_A_STEP)), BATCH)
 
 
-def has_room(mesh: Changes) -> bool:
+def has_room(mesh: Changes, spec: PlanSpec) -> bool:
     """Whether there are GPUs for all degrees of a mesh, and at least two shard groups where it has groups."""
-    degrees = math.prod(count for name, count in mesh.items() if name.endswith("_parallel"))
-    grouped = 2 * mesh["tensor_parallel"] * (mesh["shard_size"] or 0)
+    tensor, stages, context = (mesh[f"{name}_parallel"] for name in ("tensor", "pipeline", "context"))
+    own = stages == spec.pipeline_parallel and context == spec.context_parallel
+    if min(stages, context) > 1 and not own:  # both are not tried together
+        return False
+    degrees = tensor * stages * max(context, mesh["expert_parallel"])
+    grouped = 2 * tensor * stages * (mesh["shard_size"] or 0)
     return max(degrees, grouped) <= mesh["gpus"]
 
 

@@ -6,6 +6,7 @@ pair of short walks has the peaks of all micro-batches (peaks.py), and the compu
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -17,9 +18,9 @@ from fsdplab.planning.bands import memory_band, speed_band
 from fsdplab.planning.links import HOST_LINK
 from fsdplab.planning.memory import host_crossing, needed_bytes, resting_bytes
 from fsdplab.planning.plan_spec import PlanError, PlanSpec
-from fsdplab.planning.step_time import has_known_flops, least_step_s, step_time
+from fsdplab.planning.step_time import has_known_flops, least_compute_s, least_step_s, step_time
 
-from .axes import BATCH, IN_A_STEP, MESH, Axis, Changes, has_room, micro_batches
+from .axes import BATCH, DEGREES, IN_A_STEP, MESH, Axis, Changes, has_room, micro_batches
 from .peaks import peak_lines
 
 AT_REST = "whose states at rest exceed the card"
@@ -28,6 +29,8 @@ ACTIVATIONS = "that exceed it with the activations of a micro-batch"
 UNEQUAL = "whose data-parallel ranks and micro-batch do not divide the global batch"
 ONE_RANK = "on one rank, where all strategies are the same"
 HALVED = "with twice the context parallelism and the micro-batch of another, which has the same tokens and sends less"
+
+BUBBLE = "in a pipeline that computes, with its bubble, for longer than a plan that fits takes"
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Candidate:
     def family(self) -> tuple[object, ...]:
         """What makes it another kind of plan, beside its batch and its loss."""
         spec = self.spec
-        mesh = spec.gpus, spec.strategy, spec.shard_size, spec.tensor_parallel, spec.context_parallel
+        mesh = (getattr(spec, name) for name in ("gpus", "strategy", "shard_size", *DEGREES))
         return (*mesh, spec.checkpointing)
 
 
@@ -98,7 +101,9 @@ class Grid:
     def __init__(self, spec: PlanSpec, sequences: int, keep: Collection[str]) -> None:
         self._spec, self._sequences, self.tried = spec, sequences, Tried()
         self._batches = [spec.micro_batch] if BATCH in keep else micro_batches(sequences)
-        self._mesh = [each for each in _product(MESH, spec, keep) if has_room(each)]
+        mesh = [each for each in _product(MESH, spec, keep) if has_room(each, spec)]
+        self._mesh = sorted(mesh, key=lambda each: each["pipeline_parallel"])
+        self._best_s = self._best_gpu_s = math.inf
         self._inner = _product(IN_A_STEP, spec, keep)
         self._cuts_context = "cp" not in keep
         self.fitting = list(self._fitting())
@@ -127,7 +132,30 @@ class Grid:
             self.tried.no_better[HALVED] += len(self._inner) * (len(counts) - len(odd))
             counts = odd
         for changes in self._inner if counts else ():
-            yield from self._with_batches(replace(mesh, **changes), counts)
+            spec = replace(mesh, **changes)
+            if mesh.pipeline_parallel > 1 and self._is_slower(spec, counts):
+                self.tried.no_better[BUBBLE] += len(counts)
+                continue
+            found = list(self._with_batches(spec, counts))
+            self._note(found)
+            yield from found
+
+    def _is_slower(self, spec: PlanSpec, counts: Sequence[int]) -> bool:
+        """Whether computing alone takes longer than a plan that certainly fits, in seconds and in GPU-seconds."""
+        if self._best_s == math.inf:
+            return False
+        passes = {count: self._sequences // (spec.data_ranks * count) for count in (counts[0], counts[-1])}
+        each_s = (least_compute_s(replace(spec, micro_batch=count, grad_accum=passes[count])) for count in passes)
+        least_s = min(each_s) / speed_band(spec).middle
+        return least_s > self._best_s and least_s * spec.gpus > self._best_gpu_s
+
+    def _note(self, found: Sequence[Candidate]) -> None:
+        """Time the plan of a mesh that may be the fastest, so that pipelines need not be tried that are slower."""
+        certain = [each for each in found if each.certain] if has_known_flops(self._spec.gpu) else []
+        best = min(certain, key=lambda each: each.least_s, default=None)
+        if best and (best.least_s < self._best_s or best.least_s * best.spec.gpus < self._best_gpu_s):
+            self._best_s = min(self._best_s, best.expected_s)
+            self._best_gpu_s = min(self._best_gpu_s, best.expected_s * best.spec.gpus)
 
     def _with_batches(self, spec: PlanSpec, counts: Sequence[int]) -> Iterator[Candidate]:
         card = spec.gpu.memory_bytes

@@ -10,15 +10,17 @@ peaks with those of whole walks.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from fsdplab.planning.activations import LossBytes
+from fsdplab.planning.activations import Activations, LossBytes
 from fsdplab.planning.memory import memory_of
 from fsdplab.planning.plan_spec import PlanSpec
+from fsdplab.planning.stages import stages, waiting
 
+_WITHOUT_ACTIVATIONS = ("between steps", "optimizer step")
 _FEW = 4  # blocks of the smaller of both models, beside those that a prefetch reaches over at both ends
 _AT_LOSS: dict[str, Callable[[LossBytes], float]] = {
     "end of the forward": lambda loss: loss.saved,
@@ -46,24 +48,42 @@ def peak_of(spec: PlanSpec) -> tuple[float, float]:
 
 def peak_lines(spec: PlanSpec) -> tuple[Line, ...]:
     """The moments of a step as lines over the tokens of a rank, without those that lie below another everywhere."""
-    alike = replace(spec, micro_batch=1, context_parallel=1, grad_accum=min(spec.grad_accum, 2))
-    return _lines(alike)
+    if spec.pipeline_parallel > 1:
+        return _upper(line for index, stage in stages(spec) for line in _lines_of_stage(spec, index, stage))
+    return _upper(_lines(_alike(spec)).values())
+
+
+def _alike(spec: PlanSpec) -> PlanSpec:
+    """The plan of one sequence and at most two micro-batches that has the same lines: from the second one on
+    micro-batches are alike, and only the tokens of a rank tell of context parallelism.
+    """
+    return replace(spec, micro_batch=1, context_parallel=1, grad_accum=min(spec.grad_accum, 2))
+
+
+def _lines_of_stage(spec: PlanSpec, index: int, stage: PlanSpec) -> Iterator[Line]:
+    """Those of a stage's own step, with what the micro-batches keep that wait for their backward."""
+    alike = _alike(stage)
+    kept = waiting(spec, index) * Activations(alike, alike.model.layers).saved(alike.model.layers, 0.0) / alike.tokens
+    for (kind, _), line in _lines(alike).items():
+        yield line if kind in _WITHOUT_ACTIVATIONS else Line(line.fixed, line.per_token + kept)
 
 
 @lru_cache(maxsize=4096)
-def _lines(spec: PlanSpec) -> tuple[Line, ...]:
-    """Those of a plan of one sequence and at most two micro-batches: from the second one on they are alike."""
+def _lines(spec: PlanSpec) -> dict[tuple[str, int], Line]:
+    """The moments that can be the highest: name of their kind, and their place among these -> line."""
     if spec.keeps_logits or spec.keeps_outputs:  # a loss that is alive elsewhere too
-        return _upper(_walked(spec).values())
+        return _walked(spec)
     loss, walked = LossBytes.of(spec), _walked(replace(spec, loss="fused"))
     usual = LossBytes.of(replace(spec, loss="fused"))
     more = {name: (alive(loss) - alive(usual)) / spec.tokens for name, alive in _AT_LOSS.items()}
-    return _upper(Line(line.fixed, line.per_token + more.get(name, 0.0)) for (name, _), line in walked.items())
+    return {
+        (name, place): Line(line.fixed, line.per_token + more.get(name, 0.0)) for (name, place), line in walked.items()
+    }
 
 
 @lru_cache(maxsize=4096)
 def _walked(spec: PlanSpec) -> dict[tuple[str, int], Line]:
-    """The moments that can be the highest: name of their kind, and their place among these -> line."""
+    """The same from walks, with a loss that they have."""
     few = _FEW + 2 * spec.prefetch
     beyond = spec.model.layers - few
     if beyond <= 1:

@@ -16,9 +16,14 @@ from .candidates import Candidate
 from .peaks import peak_of
 
 NOT_TRIED = (
-    "pipeline and expert parallelism", "optimizers beside AdamW in 8 bits", "other prefetch depths", "no_sync",
-    "other sequence lengths", "other GPUs and links",
-)  # fmt: skip
+    "interleaved and zero-bubble schedules",
+    "pipelines beside context parallelism",
+    "optimizers beside AdamW in 8 bits",
+    "other prefetch depths",
+    "no_sync",
+    "other sequence lengths",
+    "other GPUs and links",
+)
 # of two plans with one number of GPUs, the exposed share explains a difference where it differs by this much
 _TELLING = 0.01
 _ALWAYS = ("gpus", "strategy", "micro_batch", "grad_accum", "checkpointing", "loss")
@@ -30,7 +35,10 @@ def in_short(spec: PlanSpec, own: PlanSpec) -> str:
     groups = f" in groups of {spec.shards}" if spec.row.in_groups else ""
     words = [f"{spec.strategy}{groups}", f"checkpoint {spec.checkpointing}", f"{spec.loss} loss"]
     words.append(f"{spec.micro_batch} x {spec.grad_accum} sequences")
-    degrees = {"tp": spec.tensor_parallel, "cp": spec.context_parallel}
+    degrees = {
+        "tp": spec.tensor_parallel, "cp": spec.context_parallel, "pp": spec.pipeline_parallel,
+        "ep": spec.expert_parallel,
+    }  # fmt: skip
     words += [f"{name} {count}" for name, count in degrees.items() if count > 1]
     return ", ".join((*words, *_other_arithmetic(spec, own)))
 
