@@ -30,6 +30,15 @@ def test_what_the_allocator_reserves_must_fit_too():
         assert all(ordering.roomy(found) for gpus in sizing.LADDER if (found := sizing.best(gpu, gpus)))
 
 
+def test_the_search_answers_for_the_lessons_job():
+    """128 cards are the cheapest of the ladder, and the answers keep the rule of 4 million tokens."""
+    bills = {gpus: cost for gpus, (_, cost) in sizing.ladder("h100").items()}
+    assert min(bills, key=lambda gpus: bills[gpus]) == 128
+    found = sizing.searched("h100", 128)
+    assert [row[0] for row in found.rows] == ["fastest", "cheapest", "safest"]
+    assert all(float(row[3]) <= sizing.DAYS for row in found.rows)
+
+
 def test_the_budget_is_a_seventh_above_the_best():
     bills = {
         gpu: min(cost for span, cost in sizing.ladder(gpu).values() if span <= sizing.DAYS) for gpu in sizing.PRICES

@@ -150,6 +150,11 @@ def test_every_control_of_the_instrument_is_answered_on_one_screen(jupyter_lab: 
         lab.answered(lambda: tokens.press("ArrowRight"))
         assert tokens.get_attribute("aria-valuetext") == "256"
         lab.answered(lambda: tokens.press("ArrowLeft"))
+        sequence, alt, before = page.get_by_label("Sequence length", exact=True), lab.alt, lab.figure
+        lab.answered(lambda: sequence.press("ArrowLeft"))
+        assert sequence.get_attribute("aria-valuetext") == "64"
+        assert lab.alt != alt and lab.figure != before, "shorter sequences have less attention"
+        lab.answered(lambda: sequence.press("ArrowRight"))
 
         card, box = page.get_by_role("slider", name="Card"), page.get_by_role("slider", name="Card").bounding_box()
         page.mouse.move(box["x"] + 8, box["y"] + 40)
@@ -176,6 +181,8 @@ def test_every_control_of_the_instrument_is_answered_on_one_screen(jupyter_lab: 
         lab.answered(lambda: lab.press("two nodes"))
         assert "hybrid_shard" in lab.alt and "simulated on H100 GPUs" in lab.alt
         assert page.get_by_role("button", name="Simulated only").is_disabled()
+        assert "known runs like this" in lab.alt and page.locator(".fl-band").count() == 6, "bands of memory and step"
+        assert page.evaluate(MET) == []
         page.screenshot(path=str(tmp_path / "4-two-nodes.png"))
         lab.answered(lambda: lab.press("laptop"))
 

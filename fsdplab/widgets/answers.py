@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.common.sizes import parse_size, seconds, size
 from fsdplab.figures.table import scattered
+from fsdplab.planning.bands import memory_band, speed_band
 from fsdplab.planning.links import LinkSpec, parse_link
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import LINK_EFFICIENCY, bytes_by_axis
@@ -491,8 +492,23 @@ def _row(strategy: str, run: Run, card: int | None, records: Sequence[RunRecord]
         "why_no_memory": found.why_no_memory, "why_no_step": found.why_no_step,
         "step": [step.computing, step.hidden, step.exposed, step.optimizer] if step else None,
         "step_s": step.total if step else None, "step_words": step.words if step else "", "measured": measured,
-        "here": _here(run, records),
+        "here": _here(run, records), "bands": _bands(run, found),
     }  # fmt: skip
+
+
+def _bands(run: Run, found: Outcome) -> list[dict[str, Any] | None]:
+    """Of memory and step on GPUs: the ends of the band of known runs, and the band in words; None where there is
+    none.
+    """
+    if not isinstance(run, PlanSpec):
+        return [None, None]
+    memory, speed = memory_band(run), speed_band(run)
+    ends = memory.around(found.peak or 0)
+    long = [found.step.total / part for part in (speed.high, speed.low)] if found.step else []
+    return [
+        {"ends": ends, "words": f"{size(ends[0])} to {size(ends[1])}", "of": memory.words} if found.peak else None,
+        {"ends": long, "words": f"{seconds(long[0])} to {seconds(long[1])}", "of": speed.words} if long else None,
+    ]
 
 
 def _measured(run: Run, records: Sequence[RunRecord]) -> dict[str, Any] | None:

@@ -114,8 +114,9 @@ function slider(name, { label, ends, at, text, asked: wanted, stops }, ask) {
 function bars(answer, offers, width, tips) {
   const panel = (width - NAMES - GAP) / 2, labels = Math.max(140, 0.17 * width), room = panel - labels;
   const rows = answer.rows, bottom = TITLE + rows.length * ROW, left = [NAMES, NAMES + panel + GAP];
-  const peaks = rows.flatMap((row) => [row.peak ?? 0, row.measured?.peak ?? 0]);
-  const times = rows.flatMap((row) => [row.step_s ?? 0, row.measured?.step_s ?? 0]);
+  const ends = (row, which) => row.bands[which]?.ends ?? [0];
+  const peaks = rows.flatMap((row) => [row.peak ?? 0, row.measured?.peak ?? 0, ...ends(row, 0)]);
+  const times = rows.flatMap((row) => [row.step_s ?? 0, row.measured?.step_s ?? 0, ...ends(row, 1)]);
   const most = [roundUp(Math.max(...peaks, 1)), roundUp(Math.max(...times, 1e-9))];
   if (answer.card && answer.card <= 2 * most[0]) most[0] = roundUp(Math.max(...peaks, answer.card));
   const x = (which, value) => left[which] + (room * value) / most[which];
@@ -155,7 +156,8 @@ function bars(answer, offers, width, tips) {
     }
     for (const [which, key, first] of [[0, "peak", row.peak ? sized(row.peak) : row.why_no_memory], [1, "step_s", row.step_words || row.why_no_step]]) {
       const real = row.measured?.[key], over = !which && row.over, end = left[which] + room + 12;
-      const seen = real ? `measured ${(which ? asTime : sized)(real)}` : "", beyond = over ? `${sized(over)} over` : "", here = which && row.here, told = here ? `predicted here from the run of ${here.of}: ${here.words}` : "", below = seen || (over ? `${beyond} the card` : here ? `here ${here.words}` : "");
+      const seen = real ? `measured ${(which ? asTime : sized)(real)}` : "", beyond = over ? `${sized(over)} over` : "", here = which && row.here, band = row.bands[which], told = here ? `predicted here from the run of ${here.of}: ${here.words}` : "", below = seen || (over ? `${beyond} the card` : here ? `here ${here.words}` : band?.words ?? "");
+      if (band) out.push(`<path class="fl-band" ${tip(`${row.name}: ${band.words} ${band.of}`)} d="M${x(which, band.ends[0])},${y + high / 2 - 4}v8m0,-4H${x(which, band.ends[1])}m0,-4v8"/>`);
       if (real) out.push(`<rect class="fl-measured" ${tip(`${row.name}: ${[seen, told].filter(Boolean).join(", ")}`)} x="${left[which]}" y="${y - 2}" width="${x(which, real) - left[which]}" height="${high + 4}"/>`);
       const beside = over && seen ? `<tspan class="fl-small" dx="4">${beyond}</tspan>` : "";
       out.push(`<text class="fl-label${over ? " fl-alarm" : ""}" x="${end}" y="${below ? middle - 5 : middle}">${escape(first)}${beside}</text>`);
@@ -216,7 +218,7 @@ function used(answer, offers) {
 }
 
 function spoken(answer) {
-  const lines = answer.rows.map((row) => `${row.name}: ${[row.peak_words && `memory ${row.peak_words}`, row.step_words && `step ${row.step_words}`, row.measured && `measured ${row.measured.peak_words}, ${row.measured.step_words}`, row.here && `step here predicted from the run of ${row.here.of} ${row.here.words}`].filter(Boolean).join(", ")}`);
+  const lines = answer.rows.map((row) => `${row.name}: ${[row.peak_words && `memory ${row.peak_words}`, row.step_words && `step ${row.step_words}`, ...row.bands.filter(Boolean).map((band) => `${band.words} ${band.of}`), row.measured && `measured ${row.measured.peak_words}, ${row.measured.step_words}`, row.here && `step here predicted from the run of ${row.here.of} ${row.here.words}`].filter(Boolean).join(", ")}`);
   return `${answer.memory_title}. ${answer.step_title} (${answer.clock}). ${lines.join("; ")}. ${answer.difference}`;
 }
 
@@ -266,7 +268,7 @@ function render({ model, el }) {
   ];
   const link = slider("link", { label: (preset) => preset.link_words, ends: (preset) => preset.links, at: (state, given) => (given.asked.choices.link === state.choices.link ? given.link : null), text: asRate, asked: asRate, stops: ([low, high]) => Math.round(40 * Math.log10(high / low)) }, ask);
   const tokens = slider("tokens", { label: () => "Tokens a rank and step", ends: (preset) => preset.tokens, at: (state) => state.choices.tokens, text: (value) => String(Math.round(value)), asked: Math.round, stops: ([low, high]) => Math.round(Math.log2(high / low)) }, ask);
-  const sequence = slider("sequence", { label: () => "Tokens of a sequence", ends: (preset) => preset.sequences, at: (state) => state.choices.sequence, text: (value) => String(Math.round(value)), asked: Math.round, stops: ([low, high]) => Math.round(Math.log2(high / low)) }, ask);
+  const sequence = slider("sequence", { label: () => "Sequence length", ends: (preset) => preset.sequences, at: (state) => state.choices.sequence, text: (value) => String(Math.round(value)), asked: Math.round, stops: ([low, high]) => Math.round(Math.log2(high / low)) }, ask);
   const more = [
     typed("Card", "card", ask), typed("Timed steps", "steps", ask), menu("Units", "units", () => offers.units, ask), menu("Recompute", "checkpoint", () => offers.checkpoints, ask), menu("Optimizer", "optimizer", () => offers.optimizers, ask),
     menu("Ranks a shard group", "shard_size", () => offers.shard_sizes, ask), buttons("Wind tunnel", () => ["on"], (name) => name, (state) => state.choices.link === offers.wind_tunnel, () => ask({ link: asked.choices.link === offers.wind_tunnel ? presetOf().choices.link : offers.wind_tunnel })),

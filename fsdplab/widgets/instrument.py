@@ -164,8 +164,8 @@ def _offers(fixed: Fixed) -> dict[str, Any]:
         "presets": {
             name: {
                 "choices": _plain(preset.choices), "link_words": preset.link_words, "links": preset.links,
-                "tokens": preset.tokens, "sequences": preset.sequences, "ranks": preset.ranks, "models": models_of(name, fixed),
-                "measured": preset.gpu is None, "strategies": STRATEGIES,
+                "tokens": preset.tokens, "sequences": preset.sequences, "ranks": preset.ranks,
+                "models": models_of(name, fixed), "measured": preset.gpu is None, "strategies": STRATEGIES,
             }
             for name, preset in PRESETS.items()
         },

@@ -127,6 +127,8 @@ def why_cheapest(found: Fit, pick: Pick) -> str:
     """What its GPU-hours are beside those of the fastest plan."""
     assert found.fastest is not None, "where there is a cheapest plan there is a fastest one"
     fast, cheap = found.fastest.chosen, pick.chosen
+    if cheap.spec == fast.spec and "world-size" in found.kept:
+        return "It is the fastest one: fewer GPUs were not tried"
     if cheap.spec == fast.spec:
         return "It is the fastest one: on no fewer GPUs does a token take less GPU time, within what a plan can tell"
     saved = 1 - cheap.expected_s * cheap.spec.gpus / (fast.expected_s * fast.spec.gpus)

@@ -20,6 +20,8 @@ from fsdplab.figures.style import EDGE, GRID, mark_level, titled
 from fsdplab.planning.fit import fewest_gpus, largest_that_fits
 from fsdplab.planning.plan_spec import CHECKPOINTINGS, PlanSpec, under_each_strategy
 from fsdplab.planning.planner import Plan, plan_of, plan_spec, shortfall
+from fsdplab.planning.search import fit
+from fsdplab.planning.search.reasons import WHY, in_short
 from fsdplab.planning.validate import FIT, HELD_OUT, SPEED, Row, Validation, validate
 from fsdplab.teaching.core.display import Note, Table, table
 
@@ -27,7 +29,7 @@ from .order import BUDGET, DAYS, MODEL, PRICES, SEQUENCE, STEP_TOKENS, TOKENS, d
 
 __all__ = [
     "BUDGET", "DAYS", "PRICES", "STEP_TOKENS", "TOKENS", "best", "bill", "bill_factor", "error", "fewest", "ladder",
-    "ordered", "points", "published", "published_rows", "ratios", "strategies", "told", "weighed",
+    "ordered", "points", "published", "published_rows", "ratios", "searched", "strategies", "told", "weighed",
 ]  # fmt: skip
 
 PUBLISHED = Path(__file__).resolve().parents[4] / "data" / "published.csv"
@@ -171,6 +173,21 @@ def weighed(order: dict[str, Any]) -> Table:
     return table(header, rows, f"Predicted; the cheapest of {numbers} GPUs. Budget ${BUDGET:,}, {DAYS} days.")
 
 
+@lru_cache(maxsize=4)
+def searched(gpu: str, gpus: int) -> Table:
+    """What `fsdplab plan fit` answers on so many GPUs at the job's largest step, and why."""
+    spec = plan_spec(MODEL, gpu, gpus=gpus, seq=SEQUENCE)
+    found = fit(spec, STEP_TOKENS // (SEQUENCE * gpus) * gpus, keep=("world-size", "cp", "pp"))
+    rows = []
+    for name, why in WHY.items():
+        pick = getattr(found, name)
+        words = [in_short(pick.chosen.spec, spec), f"{pick.chosen.peak / 1e9:.1f}", f"{days(pick.plan):.1f}"]
+        rows.append([name, *words, f"{dollars(pick.plan, gpu):,.0f}", why(found, pick)])
+    header = ["", "plan", "in use, GB", "days", "bill, $", "why"]
+    caption = f"Predicted: {found.tried.total:,} plans on {gpus} {gpu.upper()}, of which {found.tried.fitting:,} fit."
+    return table(header, rows, caption)
+
+
 def _row(found: Plan, gpu: str) -> list[str]:
     spec = found.spec
     chosen = [f"{spec.gpus} {gpu}", spec.strategy, spec.checkpointing, str(spec.micro_batch)]
@@ -207,7 +224,7 @@ def ratios(found: Validation) -> go.Figure:
         dots = lines.points(name, colour, [row.ratio for row in shown], places, text=[row.id for row in shown])
         figure.add_trace(dots.update(hovertemplate="%{text}: %{x:.2f}<extra></extra>"))
     mark_level(figure, 1, "")
-    figure.update_xaxes(title_text="predicted / published tokens a second", range=[0.5, 1.7])
+    figure.update_xaxes(title_text="predicted / published tokens a second", range=[0.5, 2.4])
     figure.update_yaxes(
         tickvals=list(range(len(gpus))), ticktext=gpus, range=[len(gpus) - 0.5, -0.5], gridcolor=GRID
     )  # fmt: skip
