@@ -500,7 +500,7 @@ def _bands(run: Run, found: Outcome) -> list[dict[str, Any] | None]:
     """Of memory and step on GPUs: the ends of the band of known runs, and the band in words; None where there is
     none.
     """
-    if not isinstance(run, PlanSpec):
+    if type(run) is not PlanSpec:  # all known runs are of published models
         return [None, None]
     memory, speed = memory_band(run), speed_band(run)
     ends = memory.around(found.peak or 0)
