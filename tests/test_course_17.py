@@ -7,6 +7,7 @@ import gzip
 import inspect
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,10 +19,14 @@ import fsdplab.engine
 from fsdplab import checkpoint
 from fsdplab.common.names import STRATEGIES
 from fsdplab.profiling.traces.import_traces import record_of_traces
-from fsdplab.sessions import RunSpec
+from fsdplab.sessions import RunSpec, call_on_ranks
 from fsdplab.teaching import failures, porting
+from fsdplab.teaching.core import on_ranks
 from fsdplab.teaching.lessons.nb17_porting import lesson, made_trace
 from fsdplab.teaching.lessons.nb17_porting.terms import TERMS, found
+
+NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
+
 
 # --- terms
 
@@ -169,3 +174,40 @@ def test_a_made_trace_is_read_as_it_was_simulated_and_says_that_it_is_made(tmp_p
     assert told["made"] == "of a simulated step; no GPU ran" and all(
         each["args"]["made"] for each in told["traceEvents"]
     )
+
+
+# --- cells on ranks
+
+
+def cell(name: str) -> str:
+    """The source of a cell of the notebook, without its first line, the magic."""
+    cells = json.loads((NOTEBOOKS / "17_to_fully_shard.ipynb").read_text(encoding="utf-8"))["cells"]
+    return next("".join(each["source"]) for each in cells if each["id"] == name).partition("\n")[2]
+
+
+def printed_by(name: str, tmp_path) -> list[str]:
+    values = call_on_ranks(
+        on_ranks.__file__, "run_cell", world_size=2, payload={"workspace": str(tmp_path), "source": cell(name)},
+        time_limit=120,
+    )  # fmt: skip
+    return values.output
+
+
+def test_under_sequence_parallelism_a_norm_gets_half_of_the_tokens(tmp_path):
+    for text in printed_by("sequence-parallel", tmp_path):
+        assert "gets [2, 16, 64]" in text
+        ours, twins = re.search(r"loss (\S+) twin (\S+)", text).groups()
+        assert float(ours) == pytest.approx(float(twins), rel=1e-5)
+
+
+def test_under_context_parallelism_gradients_are_the_twins(tmp_path):
+    for text in printed_by("context-parallel", tmp_path):
+        off, most = map(float, re.search(r"by (\S+), of (\S+)", text).groups())
+        assert off < 1e-5 * most and "Warning" not in text
+
+
+def test_two_blocks_share_one_graph_and_lose_nothing(tmp_path):
+    for text in printed_by("compile", tmp_path):
+        losses = re.findall(r"loss (\S+) graphs (\d)", text)
+        assert [graphs for _, graphs in losses] == ["0", "1"]
+        assert float(losses[0][0]) == pytest.approx(float(losses[1][0]), rel=1e-6)
