@@ -76,7 +76,20 @@ def right_answers(exercise: Exercise) -> dict[str, str]:
         for old, new in edits:
             assert old in found[name], f"{exercise.id}: {name} edits {old!r}, which is not there"
             found[name] = found[name].replace(old, new)
-    path = Path(__file__).with_name("right_answers") / f"nb{exercise.id[:2]}.py"
+    return found | _written("right_answers", exercise)
+
+
+def wrong_answers(exercise: Exercise) -> dict[str, str]:
+    """Wrong answers besides the known mistakes of the exercise's file, as somebody wrote them who had not seen its
+    check: the functions `late__last_most_often` of `wrong_answers/nb14.py`. Any cause will do.
+    """
+    return _written("wrong_answers", exercise)
+
+
+def _written(folder: str, exercise: Exercise) -> dict[str, str]:
+    """The answers to an exercise in the file of its notebook, each with all that is not a function there."""
+    found = {}
+    path = Path(__file__).with_name(folder) / f"nb{exercise.id[:2]}.py"
     nodes = ast.parse(path.read_text(encoding="utf-8")).body if path.exists() else []
     shared = "\n".join(ast.unparse(node) for node in nodes if not isinstance(node, ast.FunctionDef))
     for node in nodes:
@@ -122,6 +135,7 @@ def solutions_of(exercises: Sequence[Exercise]) -> list[Solution]:
     for exercise in exercises:
         passing = {"the reference": exercise.reference, **right_answers(exercise)}
         found += [Solution(exercise, name, source, None) for name, source in passing.items()]
+        found += [Solution(exercise, f"wrong: {name}", source, "") for name, source in wrong_answers(exercise).items()]
         found += [
             Solution(exercise, f"line {known.line}", known.source, known.cause)
             for known in exercise.mistakes

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from fsdplab.common.pythons import run_of
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RanksFailed, RunSpec, call_on_ranks, run
 from fsdplab.sessions.launch import launcher, warm
-from fsdplab.sessions.launch.failure_report import PostMortem, computing, hung, too_slow
+from fsdplab.sessions.launch.failure_report import PostMortem, computing, failed_first, hung, too_slow
 from fsdplab.sessions.launch.launcher import RankActivity, RunningRanks
 from fsdplab.sessions.launch.mailbox import HeartbeatWriter, Mailbox, read_heartbeats
 from tests.leftovers import processes_of
@@ -65,6 +66,33 @@ def test_ranks_that_wait_for_each_other_are_hung_however_busy() -> None:
         heartbeats={0: heartbeat(0), 1: heartbeat(1)}, stacks={0: WAITING, 1: WAITING}, busy={0: 1.0, 1: 1.0}
     )
     assert computing(post_mortem) is None and hung(post_mortem, 9.0).rank is None
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("first", "second", "counts", "told"),
+    [
+        ("all_gather of 64 bytes", "reduce_scatter of 32 bytes", (7, 7), True),
+        ("all_gather of 64 bytes", "all_gather of 32 bytes", (7, 7), True),
+        ("all_gather of 64 bytes", "all_gather of 64 bytes", (7, 7), False),
+        (
+            "all_gather of 64 bytes",
+            "reduce_scatter of 32 bytes",
+            (7, 8),
+            False,
+        ),  # one is further: it waits for the other
+        ("send of 64 bytes", "recv of 64 bytes", (7, 7), False),
+    ],
+)
+def test_a_report_says_where_two_ranks_entered_different_collectives(first, second, counts, told) -> None:
+    beats = {
+        rank: replace(heartbeat(rank), collective=name, collectives=count)
+        for rank, (name, count) in enumerate(zip((first, second), counts))
+    }
+    stuck = hung(PostMortem(heartbeats=beats, stacks={0: WAITING, 1: WAITING}), 9.0)
+    died = failed_first(PostMortem({0: -6}, {}, beats))
+    says = f"As collective number 7, rank 0 entered {first}, rank 1 entered {second}: ranks of one group"
+    assert [says in each.message for each in (stuck, died)] == [told, told]
 
 
 class Watched:

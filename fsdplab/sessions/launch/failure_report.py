@@ -214,7 +214,7 @@ def _died(rank: int, post_mortem: PostMortem) -> Failure:
     hint = " The system ends a process so when memory runs out." if code == -signal.SIGKILL else ""
     message = (
         f"Rank {rank} died{_where(heartbeat.step, heartbeat.phase)}: it ended with"
-        f" {_exit(code)}.{hint}{_after(asdict(heartbeat))}{_ENDED}"
+        f" {_exit(code)}.{hint}{_after(asdict(heartbeat))}{_unlike(post_mortem)}{_ENDED}"
     )
     return _at(heartbeat, "died", message, rank)
 
@@ -245,7 +245,7 @@ def hung(post_mortem: PostMortem, idle_s: float) -> Failure:
     waited = ", and the other ranks waited for it" if rank is not None and len(ranks) > 1 else ""
     message = (
         f"{subject}{_where(heartbeat.step, heartbeat.phase)}: no progress for {idle_s:.0f}"
-        f" s{waited}.{_after(asdict(heartbeat))}{_ENDED}"
+        f" s{waited}.{_after(asdict(heartbeat))}{_unlike(post_mortem)}{_ENDED}"
     )
     return _at(heartbeat, "hung", message, rank, _stood(post_mortem, ranks))
 
@@ -322,6 +322,29 @@ def _where(step: int | None, phase: str | None) -> str:
 def _after(position: Mapping[str, Any]) -> str:
     entered = f" The last collective it entered: {position['collective']}." if position["collective"] else ""
     return entered + (f" The last it completed: {position['completed']}." if position["completed"] else "")
+
+
+_BETWEEN_TWO = ("send", "recv", "isend", "irecv")
+
+
+def _unlike(post_mortem: PostMortem) -> str:
+    """What two ranks entered as the same collective by number, where it is not the same; a message between two ranks
+    is another on each.
+    """
+    beats = [beat for _, beat in sorted(post_mortem.heartbeats.items()) if beat.collective is not None]
+    for beat in beats[1:]:
+        pair = (beats[0], beat)
+        names = {str(each.collective) for each in pair}
+        if beat.collectives == beats[0].collectives and len(names) == 2 and not _any_between_two(names):
+            told = ", ".join(f"rank {each.rank} entered {each.collective}" for each in pair)
+            return (
+                f" As collective number {beat.collectives}, {told}: ranks of one group make equal calls in one order."
+            )
+    return ""
+
+
+def _any_between_two(names: set[str]) -> bool:
+    return any(name.partition(" ")[0] in _BETWEEN_TWO for name in names)
 
 
 def _exit(code: int) -> str:

@@ -74,6 +74,7 @@ def cases(rank, n):
     yield "a rank that waits", [STEP, STEP[:2], STEP]
     yield "two of five, and one that waits", [STEP, [SMALL], STEP, STEP, [SMALL, GATHER]]
     yield "a difference, then a rank that was ended", [STEP * 2, [SMALL, GATHER, REDUCE], STEP * 2]
+    yield "rank 2 differs, and rank 0 later", [[*STEP, SUM], STEP * 2, [GATHER, REDUCE, REDUCE, GATHER], STEP * 2]
     yield "only the last call", [STEP + [GATHER], STEP + [SMALL], STEP + [GATHER]]
 
 
