@@ -69,6 +69,7 @@ _LESSONS = {  # the name that a notebook imports -> the lesson whose lesson.py i
     "porting": "nb17_porting",
     "judging": "nb18_claims",
     "sizing": "nb19_planning_at_scale",
+    "own_engine": "nb20_own_fully_shard",
     "matrices": "nb21_whole_matrices",
 }
 

@@ -30,7 +30,8 @@ _EXAMPLES = """Examples:
   fsdplab course site pages --live
   fsdplab course tracks
   fsdplab course handouts handouts.html
-  fsdplab course progress room-1/*"""
+  fsdplab course progress room-1/*
+  fsdplab course leaderboard handed-in --out class.csv"""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
     told = "Build and test the course's editions; pages, timings, handouts and progress for a class."
     flags = OneLineParser(prog="fsdplab course", description=told, epilog=_EXAMPLES)
     commands = flags.add_subparsers(
-        required=True, metavar="build | test | site | tracks | handouts | progress", dest="name"
+        required=True, metavar="build | test | site | tracks | handouts | progress | leaderboard", dest="name"
     )
     build = commands.add_parser(
         "build", epilog=_EXAMPLES, help="write one edition of tagged source notebooks to a folder"
@@ -86,6 +87,12 @@ def parser() -> argparse.ArgumentParser:
     done = commands.add_parser("progress", epilog=_EXAMPLES, help="what each learner of a class has passed")
     done.add_argument("folders", type=Path, nargs="*", default=[Path()], help="where learners work; default: here")
     done.set_defaults(command=_progress)
+    board = commands.add_parser(
+        "leaderboard", epilog=_EXAMPLES, help="try every learner's fully_shard (notebook 20) and write a table"
+    )
+    board.add_argument("folder", type=Path, help="learners' files: ada/my_fsdp/20.fully_shard.py, or ada.py")
+    board.add_argument("--out", type=Path, default=Path("leaderboard.csv"), help="default: leaderboard.csv")
+    board.set_defaults(command=_leaderboard)
     return flags
 
 
@@ -142,6 +149,19 @@ def _site(asked: argparse.Namespace) -> int:
                 return 1
             site = build_site(executed.folder, asked.out, executed.where, live)
     print(f"{site.folder / 'index.html'}: {len(site.pages)} pages, {site.nbytes / 1e6:.1f} MB")
+    return 0
+
+
+def _leaderboard(asked: argparse.Namespace) -> int:
+    from .authoring.leaderboard import handed_in, leaderboard, write  # its checks load torch
+
+    if not asked.folder.is_dir() or not handed_in(asked.folder):
+        raise CourseError(
+            f"{asked.folder} holds no ada/my_fsdp/20.fully_shard.py and no ada.py; give the class's folder"
+        )
+    rows = leaderboard(asked.folder, lambda row: print(harmless(f"{row.learner}: {row.stages} of 6 {row.stopped_by}")))
+    write(rows, asked.out)
+    print(f"{asked.out}: {len(rows)} learners")
     return 0
 
 

@@ -64,13 +64,14 @@ def check(exercise: str, hints: int = 0) -> None:
 def grade(exercise: str, hints: int = 0) -> Verdict:
     """The verdict of one check, noted in the learner's folder; `check` shows it."""
     found, workspace = find(exercise, Exercise), current().workspace
-    source = workspace.source_of(exercise)
+    written = found.written_as.id
+    source = workspace.source_of(written)
     unwritten = _unwritten(found, source)
     if unwritten:
         return Verdict(exercise, unwritten)
     where = "" if found.pure or found.world_size == 1 else f" on {found.world_size} ranks"
     with doing(f"checking {exercise}{where}"):
-        feedback = feedback_on(found, workspace.file_of(exercise), workspace)
+        feedback = feedback_on(found, workspace.file_of(written), workspace)
     if feedback is None:
         workspace.note_pass(exercise, source or "")
         return Verdict(exercise, None, f"Right{where}{',' if where else ''} in every case.")
@@ -153,7 +154,7 @@ def use(*exercises: str, more: str = "") -> None:
 
 def _unwritten(exercise: Exercise, source: str | None) -> Feedback | None:
     """Feedback where there is nothing to run yet: no cell was run, or the stub is untouched."""
-    expected = f"a cell that begins with %%exercise {exercise.id} and defines {exercise.function}"
+    expected = f"a cell that begins with %%exercise {exercise.written_as.id} and defines {exercise.function}"
     told = partial(Feedback, expected=expected, untouched=True)
     if source is None:
         then = "run the exercise's cell, then this one"
@@ -243,6 +244,6 @@ def _last_frames(exercise: Exercise, report: Failure) -> str:
     text = re.sub(r'"[^"]*/(my_fsdp/[^"]*)"', r'"\1"', report.traceback or report.message)
     lines = [line.strip() for line in text.strip().splitlines()]
     learners = [index for index, line in enumerate(lines) if line.startswith("File") and "my_fsdp" in line]
-    own = [index for index in learners if f"/{exercise.id}.py" in lines[index]] or learners
+    own = [index for index in learners if f"/{exercise.written_as.id}.py" in lines[index]] or learners
     there = lines[own[-1] : own[-1] + 2] if own else []
     return "\n".join([*there, lines[-1]])

@@ -16,6 +16,9 @@ After `# ---- check: on 3 ranks, within 1e-6` come `cases(rank, n)`, which yield
 `observe(function, *arguments) -> {fact: value}`, `SAYS = {fact: what to say where it is the first that differs}` and
 `EXPECTED = {fact: value}` where running the reference takes long. Otherwise the reference's results are expected. SAYS
 has two more names: "hung", for a check that does not end, and "otherwise", where no cause is found.
+
+A function that is written in stages has a file for each stage with docstring and check alone: `# ---- check: of
+fully_shard, on 2 ranks` checks what is written in the exercise `fully_shard` of the same folder.
 """
 
 from __future__ import annotations
@@ -40,7 +43,9 @@ _SETTINGS = {
     "time_limit": r"in (\d+) s",
     "pure": r"(pure)",
     "facts_only": r"(facts only)",
+    "part_of": r"of (\w+)",
 }
+_KINDS: Mapping[str, Callable[[str], Any]] = {"world_size": int, "pure": bool, "facts_only": bool, "part_of": str}
 _ENDS = re.compile(r"(raises|hangs): *")
 _MARGIN = ("#! ", "#: ", "## ")
 HUNG = "deadlock: the ranks wait for each other, because some rank receives what no rank sends"
@@ -65,7 +70,8 @@ class Settings:
     """The line of the check: how many ranks, the relative tolerance, and the seconds that one case may take.
 
     A `pure` function sends nothing: it is called in the notebook's process, once for each rank's arguments. With
-    `facts_only` the mistakes are not run to find the cause (an exercise that trains), only in the tests.
+    `facts_only` the mistakes are not run to find the cause (an exercise that trains), only in the tests. `part_of`
+    names the exercise of the same folder whose function a stage checks.
     """
 
     world_size: int = 1
@@ -73,6 +79,7 @@ class Settings:
     time_limit: float = 12.0
     pure: bool = False
     facts_only: bool = False
+    part_of: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,13 @@ class Exercise:
     @property
     def function(self) -> str:
         """The name of the function to write."""
-        return self.path.stem
+        return self.written_as.path.stem
+
+    @property
+    def written_as(self) -> Exercise:
+        """The exercise whose function this checks: itself, unless it is a stage of another."""
+        whole = self.settings.part_of
+        return Exercise(self.path.with_name(f"{whole}.py")) if whole else self
 
     @cached_property
     def text(self) -> str:
@@ -129,11 +142,16 @@ class Exercise:
             if not fitting:
                 raise ExerciseError(
                     f"{self.path}: {words!r} in the line of the check; expected `on 3 ranks`, `within 1e-6`, `in 30 s`,"
-                    " `pure` or `facts only`"
+                    " `pure`, `facts only` or `of another_exercise`"
                 )
             name, value = fitting[0]
-            chosen[name] = int(value) if name == "world_size" else value[0].isalpha() or float(value)
+            chosen[name] = _KINDS.get(name, float)(value)
         return Settings(**chosen)
+
+    @property
+    def is_stage(self) -> bool:
+        """Whether this checks the function of another exercise."""
+        return bool(self.settings.part_of)
 
     @property
     def world_size(self) -> int:
@@ -189,12 +207,12 @@ class Exercise:
     @cached_property
     def reference(self) -> str:
         """The solution's source."""
-        return self._kept()
+        return self._kept() if not self.is_stage else self.written_as.reference
 
     @cached_property
     def stub(self) -> str:
         """What a learner begins with."""
-        return self._kept(stub=True)
+        return self._kept(stub=True) if not self.is_stage else self.written_as.stub
 
     @cached_property
     def mistakes(self) -> tuple[Mistake, ...]:
@@ -273,10 +291,10 @@ class Exercise:
         except Exception as error:  # whatever a file that is being written raises
             return [f"{self.path}: cannot be used: {type(error).__name__}: {error}"]
         found = [] if len(self.hints) == 3 else [f"{self.id}: expected three hints, 1. to 3., got {len(self.hints)}"]
-        for name in (self.function, "cases"):
+        for name in ("cases",) if self.is_stage else (self.function, "cases"):
             found += [] if callable(getattr(module, name, None)) else [f"{self.path}: defines no function {name}(...)"]
         found += [] if self.statement else [f"{self.id}: no statement between title and hints"]
-        found += [] if self.mistakes else [f"{self.id}: no known mistake, `#!` and `#:`"]
+        found += [] if self.mistakes or self.is_stage else [f"{self.id}: no known mistake, `#!` and `#:`"]
         found += [] if self.stub != self.reference else [f"{self.id}: no part to write, ### BEGIN SOLUTION"]
         return found
 

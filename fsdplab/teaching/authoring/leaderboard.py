@@ -1,0 +1,111 @@
+"""A class's leaderboard: every learner's `fully_shard` tried in all stages of notebook 20, a row each, as a CSV file.
+
+Learners hand in their file `20.fully_shard.py`, or their whole folder `my_fsdp`. Nothing is timed: exposed time is that
+of the steady clock, memory and messages are counted, so a row is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from fsdplab.common.files import write_whole
+from fsdplab.sessions import RanksFailed
+from fsdplab.teaching.core import checking, diagnosis
+from fsdplab.teaching.core.exercise_file import Exercise
+from fsdplab.teaching.core.registry import find
+from fsdplab.teaching.core.run_submission import Behaviour, behaviours
+from fsdplab.teaching.core.verdicts import Feedback
+from fsdplab.teaching.core.workspace import Workspace, has_code
+
+WHOLE = "20.fully_shard"
+STAGES = ("20.shards", "20.forward", "20.backward", "20.overlap", "20.special", WHOLE)
+_FILE = f"{WHOLE}.py"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One learner: stages passed of six, and what the passed ones measured (None where not reached): MB at the peak of
+    gpt-20m on 2 ranks, all-gathers and reduce-scatters of a step there, ms exposed on the steady clock, lines of code.
+    """
+
+    learner: str
+    stages: int
+    peak_mb: float | None
+    collectives: int | None
+    exposed_ms: float | None
+    lines: int
+    stopped_by: str = ""
+
+    @property
+    def order(self) -> tuple[float, ...]:
+        """The best row first: most stages, then least exposed, then least memory, then fewest lines."""
+        most = float("inf")
+        return (
+            -self.stages,
+            most if self.exposed_ms is None else self.exposed_ms,
+            most if self.peak_mb is None else self.peak_mb,
+            self.lines,
+        )
+
+
+def code_lines(source: str) -> int:
+    """Lines that are neither blank nor comments."""
+    return sum(has_code(line) for line in source.splitlines())
+
+
+def handed_in(folder: Path) -> list[tuple[str, Path]]:
+    """(learner, file) of what a folder holds: `ada/my_fsdp/20.fully_shard.py`, `ada/20.fully_shard.py` or `ada.py`."""
+    found = {path.relative_to(folder).parts[0]: path for path in sorted(folder.glob(f"*/**/{_FILE}"))}
+    return sorted({**found, **{path.stem: path for path in folder.glob("*.py")}}.items())
+
+
+def leaderboard(folder: Path, on_row: Callable[[Row], None] = lambda row: None) -> list[Row]:
+    """A row for each learner whose file is in `folder`, the best first; stages are tried up to the first that fails."""
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="fsdplab-class-") as scratch:
+        for learner, path in handed_in(folder):
+            rows.append(_row(learner, path, Workspace(Path(scratch) / learner / "my_fsdp")))
+            on_row(rows[-1])
+    return sorted(rows, key=lambda row: row.order)
+
+
+def _row(learner: str, path: Path, workspace: Workspace) -> Row:
+    source = path.read_text(encoding="utf-8")
+    saved, passed, figures, stopped = workspace.save(WHOLE, source), 0, dict[str, float](), ""
+    for seen, feedback in _stages(saved, workspace):
+        if seen is not None:
+            figures |= seen.trials[0][0].returned.get("_leaderboard", {})
+        if feedback is not None:
+            stopped = f"{STAGES[passed]}: {feedback.cause}"
+            break
+        passed += 1
+    collectives = figures.get("collectives")
+    return Row(
+        learner, passed, figures.get("peak_mb"), None if collectives is None else int(collectives),
+        figures.get("exposed_ms"), code_lines(source), stopped,
+    )  # fmt: skip
+
+
+def _stages(path: Path, workspace: Workspace) -> Iterator[tuple[Behaviour | None, Feedback | None]]:
+    for stage in STAGES:
+        exercise = find(stage, Exercise)
+        try:
+            (seen,) = behaviours([(exercise, path)], workspace)
+        except RanksFailed as failure:
+            yield None, checking.feedback_on_failure(exercise, failure.report)
+            continue
+        yield seen, checking.waited_for(diagnosis.judge(exercise, seen, None, list), seen.source)
+
+
+def write(rows: list[Row], out: Path) -> None:
+    """The rows as CSV, a learner a line."""
+    text = io.StringIO()
+    table = csv.DictWriter(text, [each.name for each in fields(Row)], lineterminator="\n")
+    table.writeheader()
+    table.writerows(asdict(row) for row in rows)
+    write_whole(out, text.getvalue())

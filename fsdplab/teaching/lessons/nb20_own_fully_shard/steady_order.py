@@ -1,0 +1,198 @@
+"""A step's order on the steady clock of notebook 20: what a rank issued, waited for and computed, replayed with fixed
+durations, so that the same program has the same exposed time on every machine.
+
+`Order` writes down the order while a learner's engine runs: every collective when it is issued and when it is waited
+for, and every unit's forward and backward. `replayed` gives each its time: computing takes what a unit takes, messages
+go over one link, one after the other, and the rank stops where it waits for one that has not arrived.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+FORWARD_MS, BACKWARD_MS = 4.0, 8.0  # of a block; the root's embedding and head take half of it
+MESSAGE_MS = 3.0  # of a block's all-gather or reduce-scatter
+_GATHERS = (
+    "all_gather_single",
+    "_allgather_base",
+    "allgather",
+    "allgather_into_tensor_coalesced",
+    "allgather_coalesced",
+)
+_REDUCTIONS = (
+    "reduce_scatter_single", "_reduce_scatter_base", "reduce_scatter", "reduce_scatter_tensor_coalesced", "allreduce",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One thing that a rank did: `what` is "issue", "wait", "forward" or "backward"; `name` is the collective's kind or
+    the unit's name; of a collective also its number, and how large it is, in blocks.
+    """
+
+    what: str
+    name: str
+    number: int = -1
+    blocks: float = 0.0
+
+
+class Order(TorchDispatchMode):
+    """`with Order(net.block_bytes) as order: ...`, then `order.moments`; of computing the net tells by
+    `net.told_to(order.computed)`.
+    """
+
+    def __init__(self, block_bytes: int) -> None:
+        super().__init__()
+        self._block_bytes = block_bytes
+        self.moments: list[Moment] = []
+        self._until_end = ExitStack()
+        self._functional: dict[int, tuple[str, int]] = {}
+        self._issued = 0
+
+    def __enter__(self) -> Order:
+        for kind, names in (("all_gather", _GATHERS), ("reduce_scatter", _REDUCTIONS)):
+            for name in names:
+                if call := getattr(dist.ProcessGroup, name, None):
+                    self._until_end.enter_context(mock.patch.object(dist.ProcessGroup, name, self._noted(call, kind)))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._until_end.close()
+
+    def computed(self, phase: str, unit: str, module: nn.Module) -> None:
+        """A unit begins to compute."""
+        self.moments.append(Moment(phase, unit))
+
+    def _noted(self, call: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def issued(group: dist.ProcessGroup, *arguments: Any, **named: Any) -> Any:
+            number = self._issue(kind, arguments[:2])
+            return Waited(call(group, *arguments, **named), lambda: self._wait(kind, number))
+
+        return issued
+
+    def _issue(self, kind: str, tensors: Any) -> int:
+        number, self._issued = self._issued, self._issued + 1
+        self.moments.append(Moment("issue", kind, number, max(map(_bytes_of, tensors)) / self._block_bytes))
+        return number
+
+    def _wait(self, kind: str, number: int) -> None:
+        self.moments.append(Moment("wait", kind, number))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Functional collectives, DTensor's too, do not pass a ProcessGroup's methods."""
+        name = func.__name__.split(".")[0]
+        if func.namespace != "_c10d_functional":
+            return func(*args, **(kwargs or {}))
+        begun = self._functional.pop(args[0].data_ptr(), None) if name == "wait_tensor" else None
+        if begun:
+            self._wait(*begun)
+        made = func(*args, **(kwargs or {}))
+        for kind in ("all_gather", "reduce_scatter"):
+            if name.startswith(kind):
+                self._functional[made.data_ptr()] = kind, self._issue(kind, (args[0], made))
+        return made
+
+
+class Waited:
+    """A Work that tells when it is first waited for; all else is the Work's own."""
+
+    def __init__(self, work: Any, told: Callable[[], None]) -> None:
+        self._work, self._told = work, told
+
+    def wait(self, *arguments: Any) -> Any:
+        """As the Work's own."""
+        self._tell()
+        return self._work.wait(*arguments)
+
+    def get_future(self) -> Any:
+        """As the Work's own: whoever asks for it waits."""
+        self._tell()
+        return self._work.get_future()
+
+    def _tell(self) -> None:
+        told, self._told = self._told, lambda: None
+        told()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _bytes_of(given: Any) -> int:
+    if isinstance(given, torch.Tensor):
+        return given.numel() * given.element_size()
+    return sum(map(_bytes_of, given)) if isinstance(given, (list, tuple)) else 0
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A piece of the replayed step, in ms: `lane` is "compute", "link" or "exposed"."""
+
+    lane: str
+    name: str
+    start: float
+    end: float
+
+
+def replayed(moments: Sequence[Moment]) -> list[Bar]:
+    """The step on the steady clock; a block's message takes MESSAGE_MS, and others by their size."""
+    now = free = 0.0
+    arrives: dict[int, float] = {}
+    bars = []
+    unit = "root"
+    for moment in moments:
+        if moment.what == "issue":
+            start = max(now, free)
+            free = arrives[moment.number] = start + MESSAGE_MS * moment.blocks
+            bars.append(Bar("link", moment.name, start, free))
+        elif moment.what == "wait":
+            if arrives.get(moment.number, 0.0) > now:
+                bars.append(
+                    Bar("exposed", f"{moment.name} in {phase_of(moments, moment)}", now, arrives[moment.number])
+                )
+                now = arrives[moment.number]
+        else:
+            unit = moment.name
+            takes = (FORWARD_MS if moment.what == "forward" else BACKWARD_MS) / (2 if unit == "root" else 1)
+            bars.append(Bar("compute", f"{moment.what} {unit}", now, now + takes))
+            now += takes
+    return bars
+
+
+def waited_for_at_once(moments: Sequence[Moment]) -> list[Moment]:
+    """The same step with every message waited for as soon as it is issued, and none begun ahead."""
+    found: list[Moment] = []
+    ahead: dict[int, Moment] = {}
+    for moment in moments:
+        if moment.what == "issue" and moment.name == "all_gather":
+            ahead[moment.number] = moment
+        elif moment.what == "issue":
+            found += [moment, Moment("wait", moment.name, moment.number)]
+        elif moment.what == "wait" and moment.number in ahead:
+            found += [ahead.pop(moment.number), moment]
+        elif moment.what != "wait":
+            found.append(moment)
+    return found
+
+
+def phase_of(moments: Sequence[Moment], moment: Moment) -> str:
+    """The phase that a moment of these lies in."""
+    before = moments[: moments.index(moment)]
+    return "backward" if any(each.what == "backward" for each in before) else "forward"
+
+
+def exposed_ms(bars: Sequence[Bar], phase: str = "") -> float:
+    """What the rank waited for messages, in one phase or in both."""
+    return sum(bar.end - bar.start for bar in bars if bar.lane == "exposed" and bar.name.endswith(phase))
