@@ -24,5 +24,13 @@ def cases(rank, n):
 
 
 observe = seen.forwards
-EXPECTED = {seen.AT_USE: [], seen.OUTPUTS: [], seen.SHARDED_AGAIN: [], seen.HELD: 0.0, seen.KEPT: 0, seen.GATHERS: 0}
+EXPECTED = {
+    seen.AT_USE: [],
+    seen.OUTPUTS: [],
+    seen.SHARDED_AGAIN: [],
+    seen.STAYING: [],
+    seen.GATHERS: 0,
+    seen.HELD: 0.0,
+    seen.KEPT: 0,
+}
 SAYS = causes.OF_FORWARD

@@ -15,6 +15,7 @@ from fsdplab.teaching.lessons.nb20_own_fully_shard.on_ranks import (
     LOSSES,
     NO_DTENSOR,
     NOTHING,
+    OTHER,
     OTHER_SHAPE,
     OUTPUTS,
     PARAMETERS,
@@ -25,6 +26,7 @@ from fsdplab.teaching.lessons.nb20_own_fully_shard.on_ranks import (
     STAYING,
     STILL_SHARDED,
     UNFILLED,
+    UNWAITED,
     WRONG_NAMES,
     WRONG_SHARDS,
     WRONG_WHOLES,
@@ -95,10 +97,11 @@ _AT_USE = {
 
 def _at_use(got: Facts, right: Facts) -> str:
     wrong = got[AT_USE]
-    cause = next((cause for sign, cause in _AT_USE.items() if sign in wrong[0]), "")
-    if not cause and "forward 1" not in wrong[0] and "step 0" not in wrong[0]:
-        cause = "right before the shards changed, old after it: every use gathers anew, and nothing whole is kept"
-    return f"{some(wrong)}: {cause or 'look at how the lines of the ranks become parameters'}"
+    cause = next((cause for sign, cause in _AT_USE.items() if sign in wrong[0]), _AT_USE[REORDERED])
+    if OTHER in wrong[0] or "times" in wrong[0]:
+        first = "forward 1" in wrong[0] or "step 0" in wrong[0]
+        cause = _AT_USE[REORDERED] if first else "as the shards were before they changed: every use gathers anew"
+    return f"{some(wrong)}: {cause}"
 
 
 def _not_again(got: Facts, right: Facts) -> str:
@@ -147,9 +150,10 @@ OF_FORWARD: dict[str, Any] = {
 
 
 def _wrong_gradients(got: Facts, right: Facts) -> str:
-    wrong = got[GRADIENTS]
-    told, kinds = some(wrong), {each.rpartition(": ")[2] for each in wrong}
-    return f"{told}: {_cause_of_gradients(wrong, kinds, got['_ranks'])}"
+    step = got[GRADIENTS][0].rpartition("step ")[2].partition(":")[0]
+    wrong = [each for each in got[GRADIENTS] if f"step {step}:" in each]
+    kinds = {each.rpartition(": ")[2] for each in wrong}
+    return f"{some(wrong)}: {_cause_of_gradients(wrong, kinds, got['_ranks'])}"
 
 
 def _cause_of_gradients(wrong: list[str], kinds: set[str], ranks: int) -> str:
@@ -168,8 +172,6 @@ def _cause_of_gradients(wrong: list[str], kinds: set[str], ranks: int) -> str:
         return "divided by the number of ranks twice"
     if "this rank's own" in kinds:
         return "every rank keeps its own gradient: a reduce-scatter adds up over the ranks"
-    if REORDERED in kinds or any(kind.startswith("the rows of rank") for kind in kinds):
-        return "line r of the reduce-scatter's input is what rank r gets, a part of every parameter's gradient"
     if "step 0" not in some(wrong):
         return (
             "right in step 0, so something is left over from it: take the gradient from the whole parameter and set"
@@ -177,9 +179,16 @@ def _cause_of_gradients(wrong: list[str], kinds: set[str], ranks: int) -> str:
         )
     if UNFILLED in kinds:
         return "what was to arrive was read before it had, or not all of it was written: wait for the reduction"
+    return "line r of the reduce-scatter's input is what rank r gets, a part of every parameter's gradient"
+
+
+def _wrong_parameters(got: Facts, right: Facts) -> str:
+    told = some(got[PARAMETERS])
+    if OTHER_SHAPE in told:
+        return f"{told}: `DTensor.from_local` takes n times the rows for the whole unless it is given shape and stride"
     return (
-        "this is not the mean of the ranks' gradients: which part of the reduce-scatter's input is which rank's, and"
-        " which parameter's?"
+        f"{told}: gradients are right, so the optimizer updates something else: it holds what"
+        " `module.parameters()` gave after `fully_shard`; these objects stay the same"
     )
 
 
@@ -192,17 +201,14 @@ OF_TRAINING: dict[str, Any] = {
         f"{some(got[FROZEN])}: a frozen parameter gets no gradient, not even zeros, or weight decay changes it"
     ),
     GRADIENTS: _wrong_gradients,
-    PARAMETERS: lambda got, right: (
-        f"{some(got[PARAMETERS])}: gradients are right, so the optimizer updates something else: it holds what"
-        " `module.parameters()` gave after `fully_shard`; these objects stay the same"
-    ),
+    PARAMETERS: _wrong_parameters,
     REDUCTIONS: (
         "one reduce-scatter for each unit that trains, with all its gradients in one message, none for a frozen one"
     ),
 }
 AS_THE_TWIN: Facts = {
-    AT_USE: [], LOSSES: [], SHARDED_AGAIN: [], FROZEN: [], GRADIENTS: [], PARAMETERS: [], STAYING: [], KEPT: 0,
-    HELD: 0.0, GATHERS: 0, REDUCTIONS: 0,
+    FROZEN: [], AT_USE: [], LOSSES: [], SHARDED_AGAIN: [], GRADIENTS: [], PARAMETERS: [], STAYING: [], GATHERS: 0,
+    REDUCTIONS: 0, HELD: 0.0, KEPT: 0,
 }  # fmt: skip
 
 
@@ -228,6 +234,9 @@ def _exposed_in_backward(got: Facts, right: Facts) -> str:
 
 
 OF_ORDER: dict[str, Any] = {
+    UNWAITED: lambda got, right: (
+        f"{some(got[UNWAITED])}: a message that was begun has arrived only once `wait()` on its Work has returned"
+    ),
     EXPOSED["forward"]: _exposed_in_forward,
     EXPOSED["backward"]: _exposed_in_backward,
     HELD: OF_FORWARD[HELD],

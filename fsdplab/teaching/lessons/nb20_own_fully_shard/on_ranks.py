@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdplab.profiling.memory.live_storages import living_storages
-from fsdplab.teaching.core.comm_log import WireLog
 from fsdplab.teaching.core.workspace import load_function
 from fsdplab.teaching.lessons.nb20_own_fully_shard.nets import Net, Sizes, TwinStep, batch, loss_of, twin_steps
 from fsdplab.teaching.lessons.nb20_own_fully_shard.steady_order import Order, exposed_ms, replayed
@@ -83,7 +83,7 @@ def shards(fully_shard: FullyShard, sizes: Sizes) -> Facts:
 def _told_of_shard(value: Any, right: Tensor) -> str:
     """What is wrong with a shard; "" where it is this rank's rows."""
     if tuple(value.placements) != (Shard(0),):
-        return f"placed as {', '.join(map(str, value.placements))}"
+        return f"placed as {', '.join(map(repr, value.placements))}"
     if value.requires_grad != right.requires_grad:
         return f"requires_grad={value.requires_grad}"
     if value.shape != right.shape:
@@ -126,7 +126,7 @@ def forwards(fully_shard: FullyShard, sizes: Sizes) -> Facts:
     outputs, tokens = [], batch(sizes, 0, dist.get_rank())[0]
     for number in (1, 2):
         watch.begin(dict(twin.named_parameters()), f"forward {number}")
-        with torch.no_grad(), WireLog() as log:
+        with torch.no_grad(), Order(net.block_bytes) as order:
             got, right = net(tokens), twin(tokens)
         outputs += [] if _near(got, right) else [f"forward {number}"]
         after = _no_dtensors(net)
@@ -134,15 +134,14 @@ def forwards(fully_shard: FullyShard, sizes: Sizes) -> Facts:
         for each in (net, twin):  # as an optimizer does: the next forward must see it
             for parameter in each.parameters():
                 parameter.data.mul_(1.5)
-    calls = [call.kind for call in log.calls]
     return {
         AT_USE: watch.wrong,
         OUTPUTS: outputs,
         SHARDED_AGAIN: after,
         STAYING: watch.staying,
-        KEPT: kept,
+        GATHERS: order.count("all_gather") - len(net.units),
         HELD: watch.too_many("forward"),
-        GATHERS: calls.count("all_gather") - len(net.units),
+        KEPT: kept,
     }
 
 
@@ -165,11 +164,13 @@ class Watch:
     def begin(self, right: dict[str, Tensor], when: str) -> None:
         """From now on units must have these parameters while they compute."""
         self._right = {name: value.detach().clone() for name, value in right.items()}
+        gc.collect()
         self._when, self._before = when, alive()
         self._net.told_to(self._probe)
 
     def kept(self) -> int:
         """Bytes in memory now that were not there when this began, unless they are less than half of a block."""
+        gc.collect()
         more = alive() - self._before
         return more if more > self._block / 2 else 0
 
@@ -217,7 +218,6 @@ def _is_whole(unit: nn.Module) -> bool:
 
 def alive() -> int:
     """Bytes of all tensors that this process can reach."""
-    gc.collect()
     return sum(storage.nbytes() for storage in living_storages(CPU).values())
 
 
@@ -266,47 +266,77 @@ def sgd(parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
 def trained(fully_shard: FullyShard, sizes: Sizes, steps: int = 3) -> Facts:
     """Steps of training beside the twin: losses, gradients, parameters, memory and messages of the last step."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    twin = twin_steps(sizes, ranks, steps, sgd)
     net, before = Net(sizes), dict(Net(sizes).named_parameters())
     sharded(net, fully_shard)
-    watch, optimizer = Watch(net, sizes), sgd(net.parameters())
-    losses, wrong, frozen, after, kept = [], [], [], list[str](), 0
-    for step, right in enumerate(twin):
+    watch, optimizer, found = Watch(net, sizes), sgd(net.parameters()), _Found([], [], [], [], [])
+    for step, right in enumerate(twin_steps(sizes, ranks, steps, sgd)):
         watch.begin(before, f"step {step}")
-        with WireLog() as log:
+        with Order(net.block_bytes) as order:
             loss = loss_of(net, *batch(sizes, step, rank))
             loss.backward()
-        losses += [] if abs(loss.item() - right.losses[rank]) <= NEAR * abs(right.losses[rank]) else [f"step {step}"]
-        after = after or _no_dtensors(net)
-        wrong += _wrong_gradients(net, right, step)
-        frozen += [name for name, value in net.named_parameters() if not value.requires_grad and value.grad is not None]
+        found.after_backward(net, step, right, loss.item())
         optimizer.step()
         optimizer.zero_grad()
+        found.after_step(net, step, right)
         kept, before = watch.kept(), right.parameters
-    told = _until_first_wrong_gradient(steps, wrong)
-    calls, trainable = [call.kind for call in log.calls], sizes.blocks + 1 - len(sizes.frozen)
+    told = _until_first_wrong(steps, [*found.gradients, *found.parameters])
     return {
+        FROZEN: found.frozen,
         AT_USE: told(watch.wrong),
-        LOSSES: told(losses),
-        SHARDED_AGAIN: after,
-        FROZEN: frozen,
-        GRADIENTS: wrong,
-        PARAMETERS: [] if after else _wrong_parameters(net, twin[-1].parameters),
+        LOSSES: told(found.losses),
+        SHARDED_AGAIN: found.whole,
+        GRADIENTS: told(found.gradients),
+        PARAMETERS: told(found.parameters),
         STAYING: watch.staying,
-        KEPT: kept,
+        GATHERS: gathers_beyond(order, sizes.blocks),
+        REDUCTIONS: order.count("reduce_scatter") - (sizes.blocks + 1 - len(sizes.frozen)),
         HELD: max(watch.too_many("forward"), watch.too_many("backward")),
-        GATHERS: calls.count("all_gather") - 2 * sizes.blocks - 1,
-        REDUCTIONS: calls.count("reduce_scatter") - trainable,
-        "_most": watch.most,
+        KEPT: kept,
         "_ranks": ranks,
     }
 
 
-def _until_first_wrong_gradient(steps: int, wrong: list[str]) -> Callable[[list[str]], list[str]]:
-    """What is told of the steps up to the first in which some rank has a wrong gradient: the rest follows from that."""
-    first = torch.tensor(
-        min((step for step in range(steps) if any(f"step {step}:" in each for each in wrong)), default=steps)
-    )
+@dataclass(frozen=True)
+class _Found:
+    """What differs from the twin: sentences with the parameter and the step."""
+
+    losses: list[str]
+    gradients: list[str]
+    parameters: list[str]
+    frozen: list[str]
+    whole: list[str]
+
+    def after_backward(self, net: Net, step: int, right: TwinStep, loss: float) -> None:
+        """Compare the loss and the gradients of a step."""
+        expected = right.losses[dist.get_rank()]
+        self.losses.extend([] if abs(loss - expected) <= NEAR * abs(expected) else [f"step {step}"])
+        self.whole.extend([] if self.whole else _no_dtensors(net))
+        self.gradients.extend(_wrong_gradients(net, right, step))
+        for name, value in net.named_parameters():
+            if not value.requires_grad and value.grad is not None:
+                self.frozen.append(f"{name}, step {step}")
+
+    def after_step(self, net: Net, step: int, right: TwinStep) -> None:
+        """Compare the shards with this rank's rows of the twin's parameters."""
+        for name, value in net.named_parameters():
+            whole = right.parameters[name]
+            if not isinstance(value, DTensor):
+                continue
+            what = f"{OTHER_SHAPE}, {list(value.shape)}" if value.shape != whole.shape else ""
+            if what := what or likeness(value.to_local(), pieces_of(whole)[dist.get_rank()]):
+                self.parameters.append(f"{name}, step {step}: {what}")
+
+
+def gathers_beyond(order: Order, blocks: int) -> int:
+    """All-gathers of a step beyond two of each block and one of the root; the last block may stay whole in between."""
+    count, most = order.count("all_gather"), 2 * blocks + 1
+    return count - most if count > most else min(0, count - (most - 1))
+
+
+def _until_first_wrong(steps: int, wrong: list[str]) -> Callable[[list[str]], list[str]]:
+    """What is told of the steps up to the first that leaves a rank with wrong values: the rest follows from that."""
+    mine = (step for step in range(steps) if any(f"step {step}:" in each for each in wrong))
+    first = torch.tensor(min(mine, default=steps))
     dist.all_reduce(first, dist.ReduceOp.MIN)
     return lambda told: [each for each in told if any(f"step {step}" in each for step in range(int(first) + 1))]
 
@@ -332,16 +362,9 @@ def _told_of_gradient(gradient: Any, mean: Tensor, others: dict[str, Tensor]) ->
     return likeness(gradient.to_local(), pieces_of(mean)[dist.get_rank()], others)
 
 
-def _wrong_parameters(net: Net, right: dict[str, Tensor]) -> list[str]:
-    found = []
-    for name, value in net.named_parameters():
-        what = likeness(value.full_tensor(), right[name])
-        found += [f"{name}: {what}"] if what else []
-    return found
-
-
 # ---- stage 4
 
+UNWAITED = "messages that nobody waits for"
 EXPOSED = {"forward": "ms exposed in forward, too many", "backward": "ms exposed in backward, too many"}
 MOST_EXPOSED_MS = {"forward": 3.6, "backward": 6.6}  # the first gathers; another, and the last reductions
 
@@ -355,6 +378,7 @@ def ordered(fully_shard: FullyShard, sizes: Sizes) -> Facts:
     bars = replayed(order.moments)
     over = {EXPOSED[phase]: exposed_ms(bars, phase) - most for phase, most in MOST_EXPOSED_MS.items()}
     return {
+        UNWAITED: order.unwaited(),
         **{name: round(max(0.0, ms), 1) for name, ms in over.items()},
         HELD: max(watch.too_many("forward"), watch.too_many("backward")),
         "_leaderboard": {"exposed_ms": round(exposed_ms(bars), 1)},

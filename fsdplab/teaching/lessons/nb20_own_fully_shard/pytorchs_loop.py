@@ -18,7 +18,6 @@ from torch.nn.utils import clip_grad_norm_
 from fsdplab.profiling import MemoryRecorder
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.prediction import predict
-from fsdplab.teaching.core.comm_log import WireLog
 from fsdplab.teaching.lessons.nb20_own_fully_shard.on_ranks import (
     GATHERS,
     LOSSES,
@@ -27,8 +26,10 @@ from fsdplab.teaching.lessons.nb20_own_fully_shard.on_ranks import (
     REDUCTIONS,
     Facts,
     FullyShard,
+    gathers_beyond,
     likeness,
 )
+from fsdplab.teaching.lessons.nb20_own_fully_shard.steady_order import Order
 from fsdplab.workloads import ByteText, block_types, build_model, loss_of
 from fsdplab.workloads.twin import replay_gradients
 
@@ -65,8 +66,8 @@ def in_pytorchs_loop(fully_shard: FullyShard) -> Facts:
         NORMS: [f"step {step}" for step in range(STEPS) if apart[step][1] and not apart[step][0]],
         AFTER_LOADING: [f"step {step}" for step in range(SAVED_AFTER, STEPS) if apart[step][0]],
         PARAMETERS: second.wrong_parameters(twin.model),
-        GATHERS: first.calls.count("all_gather") - 2 * units + 1,
-        REDUCTIONS: first.calls.count("reduce_scatter") - units,
+        GATHERS: gathers_beyond(first.order, units - 1),
+        REDUCTIONS: first.order.count("reduce_scatter") - units,
     }
     del first, second
     gc.collect()  # a model under hooks is garbage in cycles
@@ -82,15 +83,13 @@ class _Trained:
         for unit in self.units:
             fully_shard(unit)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, fused=True)
-        self.calls: list[str] = []
 
     def step(self, text: ByteText, step: int, batch_size: int = 2, length: int = 32) -> tuple[float, float]:
         """One step: (this rank's loss, the norm of all gradients)."""
         given = text.batch(step, dist.get_rank(), dist.get_world_size(), batch_size, length, seed=0)
-        with WireLog() as log:
+        with Order(1) as self.order:
             loss = loss_of(self.model, *given)
             loss.backward()
-        self.calls = [call.kind for call in log.calls]
         norm = _number(clip_grad_norm_(self.model.parameters(), 1.0)) if self.clipped else 0.0
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -175,7 +174,10 @@ def _memory(fully_shard: FullyShard, text: ByteText) -> Facts:
         "_held": dict(held),
         "_peak": peak,
         "_lab": lab.peak_bytes,
-        "_leaderboard": {"peak_mb": round(peak / 1e6, 1), "collectives": len(trained.calls)},
+        "_leaderboard": {
+            "peak_mb": round(peak / 1e6, 1),
+            "collectives": trained.order.count("all_gather") + trained.order.count("reduce_scatter"),
+        },
     }
 
 

@@ -22,16 +22,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 FORWARD_MS, BACKWARD_MS = 4.0, 8.0  # of a block; the root's embedding and head take half of it
 MESSAGE_MS = 3.0  # of a block's all-gather or reduce-scatter
-_GATHERS = (
-    "all_gather_single",
-    "_allgather_base",
-    "allgather",
-    "allgather_into_tensor_coalesced",
-    "allgather_coalesced",
-)
-_REDUCTIONS = (
-    "reduce_scatter_single", "_reduce_scatter_base", "reduce_scatter", "reduce_scatter_tensor_coalesced", "allreduce",
-)  # fmt: skip
+_CALLS = {  # methods of a process group, of this torch and of others
+    "all_gather": (
+        "all_gather_single", "_allgather_base", "allgather", "allgather_into_tensor_coalesced", "allgather_coalesced",
+    ),
+    "reduce_scatter": (
+        "reduce_scatter_single", "_reduce_scatter_base", "reduce_scatter", "reduce_scatter_tensor_coalesced",
+    ),
+    "all_reduce": ("allreduce", "allreduce_coalesced"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class Order(TorchDispatchMode):
         self._issued = 0
 
     def __enter__(self) -> Order:
-        for kind, names in (("all_gather", _GATHERS), ("reduce_scatter", _REDUCTIONS)):
+        for kind, names in _CALLS.items():
             for name in names:
                 if call := getattr(dist.ProcessGroup, name, None):
                     self._until_end.enter_context(mock.patch.object(dist.ProcessGroup, name, self._noted(call, kind)))
@@ -74,6 +73,15 @@ class Order(TorchDispatchMode):
     def computed(self, phase: str, unit: str, module: nn.Module) -> None:
         """A unit begins to compute."""
         self.moments.append(Moment(phase, unit))
+
+    def count(self, kind: str) -> int:
+        """How often a collective was called: `order.count("all_gather")`."""
+        return sum(moment.what == "issue" and moment.name == kind for moment in self.moments)
+
+    def unwaited(self) -> list[str]:
+        """The kinds of the messages that nobody waited for, one each."""
+        waited = {moment.number for moment in self.moments if moment.what == "wait"}
+        return [each.name for each in self.moments if each.what == "issue" and each.number not in waited]
 
     def _noted(self, call: Callable[..., Any], kind: str) -> Callable[..., Any]:
         @functools.wraps(call)
@@ -96,11 +104,13 @@ class Order(TorchDispatchMode):
         name = func.__name__.split(".")[0]
         if func.namespace != "_c10d_functional":
             return func(*args, **(kwargs or {}))
-        begun = self._functional.pop(args[0].data_ptr(), None) if name == "wait_tensor" else None
+        begun = (
+            self._functional.pop(getattr(args[0], "elem", args[0]).data_ptr(), None) if name == "wait_tensor" else None
+        )
         if begun:
             self._wait(*begun)
         made = func(*args, **(kwargs or {}))
-        for kind in ("all_gather", "reduce_scatter"):
+        for kind in _CALLS:
             if name.startswith(kind):
                 self._functional[made.data_ptr()] = kind, self._issue(kind, (args[0], made))
         return made

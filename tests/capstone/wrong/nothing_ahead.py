@@ -1,0 +1,5 @@
+"""20.overlap: before this unit computes"""
+
+
+def ahead(unit, order):
+    pass
