@@ -1,7 +1,7 @@
 """Notebook 20: learners' files, right and wrong, in every stage; the steady clock; a class's leaderboard.
 
-A learner's file is `capstone/base.py` with the functions of one file in `capstone/right` or `capstone/wrong` in place of
-its own. A wrong one's docstring says in which stage it fails first, and what the report must say.
+A learner's file is `capstone/base.py` with the functions of one file in `capstone/right` or `capstone/wrong` in place
+of its own. A wrong one's docstring says in which stage it fails first, and what the report must say.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ STEP = [
 
 
 def test_the_steady_clock_by_hand():
-    """Gather 0 to 3; forwards 3 to 7 and 7 to 11 (the second gather from 3 to 6); backwards to 27, the reduction to 22."""
+    """Gathers 0 to 3 and 3 to 6; forwards 3 to 7 and 7 to 11; backwards 11 to 19 and to 27, the reduction 19 to 22."""
     bars = replayed(STEP)
     assert [(bar.start, bar.end) for bar in bars if bar.lane == "compute"] == [(3, 7), (7, 11), (11, 19), (19, 27)]
     assert exposed_ms(bars) == 3 == exposed_ms(bars, "forward") and exposed_ms(bars, "backward") == 0

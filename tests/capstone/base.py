@@ -1,4 +1,4 @@
-"""A right fully_shard in functions, as a learner might write it. The files in `right` and `wrong` replace some of them."""
+"""A right fully_shard in functions, as a learner might write it; files in `right` and `wrong` replace some of them."""
 
 from types import SimpleNamespace
 

@@ -60,7 +60,9 @@ def sharded(net: Net, fully_shard: FullyShard) -> Any:
 
 def shards(fully_shard: FullyShard, sizes: Sizes) -> Facts:
     """A net right after it was sharded: kinds, names, rows, values and bytes of its parameters."""
-    net, right = Net(sizes), dict(Net(sizes).named_parameters())
+    right = dict(Net(sizes).named_parameters())
+    before = alive()
+    net = Net(sizes)
     returned = sharded(net, fully_shard)
     found = dict(net.named_parameters())
     missing = [name for name in right if name not in found] + [f"{name} (new)" for name in found if name not in right]
@@ -71,12 +73,13 @@ def shards(fully_shard: FullyShard, sizes: Sizes) -> Facts:
     }
     if missing or facts[NO_DTENSOR]:
         return facts | {WRONG_SHARDS: [], WRONG_WHOLES: [], KEPT: 0}
+    kept = _kept(net, before)
     told = {name: _told_of_shard(value, right[name]) for name, value in found.items()}
     wholes = {name: value.full_tensor().detach() for name, value in found.items()}
     return facts | {
         WRONG_SHARDS: [f"{name}: {what}" for name, what in told.items() if what],
         WRONG_WHOLES: [name for name in right if not _near(wholes[name], right[name])],
-        KEPT: _kept(net) if not any(told.values()) else 0,
+        KEPT: kept if not any(told.values()) else 0,
     }
 
 
@@ -104,11 +107,11 @@ def pieces_of(whole: Tensor) -> list[Tensor]:
     return [*pieces, *[whole[:0]] * (dist.get_world_size() - len(pieces))]
 
 
-def _kept(net: nn.Module) -> int:
-    """Bytes of the storages behind the parameters beyond their shards' own."""
-    storages = {value.to_local().untyped_storage().data_ptr(): value.to_local() for value in _dtensors(net)}
-    have = sum(local.untyped_storage().nbytes() for local in storages.values())
-    return max(0, have - sum(value.to_local().numel() * 4 for value in _dtensors(net)))
+def _kept(net: Net, before: int) -> int:
+    """Bytes beyond the shards: behind the parameters, as views keep them, or of tensors that something else holds."""
+    gc.collect()
+    more = alive() - before - sum(value.to_local().numel() * 4 for value in _dtensors(net))
+    return more if more > net.block_bytes / 2 else 0
 
 
 def _dtensors(net: nn.Module) -> list[DTensor]:
