@@ -16,11 +16,11 @@ from fsdplab.figures import alt_text
 from fsdplab.sessions import RanksFailed
 from fsdplab.teaching import own_engine
 from fsdplab.teaching.__main__ import main
-from fsdplab.teaching.authoring import leaderboard
 from fsdplab.teaching.core import checking, diagnosis, registry, run_submission
 from fsdplab.teaching.core.exercise_file import Exercise
 from fsdplab.teaching.core.verdicts import Feedback
 from fsdplab.teaching.core.workspace import Workspace
+from fsdplab.teaching.lessons.nb20_own_fully_shard import leaderboard
 from fsdplab.teaching.lessons.nb20_own_fully_shard.steady_order import (
     Moment,
     exposed_ms,

@@ -25,6 +25,7 @@ from fsdplab.teaching.lessons.nb06_whole_model import schedules, units
 from fsdplab.teaching.lessons.nb07_overlap import on_ranks as hidden
 from fsdplab.teaching.lessons.nb11_shoot_out import on_ranks as shoot_out
 from fsdplab.teaching.lessons.nb14_failures import faults
+from fsdplab.teaching.lessons.nb20_own_fully_shard import nets, pytorchs_loop, steady_order
 from fsdplab.workloads import build_model, preset
 
 NOTEBOOKS = {
@@ -87,6 +88,13 @@ def unit_mb(name: str) -> float:
 def reached() -> float:
     """FLOP/s that the planner takes an H100 to reach."""
     return hiding.reached(hiding.target())[0]
+
+
+def root_messages_ms() -> float:
+    """The root's gather and reduction in notebook 20's step of four blocks."""
+    net = nets.Net(nets.Sizes(blocks=4))
+    everything = sum(4 * value.numel() for value in net.parameters())
+    return 2 * steady_order.MESSAGE_MS * (everything - 4 * net.block_bytes) / net.block_bytes
 
 
 LINK = "the text's own example, a payload or a batch that the next cells take"
@@ -161,6 +169,12 @@ SOURCES: dict[str, dict[str, Source]] = {
         "70 billion": given(70, "the model's name"), "70.6 billion": LARGE / 1e9, "8 billion": LLAMA / 1e9,
         "80 GiB": H100.memory_bytes / 2**30, "80 GB": given(80, "the card's name"), "100 billion": sizing.TOKENS / 1e9,
         "4 million": sizing.STEP_TOKENS / 1e6, "16 bytes": STATES,
+    },
+    "20": {
+        "4 ms": steady_order.FORWARD_MS, "8 ms": steady_order.BACKWARD_MS, "3 ms": steady_order.MESSAGE_MS,
+        "12 ms": steady_order.FORWARD_MS + steady_order.BACKWARD_MS,
+        "6 ms": (steady_order.FORWARD_MS + steady_order.BACKWARD_MS) / 2, "1.0 ms": root_messages_ms,
+        "10 %": 100 * (pytorchs_loop.MARGIN - 1),
     },
     "21": {
         "8 bytes": ADAM, "2 bytes": BF16, "21.6 million": SMALL / 1e6, "86.4 MB": mb(SMALL, ADAM) / 2,

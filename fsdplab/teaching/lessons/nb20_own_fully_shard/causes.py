@@ -77,7 +77,7 @@ OF_SHARDS: dict[str, Any] = {
     NO_DTENSOR: _not_sharded,
     WRONG_SHARDS: _wrong_shards,
     WRONG_WHOLES: lambda got, right: f"{some(got[WRONG_WHOLES])}: each rank's rows in rank order",
-    KEPT: "a chunk is a view of the whole, whose memory stays as long as the view: clone it, and keep nothing of the whole",
+    KEPT: "a chunk is a view of the whole, whose memory stays as long: clone it, and keep nothing of the whole",
 }
 
 

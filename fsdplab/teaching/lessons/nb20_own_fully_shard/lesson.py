@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from fsdplab.figures.lanes import Span, lane, named_axis
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import LANE_COLOURS, titled
-from fsdplab.teaching.authoring.leaderboard import STAGES, code_lines
 from fsdplab.teaching.core.checking import solution_file
 from fsdplab.teaching.core.course_state import current
 from fsdplab.teaching.core.display import Table, table
@@ -22,6 +21,7 @@ from fsdplab.teaching.core.registry import find
 from fsdplab.teaching.core.waiting import doing
 from fsdplab.teaching.core.workspace import fingerprint
 
+from .leaderboard import STAGES, code_lines
 from .steady_order import Bar, Moment, exposed_ms, replayed, waited_for_at_once
 
 __all__ = ["StepOrder", "order", "standing"]

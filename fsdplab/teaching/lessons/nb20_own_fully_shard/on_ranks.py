@@ -61,6 +61,7 @@ def sharded(net: Net, fully_shard: FullyShard) -> Any:
 def shards(fully_shard: FullyShard, sizes: Sizes) -> Facts:
     """A net right after it was sharded: kinds, names, rows, values and bytes of its parameters."""
     right = dict(Net(sizes).named_parameters())
+    gc.collect()
     before = alive()
     net = Net(sizes)
     returned = sharded(net, fully_shard)
