@@ -18,7 +18,7 @@ from fsdplab.figures.outlook import outlook_of
 from fsdplab.planning.hardware import find_gpu
 from fsdplab.planning.links import parse_link
 from fsdplab.sessions import steady_card
-from fsdplab.teaching import accounting, hiding, reading, sizing
+from fsdplab.teaching import accounting, hiding, judging, reading, sizing
 from fsdplab.teaching import overlapping_axes as axes
 from fsdplab.teaching.core import registry
 from fsdplab.teaching.lessons.nb06_whole_model import schedules, units
@@ -163,8 +163,13 @@ SOURCES: dict[str, dict[str, Source]] = {
         "3 GB/s": given(3, "the slider's first"), "43 MB": mb(SMALL) / 2,
     },
     "14": {"60 ms": lambda: 1e3 * float(faults.FAULTS["one slow rank"].injected.partition("sleep(")[2][:4])},
+    "15": {
+        "21.6 million": SMALL / 1e6, "86 MB": FP32 * SMALL / 1e6, "70 billion": given(70, "an example"),
+        "280 GB": FP32 * 70, "12 bytes": FP32 + ADAM,
+    },
     "16": {"90 %": given(90, "a question")},
     "17": {"70 billion": given(70, "an example"), "140 GB": 70 * BF16},
+    "18": {"29 %": lambda: 100 * judging.root_part("gpt-tiny")},
     "19": {
         "70 billion": given(70, "the model's name"), "70.6 billion": LARGE / 1e9, "8 billion": LLAMA / 1e9,
         "80 GiB": H100.memory_bytes / 2**30, "80 GB": given(80, "the card's name"), "100 billion": sizing.TOKENS / 1e9,

@@ -51,8 +51,8 @@ def names() -> list[str]:
 
 def changed_line(name: str) -> str:
     """The lines of the job that a fault changes: `-` as they are, `+` what stands there instead."""
-    lines = (FAULTS[each].source().splitlines() for each in ("none", name))
-    changes = [line for line in difflib.ndiff(*lines) if line[:2] in ("- ", "+ ")]
+    sound, faulty = (FAULTS[each].source().splitlines() for each in ("none", name))
+    changes = [line for line in difflib.ndiff(sound, faulty) if line[:2] in ("- ", "+ ")]
     return "\n".join(changes)
 
 

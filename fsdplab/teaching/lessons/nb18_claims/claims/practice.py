@@ -78,9 +78,7 @@ def _(measured: Measured) -> Finding:
     return confirmed_if(drive["equal"] and experts < 1e-4, text)
 
 
-@claim(
-    CLAIMS, "C32", "Not all custom layers are compatible with FSDP.", "measured", "17_to_fully_shard"
-)
+@claim(CLAIMS, "C32", "Not all custom layers are compatible with FSDP.", "measured", "17_to_fully_shard")
 def _(measured: Measured) -> Finding:
     layers = measured["layers"]
     text = (
