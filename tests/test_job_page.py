@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,15 @@ def test_a_page_of_one_job_advises_no_run_of_the_lab_and_compares_it_with_nothin
     assert "--engines lab" not in page and "world_size=2" not in page
     assert "Which runs are worth choosing" not in page and "Difference to" not in page
     assert "sends 12.0 MB a step" in page
+
+
+def test_a_job_that_shards_no_parameters_has_no_sharded_ones(tmp_path: Path) -> None:
+    """DDP's parameters were called sharded; FSDP2's are."""
+    peak = Peak(24_100_000, {"sharded_parameters": 24_100_000})
+    for strategy, there in (("no_shard", False), ("full_shard", True)):
+        record = job(tmp_path, peak_memory_bytes=peak)
+        record.spec["strategy"] = strategy
+        assert bool(re.search("(?<!un)sharded parameters", page_of(record))) == there, strategy
 
 
 def test_exposed_time_is_not_set_beside_a_step_that_is_shorter(tmp_path: Path) -> None:

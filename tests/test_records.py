@@ -309,7 +309,13 @@ def test_the_comparison_has_exactly_the_promised_fields(tmp_path: Path) -> None:
         "bytes_per_step", "collectives_per_step", "exposed_s", "on_link_s", "copying_s", "waiting_s", "no_core_s",
         "overlap", "blocked_s",
     }  # fmt: skip
-    assert first["predicted"].keys() == {"peak_memory_bytes", "comm_bytes_per_step", "step_time_s"}
+    assert first["predicted"].keys() == {
+        "peak_memory_bytes",
+        "comm_bytes_per_step",
+        "step_time_s",
+        "step_scatter",
+        "step_from",
+    }
     assert first["matches_reference"] is True and second["matches_reference"] is False
     assert comparison_json(runs)["runs"][0]["matches_reference"] is None
     json.dumps(comparison)

@@ -7,8 +7,9 @@ a new row is a new strategy everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 STATES = ("parameters", "gradients", "optimizer")  # the three model states of ZeRO
 
@@ -69,6 +70,17 @@ class CategoryRow:
     def title(self) -> str:
         """`sharded parameters` for `sharded_parameters`."""
         return self.name.replace("_", " ")
+
+
+def category_titles(runs: Iterable[Mapping[str, Any]]) -> dict[str, str]:
+    """The title of each category on pages of runs with these specs: of jobs that shard no parameters these are
+    `parameters`.
+    """
+    titles = {name: row.title for name, row in CATEGORY_ROWS.items()}
+    specs = list(runs)
+    rows = [STRATEGY_ROWS.get(str(each.get("strategy"))) for each in specs if each.get("job")]
+    whole = [row is not None and "parameters" not in row.cuts for row in rows]
+    return {**titles, "sharded_parameters": "parameters"} if specs and whole == [True] * len(specs) else titles
 
 
 # in the order of ZeRO's stages

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdplab.common.names import CATEGORY_ROWS, IN_GROUPS, SAVES_MOST, STRATEGY_ROWS, strategies_that
+from fsdplab.common.names import CATEGORY_ROWS, IN_GROUPS, SAVES_MOST, STRATEGY_ROWS, category_titles, strategies_that
 from fsdplab.common.sizes import percent, seconds, size
 from fsdplab.profiling.arrivals import too_few_steps
 from fsdplab.profiling.step_facts import Claim, StepFacts, Unclaimed, ahead, beside, by_rank, of_ranks, step_facts
@@ -435,7 +435,7 @@ def _peak(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
         return None
     name = max(split, key=split.__getitem__)
     values = {"total": size(total), "bytes": size(split[name]), "part": percent(split[name] / total)}
-    values |= {"category": CATEGORY_ROWS[name].title, "smaller": _smaller(facts.spec, name)}
+    values |= {"category": category_titles([facts.spec])[name], "smaller": _smaller(facts.spec, name)}
     kept = facts.record.summary.workspace_bytes
     values["besides"] = f" cuBLAS keeps {size(kept)} of scratch memory besides, which is not counted." if kept else ""
     return Fact(kind, 0.0, "memory", values=values)

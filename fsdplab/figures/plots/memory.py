@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from fsdplab.common.names import category_titles
 from fsdplab.common.sizes import size
 from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.fastest import listed
@@ -37,7 +38,9 @@ def memory_by_category(runs: Runs) -> go.Figure:
     far = [card for card in cards if card > 2.5 * max(known(run.peak) for run in shown)]  # bars would be tiny beside it
     emulated = any(run.card_emulated for run in shown)
     levels = {card_words(card, emulated): card / MB for card in cards if card not in far}
-    figure = stacked_bars(ends, _parts(splits), "peak memory of the worst rank (MB)", levels=levels, alarming=over)
+    figure = stacked_bars(
+        ends, _parts(splits, shown), "peak memory of the worst rank (MB)", levels=levels, alarming=over
+    )
     where = f"{how_and_where(shown)}, split at the instant of the peak{_emulated(shown)}"
     if far and _emulated(shown):
         where += f" and holds {size(far[0])}, beyond this axis"
@@ -53,10 +56,11 @@ def _over(run: RunView) -> str:
     return "out of memory" if run.status == "out_of_memory" else OVER
 
 
-def _parts(splits: Sequence[Mapping[str, int]]) -> list[Part]:
-    """The categories that at least one of the bars holds, in MB."""
+def _parts(splits: Sequence[Mapping[str, int]], shown: Sequence[RunView] = ()) -> list[Part]:
+    """The categories that at least one of the bars holds, in MB, as they are called of these runs."""
+    names = category_titles(run.spec for run in shown)
     held = [name for name in (*CATEGORIES, UNSPLIT) if any(split.get(name) for split in splits)]
-    looks = [(CATEGORY_NAMES.get(name, name), CATEGORY_COLOURS.get(name, _UNSPLIT_COLOUR)) for name in held]
+    looks = [(names.get(name, name), CATEGORY_COLOURS.get(name, _UNSPLIT_COLOUR)) for name in held]
     return [Part(*look, [split.get(name, 0) / MB for split in splits]) for look, name in zip(looks, held)]
 
 
@@ -70,7 +74,7 @@ def _mostly(run: RunView) -> str:
     if not any(run.split.values()):
         return over
     largest = max(run.split, key=lambda name: run.split[name])
-    return f", mostly {CATEGORY_NAMES.get(largest, largest)} ({size(run.split[largest])}){over}"
+    return f", mostly {category_titles([run.spec]).get(largest, largest)} ({size(run.split[largest])}){over}"
 
 
 def _finding(shown: list[RunView]) -> str:
@@ -128,7 +132,7 @@ def memory_timeline(record: RunRecord, rank: int = 0) -> go.Figure:
     run = view(record)
     times = [float(row["time_ns"]) / MS for row in rows]
     totals = [total(row) for row in rows]
-    figure = go.Figure(bands(rows, times))
+    figure = go.Figure(bands(rows, times, category_titles([run.spec])))
     top = max(range(len(rows)), key=totals.__getitem__)
     figure.add_trace(peak(times[top], totals[top] / MB))
     words = dict(text=f"<b>peak {size(totals[top])}</b>", showarrow=False, yshift=18, font=dict(color=ALARM))
@@ -148,11 +152,13 @@ def total(row: Row) -> float:
     return sum(float(row[name]) for name in CATEGORIES)
 
 
-def bands(rows: list[Row], times: list[float], **more: str) -> list[go.Scatter]:
+def bands(
+    rows: list[Row], times: list[float], names: Mapping[str, str] = CATEGORY_NAMES, **more: str
+) -> list[go.Scatter]:
     """The stack of the categories that the rows hold, in MB; each holds its level until the next event."""
     found = []
     for category in (name for name in CATEGORIES if any(float(row[name]) for row in rows)):
-        name, colour = CATEGORY_NAMES[category], CATEGORY_COLOURS[category]
+        name, colour = names[category], CATEGORY_COLOURS[category]
         edge = line(name, colour, times, [float(row[category]) / MB for row in rows], 0.6, line_shape="hv", **more)
         hover = f"{name}: %{{y:.1f}} MB<extra></extra>"
         found.append(edge.update(stackgroup="memory", fillcolor=colour, hovertemplate=hover))

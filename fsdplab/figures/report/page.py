@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
+from fsdplab.common.names import category_titles
 from fsdplab.common.sizes import percent, seconds, size
 from fsdplab.common.words import MISSING
 from fsdplab.figures.conclusion import change_words, clock_words, conclusion
@@ -27,16 +28,7 @@ from fsdplab.figures.report.parts import comparison_table, drawn, folded, number
 from fsdplab.figures.report.tabs import not_in_traces, tabbed
 from fsdplab.figures.style import on_page
 from fsdplab.figures.table import SHORT, WRAPPED, beside, legend, mood, predicted_step, step_of, told
-from fsdplab.figures.view import (
-    CATEGORY_NAMES,
-    STEADY_CARD,
-    Runs,
-    RunView,
-    provenance,
-    ranks_and_device,
-    views,
-    with_verdicts,
-)
+from fsdplab.figures.view import STEADY_CARD, Runs, RunView, provenance, ranks_and_device, views, with_verdicts
 from fsdplab.records import CATEGORIES, RunRecord, Spread, drift_sentence
 
 if TYPE_CHECKING:
@@ -167,7 +159,8 @@ def _peaks(shown: Sequence[RunView]) -> Markup:
     if all(run.traced for run in shown):
         return Markup("")
     rows = [[run.label, *(size(run.split.get(name)) for name in CATEGORIES)] for run in shown]
-    return part("wide", body=number_table(["run", *map(CATEGORY_NAMES.__getitem__, CATEGORIES)], rows))
+    names = category_titles(run.spec for run in shown)
+    return part("wide", body=number_table(["run", *map(names.__getitem__, CATEGORIES)], rows))
 
 
 def _steps(shown: Sequence[RunView]) -> Markup:
