@@ -15,8 +15,9 @@ from fsdplab.figures.conclusion import conclusion
 from fsdplab.figures.table import cells
 from fsdplab.figures.view import view
 from fsdplab.profiling.vocabulary import words_of
-from fsdplab.records import RunRecord, Spread, Summary, comparison_json
+from fsdplab.records import TABLES, RunRecord, Spread, Summary, comparison_json
 from fsdplab.records.summary import Comm, Peak, Profile
+from tests.browser import CHROMIUM, needs_chromium
 
 pytestmark = pytest.mark.quick
 
@@ -79,6 +80,26 @@ def test_a_job_that_shards_no_parameters_has_no_sharded_ones(tmp_path: Path) -> 
         record = job(tmp_path, peak_memory_bytes=peak)
         record.spec["strategy"] = strategy
         assert bool(re.search("(?<!un)sharded parameters", page_of(record))) == there, strategy
+
+
+@needs_chromium
+def test_a_long_argument_in_a_remedy_is_broken_on_a_phone(tmp_path: Path) -> None:
+    """`TrainingArguments(per_device_train_batch_size=` made the page 439 px wide at 390."""
+    from playwright.sync_api import sync_playwright
+
+    record = job(tmp_path, cpu_share=0.5)  # of which memory alone is found
+    record.spec["trainer"] = "Trainer"
+    record.tables["breakdown"] = [{**dict.fromkeys(TABLES["breakdown"], 0), "step_ns": 10**6, "other_ns": 10**6}]
+    page_file = tmp_path / "page.html"
+    page_file.write_text(comparison_page(comparison_json([record]), [record]), encoding="utf-8")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        phone = browser.new_page(viewport={"width": 390, "height": 800})
+        phone.goto(page_file.as_uri())
+        phone.click("[data-panel=panel-Diagnosis]")
+        assert "TrainingArguments(" in phone.locator(".finding").last.inner_text()
+        assert phone.evaluate("document.documentElement.scrollWidth") <= 390
+        browser.close()
 
 
 def test_exposed_time_is_not_set_beside_a_step_that_is_shorter(tmp_path: Path) -> None:
