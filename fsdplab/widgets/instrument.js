@@ -313,7 +313,7 @@ function render({ model, el }) {
     tokens.show(asked, preset, answer);
     sequence.show(asked, preset, answer);
     tokens.node.hidden = offers.own_batches.includes(asked.choices.model);
-    sequence.node.hidden = tokens.node.hidden || offers.fixed.includes("sequence_length");
+    sequence.node.hidden = tokens.node.hidden || (preset.measured && offers.fixed.includes("sequence_length"));
     faster.replaceChildren(...["A", "B", "equal"].map((each) => element("button", { type: "button", "aria-pressed": String(asked.guess.faster === each), onclick: () => guess({ faster: each, memory: memory.value }) }, each)));
     if (document.activeElement !== memory) memory.value = asked.guess.memory;
     for (const field of root.querySelectorAll("[data-of]")) field.classList.toggle("fl-wrong", field.dataset.of.split(" ")[0] in (answer.errors ?? {}));
