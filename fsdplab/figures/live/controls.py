@@ -13,7 +13,7 @@ from fsdplab.planning.plan_spec import CHECKPOINTINGS, LOSSES, OPTIMIZERS, PlanS
 from fsdplab.planning.planner import plan_spec
 from fsdplab.workloads.shapes import SHAPES
 
-USUAL = "usual of this GPU"  # of the network: what the table of GPUs has
+USUAL = "usual"  # of the network: what the table of GPUs has
 _FEWEST_LAYERS = 12  # of a model that is offered: smaller ones are the lab's own, for CPUs
 _MODEL, _GPU = "llama-3.1-8b", "h100-80gb"  # those of `fsdplab plan`
 
@@ -49,17 +49,18 @@ def controls() -> tuple[Control, ...]:
         Control("model", "Model", models, _MODEL),
         Control("gpu", "GPU", tuple(map(short_name, GPUS)), _GPU),
         _of_a_field("gpus", "GPUs", _powers(1, 16_384)),
-        Control("network", "Network between nodes", (USUAL, *NETWORKS), USUAL),
+        Control("network", "Network", (USUAL, *NETWORKS), USUAL),
         _of_a_field("strategy", "Strategy", STRATEGIES),
         _of_a_field(
-            "micro_batch", "Sequences of a micro-batch", (*map(str, range(1, 9)), "12", "16", "24", "32", "64")
+            "micro_batch", "Micro-batch", (*map(str, range(1, 9)), "12", "16", "24", "32", "64")
         ),
-        _of_a_field("seq", "Tokens of a sequence", _powers(512, 131_072)),
+        _of_a_field("seq", "Sequence (tokens)", _powers(512, 131_072)),
         _of_a_field("checkpointing", "Recomputation", CHECKPOINTINGS),
         _of_a_field("loss", "Loss", LOSSES),
         _of_a_field("tensor_parallel", "Tensor parallel", _powers(1, 8), folded=True),
         _of_a_field("context_parallel", "Context parallel", _powers(1, 8), folded=True),
         _of_a_field("pipeline_parallel", "Stages of a pipeline", _powers(1, 16), folded=True),
+        _of_a_field("expert_parallel", "Expert parallel", _powers(1, 8), folded=True),
         _of_a_field("grad_accum", "Micro-batches of a step", _powers(1, 64), folded=True),
         _of_a_field("prefetch", "Units gathered ahead", tuple(map(str, range(5))), folded=True),
         _of_a_field("optimizer", "Optimizer", tuple(OPTIMIZERS), folded=True),
