@@ -141,3 +141,12 @@ def test_a_leaderboard_of_a_class(tmp_path, monkeypatch, capsys):
 
 def test_a_folder_without_files_is_refused(tmp_path, capsys):
     assert main(["leaderboard", str(tmp_path)]) == 2 and "give the class's folder" in capsys.readouterr().err
+
+
+def test_a_stage_that_passed_counts_until_the_file_changes(tmp_path):
+    workspace = Workspace(tmp_path / "my_fsdp")
+    workspace.save(leaderboard.WHOLE, "one = 1")
+    workspace.note_pass("20.shards", "one = 1", leaderboard.WHOLE)
+    assert workspace.has_passed("20.shards") and not workspace.has_passed("20.forward")
+    workspace.save(leaderboard.WHOLE, "two = 2")
+    assert not workspace.has_passed("20.shards")

@@ -125,9 +125,9 @@ class Workspace:
         self._note(exercise, failed_tries=tries)
         return tries
 
-    def note_pass(self, exercise: str, source: str) -> None:
-        """Remember that this very source passed its check."""
-        self._note(exercise, passed=fingerprint(source))
+    def note_pass(self, exercise: str, source: str, written: str = "") -> None:
+        """Remember that this very source passed its check; of a stage, `written` is the exercise whose file it is."""
+        self._note(exercise, passed=fingerprint(source), **({"written": written} if written else {}))
 
     def note_right_answer(self, question: str, answer: str) -> None:
         """Remember the right answer to a question, as it was given."""
@@ -139,8 +139,9 @@ class Workspace:
 
     def has_passed(self, exercise: str) -> bool:
         """Whether the source that is saved now is one that passed."""
-        source = self.source_of(exercise)
-        return source is not None and self.read("progress.json").get(exercise, {}).get("passed") == fingerprint(source)
+        noted = self.read("progress.json").get(exercise, {})
+        source = self.source_of(noted.get("written", exercise))
+        return source is not None and noted.get("passed") == fingerprint(source)
 
     def _note(self, exercise: str, **news: object) -> None:
         progress = self.read("progress.json")

@@ -19,7 +19,6 @@ from fsdplab.teaching.core.in_use import whose
 from fsdplab.teaching.core.lesson_ranks import LessonRanks
 from fsdplab.teaching.core.registry import find
 from fsdplab.teaching.core.waiting import doing
-from fsdplab.teaching.core.workspace import fingerprint
 
 from .leaderboard import STAGES, code_lines
 from .steady_order import Bar, Moment, exposed_ms, replayed, waited_for_at_once
@@ -101,10 +100,9 @@ def _lane(kind: str, bars: Sequence[Bar]) -> go.Bar:
 def standing() -> Table:
     """Which stages the file passes as it is now, and how many lines it has."""
     workspace = current().workspace
-    source, passed = workspace.source_of(WHOLE), workspace.read("progress.json")
-    rows = []
-    for stage in STAGES:
-        of_this = source is not None and passed.get(stage, {}).get("passed") == fingerprint(source)
-        rows.append([stage, find(stage, Exercise).title, "passed" if of_this else "open"])
+    source = workspace.source_of(WHOLE)
+    rows = [
+        [stage, find(stage, Exercise).title, "passed" if workspace.has_passed(stage) else "open"] for stage in STAGES
+    ]
     lines = f"{code_lines(source)} lines of code" if source else "no file yet"
     return table(["check", "", "this file"], rows, f"my_fsdp/{WHOLE}.py: {lines}.")
