@@ -30,6 +30,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "17": costs.dialects,
     "18": costs.statement,
     "19": costs.sizing_a_job,
+    "20": engine.two_forms,
     "21": engine.owners,
 }
 

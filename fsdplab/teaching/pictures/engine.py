@@ -211,6 +211,30 @@ def units_in_turn() -> Picture:
     )
 
 
+def two_forms() -> Picture:
+    """20: one parameter's two forms through a step, and who sees which."""
+    sheet = Sheet(
+        "A parameter has two forms: a shard at rest, whole at work",
+        "Drawn from the rule: one parameter on one rank, through a step",
+    )
+    moments = ("at rest", "forward", "between", "backward", "at rest", "update")
+    for column, moment in enumerate(moments):
+        x, whole = 40 + 150 * column, moment in ("forward", "backward")
+        sheet.words(x + 65, 128, moment, 20, bold=True)
+        sheet.box(x, 160, 130, 70, "whole" if whole else "1/n", WHOLE if whole else SHARD, 22)
+        if column < 4:
+            message = ("all-gather", "reshard", "all-gather", "reduce-scatter")[column]
+            sheet.words(x + 140, 264 + 34 * (column % 2), message, 18)
+    sheet.words(480, 370, "whole: a plain tensor, which autograd keeps for backward", 21)
+    sheet.words(480, 412, "1/n: a DTensor, which optimizer, clipping and checkpoint see", 21)
+    sheet.words(480, 454, "four hooks change one for the other, one message for each unit", 21)
+    return sheet.picture(
+        "Six moments of a parameter from left to right: at rest a shard of 1/n, whole in forward, a shard in between,"
+        " whole in backward, then a shard again, which the optimizer updates. Between them stand all-gather, reshard,"
+        " all-gather and reduce-scatter. Autograd sees the whole tensor, the optimizer the shard."
+    )
+
+
 def owners() -> Picture:
     """21: matrices move to an owner, are orthogonalised there, and come back as rows."""
     sheet = Sheet("Muon needs a whole matrix: each matrix gets one owner", "Drawn from the rule: 3 ranks, 3 matrices")

@@ -75,7 +75,7 @@ def _figure(bars: Sequence[Bar], whose: str, at_once: bool) -> go.Figure:
     figure.update_layout(barmode="overlay")
     how = "every message waited for at once" if at_once else "in the order of the calls"
     title = f"{end:.1f} ms, of which the rank waits {waited:.1f}: {how}"
-    subtitle = f"Simulated: the calls of one real step (fully_shard {whose}), with fixed durations"
+    subtitle = f"Simulated: the calls of one real step, {whose}, with fixed durations"
     told = ", ".join(f"{bar.name} {bar.start:.1f} to {bar.end:.1f}" for bar in bars)
     alt = f"Bars of what rank 0 computes, what is on the link and when the rank waits, in ms: {told}. {title}."
     return titled(figure, title, subtitle, alt, height=260)
