@@ -1,1 +1,1 @@
-"""Notebook 14: ten faults on live ranks, and the reports that name them. Begin with `job.py`, then `faults.py`."""
+"""Notebook 14: ten faults on live ranks, and the reports that name them; the job itself is in `faulty_job`."""

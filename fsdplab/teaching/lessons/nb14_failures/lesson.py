@@ -6,10 +6,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import tempfile
-import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from fsdplab.common.places import shared_folder
@@ -18,12 +14,18 @@ from fsdplab.figures.lines import line
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import COLLECTIVE_COLOURS, titled
 from fsdplab.records import RecordError, RunRecord
-from fsdplab.sessions import RanksFailed, RunSpec, call_on_ranks, run
+from fsdplab.sessions import RunSpec, run
 from fsdplab.teaching.core.display import Note, Table, table
-from fsdplab.teaching.core.waiting import doing
-
-from .faults import FAULTS
-from .naming import Report, Row, Seen, drift, of_record, place_of_difference, reports
+from fsdplab.teaching.lessons.faulty_job.faults import FAULTS
+from fsdplab.teaching.lessons.faulty_job.naming import (
+    Report,
+    Seen,
+    drift,
+    of_record,
+    place_of_difference,
+    reports,
+)  # fmt: skip
+from fsdplab.teaching.lessons.faulty_job.running import STEPS, inject
 
 __all__ = [
     "CARDS", "Seen", "all_reports", "calls_figure", "card", "changed_line", "facts", "inject", "key", "late_times",
@@ -31,13 +33,11 @@ __all__ = [
     "torchrun_table",
 ]  # fmt: skip
 
-STEPS = 10
 RECORDED = shared_folder("data") / "failures-14"
 CARDS = {  # which recorded case is which card; the order says nothing
     "A": "bf16 masters", "B": "one slow rank", "C": "wrong divisor", "D": "mismatched order", "E": "NaN on one rank",
     "F": "no reshard",
 }  # fmt: skip
-_TIME_LIMIT = 60.0
 _CARD = 1_400_000  # bytes
 
 
@@ -54,36 +54,6 @@ def changed_line(name: str) -> str:
     sound, faulty = (FAULTS[each].source().splitlines() for each in ("none", name))
     changes = [line for line in difflib.ndiff(sound, faulty) if line[:2] in ("- ", "+ ")]
     return "\n".join(changes)
-
-
-def inject(name: str = "none", ranks: int = 2, steps: int = STEPS) -> Seen:
-    """The job on live ranks with a fault in it, watched. KeyError for a name that is none of `names()`."""
-    source = FAULTS[name].source()
-    with tempfile.TemporaryDirectory() as folder, doing(f"the job on {ranks} ranks: {name}"):
-        job, began, ended = Path(folder) / "job.py", time.monotonic(), ""
-        job.write_text(source, encoding="utf-8")
-        payload = {"source": str(job), "folder": folder, "steps": steps}
-        values: Sequence[Row] = [{}] * ranks
-        try:
-            values = call_on_ranks(
-                Path(__file__).with_name("on_ranks.py"), "watch", world_size=ranks, payload=payload,
-                time_limit=_TIME_LIMIT,
-            )  # fmt: skip
-        except RanksFailed as error:
-            ended = error.report.message.splitlines()[0]
-        calls = [_calls(Path(folder) / f"calls{rank}") for rank in range(ranks)]
-        return Seen(list(values), calls, ended, round(time.monotonic() - began, 1))
-
-
-def _calls(path: Path) -> list[Row]:
-    """A rank's calls by number: a line when one is issued, and another when its result is there."""
-    found: dict[int, Row] = {}
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    for each in text.splitlines(keepends=True):
-        if each.endswith("\n"):  # a rank that was ended may have written half of its last line
-            row = json.loads(each)
-            found.setdefault(row["number"], {}).update(row)
-    return list(found.values())
 
 
 def out_of_memory() -> RunRecord:

@@ -18,8 +18,10 @@ from pathlib import Path
 
 import torch
 
-from .faults import FAULTS
-from .lesson import CARDS, inject
+from fsdplab.teaching.lessons.faulty_job.faults import FAULTS
+from fsdplab.teaching.lessons.faulty_job.running import inject
+
+from .lesson import CARDS
 
 _MAIN = """
 

