@@ -41,7 +41,7 @@ def watch(payload: dict[str, Any]) -> dict[str, Any]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
     job = _module(Path(payload["source"]))
     units, optimizer = job.build(rank, ranks)
-    log = CallLog(Path(payload["folder"]) / f"calls{rank}", payload["source"])
+    log = CallLog(Path(payload["folder"]) / f"calls{rank}")
     seen: dict[str, Any] = {
         "pid": os.getpid(), "stopped": "", "losses": [], "still": [],
         "dtype": str(units[0].shard.dtype).removeprefix("torch."),
@@ -117,8 +117,8 @@ def _ratio(ours: torch.Tensor, twins: torch.Tensor) -> list[float]:
 class CallLog:
     """The collectives of one rank, a line of JSON each, in a file."""
 
-    def __init__(self, path: Path, job: str) -> None:
-        self._job, self._step = job, 0
+    def __init__(self, path: Path) -> None:
+        self._step = 0
         self._most_held: dict[int, int] = {}
         self._gathered: list[weakref.ref[torch.Tensor]] = []
         self._file = path.open("w", buffering=1, encoding="utf-8")
