@@ -51,9 +51,7 @@ def controls() -> tuple[Control, ...]:
         _of_a_field("gpus", "GPUs", _powers(1, 16_384)),
         Control("network", "Network", (USUAL, *NETWORKS), USUAL),
         _of_a_field("strategy", "Strategy", STRATEGIES),
-        _of_a_field(
-            "micro_batch", "Micro-batch", (*map(str, range(1, 9)), "12", "16", "24", "32", "64")
-        ),
+        _of_a_field("micro_batch", "Micro-batch", (*map(str, range(1, 9)), "12", "16", "24", "32", "64")),
         _of_a_field("seq", "Sequence (tokens)", _powers(512, 131_072)),
         _of_a_field("checkpointing", "Recomputation", CHECKPOINTINGS),
         _of_a_field("loss", "Loss", LOSSES),
