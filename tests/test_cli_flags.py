@@ -30,7 +30,7 @@ THINGS = {
     "batch": ("--batch-size", "--batch", "--micro-batch", "--micro-batch-size"),
     "micro-batches": ("--micro-batches", "--grad-accum", "--accumulate"),
     "sequence length": ("--sequence-length", "--seq", "--seq-len", "--context"),
-    "link": ("--link", "--network", "--bandwidth"),
+    "link": ("--link", "--bandwidth"),  # the `--network` of a plan is what joins its nodes
     "shard size": ("--shard-size", "--group-size"),
     "prefetch": ("--prefetch", "--ahead"),
     "checkpoint": ("--checkpoint", "--checkpointing", "--recompute"),

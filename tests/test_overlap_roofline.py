@@ -152,7 +152,7 @@ def test_the_figure_has_a_line_a_phase_that_falls_by_a_decade_in_a_decade():
     assert formula.y[0] * formula.x[0] / point.x[0] == pytest.approx(point.y[0], rel=0.02)
     said = drawn.layout.title.subtitle.text.replace("<br>", " ")
     assert said.startswith("Predicted for llama-3.1-8b, full_shard") and "Measured on 2 CPU ranks" in said
-    assert "hidden from 2,398 tokens a rank on" in drawn.layout.title.text.replace("<br>", " ")
+    assert "hidden from 2,517 tokens a rank on" in drawn.layout.title.text.replace("<br>", " ")
     assert "Lines of communication" in alt_text(drawn)
 
 

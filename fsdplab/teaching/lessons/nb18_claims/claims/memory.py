@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.common.sizes import seconds, size
 from fsdplab.planning import plan
 from fsdplab.planning.links import parse_link
@@ -88,14 +89,15 @@ def _(measured: Measured) -> Finding:
 )  # fmt: skip
 def _(measured: Measured) -> Finding:
     peaks = {name: told["peak"] for name, told in measured["strategies"].items()}
-    full = peaks["no_shard"]
-    cut = {
-        name: [kind for kind in ("optimizer_state", "sharded_parameters") if peak[kind] < 0.6 * full[kind]]
+    kinds = {"optimizer_state": "optimizer", "sharded_parameters": "parameters"}
+    whole = {kind: max(peak[kind] for peak in peaks.values()) for kind in kinds}
+    holds = all(
+        (peak[kind] < 0.6 * whole[kind]) == (state in STRATEGY_ROWS[name].cuts)
         for name, peak in peaks.items()
-    }
-    right = {"no_shard": 0, "zero1": 1, "zero2": 1, "shard_grad_op": 2, "full_shard": 2}
+        for kind, state in kinds.items()
+    )
     listed = ", ".join(f"{name} {in_mb(sum(peak[kind] for kind in _STATES))}" for name, peak in peaks.items())
-    return confirmed_if({name: len(kinds) for name, kinds in cut.items()} == right, f"states at the peak: {listed}")
+    return confirmed_if(holds, f"states at the peak: {listed}")
 
 
 @claim(
