@@ -1,4 +1,4 @@
-"""20.forward: every use gathers anew"""
+"""20.forward: every use unshards anew"""
 
 
 def ahead(unit, order):

@@ -1,4 +1,4 @@
-"""20.forward: the gather brings n lines, one a rank
+"""20.forward: the all-gather brings n lines, one a rank
 
 The buffer is read as if each parameter stood in it in one piece.
 """

@@ -177,7 +177,7 @@ class Unit:
         if not self.is_root or not torch.is_grad_enabled():  # the root's backward comes at once
             self.reshard()
             #! pass
-            #: a unit was not gathered again for its backward
+            #: a unit was not unsharded again for its backward
         note(self, self.run.ended)
         on_gradients(outputs, self.before_backward)
 

@@ -86,10 +86,10 @@ OF_SHARDS: dict[str, Any] = {
 _AT_USE = {
     STILL_SHARDED: "the hook before forward puts whole parameters into the modules",
     NOTHING: "a parameter without memory stands in the module: allocate it, and free it after its use only",
-    UNFILLED: "the memory is there and not all of it was written: wait for the gather, then copy every rank's rows",
+    UNFILLED: "the memory is there and not all of it was written: wait for the all-gather, then copy every rank's rows",
     REORDERED: (
-        "the gather brings n lines, one a rank, each with a part of every parameter; a parameter is the same part of"
-        " all n lines, in rank order"
+        "the all-gather brings n lines, one a rank, each with a part of every parameter; a parameter is the same part"
+        " of all n lines, in rank order"
     ),
     OTHER_SHAPE: "the whole has the shape that the parameter had, without padding",
 }
@@ -100,7 +100,7 @@ def _at_use(got: Facts, right: Facts) -> str:
     cause = next((cause for sign, cause in _AT_USE.items() if sign in wrong[0]), _AT_USE[REORDERED])
     if OTHER in wrong[0] or "times" in wrong[0]:
         first = "forward 1" in wrong[0] or "step 0" in wrong[0]
-        cause = _AT_USE[REORDERED] if first else "as the shards were before they changed: every use gathers anew"
+        cause = _AT_USE[REORDERED] if first else "as the shards were before they changed: every use unshards anew"
     return f"{some(wrong)}: {cause}"
 
 
@@ -118,8 +118,8 @@ def _gathers(got: Facts, right: Facts) -> str:
     number = got[GATHERS]
     if number < 0:
         return (
-            f"{-number} fewer than expected: a unit was not gathered again for its backward, so it stayed in memory, or"
-            " its rows came by another message"
+            f"{-number} fewer than expected: a unit was not unsharded again for its backward, so it stayed in memory,"
+            " or its rows came by another message"
         )
     return (
         f"{number} more than expected: one for a unit's forward and one for its backward, with all its parameters in"
@@ -217,8 +217,8 @@ AS_THE_TWIN: Facts = {
 
 def _exposed_in_forward(got: Facts, right: Facts) -> str:
     return (
-        f"{got[EXPOSED['forward']]:g} ms more than the first gathers of a step: begin the next unit's all-gather, with"
-        " `async_op=True`, before this unit computes, and wait for it when the next one begins"
+        f"{got[EXPOSED['forward']]:g} ms more than the first all-gathers of a step: begin the next unit's all-gather,"
+        " with `async_op=True`, before this unit computes, and wait for it when the next one begins"
     )
 
 
@@ -264,7 +264,7 @@ OF_THE_LOOP: dict[str, Any] = {
     ),
     AFTER_LOADING: (
         "a second model that loads the first one's checkpoint goes on otherwise: `state_dict()` must give the shards"
-        " themselves, and what is loaded must be what the next forward gathers"
+        " themselves, and what is loaded must be what the next forward unshards"
     ),
     PARAMETERS: OF_TRAINING[PARAMETERS],
     GATHERS: _gathers,
@@ -272,7 +272,7 @@ OF_THE_LOOP: dict[str, Any] = {
     RESTING: "something that is as large as the shards stays between steps: a second copy of them, or whole parameters",
     PEAK: _more_at_the_peak,
     BUFFERS: (
-        "free a gather's buffer once it was copied out, and wait for a reduction before the next one begins: one of"
-        " each is under way at most"
+        "free an all-gather's buffer once it was copied out, and wait for a reduction before the next one begins: one"
+        " of each is under way at most"
     ),
 }

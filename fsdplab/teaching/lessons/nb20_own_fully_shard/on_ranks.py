@@ -370,7 +370,7 @@ def _told_of_gradient(gradient: Any, mean: Tensor, others: dict[str, Tensor]) ->
 
 UNWAITED = "messages that nobody waits for"
 EXPOSED = {"forward": "ms exposed in forward, too many", "backward": "ms exposed in backward, too many"}
-MOST_EXPOSED_MS = {"forward": 3.6, "backward": 6.6}  # the first gathers; another, and the last reductions
+MOST_EXPOSED_MS = {"forward": 3.6, "backward": 6.6}  # the first all-gathers; another, and the last reductions
 
 
 def ordered(fully_shard: FullyShard, sizes: Sizes) -> Facts:

@@ -38,7 +38,7 @@ LARGE = RunSpec(
     model="gpt-20m", strategy="full_shard", world_size=2, batch_size=1, sequence_length=32, steps=2, optimizer="adamw"
 )
 MARGIN = 1.10
-MOST_MESSAGES = 5  # of a unit: a gather and a reduction under way, of which gloo makes a copy each, and a shard
+MOST_MESSAGES = 5  # of a unit: an all-gather and a reduction under way, of which gloo makes a copy each, and a shard
 NORMS = "gradient norms that differ from the twin's"
 AFTER_LOADING = "losses after the checkpoint that differ from the twin's"
 PEAK = "MB more at the peak than the lab's engine and 10 %, without messages"
