@@ -37,6 +37,10 @@ def pieces(rows, saved, rank, ranks):
             #! if True:
             #: pieces without rows: leave out what does not overlap
             found.append((owner, low - start, high - start))
+            #! found.append((owner, 0, stop - start))
+            #: this reads whole files of which the rank needs a part
+            #! found.append((owner, low - start, high - start - 1))
+            #: the end is the row behind the last one, as in a slice
             #! found.append((owner, low, high))
             #: these are rows of the whole tensor; a file begins at its own rank's first row
             #! found.append((owner, low - start, high - low))
@@ -52,6 +56,22 @@ def pieces(rows, saved, rank, ranks):
 #! def pieces(rows, saved, rank, ranks):
 #!     return [(owner, 0, span(rows, owner, saved)[1] - span(rows, owner, saved)[0]) for owner in range(saved)]
 #: this reads every file whole: take what of it is this rank's
+
+#! def pieces(rows, saved, rank, ranks):
+#!     begin, end = span(rows, rank, ranks)
+#!     for owner in range(saved):
+#!         start, stop = span(rows, owner, saved)
+#!         if max(begin, start) < min(end, stop):
+#!             return [(owner, max(begin, start) - start, min(end, stop) - start)]
+#!     return []
+#: this stops at the first file; a rank's rows may lie in several
+
+#! def pieces(rows, saved, rank, ranks):
+#!     begin, end = span(rows, rank, ranks)
+#!     each = rows // saved
+#!     parts = [(owner, max(begin, owner * each), min(end, (owner + 1) * each)) for owner in range(saved)]
+#!     return [(owner, low - owner * each, high - owner * each) for owner, low, high in parts if low < high]
+#: a rank's rows are rounded up, and the last has what is left: use `span`
 
 # ---- check: pure
 

@@ -20,6 +20,8 @@ def ratio(parameter_bytes, reduce_bytes, ddp_bytes, root=0.0):
     #: the root is unsharded twice here; it stays unsharded between forward and backward
     #! gathered = 3 * parameter_bytes
     #: three all-gathers; the third collective of a block is the reduction, in its own dtype
+    #! gathered = 2 * (1 - root) * parameter_bytes
+    #: the root is unsharded too: once, for the whole step
     #! gathered = (1 + root) * parameter_bytes
     #: it is the root that is unsharded once, not the blocks
     #! gathered = (2 - root) * reduce_bytes

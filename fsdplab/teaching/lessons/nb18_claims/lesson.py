@@ -168,17 +168,18 @@ def again() -> Table:
 
 # ---- the learner's verdicts
 
+AS_FIGURES_SAY = "each as the figures say"
 ASKED = ("C6", "C8", "C9", "C10", "C16", "C21", "C22", "C31", "C36", "C37")
 
 
 def complaint(verdicts: Any) -> str:
-    """What is wrong with the verdicts on the ten statements: "" for nothing, else the first that is, with figures."""
+    """What is wrong with the verdicts on the ten statements, the first with its figures; or `AS_FIGURES_SAY`."""
     if not isinstance(verdicts, dict):
         return f"expected a dict, got {type(verdicts).__name__}"
     odd = [*(name for name in ASKED if name not in verdicts), *(str(name) for name in verdicts if name not in ASKED)]
     if odd:
         return f"expected {', '.join(ASKED)}; missing or unknown: {', '.join(odd)}"
-    return next((said for number in ASKED if (said := _compared(number, verdicts[number]))), "")
+    return next((said for number in ASKED if (said := _compared(number, verdicts[number]))), AS_FIGURES_SAY)
 
 
 def _compared(number: str, verdict: Any) -> str:
