@@ -142,8 +142,8 @@ def test_on_the_steady_card_gathers_of_hybrid_sharding_hide():
 
 def test_the_mesh_is_drawn_with_its_bytes():
     inside, across = axes.mesh_of(2, 2, 2), axes.mesh_of(2, 2, 4)
-    assert "rows gather inside a node, 1.50 P a rank; columns reduce 0.50 P" in str(inside)
-    assert "rows gather from node to node, 2.25 P a rank; columns reduce 0.00 P" in str(across)
+    assert "rows unshard inside a node, 1.50 P a rank; columns reduce 0.50 P" in str(inside)
+    assert "rows unshard from node to node, 2.25 P a rank; columns reduce 0.00 P" in str(across)
     assert "rank 3 · node 1" in str(inside.figure.data[0].text) and "row 1: ranks 2, 3" in inside.alt
     assert "make no groups of 8" in str(axes.mesh_of(2, 2, 8))
 

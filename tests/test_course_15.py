@@ -36,7 +36,7 @@ def test_a_job_that_is_killed_while_it_saves_goes_on_with_other_ranks() -> None:
     uninterrupted.run(2, steps=6, every=2)
     assert [row["step"] for row in uninterrupted.losses()] == [1, 2, 3, 4, 5, 6]
     assert job.newest() == 0 and "Rank 1 died" in str(job.run(3, steps=6, kill=(1, 4), every=2))
-    assert job.newest() == 2 and any(name.startswith(".step-00000004") for name in job.contents())
+    assert job.newest() == 2 and "step-00000004" not in job.contents()
     assert "2 ranks went from step 2 to 6" in str(job.run(2, steps=6, every=2))
     assert not any(name.startswith(".") for name in job.contents()) and job.newest() == 6
     assert checkpoints.apart(job, uninterrupted) < 1e-5

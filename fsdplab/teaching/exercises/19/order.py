@@ -1,6 +1,6 @@
 """Order the hardware
 
-Write order(): cards and settings with which 100 billion tokens are trained within 21 days and $97,000, with at most
+Write order(): cards and settings with which 100 billion tokens are trained within 21 days and $102,000, with at most
 4,000,000 tokens a step.
 
 1. First make it fit: which strategy keeps no state whole, and on how many cards? `sizing.fewest` says more.
