@@ -63,7 +63,7 @@ def failure_of(ranks: StayingRanks, source: str, limit: float = 60.0) -> RanksFa
     return failed.value
 
 
-def eventually(condition: Callable[[], bool], within_s: float = 10.0) -> bool:
+def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> bool:
     """Whether something comes true in its time."""
     deadline = time.monotonic() + within_s
     while not condition():
