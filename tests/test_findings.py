@@ -285,6 +285,13 @@ def test_one_big_unit_claims_its_copies_too(tmp_path: Path) -> None:
     assert of_exposed(record) == {"one_big_unit": 0.024}
 
 
+def test_messages_without_a_units_name_are_no_big_unit(tmp_path: Path) -> None:
+    """DDP's buckets, and what a trainer gathers besides: there is no unit to cut."""
+    record = by_hand(tmp_path, exposed=[("", "backward", "all_reduce", 30, 24, "nothing_to_hide_behind")])
+    record.tables["ledger"] = ledger(**{"": 100_000_000})
+    assert of_exposed(record) == {"nothing_to_hide_behind": 0.024}
+
+
 def test_a_mean_is_set_beside_means_only(tmp_path: Path) -> None:
     """A row that one of two profiled steps has counts half, in the finding and in the heat map."""
     record = by_hand(tmp_path, exposed=[("a", "forward", "all_gather", 20, 20, "late_start")])

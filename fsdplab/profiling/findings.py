@@ -290,6 +290,8 @@ def _one_big_unit(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     total = sum(held.values())
     if not total or (biggest := held.most_common(1)[0])[1] < BIG_UNIT * total:
         return None
+    if not biggest[0]:  # of no unit: buckets of DDP, or what a trainer gathers besides
+        return None
     parts = ("on_link_ns", "copying_ns")
     cost = sum(left.claim(part, lambda cell: cell.unit == biggest[0]).seconds for part in parts)
     values = {"unit": _named(biggest[0]), "part": percent(biggest[1] / total)}

@@ -130,7 +130,7 @@ def _(measured: Measured) -> Finding:
         "ZeRO-3 and full sharding send the same bytes; what decides is over which ranks. Llama 3.1 8B on 2,048 H100:"
         f" {full:,.0f} tokens/s a GPU sharded over all of them, {hybrid:,.0f} inside nodes (hybrid_shard)"
     )
-    return confirmed_if(False, text) if hybrid > full else conditional_if(True, text)
+    return confirmed_if(hybrid <= full, text)
 
 
 @lru_cache(maxsize=1)
