@@ -30,7 +30,8 @@ TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 
 def environment(**more: str) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **more}
+    quiet = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    return {**os.environ, **quiet, **more}
 
 
 def run(*words: object, cwd: Path, **more: str) -> subprocess.CompletedProcess[str]:
@@ -535,7 +536,15 @@ def test_which_ranks_are_measured():
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("text", ["10", "a:b", "12:10", "1:4", ""])
+@pytest.mark.parametrize("warmup", [0, 1])
+def test_a_step_is_between_the_memory_and_the_trace(warmup):
+    """The range that torch opens around compiled code, in which a step may end, has to end between two profilers."""
+    settings = Settings("out", 4, 6)
+    assert 0 < settings.memory_step(warmup) < settings.first - warmup - 1
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("text", ["10", "a:b", "12:10", "1:4", "3:5", ""])
 def test_steps_that_cannot_be_recorded_are_refused(text):
     with pytest.raises(RecordingError, match="FIRST:END"):
         Settings("out", *steps_of(text))

@@ -36,9 +36,9 @@ class Settings:
     job: str = "job"
 
     def __post_init__(self) -> None:
-        if not 2 < self.first < self.end:
+        if not 3 < self.first < self.end:
             raise RecordingError(
-                f"the steps to record are {self.first}:{self.end}; expected FIRST:END with FIRST at least 3, such as"
+                f"the steps to record are {self.first}:{self.end}; expected FIRST:END with FIRST at least 4, such as"
                 " 10:13: they are counted from 0, the first makes the optimizer's state, and memory is measured before"
             )
 
@@ -58,8 +58,12 @@ class Settings:
         return self.end - 1 + TIMED_AFTER
 
     def memory_step(self, warmup: int) -> int:
-        """The step whose memory is measured: before the `warmup` steps that the profiler throws away."""
-        return self.first - warmup - 1
+        """The step whose memory is measured: before the `warmup` steps that the profiler throws away, and one more.
+
+        A step that is compiled ends inside a range that torch opens around compiled code. If one profiler stopped there
+        and the next one started, the end of that range would write into the first, whose memory is freed by then.
+        """
+        return self.first - warmup - 2
 
     def measures(self, rank: int, world_size: int, of_a_node: int) -> bool:
         """Whether this rank is profiled, or only timed."""
