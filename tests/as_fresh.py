@@ -203,7 +203,7 @@ def caller(folder: Path, seed: str, changes: Sequence[str]) -> None:
         (TAKEN_OVER | FIXED)[name](draw, folder)
     for start in STARTS:
         ranks = RunningRanks.start([__file__, str(folder)], Mailbox(folder / "ranks"), RANKS, 150.0, start)
-        while ranks.running(1.0):
+        while ranks.agent.running(1.0):
             pass
         end_ranks([ranks])
     print("the same starter" if warm.starter_pid() == first else "another starter")

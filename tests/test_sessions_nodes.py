@@ -218,6 +218,6 @@ def test_the_exits_of_all_nodes_come_together() -> None:
     ranks = Ranks(own)
     for exits in ({0: 1}, {}, {4: -9}):
         tell(theirs, exits=exits)
-    assert ranks.poll() is None and ranks.failed() == {0: 1, 4: -9}
+    assert ranks.running() and ranks.failed() == {0: 1, 4: -9}
     theirs.close()
     own.close()

@@ -234,7 +234,7 @@ def forked_by(name):
     mailbox = Mailbox(folder / name)
     mailbox.folder.mkdir()
     process = warm.start([str(folder / "program.py")], mailbox, 1, lambda: None)
-    process.wait(60.0)
+    process.running(60.0)
     assert process.exits == {0: 0}
     assert int(mailbox.agent_log.read_text()) == warm.starter_pid()
     return warm.starter_pid()
@@ -262,7 +262,7 @@ def test_what_a_starter_has_sent_is_read_though_it_has_left_a_request_unread(tmp
     for message in ({"pids": [7]}, {"left": {0: 0}}, {"exits": {0: 0}}):
         tell(theirs, **message)
     theirs.close()
-    assert ranks.wait(5.0) == 0 and (ranks.pids, ranks.exits, ranks.lost) == ([7], {0: 0}, None)
+    assert not ranks.running(5.0) and (ranks.pids, ranks.exits, ranks.lost) == ([7], {0: 0}, None)
 
 
 def test_an_environment_may_be_longer_than_a_packet(starter: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,6 @@ from fsdplab.sessions.launch.failure_report import RanksFailed
 from fsdplab.sessions.launch.launcher import RunningRanks, end_ranks, once_more
 from fsdplab.sessions.launch.live_output import Tail
 from fsdplab.sessions.launch.mailbox import Mailbox, read_heartbeats, read_lines
-from fsdplab.sessions.launch.turns import Turns
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.spec.of_a_model import spec_for
 from fsdplab.sessions.summary import summarise
@@ -100,14 +99,12 @@ class StartedRun:
         write_whole(self.mailbox.folder / "spec.json", json.dumps(reachable(spec)))
         look = _Follower(self.mailbox, spec, on_progress, on_step, on_look).look
         self._took_turns = False
-        self._turns = Turns(self.mailbox, spec.processes) if in_turns else None
         try:
             self._ranks = RunningRanks.start(
-                [*program, str(self.mailbox.folder)], self.mailbox, spec.processes, spec.time_limit, spec.start, look
-            )
+                [*program, str(self.mailbox.folder)], self.mailbox, spec.processes, spec.time_limit, spec.start, look,
+                in_turns=in_turns,
+            )  # fmt: skip
         except BaseException:
-            if self._turns is not None:
-                self._turns.close()
             release_folder(self.folder)
             raise
 
@@ -115,21 +112,21 @@ class StartedRun:
         """Watch the run until all its ranks wait for their turn; False where it has ended instead. RanksFailed as
         `run`.
         """
-        return self._watch(self._turns)
+        return self._watch(to_the_end=False)
 
     def step(self) -> bool:
         """Let the run take one timed step, and watch it as `ready` does."""
-        assert self._turns is not None  # a run that was started with in_turns
+        assert self._ranks.turns is not None  # a run that was started with in_turns
         self._took_turns = True
-        self._turns.allow_step()
-        return self._watch(self._turns)
+        self._ranks.turns.allow_step()
+        return self._watch(to_the_end=False)
 
     def finish(self) -> RunRecord:
         """Let the run go on to its end, and return its saved record. RanksFailed as `run`."""
-        if self._turns is not None:
-            self._turns.allow_all()
-        self._watch(None)
-        _end_ranks([self])
+        if self._ranks.turns is not None:
+            self._ranks.turns.allow_all()
+        self._watch(to_the_end=True)
+        end_ranks([self._ranks])
         record = self._saved(None)
         _tidy(self.mailbox)
         release_folder(self.folder)
@@ -144,11 +141,11 @@ class StartedRun:
         """What is known of a run that waits: memory, bytes sent, losses, prediction. Nothing is saved."""
         return self._record(None)
 
-    def _watch(self, turns: Turns | None) -> bool:
+    def _watch(self, to_the_end: bool) -> bool:
         try:
-            return self._ranks.watch(turns)
+            return self._ranks.watch(to_the_end)
         except RanksFailed as failed:
-            _end_ranks([self])
+            end_ranks([self._ranks])
             failed.record = self._saved(failed)
             release_folder(self.folder)  # a run whose starter was lost is tried once more in the same folder
             raise
@@ -167,16 +164,9 @@ class StartedRun:
 
 def end_runs(runs: Sequence[StartedRun]) -> None:
     """End the ranks of several runs, in the time of one, and release their folders; no rank is left after it."""
-    _end_ranks(runs)
-    for run in runs:
-        release_folder(run.folder)
-
-
-def _end_ranks(runs: Sequence[StartedRun]) -> None:
     end_ranks([run._ranks for run in runs])
     for run in runs:
-        if run._turns is not None:
-            run._turns.close()
+        release_folder(run.folder)
 
 
 class _Follower:

@@ -8,8 +8,8 @@ fixed port, so several runs can go on at once. Both speak one protocol (served.p
 from __future__ import annotations
 
 import os
+import signal
 import socket
-import subprocess
 import time
 import uuid
 import warnings
@@ -19,9 +19,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from fsdplab.common.processes import gone
+from fsdplab.common.processes import gone, send
 from fsdplab.sessions.launch import warm
-from fsdplab.sessions.launch.ending import end_all
 from fsdplab.sessions.launch.failure_report import (
     Failure,
     PostMortem,
@@ -46,6 +45,8 @@ from fsdplab.sessions.launch.turns import Turns
 from fsdplab.sessions.spec import STARTS, SpecError, check_ranks_run_here
 
 _LOOK_EVERY_S = 0.05
+_LOOK_FOR_THE_END_EVERY_S = 0.02
+_PATIENCE_S = 3.0  # with ranks that were asked to end, that were killed, and that are gone but for their entries
 # After the first step, a pause this many times as long as the longest before it, and at least this long, is a hang.
 _STALL_FACTOR, _STALL_LEAST_S = 20.0, 20.0
 # At the time limit, ranks that move within this time are slow, not hung; so are ranks whose pause is no longer than
@@ -126,13 +127,17 @@ def once_more(attempt: Callable[[], _Result]) -> _Result:
 
 @dataclass
 class RunningRanks:
-    """The ranks of one run, which `start` has started, `watch` follows and `end_ranks` ends."""
+    """The ranks of one run, which `start` has started, `watch` follows and `end_ranks` ends.
+
+    `turns` are those of ranks that wait to be told what to do next, None of others.
+    """
 
     agent: Ranks
     mailbox: Mailbox
     world_size: int
     time_limit: float
     on_look: Callable[[], None] = lambda: None
+    turns: Turns | None = None
     activity: RankActivity = field(default_factory=RankActivity)
     ended: bool = False
     _used: float = 0.0  # seconds of the time limit
@@ -140,24 +145,26 @@ class RunningRanks:
     @classmethod
     def start(
         cls, program: Sequence[str], mailbox: Mailbox, world_size: int, time_limit: float, start: str = "auto",
-        on_look: Callable[[], None] = lambda: None,
+        on_look: Callable[[], None] = lambda: None, *, in_turns: bool = False,
     ) -> RunningRanks:  # fmt: skip
         """Start ranks and return at once; the caller watches them, and ends them."""
         mailbox.folder.mkdir(parents=True, exist_ok=True)
-        elsewhere = _other_start.get()
-        agent = (
-            elsewhere(program, mailbox, world_size)
-            if elsewhere is not None
-            else _start_ranks(program, mailbox, world_size, start, on_look)
-        )
-        return cls(agent, mailbox, world_size, time_limit, on_look)
+        turns = Turns(mailbox, world_size) if in_turns else None
+        try:
+            agent = _start_ranks(program, mailbox, world_size, start, on_look)
+        except BaseException:
+            if turns is not None:
+                turns.close()
+            raise
+        return cls(agent, mailbox, world_size, time_limit, on_look, turns)
 
-    def watch(self, turns: Turns | None = None) -> bool:
-        """Watch the ranks until they have ended (False), or all of them wait (True); RanksFailed where they fail or
-        hang.
+    def watch(self, to_the_end: bool = True) -> bool:
+        """Watch the ranks until they have ended (False) or, unless `to_the_end`, all of them wait (True); RanksFailed
+        where they fail or hang.
 
         The time between two calls is none of the ranks', and does not count for the time limit.
         """
+        turns = None if to_the_end else self.turns
         began = self.activity.last = time.monotonic()
         try:
             failure = self._watch(turns, began + self.time_limit - self._used)
@@ -166,14 +173,6 @@ class RunningRanks:
         if failure is not None:
             raise StarterLost(failure) if self.agent.lost and failure.rank is None else RanksFailed(failure)
         return turns is not None and turns.all_wait
-
-    def running(self, within_s: float = _LOOK_EVERY_S) -> bool:
-        """Whether the agent still runs after `within_s` seconds."""
-        try:
-            self.agent.wait(within_s)
-        except subprocess.TimeoutExpired:
-            return True
-        return False
 
     def how_it_ended(self) -> Failure:
         """The report of ranks that have ended without finishing their work."""
@@ -196,9 +195,9 @@ class RunningRanks:
     def _runs_on(self, turns: Turns | None) -> bool:
         """Whether the agent still runs, after a twentieth of a second or as soon as all ranks wait."""
         if turns is None:
-            return self.running()
+            return self.agent.running(_LOOK_EVERY_S)
         turns.look(_LOOK_EVERY_S)
-        return self.running(0.0)
+        return self.agent.running()
 
     def _look(self) -> None:
         self.activity.look(read_heartbeats(self.mailbox, self.world_size))
@@ -214,7 +213,7 @@ class RunningRanks:
         if len(self.activity.heartbeats) < self.world_size:
             return not_started(gather(self.mailbox, self.world_size, {}), self.time_limit, self.world_size)
         busy = self._watch_longer()
-        if self.agent.poll() is not None:
+        if not self.agent.running():
             return self._ended()
         post_mortem = self._position(busy)
         if self.activity.moving or computing(post_mortem) is not None:
@@ -225,7 +224,7 @@ class RunningRanks:
         """The report of a hang before the time limit; None where a rank has moved or ended after all, or computes."""
         since = self.activity.last
         busy = self._watch_longer()
-        if self.activity.last != since or self.agent.poll() is not None:
+        if self.activity.last != since or not self.agent.running():
             return None
         post_mortem = self._position(busy)
         if computing(post_mortem) is None:
@@ -238,7 +237,7 @@ class RunningRanks:
         used meanwhile.
         """
         since, began, before = self.activity.last, time.monotonic(), used_so_far(self.activity.heartbeats)
-        while self.activity.last == since and time.monotonic() < began + _GRACE_S and self.running():
+        while self.activity.last == since and time.monotonic() < began + _GRACE_S and self.agent.running(_LOOK_EVERY_S):
             self._look()
         used, lasted = used_so_far(self.activity.heartbeats), max(time.monotonic() - began, _LOOK_EVERY_S)
         return {rank: (used[rank] - before[rank]) / lasted for rank in before if rank in used}
@@ -250,12 +249,53 @@ class RunningRanks:
 
 
 def end_ranks(runs: Sequence[RunningRanks]) -> None:
-    """End the ranks of those runs whose ranks were not ended before; none is left when this returns."""
+    """End the ranks of those runs whose ranks were not ended before; none is left when this returns, after at most
+    about ten seconds.
+
+    torchrun answers SIGTERM by ending the ranks' process groups. An agent that does not end within its time, or that
+    has no rank left, is killed, which kills the ranks (see parent_death.py); any remaining process is then killed by
+    id: a rank that was stopped while it started has not asked to end with its parent.
+    """
     running = [run for run in runs if not run.ended]
-    heartbeats = [read_heartbeats(run.mailbox, run.world_size).values() for run in running]
-    end_all([(run.agent, [each.pid for each in own]) for run, own in zip(running, heartbeats)])
+    known = {id(run): _processes(run) for run in running}
+    # without a known rank they may be starting
+    asked = [run.agent for run in running if not (known[id(run)] and all(map(gone, known[id(run)])))]
+    _end_each(asked, lambda agent: agent.terminate())
+    _end_each([run.agent for run in running], lambda agent: agent.kill())
+    everyone = sorted({pid for pids in known.values() for pid in pids})
+    if not _all_gone(everyone):
+        for pid in everyone:
+            send(pid, signal.SIGKILL)
+        _all_gone(everyone)
     for run in running:
         run.ended = True
+        if run.turns is not None:
+            run.turns.close()
+
+
+def _processes(run: RunningRanks) -> set[int]:
+    heartbeats = read_heartbeats(run.mailbox, run.world_size).values()
+    return {*(each.pid for each in heartbeats), *run.agent.started()}
+
+
+def _end_each(agents: Sequence[Ranks], end: Callable[[Ranks], None]) -> None:
+    """End those that run, and return when they have ended, or after some seconds."""
+    running = [agent for agent in agents if agent.running()]
+    for agent in running:
+        end(agent)
+    deadline = time.monotonic() + _PATIENCE_S
+    for agent in running:
+        agent.running(max(0.0, deadline - time.monotonic()))
+
+
+def _all_gone(pids: Sequence[int]) -> bool:
+    """Whether all have ended, now or within some seconds."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while not all(map(gone, pids)):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_LOOK_FOR_THE_END_EVERY_S)
+    return True
 
 
 Start = Callable[[Sequence[str], Mailbox, int], Ranks]
@@ -280,6 +320,8 @@ def starts_elsewhere() -> bool:
 def _start_ranks(
     program: Sequence[str], mailbox: Mailbox, world_size: int, start: str, on_look: Callable[[], None]
 ) -> Ranks:
+    if (elsewhere := _other_start.get()) is not None:
+        return elsewhere(program, mailbox, world_size)
     check_ranks_run_here()
     if start not in STARTS:
         raise SpecError(f"unknown start {start!r}; expected one of {', '.join(STARTS)}", "start")

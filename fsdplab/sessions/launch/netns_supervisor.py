@@ -17,11 +17,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from fsdplab.common.processes import end_as_if_by
 from fsdplab.common.pythons import run_of
-from fsdplab.sessions.launch.ending import wait_for
 from fsdplab.sessions.launch.inherited import signals_of_the_lab
 from fsdplab.sessions.launch.netns import (
     CABLE,
@@ -128,7 +128,10 @@ def _end(agents: Agents) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not end this before the agents have ended
     for agent in agents:
         agent.terminate()
-    wait_for(agents, _PATIENCE_S)
+    deadline = time.monotonic() + _PATIENCE_S
+    for agent in agents:
+        with suppress(subprocess.TimeoutExpired):
+            agent.wait(max(0.0, deadline - time.monotonic()))
     for agent in agents:
         agent.kill()  # which ends its ranks, see parent_death.py
         agent.wait()

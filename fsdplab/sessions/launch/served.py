@@ -35,7 +35,7 @@ _MOST_AT_ONCE = 1 << 16
 
 
 class Ranks:
-    """The ranks of one run, used like one process: it has ended when all of them have.
+    """The ranks of one run, which has ended when all of them have.
 
     `left` holds the exit codes of ranks that ended before the others, `exits` in the end those that are known, but of
     ranks that were ended because others could not be started, for which `cannot` gives the reason; `lost` says that, or
@@ -56,17 +56,20 @@ class Ranks:
         """
         return self.pids
 
-    def poll(self) -> int | None:
-        """0 when all ranks have ended, None while one runs."""
-        self._read(0.0)
-        return 0 if self._ended else None
-
-    def wait(self, timeout: float) -> int:
-        """Return when all have ended; subprocess.TimeoutExpired when that takes longer."""
-        self._read(timeout)
-        if not self._ended:
-            raise subprocess.TimeoutExpired("ranks", timeout)
-        return 0
+    def running(self, within_s: float = 0.0) -> bool:
+        """Whether a rank still runs after `within_s` seconds; returns as soon as all have ended."""
+        deadline = time.monotonic() + within_s
+        while not self._ended and readable([self._connection], deadline - time.monotonic()):
+            try:
+                new = self._connection.recv(_MOST_AT_ONCE)
+            except ConnectionResetError:  # it has left a request unread; what it has sent is still to be read
+                continue
+            *lines, self._unread = (self._unread + new).split(b"\n")
+            for line in lines:
+                self._hear(json.loads(line))
+            if not new:
+                self._finish(self._how_lost())
+        return not self._ended
 
     def terminate(self) -> None:
         """Ask all ranks to end."""
@@ -87,20 +90,6 @@ class Ranks:
     def _how_lost(self) -> str | None:
         """How the starter ended, a sentence, once the stream has; None where it has done its work."""
         raise NotImplementedError
-
-    def _read(self, timeout: float) -> None:
-        """Hear messages until all ranks have ended, for at most `timeout` seconds."""
-        deadline = time.monotonic() + timeout
-        while not self._ended and readable([self._connection], deadline - time.monotonic()):
-            try:
-                new = self._connection.recv(_MOST_AT_ONCE)
-            except ConnectionResetError:  # it has left a request unread; what it has sent is still to be read
-                continue
-            *lines, self._unread = (self._unread + new).split(b"\n")
-            for line in lines:
-                self._hear(json.loads(line))
-            if not new:
-                self._finish(self._how_lost())
 
     def _hear(self, message: Mapping[str, Any]) -> None:
         if "cannot" in message:

@@ -53,15 +53,11 @@ class WarmRanks(Ranks):
         super().__init__(connection)
         self._starter, self._store = starter, store
 
-    def wait(self, timeout: float) -> int:
-        try:
-            return super().wait(timeout)
-        except subprocess.TimeoutExpired:
-            if not self._starter.stands_still:
-                raise
-        self._starter.end(signal.SIGKILL)  # its ranks end with it
-        self._finish(self._how_lost())
-        return 0
+    def running(self, within_s: float = 0.0) -> bool:
+        if super().running(within_s) and self._starter.stands_still:
+            self._starter.end(signal.SIGKILL)  # its ranks end with it
+            self._finish(self._how_lost())
+        return not self._ended
 
     def terminate(self) -> None:
         """Ask all ranks to end; two seconds later they are killed."""
@@ -72,8 +68,7 @@ class WarmRanks(Ranks):
         """End all ranks at once; the starter too, if it does not answer."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)  # on which the starter kills remaining ranks
-        self._read(GONE_WITHIN_S)
-        if not self._ended:
+        if super().running(GONE_WITHIN_S):
             # a stopped starter, for example; its ranks end with it, and the next run starts another
             self._starter.end()
             self._finish(None)
@@ -134,9 +129,7 @@ class _Starter:
         """Whether the trial goes on, after a moment."""
         with self._hearing:
             if self._refused is None:
-                try:
-                    self._trial.wait(_LOOK_EVERY_S)
-                except subprocess.TimeoutExpired:
+                if self._trial.running(_LOOK_EVERY_S):
                     return True
                 self._refused = self._outcome()
         return False

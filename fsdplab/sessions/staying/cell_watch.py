@@ -33,8 +33,13 @@ class Living:
     """The handles of ranks that stay."""
 
     ranks: RunningRanks
-    turns: Turns
     output: LiveOutput
+
+    @property
+    def turns(self) -> Turns:
+        """By which the ranks are told the number of a cell."""
+        assert self.ranks.turns is not None, "ranks that stay wait for cells"
+        return self.ranks.turns
 
     @property
     def pids(self) -> dict[int, int]:
@@ -52,11 +57,11 @@ class Living:
     def death(self) -> Failure:
         """The report after a rank died: waits a moment for its exit code, and shows what was still printed."""
         first, began = next(iter(self.missing()), None), time.monotonic()
-        while self.ranks.running(_LOOK_EVERY_S) and (first is None or self.ranks.agent.left.get(first) != 0):
+        while self.ranks.agent.running(_LOOK_EVERY_S) and (first is None or self.ranks.agent.left.get(first) != 0):
             if time.monotonic() - began > (_OTHERS_GONE_S if len(self.missing()) > 1 else _OTHERS_FOLLOW_S):
                 break
         self.output.flush()
-        if self.ranks.agent.poll() is not None:
+        if not self.ranks.agent.running():
             return self._with_last_words(self.ranks.how_it_ended())
         of_first = {rank: heartbeat for rank, heartbeat in self.heartbeats().items() if rank == first}
         return failed_first(PostMortem(heartbeats=of_first))
@@ -147,7 +152,7 @@ class CellWatch:
         self.living.output.look()
         if self.living.output.lines > before:
             self.activity.last = time.monotonic()
-        return self.living.ranks.running(0.0)
+        return self.living.ranks.agent.running()
 
     def _ended(self) -> Outcome:
         self.living.output.flush()

@@ -29,7 +29,6 @@ from fsdplab.sessions.launch.failure_report import Failure, RanksFailed
 from fsdplab.sessions.launch.launcher import RunningRanks, end_ranks, once_more
 from fsdplab.sessions.launch.live_output import LiveOutput, OnOutput
 from fsdplab.sessions.launch.mailbox import Mailbox, read_heartbeats
-from fsdplab.sessions.launch.turns import Turns
 from fsdplab.sessions.spec import SpecError, check_ranks_run_here, check_whole
 from fsdplab.sessions.staying.cell_code import IDLE
 from fsdplab.sessions.staying.cell_reports import CellInterrupted
@@ -122,7 +121,7 @@ class StayingRanks:
     @property
     def alive(self) -> bool:
         """Whether all ranks are there and can run a cell."""
-        if self.failure is None and (self._living.missing() or self._living.ranks.agent.poll() is not None):
+        if self.failure is None and (self._living.missing() or not self._living.ranks.agent.running()):
             self._end(self._living.death())
         return self.failure is None
 
@@ -189,24 +188,24 @@ class StayingRanks:
 def _started(world_size: int, start: str, before: str, time_limit: float) -> Living:
     mailbox = Mailbox(temporary_folder("ranks"))
     (mailbox.folder / "before.py").write_text(before, encoding="utf-8")
-    turns, running = Turns(mailbox, world_size), list[RunningRanks]()
+    running: list[RunningRanks] = []
     try:
-        running.append(RunningRanks.start([*_PROGRAM, str(mailbox.folder)], mailbox, world_size, time_limit, start))
-        if not running[0].watch(turns):
+        program = [*_PROGRAM, str(mailbox.folder)]
+        running.append(RunningRanks.start(program, mailbox, world_size, time_limit, start, in_turns=True))
+        if not running[0].watch(to_the_end=False):
             raise RanksFailed(running[0].how_it_ended())
     except BaseException:
-        _clear(mailbox, running, turns)
+        _clear(mailbox, running)
         raise
-    return Living(running[0], turns, LiveOutput(mailbox, world_size, print_labelled))
+    return Living(running[0], LiveOutput(mailbox, world_size, print_labelled))
 
 
 def _end(owner: int, living: Living) -> None:
     if os.getpid() == owner:  # not in a process that was forked from it
-        _clear(living.ranks.mailbox, [living.ranks], living.turns)
+        _clear(living.ranks.mailbox, [living.ranks])
 
 
-def _clear(mailbox: Mailbox, running: Sequence[RunningRanks], turns: Turns) -> None:
+def _clear(mailbox: Mailbox, running: Sequence[RunningRanks]) -> None:
     """End the ranks, if they were started, and delete their files."""
     end_ranks(running)
-    turns.close()
     shutil.rmtree(mailbox.folder, ignore_errors=True)
