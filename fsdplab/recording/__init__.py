@@ -5,25 +5,6 @@
 (assemble.py), which everything that opens a run opens. `Recorder` is the same by hand.
 """
 
-from __future__ import annotations
+from fsdplab.common.lazy import names_of_stub
 
-from typing import TYPE_CHECKING
-
-from fsdplab.common.lazy import names_of
-
-if TYPE_CHECKING:
-    from fsdplab.recording.assemble import open_record as open_record
-    from fsdplab.recording.by_hand import Recorder as Recorder
-    from fsdplab.recording.callbacks import lightning_callback as lightning_callback
-    from fsdplab.recording.callbacks import trainer_callback as trainer_callback
-
-_MODULES = {
-    "Recorder": "by_hand",
-    "open_record": "assemble",
-    "trainer_callback": "callbacks",
-    "lightning_callback": "callbacks",
-}
-
-__all__ = [*_MODULES]
-
-__getattr__, __dir__ = names_of(__name__, {name: f"fsdplab.recording.{module}" for name, module in _MODULES.items()})
+__all__, __getattr__, __dir__ = names_of_stub(__name__, __file__)

@@ -1,0 +1,12 @@
+from fsdplab.sessions.bench_engines import Bench as Bench
+from fsdplab.sessions.bench_engines import bench as bench
+from fsdplab.sessions.compare_runs import compare as compare
+from fsdplab.sessions.launch.failure_report import Failure as Failure
+from fsdplab.sessions.launch.failure_report import RanksFailed as RanksFailed
+from fsdplab.sessions.remote_call import IssuedCollective as IssuedCollective
+from fsdplab.sessions.remote_call import RankValues as RankValues
+from fsdplab.sessions.remote_call import call_on_ranks as call_on_ranks
+from fsdplab.sessions.run_and_record import run as run
+from fsdplab.sessions.spec import ENGINES as ENGINES
+from fsdplab.sessions.spec import RunSpec as RunSpec
+from fsdplab.sessions.spec import SpecError as SpecError
