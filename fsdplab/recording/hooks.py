@@ -129,30 +129,29 @@ def _hook_evaluations(recorder: RankRecorder) -> None:
     """Note the module that is last set to evaluate."""
     from torch.nn import Module
 
-    evaluating = Module.eval
+    def note(evaluated: Module) -> None:
+        recorder.taken.evaluated = evaluated
 
-    @functools.wraps(evaluating)
-    def noting(self: Module) -> Module:
-        if not recorder.done:
-            recorder.taken.evaluated = self
-        return evaluating(self)
-
-    Module.eval = noting
+    Module.eval = _after(note, Module.eval, recorder)
 
 
 def _hook_profilers(recorder: RankRecorder) -> None:
     """Notice a profiler that the job starts: the one before it gets no more events, and nothing says so."""
     from torch.autograd.profiler import profile
 
-    preparing = profile._prepare_trace
+    profile._prepare_trace = _after(lambda _: recorder.profiler_starts(), profile._prepare_trace, recorder)
 
-    @functools.wraps(preparing)
-    def noticed(self: Any) -> Any:
+
+def _after(note: Callable[[Any], None], function: Callable[..., Any], recorder: RankRecorder) -> Callable[..., Any]:
+    """`function`, a method without arguments, after `note` of its object."""
+
+    @functools.wraps(function)
+    def wrapper(self: Any) -> Any:
         if not recorder.done:
-            recorder.profiler_starts()
-        return preparing(self)
+            note(self)
+        return function(self)
 
-    profile._prepare_trace = noticed
+    return wrapper
 
 
 def _hook_deepspeed(module: ModuleType, recorder: RankRecorder) -> None:
@@ -167,9 +166,9 @@ def _hook_deepspeed(module: ModuleType, recorder: RankRecorder) -> None:
 
 
 def _hook_the_labs_engine(module: ModuleType, recorder: RankRecorder) -> None:
-    from fsdplab.recording import tags
+    from fsdplab.profiling import TagLog
 
-    tags.begin()
+    RankRecorder.tags = RankRecorder.tags or TagLog()
 
 
 _OF_A_MODULE: dict[str, Callable[[ModuleType, RankRecorder], None]] = {

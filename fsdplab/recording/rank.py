@@ -13,24 +13,28 @@ import os
 import sys
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-from fsdplab.recording.optimizers import parameters_of
 from fsdplab.recording.rows import Place, StepRows, Taken
 from fsdplab.recording.settings import Settings
+from fsdplab.recording.subject import parameters_of
 
 if TYPE_CHECKING:
+    from fsdplab.profiling import TagLog
     from fsdplab.recording.window import Window
 
 
 class RankRecorder:
     """Told by hooks (hooks.py), or by hand, when optimizers step; `done` when nothing is to be told any more.
 
-    `model`: where it is known; else it is looked for before the first step that is measured.
+    `model`: where it is known; else it is looked for before the first step that is measured. `tags`: what the lab's
+    engine has said of its long-lived buffers, which it says only when it makes them; None where no job imports it.
     """
+
+    tags: ClassVar[TagLog | None] = None
 
     def __init__(self, settings: Settings, model: torch.nn.Module | None = None) -> None:
         self.settings, self.model = settings, model
@@ -132,7 +136,7 @@ class RankRecorder:
         elif self.settings.measures(place.rank, place.world_size, place.of_a_node):
             from fsdplab.recording.window import Window
 
-            self._window = Window(self.settings, place, self._rows, optimizers, self.model)
+            self._window = Window(self.settings, place, self._rows, optimizers, self.model, self.tags)
 
     def give_up(self, why: str) -> None:
         """End the recording for this reason, which is printed and noted."""

@@ -1,18 +1,20 @@
-"""What a job trains, found from the optimizers that stepped: the model, the engine by its class, the strategy."""
+"""What a job trains, found from the optimizers that stepped: the model, the engine by its class, the strategy; and the
+optimizers, all as the one that the memory's recorder looks at.
+"""
 
 from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import Optimizer
 
 from fsdplab.common.names import STRATEGY_ROWS
-from fsdplab.recording.optimizers import parameters_of
 
 _TRAINERS = (
     ("transformers.trainer", "Trainer"), ("pytorch_lightning.trainer.trainer", "Lightning"),
@@ -52,7 +54,7 @@ class Subject:
         inner = self.model
         while (wrapped := _wrapped(inner)) is not None:
             inner = wrapped
-        return type(inner).__name__.removeprefix("FSDP") if _is_fsdp2(inner) else type(inner).__name__
+        return type(inner).__name__.removeprefix("FSDP") if _fsdp2_units(inner) else type(inner).__name__
 
 
 def subject_of(optimizers: Sequence[Any], model: nn.Module | None = None) -> Subject:
@@ -61,9 +63,9 @@ def subject_of(optimizers: Sequence[Any], model: nn.Module | None = None) -> Sub
     if found is None:
         why = "no module holds the parameters that the optimizer steps, so memory has no categories of the model"
         return Subject(nn.Module(), PLAIN, "no_shard", {}, (why,))
-    for is_its, describe in _ENGINES:
-        if is_its(found):
-            return describe(found, optimizers)
+    for of_engine in (_of_deepspeed, _of_lab, _of_fsdp2, _of_fsdp1, _of_ddp):
+        if (subject := of_engine(found, optimizers)) is not None:
+            return subject
     return Subject(found, PLAIN, "no_shard", {"precision": _precision(found.parameters())})
 
 
@@ -107,46 +109,37 @@ def _dtype_word(dtype: torch.dtype | None) -> str:
     return words.get(dtype, str(dtype).removeprefix("torch."))
 
 
-# ---- the engines
+# ---- the engines: a subject each, None of another engine's model
 
 
-def _is_ddp(module: nn.Module) -> bool:
-    return isinstance(module, nn.parallel.DistributedDataParallel)
+def _of_deepspeed(module: Any, optimizers: Sequence[Any]) -> Subject | None:
+    if type(module).__name__ not in ("DeepSpeedEngine", "PipelineEngine"):
+        return None
+    stage = module.zero_optimization_stage()
+    named = {row.deepspeed_stage: row.name for row in STRATEGY_ROWS.values() if row.deepspeed_stage}
+    low = "bf16" if module.bfloat16_enabled() else "fp16" if module.fp16_enabled() else "fp32"
+    engine = f"deepspeed-{stage}" if stage else "torch-ddp"
+    return Subject(module, engine, named.get(stage, "no_shard"), {"precision": low})
 
 
-def _of_ddp(module: nn.Module, optimizers: Sequence[Any]) -> Subject:
-    shards_state = any(type(each).__name__ == "ZeroRedundancyOptimizer" for each in optimizers)
-    strategy = "zero1" if shards_state else "no_shard"
-    return Subject(module, "torch-ddp", strategy, {"precision": _precision(module.parameters())})
+def _of_lab(module: nn.Module, optimizers: Sequence[Any]) -> Subject | None:
+    engine = sys.modules.get("fsdplab.engine.module")  # a job that has not imported the engine does not train with it
+    units = [each._unit_hooks.unit for each in module.modules() if engine and isinstance(each, engine.FSDPModule)]
+    if not units:
+        return None
+    config = units[-1].memory.config  # not the root's, which may keep its parameters where the others drop theirs
+    count = len({id(unit) for unit in units})  # modules that were sharded together are one
+    settings: dict[str, Any] = {"precision": _dtype_word(config.policy.param_dtype), "unit_count": count}
+    if in_groups := config.shard is not None and config.replicate is not None:
+        settings["shard_size"] = config.ranks
+    return Subject(module, LAB, "hybrid_shard" if in_groups else config.strategy.name, settings)
 
 
-def _is_fsdp1(module: nn.Module) -> bool:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    return any(isinstance(each, FullyShardedDataParallel) for each in module.modules())
-
-
-def _of_fsdp1(module: nn.Module, optimizers: Sequence[Any]) -> Subject:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    first = next(each for each in module.modules() if isinstance(each, FullyShardedDataParallel))
-    named = {row.torch_fsdp1: row.name for row in STRATEGY_ROWS.values() if row.torch_fsdp1}
-    strategy = named.get(first.sharding_strategy.name, "hybrid_shard")
-    mixed = first.mixed_precision.param_dtype if first.mixed_precision else None
-    return Subject(module, "torch-fsdp1", strategy, {"precision": _dtype_word(mixed)})
-
-
-def _is_fsdp2(module: nn.Module) -> bool:
-    from torch.distributed.fsdp import FSDPModule
-
-    return any(isinstance(each, FSDPModule) for each in module.modules())
-
-
-def _of_fsdp2(module: nn.Module, optimizers: Sequence[Any]) -> Subject:
+def _of_fsdp2(module: nn.Module, optimizers: Sequence[Any]) -> Subject | None:
     """PyTorch's fully_shard: reshard_after_forward and the mesh tell the strategy."""
-    from torch.distributed.fsdp import FSDPModule
-
-    units = [each for each in module.modules() if isinstance(each, FSDPModule)]
+    units = _fsdp2_units(module)
+    if not units:
+        return None
     groups = [group for unit in units if (group := getattr(unit._get_fsdp_state(), "_fsdp_param_group", None))]
     if not groups:
         return Subject(module, "torch-fsdp2", "full_shard", {})
@@ -164,36 +157,94 @@ def _of_fsdp2(module: nn.Module, optimizers: Sequence[Any]) -> Subject:
     )
 
 
-def _is_lab(module: nn.Module) -> bool:
-    engine = sys.modules.get("fsdplab.engine.module")  # a job that has not imported the engine does not train with it
-    return engine is not None and any(isinstance(each, engine.FSDPModule) for each in module.modules())
+def _fsdp2_units(module: nn.Module) -> list[Any]:
+    from torch.distributed.fsdp import FSDPModule
+
+    return [each for each in module.modules() if isinstance(each, FSDPModule)]
 
 
-def _of_lab(module: nn.Module, optimizers: Sequence[Any]) -> Subject:
-    from fsdplab.engine.module import FSDPModule
+def _of_fsdp1(module: nn.Module, optimizers: Sequence[Any]) -> Subject | None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
 
-    units = [each._unit_hooks.unit for each in module.modules() if isinstance(each, FSDPModule)]
-    config = units[-1].memory.config  # not the root's, which may keep its parameters where the others drop theirs
-    count = len({id(unit) for unit in units})  # modules that were sharded together are one
-    settings: dict[str, Any] = {"precision": _dtype_word(config.policy.param_dtype), "unit_count": count}
-    if in_groups := config.shard is not None and config.replicate is not None:
-        settings["shard_size"] = config.ranks
-    return Subject(module, LAB, "hybrid_shard" if in_groups else config.strategy.name, settings)
-
-
-def _is_deepspeed(module: nn.Module) -> bool:
-    return type(module).__name__ in ("DeepSpeedEngine", "PipelineEngine")
+    first = next((each for each in module.modules() if isinstance(each, FullyShardedDataParallel)), None)
+    if first is None:
+        return None
+    named = {row.torch_fsdp1: row.name for row in STRATEGY_ROWS.values() if row.torch_fsdp1}
+    strategy = named.get(first.sharding_strategy.name, "hybrid_shard")
+    mixed = first.mixed_precision.param_dtype if first.mixed_precision else None
+    return Subject(module, "torch-fsdp1", strategy, {"precision": _dtype_word(mixed)})
 
 
-def _of_deepspeed(module: Any, optimizers: Sequence[Any]) -> Subject:
-    stage = module.zero_optimization_stage()
-    named = {row.deepspeed_stage: row.name for row in STRATEGY_ROWS.values() if row.deepspeed_stage}
-    low = "bf16" if module.bfloat16_enabled() else "fp16" if module.fp16_enabled() else "fp32"
-    engine = f"deepspeed-{stage}" if stage else "torch-ddp"
-    return Subject(module, engine, named.get(stage, "no_shard"), {"precision": low})
+def _of_ddp(module: nn.Module, optimizers: Sequence[Any]) -> Subject | None:
+    if not isinstance(module, nn.parallel.DistributedDataParallel):
+        return None
+    shards_state = any(type(each).__name__ == "ZeroRedundancyOptimizer" for each in optimizers)
+    strategy = "zero1" if shards_state else "no_shard"
+    return Subject(module, "torch-ddp", strategy, {"precision": _precision(module.parameters())})
 
 
-_ENGINES = (
-    (_is_deepspeed, _of_deepspeed), (_is_lab, _of_lab), (_is_fsdp2, _of_fsdp2), (_is_fsdp1, _of_fsdp1),
-    (_is_ddp, _of_ddp),
-)  # fmt: skip
+# ---- the optimizers
+
+
+def together(optimizers: Sequence[Any]) -> Any:
+    """The optimizer that holds the state (of DeepSpeed's engine the one inside it); several as one."""
+    inner = [held for each in optimizers for held in _holding_state(each)]
+    return inner[0] if len(inner) == 1 else _Together(inner)
+
+
+def parameters_of(optimizers: Sequence[Any]) -> list[torch.Tensor]:
+    """All parameters that these optimizers step; of DeepSpeed's engine, which steps itself, its own."""
+    found: list[torch.Tensor] = []
+    for optimizer in optimizers:
+        if isinstance(optimizer, torch.nn.Module):
+            found += optimizer.parameters()
+        found += [each for group in getattr(optimizer, "param_groups", ()) for each in group["params"]]
+    return found
+
+
+def _holding_state(optimizer: Any) -> list[Any]:
+    """The optimizers that have the state, such as those in DeepSpeed's engine, ZeroRedundancyOptimizer, accelerate's
+    wrapper, or torchtitan's list of several.
+    """
+    if isinstance(optimizer, torch.nn.Module):
+        return [optimizer.optimizer]
+    several = getattr(optimizer, "optimizers", None)
+    if isinstance(several, list) and several and all(isinstance(each, Optimizer) for each in several):
+        return [held for each in several for held in _holding_state(each)]
+    inner = getattr(optimizer, "optim" if type(optimizer).__name__ == "ZeroRedundancyOptimizer" else "optimizer", None)
+    return _holding_state(inner) if isinstance(inner, Optimizer) else [optimizer]
+
+
+class _Together(Optimizer):
+    """Several optimizers, to be looked at; it steps nothing."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._all = optimizers  # Optimizer.__init__ would make groups of its own
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all."""
+        return [group for each in self._all for group in each.param_groups]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """The states of all."""
+        return {parameter: state for each in self._all for parameter, state in each.state.items()}
+
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
+        """Call `hook` before each of them steps."""
+        return _Handles([each.register_step_pre_hook(hook) for each in self._all])
+
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> Any:
+        """Call `hook` after each of them has stepped."""
+        return _Handles([each.register_step_post_hook(hook) for each in self._all])
+
+
+class _Handles:
+    def __init__(self, handles: Sequence[Any]) -> None:
+        self._handles = handles
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for each in self._handles:
+            each.remove()

@@ -7,9 +7,10 @@ afterwards, however it does, leaves a whole record.
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,14 +19,11 @@ from torch.profiler import record_function
 
 from fsdplab.common.files import write_whole
 from fsdplab.engine import events
-from fsdplab.profiling import MemoryRecorder
+from fsdplab.profiling import MemoryRecorder, TagLog
 from fsdplab.profiling.profiler_rules import prepare_profiler
-from fsdplab.recording import tags
-from fsdplab.recording.optimizers import together
-from fsdplab.recording.ranges import ended_with_the_profile
 from fsdplab.recording.rows import Place, StepRows
 from fsdplab.recording.settings import Settings
-from fsdplab.recording.subject import LAB, Subject, subject_of
+from fsdplab.recording.subject import LAB, Subject, subject_of, together
 from fsdplab.sessions.worker.core_share import core_time, waited_s
 from fsdplab.sessions.worker.environment import capture_environment
 from fsdplab.sessions.worker.profiler import (
@@ -59,10 +57,11 @@ class Window:
     """Measures the steps of `settings` on this rank; `between` is called after every step and before the next."""
 
     def __init__(
-        self, settings: Settings, place: Place, rows: StepRows, optimizers: Sequence[Any], model: torch.nn.Module | None
-    ) -> None:
+        self, settings: Settings, place: Place, rows: StepRows, optimizers: Sequence[Any],
+        model: torch.nn.Module | None, tags: TagLog | None,
+    ) -> None:  # fmt: skip
         self._settings, self._place, self._rows = settings, place, rows
-        self._optimizers, self._model = optimizers, model
+        self._optimizers, self._model, self._tags = optimizers, model, tags
         self._warmup = 1 if place.device.type == "cuda" else 0
         self._memory_step = settings.memory_step(self._warmup)
         self._open = ExitStack()
@@ -139,7 +138,7 @@ class Window:
         self._units.step = self._memory_step
         self._memory = MemoryRecorder(
             model=found.model, optimizer=together(self._optimizers), engine=found.engine, device=self._place.device,
-            tags=tags.heard, save_trace=mailbox.of(rank, MEMORY_TRACE), unfinished=mailbox.folder,
+            tags=self._tags, save_trace=mailbox.of(rank, MEMORY_TRACE), unfinished=mailbox.folder,
         )  # fmt: skip
         self._open.enter_context(self._memory)
         self._open.enter_context(ended_with_the_profile())
@@ -150,8 +149,8 @@ class Window:
         self._hear_all()
         self._open.close()
         self._is_starting = False
-        if tags.heard is not None:
-            tags.heard.close()
+        if self._tags is not None:
+            self._tags.close()
         self._write("memory", written_memory(memory.timeline, self._place.rank, self._memory_step))
 
     def _begin_profile(self) -> None:
@@ -197,3 +196,33 @@ def _environment(device: torch.device) -> dict[str, Any]:
     if dist.is_available() and dist.is_initialized() and "nccl" not in dist.get_backend():
         found["backend"] = dist.get_backend()
     return found
+
+
+@contextmanager
+def ended_with_the_profile() -> Iterator[None]:
+    """Inside, a profile runs; ranges of the job's own (`record_function`) that this thread began and has not ended by
+    the end are ended then, and their own end does nothing.
+
+    The end of such a range writes into the profile under which it began, which is gone by then: torch crashes, at once
+    or at the end of the process.
+    """
+    begun: dict[int, record_function] = {}
+    enter, leave, thread = record_function.__enter__, record_function.__exit__, threading.get_ident()
+
+    def entering(self: record_function) -> record_function:
+        if threading.get_ident() == thread:
+            begun[id(self)] = self
+        return enter(self)
+
+    def leaving(self: record_function, *error: Any) -> None:
+        begun.pop(id(self), None)
+        leave(self, *error)
+
+    record_function.__enter__, record_function.__exit__ = entering, leaving
+    try:
+        yield
+    finally:
+        record_function.__enter__, record_function.__exit__ = enter, leave
+        for each in reversed(begun.values()):
+            leave(each, None, None, None)
+            each.run_callbacks_on_exit = False
