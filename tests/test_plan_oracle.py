@@ -4,6 +4,7 @@ move nothing. Bytes and counts only, so they are the same on every machine.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -25,7 +26,7 @@ from fsdplab.engine import MixedPrecisionPolicy, fully_shard, shard_model
 from fsdplab.engine.core.step import StepOrder
 from fsdplab.engine.core.unit import Unit
 from fsdplab.engine.features.recompute import recompute_of
-from fsdplab.planning.memory import FRAMEWORK_BYTES, Memory, Variant, memory_of
+from fsdplab.planning.memory import FRAMEWORK_BYTES, Memory, memory_of
 from fsdplab.planning.planner import Plan, plan
 from fsdplab.workloads import ModelShape, build_model
 from fsdplab.workloads.models import loss_of
@@ -219,8 +220,8 @@ def test_the_categories_at_the_peak_are_fsdp2s_trackers(ranks):
 # ---- what a spec does not say: fewer ranks after the forward, no reshard, some blocks recomputed, other policies
 
 VARIANTS = {
-    "over 8": Variant(ranks_after_forward=8), "over 2": Variant(ranks_after_forward=2),
-    "kept whole": Variant(ranks_after_forward=1), "2 recomputed": Variant(recomputed_blocks=2),
+    "over 8": {"ranks_after_forward": 8}, "over 2": {"ranks_after_forward": 2},
+    "kept whole": {"ranks_after_forward": 1}, "2 recomputed": {"recomputed_blocks": 2},
 }  # fmt: skip
 AFTER = {"over 8": 8, "over 2": 2, "kept whole": False}
 ATTENTION = [torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default]
@@ -252,7 +253,7 @@ def varied(engine: str, names: list[str]) -> dict[str, dict[str, int]]:
 
 def memory_varied(name: str) -> Memory:
     checkpointing = "full" if "recomputed" in name else name if name in SAVED else "none"
-    return memory_of(planned("llama", checkpointing, "bf16", 64).spec, variant=VARIANTS.get(name, Variant()))
+    return memory_of(replace(planned("llama", checkpointing, "bf16", 64).spec, **VARIANTS.get(name, {})))
 
 
 @pytest.mark.parametrize("engine", ENGINES)

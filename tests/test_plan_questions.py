@@ -16,7 +16,7 @@ from fsdplab.planning import PlanError, fit, questions
 from fsdplab.planning.activations import kept_per_token
 from fsdplab.planning.fit import largest_micro_batch
 from fsdplab.planning.links import LinkSpec
-from fsdplab.planning.memory import Variant, memory_of
+from fsdplab.planning.memory import memory_of
 from fsdplab.planning.plan_spec import POLICIES
 from fsdplab.planning.planner import plan_of, plan_spec
 from fsdplab.planning.questions import LISTED, QUESTIONS, answer, ask, units
@@ -259,11 +259,11 @@ def test_each_block_that_is_recomputed_saves_as_much():
     spec = replace(SPECS["8b on 8"](), checkpointing="full")
 
     def kept(blocks):
-        return memory_of(spec, variant=Variant(recomputed_blocks=blocks)).at("end of the forward").total
+        return memory_of(replace(spec, recomputed_blocks=blocks)).at("end of the forward").total
 
     block = (kept_per_token(replace(spec, checkpointing="none")) - 2 * 4096) * spec.tokens
     assert [kept(0) - kept(count) for count in (1, 7, 32)] == pytest.approx([block, 7 * block, 32 * block])
-    none, every = (memory_of(spec, variant=Variant(recomputed_blocks=count)) for count in (0, 32))
+    none, every = (memory_of(replace(spec, recomputed_blocks=count)) for count in (0, 32))
     assert none == memory_of(replace(spec, checkpointing="none")) and every == memory_of(spec)
 
 
@@ -281,7 +281,7 @@ def test_the_least_recomputed_blocks_fit_and_one_fewer_do_not():
 def test_a_sharded_gradient_larger_than_an_activation_peaks_at_the_last_recomputed_block():
     """Two GPUs, few tokens: slices grow behind the backward; the recomputation of the first blocks comes on top."""
     spec = plan_spec("llama-3.1-8b", "h100", gpus=2, seq=256, checkpointing="full")
-    memory = memory_of(spec, variant=Variant(recomputed_blocks=8))
+    memory = memory_of(replace(spec, recomputed_blocks=8))
     moment = memory.at("backward of the last recomputed block").by_category
     assert moment["sharded_gradients"] == pytest.approx(24 * 4 * spec.model.block_parameters / 2)
 
@@ -296,7 +296,7 @@ def test_slices_over_fewer_ranks_are_kept_beside_those_over_all():
     spec = SPECS["8b on 8"]()
     entries = [(each.name, each.shape, 2) for each in spec.model.block]
     for ranks in (2, 4):
-        planned, fewer = memory_of(spec), memory_of(spec, variant=Variant(ranks_after_forward=ranks))
+        planned, fewer = memory_of(spec), memory_of(replace(spec, ranks_after_forward=ranks))
         slices = 32 * Layout.of(entries, ranks).shard_bytes
         assert slices == 32 * 2 * spec.model.block_parameters / ranks
         more = [memory.at("end of the forward").total for memory in (fewer, planned)]

@@ -22,7 +22,7 @@ from fsdplab.common.names import CATEGORIES
 from .activations import Activations
 from .bands import Band
 from .plan_spec import PlanSpec
-from .program import BLOCK, ROOT, Change, Compute, Holds, Program, Sharing, record_step
+from .program import BLOCK, ROOT, Change, Compute, Holds, Program, record_step
 from .program import memory as buffers
 from .stages import stages, waiting
 from .unit_bytes import UnitBytes, all_units, unit_bytes
@@ -102,51 +102,23 @@ class Memory:
         return self.moments[0]
 
 
-@dataclass(frozen=True)
-class Variant:
-    """Choices of a step beside its spec's.
-
-    `ranks_after_forward`: over how many ranks a block stays cut between its forward and its backward; None as the
-    strategy says, 1 gathered. `recomputed_blocks`: how many of the first blocks are checkpointed, None for all.
-    `optimizer_on_cpu`: the optimizer's state rests in host memory, slices and gradients do not.
-    """
-
-    ranks_after_forward: int | None = None
-    recomputed_blocks: int | None = None
-    optimizer_on_cpu: bool = False
-
-    def sharing(self, spec: PlanSpec) -> Sharing:
-        """What the order of a step depends on."""
-        found, few = spec.sharing, self.ranks_after_forward
-        if few is None or not found.reshards_after_forward:
-            return found
-        return replace(found, fewer=few > 1, reshards_after_forward=few > 1)
-
-
-AS_PLANNED = Variant()
-
-
-def memory_of(spec: PlanSpec, blocks_per_unit: float = 1.0, variant: Variant = AS_PLANNED) -> Memory:
-    """The memory of one rank through a step; `blocks_per_unit` blocks travel together (0.25: four units a block).
+def memory_of(spec: PlanSpec) -> Memory:
+    """The memory of one rank through a step.
 
     What is gathered, and the gradients that wait for their reduction, are a unit's; activations are a block's. Of a
     pipeline: the stage that needs most.
     """
     if spec.pipeline_parallel > 1:
-        each = (_of_stage(spec, index, stage, blocks_per_unit, variant) for index, stage in stages(spec))
+        each = (_of_stage(spec, index, stage) for index, stage in stages(spec))
         return max(each, key=lambda memory: memory.peak.total)
     has = bool(spec.model.root)
-    units = (
-        (ROOT, Holds(has, has and not spec.lora_rank)),
-        *((name, Holds()) for name in _units(spec, blocks_per_unit)),
-    )
-    program = record_step(units, variant.sharing(spec), spec.prefetch, min(spec.grad_accum, 3))
-    return memory_of_program(program, spec, blocks_per_unit, variant)
+    units = ((ROOT, Holds(has, has and not spec.lora_rank)), *((name, Holds()) for name in _units(spec)))
+    return memory_of_program(record_step(units, spec.sharing, spec.prefetch, min(spec.grad_accum, 3)), spec)
 
 
-def _of_stage(spec: PlanSpec, index: int, stage: PlanSpec, blocks_per_unit: float, variant: Variant) -> Memory:
+def _of_stage(spec: PlanSpec, index: int, stage: PlanSpec) -> Memory:
     """A stage's own step, and beside it what the micro-batches keep that wait for their backward."""
-    found = memory_of(stage, blocks_per_unit, variant)
+    found = memory_of(stage)
     kept = waiting(spec, index) * Activations(stage, stage.model.layers).saved(stage.model.layers, 0.0)
     resting, *passing, stepping = found.moments
     more = (_with(each, "activations", kept) for each in passing)
@@ -158,11 +130,9 @@ def _with(moment: Moment, category: str, nbytes: float) -> Moment:
     return moment._replace(by_category=grown)
 
 
-def memory_of_program(
-    program: Program, spec: PlanSpec, blocks_per_unit: float = 1.0, variant: Variant = AS_PLANNED
-) -> Memory:
+def memory_of_program(program: Program, spec: PlanSpec) -> Memory:
     """The same for the operations of each micro-batch of a step; moments are those of the last."""
-    return Memory(tuple(_Step(spec, blocks_per_unit, variant).moments(program)))
+    return Memory(tuple(_Step(spec).moments(program)))
 
 
 @dataclass(frozen=True)
@@ -174,9 +144,9 @@ class _Part:
     behind: float = 1.0
 
 
-def _units(spec: PlanSpec, blocks_per_unit: float) -> dict[str, list[_Part]]:
+def _units(spec: PlanSpec) -> dict[str, list[_Part]]:
     """The units below the root, and what each holds."""
-    together, parts = max(1, round(blocks_per_unit)), max(1, round(1 / blocks_per_unit))
+    together, parts = max(1, round(spec.blocks_per_unit)), max(1, round(1 / spec.blocks_per_unit))
     shares = [(part / parts, (part + 1) / parts) for part in range(parts)]
     every = [_Part(block, *share) for block in range(spec.model.layers) for share in shares]
     groups = [every[first : first + together] for first in range(0, len(every), together)]
@@ -186,15 +156,15 @@ def _units(spec: PlanSpec, blocks_per_unit: float) -> dict[str, list[_Part]]:
 class _Step:
     """The sizes of a plan's buffers and activations, and what is alive."""
 
-    def __init__(self, spec: PlanSpec, blocks_per_unit: float, variant: Variant) -> None:
-        self.spec, self.variant = spec, variant
-        layers, recomputed = spec.model.layers, variant.recomputed_blocks
+    def __init__(self, spec: PlanSpec) -> None:
+        self.spec = spec
+        layers, recomputed = spec.model.layers, spec.recomputed_blocks
         recomputed = layers if recomputed is None else min(layers, recomputed)
         self.activations = Activations(spec, recomputed)
         self.block, root = unit_bytes(spec.model.block, spec, adapted=True), unit_bytes(spec.model.root, spec)
         self.all: UnitBytes = self.block.times(layers) + root
-        self.units = _units(spec, blocks_per_unit)
-        self.sizes = dict.fromkeys(self.units, self._buffers(self.block.times(blocks_per_unit)))
+        self.units = _units(spec)
+        self.sizes = dict.fromkeys(self.units, self._buffers(self.block.times(spec.blocks_per_unit)))
         self.sizes[ROOT] = self._buffers(root)
         head = spec.model.root[:1] if spec.model.tied and spec.model.ends[0] else spec.model.root[-1:]
         head = head if spec.model.ends[1] else ()
@@ -205,14 +175,14 @@ class _Step:
         if spec.checkpointing != "none" and 0 < recomputed < layers:
             self.names[recomputed - 1] = "the last recomputed block"
         self.names[layers - 1] = "the last block"
-        self.now, self.place, self.cast = _resting(spec, self.all, variant), -1, 0.0
+        self.now, self.place, self.cast = _resting(spec, self.all), -1, 0.0
 
     def _buffers(self, unit: UnitBytes) -> dict[str, tuple[str, int]]:
         """Category and bytes of each buffer that a unit takes."""
         reduced = "sharded_gradients" if self.spec.sharing.cuts else "unsharded_gradients"
         return {
             buffers.GATHERED: ("unsharded_parameters", round(unit.gathered)),
-            buffers.FEWER: ("unsharded_parameters", round(unit.gathered / (self.variant.ranks_after_forward or 1))),
+            buffers.FEWER: ("unsharded_parameters", round(unit.gathered / (self.spec.ranks_after_forward or 1))),
             buffers.ARRIVING: ("communication_buffers", round(unit.gathered)),
             buffers.GRADIENTS: ("unsharded_gradients", round(unit.unsharded_gradients)),
             buffers.KEPT: ("unsharded_gradients", round(unit.kept_gradients)),
@@ -234,7 +204,7 @@ class _Step:
             elif isinstance(each, Compute):
                 yield from self._in_root(each.phase) if each.unit == ROOT else self._in_unit(each.unit, each.phase)
         self.now["activations"] = 0.0
-        on_card = not (self.variant.optimizer_on_cpu or self.spec.offload)
+        on_card = not (self.spec.optimizer_on_cpu or self.spec.offload)
         yield self._moment("optimizer step", other=self.all.step_scratch if on_card else 0.0)
 
     def _change(self, each: Change) -> None:
@@ -302,24 +272,23 @@ class _Step:
         return self._of_block("reduction", named.block, first.before == 0.0)
 
 
-def fits_card(spec: PlanSpec, variant: Variant = AS_PLANNED) -> bool:
+def fits_card(spec: PlanSpec) -> bool:
     """Whether the peak is within the card; what rests is less than that, and takes no step to know."""
-    if spec.pipeline_parallel > 1:
-        return memory_of(spec, variant=variant).peak.total <= spec.gpu.memory_bytes
     card = spec.gpu.memory_bytes
-    return resting_bytes(spec, variant) <= card and memory_of(spec, variant=variant).peak.total <= card
+    at_rest = spec.pipeline_parallel > 1 or resting_bytes(spec) <= card
+    return at_rest and memory_of(spec).peak.total <= card
 
 
-def resting_bytes(spec: PlanSpec, variant: Variant = AS_PLANNED) -> float:
+def resting_bytes(spec: PlanSpec) -> float:
     """What a rank holds between two steps: the least that its peak can be."""
-    return sum(_resting(spec, all_units(spec), variant).values())
+    return sum(_resting(spec, all_units(spec)).values())
 
 
-def _resting(spec: PlanSpec, units: UnitBytes, variant: Variant) -> dict[str, float]:
+def _resting(spec: PlanSpec, units: UnitBytes) -> dict[str, float]:
     found = dict.fromkeys(CATEGORIES, 0.0) | {"other": float(FRAMEWORK_BYTES)}
     if not spec.offload:
         found["sharded_parameters"] = units.sharded_parameters
-        found["optimizer_state"] = 0.0 if variant.optimizer_on_cpu else units.optimizer_state
+        found["optimizer_state"] = 0.0 if spec.optimizer_on_cpu else units.optimizer_state
     return found
 
 

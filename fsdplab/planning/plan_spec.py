@@ -117,6 +117,10 @@ class PlanSpec:
     shifts_logits: bool = False  # whether the loss is of a copy of the logits without the last token (transformers)
     async_tensor: bool = False  # whether tensor parallelism's collectives go on beside its products
     autocast: bool = False  # under torch.autocast, no mixed precision of the sharding engine
+    blocks_per_unit: float = 1.0  # that travel together; 0.25: four units a block
+    recomputed_blocks: int | None = None  # how many of the first blocks are checkpointed; None: all
+    ranks_after_forward: int | None = None  # that a block stays cut over until its backward; 1: gathered; None: usual
+    optimizer_on_cpu: bool = False  # the optimizer's state rests in host memory; slices and gradients do not
 
     def __post_init__(self) -> None:
         for name, most in _LARGEST.items():
@@ -284,10 +288,14 @@ class PlanSpec:
     def sharing(self) -> Sharing:
         """What the order of a step depends on."""
         shards, replicas = (self.shards, self.replicas) if self.row.cuts else (1, self.shards)
-        return Sharing.of(
+        found = Sharing.of(
             self.strategy, shards, replicas, casts=self.mixed, offloads=self.offload, streams=True,
             no_sync=self.no_sync and self.grad_accum > 1,
         )  # fmt: skip
+        few = self.ranks_after_forward
+        if few is None or not found.reshards_after_forward:
+            return found
+        return replace(found, fewer=few > 1, reshards_after_forward=few > 1)
 
     @property
     def data_ranks(self) -> int:

@@ -63,11 +63,6 @@ class Case:
     recomputed: float = 1.0  # part of the blocks that the plan's checkpointing holds for
     ran_out: bool = False  # the run ended out of memory
 
-    @property
-    def recomputed_blocks(self) -> int | None:
-        """How many blocks are checkpointed; None for all."""
-        return None if self.recomputed == 1 else round(self.recomputed * self.spec.model.layers)
-
 
 class LeftOut(NamedTuple):
     """A row that is not predicted, or a figure of it, and why."""
@@ -125,14 +120,16 @@ def _case(name: str, row: Mapping[str, str]) -> Case:
         raise PublishedError("the model's layers were not published")
     gpu = _gpu_of(row) if row["gpu"] else None
     shape, scale = _shape_of(name, row)
+    recomputed = _recomputed(row)
     spec = PlanSpec(
+        recomputed_blocks=None if recomputed == 1 else round(recomputed * shape.layers),
         model=shape, gpu=gpu or find_gpu("h100-80gb"), **_mesh(row), **_work(row), **_dtypes(row),
         **_adapters(row), **_CONVENTIONS.get(_source(row), {}),
     )  # fmt: skip
     words = "" if gpu else "the GPU is not named"
     words = "the rate of its link is not stated" if "not stated" in row["interconnect"] else words
     words = "copies to host memory are not in a predicted step" if spec.offload else words
-    return Case(name, _source(row), spec, scale, memory, speed, words, _recomputed(row), ran_out)
+    return Case(name, _source(row), spec, scale, memory, speed, words, recomputed, ran_out)
 
 
 # Words of a row, and what of it is not modelled.

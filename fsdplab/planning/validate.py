@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .bands import EIGHT_BIT, MEMORY_SHARE, PLAIN, SPEED_SHARE, kind_of
-from .memory import FRAMEWORK_BYTES, Variant, fits_card, memory_of
+from .memory import FRAMEWORK_BYTES, fits_card, memory_of
 from .plan_spec import PlanSpec
 from .published import Case, LeftOut, read_published
 from .step_time import has_known_flops, step_time
@@ -183,8 +183,8 @@ def validate(path: Path) -> Validation:
     ]
     rows = [row for case in cases for row in _memory_rows(case)] + [_time_row(case) for case in timed(cases)]
     took_place = [case for case in cases if case.tokens_per_s is not None]
-    large = tuple(case.id for case in took_place if not _fits(case))
-    ran_out = tuple((case.id, not _fits(case)) for case in cases if case.ran_out)
+    large = tuple(case.id for case in took_place if not fits_card(case.spec))
+    ran_out = tuple((case.id, not fits_card(case.spec)) for case in cases if case.ran_out)
     return Validation(tuple(rows), (*left_out, *unpredicted), len(took_place), large, ran_out)
 
 
@@ -192,14 +192,6 @@ def _without_time(case: Case) -> str:
     """Why no time of a case is predicted; else empty."""
     gpu = case.spec.gpu
     return case.without_time or ("" if has_known_flops(gpu) else f"no bf16 FLOP/s are known for {gpu.name}")
-
-
-def _variant(case: Case) -> Variant:
-    return Variant(recomputed_blocks=case.recomputed_blocks)
-
-
-def _fits(case: Case) -> bool:
-    return fits_card(case.spec, _variant(case))
 
 
 def timed(cases: Iterable[Case]) -> list[Case]:
@@ -228,7 +220,7 @@ def _time_row(case: Case) -> Row:
 
 
 def _memory_rows(case: Case) -> Iterator[Row]:
-    memory = memory_of(case.spec, variant=_variant(case))
+    memory = memory_of(case.spec)
     stepping = memory.at("optimizer step")
     passing = ("unsharded_parameters", "activations", "communication_buffers")
     states = stepping.total - FRAMEWORK_BYTES - sum(stepping.by_category[name] for name in passing)

@@ -7,14 +7,14 @@ A number is written the same way in the sentence, in the table and beside the fi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeAlias
 
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import MISSING
 from fsdplab.planning.links import HOST_LINK
-from fsdplab.planning.memory import AS_PLANNED, Memory, Variant, host_bytes, host_crossing, memory_of
+from fsdplab.planning.memory import Memory, host_bytes, host_crossing, memory_of
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import AxisTraffic, plan_traffic, transfer_of
 from fsdplab.planning.program import StepWork
@@ -36,8 +36,6 @@ class Case:
 
     label: Value
     spec: PlanSpec
-    variant: Variant = AS_PLANNED
-    blocks_per_unit: float = 1.0
     work: StepWork | None = None
     known: Mapping[str, Value] = field(default_factory=dict)
 
@@ -67,7 +65,7 @@ class Case:
     @cached_property
     def memory(self) -> Memory:
         """Of a rank through the step."""
-        return memory_of(self.spec, self.blocks_per_unit, self.variant)
+        return memory_of(self.spec)
 
     @cached_property
     def traffic(self) -> Sequence[AxisTraffic]:
@@ -105,7 +103,7 @@ class Case:
         spec = self.spec
         if spec.offload:
             return host_crossing(spec)
-        if not self.variant.optimizer_on_cpu or not spec.optimizer_bytes:
+        if not spec.optimizer_on_cpu or not spec.optimizer_bytes:
             return 0.0
         return 2 * spec.rest_bytes * all_units(spec).optimizer_state / spec.optimizer_bytes
 
@@ -130,9 +128,9 @@ _WRITTEN = {
 
 
 def _host(case: Case) -> float:
-    if not case.variant.optimizer_on_cpu:
+    if not case.spec.optimizer_on_cpu:
         return host_bytes(case.spec)
-    return memory_of(case.spec).at("optimizer step").by_category["optimizer_state"]
+    return memory_of(replace(case.spec, optimizer_on_cpu=False)).at("optimizer step").by_category["optimizer_state"]
 
 
 def _exposed_s(case: Case) -> float:

@@ -9,7 +9,7 @@ from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds
 from fsdplab.planning.fit import largest_micro_batch, largest_that_fits
 from fsdplab.planning.links import HOST_LINK
-from fsdplab.planning.memory import Variant, fits_card, memory_of
+from fsdplab.planning.memory import fits_card, memory_of
 from fsdplab.planning.plan_spec import PlanSpec, changed
 from fsdplab.planning.planner import least_gpus, plan_of, shortfall
 
@@ -148,7 +148,7 @@ WORLD_SIZE = Question(
 
 def _placed(spec: PlanSpec) -> list[Case]:
     """Nothing on the CPU, the optimizer, and all states, where what rests is shards alone."""
-    found = [Case("nothing", spec), Case("optimizer", spec, Variant(optimizer_on_cpu=True))]
+    found = [Case("nothing", spec), Case("optimizer", replace(spec, optimizer_on_cpu=True))]
     if spec.row.can_offload:
         found.append(Case("all states", replace(spec, offload=True)))
     on_card = found[0].memory.peak.total

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fsdplab.planning.fit import largest_that_fits
-from fsdplab.planning.memory import Variant, fits_card, memory_of
+from fsdplab.planning.memory import fits_card, memory_of
 from fsdplab.planning.plan_spec import CHECKPOINTINGS, POLICIES, PlanError, PlanSpec
 from fsdplab.planning.plan_traffic import plan_traffic
 from fsdplab.planning.program import StepWork
@@ -27,7 +27,7 @@ def _wrapped(spec: PlanSpec) -> list[Case]:
     layers, work = spec.model.layers, work_of(spec)
     counts = [1 / _parts_of_a_block(spec), *(count for count in (1, 2, 4, 8) if layers % count == 0 and count < layers)]
     return [
-        Case(_named(count, layers), spec, blocks_per_unit=count, work=rewrapped(work, count))
+        Case(_named(count, layers), replace(spec, blocks_per_unit=count), work=rewrapped(work, count))
         for count in [*counts, layers]
     ]
 
@@ -148,12 +148,12 @@ def _recomputing(spec: PlanSpec) -> tuple[PlanSpec, str]:
 def _first_blocks(spec: PlanSpec) -> list[Case]:
     """The first k blocks recomputed and the others not, around the fewest that fit."""
     layers = spec.model.layers
-    kept = largest_that_fits(lambda count: fits_card(spec, Variant(recomputed_blocks=layers - count)), layers)
+    kept = largest_that_fits(lambda count: fits_card(replace(spec, recomputed_blocks=layers - count)), layers)
     least = layers - kept
     counts = {0, layers // 4, layers // 2, 3 * layers // 4, layers, least, max(0, least - 1)}
     keeping, again = work_of(replace(spec, checkpointing="none")), work_of(spec).blocks
     mixed = {count: replace(keeping, blocks=(*again[:count], *keeping.blocks[count:])) for count in sorted(counts)}
-    return [Case(count, spec, Variant(recomputed_blocks=count), work=work) for count, work in mixed.items()]
+    return [Case(count, replace(spec, recomputed_blocks=count), work=work) for count, work in mixed.items()]
 
 
 def _fewest_blocks(spec: PlanSpec, rows: Sequence[Case]) -> str:
@@ -221,7 +221,7 @@ def _over_meshes(spec: PlanSpec) -> list[Case]:
     """Over all ranks as planned; over fewer, these are neighbours: their gather is hybrid_shard's in such groups."""
     planned, found = memory_of(spec).peak.total, []
     for ranks in _meshes(spec):
-        case = Case(ranks, spec, Variant(ranks_after_forward=None if ranks == spec.shards else ranks))
+        case = Case(ranks, replace(spec, ranks_after_forward=None if ranks == spec.shards else ranks))
         near = Case(ranks, replace(spec, strategy="hybrid_shard", shard_size=ranks))
         more = case.memory.peak.total / planned - 1
         found.append(replace(case, known={"more at the peak": more, _GATHER: near.value(_GATHER)}))
@@ -265,10 +265,10 @@ def _between(spec: PlanSpec) -> list[Case]:
     work, traffic = work_of(spec), plan_traffic(spec)
     again = [row for row in traffic if (row.unit, row.kind, row.axis) == ("block", "all_gather", "shard")]
     sent = sum(row.step_bytes for row in traffic) - sum(row.step_bytes / 2 for row in again)
-    keeps = Variant(ranks_after_forward=1)
+    keeps = replace(spec, ranks_after_forward=1)
     beside = work_of(spec if spec.row.in_groups else spec.under("shard_grad_op"))
-    kept = replace(beside, sharing=keeps.sharing(spec))
-    return [Case("resharded", spec, work=work), Case("kept whole", spec, keeps, work=kept, known={SENT: sent})]
+    kept = replace(beside, sharing=keeps.sharing)
+    return [Case("resharded", spec, work=work), Case("kept whole", keeps, work=kept, known={SENT: sent})]
 
 
 NO_RESHARD = Question(
