@@ -1,6 +1,6 @@
 """A Llama-style model: RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases.
 
-Letters: B batch, T tokens, C width, V vocabulary.
+Letters: B batch, T tokens, C width.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from .attention import CausalAttention, Rotary
+from .gpt import Decoder
 from .shapes import ModelShape
 
 
@@ -40,24 +41,12 @@ class LlamaBlock(nn.Module):
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
-class Llama(nn.Module):
-    """tokens int64 [B, T] -> logits [B, T, V]; more than `config.context` tokens raise `ModelError`."""
+class Llama(Decoder):
+    """A decoder of `LlamaBlock`; one table of rotary positions serves all blocks."""
 
     block_type = LlamaBlock
+    norm_type = nn.RMSNorm
 
-    def __init__(self, config: ModelShape) -> None:
-        super().__init__()
-        self.config = config
-        self.token_embedding = nn.Embedding(config.vocabulary, config.width)
-        rotary = Rotary(config)
-        self.blocks = nn.ModuleList(LlamaBlock(config, rotary) for _ in range(config.layers))
-        self.final_norm = nn.RMSNorm(config.width, eps=config.norm_epsilon)
-        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        B, T = tokens.shape
-        self.config.require_length(T)
-        x = self.token_embedding(tokens)  # (B, T, C)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.final_norm(x))  # (B, T, V)
+    def make_blocks(self) -> nn.ModuleList:
+        rotary = Rotary(self.config)
+        return nn.ModuleList(LlamaBlock(self.config, rotary) for _ in range(self.config.layers))

@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional
 
-from .attention import CausalAttention
 from .errors import ModelError
+from .gpt import Decoder, GPTBlock
 from .models import WithoutValues, initialise
 from .routing import Routing, dispatch
 from .shapes import ModelShape, gpt
@@ -93,41 +93,25 @@ class MoEFeedForward(nn.Module):
         return mixed.sum(dim=1).view_as(x), routing.balance(probabilities)
 
 
-class MoEBlock(nn.Module):
+class MoEBlock(GPTBlock):
     """Attention, then experts, each added to its input. [B, T, C], balance loss so far -> the same two."""
 
-    def __init__(self, config: MoEConfig) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(config.width, eps=config.norm_epsilon)
-        self.attention = CausalAttention(config, bias=True)
-        self.feed_forward_norm = nn.LayerNorm(config.width, eps=config.norm_epsilon)
-        self.feed_forward = MoEFeedForward(config)
+    feed_forward_type = MoEFeedForward
 
-    def forward(self, x: Tensor, balance: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, balance: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         x = x + self.attention(self.attention_norm(x))
         added, unevenness = self.feed_forward(self.feed_forward_norm(x))
         return x + added, balance + unevenness
 
 
-class MoE(nn.Module):
+class MoE(Decoder):
     """tokens int64 [B, T] -> logits [B, T, V] and the balance loss of all layers (a scalar; `layers` when even)."""
 
     block_type = MoEBlock
-
-    def __init__(self, config: MoEConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.token_embedding = nn.Embedding(config.vocabulary, config.width)
-        self.position_embedding = nn.Embedding(config.positions, config.width)
-        self.blocks = nn.ModuleList(MoEBlock(config) for _ in range(config.layers))
-        self.final_norm = nn.LayerNorm(config.width, eps=config.norm_epsilon)
-        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+    config: MoEConfig
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        B, T = tokens.shape
-        self.config.require_length(T)
-        x = self.token_embedding(tokens) + self.position_embedding(torch.arange(T, device=tokens.device))  # (B, T, C)
-        balance = torch.zeros((), device=tokens.device)
+        x, balance = self.embed(tokens), torch.zeros((), device=tokens.device)
         for block in self.blocks:
             x, balance = block(x, balance)
         return self.head(self.final_norm(x)), balance

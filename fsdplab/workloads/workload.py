@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,13 @@ class At:
     def generator(self) -> torch.Generator:
         """Random numbers of this batch alone, from the CPU: the same on every device and in every run."""
         return torch.Generator(device="cpu").manual_seed(zlib.crc32(self.place.encode()))
+
+
+class Drawn(NamedTuple):
+    """A micro-batch and where it belongs, so that its loss draws the same random numbers wherever it is computed."""
+
+    at: At
+    content: Any
 
 
 class Task(ABC):
@@ -73,12 +80,15 @@ class Task(ABC):
         return of_classes(model, self.units(model))
 
     def drawn(self, at: At) -> Any:
-        """One rank's micro-batch as `seeded_loss` takes it."""
-        return self.batch(at)
+        """One rank's micro-batch as `seeded_loss` takes it: a `Drawn` where the forward may draw."""
+        return Drawn(at, self.batch(at)) if self.draws else self.batch(at)
 
     def seeded_loss(self, model: nn.Module, drawn: Any) -> Tensor:
         """The loss of what `drawn` returned: the same on a rank and in the twin, whatever its forward draws."""
-        return self.loss(model, drawn)
+        if not self.draws:
+            return self.loss(model, drawn)
+        torch.manual_seed(zlib.crc32(f"loss/{drawn.at.place}".encode()))
+        return self.loss(model, drawn.content)
 
     def optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer | None:
         """The workload's own optimizer; None: the run's."""
@@ -102,16 +112,13 @@ class Task(ABC):
 
 
 @dataclass(frozen=True)
-class OnText(Task):
-    """A preset that learns to say the next byte of a text: `batch_size` sequences of `sequence_length` tokens."""
+class ReadsText(Task):
+    """A model that learns to say the next byte of a text: `batch_size` sequences of `sequence_length` tokens."""
 
     name: str
     text: ByteText
     batch_size: int
     sequence_length: int
-
-    def build(self, device: torch.device | str, seed: int) -> nn.Module:
-        return build_model(self.name, device=device, seed=seed)
 
     def batch(self, at: At) -> tuple[Tensor, Tensor]:
         """Tokens and targets: int64 [batch_size, sequence_length]."""
@@ -120,14 +127,22 @@ class OnText(Task):
         )
         return drawn[0].to(at.device), drawn[1].to(at.device)
 
+    def tokens(self, drawn: Any) -> int:
+        tokens, _ = drawn.content if self.draws else drawn
+        return tokens.numel()
+
+    def data(self) -> list[Tensor]:
+        return [self.text.data]
+
+
+class OnText(ReadsText):
+    """A preset on a text."""
+
+    def build(self, device: torch.device | str, seed: int) -> nn.Module:
+        return build_model(self.name, device=device, seed=seed)
+
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return loss_of(model, *batch)
 
     def units(self, model: nn.Module) -> tuple[type[nn.Module], ...]:
         return block_types(model)
-
-    def tokens(self, drawn: tuple[Tensor, Tensor]) -> int:
-        return drawn[0].numel()
-
-    def data(self) -> list[Tensor]:
-        return [self.text.data]

@@ -85,7 +85,7 @@ def workload_of(part: WorkloadPart) -> Task:
         return workload_from(Path(part.model))
     if kind == HUGGING_FACE:
         source = source_of(part.model)
-        return CausalLM(source.name, source.path, _text(part.text), part.batch_size, part.sequence_length)
+        return CausalLM(source.name, _text(part.text), part.batch_size, part.sequence_length, source.path)
     return OnText(part.model, _text(part.text), part.batch_size, part.sequence_length)
 
 

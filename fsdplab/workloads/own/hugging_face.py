@@ -22,25 +22,20 @@ from torch.nn import functional
 from fsdplab.workloads.errors import ModelError
 from fsdplab.workloads.models import WithoutValues, fill_parameter
 from fsdplab.workloads.shapes import BYTE_VOCABULARY
-from fsdplab.workloads.text import ByteText
 from fsdplab.workloads.units import Units, count_words, repeated_block
-from fsdplab.workloads.workload import At, Task
+from fsdplab.workloads.workload import ReadsText
 
 Weights = Callable[[str], "Tensor | None"]  # the value of a parameter by its name, where the folder has one
 
 
 @dataclass(frozen=True)
-class CausalLM(Task):
+class CausalLM(ReadsText):
     """`AutoModelForCausalLM` of a configuration on bytes of a text; nothing is downloaded.
 
     `config` is the file; weights are random unless its folder has safetensors.
     """
 
-    name: str
     config: Path
-    text: ByteText
-    batch_size: int
-    sequence_length: int
     draws = True
     built_on_meta = True
 
@@ -68,29 +63,9 @@ class CausalLM(Task):
             _fill(model, seed, weights, {name for _, others in shared for name in others})
         return model
 
-    def batch(self, at: At) -> tuple[Tensor, Tensor]:
-        """Tokens and targets: int64 [batch_size, sequence_length], bytes of the text."""
-        drawn = self.text.batch(
-            at.step, at.rank, at.world_size, self.batch_size, self.sequence_length, at.micro_batch, at.seed
-        )
-        return drawn[0].to(at.device), drawn[1].to(at.device)
-
-    def drawn(self, at: At) -> Any:
-        return at.place, self.batch(at)
-
-    def seeded_loss(self, model: nn.Module, drawn: Any) -> Tensor:
-        torch.manual_seed(zlib.crc32(f"loss/{drawn[0]}".encode()))
-        return self.loss(model, drawn[1])
-
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         logits = model(input_ids=batch[0], use_cache=False).logits  # (B, T, V)
         return functional.cross_entropy(logits.float().flatten(0, 1), batch[1].flatten())
-
-    def tokens(self, drawn: Any) -> int:
-        return drawn[1][0].numel()
-
-    def data(self) -> list[Tensor]:
-        return [self.text.data]
 
     def found_units(self, model: nn.Module) -> Units:
         """The blocks that transformers itself keeps whole (`_no_split_modules`), else the repeated ones."""

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import random
 import sys
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,14 +18,7 @@ from torch import Tensor, nn
 from fsdplab.common.words import plural
 from fsdplab.workloads.errors import ModelError
 from fsdplab.workloads.units import Units, count_words, of_classes, repeated_block
-from fsdplab.workloads.workload import At, Task
-
-
-class Drawn(NamedTuple):
-    """A micro-batch and where it belongs, so that its loss draws the same random numbers wherever it is computed."""
-
-    at: At
-    content: Any
+from fsdplab.workloads.workload import At, Drawn, Task
 
 
 class Workload(Task):
@@ -86,14 +78,9 @@ class Workload(Task):
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         return one_scalar(self._functions["loss"](model, batch))
 
-    def drawn(self, at: At) -> Drawn:
-        return Drawn(at, self.batch(at))
-
     def seeded_loss(self, model: nn.Module, drawn: Drawn) -> Tensor:
-        """The loss, with torch's generators seeded by the micro-batch: dropout is equal on a rank and in the twin."""
-        torch.manual_seed(zlib.crc32(f"loss/{drawn.at.place}".encode()))
         try:
-            return self.loss(model, drawn.content)
+            return super().seeded_loss(model, drawn)
         except RuntimeError as error:
             if words := _left_behind(drawn, str(error)):
                 raise ModelError(words) from error
