@@ -12,11 +12,10 @@ import torch
 
 from fsdplab.sessions import Failure
 from fsdplab.teaching.core import answers, checking, registry, run_submission
-from fsdplab.teaching.core.exercise import Choice, Question
+from fsdplab.teaching.core.exercise import Choice, Question, questions_of
 from fsdplab.teaching.core.exercise_file import Exercise, ExerciseError
 from fsdplab.teaching.core.nonsense import NonsenseInNewMemory
 from fsdplab.teaching.core.quantities import QuantityError, quantity
-from fsdplab.teaching.core.questions_file import questions_of
 
 HEAD = '''"""Twice as much
 

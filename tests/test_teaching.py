@@ -22,7 +22,6 @@ from fsdplab.records.summary import Peak
 from fsdplab.teaching import collectives, tour
 from fsdplab.teaching.core import (
     answers,
-    asking,
     checking,
     display,
     exploring,
@@ -248,8 +247,8 @@ def test_what_is_no_answer_is_no_failed_try(course, value, says):
 def on_the_page(course, monkeypatch):
     """What `ask` shows in a notebook: its widget, and the verdict below it each time that it changes."""
     widgets, verdicts = [], []
-    monkeypatch.setattr(asking, "present_widget", lambda make, instead=None: widgets.append(make()))
-    monkeypatch.setattr(asking, "present_live", lambda first: verdicts.append(first) or verdicts.append)
+    monkeypatch.setattr(answers, "present_widget", lambda make, instead=None: widgets.append(make()))
+    monkeypatch.setattr(answers, "present_live", lambda first: verdicts.append(first) or verdicts.append)
     return widgets, verdicts
 
 
@@ -313,7 +312,7 @@ def test_where_there_are_no_buttons_options_have_letters(course, capsys):
     teaching.ask("00.loop")
     assert "   b) every step uses the sum" in (said := capsys.readouterr().out) and 'answer("00.loop", "a")' in said
     item = registry.find("00.loop")
-    bundle = display.WidgetView(asking.buttons(item, None), asking.Options(item))._repr_mimebundle_()
+    bundle = display.WidgetView(answers.buttons(item, None), answers.options(item))._repr_mimebundle_()
     assert "<b>b</b>&ensp;every step" in bundle["text/html"] and "application/vnd.jupyter.widget-view+json" in bundle
 
 
@@ -440,11 +439,11 @@ def test_a_verdict_reads_well_as_text_and_html():
 
 def test_a_prediction_is_empty_until_the_learner_writes_one(course):
     prediction = Prediction("00.peak", "MB", course.workspace)
-    assert prediction.value is None and "write your own number" in str(predictions.standing(prediction))
+    assert prediction.value is None and "write your own number" in str(prediction.standing)
     prediction.set("0.12 GB")
-    assert "120 MB (your own number" in str(predictions.standing(prediction))
-    assert str(prediction.score("100 MB")).startswith("You predicted 120 MB, measured 100 MB: 1.20 times")
-    assert "120 MB (locked, measured 100 MB)" in str(predictions.standing(prediction))
+    assert "120 MB (your own number" in str(prediction.standing)
+    assert str(prediction.scored("100 MB")).startswith("You predicted 120 MB, measured 100 MB: 1.20 times")
+    assert "120 MB (locked, measured 100 MB)" in str(prediction.standing)
     assert Prediction("00.peak", "MB", course.workspace).value == 120
     assert Prediction("00.peak", "GB", course.workspace).value is None, "another unit is another question"
 
@@ -452,9 +451,9 @@ def test_a_prediction_is_empty_until_the_learner_writes_one(course):
 def test_a_simulated_number_is_nowhere_called_measured(course):
     prediction = Prediction("07.exposed_without", "ms", course.workspace)
     prediction.set(300)
-    assert "simulated 322.4 ms: 0.93 times the right number" in str(prediction.score(322.4, "simulated"))
+    assert "simulated 322.4 ms: 0.93 times the right number" in str(prediction.scored(322.4, "simulated"))
     again = Prediction("07.exposed_without", "ms", course.workspace)
-    assert "300 ms (locked, simulated 322.4 ms)" in str(predictions.standing(again))
+    assert "300 ms (locked, simulated 322.4 ms)" in str(again.standing)
     table = str(predictions.calibration_table(calibration_of(course.workspace)))
     assert "simulated 322.4 ms" in table and "measure" not in table
 
@@ -465,7 +464,7 @@ def test_a_number_that_comes_after_the_run_is_no_prediction(course):
     prediction.lock()
     with pytest.raises(PredictionLocked, match="its run has started"):
         prediction.set(100)
-    assert prediction.score(100).predicted == 300
+    assert prediction.scored(100).predicted == 300
     again = Prediction("00.peak", "MB", course.workspace)
     assert again.locked and again.value == 300, "it stays what it was, also when the notebook is run again"
     with pytest.raises(PredictionLocked):
@@ -473,7 +472,7 @@ def test_a_number_that_comes_after_the_run_is_no_prediction(course):
 
 
 def test_a_run_without_a_prediction_says_so_and_leaves_the_field_open(course):
-    score = Prediction("00.peak", "MB", course.workspace).score(100)
+    score = Prediction("00.peak", "MB", course.workspace).scored(100)
     assert "No prediction, measured 100 MB" in str(score) and calibration_of(course.workspace).scores == ()
     assert not Prediction("00.peak", "MB", course.workspace).locked
 
@@ -482,7 +481,7 @@ def test_calibration_counts_the_learners_own_predictions(course):
     for name, predicted, measured in (("a", 4, 1), ("b", 1, 1), ("c", 1, 1.5)):
         prediction = Prediction(name, "MB", course.workspace)
         prediction.set(predicted)
-        prediction.score(measured)
+        prediction.scored(measured)
     found = calibration_of(course.workspace)
     assert (len(found.scores), found.within_two) == (3, 2)
     assert found.bias == pytest.approx((4 * 1 / 1.5) ** (1 / 3))
@@ -491,7 +490,8 @@ def test_calibration_counts_the_learners_own_predictions(course):
 
 def test_the_field_hands_its_number_to_the_prediction(course):
     prediction, changes = Prediction("00.peak", "MB", course.workspace), []
-    box = predictions.number_field(prediction, lambda: changes.append(str(predictions.standing(prediction))))
+    box = predictions.number_field(prediction)
+    prediction.watchers.append(lambda: changes.append(str(prediction.standing)))
     entry, complaint = box.children[1], box.children[3]
     assert entry.value == "" and not entry.disabled, "nothing in it, so nothing is given away"
     entry.value = "32 l"
@@ -510,20 +510,18 @@ def test_the_field_hands_its_number_to_the_prediction(course):
     prediction.lock()
     entry.value = "5"
     assert prediction.value == 321 and "is locked" in complaint.value and entry.value == "321", "what counts is shown"
-    predictions.close(box, prediction)
     assert entry.disabled
 
 
 def test_a_refused_text_goes_when_the_run_starts(course):
     prediction = Prediction("00.peak", "MB", course.workspace)
-    box = predictions.number_field(prediction, lambda: None)
+    box = predictions.number_field(prediction)
     box.children[1].value = "<b>1e999</b>"
     assert "&lt;b&gt;" in box.children[3].value
     box.children[1].value = "1e999"
     assert "not infinite" in box.children[3].value
     prediction.lock()
-    predictions.close(box, prediction)
-    assert box.children[1].value == "" and "none was made" in str(predictions.standing(prediction))
+    assert box.children[1].value == "" and "none was made" in str(prediction.standing)
 
 
 @pytest.mark.parametrize(
@@ -533,7 +531,7 @@ def test_a_refused_text_goes_when_the_run_starts(course):
 def test_a_measurement_of_nothing_is_no_infinite_ratio(course, predicted, measured, words):
     prediction = Prediction("00.peak", "MB", course.workspace)
     prediction.set(predicted)
-    assert words in str(prediction.score(measured))
+    assert words in str(prediction.scored(measured))
 
 
 @pytest.mark.parametrize(
@@ -544,11 +542,11 @@ def test_the_cell_that_scores_locks_before_it_runs(course, tmp_path, cell):
     try:
         shell.user_ns["predict"] = teaching.predict
         shell.run_cell('peak = predict("00.peak", unit="MB"); other = predict("00.other", unit="MB")').raise_error()
-        shell.user_ns["peak"].prediction.set(300)
+        shell.user_ns["peak"].set(300)
         shell.run_cell("twice = 2 * peak.value  # a calculation may come between\n# not peak.score(100)").raise_error()
         shell.run_cell('print("peak.score(1)")').raise_error()
-        assert not shell.user_ns["peak"].prediction.locked
-        shell.user_ns["locked_now"] = lambda: [shell.user_ns[each].prediction.locked for each in ("peak", "other")]
+        assert not shell.user_ns["peak"].locked
+        shell.user_ns["locked_now"] = lambda: [shell.user_ns[each].locked for each in ("peak", "other")]
         shell.run_cell(f"locked = locked_now()\n{cell}").raise_error()
         assert shell.user_ns["locked"] == [True, False]
     finally:

@@ -25,8 +25,8 @@ def test_a_figure_under_sliders_has_words():
 def test_a_computed_number_is_not_called_measured(tmp_path, capsys):
     guess = predictions.Prediction("x", "MB", Workspace(tmp_path / "my_fsdp"))
     guess.set(30)
-    predictions.Predicted(guess).score(20, origin="computed")
-    predictions.Predicted(guess).score(20)
+    guess.score(20, origin="computed")
+    guess.score(20)
     computed, measured = capsys.readouterr().out.splitlines()
     assert "computed 20 MB: 1.50 times the right number" in computed and "measur" not in computed
     assert "measured 20 MB: 1.50 times the measurement" in measured

@@ -22,7 +22,7 @@ _SOURCES = {
     "check": "core.checking",
     "hint": "core.checking",
     "answer": "core.answers",
-    "ask": "core.asking",
+    "ask": "core.answers",
     "solution": "core.checking",
     "solution_file": "core.checking",
     "use": "core.checking",

@@ -140,6 +140,22 @@ class HasTable:
 
 
 @dataclass(frozen=True, repr=False)
+class Text:
+    """A text, and the same as HTML."""
+
+    text: str
+    html: str
+
+    def __str__(self) -> str:
+        return self.text
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+
+@dataclass(frozen=True, repr=False)
 class Note:
     """A few lines of text beside a coloured bar: hints, predictions."""
 

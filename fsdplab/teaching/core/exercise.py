@@ -1,16 +1,58 @@
-"""Numeric questions and choices, as frozen records with everything in one place; and what a check sees of a call.
+"""What a check sees of a call; and numeric questions and choices, as they stand in a notebook's `questions.md`.
 
 A question holds its hints and the wrong numbers that known slips lead to, a choice says of each option why it is right
-or wrong. They are read from a notebook's `questions.md` (questions_file.py).
+or wrong. The file, `exercises/02/questions.md`, is Markdown that reads like the page it becomes:
+
+    # Questions of notebook 02
+
+    ```python
+    from fsdplab.teaching.lessons.nb02_where_memory_goes.lesson import MB
+    ```
+
+    ## 02.equal
+
+    With how many rows in the batch do activations take as many bytes as model states?
+
+    Right: `it["states"] / it["a row"]` MB, within 2 %
+
+    - `0.25 * right`: that is the number of parameters alone; model states are all three
+
+    1. Activations grow with the batch, model states do not.
+    2. How many bytes of activations does one row have?
+    3. `sum(held.values()) / (saved_bytes(64) / 64)`.
+
+    Then: Below it the model decides what fits, above it the batch does.
+
+    ## 02.remedy
+
+    What helps most?
+
+    - a) 128 ranks
+      > more ranks make the shards smaller. A rank still has all activations of its batch.
+    - **b)** half the sequences a rank
+      > activations fall with the batch.
+
+What stands between backticks after `Right:` and before a slip's cause is Python: it may use the names of the block at
+the top, `it` (what the question is about, `answer(id, value, against=it)`) and `right`. Of a choice the bold option is
+right, and under each stands why it is right or wrong.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
+from .exercise_file import ExerciseError
 from .workspace import checked_id
+
+_RIGHT = re.compile(r"Right: `(.*)`(?: (\S+))?, within ([\d.]+) %", re.DOTALL)
+_SLIP = re.compile(r"- `([^`]*)`: (.*)", re.DOTALL)
+_OPTION = re.compile(r"- (\*\*)?([a-z])\)(?:\*\*)? (.*?)\n +> (.*)", re.DOTALL)
+_BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -60,7 +102,10 @@ class Question:
 
     def __post_init__(self) -> None:
         checked_id(self.id)
-        _three_hints(self.id, self.hints)
+        if len(self.hints) != 3:
+            raise ValueError(
+                f"{self.id}: expected three hints (a nudge, a pointer, nearly the solution), got {len(self.hints)}"
+            )
 
     def right(self, against: Any = None) -> float:
         """The right value in the question's unit."""
@@ -84,8 +129,89 @@ class Choice:
             raise ValueError(f"{self.id}: the right letter must be an option, and every option needs a `because`")
 
 
-def _three_hints(exercise: str, hints: Sequence[str]) -> None:
-    if len(hints) != 3:
+# ---- reading a file
+
+
+def questions_of(path: Path) -> Iterator[Question | Choice]:
+    """The questions and choices of a file, in its order; ExerciseError names the item that cannot be read."""
+    text = path.read_text(encoding="utf-8")
+    head, *items = re.split(r"^## ", text, flags=re.MULTILINE)
+    block = _BLOCK.search(head)
+    for item in items:
+        title, _, body = item.partition("\n")
+        parts = [part.strip() for part in re.split(r"\n\n|\n(?=- |\d\. )", body) if part.strip()]
+        try:
+            yield (
+                _choice(title.strip(), parts)
+                if any(map(_OPTION.match, parts))
+                else _question(title.strip(), list(map(_flat, parts)), block[1] if block else "")
+            )
+        except (IndexError, SyntaxError, ValueError) as error:
+            raise ExerciseError(f"{path}: {title.strip()} cannot be read: {error}") from error
+
+
+def _question(id: str, parts: list[str], names: str) -> Question:
+    given = next((number for number, part in enumerate(parts) if part.startswith("Right: ")), len(parts))
+    right = _RIGHT.fullmatch(parts[given]) if given < len(parts) else None
+    rest = parts[given + 1 :]
+    slips = [found for part in rest if (found := _SLIP.fullmatch(part))]
+    hints = tuple(part[3:] for part in rest if re.match(r"\d\. ", part))
+    then = [part.removeprefix("Then: ") for part in rest if part.startswith("Then: ")]
+    if right is None or len(slips) + len(hints) + len(then) != len(rest) or len(hints) != 3:
         raise ValueError(
-            f"{exercise}: expected three hints (a nudge, a pointer, nearly the solution), got {len(hints)}"
+            "expected the statement, Right: `number` unit, within 1 %, perhaps slips, - `wrong number`: cause, three"
+            " hints, 1. to 3., and perhaps `Then: ...`; or a choice with options, - a) text, and > why under each"
         )
+    expected = _expression(right[1], names)
+    about_data = "it" in compile(right[1], right[1], "eval").co_names
+
+    def slip(source: str, cause: str) -> Slip:
+        wrong = _expression(source, names)
+        return Slip(cause, lambda it: wrong(it, expected(it, None)))
+
+    return Question(
+        id=id,
+        statement=" ".join(parts[:given]),
+        unit=right[2] or "",
+        expected=(lambda it: expected(it, None)) if about_data else expected(None, None),
+        slips=tuple(slip(each[1], each[2]) for each in slips),
+        hints=hints,  # three, as was checked
+        tolerance=float(right[3]) / 100,
+        explanation=" ".join(then),
+    )
+
+
+def _choice(id: str, parts: list[str]) -> Choice:
+    begins = next(number for number, part in enumerate(parts) if _OPTION.match(part))
+    options = [_OPTION.fullmatch(part) for part in parts[begins:]]
+    found = [option for option in options if option]
+    bold = [option[2] for option in found if option[1]]
+    if len(found) != len(options) or len(bold) != 1:
+        raise ValueError("expected options, - a) text, and > why under each; one is bold, - **b)** text: the right one")
+    return Choice(
+        id=id,
+        statement=_flat(" ".join(parts[:begins])),
+        options={option[2]: _flat(option[3]) for option in found},
+        right=bold[0],
+        because={option[2]: _flat(re.sub(r"\n +> ", " ", option[4])) for option in found},
+    )
+
+
+def _flat(text: str) -> str:
+    return " ".join(text.split())
+
+
+_Expression = Callable[[Any, float | None], float]
+
+
+def _expression(source: str, names: str) -> _Expression:
+    code = compile(source, source, "eval")
+    return lambda it, right: float(eval(code, {**_names(names), "it": it, "right": right}))
+
+
+@lru_cache
+def _names(source: str) -> dict[str, Any]:
+    """The names of the file's block of Python; made when a question is first judged."""
+    space: dict[str, Any] = {}
+    exec(source, space)
+    return space

@@ -11,7 +11,7 @@ import ast
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -31,58 +31,81 @@ class PredictionLocked(RuntimeError):
     """A number that comes after its run has started is no prediction."""
 
 
-@dataclass
 class Prediction:
-    """One quantity to predict. `value` is the learner's number, also from an earlier day, or None."""
+    """One quantity to predict: call `.score(measured)` after the measurement.
 
-    name: str
-    unit: str
-    workspace: Workspace = field(repr=False)
-    value: float | None = field(init=False, default=None)
-    measured: float | None = field(init=False, default=None)
-    origin: str = field(init=False, default="measured")  # of `measured`: it may be computed or simulated
-    locked: bool = field(init=False, default=False)
+    `value` is the learner's number in `unit`, also from an earlier day, or None. `watchers` are called after each
+    change.
+    """
 
-    def __post_init__(self) -> None:
-        kind_of(self.unit)  # an unknown unit is an error here, not at the score
-        stored = self.workspace.read(FILE).get(self.name, {})
-        if stored.get("unit") == self.unit and stored.get("by_learner"):
+    def __init__(self, name: str, unit: str, workspace: Workspace) -> None:
+        kind_of(unit)  # an unknown unit is an error here, not at the score
+        self.name, self.unit, self._workspace = name, unit, workspace
+        self.value: float | None = None
+        self.measured: float | None = None
+        self.origin = "measured"  # of `measured`: it may be computed or simulated
+        self.watchers: list[Callable[[], object]] = []
+        stored = workspace.read(FILE).get(name, {})
+        if stored.get("unit") == unit and stored.get("by_learner"):
             self.value, self.measured = stored["predicted"], stored["measured"]
             self.origin = stored.get("origin", "measured")
-            self.locked = self.measured is not None
+        self.locked = self.measured is not None
 
-    def set(self, value: float | str) -> None:
-        """The learner's own number, stored at once; QuantityError where it is none, PredictionLocked once the run has
-        started.
+    def set(self, value: float | str | None) -> None:
+        """The learner's own number, stored at once, or None; QuantityError where it is none, PredictionLocked once the
+        run has started.
         """
         if self.locked:
             raise PredictionLocked(f"prediction {self.name} is locked: its run has started")
-        number = quantity(value, self.unit)
-        if not math.isfinite(number):
+        number = None if value is None else quantity(value, self.unit)
+        if number is not None and not math.isfinite(number):
             raise QuantityError(f"expected a number that is not infinite, got {value!r}")
-        self.value = number
-        self._store()
-
-    def clear(self) -> None:
-        """The learner took the number away again; PredictionLocked once the run has started."""
-        if self.locked:
-            raise PredictionLocked(f"prediction {self.name} is locked: its run has started")
-        self.value = None
-        self._store()
+        if number != self.value:
+            self.value = number
+            self._store()
+            self._changed()
 
     def lock(self) -> None:
         """The run starts: the number stays as it is."""
         self.locked = True
+        self._changed()
 
-    def score(self, measured: float | str, origin: str = "measured") -> Score:
-        """Compare with the measurement, or with what was computed or simulated, and keep the result."""
-        self.lock()
+    def scored(self, measured: float | str, origin: str = "measured") -> Score:
+        """Compare with the measurement (a number in the prediction's unit, or a text with its own), or with what was
+        computed or simulated, and keep the result.
+        """
         self.measured, self.origin = quantity(measured, self.unit), origin
         self._store()
+        self.lock()
         return Score(self.name, self.unit, self.value, self.measured, origin)
 
+    def score(self, measured: float | str, origin: str = "measured") -> None:
+        """Print the prediction beside the measurement; `origin="computed"` where the number was not measured but
+        follows from a formula.
+        """
+        print(self.scored(measured, origin))
+
+    @property
+    def written(self) -> str:
+        """What the field shows: the number that counts, or nothing."""
+        return "" if self.value is None else f"{self.value:g}"
+
+    @property
+    def standing(self) -> Note:
+        """The state in one line that stays in the saved notebook."""
+        if self.value is None:
+            state = "none was made" if self.locked else "write your own number, then run the next cell"
+            return Note((f"Prediction {self.name}: {state}",))
+        state = "locked" if self.locked else "your own number; now run the next cell"
+        scored = "" if self.measured is None else f", {self.origin} {shown(self.measured, self.unit)}"
+        return Note((f"Prediction {self.name}: {shown(self.value, self.unit)} ({state}{scored})",))
+
+    def _changed(self) -> None:
+        for watcher in self.watchers:
+            watcher()
+
     def _store(self) -> None:
-        kept = self.workspace.read(FILE)
+        kept = self._workspace.read(FILE)
         kept[self.name] = {
             "unit": self.unit,
             "predicted": self.value,
@@ -90,7 +113,7 @@ class Prediction:
             "origin": self.origin,
             "by_learner": self.value is not None,
         }
-        self.workspace.write(FILE, kept)
+        self._workspace.write(FILE, kept)
 
 
 @dataclass(frozen=True, repr=False)
@@ -179,58 +202,20 @@ def calibration_of(workspace: Workspace) -> Calibration:
 # ---- on the page
 
 
-class Predicted:
-    """A prediction on the page: call `.score(measured)` after the measurement."""
-
-    def __init__(self, prediction: Prediction, refresh: Callable[[], None] = lambda: None) -> None:
-        self.prediction, self._refresh = prediction, refresh
-
-    @property
-    def value(self) -> float | None:
-        """The number in the field, in the prediction's unit; None where there is none."""
-        return self.prediction.value
-
-    def lock(self) -> None:
-        """The run starts: the field takes no other number."""
-        self.prediction.lock()
-        self._refresh()
-
-    def score(self, measured: float | str, origin: str = "measured") -> None:
-        """Print the prediction beside the measurement (a number in the prediction's unit, or a text with its own).
-
-        `origin="computed"` where the number was not measured but follows from a formula.
-        """
-        score = self.prediction.score(measured, origin)
-        self._refresh()
-        print(score)
-
-
-def predict(name: str, unit: str, measured: float | str | None = None) -> Predicted:
+def predict(name: str, unit: str, measured: float | str | None = None) -> Prediction:
     """Show an empty field for a number to predict and return it for scoring: `peak = predict("00.peak", unit="MB")`.
 
     The field is locked when a cell that uses `peak` starts. With `measured`, the prediction is scored at once. A
     number entered earlier under this name comes back.
     """
     prediction = Prediction(name, unit, current().workspace)
-    refreshers: list[Callable[[], None]] = []
-
-    def refresh() -> None:
-        for each in refreshers:
-            each()
-
-    def widget() -> ipywidgets.HBox:
-        box = number_field(prediction, refresh)
-        refreshers.append(lambda: close(box, prediction))
-        return box
-
-    present_widget(widget)
-    update = present_live(standing(prediction))
-    refreshers.append(lambda: update(standing(prediction)))
+    present_widget(lambda: number_field(prediction))
+    update = present_live(prediction.standing)
+    prediction.watchers.append(lambda: update(prediction.standing))
     _lock_when_scored()
-    predicted = Predicted(prediction, refresh)
     if measured is not None:
-        predicted.score(measured)
-    return predicted
+        prediction.score(measured)
+    return prediction
 
 
 def _lock_when_scored() -> None:
@@ -245,7 +230,7 @@ def lock_scored(cell: Any) -> None:
     """Lock the predictions that a cell is about to use, whatever it does with them but reading their `value`."""
     shell = sys.modules["IPython"].get_ipython()
     for name in names_used(shell.transform_cell(cell.raw_cell or "")):
-        if isinstance(shell.user_ns.get(name), Predicted):
+        if isinstance(shell.user_ns.get(name), Prediction):
             shell.user_ns[name].lock()
 
 
@@ -263,9 +248,8 @@ def names_used(source: str) -> set[str]:
     return {node.id for node in read if id(node) not in looked_at}
 
 
-def number_field(prediction: Prediction, changed: Callable[[], None]) -> ipywidgets.HBox:
-    """The field, its unit and what is wrong with it; a number goes to the prediction at once, then `changed` is
-    called.
+def number_field(prediction: Prediction) -> ipywidgets.HBox:
+    """The field, its unit and what is wrong with it; a number goes to the prediction at once.
 
     The number is sent when the field is left, or on Enter: of the letters of a number that is being typed, a busy
     kernel would get the first one before the cell that locks it, and the others after.
@@ -273,22 +257,26 @@ def number_field(prediction: Prediction, changed: Callable[[], None]) -> ipywidg
     import ipywidgets
 
     entry = ipywidgets.Text(
-        value=written(prediction), placeholder="your number", continuous_update=False,
+        value=prediction.written, placeholder="your number", continuous_update=False,
         disabled=prediction.locked, layout={"width": "9em", "flex": "0 0 auto"},
     )  # fmt: skip
     complaint = ipywidgets.HTML()
 
     def take(change: Any) -> None:
-        if change["new"] == written(prediction):
+        if change["new"] == prediction.written:
             return  # what the field shows again
-        before = prediction.value
-        complaint.value = _complaint(_refusal(prediction, change["new"]))
+        words = escape(_refusal(prediction, change["new"]))
+        complaint.value = f"<span role='alert' style='color:#d9363e'>{words}</span>" if words else ""
+        show()
+
+    def show() -> None:
+        """Once the prediction is locked the field takes no number, and shows the one that counts."""
+        entry.disabled = prediction.locked
         if prediction.locked:
-            entry.value = written(prediction)
-        elif prediction.value != before:
-            changed()
+            entry.value = prediction.written
 
     entry.observe(take, names="value")
+    prediction.watchers.append(show)
     words = [ipywidgets.Label(text, layout={"flex": "0 0 auto"}) for text in ("Your prediction:", prediction.unit)]
     return ipywidgets.HBox([words[0], entry, words[1], complaint], layout={"flex_flow": "row wrap"})
 
@@ -296,43 +284,13 @@ def number_field(prediction: Prediction, changed: Callable[[], None]) -> ipywidg
 def _refusal(prediction: Prediction, typed: str) -> str:
     """Hand what was typed to the prediction; why it was refused, or nothing. A text that is no number predicts none."""
     try:
-        prediction.set(typed) if typed.strip() else prediction.clear()
+        prediction.set(typed if typed.strip() else None)
     except PredictionLocked as error:
         return str(error)
     except QuantityError as error:
-        prediction.clear()
+        prediction.set(None)
         return f"{error}; nothing is predicted yet"
     return ""
-
-
-def _complaint(words: str) -> str:
-    return f"<span role='alert' style='color:#d9363e'>{escape(words)}</span>" if words else ""
-
-
-def written(prediction: Prediction) -> str:
-    """What the field shows: the number that counts, or nothing."""
-    return "" if prediction.value is None else f"{prediction.value:g}"
-
-
-def close(box: ipywidgets.HBox, prediction: Prediction) -> None:
-    """Let the field take no number once the prediction is locked, and show the one that counts."""
-    entry = box.children[1]
-    entry.disabled = prediction.locked
-    if prediction.locked:
-        entry.value = written(prediction)
-
-
-def standing(prediction: Prediction) -> Note:
-    """The state of a prediction, in one line that stays in the saved notebook."""
-    value = prediction.value
-    if value is None:
-        state = "none was made" if prediction.locked else "write your own number, then run the next cell"
-        return Note((f"Prediction {prediction.name}: {state}",))
-    state = "locked" if prediction.locked else "your own number; now run the next cell"
-    scored = (
-        "" if prediction.measured is None else f", {prediction.origin} {shown(prediction.measured, prediction.unit)}"
-    )
-    return Note((f"Prediction {prediction.name}: {shown(value, prediction.unit)} ({state}{scored})",))
 
 
 def calibration() -> None:

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar, overload
 
-from .exercise import Choice, Question
+from .exercise import Choice, Question, questions_of
 from .exercise_file import Exercise, ExerciseError
-from .questions_file import questions_of
 from .workspace import checked_id
 
 Item = Exercise | Question | Choice
