@@ -22,7 +22,7 @@ from fsdplab.planning.links import LinkSpec, parse_link
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import LINK_EFFICIENCY, bytes_by_axis
 from fsdplab.planning.program import OPTIMIZER, ROOT, program_of
-from fsdplab.planning.simulation import RankLog, Span, StepWork, on_links_of, simulate, simulate_program, work_of
+from fsdplab.planning.simulation import RankLog, Span, on_links_of, simulate, simulate_program, work_of
 from fsdplab.records import RunRecord
 from fsdplab.sessions.own_plan import OwnPlan
 from fsdplab.sessions.prediction import Prediction, predict
@@ -30,7 +30,7 @@ from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.steady_card import SteadyCardError, plan_of, steady
 from fsdplab.workloads.own.sources import name_of, source_of
 
-from .choices import CONTROL_OF, CONTROLS, PRESETS, Choices, at_bandwidth, check, parse_card
+from .choices import CONTROL_OF, CONTROLS, PRESETS, Choices, alone, at_bandwidth, check, parse_card
 
 Run: TypeAlias = RunSpec | PlanSpec
 CAUSES = {
@@ -204,14 +204,19 @@ def crossover(run: Run, ends: tuple[float, float]) -> Crossover:
     >>> round(crossover(run, (10e6, 10e9)).bytes_per_s / 1e6, -1)
     220.0
     """
-    return _crossover(_at_any_rate(_on_any_card(run), ends[1]), ends, _version_of(run))
+    version, run = _version_of(run), _on_any_card(run)
+    if isinstance(run, RunSpec):  # runs that differ in their bandwidth alone have the same crossover
+        run = replace(run, link=f"1GB/s,{parse_link(run.link or '').latency_s}s")
+    return _crossover(at_bandwidth(run, ends[1]) if isinstance(run, PlanSpec) else run, ends, version)
 
 
 @lru_cache(maxsize=256)
 def _crossover(run: Run, ends: tuple[float, float], version: str) -> Crossover:
     steadily = isinstance(run, RunSpec)
     if isinstance(run, RunSpec):
-        plan, work = plan_of(run), _steady_work(run)
+        plan = plan_of(run)
+        own = recorded_model().steady_work(run) if run.own_model else None
+        work = own or work_of(plan, 1.0).shared(streams=False)
     else:
         plan, work = run, run.work if isinstance(run, OwnPlan) else work_of(run)
     program = program_of(work)
@@ -236,30 +241,16 @@ def _crossover(run: Run, ends: tuple[float, float], version: str) -> Crossover:
 
 def _waits(log: RankLog) -> tuple[float, float]:
     """Seconds that a rank waits between two units of a pass, and at the ends of the passes."""
+
+    def in_one_pass(before: Span, after: Span) -> bool:
+        """Both are blocks of a forward, or of a backward; the root's own spans are at the turn between these."""
+        return before.phase == after.phase != OPTIMIZER and ROOT not in (before.unit, after.unit)
+
     spans = sorted(log.computed, key=lambda span: span.start)
-    gaps = [(max(0.0, after.start - before.end), _in_one_pass(before, after)) for before, after in pairwise(spans)]
+    gaps = [(max(0.0, after.start - before.end), in_one_pass(before, after)) for before, after in pairwise(spans)]
     between = sum(gap for gap, same in gaps if same)
     ends = spans[0].start + sum(gap for gap, same in gaps if not same)
     return (between if between > 1e-6 * log.end else 0.0), ends
-
-
-def _in_one_pass(before: Span, after: Span) -> bool:
-    """Whether both are blocks of a forward, or of a backward; the root's own spans are at the turn between these."""
-    same = before.phase == after.phase != OPTIMIZER
-    return same and ROOT not in (before.unit, after.unit)
-
-
-def _at_any_rate(run: Run, bytes_per_s: float) -> Run:
-    """The run with one bandwidth: those that differ in theirs alone have the same crossover."""
-    if isinstance(run, RunSpec):
-        return replace(run, link=f"1GB/s,{parse_link(run.link or '').latency_s}s")
-    return at_bandwidth(run, bytes_per_s)
-
-
-def _steady_work(run: RunSpec) -> StepWork:
-    if run.own_model:
-        return recorded_model().steady_work(run)
-    return work_of(plan_of(run), 1.0).shared(streams=False)
 
 
 def rate(bytes_per_s: float) -> str:
@@ -372,7 +363,8 @@ def answer(choices: Choices, look: Look, fixed: Mapping[str, Any], records: Sequ
     judged, error = _judged(look.guess, outcome(first), outcome(runs[b]), unit)
     if look.guess.hides or error:
         errors = {"guess": error} if error else {}
-        return {"hidden": True, "errors": errors, "a": a, "b": b, "asks": _asks(name, b), "unit": unit}
+        asks = f"Before you look: A is {name}, B is {b}. Whose step is shorter, and how much memory does B need?"
+        return {"hidden": True, "errors": errors, "a": a, "b": b, "asks": asks, "unit": unit}
     card = parse_card(choices.card)
     rows = [_row(each, run, card, records) for each, run in runs.items()]
     if look.pinned:
@@ -384,7 +376,11 @@ def answer(choices: Choices, look: Look, fixed: Mapping[str, Any], records: Sequ
         "clock": f"simulated on {gpu.upper()} GPUs" if gpu else "simulated on the steady card",
         "memory_title": _memory_title(rows, card), "step_title": _step_title(rows),
         "difference": difference(outcome(first), outcome(runs[b]), (name, b), choices.precision),
-        "timeline": _timelines({"A": (name, outcome(first)), "B": (b, outcome(runs[b]))}),
+        "timeline": [
+            {"side": side, "name": called, "step": found.step.total * 1e3, **found.blocks}
+            for side, called, found in (("A", name, outcome(first)), ("B", b, outcome(runs[b])))
+            if found.step and found.blocks
+        ],
     }  # fmt: skip
 
 
@@ -430,20 +426,17 @@ def _compared(choices: Choices, look: Look, fixed: Mapping[str, Any]) -> tuple[_
     runs |= {plan.strategy: plan for plan in request.plans}
     if not runs:
         return None, {"engines": "only runs of the lab's own engine are drawn here; choose it too"}
-    if why := _unrecorded(next(iter(runs.values()))):
-        return None, {"model" if choices.units == "auto" else "units": why}
+    any_run = next(iter(runs.values()))
+    if _own(any_run):  # what its code raises leaves nothing to predict
+        found = recorded_model().recording_or_why(any_run.of if isinstance(any_run, OwnPlan) else any_run)
+        if isinstance(found, str):
+            return None, {"model" if choices.units == "auto" else "units": found}
     b = look.b if look.b in runs else [*runs][-1]
     a = look.a if look.pinned or look.a in runs else [*runs][0]
-    first, note = _pinned(look.pinned, a, choices, fixed) if look.pinned else (runs[a], "")
-    return _Compared(runs, a, b, first, note), {}
-
-
-def _unrecorded(run: Run) -> str:
-    """Why a model of one's own has no prediction at all: what its code raised; "" where it was recorded."""
-    if not _own(run):
-        return ""
-    found = recorded_model().recording_or_why(run.of if isinstance(run, OwnPlan) else run)
-    return found if isinstance(found, str) else ""
+    if not look.pinned:
+        return _Compared(runs, a, b, runs[a], ""), {}
+    first = alone(look.pinned, a, fixed).runs[0]
+    return _Compared(runs, a, b, first, other_settings(look.pinned, choices)), {}
 
 
 def _judged(guess: Guess, a: Outcome, b: Outcome, unit: str) -> tuple[str, str]:
@@ -452,25 +445,6 @@ def _judged(guess: Guess, a: Outcome, b: Outcome, unit: str) -> tuple[str, str]:
         return (judge(guess, a, b, unit) if guess.on and guess.given else ""), ""
     except ValueError as wrong:
         return "", str(wrong)
-
-
-def _timelines(sides: Mapping[str, tuple[str, Outcome]]) -> list[dict[str, Any]]:
-    """The timelines of A and B, in ms."""
-    return [
-        {"side": side, "name": name, "step": each.step.total * 1e3, **each.blocks}
-        for side, (name, each) in sides.items()
-        if each.step and each.blocks
-    ]
-
-
-def _asks(a: str, b: str) -> str:
-    return f"Before you look: A is {a}, B is {b}. Whose step is shorter, and how much memory does B need?"
-
-
-def _pinned(pinned: Choices, strategy: str, now: Choices, fixed: Mapping[str, Any]) -> tuple[Run, str]:
-    """The run that A keeps, and the settings in which it differs from the choices."""
-    found = check(replace(pinned, strategies=(strategy,), engines=("lab",)), fixed)
-    return (found.specs or found.plans)[0], other_settings(pinned, now)
 
 
 def other_settings(pinned: Choices, now: Choices) -> str:

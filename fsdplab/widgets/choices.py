@@ -45,6 +45,9 @@ SEQUENCE, GPU_SEQUENCE = 128, 4096  # tokens of a sequence, at first
 # Choices that the twin, a plain loop in one process, lacks. (A wind tunnel and profiling add steps, so it has those.)
 _NOT_OF_THE_TWIN = ("card", "checkpoint", "prefetch")
 
+# The choices that a RunSpec has under the same name and with the same value.
+_AS_THEY_ARE = ("units", "precision", "checkpoint", "prefetch", "optimizer", "steps")
+
 Fixed = Mapping[str, Any]  # further fields of each RunSpec; `model` is a model of one's own, which the list offers
 Judge = Callable[[str, "Choices", Fixed], str]  # (the choice's name, all of them, fixed) -> what is wrong, or nothing
 
@@ -222,6 +225,16 @@ class Request:
     errors: Mapping[str, str] = field(default_factory=dict)
     left_out: str = ""
 
+    @property
+    def runs(self) -> tuple[RunSpec, ...] | tuple[PlanSpec, ...]:
+        """The runs, on this machine or on GPUs."""
+        return self.specs or self.plans
+
+
+def alone(choices: Choices, strategy: str, fixed: Fixed) -> Request:
+    """The request for one run of the lab's own engine."""
+    return check(replace(choices, strategies=(strategy,), engines=("lab",)), fixed)
+
 
 def check(choices: Choices, fixed: Fixed | None = None) -> Request:
     """The runs that choices ask for, or why not, control by control; `fixed` are further fields of each RunSpec
@@ -313,11 +326,8 @@ def _spec(choices: Choices, strategy: str, engine: str, fixed: Fixed) -> RunSpec
     batch = {"batch_size": choices.tokens // sequence, "sequence_length": sequence}
     wanted = {
         "profile": 1, **fixed, **(batch if own is None or own.reads_text else {}),
-        "strategy": strategy, "engine": engine, "world_size": choices.ranks,
-        "model": own.model if own else choices.model, "units": choices.units,
-        "precision": choices.precision, "checkpoint": choices.checkpoint, "prefetch": choices.prefetch,
-        "optimizer": choices.optimizer,
-        "steps": choices.steps,
+        **{name: getattr(choices, name) for name in _AS_THEY_ARE}, "strategy": strategy, "engine": engine,
+        "world_size": choices.ranks, "model": own.model if own else choices.model,
         "card": parse_card(choices.card), "link": link_of(choices.link),
         "shard_size": choices.shard_size if strategy in IN_GROUPS else None,
         "emulate": choices.tunnel.strip() if tunnel else None, "as_model": choices.as_model if tunnel else None,

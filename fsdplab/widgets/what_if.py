@@ -8,8 +8,8 @@ from typing import Any
 from fsdplab.common.sizes import percent, seconds, size
 from fsdplab.sessions.changes import edits
 
-from .answers import Outcome, Run, outcome
-from .choices import CONTROLS, Choices, Fixed, check, chosen_own, parse_card
+from .answers import Outcome, outcome
+from .choices import CONTROLS, Choices, Fixed, alone, chosen_own, parse_card
 
 _LEAST = 0.005  # of a step or of the memory: less is no change
 
@@ -18,30 +18,20 @@ def what_if(choices: Choices, strategy: str, fixed: Fixed) -> list[dict[str, Any
     """A row for each control that changes something: its words, the choices that it sets, and the changes of speed,
     memory and bytes sent. What fits the card comes first, the fastest before the others; [] where a choice is wrong.
     """
-    runs = _runs(replace(choices, strategies=(strategy,), engines=("lab",)), fixed)
+    runs = alone(choices, strategy, fixed).runs
     if not runs:
         return []
     now, card = outcome(runs[0]), parse_card(choices.card)
+    own, settings = chosen_own(choices, fixed), dict(vars(choices))
+    if own and not own.reads_text:
+        del settings["tokens"]  # its batches are its own
     rows = [
         row
-        for edit in _edits(choices, fixed)
-        for run in _runs(replace(choices, strategies=(strategy,), engines=("lab",), **edit), fixed)
+        for edit in ({each.setting: each.value} for each in edits(settings))
+        for run in alone(replace(choices, **edit), strategy, fixed).runs
         if (row := _row(edit, choices, now, outcome(run), card))
     ]
     return sorted(rows, key=lambda row: (not row["fits"], -row["gain"], row["peak"]))
-
-
-def _runs(choices: Choices, fixed: Fixed) -> tuple[Run, ...]:
-    request = check(choices, fixed)
-    return request.specs or request.plans
-
-
-def _edits(choices: Choices, fixed: Fixed) -> list[dict[str, Any]]:
-    """The choices that each edit sets; the tokens only where the model reads text."""
-    own, now = chosen_own(choices, fixed), dict(vars(choices))
-    if own and not own.reads_text:
-        del now["tokens"]
-    return [{each.setting: each.value} for each in edits(now)]
 
 
 def _row(edit: dict[str, Any], now: Choices, before: Outcome, after: Outcome, card: int | None) -> dict[str, Any]:
