@@ -347,7 +347,7 @@ def test_every_tab_shows_the_batch(lab: StrategyLab, tab: str) -> None:
     assert not [piece for piece in shown if isinstance(piece, str) and FAULT in piece]
     assert tab == "Findings" or any(isinstance(piece, Figure) for piece in shown), shown
     lab.details.widget.selected_index = 0
-    lab.details.tabs.selected_index = list(TABS).index(tab)
+    lab.details.tabs.selected_index = TABS.index(tab)
     html = [output["data"]["text/html"] for output in lab.details.outputs[tab].outputs]
     assert (
         html

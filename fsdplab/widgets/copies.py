@@ -17,6 +17,7 @@ from .answers import Run, recorded_model
 
 _NO_FLAGS = ("strategy", "engine", "text", "device", "start", "time_limit", "memory", "warmup", "learning_rate")
 _PLANNED = ("gpus", "gpus_per_node", "seq", "micro_batch", "param_dtype", "checkpointing", "prefetch", "optimizer")
+_OF_THE_FILE = ("seq", "micro_batch")  # of a model of one's own
 
 
 def copies(run: Run) -> dict[str, str]:
@@ -52,33 +53,21 @@ def _units_of(run: RunSpec) -> tuple[str, ...]:
 
 def command(run: Run) -> str:
     """The command that runs or plans the same; of a workload of a notebook the call."""
-    if isinstance(run, OwnPlan):
-        return _command_of_own(run)
     if isinstance(run, PlanSpec):
-        chosen = {flag_of(name): getattr(run, name) for name in _PLANNED}
-        gpu = run.gpu.name.lower().split()[0]
-        return _line(f"fsdplab plan --strategy {run.strategy}", {"--model": run.model.name, "--gpu": gpu, **chosen})
-    chosen = {name: value for name, value in _changed(run).items() if name not in _NO_FLAGS} | {"profile": run.profile}
+        own = run.of if isinstance(run, OwnPlan) else None
+        if own and (kind_of(own.model) != FILE or own.units != "auto"):
+            return "# fsdplab plan reads a Python file, in the units that it names or that are found in it"
+        flags = {"--model": own.model if own else run.model.name, "--gpu": run.gpu.name.lower().split()[0]}
+        flags |= {flag_of(name): getattr(run, name) for name in _PLANNED if not (own and name in _OF_THE_FILE)}
+        return _line(f"fsdplab plan --strategy {run.strategy}", flags)
+    changed = {each.name: value for each in fields(run) if (value := getattr(run, each.name)) != each.default}
+    chosen = {name: value for name, value in changed.items() if name not in _NO_FLAGS} | {"profile": run.profile}
     if kind_of(run.model) == VALUE:
         del chosen["model"]
         settings = {"strategy": run.strategy, **chosen}
         return f"fsdplab.run(work, {', '.join(f'{name}={value!r}' for name, value in settings.items())})"
-    flags = {"--as" if name == "as_model" else f"--{name.replace('_', '-')}": each for name, each in chosen.items()}
-    return _line(f"fsdplab run {run.strategy}", flags)
-
-
-def _command_of_own(run: OwnPlan) -> str:
-    """The plan of a file in the units that are found in it; why there is no command for another model."""
-    if kind_of(run.of.model) != FILE or run.of.units != "auto":
-        return "# fsdplab plan reads a Python file, in the units that it names or that are found in it"
-    own = {flag_of(name): getattr(run, name) for name in _PLANNED if name not in ("seq", "micro_batch")}
-    gpu = run.gpu.name.lower().split()[0]
-    return _line(f"fsdplab plan --strategy {run.strategy}", {"--model": run.of.model, "--gpu": gpu, **own})
-
-
-def _changed(run: RunSpec) -> dict[str, Any]:
-    """The fields that are not at their defaults."""
-    return {each.name: value for each in fields(run) if (value := getattr(run, each.name)) != each.default}
+    given = {"--as" if name == "as_model" else f"--{name.replace('_', '-')}": each for name, each in chosen.items()}
+    return _line(f"fsdplab run {run.strategy}", given)
 
 
 def _line(begin: str, flags: Mapping[str, Any]) -> str:

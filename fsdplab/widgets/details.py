@@ -72,7 +72,7 @@ class Details:
         )  # fmt: skip
         self.name.observe(self._named, names="value")
         self.outputs = {name: ipywidgets.Output(layout={"min_height": "120px"}) for name in TABS}
-        self.tabs = ipywidgets.Tab([*self.outputs.values()], titles=tuple(TABS))
+        self.tabs = ipywidgets.Tab([*self.outputs.values()], titles=TABS)
         for menu in (self.batch_menu, self.run_menu, self.name):
             menu.add_class("fsdplab-menu")
         for menu in (self.batch_menu, self.run_menu):
@@ -163,7 +163,7 @@ class Details:
         """Fill the open tab, unless it already shows this; two threads may call it at once."""
         with self._drawing:
             self.widget.layout.display = "" if self._state.offered else "none"
-            tab, batch = list(TABS)[self.tabs.selected_index or 0], self.batch
+            tab, batch = TABS[self.tabs.selected_index or 0], self.batch
             shown = _counted(batch) if batch else None
             if self._shown.runs != shown:
                 self._shown = _Shown(shown)

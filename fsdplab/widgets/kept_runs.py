@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -61,25 +62,17 @@ def new_folder(folder: Path, number: int) -> Path:
     OSError, in one line with the remedy, where nothing can be written.
     """
     try:
-        return _made(folder, number)
+        folder.mkdir(parents=True, exist_ok=True)
+        taken = {number for number, _, _ in _batches_in(folder)}
+        for free in (each for each in count(number) if each not in taken):
+            with suppress(FileExistsError):  # the other notebook was faster
+                (place := folder / f"batch-{free}").mkdir()
+                return place
     except OSError as error:
         why = "it is a file" if isinstance(error, FileExistsError) else error.strerror
         raise OSError(
             f"no run can be kept in {folder} ({why}); give StrategyLab(directory=...) another folder"
         ) from None
-
-
-def _made(folder: Path, number: int) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    taken = {number for number, _, _ in _batches_in(folder)}
-    for free in count(number):
-        place = folder / f"batch-{free}"
-        if free not in taken:
-            try:
-                place.mkdir()
-                return place
-            except FileExistsError:
-                continue
     raise AssertionError("count() ends never")
 
 

@@ -5,7 +5,7 @@ A piece is a plotly figure or HTML. A figure without data is replaced by one lin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from html import escape
 from typing import TypeAlias
 
@@ -26,13 +26,27 @@ Piece: TypeAlias = Figure | str
 _COLOURS = {"good": "var(--fsdplab-good, #00704f)", "bad": "var(--fsdplab-bad, #c01f25)"}
 FAULT = "could not be drawn"
 EMPTY = "no run was measured yet: press Measure"
+_FIGURES = {  # of each tab, by their names in `fsdplab.figures`
+    "Table": ("step_time", "step_bar"),
+    "Timeline": ("rank_timeline", "exposed_bar", "exposed_heatmap"),
+    "Memory": ("memory_by_category", "memory_timeline", "linked_view"),
+    "Pareto": ("pareto",),
+    "Ledger": ("ledger_against_formula",),
+}
+_OF_ALL_RUNS = ("step_time", "step_bar", "memory_by_category", "pareto")
+TABS = (*_FIGURES, "Findings")
+OF_ONE_RUN = ("Timeline", "Memory", "Ledger", "Findings")
 
 
 def pieces(tab: str, batch: Batch | None, chosen: int = 0) -> list[Piece]:
     """The pieces of one tab; `chosen` is the row of the batch that tabs about a single run show."""
     if batch is None or not batch.records:
         return [note(EMPTY)]
-    return TABS[tab](batch, batch.rows[min(chosen, len(batch.rows) - 1)])
+    record = batch.rows[min(chosen, len(batch.rows) - 1)]
+    if tab == "Findings":
+        return _findings(record)
+    figures = [_drawn(name, batch.rows if name in _OF_ALL_RUNS else record) for name in _FIGURES[tab]]
+    return [table(batch.views), *_failures(batch), *figures] if tab == "Table" else figures
 
 
 def note(words: str) -> str:
@@ -86,27 +100,7 @@ def _drawn(name: str, data: RunRecord | list[RunRecord]) -> Piece:
         return note(f"{name} {FAULT} ({type(bug).__name__}: {bug})")
 
 
-def _table(batch: Batch, record: RunRecord) -> list[Piece]:
-    return [table(batch.views), *_failures(batch), _drawn("step_time", batch.rows), _drawn("step_bar", batch.rows)]
-
-
-def _timeline(batch: Batch, record: RunRecord) -> list[Piece]:
-    return [_drawn(name, record) for name in ("rank_timeline", "exposed_bar", "exposed_heatmap")]
-
-
-def _memory(batch: Batch, record: RunRecord) -> list[Piece]:
-    return [_drawn("memory_by_category", batch.rows), _drawn("memory_timeline", record), _drawn("linked_view", record)]
-
-
-def _pareto(batch: Batch, record: RunRecord) -> list[Piece]:
-    return [_drawn("pareto", batch.rows)]
-
-
-def _ledger(batch: Batch, record: RunRecord) -> list[Piece]:
-    return [_drawn("ledger_against_formula", record)]
-
-
-def _findings(batch: Batch, record: RunRecord) -> list[Piece]:
+def _findings(record: RunRecord) -> list[Piece]:
     try:
         found = findings(record)
     except ValueError as reason:
@@ -118,14 +112,3 @@ def _findings(batch: Batch, record: RunRecord) -> list[Piece]:
     lines = "".join(f"<li style='margin:10px 0'>{line}</li>" for line in words)
     listed = f"<ol style='font-size:var(--fsdplab-type, 16px);line-height:1.5;max-width:62em'>{lines}</ol>"
     return [listed if found else note("nothing stands out in this run")]
-
-
-TABS: dict[str, Callable[[Batch, RunRecord], list[Piece]]] = {
-    "Table": _table,
-    "Timeline": _timeline,
-    "Memory": _memory,
-    "Pareto": _pareto,
-    "Ledger": _ledger,
-    "Findings": _findings,
-}
-OF_ONE_RUN = ("Timeline", "Memory", "Ledger", "Findings")

@@ -16,7 +16,6 @@ from fsdplab.workloads.moe import MoEBlock as MoEBlock
 from fsdplab.workloads.moe import MoEConfig as MoEConfig
 from fsdplab.workloads.moe import build_moe as build_moe
 from fsdplab.workloads.moe import moe_loss_of as moe_loss_of
-from fsdplab.workloads.moe import moe_parameter_count as moe_parameter_count
 from fsdplab.workloads.moe import spread_experts as spread_experts
 from fsdplab.workloads.parallel import GPTStage as GPTStage
 from fsdplab.workloads.parallel import build_stage as build_stage

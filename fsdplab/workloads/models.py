@@ -131,7 +131,8 @@ def _initial_value(name: str, shape: torch.Size, layers: int, seed: int) -> Tens
 @torch.no_grad()
 def fill_parameter(parameter: nn.Parameter, value: Tensor) -> None:
     """Copy a whole value into a parameter; of a sharded one, each rank takes its own slice."""
-    if not _is_dtensor(parameter):
+    tensors = sys.modules.get("torch.distributed.tensor")  # its import takes a second: who shares one has made it
+    if tensors is None or not isinstance(parameter, tensors.DTensor):
         parameter.copy_(value)
         return
     from torch.distributed.tensor import distribute_tensor
@@ -140,9 +141,3 @@ def fill_parameter(parameter: nn.Parameter, value: Tensor) -> None:
     local = parameter.to_local()
     sliced = distribute_tensor(value.to(local.device), parameter.device_mesh, parameter.placements, src_data_rank=None)
     local.copy_(sliced.to_local())
-
-
-def _is_dtensor(parameter: nn.Parameter) -> bool:
-    """Whether ranks share it; where nobody has made a DTensor, their class is not imported, which takes a second."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(parameter, module.DTensor)

@@ -155,16 +155,6 @@ def moe_loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
     return entropy + model.config.balance_weight * balance.float()
 
 
-def moe_parameter_count(config: MoEConfig) -> int:
-    """Parameters of the whole model, in closed form: a layer has 2 E C F in experts, C E in the router, and a GPT's
-    rest.
-    """
-    C = config.width
-    attention, norms = 4 * C * C + 4 * C, 4 * C
-    layer = attention + norms + config.experts * (2 * C * config.ffn + C)
-    return config.layers * layer + config.root_parameters
-
-
 def _own(parameter: Tensor) -> Tensor:
     """The experts that are here: all of a plain parameter, this rank's share of a DTensor."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter

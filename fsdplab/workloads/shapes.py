@@ -499,13 +499,15 @@ def preset(name: str) -> ModelShape:
     >>> preset("gpt-20m").width
     384
     """
-    if isinstance(name, str) and name in PRESETS:
+    if not isinstance(name, str):
+        raise ModelError(f"unknown model {name!r}: expected one of {', '.join(PRESETS)}")
+    if name in PRESETS:
         return PRESETS[name]
-    if isinstance(name, str) and name in SHAPES:
+    if name in SHAPES:
         raise ModelError(f"{name} is planned, not built: {SHAPES[name].why_not_built()}; give another model")
-    found = near(name, PRESETS, 3) if isinstance(name, str) else []
+    found = near(name, PRESETS, 3)
     advice = f"did you mean {' or '.join(found)}?" if found else f"expected one of {', '.join(PRESETS)}"
-    if isinstance(name, str) and name.endswith(".py"):
+    if name.endswith(".py"):
         advice = "start a program of your own with torchrun, and fsdplab report reads its traces (see the README)"
     raise ModelError(f"unknown model {name!r}: {advice}")
 

@@ -67,13 +67,9 @@ def _written(workload: Workload) -> str:
     return str(path)
 
 
+@cache
 def workload_from(path: Path) -> Workload:
     """The workload that a file of `saved` holds, made once a process."""
-    return _workload_from(path.resolve())
-
-
-@cache
-def _workload_from(path: Path) -> Workload:
     _cloudpickle()
     try:
         whole = pickle.loads(path.read_bytes())
@@ -91,12 +87,11 @@ def _workload_from(path: Path) -> Workload:
 
 def _dumped(content: dict[str, Any]) -> bytes:
     """All of it at once, so that a class that two functions use stays one class."""
-    dumps = _with_file_names
     try:
-        return bytes(dumps(content))
+        return _with_file_names(content)
     except Exception as error:  # whatever an object's own pickling raises
         parts = {**content["functions"], "units": content["units"]}
-        culprit = next((name for name, part in parts.items() if not _can(dumps, part)), "the workload")
+        culprit = next((name for name, part in parts.items() if not _can_be_sent(part)), "the workload")
         raise ModelError(
             f"{culprit} cannot be sent to ranks: {type(error).__name__}: {error}; make files, locks, generators and"
             " compiled functions inside of it, where each rank makes its own"
@@ -118,9 +113,9 @@ def _code_of(file: str, make: Callable[..., CodeType], parts: tuple[Any, ...]) -
     return make(*parts).replace(co_filename=file)
 
 
-def _can(dumps: Callable[[Any], bytes], part: Any) -> bool:
+def _can_be_sent(part: Any) -> bool:
     try:
-        dumps(part)
+        _with_file_names(part)
     except Exception:  # as above
         return False
     return True
