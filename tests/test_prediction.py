@@ -26,8 +26,7 @@ from fsdplab.planning.traffic import Traffic
 from fsdplab.records import Spread, Summary
 from fsdplab.records.summary import Peak, Predicted
 from fsdplab.sessions import RunSpec, run
-from fsdplab.sessions.calibrate import calibrate
-from fsdplab.sessions.calibration import Calibration, find_calibration, keep, this_machine
+from fsdplab.sessions.calibration import Calibration, calibrate, find_calibration, keep, this_machine
 from fsdplab.sessions.prediction import predict
 from fsdplab.sessions.summary import formula_bytes
 from fsdplab.workloads.shapes import SHAPES

@@ -12,8 +12,8 @@ import torch
 from fsdplab.sessions import RunSpec, run
 from fsdplab.sessions.launch.mailbox import HeartbeatWriter, Mailbox, read_lines
 from fsdplab.sessions.run_and_record import _Follower
-from fsdplab.sessions.worker.ledger import Ledger
 from fsdplab.sessions.worker.rank_process import RankContext
+from fsdplab.sessions.worker.training import Ledger
 
 STEPS = 1000
 

@@ -10,7 +10,7 @@ from fsdplab.engine.transport.selection import TRANSPORTS, transport_of
 from fsdplab.sessions import RunSpec, SpecError, run
 from fsdplab.sessions.spec import gpus as driver
 from fsdplab.sessions.spec.gpus import EXCLUSIVE
-from fsdplab.sessions.spec.sharing import carrier, nccl_variables
+from fsdplab.sessions.worker.environment import carrier, nccl_variables
 from fsdplab.sessions.worker.rank_process import backend_of_cells
 from fsdplab.teaching.core.cell_runs import device_words
 from tests.test_traces import analysed, event, kernel, launch, mark, parts

@@ -22,8 +22,7 @@ from fsdplab.common.files import write_whole
 from fsdplab.common.sizes import seconds, three_digits
 from fsdplab.records import FORMAT
 from fsdplab.sessions import RanksFailed
-from fsdplab.sessions.calibrate import calibrate
-from fsdplab.sessions.calibration import Calibration, calibration_file, find_calibration, keep
+from fsdplab.sessions.calibration import Calibration, calibrate, calibration_file, find_calibration, keep
 from fsdplab.sessions.prediction import needs_calibration
 from fsdplab.sessions.spec import RunSpec
 

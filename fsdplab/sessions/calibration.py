@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,8 @@ from fsdplab.planning.lab_step_time import Rates
 
 FORMAT = 1
 HOW = "fsdplab doctor --calibrate"
+TIME_LIMIT = 120.0  # seconds after which ranks that calibrate are ended
+PATIENCE_S = 0.2  # for each of some twenty quantities
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,28 @@ def _read(path: Path) -> list[Calibration]:
         Calibration(int(each["ranks"]), Rates.of(each["rates"]), dict(each["machine"]), str(each["date"]))
         for each in held["calibrations"]
     ]
+
+
+def calibrate(
+    ranks: int, on_progress: Callable[[str], None] = lambda what: None, patience_s: float = PATIENCE_S
+) -> Calibration:
+    """Measure on so many warm ranks at once, each quantity for about `patience_s`; `on_progress` gets what is being
+    measured.
+
+    Raises RanksFailed when a rank does not end, and ValueError for less than one rank.
+    """
+    from fsdplab.sessions.remote_call import call_on_ranks  # which imports torch
+    from fsdplab.sessions.worker import calibrating
+
+    def on_output(rank: int, line: str) -> None:
+        if rank == 0:
+            on_progress(line)
+
+    values = call_on_ranks(
+        Path(str(calibrating.__file__)), "measure", world_size=ranks, payload=patience_s, time_limit=TIME_LIMIT,
+        on_output=on_output,
+    )  # fmt: skip
+    return Calibration(ranks, Rates.mean_of([Rates.of(each) for each in values]), this_machine(), str(date.today()))
 
 
 def keep(calibration: Calibration, path: Path | None = None) -> Path:

@@ -29,9 +29,9 @@ from fsdplab.sessions.launch.stacks import PACKAGE
 from fsdplab.sessions.launch.turns import fifos_in
 from fsdplab.sessions.run_and_record import WORKER, OnStep, StartedRun, end_runs, run
 from fsdplab.sessions.spec import RunSpec, SpecError, WorkloadPart
-from fsdplab.sessions.spec.of_a_model import specs_for
 from fsdplab.sessions.spec.pairs import least_bytes
 from fsdplab.sessions.spec.rules import check_ranks_run_here, check_same
+from fsdplab.sessions.spec.run_spec import specs_for
 
 SAME = (*(each.name for each in fields(WorkloadPart)), "world_size")
 

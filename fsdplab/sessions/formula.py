@@ -6,7 +6,7 @@ from typing import Any
 
 from fsdplab.common.names import IN_GROUPS, STRATEGY_ROWS
 from fsdplab.planning import Traffic, UnitShapes, step_traffic
-from fsdplab.planning.lab_memory import LabRun, unit_parameters
+from fsdplab.planning.lab_memory import LabRun, StepChoices, unit_parameters
 from fsdplab.planning.muon import OwnersStep, state_bytes
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.workloads.shapes import preset
@@ -41,26 +41,25 @@ def owners_step(spec: RunSpec, strategy: str) -> OwnersStep:
 
 def lab_run(spec: RunSpec) -> LabRun:
     """The run as the planner's models of the lab's engine take it."""
-    shards = spec.world_size // spec.replicas if spec.row.cuts else 1
     return LabRun(
-        shape=preset(spec.model),
-        strategy=spec.strategy,
-        shards=shards,
-        replicas=spec.world_size // shards,
-        itemsize=2 if spec.precision == "bf16" else 4,
-        batch=spec.batch_size,
-        sequence=spec.sequence_length,
-        micro_batches=spec.micro_batches,
-        prefetch=spec.prefetch,
-        checkpoint=spec.checkpoint,
-        units="block" if spec.units == "auto" else spec.units,
-        offloads=spec.offload != "none",
-        foreach=spec.optimizer == "adamw-foreach",
-        **(_of_muon(spec) if spec.optimizer == "muon" else {}),
-    )
+        shape=preset(spec.model), batch=spec.batch_size, sequence=spec.sequence_length, checkpoint=spec.checkpoint,
+        units="block" if spec.units == "auto" else spec.units, **vars(step_choices(spec)) | _of_muon(spec),
+    )  # fmt: skip
+
+
+def step_choices(spec: RunSpec) -> StepChoices:
+    """What of a run counts for its memory whatever it trains, under AdamW."""
+    shards = spec.world_size // spec.replicas if spec.row.cuts else 1
+    return StepChoices(
+        strategy=spec.strategy, shards=shards, replicas=spec.world_size // shards,
+        itemsize=2 if spec.precision == "bf16" else 4, micro_batches=spec.micro_batches, prefetch=spec.prefetch,
+        offloads=spec.offload != "none", foreach=spec.optimizer == "adamw-foreach",
+    )  # fmt: skip
 
 
 def _of_muon(spec: RunSpec) -> dict[str, Any]:
+    if spec.optimizer != "muon":
+        return {}
     shape = preset(spec.model)
     packed, other = owners_step(spec, spec.strategy).held
     return {"state_bytes": state_bytes(shape), "step_buffers": packed, "step_scratch": other}

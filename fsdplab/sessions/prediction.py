@@ -13,12 +13,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from fsdplab.planning import Traffic
-from fsdplab.planning.lab_memory import LabRun, MicroBatch, StepChoices, memory_of_step, peak_of_step, unit_parameters
+from fsdplab.planning.lab_memory import LabRun, MicroBatch, memory_of_step, peak_of_step, unit_parameters
 from fsdplab.planning.lab_step_time import StepSeconds, step_seconds
 from fsdplab.planning.recorded_plan import recorded_muon, recorded_state_bytes, recorded_traffic
 from fsdplab.records.summary import Peak, Predicted
 from fsdplab.sessions.calibration import Calibration
-from fsdplab.sessions.formula import lab_run, traffic_of
+from fsdplab.sessions.formula import lab_run, step_choices, traffic_of
 from fsdplab.sessions.spec import RunSpec
 
 if TYPE_CHECKING:
@@ -61,17 +61,9 @@ def predict(spec: RunSpec, calibration: Calibration | None = None) -> Prediction
     if spec.own_model:
         return predict_own(spec)
     why_not, traffic = _not_modelled(spec), traffic_of(spec, spec.strategy)
-    peak = None if why_not else _peak(lab_run(spec))
-    total = None if peak is None else sum(peak.values())
-    seconds = None if why_not else _seconds(spec, traffic, calibration)
-    return Prediction(
-        by_category=None if peak is None else dict(peak),
-        bytes_per_step=sum(row.step_bytes for row in traffic),
-        step_time_s=seconds.step_s if seconds else None,
-        exposed_s=seconds.communication_s if seconds else None,
-        fits=None if total is None or spec.card is None else total <= spec.card,
-        why_not=why_not,
-    )
+    if why_not:
+        return _prediction(spec, traffic, None, None, why_not)
+    return _prediction(spec, traffic, dict(_peak(lab_run(spec))), _seconds(spec, traffic, calibration), "")
 
 
 def predict_own(spec: RunSpec) -> Prediction:
@@ -93,30 +85,27 @@ def predict_recorded(spec: RunSpec, recording: MicroBatch, own: OwnStep | None =
     the precision and the checkpointing of `spec`, and the step of its own optimizer. Seconds are not known before a
     run.
     """
-    why_not, shards = _not_modelled(spec), spec.world_size // spec.replicas if spec.row.cuts else 1
-    choices = StepChoices(
-        strategy=spec.strategy, shards=shards, replicas=spec.world_size // shards,
-        itemsize=2 if spec.precision == "bf16" else 4, micro_batches=spec.micro_batches, prefetch=spec.prefetch,
-        offloads=spec.offload != "none", foreach=spec.optimizer == "adamw-foreach",
-    )  # fmt: skip
+    why_not, choices = _not_modelled(spec), step_choices(spec)
     replicas = spec.replicas if spec.row.in_groups else 1
     traffic = recorded_traffic(recording, spec.strategy, spec.world_size, replicas, spec.micro_batches)
     if own is not None:
-        choices = replace(choices, foreach=False, state_bytes=own.state_bytes, step_scratch=own.scratch // shards)
+        choices = replace(
+            choices, foreach=False, state_bytes=own.state_bytes, step_scratch=own.scratch // choices.shards
+        )
     elif spec.optimizer == "muon":
         stepping = recorded_muon(recording, spec.world_size // replicas, not spec.row.cuts)
         (packed, other), state = stepping.held, recorded_state_bytes(recording)
         choices = replace(choices, state_bytes=state, step_buffers=packed, step_scratch=other)
         traffic += stepping.traffic()
-    peak = None if why_not else peak_of_step(choices, recording)
-    return Prediction(
-        by_category=peak,
-        bytes_per_step=sum(row.step_bytes for row in traffic),
-        step_time_s=None,
-        exposed_s=None,
-        fits=None if peak is None or spec.card is None else sum(peak.values()) <= spec.card,
-        why_not=why_not,
-    )
+    return _prediction(spec, traffic, None if why_not else peak_of_step(choices, recording), None, why_not)
+
+
+def _prediction(
+    spec: RunSpec, traffic: Sequence[Traffic], peak: dict[str, int] | None, step: StepSeconds | None, why_not: str
+) -> Prediction:
+    fits = None if peak is None or spec.card is None else sum(peak.values()) <= spec.card
+    step_s, exposed_s = (step.step_s, step.communication_s) if step else (None, None)
+    return Prediction(peak, sum(row.step_bytes for row in traffic), step_s, exposed_s, fits, why_not)
 
 
 def _seconds(spec: RunSpec, traffic: Sequence[Traffic], calibration: Calibration | None) -> StepSeconds | None:

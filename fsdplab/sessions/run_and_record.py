@@ -24,7 +24,7 @@ from fsdplab.sessions.launch.launcher import RunningRanks, end_ranks, once_more
 from fsdplab.sessions.launch.live_output import Tail
 from fsdplab.sessions.launch.mailbox import Mailbox, read_heartbeats, read_lines
 from fsdplab.sessions.spec import RunSpec
-from fsdplab.sessions.spec.of_a_model import spec_for
+from fsdplab.sessions.spec.run_spec import spec_for
 from fsdplab.sessions.summary import summarise
 from fsdplab.sessions.trace_tables import profile_summary, tables_of
 from fsdplab.sessions.worker.environment import capture_environment

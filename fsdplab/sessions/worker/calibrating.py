@@ -1,4 +1,4 @@
-"""What each rank measures to calibrate a machine, all ranks at once; `sessions/calibrate.py` calls it on ranks.
+"""What each rank measures to calibrate a machine, all ranks at once; `sessions/calibration.py` calls it on ranks.
 
 Small pieces of what a run does, each by itself: a linear layer, a block, the engine's collectives, its hooks, the
 optimizer. The median of some repetitions counts, after one that warms up.

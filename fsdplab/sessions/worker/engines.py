@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map_only
 
 from fsdplab.sessions.launch.mailbox import BUILDING
-from fsdplab.sessions.spec import UNITS, RunSpec, Sharding, WorkloadPart
+from fsdplab.sessions.spec import UNITS, EngineChoice, RunSpec, Sharding, WorkloadPart
 from fsdplab.sessions.worker.optimizers import optimizer_of
 from fsdplab.sessions.worker.own_model import Tried, check_equal, facts_of, tried
 from fsdplab.sessions.worker.rank_process import RankContext
@@ -158,18 +158,18 @@ def _trained(context: RankContext, mine: Held, optimizer: torch.optim.Optimizer,
     return TrainingSetup(mine.model, optimizer, train_step)
 
 
+def _dtypes(spec: EngineChoice) -> dict[str, torch.dtype]:
+    """What all engines call these dtypes: bf16 computes and gathers in bfloat16, and reduces in float32."""
+    return {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if spec.precision == "bf16" else {}
+
+
 def _lab(spec: RunSpec, device: torch.device, model: nn.Module, workload: Task) -> Held:
     from fsdplab.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, shard_model
 
-    policy = (
-        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        if spec.precision == "bf16"
-        else MixedPrecisionPolicy()
-    )
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if spec.offload == "cpu" else OffloadPolicy()
     sharded = shard_model(
         model, spec.strategy, units=as_argument(units_of(spec, model, workload).modules), mesh=_mesh(spec, device),
-        mp_policy=policy, offload_policy=offload,
+        mp_policy=MixedPrecisionPolicy(**_dtypes(spec)), offload_policy=offload,
         checkpoint=spec.checkpoint, prefetch=spec.prefetch, transport=spec.transport,
     )  # fmt: skip
 
@@ -224,32 +224,21 @@ def _fsdp1(spec: RunSpec, device: torch.device, model: nn.Module, workload: Task
     from torch.distributed.fsdp.wrap import CustomPolicy
 
     units = {id(module) for module in units_of(spec, model, workload).modules}
-    mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if spec.precision == "bf16" else None
     sharded = FullyShardedDataParallel(
-        model,
-        sharding_strategy=ShardingStrategy[spec.row.torch_fsdp1],
-        auto_wrap_policy=CustomPolicy(lambda module: id(module) in units),
-        mixed_precision=mixed,
-        device_id=device,
-        use_orig_params=True,
-    )
+        model, sharding_strategy=ShardingStrategy[spec.row.torch_fsdp1],
+        auto_wrap_policy=CustomPolicy(lambda module: id(module) in units), device_id=device, use_orig_params=True,
+        mixed_precision=MixedPrecision(**_dtypes(spec)) if spec.precision == "bf16" else None,
+    )  # fmt: skip
     return Held(sharded)
 
 
 def _fsdp2(spec: RunSpec, device: torch.device, model: nn.Module, workload: Task) -> Held:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    policy = (
-        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        if spec.precision == "bf16"
-        else MixedPrecisionPolicy()
-    )
     shard = partial(
-        fully_shard,
-        mesh=_mesh(spec, device),
+        fully_shard, mesh=_mesh(spec, device), mp_policy=MixedPrecisionPolicy(**_dtypes(spec)),
         reshard_after_forward=None if spec.row.reshards_after_forward else False,
-        mp_policy=policy,
-    )
+    )  # fmt: skip
     for module in units_of(spec, model, workload).modules:
         shard(module)
     return Held(shard(model))

@@ -17,6 +17,7 @@ import torch
 
 from fsdplab import __version__
 from fsdplab.common.machine import cpu_model, memory_bytes, output_of
+from fsdplab.sessions.spec import RunSpec, gpus
 
 _VARIABLES = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES",
@@ -80,3 +81,30 @@ def source_digest(package: Path) -> str:
 def _variables() -> dict[str, str]:
     chosen = {name: value for name, value in os.environ.items() if name in _VARIABLES or name.startswith(_PREFIXES)}
     return {name: "(a path)" if os.sep in value else value for name, value in sorted(chosen.items())}
+
+
+# ---- several ranks on one GPU. NCCL from 2.30 on (torch 2.14) runs them if its environment says so; before, gloo
+# carries a GPU's tensors through host memory. The processes take turns on it, so such runs are labelled emulated.
+
+
+def carrier(spec: RunSpec) -> dict[str, str]:
+    """The backend in a record's environment where ranks share a GPU."""
+    if not spec.shares_a_gpu:
+        return {}
+    by = f"nccl {'.'.join(map(str, gpus.nccl_version()))}" if spec.backend == "nccl" else "gloo through host memory"
+    return {"backend": f"{by}, several ranks on one GPU"}
+
+
+def nccl_variables(spec: RunSpec) -> dict[str, str]:
+    """NCCL's environment variables for several ranks on a GPU; {} for other runs.
+
+    Each rank gets its part of the eight blocks that one would take: all ranks' kernels must fit on the GPU at once, or
+    they wait for each other for ever.
+    """
+    if spec.backend != "nccl" or not spec.shares_a_gpu:
+        return {}
+    return {
+        "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+        "NCCL_NVLS_ENABLE": "0",
+        "NCCL_MAX_CTAS": str(max(1, 8 // spec.processes)),
+    }

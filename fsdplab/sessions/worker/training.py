@@ -31,12 +31,10 @@ from fsdplab.sessions.launch.mailbox import NOT_FORKED, RANKS_STORE
 from fsdplab.sessions.launch.stacks import of_exception, of_own_code
 from fsdplab.sessions.launch.turns import OwnTurns
 from fsdplab.sessions.spec import MEMORY_STEP, RunSpec
-from fsdplab.sessions.spec.sharing import carrier, nccl_variables
 from fsdplab.sessions.worker.core_share import core_time, waited_s
 from fsdplab.sessions.worker.emulated_network import EmulatedNetwork
 from fsdplab.sessions.worker.engines import TrainingSetup, build, micro_batches, workload_of
-from fsdplab.sessions.worker.environment import capture_environment
-from fsdplab.sessions.worker.ledger import Ledger
+from fsdplab.sessions.worker.environment import capture_environment, carrier, nccl_variables
 from fsdplab.sessions.worker.profiler import (
     MEMORY_TRACE,
     RANGE,
@@ -74,6 +72,31 @@ def how_started() -> dict[str, str]:
         return {"start": "warm"}
     not_forked = os.environ.get(NOT_FORKED)
     return {"start": "torchrun", **({"not_forked": not_forked} if not_forked else {})}
+
+
+class Ledger:
+    """The record's table `ledger`: every collective of a run, written to the rank's file after each step.
+
+    A long run has hundreds of thousands of rows, so a rank holds those of the latest step only, and those of the steps
+    for which `keep(step)` is true, which the analysis of its traces needs.
+    """
+
+    def __init__(self, context: RankContext, keep: Callable[[int], bool]) -> None:
+        self._context, self._keep = context, keep
+        self._unwritten: list[dict[str, Any]] = []
+        self.of_step: list[dict[str, Any]] = []  # of the step that was written last
+        self.kept: list[dict[str, Any]] = []
+
+    def add(self, row: dict[str, Any]) -> None:
+        """A collective has ended."""
+        self._unwritten.append(row)
+
+    def write(self) -> None:
+        """A step has ended: write its rows."""
+        self.of_step, self._unwritten = self._unwritten, []
+        self.kept += [row for row in self.of_step if self._keep(row["step"])]
+        if self.of_step:
+            self._context.append("ledger", *self.of_step)
 
 
 class Training:
