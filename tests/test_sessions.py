@@ -19,7 +19,7 @@ from fsdplab.records.spread import step_seconds
 from fsdplab.records.summary import Comm
 from fsdplab.sessions import ENGINES, RanksFailed, RunSpec, SpecError, bench, compare
 from fsdplab.sessions.formula import formula_bytes, lab_run, traffic_of
-from fsdplab.sessions.launch.failure_report import PostMortem, failed_first, hung, not_started, too_slow
+from fsdplab.sessions.launch.failure_report import Note, PostMortem, failed_first, hung, not_started, too_slow
 from fsdplab.sessions.launch.launcher import RankActivity
 from fsdplab.sessions.launch.mailbox import (
     Heartbeat,
@@ -142,9 +142,8 @@ def test_runs_of_different_models_are_not_compared() -> None:
 # ---- the report of a failed run
 
 
-def note(error: str, step: int = 3, time: float = 1.0, kind: str = "raised") -> dict[str, object]:
-    said = {"collective": "all_reduce of 8 bytes", "completed": None, "traceback": "Traceback ..."}
-    return {"kind": kind, "error": error, "time": time, "step": step, "phase": "backward", **said}
+def note(error: str, time: float = 1.0, kind: str = "raised") -> Note:
+    return Note(kind, error, "Traceback ...", time, heartbeat(0))
 
 
 def heartbeat(rank: int, step: int = 3, phases: int = 10, collectives: int = 5, phase: str = "backward") -> Heartbeat:

@@ -53,6 +53,19 @@ def asked_to_end(handler: Callable[[int, FrameType | None], None], restore: bool
             signal.signal(number, earlier)
 
 
+class Asked(Exception):
+    """This process was asked to end, by SIGTERM."""
+
+
+def raise_when_asked() -> None:
+    """From here on SIGTERM is an exception, `Asked`, wherever this process is."""
+
+    def leave(*_: object) -> NoReturn:
+        raise Asked
+
+    signal.signal(signal.SIGTERM, leave)
+
+
 def interrupt_by(*which: signal.Signals) -> None:
     """From here on these signals are Ctrl-C to this process, also those that whoever started it ignores."""
     for number in which:

@@ -12,7 +12,7 @@ import re
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fsdplab.common.errors import RunError
@@ -65,6 +65,17 @@ class StarterLost(RanksFailed):
 
 
 @dataclass(frozen=True)
+class Note:
+    """What a rank wrote of the exception that ended it: it raised or diverged, when, and where it was."""
+
+    kind: str
+    error: str
+    traceback: str
+    time: float
+    at: Heartbeat
+
+
+@dataclass(frozen=True)
 class PostMortem:
     """The data of a failed run: each rank's exit code, exception, last heartbeat and stack; and torchrun's output.
 
@@ -72,7 +83,7 @@ class PostMortem:
     """
 
     exits: Mapping[int, int] = field(default_factory=dict)
-    notes: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    notes: Mapping[int, Note] = field(default_factory=dict)
     heartbeats: Mapping[int, Heartbeat] = field(default_factory=dict)
     stacks: Mapping[int, str] = field(default_factory=dict)
     busy: Mapping[int, float] = field(default_factory=dict)
@@ -88,7 +99,7 @@ def gather(mailbox: Mailbox, world_size: int, exits: Mapping[int, int]) -> PostM
     notes = {rank: read_lines(mailbox.of(rank, "failure")) for rank in range(world_size)}
     return PostMortem(
         exits=exits,
-        notes={rank: lines[0] for rank, lines in notes.items() if lines},
+        notes={rank: Note(**{**lines[0], "at": Heartbeat(**lines[0]["at"])}) for rank, lines in notes.items() if lines},
         heartbeats=read_heartbeats(mailbox, world_size),
         printed=_printed(mailbox, world_size),
     )
@@ -158,7 +169,7 @@ def _blame(rank: int, post_mortem: PostMortem) -> tuple[int, float, int]:
     """Sort key, the likeliest cause first: a crash, an exception of its own, an exit, a consequence of a lost peer."""
     note, code = post_mortem.notes.get(rank), post_mortem.exits.get(rank, 0)
     if note is not None:
-        return (_FOLLOWS if _PEER_IS_GONE.search(note["error"]) else 1, note["time"], rank)
+        return (_FOLLOWS if _PEER_IS_GONE.search(note.error) else 1, note.time, rank)
     if -code in _OWN_FAULT_SIGNALS:
         return (0, 0.0, rank)
     # SIGTERM is how torchrun ends the others; SIGABRT is how C++ ends when a connection closes in its own thread
@@ -181,28 +192,22 @@ def _left_early(post_mortem: PostMortem) -> Failure | None:
         return None
     heartbeat = quitters[0]
     how = "with exit code 0 before its work was done (sys.exit or os._exit)"
-    message = f"Rank {heartbeat.rank} left{_where(heartbeat.step, heartbeat.phase)} {how}.{_after(asdict(heartbeat))}"
+    message = f"Rank {heartbeat.rank} left{_where(heartbeat)} {how}.{_after(heartbeat)}"
     return _at(heartbeat, "died", message, heartbeat.rank)
 
 
 def _raised(rank: int, post_mortem: PostMortem) -> Failure:
     note = post_mortem.notes[rank]
-    message = (
-        f"Rank {rank} {note['kind']}{_where(note['step'], note['phase'])}:"
-        f" {note['error'].rstrip('.')}.{_after(note)}{_ENDED}"
-    )
+    message = f"Rank {rank} {note.kind}{_where(note.at)}: {note.error.rstrip('.')}.{_after(note.at)}{_ENDED}"
     done = [
         other for other, heartbeat in post_mortem.heartbeats.items() if heartbeat.phase == "finished" and other != rank
     ]
-    if done and _PEER_IS_GONE.search(note["error"]):
+    if done and _PEER_IS_GONE.search(note.error):
         message += f" {named(done)} had already finished, so rank {rank} waited for a message that no rank sends."
-    full = _DISK_IS_FULL.search(note["error"]) is not None  # no line of a program is to blame
+    full = _DISK_IS_FULL.search(note.error) is not None  # no line of a program is to blame
     if full:
         message += " Give a place with free space, and no limit on the size of files (ulimit -f)."
-    traceback = None if full else note["traceback"]
-    return Failure(
-        note["kind"], message, rank, note["step"], note["phase"], note["collective"], traceback, note["error"]
-    )
+    return replace(_at(note.at, note.kind, message, rank, None if full else note.traceback), error=note.error)
 
 
 def _died(rank: int, post_mortem: PostMortem) -> Failure:
@@ -213,8 +218,8 @@ def _died(rank: int, post_mortem: PostMortem) -> Failure:
         )
     hint = " The system ends a process so when memory runs out." if code == -signal.SIGKILL else ""
     message = (
-        f"Rank {rank} died{_where(heartbeat.step, heartbeat.phase)}: it ended with"
-        f" {_exit(code)}.{hint}{_after(asdict(heartbeat))}{_unlike(post_mortem)}{_ENDED}"
+        f"Rank {rank} died{_where(heartbeat)}: it ended with"
+        f" {_exit(code)}.{hint}{_after(heartbeat)}{_unlike(post_mortem)}{_ENDED}"
     )
     return _at(heartbeat, "died", message, rank)
 
@@ -224,7 +229,7 @@ def lost_agent(how: str, post_mortem: PostMortem) -> Failure:
     heartbeat = min(post_mortem.heartbeats.values(), key=_progress, default=None)
     if heartbeat is None:
         return Failure("died", how)
-    return _at(heartbeat, "died", f"{how} The run was{_where(heartbeat.step, heartbeat.phase) or ' starting'}.", None)
+    return _at(heartbeat, "died", f"{how} The run was{_where(heartbeat) or ' starting'}.", None)
 
 
 def not_started(post_mortem: PostMortem, time_limit: float, world_size: int) -> Failure:
@@ -244,8 +249,8 @@ def hung(post_mortem: PostMortem, idle_s: float) -> Failure:
     subject = "All ranks wait for each other" if rank is None else f"Rank {rank} hung"
     waited = ", and the other ranks waited for it" if rank is not None and len(ranks) > 1 else ""
     message = (
-        f"{subject}{_where(heartbeat.step, heartbeat.phase)}: no progress for {idle_s:.0f}"
-        f" s{waited}.{_after(asdict(heartbeat))}{_unlike(post_mortem)}{_ENDED}"
+        f"{subject}{_where(heartbeat)}: no progress for {idle_s:.0f}"
+        f" s{waited}.{_after(heartbeat)}{_unlike(post_mortem)}{_ENDED}"
     )
     return _at(heartbeat, "hung", message, rank, _stood(post_mortem, ranks))
 
@@ -275,7 +280,7 @@ def too_slow(post_mortem: PostMortem, time_limit: float) -> Failure:
         else f"rank {rank} computed, at {_busy(post_mortem, rank):.0%} of a core"
     )
     message = (
-        f"The time limit of {time_limit:g} s ended the run{_where(heartbeat.step, heartbeat.phase)} while {working};"
+        f"The time limit of {time_limit:g} s ended the run{_where(heartbeat)} while {working};"
         " give a longer time limit or fewer steps."
     )
     stood = None if rank is None else _stood(post_mortem, [rank])
@@ -313,15 +318,15 @@ def _progress(heartbeat: Heartbeat) -> tuple[int, int]:
     return heartbeat.phases, heartbeat.collectives
 
 
-def _where(step: int | None, phase: str | None) -> str:
-    if step is not None:
-        return f" in step {step} ({phase})"
-    return f" while {phase}" if phase == BUILDING else ""
+def _where(heartbeat: Heartbeat) -> str:
+    if heartbeat.step is not None:
+        return f" in step {heartbeat.step} ({heartbeat.phase})"
+    return f" while {heartbeat.phase}" if heartbeat.phase == BUILDING else ""
 
 
-def _after(position: Mapping[str, Any]) -> str:
-    entered = f" The last collective it entered: {position['collective']}." if position["collective"] else ""
-    return entered + (f" The last it completed: {position['completed']}." if position["completed"] else "")
+def _after(heartbeat: Heartbeat) -> str:
+    entered = f" The last collective it entered: {heartbeat.collective}." if heartbeat.collective else ""
+    return entered + (f" The last it completed: {heartbeat.completed}." if heartbeat.completed else "")
 
 
 _BETWEEN_TWO = ("send", "recv", "isend", "irecv")

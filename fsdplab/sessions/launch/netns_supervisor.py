@@ -18,9 +18,8 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NoReturn
 
-from fsdplab.common.processes import end_as_if_by
+from fsdplab.common.processes import Asked, end_as_if_by, raise_when_asked
 from fsdplab.common.pythons import run_of
 from fsdplab.sessions.launch.inherited import signals_of_the_lab
 from fsdplab.sessions.launch.netns import (
@@ -51,7 +50,7 @@ def main(connection: str, caller: str, nodes: str, per_node: str, rate: str, *pr
     signals_of_the_lab()
     enter_new_network()  # first: a new user namespace resets the parent-death signal
     end_with_parent(int(caller), signal.SIGTERM)
-    signal.signal(signal.SIGTERM, _leave)
+    raise_when_asked()
     build_switch()
     agents: list[subprocess.Popen[str]] = []
     try:
@@ -64,21 +63,13 @@ def main(connection: str, caller: str, nodes: str, per_node: str, rate: str, *pr
             agent.stdin.flush()
         failed = _wait(agents)
         killed_by = max((-agent.returncode for agent in agents if agent.returncode is not None), default=0)
-    except _Asked:
+    except Asked:
         failed, killed_by = True, signal.SIGTERM
     finally:
         _end(agents)
     if killed_by > 0:  # the launcher of a node, or this process: no rank is to blame
         end_as_if_by(killed_by)
     sys.exit(1 if failed else 0)
-
-
-class _Asked(Exception):
-    """This process was asked to end."""
-
-
-def _leave(*_: object) -> NoReturn:
-    raise _Asked
 
 
 def node_main(connection: str, switch: str, node: str, nodes: str, per_node: str, rate: str, *program: str) -> None:

@@ -108,13 +108,16 @@ def _with_source(frame: re.Match[str]) -> str:
 
 def waits_for_device(stack: str) -> bool:
     """Whether the innermost call of a readable stack is one in which a host waits for its GPU."""
-    innermost = "\n".join(stack.splitlines()[:2])
-    return any(sign in innermost for sign in (".item(", ".tolist(", ".cpu(", "synchronize("))
+    return _innermost_has(stack, ".item(", ".tolist(", ".cpu(", "synchronize(")
 
 
 def waits_for_others(stack: str) -> bool:
     """Whether the innermost call of a readable stack is a collective's: inside torch.distributed or the engine, or a
     line with `.wait(`.
     """
+    return _innermost_has(stack, "torch/distributed/", "fsdplab/engine/", ".wait(")
+
+
+def _innermost_has(stack: str, *signs: str) -> bool:
     innermost = "\n".join(stack.splitlines()[:2])
-    return any(sign in innermost for sign in ("torch/distributed/", "fsdplab/engine/", ".wait("))
+    return any(sign in innermost for sign in signs)

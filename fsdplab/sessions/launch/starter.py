@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
-from fsdplab.common.processes import end_as_if_by, send_group
+from fsdplab.common.processes import Asked, end_as_if_by, raise_when_asked, send_group
 from fsdplab.common.pythons import imports_that_stay
 from fsdplab.sessions.launch.inherited import as_if_fresh, signals_of_the_lab, take_over
 from fsdplab.sessions.launch.mailbox import AGENT_PID
@@ -93,7 +93,7 @@ def main(descriptor: str, caller: str) -> None:
         _Starter(control, int(caller)).serve()
     except (_Left, ProcessLookupError):  # also before it could be watched
         pass
-    except _Asked:
+    except Asked:
         end_as_if_by(signal.SIGTERM)
     os._exit(0)
 
@@ -120,7 +120,7 @@ class _Starter:
         adopt_orphans()
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # it watches each rank by a descriptor
-        signal.signal(signal.SIGTERM, _leave)
+        raise_when_asked()
         self.control, self.runs = control, list[_Run]()
         self.asked = True  # whether requests may still come
         self.selector = selectors.DefaultSelector()
@@ -233,14 +233,6 @@ class _Starter:
 
 class _Left(Exception):
     """The caller has ended."""
-
-
-class _Asked(Exception):
-    """This process was asked to end."""
-
-
-def _leave(*_: object) -> NoReturn:
-    raise _Asked
 
 
 def be_rank(request: Mapping[str, Any], folder: int, rank: int) -> NoReturn:

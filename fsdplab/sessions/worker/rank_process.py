@@ -195,16 +195,11 @@ def _answer_when_asked(mailbox: Mailbox, rank: int) -> None:
 
 
 def _leave_note_and_end(context: RankContext, error: BaseException, text: str) -> None:
-    heartbeat = asdict(context.heartbeat.last())
-    kind = "diverged" if isinstance(error, Diverged) else "raised"
-    where = {name: heartbeat[name] for name in ("step", "phase", "collective", "completed")}
     note = {
-        "kind": kind,
-        "error": headline(error) + _why_no_kernel(error),
-        "traceback": text,
-        "time": time.time(),
-        **where,
-    }
+        "kind": "diverged" if isinstance(error, Diverged) else "raised",
+        "error": headline(error) + _why_no_kernel(error), "traceback": text, "time": time.time(),
+        "at": asdict(context.heartbeat.last()),
+    }  # fmt: skip
     with suppress(OSError):  # on a full disk nobody can be told; the caller, which writes there too, says why
         context.write("failure", note)
         sys.stderr.write(text or f"{headline(error)}\n")
