@@ -30,9 +30,9 @@ from fsdplab.sessions.launch.mailbox import (
     read_lines,
 )
 from fsdplab.sessions.launch.stacks import of_exception, readable
+from fsdplab.sessions.remote_call import unsupported_type
 from fsdplab.sessions.summary import mean_losses, sent_per_step
 from fsdplab.sessions.worker.environment import capture_environment
-from fsdplab.sessions.worker.remote_call_worker import unsupported_type
 from fsdplab.workloads import build_model
 
 pytestmark = pytest.mark.quick

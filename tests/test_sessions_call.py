@@ -93,7 +93,7 @@ def test_a_rank_that_raises_is_named_with_its_traceback(outcomes: dict[str, Any]
     assert (report.kind, report.rank) == ("raised", 1)
     assert "Rank 1 raised: ValueError: the slices do not fit." in str(outcomes["raise_on_one"])
     assert 'raise ValueError("the slices do not fit")' in report.traceback
-    assert "remote_call_worker.py" not in report.traceback
+    assert "remote_call.py" not in report.traceback
 
 
 def test_a_rank_that_hangs_is_named_with_the_line_it_hangs_in(outcomes: dict[str, Any]) -> None:

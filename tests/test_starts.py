@@ -58,7 +58,7 @@ def test_what_must_answer_at_once_imports_nothing_heavy(program: str) -> None:
 
 def test_the_caller_of_a_run_does_without_torchs_dtensor() -> None:
     """Its import takes a second, beside the starter, which needs the cores; nor do ranks of one function need it."""
-    program = "import fsdplab.sessions.compare_runs, fsdplab.sessions.worker.remote_call_worker"
+    program = "import fsdplab.sessions.compare_runs, fsdplab.sessions.remote_call"
     assert not {"torch.distributed.tensor", "torch.distributed.fsdp", "sympy"} & modules_after(program)
 
 

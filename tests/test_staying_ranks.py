@@ -29,7 +29,7 @@ from fsdplab import teaching
 from fsdplab.common.processes import gone, send
 from fsdplab.sessions import RanksFailed, SpecError
 from fsdplab.sessions.launch import warm
-from fsdplab.sessions.launch.live_output import Tail
+from fsdplab.sessions.launch.mailbox import Tail
 from fsdplab.sessions.staying.cell_reports import CellInterrupted
 from fsdplab.sessions.staying.ranks import StayingRanks
 from fsdplab.teaching.core import cell_runs, course_state

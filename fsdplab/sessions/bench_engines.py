@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -28,8 +27,7 @@ from fsdplab.common.files import write_whole
 from fsdplab.common.temporary import temporary_folder
 from fsdplab.engine import events
 from fsdplab.sessions.launch.launcher import once_more, run_ranks
-from fsdplab.sessions.launch.live_output import Tail
-from fsdplab.sessions.launch.mailbox import Mailbox, read_lines
+from fsdplab.sessions.launch.mailbox import Mailbox, Tail, read_lines
 from fsdplab.sessions.launch.stacks import of_exception, of_own_code
 from fsdplab.sessions.run_and_record import check_code, reachable
 from fsdplab.sessions.spec import EngineChoice, RunSpec, SpecError
@@ -283,7 +281,3 @@ def _take_turns(
         context.append("steps", {"round": step})
     unsubscribe()
     return seconds, losses, waits
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -3,21 +3,31 @@
 The function is read from its file in fresh processes, so it may block, crash or call os._exit without harm to the
 caller. Values are sent in files written by torch.save and read with `weights_only=True`: numbers, text, tensors, and
 lists, tuples and dicts of them.
+
+python -m fsdplab.sessions.remote_call FOLDER SOURCE FUNCTION DEVICE      what each rank runs
 """
 
 from __future__ import annotations
 
+import importlib.util
+import inspect
+import os
+import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 
 from fsdplab.common.temporary import folder_of_this_process
 from fsdplab.sessions.launch.launcher import once_more, run_ranks
-from fsdplab.sessions.launch.live_output import LiveOutput, OnOutput
-from fsdplab.sessions.launch.mailbox import Mailbox
-from fsdplab.sessions.worker.remote_call_worker import VALUES, unsupported_type
+from fsdplab.sessions.launch.mailbox import LiveOutput, Mailbox, OnOutput
+from fsdplab.sessions.worker.rank_process import RankContext, backend_of_cells, rank_process
+
+VALUES = "None, bool, int, float, str, plain tensors, and lists, tuples and dicts of them"
+_PLAIN = (type(None), bool, int, float, str, torch.Tensor, torch.nn.Parameter)
 
 
 class IssuedCollective(NamedTuple):
@@ -69,7 +79,7 @@ def call_on_ranks(
         with tempfile.TemporaryDirectory(prefix="call-", dir=folder_of_this_process()) as folder:
             mailbox = Mailbox(Path(folder))
             torch.save(payload, mailbox.folder / "payload")
-            program = ["-m", "fsdplab.sessions.worker.remote_call_worker", folder, str(source), function_name, device]
+            program = ["-m", "fsdplab.sessions.remote_call", folder, str(source), function_name, device]
             output = LiveOutput(mailbox, world_size if on_output else 0, on_output or _ignore_output)
             try:
                 run_ranks(
@@ -93,3 +103,55 @@ def _collect(mailbox: Mailbox, world_size: int) -> RankValues:
         [mailbox.of(rank, "out").read_text(errors="replace") for rank in range(world_size)],
         [[IssuedCollective(*call) for call in result["collectives"]] for result in handed_over],
     )
+
+
+# ---- what each rank runs
+
+
+def main(folder: str, source: str, function_name: str, device: str) -> None:
+    """Call the function on this rank, whose `device` is "cpu" or "any"."""
+    backend = backend_of_cells(int(os.environ["WORLD_SIZE"])) if device == "any" else "gloo"
+    with rank_process(folder, backend, device, keep_issued=True) as context:
+        payload = torch.load(context.mailbox.folder / "payload", weights_only=True)
+        function = getattr(_module(Path(source)), function_name)
+        context.heartbeat.enter(function_name)
+        value = _call(function, context, payload)
+        unsupported = unsupported_type(value)
+        if unsupported is not None:
+            raise TypeError(
+                f"{function_name} returned something of type {unsupported}, which cannot be sent; return {VALUES}"
+            )
+        torch.save({"value": value, "collectives": context.issued}, context.mailbox.of(context.rank, "result"))
+
+
+def _module(source: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(source.stem, source)
+    assert spec is not None and spec.loader is not None, f"{source} is no Python file"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[source.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def _call(function: Callable[..., Any], context: RankContext, payload: Any) -> Any:
+    if len(inspect.signature(function).parameters) == 1:
+        return function(payload)
+    return function(context.rank, context.world_size, payload)
+
+
+def unsupported_type(value: object) -> str | None:
+    """The name of the first type in a value that cannot be sent: `"DTensor"`; None when all can.
+
+    Subclasses are unsupported: a DTensor cannot be read without its process group, a numpy number not without numpy.
+    """
+    if type(value) in _PLAIN:
+        return None
+    if type(value) is dict:
+        return _first(*value.keys(), *value.values())
+    if type(value) is list or type(value) is tuple:
+        return _first(*value)
+    return type(value).__name__
+
+
+def _first(*values: object) -> str | None:
+    return next(filter(None, map(unsupported_type, values)), None)

@@ -21,8 +21,7 @@ from fsdplab.records.summary import Link
 from fsdplab.records.typed import read
 from fsdplab.sessions.launch.failure_report import RanksFailed
 from fsdplab.sessions.launch.launcher import RunningRanks, end_ranks, once_more
-from fsdplab.sessions.launch.live_output import Tail
-from fsdplab.sessions.launch.mailbox import Mailbox, read_heartbeats, read_lines
+from fsdplab.sessions.launch.mailbox import Mailbox, Tail, read_heartbeats, read_lines
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.spec.run_spec import spec_for
 from fsdplab.sessions.summary import summarise

@@ -27,9 +27,8 @@ Frames = list[traceback.FrameSummary]
 # Frames of the lab itself and of PyTorch's logging, which do not help a reader.
 _SCAFFOLDING = (
     "/fsdplab/sessions/worker/collective_hooks.py",
-    "/fsdplab/sessions/worker/remote_call_worker.py",
+    "/fsdplab/sessions/remote_call.py",
     "/fsdplab/sessions/staying/cell_loop.py",
-    "/fsdplab/sessions/staying/cell_code.py",
     "/fsdplab/sessions/launch/starter.py",
     "/fsdplab/sessions/launch/program.py",
     "/c10d_logger.py",

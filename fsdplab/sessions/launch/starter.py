@@ -45,7 +45,7 @@ RANK_SIDE = (
     "numpy.ma", "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor",
     "torch.distributed.checkpoint", "torch.profiler", "fsdplab.engine.shard", "fsdplab.engine.features.clipping",
     "fsdplab.engine.features.offloaded_optimizer", "fsdplab.engine.transport.shared_memory.process_group",
-    "fsdplab.sessions.worker.training", "fsdplab.sessions.worker.remote_call_worker",
+    "fsdplab.sessions.worker.training", "fsdplab.sessions.remote_call",
     "fsdplab.sessions.worker.trial",
     "fsdplab.sessions.staying.cell_loop",
     "fsdplab.sessions.bench_engines", "fsdplab.workloads.moe", "fsdplab.workloads.parallel",

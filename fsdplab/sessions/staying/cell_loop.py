@@ -11,7 +11,10 @@ how it ended, wait again.
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import json
+import linecache
 import os
 import signal
 import sys
@@ -19,14 +22,17 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from fsdplab.common.files import naming
+from fsdplab.sessions.launch.mailbox import Mailbox
 from fsdplab.sessions.launch.stacks import headline, of_exception
 from fsdplab.sessions.launch.turns import OwnTurns
-from fsdplab.sessions.staying.cell_code import IDLE, cell_namespace, given_names, run_source, source_of, title
 from fsdplab.sessions.worker.rank_process import RankContext, backend_of_cells, rank_process
 
+IDLE = "idle"  # the phase of a rank that waits for a cell
+FRESH_TITLE = "<%%ranks cell>"
 _MOST_NAMES = 8
 _LONGEST_HEADLINE, _LONGEST_TRACEBACK = 300, 20_000  # characters; an exception may hold megabytes
 _NO_GROUP = " (a cell has destroyed the process group; ranks that are started anew have one)"
@@ -113,5 +119,49 @@ def _shortened(text: str, most: int) -> str:
     return f"{text[: most // 2]} ... {len(text) - most:,} characters are left out ... {text[-(most // 2) :]}"
 
 
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+# ---- a cell's source: its file, its title in tracebacks, its names, and how a rank runs it
+
+
+def source_of(mailbox: Mailbox, number: int) -> Path:
+    """The file of a cell's source; the rank reads it when it gets the number."""
+    return mailbox.folder / f"cell{number}.py"
+
+
+def title(number: int) -> str:
+    """A cell's name in tracebacks: each has its own, since a function of the first may raise in the fifth."""
+    return f"<%%ranks cell {number}>"
+
+
+def show_source(source: str, name: str) -> None:
+    """Let tracebacks of this process show the lines of a cell, which has no file."""
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+
+
+def cell_namespace(given: dict[str, Any]) -> dict[str, Any]:
+    """The names of cells, as a module, so that a class defined in a cell can be pickled."""
+    module = sys.modules["__ranks__"] = ModuleType("__ranks__")
+    vars(module).update(given)
+    return vars(module)
+
+
+def given_names(rank: int, world_size: int) -> dict[str, Any]:
+    """The names that every cell has; a cell may have destroyed the group, so they do not come from there."""
+    return {"rank": rank, "world_size": world_size, "torch": torch, "dist": dist}
+
+
+def run_source(source: str, names: dict[str, Any], name: str) -> None:
+    """Run the statements, and print the value of a last expression as a notebook would; what goes to stderr goes where
+    the output goes.
+    """
+    show_source(source, name)
+    tree = ast.parse(source, name)
+    final = tree.body[-1] if tree.body else None
+    last = final if isinstance(final, ast.Expr) else None
+    if last is not None:
+        tree.body.pop()
+    with contextlib.redirect_stderr(sys.stdout):
+        exec(compile(tree, name, "exec", dont_inherit=True), names)
+        if last is not None:
+            value = eval(compile(ast.Expression(last.value), name, "eval", dont_inherit=True), names)
+            if value is not None:
+                print(repr(value))

@@ -11,11 +11,10 @@ from typing import Any
 from fsdplab.common.processes import gone, send
 from fsdplab.sessions.launch.failure_report import Failure, PostMortem, ask_for_stacks, failed_first
 from fsdplab.sessions.launch.launcher import RankActivity, RunningRanks
-from fsdplab.sessions.launch.live_output import LiveOutput, Tail
-from fsdplab.sessions.launch.mailbox import Heartbeat, read_heartbeats, read_lines
+from fsdplab.sessions.launch.mailbox import Heartbeat, LiveOutput, Tail, read_heartbeats, read_lines
 from fsdplab.sessions.launch.stacks import waits_for_others
 from fsdplab.sessions.launch.turns import Turns
-from fsdplab.sessions.staying.cell_code import show_source, source_of, title
+from fsdplab.sessions.staying.cell_loop import show_source, source_of, title
 from fsdplab.sessions.staying.cell_reports import interrupted, raised, waiting_for_ever
 
 _LOOK_EVERY_S = 0.02

@@ -27,10 +27,9 @@ from typing import Any
 from fsdplab.common.temporary import temporary_folder
 from fsdplab.sessions.launch.failure_report import Failure, RanksFailed
 from fsdplab.sessions.launch.launcher import RunningRanks, end_ranks, once_more
-from fsdplab.sessions.launch.live_output import LiveOutput, OnOutput
-from fsdplab.sessions.launch.mailbox import Mailbox, read_heartbeats
+from fsdplab.sessions.launch.mailbox import LiveOutput, Mailbox, OnOutput, read_heartbeats
 from fsdplab.sessions.spec import SpecError, check_ranks_run_here, check_whole
-from fsdplab.sessions.staying.cell_code import IDLE
+from fsdplab.sessions.staying.cell_loop import IDLE
 from fsdplab.sessions.staying.cell_reports import CellInterrupted
 from fsdplab.sessions.staying.cell_watch import CellWatch, Living, Outcome
 

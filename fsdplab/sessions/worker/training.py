@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -252,7 +251,3 @@ class Training:
             return
         self.context.heartbeat.complete(f"{event.kind} of {event.unit or 'the root'} in {event.phase}")
         self.ledger.add({"rank": self.context.rank, "step": self.context.heartbeat.step, **vars(event)})
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

@@ -19,7 +19,7 @@ import torch
 from fsdplab.common.words import plural
 from fsdplab.sessions import Failure, RanksFailed, call_on_ranks
 from fsdplab.sessions.spec import SpecError
-from fsdplab.sessions.staying.cell_code import FRESH_TITLE, show_source
+from fsdplab.sessions.staying.cell_loop import FRESH_TITLE, show_source
 from fsdplab.sessions.staying.cell_reports import CellInterrupted
 from fsdplab.sessions.staying.ranks import StayingRanks, print_labelled
 

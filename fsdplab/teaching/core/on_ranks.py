@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fsdplab.sessions.staying.cell_code import FRESH_TITLE, cell_namespace, given_names, run_source
+from fsdplab.sessions.staying.cell_loop import FRESH_TITLE, cell_namespace, given_names, run_source
 from fsdplab.teaching.core import exercise_file
 from fsdplab.teaching.core.comm_log import WireLog
 from fsdplab.teaching.core.course_state import open_course
