@@ -11,7 +11,7 @@ import torch
 
 from fsdplab.sessions import RunSpec, run
 from fsdplab.sessions.launch.mailbox import HeartbeatWriter, Mailbox, read_lines
-from fsdplab.sessions.run_and_record import _Follower
+from fsdplab.sessions.run_and_record import RunCalls, _Follower
 from fsdplab.sessions.worker.rank_process import RankContext
 from fsdplab.sessions.worker.training import Ledger
 
@@ -27,7 +27,8 @@ def test_a_look_reads_only_the_steps_that_are_new(tmp_path: Path) -> None:
     told: list[int] = []
     rows: list[Any] = []
     spec = RunSpec(model="gpt-tiny", steps=STEPS, warmup=0, memory=False)
-    follower = _Follower(Mailbox(tmp_path), spec, lambda step, total, loss: told.append(step), rows.append, None)
+    calls = RunCalls(lambda step, total, loss: told.append(step), rows.append)
+    follower = _Follower(Mailbox(tmp_path), spec, calls)
     path = Mailbox(tmp_path).of(0, "steps")
     follower.look()
     for step in range(STEPS):

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -117,20 +117,16 @@ def check_entries(folder: Path, metadata: Metadata, files: Files | None) -> None
 
 def on_all_ranks(read: Callable[[], T]) -> T:
     """What `read` returns on this rank; CheckpointDamaged on all ranks if it raises that on one."""
-    try:
-        value, wrong = read(), None
-    except CheckpointDamaged as error:
-        value, wrong = None, str(error)
-    if reasons := [reason for reason in _gathered(wrong) if reason is not None]:
-        raise CheckpointDamaged(reasons[0])
-    return cast(T, value)
+    mine: list[T] = []
+    on_each_rank(lambda: mine.append(read()))
+    return mine[0]
 
 
 def on_each_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """What `action` returns on each rank of `group`; raises `OSError` on all ranks if it raises that on one."""
+    """What `action` returns on each rank of `group`; an `OSError` or `CheckpointDamaged` of one is raised on all."""
     try:
-        mine: tuple[Any, OSError | None] = action(), None
-    except OSError as error:
+        mine: tuple[Any, OSError | CheckpointDamaged | None] = action(), None
+    except (OSError, CheckpointDamaged) as error:
         mine = None, error
     ends = _gathered(mine, group)
     if failures := [error for _, error in ends if error is not None]:
@@ -275,16 +271,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 _ALLOWED = {
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "PurePosixPath"),
+    ("torch", "Size"), ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"),
     ("pathlib._local", "PosixPath"),  # Python 3.13
-    ("collections", "OrderedDict"),
-    ("builtins", "set"),
-    ("builtins", "frozenset"),
-}
+    ("collections", "OrderedDict"), ("builtins", "set"), ("builtins", "frozenset"),
+}  # fmt: skip
 
 
 class CheckedReader(dcp.FileSystemReader):

@@ -27,7 +27,7 @@ from fsdplab.sessions.launch.failure_report import Failure, RanksFailed, Starter
 from fsdplab.sessions.launch.launcher import starts_elsewhere
 from fsdplab.sessions.launch.stacks import PACKAGE
 from fsdplab.sessions.launch.turns import fifos_in
-from fsdplab.sessions.run_and_record import WORKER, OnStep, StartedRun, end_runs, run
+from fsdplab.sessions.run_and_record import WORKER, OnStep, RunCalls, StartedRun, end_runs, run
 from fsdplab.sessions.spec import RunSpec, SpecError, WorkloadPart
 from fsdplab.sessions.spec.pairs import least_bytes
 from fsdplab.sessions.spec.rules import check_ranks_run_here, check_same
@@ -206,15 +206,9 @@ class _Comparison:
         folder = None if self._directory is None else folders_of(self._specs, self._directory)[number]
         if self._callbacks.on_start is not None:
             self._callbacks.on_start(spec)
-        started = StartedRun(
-            spec,
-            directory=folder,
-            in_turns=in_turns,
-            on_progress=None if tell is None else lambda step, total, loss: tell(spec, step, total, loss),
-            on_step=self._callbacks.on_step,
-            on_look=self._callbacks.on_look,
-            program=self._program,
-        )
+        told = None if tell is None else lambda step, total, loss: tell(spec, step, total, loss)
+        calls = RunCalls(told, self._callbacks.on_step, self._callbacks.on_look)
+        started = StartedRun(spec, folder, calls, self._program, in_turns)
         self.started.append(started)
         return started
 
@@ -225,7 +219,7 @@ class _Comparison:
             return
         first = next(number for number in finished if self._specs[number].engine != "twin")
         spec = replace(self._specs[first], memory=False, card=None, profile=0)
-        again = StartedRun(spec, on_look=self._callbacks.on_look, program=self._program)
+        again = StartedRun(spec, None, RunCalls(on_look=self._callbacks.on_look), self._program)
         self.started.append(again)
         try:
             seconds = again.finish().summary.step_time_s.median

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,15 @@ WORKER = ("-m", "fsdplab.sessions.worker.training")
 followers: list[Callable[[RunSpec, int, int, float], None]] = []
 
 
+@dataclass(frozen=True)
+class RunCalls:
+    """What is called while a run goes on, as `run` has it; each may be None."""
+
+    on_progress: OnProgress | None = None
+    on_step: OnStep | None = None
+    on_look: Callable[[], None] | None = None
+
+
 def run(
     spec: RunSpec | Any,
     *,
@@ -60,9 +69,7 @@ def run(
     spec = spec_for(spec, settings)
 
     def attempt() -> RunRecord:
-        started = StartedRun(
-            spec, directory=directory, on_progress=on_progress, on_step=on_step, on_look=on_look, program=program
-        )
+        started = StartedRun(spec, directory, RunCalls(on_progress, on_step, on_look), program)
         try:
             return started.finish()
         finally:
@@ -72,7 +79,7 @@ def run(
 
 
 class StartedRun:
-    """One run from the start of its ranks to its record, with the arguments of `run`; `end_runs` ends its ranks.
+    """One run from the start of its ranks to its record; `end_runs` ends its ranks.
 
     With `in_turns` its ranks wait before each timed step and before the profiled ones: `ready` returns True when all of
     them wait for the first time, `step` lets them take one step, `finish` lets them go on to their end.
@@ -80,15 +87,8 @@ class StartedRun:
 
     def __init__(
         self,
-        spec: RunSpec,
-        *,
-        directory: str | Path | None = None,
-        in_turns: bool = False,
-        on_progress: OnProgress | None = None,
-        on_step: OnStep | None = None,
-        on_look: Callable[[], None] | None = None,
-        program: Sequence[str] = WORKER,
-    ) -> None:
+        spec: RunSpec, directory: str | Path | None, calls: RunCalls, program: Sequence[str], in_turns: bool = False,
+    ) -> None:  # fmt: skip
         self.spec = spec
         check_code(spec)
         self._source = source_of(spec.model).text if spec.own_model else None  # as it was when the run began
@@ -96,7 +96,7 @@ class StartedRun:
         self.mailbox = Mailbox(self.folder.absolute() / "ranks")  # ranks start in another folder
         self.mailbox.folder.mkdir(exist_ok=True)
         write_whole(self.mailbox.folder / "spec.json", json.dumps(reachable(spec)))
-        look = _Follower(self.mailbox, spec, on_progress, on_step, on_look).look
+        look = _Follower(self.mailbox, spec, calls).look
         self._took_turns = False
         try:
             self._ranks = RunningRanks.start(
@@ -171,31 +171,23 @@ def end_runs(runs: Sequence[StartedRun]) -> None:
 class _Follower:
     """Reports rank 0's steps as they appear in its file, of which each look reads only what is new; calls `on_look`."""
 
-    def __init__(
-        self,
-        mailbox: Mailbox,
-        spec: RunSpec,
-        on_progress: OnProgress | None,
-        on_step: OnStep | None,
-        on_look: Callable[[], None] | None,
-    ) -> None:
-        self._steps, self._spec, self._told = Tail(mailbox.of(0, "steps")), spec, 0
-        self._own, self._show, self._looked = on_progress, on_step, on_look
+    def __init__(self, mailbox: Mailbox, spec: RunSpec, calls: RunCalls) -> None:
+        self._steps, self._spec, self._told, self._calls = Tail(mailbox.of(0, "steps")), spec, 0, calls
         self._tell(math.nan)
 
     def look(self) -> None:
-        if self._looked is not None:
-            self._looked()
-        if self._own is None and self._show is None and not followers:
+        if self._calls.on_look is not None:
+            self._calls.on_look()
+        if self._calls.on_progress is None and self._calls.on_step is None and not followers:
             return
         for line in self._steps.lines():
             self._told += 1
             row = json.loads(line)
-            if self._show is not None:
-                self._show(row)
+            if self._calls.on_step is not None:
+                self._calls.on_step(row)
             self._tell(row["loss"])
-            if self._own is not None:
-                self._own(self._told, self._spec.total_steps, row["loss"])
+            if self._calls.on_progress is not None:
+                self._calls.on_progress(self._told, self._spec.total_steps, row["loss"])
 
     def _tell(self, loss: float) -> None:
         for follower in followers:

@@ -12,10 +12,10 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
+from typing import Any
 
 from fsdplab.common.pythons import run_of
 from fsdplab.planning.links import LinkSpec
@@ -26,7 +26,7 @@ from fsdplab.sessions.launch.inherited import rank_environment
 from fsdplab.sessions.launch.launcher import ranks_started_by
 from fsdplab.sessions.launch.mailbox import Mailbox
 from fsdplab.sessions.launch.served import ExecutedRanks, execute
-from fsdplab.sessions.run_and_record import WORKER, OnProgress, run
+from fsdplab.sessions.run_and_record import run
 from fsdplab.sessions.spec import RunSpec, SpecError, check_whole
 from fsdplab.sessions.spec.rules import Rule
 
@@ -40,19 +40,9 @@ class NodesUnavailable(RuntimeError):
     """This system cannot limit a network's rate; the message is one line with the reason and what to do."""
 
 
-def run_nodes(
-    spec: RunSpec,
-    nodes: int,
-    ranks_per_node: int,
-    link: LinkSpec | None,
-    *,
-    directory: str | Path | None = None,
-    on_progress: OnProgress | None = None,
-    on_look: Callable[[], None] | None = None,
-    program: Sequence[str] = WORKER,
-) -> RunRecord:
+def run_nodes(spec: RunSpec, nodes: int, ranks_per_node: int, link: LinkSpec | None, **others: Any) -> RunRecord:
     """Run one spec on `nodes` x `ranks_per_node` ranks with `link` between the nodes, and return its record, as `run`
-    does.
+    does, which gets all other arguments.
 
     Rank r is on node r // ranks_per_node. The record says `link: measured`. SpecError when the numbers do not fit the
     spec, NodesUnavailable where the system cannot limit a rate (give the spec an emulated `link` instead), RanksFailed
@@ -61,7 +51,7 @@ def run_nodes(
     check_nodes(spec, nodes, ranks_per_node, link)
     with shaped_nodes(nodes, ranks_per_node, link):
         try:
-            record = run(spec, directory=directory, on_progress=on_progress, on_look=on_look, program=program)
+            record = run(spec, **others)
         except RanksFailed as failed:
             assert failed.record is not None  # run() adds it
             failed.record = _on_nodes(failed.record, nodes, ranks_per_node, link)

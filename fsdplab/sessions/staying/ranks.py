@@ -19,8 +19,7 @@ import os
 import shutil
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +30,7 @@ from fsdplab.sessions.launch.mailbox import LiveOutput, Mailbox, OnOutput, read_
 from fsdplab.sessions.spec import SpecError, check_ranks_run_here, check_whole
 from fsdplab.sessions.staying.cell_loop import IDLE
 from fsdplab.sessions.staying.cell_reports import CellInterrupted
-from fsdplab.sessions.staying.cell_watch import CellWatch, Living, Outcome
+from fsdplab.sessions.staying.cell_watch import CellWatch, Living
 
 CELL_LIMIT_S = 90.0
 _START_LIMIT_S = 90.0
@@ -109,13 +108,15 @@ class StayingRanks:
         others: give it to groups of these ranks.
         """
         chosen = self._checked(ranks)
-        with self._alone():
+        if not self._one_cell.acquire(blocking=False):
+            raise SpecError("the ranks run another cell at the moment; wait for its end or interrupt it")
+        try:
             if not self.alive and self.failure is not None:
                 raise RanksFailed(self.failure)
             self._living.output.on_output = on_output
-            failure = self._run(CellWatch(self._living, next(_numbers), chosen), source, time_limit)
-        if failure is not None:
-            raise RanksFailed(failure)
+            self._run(CellWatch(self._living, next(_numbers), chosen), source, time_limit)
+        finally:
+            self._one_cell.release()
 
     @property
     def alive(self) -> bool:
@@ -140,41 +141,29 @@ class StayingRanks:
         """End all ranks and return when none is left; does nothing when they have ended."""
         self._end(_STOPPED)
 
-    def _run(self, cell: CellWatch, source: str, time_limit: float) -> Failure | None:
+    def _run(self, cell: CellWatch, source: str, time_limit: float) -> None:
+        interrupted = False
         try:
             try:
                 cell.send(source)
                 outcome = cell.wait(time_limit)
             except KeyboardInterrupt:
-                outcome = self._settle(cell, cell.interrupt("The cell was interrupted"))
-                raise CellInterrupted(
-                    outcome.failure or Failure("hung", "Interrupted when the cell had just ended. All ranks stay.")
-                ) from None
-            return self._settle(cell, outcome).failure
-        except CellInterrupted:
-            raise
+                interrupted, outcome = True, cell.interrupt("The cell was interrupted")
+            self._last_results.update(cell.results())
+            if outcome.lost:
+                self._end(outcome.failure)
         except BaseException:  # a second interrupt, or an error in on_output: the state of the ranks is unknown
             self._end(Failure("died", "The ranks were ended, because the caller left in the middle of a cell."))
             raise
-
-    def _settle(self, cell: CellWatch, outcome: Outcome) -> Outcome:
-        self._last_results.update(cell.results())
-        if outcome.lost:
-            self._end(outcome.failure)
-        return outcome
+        if interrupted:
+            just_ended = Failure("hung", "Interrupted when the cell had just ended. All ranks stay.")
+            raise CellInterrupted(outcome.failure or just_ended)
+        if outcome.failure is not None:
+            raise RanksFailed(outcome.failure)
 
     def _end(self, failure: Failure | None) -> None:
         self.failure = self.failure or failure
         self._end_all()
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        if not self._one_cell.acquire(blocking=False):
-            raise SpecError("the ranks run another cell at the moment; wait for its end or interrupt it")
-        try:
-            yield
-        finally:
-            self._one_cell.release()
 
     def _checked(self, ranks: Sequence[int] | None) -> list[int]:
         chosen = list(range(self.world_size)) if ranks is None else list(ranks)
