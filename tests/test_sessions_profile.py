@@ -20,7 +20,7 @@ from fsdplab.profiling.tables.of_record import tables_of_record
 from fsdplab.records import CAUSES, LANES, PARTS_OF_EXPOSED, RunRecord
 from fsdplab.sessions import RunSpec, SpecError, compare, run
 from fsdplab.sessions.compare_runs import link_text
-from fsdplab.sessions.trace_tables import blocked, overhead
+from fsdplab.sessions.summary import blocked, overhead
 
 TINY = RunSpec(model="gpt-tiny", steps=2, profile=2, device="cpu", batch_size=2, sequence_length=32)
 PARTS = ("compute_only_ns", "overlapped_ns", "exposed_ns", "other_ns")

@@ -20,8 +20,8 @@ from fsdplab.records import RecordError, RunRecord, Summary
 from fsdplab.records.folder import is_written
 from fsdplab.records.summary import Comm
 from fsdplab.sessions.launch.mailbox import Mailbox, read_lines
-from fsdplab.sessions.summary import mean_losses, measured
-from fsdplab.sessions.trace_tables import communication, profile_of, tables_of
+from fsdplab.sessions.summary import communication, mean_losses, measured, profile_of
+from fsdplab.sessions.trace_tables import tables_of
 
 try:
     import fcntl

@@ -17,15 +17,13 @@ from fsdplab.common.processes import resident_bytes
 from fsdplab.common.temporary import temporary_folder
 from fsdplab.records import RunRecord
 from fsdplab.records.folder import MODEL_SOURCE, claim_folder, is_written, release_folder
-from fsdplab.records.summary import Link
-from fsdplab.records.typed import read
 from fsdplab.sessions.launch.failure_report import RanksFailed
 from fsdplab.sessions.launch.launcher import RunningRanks, end_ranks, once_more
 from fsdplab.sessions.launch.mailbox import Mailbox, Tail, read_heartbeats, read_lines
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.spec.run_spec import spec_for
 from fsdplab.sessions.summary import summarise
-from fsdplab.sessions.trace_tables import profile_summary, tables_of
+from fsdplab.sessions.trace_tables import tables_of
 from fsdplab.sessions.worker.environment import capture_environment
 from fsdplab.workloads.own.sources import FILE, kind_of, name_of, source_of
 
@@ -218,20 +216,11 @@ def check_code(spec: RunSpec) -> None:
 def _record(folder: Path, spec: RunSpec, mailbox: Mailbox, failed: RanksFailed | None) -> RunRecord:
     ranks = range(spec.processes)
     steps = [row for rank in ranks for row in read_lines(mailbox.of(rank, "steps"))]
-    results = {rank: lines[0] for rank in ranks if (lines := read_lines(mailbox.of(rank, "result")))}
+    results = [lines[0] for rank in ranks if (lines := read_lines(mailbox.of(rank, "result")))]
     memory = {rank: lines[0] for rank in ranks if (lines := read_lines(mailbox.of(rank, "memory")))}
     ledger = [row for rank in ranks for row in read_lines(mailbox.of(rank, "ledger"))]
     trace_tables = tables_of(ranks, mailbox, ledger, folder, spec.untimed + spec.steps) if spec.profile else {}
-    link = next((result["link"] for result in results.values()), None)
-    summary = profile_summary(
-        spec,
-        replace(
-            summarise(spec, steps, ledger, memory, _samples(mailbox, ranks)), link=link and read(Link, link, "link")
-        ),
-        [result["profiled_s"] for result in results.values()],
-        ledger,
-        trace_tables,
-    )
+    summary = summarise(spec, steps, ledger, memory, _samples(mailbox, ranks), results, trace_tables)
     return RunRecord(
         folder,
         spec=_portable(spec),
@@ -244,7 +233,7 @@ def _record(folder: Path, spec: RunSpec, mailbox: Mailbox, failed: RanksFailed |
             "steps": steps,
             "ledger": ledger,
             "memory": [row for peak in memory.values() for row in peak["rows"]],
-            "life": [row for result in results.values() for row in result["life"]],
+            "life": [row for result in results for row in result["life"]],
             **trace_tables,
         },
     )

@@ -7,6 +7,7 @@ worst rank's. Losses are means over ranks, because each rank reads other text.
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +15,8 @@ from typing import Any
 
 from fsdplab.records import Spread, Summary
 from fsdplab.records.spread import step_seconds
-from fsdplab.records.summary import Card, Comm, Peak
+from fsdplab.records.summary import Card, Comm, Link, Peak, Profile
+from fsdplab.records.typed import read
 from fsdplab.sessions.calibration import find_calibration
 from fsdplab.sessions.changes import best_change
 from fsdplab.sessions.formula import formula_bytes
@@ -23,25 +25,33 @@ from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.steady_card import steady_step
 
 Row = Mapping[str, Any]
+Tables = Mapping[str, Sequence[dict[str, Any]]]
 
 
 def summarise(
     spec: RunSpec, steps: Sequence[Row], ledger: Sequence[Row], memory: Mapping[int, Mapping[str, Any]],
-    samples: int | None = None,
+    samples: int | None, results: Sequence[Row], tables: Tables,
 ) -> Summary:  # fmt: skip
     """The summary of a record. `memory[rank]` holds bytes: `total`, `by_category`, `resident_growth`, `workspaces`,
-    `samples` those of one step of all ranks, where a model of one's own reads no tokens.
+    `samples` those of one step of all ranks, where a model of one's own reads no tokens. `results` are those of the
+    ranks that have ended, `tables` those of their traces.
 
     What was not measured is None: times of a run that ended before its timed steps, bytes sent by an engine without a
-    ledger.
+    ledger. `comm.exposed_s` is the mean of the profiled steps, from the trace, with its parts; `comm.blocked_s` is for
+    how long the host of a timed step was blocked for collectives, from the ledger.
     """
     found = measured(steps, memory)
     peak, median = found.peak_memory_bytes.total, found.step_time_s.median
+    link = next((result["link"] for result in results), None)
+    sent = sent_per_step(spec, ledger) if spec.engine == "lab" else None  # what others sent is read from their traces
+    world_size = None if spec.engine == "twin" else spec.world_size
     return replace(
         found,
         tokens_per_s=_a_second(spec.tokens_per_rank and spec.tokens_per_rank * spec.world_size, median),
         samples_per_s=_a_second(samples, median),
-        comm=sent_per_step(spec, ledger),
+        comm=communication(tables, world_size, sent, blocked(ledger, spec.untimed, spec.untimed + spec.steps)),
+        profile=profile_of(spec.profile, [result["profiled_s"] for result in results], found, tables),
+        link=link and read(Link, link, "link"),
         formula_bytes_per_step=formula_bytes(spec),
         predicted=predict(spec, find_calibration(spec.world_size).calibration).recorded(),
         steady=steady_step(spec),
@@ -111,3 +121,54 @@ def sent_per_step(spec: RunSpec, ledger: Sequence[Row]) -> Comm:
             bytes_of[row["rank"]] += row["wire_bytes"]
             count_of[row["rank"]] += 1
     return Comm(max(bytes_of.values(), default=0), max(count_of.values(), default=0))
+
+
+# ---- of the profiled steps
+
+
+def profile_of(steps: int, profiled_s: Sequence[Sequence[float]], summary: Summary, tables: Tables) -> Profile:
+    """The profiled steps beside the timed ones."""
+    from fsdplab.profiling.optimizer_step import of_the_worst
+
+    cost, stepping = overhead(profiled_s, summary.step_time_s.median), of_the_worst(tables)
+    parts = (stepping.seconds, stepping.exchange_s) if stepping else (None, None)
+    return Profile(steps, cost, "trace" if tables.get("breakdown") else None, *parts)
+
+
+def communication(tables: Tables, world_size: int | None, sent: Comm | None, blocked_s: float | None) -> Comm:
+    """What a step sent and what that cost; where nobody counted what was `sent`, the traces' collectives tell.
+
+    `world_size` is None where one process plays all ranks.
+    """
+    from fsdplab.profiling.step_summary import exposure
+    from fsdplab.profiling.traces import skew
+
+    cost = exposure(tables.get("breakdown", []))
+    if world_size == 1:
+        cost = dict.fromkeys(cost, 0.0) | {"overlap": None}  # nothing travels
+    if sent is None:
+        counted = skew.sent_per_step(tables.get("collectives", []), world_size or 1)
+    else:
+        counted = (sent.bytes_per_step, sent.collectives_per_step)
+    return Comm(*counted, **cost, blocked_s=blocked_s)
+
+
+def blocked(ledger: Sequence[Row], first: int, last: int) -> float | None:
+    """Seconds for which a rank was blocked for collectives in steps `first` to `last` - 1, by the ledger: the median
+    over steps of the rank that was blocked longest; None if unknown.
+    """
+    waits: dict[int, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    for row in ledger:
+        if first <= row["step"] < last:
+            if row["waited_ns"] is None:
+                return None
+            waits[row["rank"]][row["step"]] += row["waited_ns"]
+    return max((statistics.median(steps.values()) / 1e9 for steps in waits.values()), default=None)
+
+
+def overhead(profiled_s: Sequence[Sequence[float]], timed_median: float | None) -> float | None:
+    """How much longer profiled steps took than timed ones, as a part (0.08 = 8 %): slowest rank's median against the
+    run's.
+    """
+    medians = [statistics.median(seconds) for seconds in profiled_s if seconds]
+    return max(medians) / timed_median - 1 if medians and timed_median else None
