@@ -68,7 +68,7 @@ _EDITS = {
 
 def right_answers(exercise: Exercise) -> dict[str, str]:
     """Right answers besides the reference, source by name: the functions `shard__pad_first` of
-    `right_answers/nb05.py`, each with all that is not a function there, and edits of the reference.
+    `right_answers/nb05.py`, each with all else that stands there, and edits of the reference.
     """
     found = {}
     for name, edits in _EDITS.get(exercise.id, {}).items():
@@ -81,17 +81,25 @@ def right_answers(exercise: Exercise) -> dict[str, str]:
 
 def wrong_answers(exercise: Exercise) -> dict[str, str]:
     """Wrong answers besides the known mistakes of the exercise's file, as somebody wrote them who had not seen its
-    check: the functions `late__last_most_often` of `wrong_answers/nb14.py`. Any cause will do.
+    check: the functions `late__last_most_often` of `wrong_answers/nb14.py`. The docstring of one is what its report has
+    to say; without one any cause will do.
     """
     return _written("wrong_answers", exercise)
 
 
+def _must_say(exercise: Exercise, source: str) -> str:
+    """The docstring of the exercise's function in a source, on one line; else nothing."""
+    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    written = next(node for node in functions if node.name == exercise.function)
+    return " ".join((ast.get_docstring(written) or "").split())
+
+
 def _written(folder: str, exercise: Exercise) -> dict[str, str]:
-    """The answers to an exercise in the file of its notebook, each with all that is not a function there."""
+    """The answers to an exercise in the file of its notebook, each with all there that is no answer."""
     found = {}
     path = Path(__file__).with_name(folder) / f"nb{exercise.id[:2]}.py"
     nodes = ast.parse(path.read_text(encoding="utf-8")).body if path.exists() else []
-    shared = "\n".join(ast.unparse(node) for node in nodes if not isinstance(node, ast.FunctionDef))
+    shared = "\n".join(ast.unparse(node) for node in nodes if "__" not in getattr(node, "name", ""))
     for node in nodes:
         function, _, name = getattr(node, "name", "").partition("__")
         if function == exercise.function and name:
@@ -135,7 +143,10 @@ def solutions_of(exercises: Sequence[Exercise]) -> list[Solution]:
     for exercise in exercises:
         passing = {"the reference": exercise.reference, **right_answers(exercise)}
         found += [Solution(exercise, name, source, None) for name, source in passing.items()]
-        found += [Solution(exercise, f"wrong: {name}", source, "") for name, source in wrong_answers(exercise).items()]
+        found += [
+            Solution(exercise, f"wrong: {name}", source, _must_say(exercise, source))
+            for name, source in wrong_answers(exercise).items()
+        ]
         found += [
             Solution(exercise, f"line {known.line}", known.source, known.cause)
             for known in exercise.mistakes

@@ -80,7 +80,8 @@ def test_a_right_number_is_accepted_however_it_is_written_and_slips_are_named(co
 @pytest.mark.parametrize("item", CHOICES, ids=lambda item: item.id)
 def test_choices_accept_the_right_letter_and_explain_every_one(course, item):
     for letter in item.options:
-        verdict = answers.grade_answer(item.id, f" {letter.upper()} ")
-        assert verdict.passed == (letter == item.right) and item.because[letter] in str(verdict)
+        for written in (f" {letter.upper()} ", f"{letter})"):
+            verdict = answers.grade_answer(item.id, written)
+            assert verdict.passed == (letter == item.right) and item.because[letter] in str(verdict)
     for other in ("z", 2):
         assert "not one of the letters" in str(answers.grade_answer(item.id, other))

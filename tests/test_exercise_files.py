@@ -210,6 +210,11 @@ def feedback(exercise: Exercise, workspace, body: str):
         ("return 'two'", "a tensor of shape [2] is expected"),
         ("return ...", "write a value in place of the dots"),
         ("return np.float64(2) * x", "its own imports"),
+        ("twice = 2 * x\n    return twic", "did you mean `twice`?"),
+        ("if len(x) > 1:\n        return 2 * x", "in this case it returns nothing, or None"),
+        ("for _ in range(2):\n        return x + 1", "`for _ in range(2)` never comes to the next one"),
+        ("for _ in range(2):\n        if not len(x):\n            continue\n        return x + 1", "compare the two"),
+        ("for _ in range(2):\n        if len(x):\n            return 10 * x", "5 times what is expected"),
         ("import numpy\n    return torch.tensor(numpy.float32(2)) * x", None),
         ("while True: pass", "a loop that never ends"),
     ],
@@ -303,6 +308,73 @@ def cases(rank, n):
 )
 def test_a_mistake_that_went_wrong_earlier_is_not_the_cause(tmp_path, workspace, value, says):
     assert says in feedback(exercise_of(tmp_path, PAIR), workspace, f"return {{{value}}}").cause
+
+
+OFTEN = (
+    PAIR.replace("# ---- check", "# ---- known").split("# ---- known")[0]
+    + """# ---- check: pure
+
+
+def cases(rank, n):
+    for number in (1, 2, 3, 4, 5):
+        yield f"number {number}", number
+"""
+)
+
+
+@pytest.mark.parametrize(
+    "body,says",
+    [
+        ("return {'count': 1, 'value': 3 * x if x < 4 else 0}", "three times is too much"),
+        ("return {'count': 1, 'value': 3 * x if x < 3 else 0}", "compare the two values"),
+        ("return {'count': 1, 'value': 3}", "compare the two values"),
+    ],
+)
+def test_a_mistake_of_a_pure_function_is_the_cause_where_it_does_the_same_in_half_of_the_cases(
+    tmp_path, workspace, body, says
+):
+    assert says in feedback(exercise_of(tmp_path, OFTEN), workspace, body).cause
+
+
+LARGEST = '''"""The largest
+
+Write double(numbers): twice the largest number.
+
+1. A nudge.
+2. A pointer.
+3. Two lines.
+"""
+
+
+def double(numbers):
+    ### BEGIN SOLUTION
+    return 2 * max(numbers)
+    #! return max(numbers)
+    #: not doubled
+    ### END SOLUTION
+
+
+# ---- check: pure
+
+
+def cases(rank, n):
+    yield "two numbers", [4, 2]
+'''
+
+
+@pytest.mark.parametrize(
+    "body,says",
+    [
+        ("return 2 * sorted(x)[-1]", None),
+        ("x.sort()\n    return 2 * x[-1]", "The values are right, but double changes what it was given."),
+        ("x.pop()\n    return 3 * x[-1]", "double returns a wrong value"),
+    ],
+)
+def test_a_list_that_a_function_is_given_stays_as_it_is(tmp_path, workspace, body, says):
+    """The argument has the statement's name in the report, whatever the learner calls it."""
+    found = feedback(exercise_of(tmp_path, LARGEST), workspace, body)
+    assert found is None if says is None else says in found.headline, found
+    assert found is None or "the function changes `numbers` (case: two numbers)" in found.got + found.cause
 
 
 # --- on ranks

@@ -223,6 +223,7 @@ def test_a_question_about_runs_is_judged_by_them(course):
         (2**20 / 1e6, "written as MiB"),
         (1000, "1000 times"),
         (1e6, "a million times"),
+        (1e9, "bytes where GB are asked for?"),
         (1.5, "too large"),
         (0.01, "more than ten times too small"),
     ],

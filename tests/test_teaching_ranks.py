@@ -126,10 +126,25 @@ def test_every_way_to_fail_has_a_cause(failure, cause):
         ("IndexError: tuple index out of range", "fewer pieces than ranks"),
         ("RuntimeError: post accumulate grad hooks should return None.", "a hook returns nothing"),
         ("KeyError: 'zero-1'", "read the last line"),
+        ("ValueError: max() arg is an empty sequence", "`max(..., default=...)`"),
+        ("RuntimeError: Split sizes doesn't match total dim 0 size", "do not add up to the tensor"),
+        (
+            "RuntimeError: [enforce fail at /x/alltoall.cc:29] in->size % context->size == 0.",
+            "all blocks are equally long",
+        ),
+        ("RuntimeError: shape '[-1, 2]' is invalid for input of size 9", "whose rows and columns"),
+        ("TypeError: 'int' object is not iterable", "a pair is one argument"),
+        ("ValueError: torch.cat(): expected a non-empty list of Tensors", "`x.new_empty(0)`"),
     ],
 )
 def test_an_error_of_python_or_torch_is_led_back_to_the_mistake(error, cause):
     assert cause in raised.cause_of(error)
+
+
+def test_none_in_a_pure_function_comes_from_no_collective():
+    error = "AttributeError: 'NoneType' object has no attribute 'items'"
+    assert "ask before, `is not None`" in raised.cause_of(error, pure=True)
+    assert "go on with that tensor" in raised.cause_of(error)
 
 
 def test_a_passed_check_makes_the_learners_version_the_one_in_use(course, capsys):

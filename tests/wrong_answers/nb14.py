@@ -20,6 +20,7 @@ def late__beyond_the_median(arrivals):
 
 
 def late__spread_with_the_last(arrivals):
+    """89 ms after the last but one, and the others lie 1 apart"""
     hits = [0] * len(arrivals[0])
     for t in arrivals:
         s = sorted(t)
@@ -101,3 +102,149 @@ def first_mismatch__one_rank_no_list(calls):
             best = max(col, key=col.count)
             return i, next(r for r, x in enumerate(col) if x != best)
     return min(map(len, calls)), []
+
+
+def late__three_ranks_only(arrivals):
+    """and the others lie 90 apart"""
+    counts = [0] * len(arrivals[0])
+    for times in arrivals:
+        s = sorted(times)
+        if s[-1] - s[-2] > s[-2] - s[-3]:
+            counts[times.index(s[-1])] += 1
+    return [rank for rank, count in enumerate(counts) if count > len(arrivals) / 2]
+
+
+def late__at_least(arrivals):
+    """40 ms after the last but one, and the others lie 40 apart"""
+    counts = [0] * len(arrivals[0])
+    for times in arrivals:
+        *others, last = sorted(times)
+        if last - others[-1] >= others[-1] - others[0]:
+            counts[times.index(last)] += 1
+    return [rank for rank, count in enumerate(counts) if count > len(arrivals) / 2]
+
+
+def late__beyond_the_mean(arrivals):
+    """after the last but one by more"""
+    counts = [0] * len(arrivals[0])
+    for times in arrivals:
+        *others, last = sorted(times)
+        if last - sum(others) / len(others) > others[-1] - others[0]:
+            counts[times.index(last)] += 1
+    return [rank for rank, count in enumerate(counts) if count > len(arrivals) / 2]
+
+
+def late__sorts_in_place(arrivals):
+    """the function changes `arrivals`"""
+    counts = [0] * len(arrivals[0])
+    for times in arrivals:
+        times.sort()
+        if times[-1] - times[-2] > times[-2] - times[0]:
+            counts[times.index(times[-1])] += 1
+    return [rank for rank, count in enumerate(counts) if count > len(arrivals) / 2]
+
+
+def late__removes_from_the_argument(arrivals):
+    """change the object itself"""
+    counts = [0] * len(arrivals[0])
+    for times in arrivals:
+        last = max(times)
+        rank = times.index(last)
+        times.remove(last)
+        if last - max(times) > max(times) - min(times):
+            counts[rank] += 1
+    return [rank for rank, count in enumerate(counts) if count > len(arrivals) / 2]
+
+
+def late__return_in_the_loop(arrivals):
+    """`for times in arrivals` never comes to the next one"""
+    counts = [0] * len(arrivals[0])
+    for times in arrivals:
+        *others, last = sorted(times)
+        if last - others[-1] > others[-1] - others[0]:
+            counts[times.index(last)] += 1
+        return [rank for rank, count in enumerate(counts) if count > len(arrivals) / 2]
+
+
+def late__repeated(arrivals):
+    """once, in however many steps"""
+    found = []
+    for times in arrivals:
+        *others, last = sorted(times)
+        if last - others[-1] > others[-1] - others[0]:
+            found.append(times.index(last))
+    return [rank for rank in found if found.count(rank) > len(arrivals) / 2]
+
+
+def first_mismatch__two_ranks_only(calls):
+    """where rank 2 calls all_gather of 1,024 bytes"""
+    place = 0
+    for a, b in zip(calls[0], calls[1]):
+        if a != b:
+            return place, [1]
+        place += 1
+    return place, []
+
+
+def first_mismatch__one_rank(calls):
+    """the list lacks a rank whose call is another"""
+    for place, there in enumerate(zip(*calls)):
+        usual = max(there, key=there.count)
+        for rank, call in enumerate(there):
+            if call != usual:
+                return place, [rank]
+    return min(map(len, calls)), []
+
+
+def first_mismatch__last_place_where_alike(calls):
+    """all 6 are alike, the last one, too"""
+    for place, there in enumerate(zip(*calls)):
+        if len(set(there)) > 1:
+            usual = max(there, key=there.count)
+            return place, [r for r, c in enumerate(there) if c != usual]
+    return place, []
+
+
+def first_mismatch__equal_places_in_all(calls):
+    """only calls before it count"""
+    alike, ranks = 0, []
+    for there in zip(*calls):
+        if len(set(there)) == 1:
+            alike += 1
+        elif not ranks:
+            usual = max(there, key=there.count)
+            ranks = [r for r, c in enumerate(there) if c != usual]
+    return alike, ranks
+
+
+def first_mismatch__all_differing_ranks_later(calls):
+    """rank 0 calls what most call"""
+    first, ranks = None, set()
+    for place, there in enumerate(zip(*calls)):
+        usual = max(there, key=there.count)
+        odd = [r for r, c in enumerate(there) if c != usual]
+        if odd and first is None:
+            first = place
+        ranks.update(odd)
+    return (min(map(len, calls)) if first is None else first), sorted(ranks)
+
+
+def first_mismatch__pops_from_the_argument(calls):
+    """change the object itself"""
+    done = 0
+    while all(calls):
+        heads = [c.pop(0) for c in calls]
+        usual = max(heads, key=heads.count)
+        odd = [r for r, h in enumerate(heads) if h != usual]
+        if odd:
+            return done, odd
+        done += 1
+    return done, []
+
+
+def first_mismatch__none_where_alike(calls):
+    """in this case it returns nothing"""
+    for place, there in enumerate(zip(*calls)):
+        if len(set(there)) > 1:
+            usual = max(there, key=there.count)
+            return place, [r for r, c in enumerate(there) if c != usual]

@@ -39,6 +39,8 @@ _SCALE_SLIPS = (
     Slip("the prefix: 1000 times too small", factor=1e-3),
     Slip("the prefix: a million times too large (bytes where MB are asked for?)", factor=1e6),
     Slip("the prefix: a million times too small", factor=1e-6),
+    Slip("the prefix: 10⁹ times too large (bytes where GB are asked for?)", factor=1e9),
+    Slip("the prefix: 10⁹ times too small", factor=1e-9),
 )
 
 
@@ -96,7 +98,7 @@ def is_right(item: Question | Choice, value: Any, against: Any = None) -> bool:
 
 
 def _letter(value: Any) -> str:
-    return str(value).strip().lower()
+    return str(value).strip(" .:()").lower()
 
 
 def _how(item: Question | Choice) -> str:

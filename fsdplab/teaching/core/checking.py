@@ -7,7 +7,6 @@ ranks is told here. Time is never judged.
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,6 +22,7 @@ from .course_state import CheckFailed, current
 from .display import Note, present
 from .exercise import Choice, Question
 from .exercise_file import Exercise
+from .in_source import nearly, unwaited
 from .on_ranks import LeftUnfinished, StillWaiting
 from .raised import cause_of
 from .registry import find
@@ -31,7 +31,6 @@ from .verdicts import Feedback, Verdict
 from .waiting import doing
 from .workspace import Workspace, fingerprint, function_name, load_function
 
-_WAITS = {"wait", "is_completed", "synchronize", "get_future"}
 _UNWAITED = (
     "`{}` only begins the message and returns something to wait on: the tensor holds the result once its `.wait()` has"
     " returned"
@@ -172,7 +171,7 @@ def feedback_on(exercise: Exercise, path: Path, workspace: Workspace) -> Feedbac
     try:
         *references, learner = behaviours([*beside, (exercise, path)], workspace)
     except RanksFailed as failure:
-        return feedback_on_failure(exercise, failure.report)
+        return feedback_on_failure(exercise, failure.report, path.read_text(encoding="utf-8"))
     right, mistakes = references[0] if references else None, partial(known_mistakes, exercise, workspace)
     return waited_for(diagnosis.judge(exercise, learner, right, mistakes), learner.source)
 
@@ -202,20 +201,7 @@ def waited_for(feedback: Feedback | None, source: str) -> Feedback | None:
     return Feedback(headline, "`.wait()` on what the call returns", begun, _UNWAITED.format(begun), 0)
 
 
-def unwaited(source: str) -> str:
-    """The first call with `async_op=True`, in a source that waits nowhere; else nothing."""
-    nodes = list(ast.walk(ast.parse(source)))
-    if any(isinstance(node, ast.Attribute) and node.attr in _WAITS for node in nodes):
-        return ""
-    begun = (node for node in nodes if isinstance(node, ast.Call) and any(map(_asynchronous, node.keywords)))
-    return next((ast.unparse(node) for node in begun), "")
-
-
-def _asynchronous(keyword: ast.keyword) -> bool:
-    return keyword.arg == "async_op" and isinstance(keyword.value, ast.Constant) and keyword.value.value is True
-
-
-def feedback_on_failure(exercise: Exercise, report: Failure) -> Feedback:
+def feedback_on_failure(exercise: Exercise, report: Failure, source: str = "") -> Feedback:
     """The feedback on a solution that did not return on all ranks: it raised, waits for a message, or ended a rank."""
     who, hung = ("every rank", exercise.hung) if not exercise.pure else ("the call", "a loop that never ends")
     name, got = exercise.function, report.message.splitlines()[0]
@@ -232,7 +218,9 @@ def feedback_on_failure(exercise: Exercise, report: Failure) -> Feedback:
         )  # fmt: skip
     if report.kind == "raised":
         error = (report.traceback or report.message).strip().splitlines()[-1]
-        return told(f"{name} raised an error.", got=_last_frames(exercise, report), cause=cause_of(error))
+        meant = nearly(error, source)
+        cause = f"there is no such name here; did you mean `{meant}`?" if meant else cause_of(error, exercise.pure)
+        return told(f"{name} raised an error.", got=_last_frames(exercise, report), cause=cause)
     if report.kind in ("hung", "timeout"):
         return told(f"{name} did not end.", cause=_TOO_BUSY)
     aborted = "SIGABRT" in got and "The last collective it entered" in got  # gloo aborts a rank that gets strange bytes

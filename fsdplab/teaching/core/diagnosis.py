@@ -1,14 +1,16 @@
 """One diagnosis for all exercises: what a solution did beside what the reference did, and the likely cause.
 
 `judge` returns the feedback on a solution, or None for a right one. The first fact that differs decides, and the cause
-is the first of these that holds: the function returned nothing, or another dtype; a known mistake does the same there
-(of several, the one that does the same at most places); no collective was called, or none that adds up; what the
-exercise says of this fact; another rank's value, or a constant factor. Right values that cost more bytes are told last.
+is the first of these that holds: the function returned nothing; it has a loop that ends in its first round; it changes
+what it was given; another dtype; a known mistake does the same there (of several, the one that does the same at most
+places); no collective was called, or none that adds up; what the exercise says of this fact; another rank's value, or a
+constant factor. Right values of a function that changes what it was given, or that cost more bytes, are told last.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 from .comm_log import bytes_sent, kinds_of, nothing_added_up, to_one_rank_only
 from .exercise import Call
 from .exercise_file import Exercise
+from .in_source import one_round
 from .on_ranks import portable
 from .run_submission import Behaviour
 from .verdicts import Difference, Feedback, first_difference
@@ -23,6 +26,11 @@ from .verdicts import Difference, Feedback, first_difference
 VALUE = "the returned value"
 OTHERWISE = "compare the two values, and what your function does on this rank with the statement, line by line"
 DOTS = "the stub's dots are still there: write a value in place of the dots"
+_IN_PLACE = (
+    "`sort`, `pop`, `remove`, `del` and `x[...] = ...` change the object itself, which others go on using: take"
+    " `sorted(x)` or a copy, `list(x)`"
+)
+_ALIKE = 0.5  # of the places where one of two solutions is wrong: as many are wrong in the same way
 _SLACK = 1.01  # of bytes: for padding
 _FEW = 8  # bytes more a call, for one number in float64: where the calls are of the same kinds, or carry numbers alone
 _ADDING = {"reduce_scatter", "all_reduce", "reduce"}
@@ -55,6 +63,9 @@ def judge(
     """
     right = _expected(exercise, learner, reference)
     place = _first_place(learner, right, exercise.tolerance)
+    if place is None and (changed := _changed(exercise, learner, reference)):
+        headline = f"The values are right, but {exercise.function} changes what it was given."
+        return Feedback(headline, *changed, _IN_PLACE, None if exercise.world_size == 1 else 0)
     if place is None:
         return None if exercise.settings.facts_only else _feedback_on_bytes(exercise, learner, reference, mistakes)
     cause = _cause(exercise, place, learner, right, reference, mistakes)
@@ -111,8 +122,14 @@ def _cause(
 ) -> str:
     trial, expected = learner.trials[place.case][place.rank], right[place.case][place.rank]
     if trial.nothing and exercise.returns:
+        if not all(each.nothing for ranks in learner.trials for each in ranks):
+            return f"in this case it returns nothing, or None: {place.difference.expected} is expected"
         printed = f"; it printed {trial.printed.split()[0]!r} ..." if trial.printed.split() else ""
         return f"the function returns nothing{printed}: end it with `return ...`"
+    if loop := one_round(learner.source):
+        return f"the `return` in the loop ends it in its first round: `{loop}` never comes to the next one"
+    if changed := _changed(exercise, learner, reference):
+        return f"{changed[1]}: {_IN_PLACE}"
     if place.difference.problem == "dtype":
         return "a buffer was made with torch's default dtype: make it like the input (new_empty, empty_like)"
     sender = None if exercise.settings.facts_only else reference  # what trains sends more than the function itself
@@ -127,8 +144,8 @@ def _cause(
 
 
 def _alike(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right, mistakes: Sequence[Known]) -> str:
-    """The cause of the known mistake that does the same here, in this fact's wrong parts and the facts before it; of
-    several, at most places, then in most facts.
+    """The cause of the known mistake that does the same here, in this fact's wrong parts and the facts before it, and
+    of a pure function at half of the wrong places; of several, at most places, then in most facts.
     """
 
     def same(known: Known, case: int, rank: int, fact: str) -> bool:
@@ -139,14 +156,17 @@ def _alike(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right,
     places = [(case, rank) for case, ranks in enumerate(right) for rank in range(len(ranks))]
     facts = list(_compared(right[place.case][place.rank]))
     before = facts[: facts.index(place.fact)]
-    wrong = _wrong_parts(exercise, place, learner, right, place.case, place.rank)
 
-    def same_here(known: Known) -> bool:
-        trial = known.behaviour.trials[place.case][place.rank]
+    def alike_at(known: Known, case: int, rank: int) -> bool:
+        trial, wrong = known.behaviour.trials[case][rank], _wrong_parts(exercise, place, learner, right, case, rank)
         theirs = _parts(_facts(trial.returned).get(place.fact))
-        nothing = learner.trials[place.case][place.rank].nothing
         unlike = (first_difference(theirs.get(name), got, exercise.tolerance) for name, (_, got) in wrong.items())
-        return trial.nothing == nothing and not any(unlike)
+        return bool(wrong) and trial.nothing == learner.trials[case][rank].nothing and not any(unlike)
+
+    def elsewhere_too(known: Known) -> bool:
+        both = (learner, known.behaviour)
+        wrong = [at for at in places if any(_wrong_parts(exercise, place, each, right, *at) for each in both)]
+        return sum(alike_at(known, *at) for at in wrong) >= _ALIKE * len(wrong)
 
     def score(known: Known) -> tuple[int, int]:
         at_places = sum(same(known, *at, place.fact) for at in places)
@@ -155,9 +175,23 @@ def _alike(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right,
     alike = [
         known
         for known in mistakes
-        if same_here(known) and all(same(known, place.case, place.rank, fact) for fact in before)
+        if alike_at(known, place.case, place.rank)
+        and all(same(known, place.case, place.rank, fact) for fact in before)
+        and (not exercise.pure or elsewhere_too(known))
     ]
     return max(alike, key=score).cause if alike else ""
+
+
+def _changed(exercise: Exercise, learner: Behaviour, reference: Behaviour | None) -> tuple[str, str] | None:
+    """What was expected of an argument that a pure function changes and its reference does not, and what was got."""
+    if reference is None:
+        return None
+    names = list(inspect.signature(getattr(exercise.module(), exercise.function)).parameters)
+    for case, ours, theirs in zip(learner.cases, learner.trials, reference.trials):
+        for mine, other in zip(ours, theirs):
+            for place in sorted(set(mine.changed) - set(other.changed)):
+                return f"`{names[place]}` stays as it is", f"the function changes `{names[place]}` (case: {case})"
+    return None
 
 
 def _calls_missing(calls: Sequence[Call], right: Sequence[Call]) -> str:

@@ -66,13 +66,16 @@ class Call:
 
 @dataclass(frozen=True)
 class Trial:
-    """One rank's result of one case: the returned value, its output, and what it sent."""
+    """One rank's result of one case: the returned value, its output, what it sent, and which of its arguments, by their
+    places, it changed (noted of pure functions only).
+    """
 
     rank: int
     returned: Any
     printed: str
     calls: tuple[Call, ...]
     nothing: bool = False  # whether the function itself returned None
+    changed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,10 @@ from fsdplab.teaching.core.comm_log import WireLog
 from fsdplab.teaching.core.course_state import open_course
 from fsdplab.teaching.core.nonsense import NonsenseInNewMemory
 from fsdplab.teaching.core.quantities import plain
+from fsdplab.teaching.core.verdicts import first_difference
 from fsdplab.teaching.core.workspace import Workspace, load_function
 
+_KEPT = (list, dict, set)  # arguments that a function leaves as they are; tensors are changed in place on purpose
 GRACE = 2.0  # seconds more than the function's limit: a rank still inside it reports first, with the line
 
 
@@ -69,10 +71,14 @@ def _seen_on_this_rank(name: str, observed: Observed, given: list[Any], program:
 
 
 class Observed:
-    """A solution, and what its exercise observes of it: `Observed(exercise, path)(arguments)` -> facts, or a value."""
+    """A solution, and what its exercise observes of it: `Observed(exercise, path)(arguments)` -> facts, or a value.
+
+    `changed` has the places of the lists and dicts that a pure function was given and changed.
+    """
 
     def __init__(self, exercise: exercise_file.Exercise, path: Path) -> None:
         self._path, self._returned, self._value = str(path), False, None
+        self._watched, self.changed = exercise.pure, set[int]()
         self._function = self._noted(with_plain_numbers(load_function(path, exercise.function)))
         self._observe = getattr(exercise.module(), "observe", lambda function, *given: function(*given))
 
@@ -83,7 +89,7 @@ class Observed:
 
     def __call__(self, given: list[Any]) -> Any:
         """What is seen of one call; Unreadable where the exercise cannot read what the function returned."""
-        self._returned = False
+        self._returned, self.changed = False, set()
         try:
             return self._observe(self._function, *copy.deepcopy(given))
         except Exception as error:
@@ -97,9 +103,11 @@ class Observed:
     def _noted(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def called(*arguments: Any, **named: Any) -> Any:
-            self._returned = False
+            self._returned, before = False, copy.deepcopy(arguments) if self._watched else ()
             self._value = function(*arguments, **named)
             self._returned = True
+            pairs = enumerate(zip(before, arguments))
+            self.changed |= {at for at, (old, new) in pairs if isinstance(new, _KEPT) and first_difference(old, new)}
             return self._value
 
         return called

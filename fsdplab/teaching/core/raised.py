@@ -10,6 +10,9 @@ import re
 
 from fsdplab.sessions.worker.collective_hooks import NoSuchRank
 
+_NONE_HERE = (
+    "in some case None stands before the dot or the bracket, or in the loop, of this line: ask before, `is not None`"
+)
 OTHERWISE = "read the last line first: it names the error; the line above is yours"
 NOTHING = "the function returns nothing: end it with `return ...`"
 _CAUSES = (  # (what the error's line says, the likely cause), the first that fits
@@ -51,8 +54,8 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
     ),
     (
         r"expected a non-empty list of Tensors",
-        "the list is empty: this was called before anything was ready, or a second time; where nothing is left to send,"
-        " do nothing",
+        "the list is empty here: this was called before anything was ready, or a second time; or a rank has nothing to"
+        " send, and joins it with an empty tensor, `x.new_empty(0)`",
     ),
     (
         r"same number of dimensions",
@@ -75,8 +78,8 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
     (
         r"IndexError.*index out of range",
         "there are fewer pieces, or fewer dimensions, than this index: `torch.chunk` and `split` give fewer pieces than"
-        " ranks where the rows run out, and a tensor may have one dimension only. In a list there is nothing behind the"
-        " last place, and a slice, `a[i:j]`, may end there",
+        " ranks where the rows (with `dim=1` the columns) run out, and a tensor may have one dimension only. In a list"
+        " there is nothing behind the last place, and a slice, `a[i:j]`, may end there",
     ),
     (
         r"after before_(forward|backward): ",
@@ -98,9 +101,35 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
         "this module only holds others and is never called itself: choose the modules in it",
     ),
     (r"(?i)timed out|timeout", "a rank waited for a message that no rank sent"),
+    (
+        r"(max|min)\(\).* empty",
+        "there is nothing to choose from in this case: say what is to come then, `max(..., default=...)`",
+    ),
+    (
+        r"Split sizes doesn't match",
+        "the sizes do not add up to the tensor: the first list says how many elements come from each rank, and adds up"
+        " to what receives them; the second how many go to each, and adds up to what is sent",
+    ),
+    (
+        r"alltoall.*size % context",
+        "without sizes all blocks are equally long: say how many elements come from each rank, and how many go to each",
+    ),
+    (
+        r"shape '.*' is invalid for input of size",
+        "this many elements do not make that shape: whose rows and columns are these?",
+    ),
+    (
+        r"'(int|float)' object is not (iterable|subscriptable)",
+        "a number stands where several are needed: a pair is one argument, `f((a, b))` or `f(pair)`, and a loop over a"
+        " number is `range(number)`",
+    ),
 )  # fmt: skip
 
 
-def cause_of(error: str) -> str:
-    """The likely cause behind the last line of a traceback: `cause_of("NameError: name 'torch' is not defined")`."""
+def cause_of(error: str, pure: bool = False) -> str:
+    """The likely cause behind the last line of a traceback: `cause_of("NameError: name 'torch' is not defined")`; a
+    `pure` function calls no collective.
+    """
+    if pure and re.search(r"'NoneType' object (has no attribute|is not)", error):
+        return _NONE_HERE
     return next((cause for says, cause in _CAUSES if re.search(says, error)), OTHERWISE)

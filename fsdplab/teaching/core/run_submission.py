@@ -70,7 +70,7 @@ def _behaviour(by_rank: Sequence[Sequence[Mapping[str, Any]]], source: str) -> B
 
 def _trial(rank: int, seen: Mapping[str, Any]) -> Trial:
     calls = tuple(Call(*call) for call in seen["calls"])
-    return Trial(rank, seen["returned"], seen["printed"], calls, seen["nothing"])
+    return Trial(rank, seen["returned"], seen["printed"], calls, seen["nothing"], tuple(seen.get("changed", ())))
 
 
 def _seen_here(exercise: Exercise, path: Path) -> Behaviour:
@@ -93,7 +93,14 @@ def _cases_here(exercise: Exercise, observed: Observed, rank: int) -> list[dict[
             returned = portable(observed(given))
         printed_text = printed.getvalue()
         seen.append(
-            {"case": name, "returned": returned, "printed": printed_text, "calls": (), "nothing": observed.nothing}
+            {
+                "case": name,
+                "returned": returned,
+                "printed": printed_text,
+                "calls": (),
+                "nothing": observed.nothing,
+                "changed": observed.changed,
+            }
         )
     return seen
 

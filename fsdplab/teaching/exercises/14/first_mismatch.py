@@ -65,7 +65,7 @@ STEP = [GATHER, SMALL, REDUCE]
 
 
 def cases(rank, n):
-    yield "one rank in another order", [STEP, STEP, [SMALL, GATHER, REDUCE]]
+    yield "one rank in another order", [STEP * 2, STEP * 2, [SMALL, GATHER, REDUCE, *STEP]]
     yield "nobody", [STEP * 2, STEP * 2, STEP * 2]
     yield "a call that one rank makes alone", [STEP + [SUM] + STEP, STEP * 2, STEP * 2, STEP * 2]
     yield "rank 0 differs, and all that follows", [[GATHER, REDUCE, SMALL, SUM], STEP + [SUM], STEP + [SUM]]
@@ -82,13 +82,35 @@ def observe(first_mismatch, calls):
     found = first_mismatch([list(own) for own in calls])
     if not isinstance(found, (tuple, list)) or len(found) != 2 or not isinstance(found[1], (list, tuple, set)):
         return {"calls made alike": f"{found!r}, no pair", "ranks": []}
-    return {"calls made alike": found[0], "ranks": sorted(found[1])}
+    return {"calls made alike": found[0], "ranks": sorted(found[1]), "_calls": calls}
 
 
 def alike(got, right):
     if not isinstance(got["calls made alike"], int):
         return "return two values: a number of calls, and a list of ranks"
-    return "count the places before the first one at which the pairs (kind, bytes) of two ranks differ"
+    place, counted = right["calls made alike"], got["calls made alike"]
+    if not right["ranks"]:
+        return f"up to the end of the shortest list no call differs: all {place} are alike, the last one, too"
+    first = f"the first difference is at place {place}, where {differs(right, right['ranks'][0])}"
+    return f"{first}: {'only calls before it count' if counted > place else 'all calls before it count'}"
 
 
-SAYS = {"calls made alike": alike, "ranks": "the ranks whose call there is another than that of most ranks, by number"}
+def ranks(got, right):
+    wanted = right["ranks"]
+    missing = [rank for rank in wanted if rank not in got["ranks"]]
+    if missing:
+        return f"the list lacks a rank whose call is another than that of most: {differs(right, missing[0])}"
+    extra = next((rank for rank in got["ranks"] if rank not in wanted), 0)
+    if not wanted:
+        return f"where no call differs, the list of ranks is empty; this has rank {extra}"
+    return f"at the first difference, place {right['calls made alike']}, rank {extra} calls what most call, or waits"
+
+
+def differs(right, rank):
+    """What a rank calls at the first difference, and what most call."""
+    calls = [own[right["calls made alike"]] for own in right["_calls"]]
+    ours, usual = (f"{kind} of {nbytes:,} bytes" for kind, nbytes in (calls[rank], max(calls, key=calls.count)))
+    return f"rank {rank} calls {ours}, and most call {usual}"
+
+
+SAYS = {"calls made alike": alike, "ranks": ranks}

@@ -36,7 +36,7 @@ def newest(folder):
     #! return max(steps)
     #: raises: max() arg is an empty sequence
     #! return min(steps, default=0)
-    #: this is the oldest
+    #: this is the oldest, or the first in the listing: take the largest of all
     #! return steps[-1] if steps else 0
     #: the order of names in a folder is no order of steps
     ### END SOLUTION
@@ -55,10 +55,46 @@ def cases(rank, n):
     whole = {"files": files, "manifest": files}
     yield "two whole ones", {"step-4": whole, "step-8": whole}
     yield "in another order", {"step-8": whole, "step-4": whole}
+    yield "one of two digits", {"step-12": whole}
     yield "step 10 after step 8", {"step-8": whole, "step-10": whole}
     yield "a save that is not finished", {"step-4": whole, ".step-8": whole}
     cut = {"rank0": 100, "rank1": 7}
     yield "a file that was cut short", {"step-4": whole, "step-8": {"files": cut, "manifest": files}}
     yield "a file that is lost", {"step-4": whole, "step-8": {"files": {"rank0": 100}, "manifest": files}}
     yield "no manifest", {"step-4": whole, "step-8": {"files": files, "manifest": None}}
+    yield "the older one was cut short", {"step-4": {"files": cut, "manifest": files}, "step-8": whole}
+    longer = {"rank0": 109, "rank1": 87}
+    yield "as many bytes, in other files", {"step-4": whole, "step-8": {"files": longer, "manifest": files}}
     yield "nothing", {}
+
+
+def observe(newest, folder):
+    return {"step": newest(folder), "_folder": folder}
+
+
+def said(got, right):
+    step, folder = got["step"], got["_folder"]
+    if not isinstance(step, int):
+        return "return the step of one checkpoint as a number, such as 8: no name, no list"
+    if not step:
+        return f"step-{right['step']} is whole; that another one is not, takes nothing from it"
+    if f"step-{step}" not in folder:
+        return f"there is no step-{step} here: the step is the whole number behind `step-`"
+    if lack := lacks(**folder[f"step-{step}"]):
+        return f"step-{step} cannot be loaded: {lack}"
+    return f"step-{right['step']} is whole, too, and newer"
+
+
+def lacks(files, manifest):
+    """Why a checkpoint is not whole; nothing where it is."""
+    if manifest is None:
+        return "it has no manifest"
+    unlike = [file for file, size in manifest.items() if files.get(file) != size]
+    return (
+        f"its manifest says {manifest[unlike[0]]} bytes of {unlike[0]}, there are {files.get(unlike[0], 'none')}"
+        if unlike
+        else ""
+    )
+
+
+SAYS = {"step": said}

@@ -1,7 +1,7 @@
 """The updates back
 
 Write back(updates, parts, owners): every owner sends each rank its rows of the updates; this rank's rows of the update
-of every matrix come back, in the order of `parts`.
+of every matrix come back, in the order of `parts`. The parts stay as they are: they are the momentum.
 
 1. It is the same exchange the other way round: what came from a rank goes back to it, and what went out comes back.
 2. To rank r goes block r of `update.chunk(n)`, for each of your updates. From rank r come your rows of the matrices
@@ -105,15 +105,23 @@ def cases(rank, n):
 
 
 def observe(back, updates, parts, owners):
-    got = back([each.clone() for each in updates], [part.clone() for part in parts], list(owners))
+    given = [part.clone() for part in parts]
+    got = back([each.clone() for each in updates], given, list(owners))
     if not isinstance(got, (list, tuple)):
         return {"matrices": got}
-    facts = {"matrices": len(got), "shapes": [tuple(getattr(each, "shape", ())) for each in got]}
+    kept = all(map(torch.equal, given, parts))
+    facts = {
+        "matrices": len(got),
+        "the parts stay as they are": kept,
+        "shapes": [tuple(getattr(each, "shape", ())) for each in got],
+    }
     return facts | {f"rows of matrix {number}": rows for number, rows in enumerate(got)}
 
 
 SAYS = {
     "matrices": lambda got, right: f"return a list of this rank's rows of every matrix's update, {right['matrices']}",
+    "the parts stay as they are": "this writes into `parts`, the momentum, which the next step goes on with: make new"
+    " tensors for the rows of the update",
     "shapes": "this rank's rows of an update have the shape of its part of the matrix",
     **{
         f"rows of matrix {number}": "to rank r goes block r of each update's rows; what arrives is ordered by owner,"

@@ -79,7 +79,8 @@ def observe(owners, shapes, ranks):
     most = busiest([int(each) for each in got], shapes, ranks)
     allowed = 1.05 * busiest(largest_first(shapes, ranks), shapes, ranks)
     again = list(owners(list(shapes), ranks)) == list(got)
-    return {"owners": "one a matrix", "two calls agree": again, "MFLOP of the busiest rank": max(most, allowed)}
+    found = {"owners": "one a matrix", "two calls agree": again, "MFLOP of the busiest rank": max(most, allowed)}
+    return found | {"_elements": elements_balanced([int(each) for each in got], shapes, ranks)}
 
 
 def complaint(got, shapes, ranks):
@@ -88,6 +89,12 @@ def complaint(got, shapes, ranks):
         return got
     whole = all(hasattr(each, "__index__") and 0 <= int(each) < ranks for each in got)
     return None if whole else got
+
+
+def elements_balanced(owner, shapes, ranks):
+    """Whether the rank with the most elements has at most a tenth more than the mean."""
+    load = [sum(rows * columns for (rows, columns), of in zip(shapes, owner) if of == rank) for rank in range(ranks)]
+    return max(load) <= 1.1 * sum(load) / ranks
 
 
 def busiest(owner, shapes, ranks):
@@ -104,12 +111,19 @@ def largest_first(shapes, ranks):
     return owner
 
 
+ELEMENTS = (
+    "this balances elements, that is bytes; what takes time are FLOPs, and they grow with the square of the short side"
+)
 SAYS = {
     "owners": lambda got, right: (
         "return a list with the owner of each matrix, a rank's number from 0 on, in the order of `shapes`"
     ),
     "two calls agree": "two calls gave different owners. Each rank computes this list for itself, and all must come to"
     " the same one",
-    "MFLOP of the busiest rank": "the busiest rank has more than 5 % above what is possible: give the largest matrix"
-    " away first, each to the rank that has the fewest FLOPs so far",
+    "MFLOP of the busiest rank": lambda got, right: (
+        ELEMENTS
+        if got["_elements"]
+        else "the busiest rank has more than 5 % above what is possible: give the largest matrix away first, each to"
+        " the rank that has the fewest FLOPs so far"
+    ),
 }
