@@ -10,7 +10,7 @@ from fsdplab.teaching.core import display, registry
 from fsdplab.teaching.core.exercise import Call
 from fsdplab.teaching.core.exercise_file import Exercise
 from fsdplab.teaching.core.run_submission import behaviours
-from fsdplab.teaching.lessons.nb03_ddp_by_hand.bucket_costs import buckets, costs
+from fsdplab.teaching.lessons.nb03_ddp_by_hand.lesson import buckets, costs
 from fsdplab.teaching.lessons.nb03_ddp_by_hand.on_ranks import RATE, SMALL, STEPS, Step, compared
 from fsdplab.workloads import ByteText, build_model, loss_of
 from fsdplab.workloads.twin import replay_gradients

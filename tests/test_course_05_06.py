@@ -17,8 +17,7 @@ from fsdplab.teaching.core.course_state import open_course
 from fsdplab.teaching.core.exercise import Call
 from fsdplab.teaching.core.exercise_file import Exercise
 from fsdplab.teaching.core.run_submission import behaviours
-from fsdplab.teaching.lessons.nb06_whole_model.lesson import ledger
-from fsdplab.teaching.lessons.nb06_whole_model.units import CHOICES, plan
+from fsdplab.teaching.lessons.nb06_whole_model.lesson import CHOICES, ledger, plan
 from fsdplab.workloads import preset
 from tests.solutions import right_answers
 

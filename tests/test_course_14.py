@@ -13,8 +13,8 @@ from fsdplab.teaching import failures
 from fsdplab.teaching.core import registry
 from fsdplab.teaching.core.exercise import Choice
 from fsdplab.teaching.core.exercise_file import Exercise
-from fsdplab.teaching.lessons.faulty_job import naming
-from fsdplab.teaching.lessons.faulty_job.faults import FAULTS, Fault
+from fsdplab.teaching.lessons.faulty_job import lesson as naming
+from fsdplab.teaching.lessons.faulty_job.lesson import FAULTS, Fault
 from fsdplab.teaching.lessons.nb14_failures import record
 from tests.solutions import function_of
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from fsdplab.figures import alt_text
 from fsdplab.teaching import composing
 from fsdplab.teaching.core import registry
-from fsdplab.teaching.lessons.nb16_composition import on_ranks, pipelines, token_diagram
+from fsdplab.teaching.lessons.nb16_composition import lesson, on_ranks
 from tests.composed import mesh_of
 
 
@@ -68,11 +68,11 @@ def test_the_bubble_is_computed() -> None:
     assert "4 stages, 12 micro-batches: each stage is idle for 20.0% of the time" in said
 
 
-@pytest.mark.parametrize("order", pipelines.ORDERS)
+@pytest.mark.parametrize("order", lesson.ORDERS)
 @pytest.mark.parametrize("stages", [1, 2, 4, 8])
 @pytest.mark.parametrize("micro_batches", [1, 4, 12])
 def test_the_drawn_schedule_has_the_formulas_bubble(stages, micro_batches, order) -> None:
-    turns = pipelines.schedule(stages, micro_batches, order)
+    turns = lesson.schedule(stages, micro_batches, order)
     assert (
         max(turn.end for turn in turns) == 3 * (micro_batches + stages - 1) and len(turns) == 2 * stages * micro_batches
     )
@@ -86,14 +86,14 @@ def test_the_drawn_schedule_has_the_formulas_bubble(stages, micro_batches, order
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (3, 6), (4, 2)])
 def test_the_orders_differ_in_what_stage_0_keeps(stages, micro_batches) -> None:
     """As 16 says: all micro-batches under GPipe, at most one a stage under 1F1B."""
-    gpipe, in_turn = (pipelines.kept(pipelines.schedule(stages, micro_batches, order)) for order in ("GPipe", "1F1B"))
+    gpipe, in_turn = (lesson.kept(lesson.schedule(stages, micro_batches, order)) for order in ("GPipe", "1F1B"))
     assert max(gpipe) == micro_batches and max(in_turn) == min(stages, micro_batches) and len(gpipe) == len(in_turn)
     assert f"most {micro_batches} micro-batches" in alt_text(composing.pipeline_diagram(stages, micro_batches))
 
 
-@pytest.mark.parametrize("order", pipelines.ORDERS)
+@pytest.mark.parametrize("order", lesson.ORDERS)
 def test_each_stage_is_drawn_busy_or_idle_at_every_moment(order) -> None:
-    cells = list(pipelines.pipeline_cells(order, 3, 6))
+    cells = list(lesson.pipeline_cells(order, 3, 6))
     for stage in range(3):
         lane = sorted((cell.moment, cell.lasts) for cell in cells if cell.row == f"{order}: stage {stage}")
         assert [moment for moment, lasts in lane for moment in range(moment, moment + lasts)] == list(range(24))
@@ -102,13 +102,13 @@ def test_each_stage_is_drawn_busy_or_idle_at_every_moment(order) -> None:
 
 
 def test_tokens_travel_to_their_experts_and_back() -> None:
-    routing = token_diagram.Routing(token_diagram.CHOICES, ranks=2, experts=4)
-    held = {(cell.row, cell.moment): cell.label for cell in token_diagram.token_cells(routing)}
+    routing = lesson.Routing(lesson.CHOICES, ranks=2, experts=4)
+    held = {(cell.row, cell.moment): cell.label for cell in lesson.token_cells(routing)}
     assert held["rank 1: expert e2", 1] == "t3, rank 0's t0 t1" and held["rank 1: expert e2", 2] == "e2 of t0 t1 t3"
     assert held["rank 0: answers", 3] == "t0: e0 e2, t1: e1 e2" and held["rank 1: its tokens", 4] == "t2 t3"
     assert routing.travelling == 3, "t0 and t1 to e2, t2 to e0"
-    one_sided = token_diagram.Routing([(0, 1)] * 4, ranks=2, experts=4)
-    assert not any("expert e2" in cell.row for cell in token_diagram.token_cells(one_sided))
+    one_sided = lesson.Routing([(0, 1)] * 4, ranks=2, experts=4)
+    assert not any("expert e2" in cell.row for cell in lesson.token_cells(one_sided))
     assert "experts hold 4, 4, 0, 0 tokens" in alt_text(composing.token_diagram([(0, 1)] * 4))
 
 

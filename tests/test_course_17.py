@@ -22,8 +22,8 @@ from fsdplab.profiling.traces.import_traces import record_of_traces
 from fsdplab.sessions import RunSpec, call_on_ranks
 from fsdplab.teaching import failures, porting
 from fsdplab.teaching.core import on_ranks
-from fsdplab.teaching.lessons.nb17_porting import lesson, made_trace
-from fsdplab.teaching.lessons.nb17_porting.terms import TERMS, found
+from fsdplab.teaching.lessons.nb17_porting import lesson
+from fsdplab.teaching.lessons.nb17_porting.lesson import TERMS, found, write_traces
 
 NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
 
@@ -158,7 +158,7 @@ def test_without_the_libraries_a_record_is_shown_and_says_so(monkeypatch):
 
 def test_a_made_trace_is_read_as_it_was_simulated_and_says_that_it_is_made(tmp_path):
     step = porting.simulated()
-    files = made_trace.write(step.table("timeline"), tmp_path, 4)
+    files = write_traces(step.table("timeline"), tmp_path, 4)
     read = record_of_traces(files)
     simulated = step.table("breakdown")[0]
     for row in read.table("breakdown"):

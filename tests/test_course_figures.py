@@ -21,8 +21,9 @@ from fsdplab.sessions import steady_card
 from fsdplab.teaching import accounting, hiding, judging, reading, sizing
 from fsdplab.teaching import overlapping_axes as axes
 from fsdplab.teaching.core import registry
-from fsdplab.teaching.lessons.faulty_job import faults
-from fsdplab.teaching.lessons.nb06_whole_model import schedules, units
+from fsdplab.teaching.lessons.faulty_job import lesson as faults
+from fsdplab.teaching.lessons.nb06_whole_model import lesson as units
+from fsdplab.teaching.lessons.nb06_whole_model import schedules
 from fsdplab.teaching.lessons.nb07_overlap import on_ranks as hidden
 from fsdplab.teaching.lessons.nb11_shoot_out import on_ranks as shoot_out
 from fsdplab.teaching.lessons.nb20_own_fully_shard import nets, pytorchs_loop, steady_order

@@ -23,7 +23,7 @@ from fsdplab.planning.traffic import UnitShapes, step_traffic
 ROOT = Path(__file__).resolve().parents[1]
 ALLOWED = {  # file -> why its dict has the names of strategies as keys
     "teaching/exercises/02/model_state_bytes.py": "an exercise about these four strategies",
-    "teaching/lessons/by_hand/trainers.py": "the lesson's own trainers, which learners write by hand",
+    "teaching/lessons/by_hand/on_ranks.py": "the lesson's own trainers, which learners write by hand",
 }
 _LOOKUPS = ("index", "count", "startswith", "endswith", "__eq__", "__contains__")
 

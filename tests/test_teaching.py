@@ -40,7 +40,7 @@ from fsdplab.teaching.core.predictions import Prediction, PredictionLocked, cali
 from fsdplab.teaching.core.quantities import QuantityError, plain, quantity
 from fsdplab.teaching.core.verdicts import Feedback, Verdict, first_difference
 from fsdplab.teaching.core.workspace import Workspace, WorkspaceError, checked_id, load_function
-from fsdplab.teaching.lessons.nb01_collectives.timings import Timing
+from fsdplab.teaching.lessons.nb01_collectives.lesson import Timing
 from tests.solutions import must_name_each_slip
 
 

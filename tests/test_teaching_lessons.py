@@ -21,9 +21,9 @@ from fsdplab.sessions import run_and_record
 from fsdplab.teaching import collectives, composing, matrices, one_unit, overlapping_axes, tour, whole_model
 from fsdplab.teaching.core import diagrams, display, exploring, glossary, registry, waiting
 from fsdplab.teaching.core.exercise_file import Exercise
-from fsdplab.teaching.lessons.nb01_collectives.ring import arriving_cells, ring_cells
+from fsdplab.teaching.lessons.nb01_collectives.lesson import arriving_cells, ring_cells
 from fsdplab.teaching.lessons.nb06_whole_model.schedules import MEMORY_TARGET, ScheduleError, play, shortest, waits
-from fsdplab.teaching.lessons.nb16_composition import pipelines
+from fsdplab.teaching.lessons.nb16_composition import lesson as pipelines
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("[0-9][0-9]_*.ipynb"))
 OWN = [path for path in NOTEBOOKS if path.name[:2] in ("00", "01", "03", "04", "05", "06")]

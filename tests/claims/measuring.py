@@ -112,11 +112,11 @@ def _curves() -> dict[str, Any]:
 
 def _composed() -> dict[str, float]:
     """How far the farthest parameter of notebook 16's models ends from the twin's."""
-    on_mesh, stages = _LESSONS / "nb16_composition" / "on_ranks.py", "stages_on_ranks.py"
+    on_mesh = _LESSONS / "nb16_composition" / "on_ranks.py"
     with tempfile.TemporaryDirectory() as workspace:
         tensor = _call("tensor", 4, on_mesh, workspace=workspace)[0]
         experts = _call("experts", 4, on_mesh, workspace=workspace, divide=4.0)[0]
-        pipelines = _call("stages", 4, on_mesh.with_name(stages), workspace=workspace)[0]
+        pipelines = _call("stages", 4, on_mesh, workspace=workspace)[0]
     return {
         "tensor parallelism": tensor["drift"],
         "experts": experts["drift"],

@@ -1,48 +1,183 @@
 """The part of lessons 03 and 04 that runs on the ranks: train a GPT in several ways, and beside its unsharded twin.
 
-`train` takes real text and a real GPT through the ways one after the other on the same ranks, from the same weights.
-Imports torch and the workloads only, so that ranks start quickly.
+`train` takes real text and a real GPT through the ways one after the other on the same ranks, from the same weights. A
+way is a model, its optimizer, and what happens after backward: `alone` sends nothing, `hook` and `finish` are data
+parallelism with the learner's functions, `zero1` and `zero2` shard with them; `ddp` and `lab` are torch's
+DistributedDataParallel and this package's engine, as users call them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
+from fsdplab.engine import shard_model
+from fsdplab.engine.compat import local_of
+from fsdplab.teaching.core.collectives_log import collectives
 from fsdplab.teaching.core.comm_log import WireLog
 from fsdplab.teaching.core.course_state import open_course
-from fsdplab.teaching.lessons.by_hand.trainers import WAYS, Trainer, make_optimizer
+from fsdplab.teaching.core.in_use import function_of, stub_of
 from fsdplab.workloads import ByteText, build_model, loss_of
 from fsdplab.workloads.twin import replay_gradients
 
+RATES = {"adamw": 3e-3, "sgd": 0.1}
+SHARDING = ("04.rows_of", "04.reduce_rows", "04.step_and_gather")
 NOISE = 1e-6  # a gradient with a smaller norm is rounding
+Way = dict[str, Any]
 
 
-def batch(text: ByteText, step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """The batch of `rank` at `step` of every by-hand training: two sequences of 32 bytes."""
-    return text.batch(step, rank, ranks, batch_size=2, sequence_length=32)
+def make_optimizer(name: str, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW (fused: the same bits for a shard as for a whole) or plain SGD."""
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, lr=RATES[name], fused=True)
+    return torch.optim.SGD(parameters, lr=RATES[name])
 
 
-def train(payload: dict[str, Any]) -> list[dict[str, Any]]:
-    """Train `payload["model"]` once in each of `payload["ways"]`, and beside the twin; what happened on this rank, by
-    way.
+# ---- the ways to train
 
-    A way is a dict with `kind` (a name in WAYS), `optimizer`, `steps` (fewer than the twin's, or None) and what the
-    kind needs, such as the `exercise` whose function is in use.
+
+@dataclass
+class Trainer:
+    """A model in training: `reduce()` is called after backward, `update()` in place of the optimizer's step.
+
+    `pairs` has (a parameter, this rank's rows of it) where the optimizer is sharded. `held`, `ready` and `sent` are
+    bytes so far, gradient by gradient, of the step that `log` follows.
     """
-    open_course(workspace=payload["workspace"])
-    text, steps, model = ByteText.from_standard_library(), payload["steps"], payload["model"]
-    twins = {
-        name: _twin(model, text, steps, name) for name in dict.fromkeys(way["optimizer"] for way in payload["ways"])
-    }
-    found = []
-    for way in payload["ways"]:
-        trainer = WAYS[way["kind"]](build_model(model), way)
-        found.append(_train(trainer, text, way["steps"] or steps, twins[way["optimizer"]]))
-    return found
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    log: WireLog
+    reduce: Callable[[], Any] = lambda: None
+    update: Callable[[], Any] | None = None
+    pairs: list[tuple[nn.Parameter, nn.Parameter]] = field(default_factory=list)
+    held: list[int] = field(default_factory=list)
+    ready: list[int] = field(default_factory=list)
+    sent: list[int] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """A step begins: nothing is ready, and nothing was sent."""
+        for each in (self.log.calls, self.held, self.ready, self.sent):
+            each.clear()
+
+    def step(self) -> None:
+        """The optimizer's step (the learner's own where there is one), then empty gradients."""
+        (self.update or self.optimizer.step)()
+        self.optimizer.zero_grad()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The model's parameters by name, without the name of a wrapper."""
+        return {name.removeprefix("module."): parameter for name, parameter in self.model.named_parameters()}
+
+    def whole_parameters(self) -> dict[str, Tensor]:
+        """Every parameter whole, as a plain tensor."""
+        plain = {name: parameter.detach() for name, parameter in self.parameters.items()}
+        return {name: own.full_tensor() if isinstance(own, DTensor) else own for name, own in plain.items()}
+
+    def gradient_norms(self) -> dict[str, float]:
+        """The norm of every unsharded gradient that is there."""
+        found = {name: parameter.grad for name, parameter in self.parameters.items() if parameter.grad is not None}
+        return {name: float(grad.norm()) for name, grad in found.items() if not isinstance(grad, DTensor)}
+
+    def moment_bytes(self) -> int:
+        """Bytes of the optimizer's moments on this rank; its step counters, a number a tensor, are left out."""
+        kept = (value for state in self.optimizer.state.values() for name, value in state.items() if name != "step")
+        return sum(local_of(value).nbytes for value in kept if isinstance(value, Tensor))
+
+    def after_each_gradient(self, call: Callable[[nn.Parameter], None]) -> None:
+        """Call a function with each parameter whose gradient is ready, before functions that are added later."""
+        for parameter in self.parameters.values():
+            parameter.register_post_accumulate_grad_hook(call)
+
+    def note_ready(self, parameter: nn.Parameter) -> None:
+        """Before the learner's functions: a gradient is ready, and whole."""
+        self.ready.append((self.ready[-1] if self.ready else 0) + parameter.nbytes)
+        self.held.append(self._gradient_bytes())
+
+    def note_sent(self, parameter: nn.Parameter) -> None:
+        """After the learner's functions: what is held and sent now."""
+        self.held.append(self._gradient_bytes())
+        self.sent.append(sum(call.nbytes for call in self.log.calls))
+
+    def _gradient_bytes(self) -> int:
+        """Bytes of gradients held now: whole ones and shards."""
+        owners = [*self.parameters.values(), *(mine for _, mine in self.pairs)]
+        return sum(owner.grad.nbytes for owner in owners if owner.grad is not None)
+
+
+def hook(trainer: Trainer, way: Way) -> None:
+    """The learner's hook on every parameter."""
+    trainer.after_each_gradient(function_of(way["exercise"]))
+
+
+def finish(trainer: Trainer, way: Way) -> None:
+    """The learner's `function(model, *arguments)` (or the stub), and the `finish` that it returns after every
+    backward.
+    """
+    function = (stub_of if way["stub"] else function_of)(way["exercise"])
+    trainer.reduce = function(trainer.model, *way["arguments"])
+
+
+def zero1(trainer: Trainer, way: Way) -> None:
+    """Backward to its end, then the learner's reduce_rows for every pair, then step_and_gather."""
+    reduce_rows = _on_rows(trainer, way)
+    trainer.reduce = lambda: [reduce_rows(parameter, mine) for parameter, mine in trainer.pairs]
+
+
+def zero2(trainer: Trainer, way: Way) -> None:
+    """The same two functions; reduce_rows is called by a hook, as soon as a gradient is whole."""
+    reduce_rows = _on_rows(trainer, way)
+
+    def reduce_into(mine: nn.Parameter, whole: Tensor) -> None:  # a hook must return None, whatever reduce_rows returns
+        reduce_rows(whole, mine)
+
+    for parameter, mine in trainer.pairs:
+        parameter.register_post_accumulate_grad_hook(partial(reduce_into, mine))
+
+
+def _on_rows(trainer: Trainer, way: Way) -> Callable[..., Any]:
+    """Pairs (parameter, this rank's rows), an optimizer that knows the rows only, and the learner's reduce_rows."""
+    rows_of, reduce_rows, step_and_gather = map(function_of, SHARDING)
+    for parameter in trainer.model.parameters():
+        start, stop = rows_of(len(parameter), dist.get_rank(), dist.get_world_size())
+        trainer.pairs.append((parameter, nn.Parameter(parameter.detach()[start:stop])))
+    trainer.optimizer = make_optimizer(way["optimizer"], [mine for _, mine in trainer.pairs])
+    trainer.update = lambda: step_and_gather(trainer.pairs, trainer.optimizer)
+    return reduce_rows
+
+
+BY_HAND: dict[str, Callable[[Trainer, Way], None]] = {
+    "alone": lambda trainer, way: None, "hook": hook, "finish": finish, "zero1": zero1, "zero2": zero2,
+}  # fmt: skip
+LIBRARIES: dict[str, Callable[[nn.Module, Way], nn.Module]] = {
+    "ddp": lambda model, way: DistributedDataParallel(model),
+    "lab": lambda model, way: shard_model(model, way["strategy"]),
+}
+
+
+def trainer_of(model: nn.Module, way: Way, log: WireLog) -> Trainer:
+    """The trainer of a way; one by hand notes what is held and sent around the learner's functions."""
+    if kept := LIBRARIES.get(way["kind"]):
+        model = kept(model, way)
+    trainer = Trainer(model, make_optimizer(way["optimizer"], list(model.parameters())), log)
+    if attach := BY_HAND.get(way["kind"]):
+        trainer.after_each_gradient(trainer.note_ready)
+        attach(trainer, way)
+        trainer.after_each_gradient(trainer.note_sent)
+    return trainer
+
+
+# ---- training beside the twin
 
 
 class Twin(NamedTuple):
@@ -53,29 +188,49 @@ class Twin(NamedTuple):
     norms: dict[str, float]
 
 
-def _train(trainer: Trainer, text: ByteText, steps: int, twin: Twin) -> dict[str, Any]:
+def batch(text: ByteText, step: int, rank: int) -> tuple[Tensor, Tensor]:
+    """The batch of `rank` at `step` of every by-hand training: two sequences of 32 bytes."""
+    return text.batch(step, rank, dist.get_world_size(), batch_size=2, sequence_length=32)
+
+
+def train(payload: dict[str, Any]) -> list[dict[str, Any]]:
+    """Train `payload["model"]` once in each of `payload["ways"]`, and beside the twin; what happened on this rank, by
+    way.
+
+    A way is a dict with `kind` (a name in BY_HAND or LIBRARIES), `optimizer`, `steps` (fewer than the twin's, or None)
+    and what the kind needs, such as the `exercise` whose function is in use.
+    """
+    open_course(workspace=payload["workspace"])
+    text, steps, model = ByteText.from_standard_library(), payload["steps"], payload["model"]
+    names = dict.fromkeys(way["optimizer"] for way in payload["ways"])
+    twins = {name: _twin(build_model(model), text, steps, name) for name in names}
+    return [_train(build_model(model), way, text, steps, twins[way["optimizer"]]) for way in payload["ways"]]
+
+
+def _train(model: nn.Module, way: Way, text: ByteText, steps: int, twin: Twin) -> dict[str, Any]:
     """One way, and how far it is from the twin; collectives and gradient bytes are those of the last step."""
     losses: list[float] = []
     first: dict[str, float] = {}
-    with WireLog() as log:
-        for step in range(steps):
-            log.calls.clear()
-            tokens, targets = batch(text, step, dist.get_rank(), dist.get_world_size())
-            with trainer.watching(log) as watched:
-                loss = loss_of(trainer.model, tokens, targets)
+    log = WireLog()
+    trainer = trainer_of(model, way, log)
+    with log:
+        for step in range(way["steps"] or steps):
+            trainer.begin()
+            with collectives() as lab:
+                loss = loss_of(trainer.model, *batch(text, step, dist.get_rank()))
                 loss.backward()
                 in_backward = len(log.calls)
                 trainer.reduce()
                 first = first or trainer.gradient_norms()
                 trainer.step()
             losses.append(loss.item())
-    calls = [(call.kind, call.nbytes) for call in log.calls]
     return {
-        "losses": losses, "twin_losses": twin.losses, "calls": calls, "calls_in_backward": in_backward,
-        "moments": trainer.moment_bytes(), "held": watched.held, "ready": watched.ready, "sent": watched.sent,
+        "losses": losses, "twin_losses": twin.losses, "calls": [(call.kind, call.nbytes) for call in log.calls],
+        "calls_in_backward": in_backward, "moments": trainer.moment_bytes(),
+        "held": trainer.held, "ready": trainer.ready, "sent": trainer.sent,
         "elements": sum(p.numel() for p in twin.model.parameters()), "parameters": len(twin.norms),
         "ratios": {name: norm / twin.norms[name] for name, norm in first.items() if twin.norms[name] > NOISE},
-        "lab": (len(watched.lab), sum(each.wire_bytes for each in watched.lab)),
+        "lab": (len(lab), sum(each.wire_bytes for each in lab)),
         **_distance(trainer.whole_parameters(), twin.model),
     }  # fmt: skip
 
@@ -85,27 +240,25 @@ def _distance(parameters: dict[str, Tensor], twin: nn.Module) -> dict[str, Any]:
     pairs = {name: (parameters[name], whole.detach()) for name, whole in twin.named_parameters()}
     differing = [name for name, (own, whole) in pairs.items() if not torch.equal(own, whole)]
     largest = max(float((own - whole).abs().max()) for own, whole in pairs.values())
-    apart = max(float(_spread(own)) for own, _ in pairs.values())
-    return {"differing": differing, "largest": largest, "apart": apart}
+    return {"differing": differing, "largest": largest, "apart": max(_spread(own) for own, _ in pairs.values())}
 
 
-def _spread(own: Tensor) -> Tensor:
+def _spread(own: Tensor) -> float:
     """The largest difference between this tensor's values on any two ranks."""
     high, low = own.clone(), own.clone()
     dist.all_reduce(high, dist.ReduceOp.MAX)
     dist.all_reduce(low, dist.ReduceOp.MIN)
-    return (high - low).max()
+    return float((high - low).max())
 
 
-def _twin(model: str, text: ByteText, steps: int, optimizer: str) -> Twin:
-    twin = build_model(model)
+def _twin(model: nn.Module, text: ByteText, steps: int, optimizer: str) -> Twin:
     losses: list[float] = []
     norms: dict[str, float] = {}
-    update = make_optimizer(optimizer, list(twin.parameters()))
+    update = make_optimizer(optimizer, list(model.parameters()))
     for step in range(steps):
-        played = [[batch(text, step, rank, dist.get_world_size())] for rank in range(dist.get_world_size())]
-        losses.append(replay_gradients(twin, played, loss_of))
-        norms = norms or {name: float(parameter.grad.norm()) for name, parameter in twin.named_parameters()}
+        batches = [[batch(text, step, rank)] for rank in range(dist.get_world_size())]
+        losses.append(replay_gradients(model, batches, loss_of))
+        norms = norms or {name: float(parameter.grad.norm()) for name, parameter in model.named_parameters()}
         update.step()
         update.zero_grad()
-    return Twin(twin, losses, norms)
+    return Twin(model, losses, norms)

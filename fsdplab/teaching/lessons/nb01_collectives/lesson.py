@@ -6,22 +6,19 @@ P is the whole payload in bytes and n the number of ranks, here as in every tabl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import product
 from statistics import median
 
+from fsdplab.common.sizes import size, three_digits
+from fsdplab.figures.lines import line
+from fsdplab.figures.plotly_go import go
+from fsdplab.figures.style import COLLECTIVE_COLOURS, STRATEGY_COLOURS, mark_level, titled
 from fsdplab.teaching.core.checking import solution
-from fsdplab.teaching.core.display import Table, table
+from fsdplab.teaching.core.diagrams import HeldCell, cells_in_time
+from fsdplab.teaching.core.display import HasTable, Table, table
 from fsdplab.teaching.core.lesson_ranks import LessonRanks
 from fsdplab.teaching.core.waiting import doing
-
-from .ring import ring_figure
-from .sent_figure import sent_figure
-from .timings import Bandwidth, Timing, bandwidth_figure, bus_factor
-
-__all__ = [
-    "bandwidth_figure", "bus_factor", "compose", "count_ring", "measure_bandwidth", "ring_figure", "sent_figure",
-    "watch",
-]  # fmt: skip
 
 SIZES = (64_000, 256_000, 1_000_000, 4_000_000, 16_000_000)
 _on_ranks = LessonRanks(__file__)
@@ -74,3 +71,196 @@ def measure_bandwidth(sizes: Sequence[int] = SIZES, world_size: int = 2, repeats
         quickest = map(min, *(ranks[kind][nbytes] for ranks in by_rank))
         timings.append(Timing(kind, nbytes, world_size, median(quickest)))
     return Bandwidth(tuple(timings))
+
+
+# ---- a ring all-gather, drawn
+
+BLOCK_COLOURS = ("#6cc4f0", "#f09a1a", "#0aa06c", "#cc7fa8", "#f0e442", "#b9a5e0", "#e88a72", "#b8bdc4")
+MOST_WITH_ROWS = 4  # ranks whose blocks have a row each
+
+
+def ring_cells(ranks: int) -> list[HeldCell]:
+    """The blocks that every rank holds at the start and after each of the n - 1 steps.
+
+    In step s, rank r receives block r - 1 - s (mod n) from its left neighbour: `ring_cells(3)` has 3 + 6 + 9 cells.
+    """
+    cells = []
+    for rank, moment in product(range(ranks), repeat=2):
+        for step in range(-1, moment):
+            block, fresh = (rank - 1 - step) % ranks, step == moment - 1 and moment > 0
+            label = f"from rank {(rank - 1) % ranks}" if fresh else "own" if step < 0 else ""
+            cells.append(HeldCell(_row(rank, block), moment, f"block {block}", label))
+    return cells
+
+
+def arriving_cells(ranks: int) -> list[HeldCell]:
+    """The newest block of every rank at the start and after each step, for more ranks than rows of blocks fit."""
+    return [
+        HeldCell(f"rank {rank}", moment, f"block {(rank - moment) % ranks}", str((rank - moment) % ranks))
+        for rank, moment in product(range(ranks), repeat=2)
+    ]
+
+
+def _row(rank: int, block: int) -> str:
+    return f"rank {rank}: block {block}"
+
+
+def ring_figure(ranks: int = 3) -> go.Figure:
+    """The ring's steps with a play button: all blocks that a rank holds for up to four ranks, for more the newest one.
+
+    ValueError unless there are two to eight ranks.
+    """
+    if not 2 <= ranks <= len(BLOCK_COLOURS):
+        raise ValueError(
+            f"a ring of {ranks} ranks cannot be drawn; expected 2 to {len(BLOCK_COLOURS)}, which a screen holds:"
+            " ring_figure(ranks=3)"
+        )
+    few = ranks <= MOST_WITH_ROWS
+    cells = ring_cells(ranks) if few else arriving_cells(ranks)
+    rows = [_row(*pair) for pair in product(range(ranks), repeat=2)] if few else [f"rank {r}" for r in range(ranks)]
+    moments = ["start", *(f"after step {step}" if few else f"step {step}" for step in range(ranks - 1))]
+    colours = {f"block {block}": BLOCK_COLOURS[block] for block in range(ranks)}
+    steps = "; ".join(
+        f"step {step}: "
+        + ", ".join(
+            f"rank {rank} receives block {(rank - 1 - step) % ranks} from rank {(rank - 1) % ranks}"
+            for rank in range(ranks)
+        )
+        for step in range(ranks - 1)
+    )
+    return cells_in_time(
+        cells, rows, moments, colours,
+        f"A ring all-gather on {ranks} ranks: {ranks - 1} steps, one block a rank in each",
+        "Drawn from the rule, nothing was run: in each step every rank passes on the block that it received last",
+        f"Which blocks each of {ranks} ranks {'holds' if few else 'gets'}. At the start each has its own. {steps}."
+        " In the end all ranks hold all blocks.",
+    )  # fmt: skip
+
+
+# ---- bytes that a rank sends, over the number of ranks
+
+RANKS = (2, 3, 4, 8, 16, 64, 512)
+
+
+def bus_factor(kind: str, ranks: int) -> float:
+    """Bytes that one rank sends, over P: `bus_factor("all_reduce", 4) == 1.5`, 0.75 for the other two."""
+    rounds = 2 if kind == "all_reduce" else 1
+    return rounds * (ranks - 1) / ranks
+
+
+def sent_figure(megabytes: float, ranks: int) -> go.Figure:
+    """MB that one rank sends in each collective on a payload of P = `megabytes` MB, for few and many ranks; `ranks` is
+    marked. Dashed: what it comes near to with ever more ranks, P and 2 P.
+    """
+    kinds = ("all_gather, reduce_scatter", "all_reduce")
+    figure = go.Figure(
+        [
+            line(
+                name, COLLECTIVE_COLOURS[name.partition(",")[0]],
+                [str(count) for count in RANKS], [megabytes * bus_factor(name, count) for count in RANKS],
+                mode="lines+markers", marker_size=[18 if count == ranks else 7 for count in RANKS],
+                hovertemplate=name + " on %{x} ranks: %{y:.2f} MB<extra></extra>",
+            )
+            for name in kinds
+        ]
+    )  # fmt: skip
+    for rounds, label in ((1, "P"), (2, "2 P")):
+        mark_level(figure, rounds * megabytes, label, "y", colour="#808488")
+    figure.update_xaxes(title="ranks", type="category")
+    figure.update_yaxes(title="MB sent by one rank", range=[0, 2.3 * megabytes])
+    one, both = (three_digits(megabytes * bus_factor(name, ranks)) for name in kinds)
+    title = f"P = {megabytes:g} MB on {ranks} ranks: all_gather and reduce_scatter {one} MB, all_reduce {both} MB"
+    alt = f"Two lines of MB sent by one rank over the number of ranks, which rise towards P and 2 P. {title}."
+    return titled(figure, title, "Computed: P (n-1)/n, and 2 P (n-1)/n for all_reduce", alt, 270)
+
+
+# ---- bandwidths
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One collective on P = `nbytes` bytes: median over repeats of the quickest rank's time."""
+
+    kind: str
+    nbytes: int
+    ranks: int
+    seconds: float
+
+    @property
+    def algbw(self) -> float:
+        """P / t in bytes a second."""
+        return self.nbytes / self.seconds
+
+    @property
+    def busbw(self) -> float:
+        """The bytes a second of each rank's link: comparable across collectives and numbers of ranks."""
+        return self.algbw * bus_factor(self.kind, self.ranks)
+
+
+@dataclass(frozen=True, repr=False)
+class Bandwidth(HasTable):
+    """Timings of several collectives over several sizes, as `measure_bandwidth` returns them."""
+
+    timings: tuple[Timing, ...]
+
+    def at(self, kind: str, nbytes: int) -> Timing:
+        """One timing; LookupError where it was not measured."""
+        for timing in self.timings:
+            if (timing.kind, timing.nbytes) == (kind, nbytes):
+                return timing
+        raise LookupError(
+            f"{kind} of {nbytes} bytes was not measured; measured: {sorted({t.nbytes for t in self.timings})}"
+        )
+
+    @property
+    def largest(self) -> int:
+        """The largest payload measured, in bytes."""
+        return max(timing.nbytes for timing in self.timings)
+
+    def table(self) -> Table:
+        """The largest payload's numbers."""
+        rows = [
+            [t.kind, size(t.nbytes), f"{t.seconds * 1e3:.2f}", f"{t.algbw / 1e9:.2f}", f"{t.busbw / 1e9:.2f}"]
+            for t in self.timings
+            if t.nbytes == self.largest
+        ]
+        caption = (
+            f"Measured on {self.timings[0].ranks} real CPU ranks: gloo over the loopback of this machine. {self.words}"
+        )
+        return table(["collective", "P", "ms", "algbw GB/s", "busbw GB/s"], rows, caption)
+
+    @property
+    def words(self) -> str:
+        """What the largest payload's times say: they change with what else the machine does."""
+        largest = [timing for timing in self.timings if timing.nbytes == self.largest]
+        longer = self.at("all_reduce", self.largest).seconds / self.at("all_gather", self.largest).seconds
+        slowest = min(largest, key=lambda timing: timing.busbw).kind
+        return f"This time all_reduce took {longer:.1f} times as long as all_gather; {slowest} has the lowest busbw."
+
+
+def bandwidth_figure(measured: Bandwidth) -> go.Figure:
+    """Lines of busbw over the payload's size, one a collective."""
+    by_kind = {timing.kind: [t for t in measured.timings if t.kind == timing.kind] for timing in measured.timings}
+    figure = go.Figure(
+        [
+            line(
+                kind, COLLECTIVE_COLOURS.get(kind, STRATEGY_COLOURS["no_shard"]),
+                [size(t.nbytes) for t in timings], [t.busbw / GB for t in timings],
+                mode="lines+markers", hovertemplate=f"{kind}, %{{x}}: %{{y:.2f}} GB/s<extra></extra>",
+            )
+            for kind, timings in by_kind.items()
+        ]
+    )  # fmt: skip
+    figure.update_xaxes(title="payload P", type="category")
+    figure.update_yaxes(title="busbw (GB/s)", range=[0, 1.15 * max(t.busbw for t in measured.timings) / GB])
+    rates = {kind: f"{three_digits(measured.at(kind, measured.largest).busbw / GB)} GB/s" for kind in by_kind}
+    best = max(by_kind, key=lambda kind: measured.at(kind, measured.largest).busbw)
+    smallest = min(by_kind[best], key=lambda timing: timing.nbytes)
+    least = f"{three_digits(smallest.busbw / GB)} GB/s at {size(smallest.nbytes)}"
+    title = f"{best}: {rates[best]} at {size(measured.largest)}, {least}"
+    where = f"Measured on {measured.timings[0].ranks} CPU ranks, gloo over this machine's loopback"
+    ends = "; ".join(f"{kind} {rate}" for kind, rate in rates.items())
+    alt = f"Lines of bus bandwidth over payload size. At {size(measured.largest)}: {ends}."
+    return titled(figure, title, f"{where}: no network is involved", alt, 280)

@@ -1,31 +1,33 @@
 """Lesson 03, the part in the notebook's process: data parallelism with the learner's functions, beside the twin.
 
-P is the bytes of all parameters and n the number of ranks.
+P is the bytes of all parameters and n the number of ranks. What buckets cost follows a simple model of a network: every
+message costs a fixed start, then its bytes at full speed, and travels while backward computes, all but the last, which
+leaves when backward is over.
 """
 
 from __future__ import annotations
 
-from fsdplab.common.sizes import size
+from dataclasses import dataclass
+from functools import lru_cache
+
+from fsdplab.common.sizes import seconds, size
+from fsdplab.common.words import plural
+from fsdplab.figures.bars import Part, stacked_bars
+from fsdplab.figures.plotly_go import go
+from fsdplab.figures.style import ALARM, titled
 from fsdplab.teaching.core.display import Table, table
 from fsdplab.teaching.core.in_use import owner
-from fsdplab.teaching.lessons.by_hand.figures import bucket_figure
-from fsdplab.teaching.lessons.by_hand.runs import Faulty, Runs
-from fsdplab.teaching.lessons.by_hand.training import MODEL, trained, way
-
-from .bucket_costs import bucket_costs
-
-__all__ = ["bucket_costs", "bucket_figure", "data_parallel", "drift", "faulty"]
+from fsdplab.teaching.lessons.by_hand.lesson import MODEL, Faulty, Runs, trained, way
+from fsdplab.teaching.lessons.by_hand.lesson import bucket_figure as bucket_figure
+from fsdplab.workloads import build_model
 
 
 def drift(steps: int = 6, world_size: int = 2) -> Table:
     """Train without any message between ranks: how far apart are the ranks' parameters after 1 step, and after all?"""
     found = trained([way("alone", "1 step", steps=1), way("alone", f"{steps} steps")], steps, world_size)
     rows = [[run.name, *(f"{losses[-1]:.4f}" for losses in run.losses_by_rank), f"{run.apart:.4f}"] for run in found]
-    header = [
-        "after",
-        *(f"loss on rank {rank}" for rank in range(world_size)),
-        "largest difference of a parameter between ranks",
-    ]
+    losses = (f"loss on rank {rank}" for rank in range(world_size))
+    header = ["after", *losses, "largest difference of a parameter between ranks"]
     return table(header, rows, f"Measured on {world_size} real ranks: {MODEL}, AdamW, nothing is sent.")
 
 
@@ -49,3 +51,75 @@ def data_parallel(steps: int = 6, bucket_bytes: int = 100_000, world_size: int =
         way("lab", "the lab's no_shard", strategy="no_shard"),
     ]
     return Runs(tuple(trained(ways, steps, world_size)), "2 P (n-1)/n")
+
+
+# ---- what messages cost in buckets of a size
+
+# Cost's parts, their names and colours
+_PARTS = {
+    "starts": ("starts of messages", "#f09a1a"),
+    "transfer": ("their bytes", "#6cc4f0"),
+    "last": ("the last message, after backward", ALARM),
+}
+
+
+@lru_cache(maxsize=8)
+def gradient_sizes(model: str) -> tuple[int, ...]:
+    """Bytes of every gradient (fp32) of a preset, head first: about the order in which they become ready."""
+    return tuple(4 * parameter.numel() for parameter in reversed(list(build_model(model, device="meta").parameters())))
+
+
+def buckets(sizes: tuple[int, ...], bucket_bytes: float) -> list[int]:
+    """Bytes of every bucket when each leaves as soon as it holds `bucket_bytes`: `buckets((3, 3, 3), 5) == [6, 3]`."""
+    full: list[int] = []
+    filled = 0
+    for nbytes in sizes:
+        filled += nbytes
+        if filled >= bucket_bytes:
+            full, filled = [*full, filled], 0
+    return [*full, filled] if filled else full
+
+
+@dataclass(frozen=True)
+class Cost:
+    """One choice of buckets: how many messages, and seconds of the parts of their cost."""
+
+    name: str
+    messages: int
+    starts: float
+    transfer: float
+    last: float
+
+    @property
+    def total(self) -> float:
+        return self.starts + self.transfer + self.last
+
+
+def costs(model: str, bucket_MB: float, start_us: float, GB_per_s: float, ranks: int = 8) -> list[Cost]:
+    """One message a gradient, buckets of `bucket_MB`, and one message for all."""
+    sizes, start = gradient_sizes(model), start_us * 1e-6
+    limits = {"one a gradient": 0.0, f"buckets of {bucket_MB:g} MB": bucket_MB * 1e6, "one for all": sum(sizes)}
+    found = []
+    for name, limit in limits.items():
+        *before, last = [2 * nbytes * (ranks - 1) / ranks / (GB_per_s * 1e9) for nbytes in buckets(sizes, limit)]
+        found.append(Cost(name, len(before) + 1, len(before) * start, sum(before), start + last))
+    return found
+
+
+def bucket_costs(model: str, bucket_MB: float, start_us: float, GB_per_s: float, ranks: int = 8) -> go.Figure:
+    """The three choices as bars of milliseconds, with the last message, which nothing hides, in red."""
+    found = costs(model, bucket_MB, start_us, GB_per_s, ranks)
+    parts = [Part(name, colour, [getattr(each, of) * 1e3 for each in found]) for of, (name, colour) in _PARTS.items()]
+    ends = {cost.name: f"<b>{plural(cost.messages, 'message')}</b>, last {seconds(cost.last)}" for cost in found}
+    figure = stacked_bars(ends, parts, "ms on the network in one step", "%{x:.3g} ms")
+    title = f"{found[1].name}: {plural(found[1].messages, 'message')}, {seconds(found[1].last)} after backward"
+    subtitle = (
+        f"Computed for {model}, {size(sum(gradient_sizes(model)))} of gradients on {ranks} ranks; nothing was run"
+    )
+    each = "; ".join(
+        f"{cost.name}: {plural(cost.messages, 'message')}, starts {seconds(cost.starts)}, bytes"
+        f" {seconds(cost.transfer)}, the last message {seconds(cost.last)}"
+        for cost in found
+    )
+    alt = f"Bars of the time that one step's messages take. {each}."
+    return titled(figure, title, subtitle, alt, 240)

@@ -6,12 +6,9 @@ P is the bytes of all parameters and n the number of ranks.
 from __future__ import annotations
 
 from fsdplab.teaching.core.in_use import owner
-from fsdplab.teaching.lessons.by_hand.figures import gradient_figure
-from fsdplab.teaching.lessons.by_hand.runs import Runs
-from fsdplab.teaching.lessons.by_hand.trainers import SHARDING
-from fsdplab.teaching.lessons.by_hand.training import trained, way
-
-__all__ = ["gradient_figure", "zero"]
+from fsdplab.teaching.lessons.by_hand.lesson import Runs, trained, way
+from fsdplab.teaching.lessons.by_hand.lesson import gradient_figure as gradient_figure
+from fsdplab.teaching.lessons.by_hand.on_ranks import SHARDING
 
 
 def zero(stage: int, steps: int = 6, world_size: int = 2) -> Runs:

@@ -7,16 +7,22 @@ The functions are the learner's wherever their checks passed, else the reference
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain, cycle
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from fsdplab.common.sizes import size
+from fsdplab.common.words import MISSING
 from fsdplab.figures.bars import Part, stacked_bars
+from fsdplab.figures.lines import points
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.style import titled
+from fsdplab.figures.style import DARK_INK, titled
+from fsdplab.planning import UnitShapes, step_traffic
 from fsdplab.records import RunRecord, Summary, known
 from fsdplab.records.summary import Comm
 from fsdplab.teaching.core.checking import solution, use
@@ -26,16 +32,11 @@ from fsdplab.teaching.core.exercise import Call
 from fsdplab.teaching.core.in_use import functions, whose
 from fsdplab.teaching.core.lesson_ranks import LessonRanks
 from fsdplab.teaching.core.waiting import doing
+from fsdplab.workloads import build_model
 
-from .engine import MiniFSDP
+from .engine import MiniFSDP, Wanted, chosen
 from .on_ranks import PARTS
-from .schedules import play, schedule_figure
-from .units import CHOICES, COLOURS, Plan, choices_figure, choices_table, largest_modules, plan
-
-__all__ = [
-    "beside_ddp", "choices_figure", "choices_table", "gathered_figure", "largest_modules", "run_schedule",
-    "schedule_figure", "show_glue", "take_engine", "train",
-]  # fmt: skip
+from .schedules import play, schedule_figure  # noqa: F401 (the notebook calls the figure)
 
 _on_ranks = LessonRanks(__file__)
 WORK = {"batch_size": 2, "sequence_length": 64, "learning_rate": 3e-3, "seed": 0}
@@ -60,16 +61,12 @@ def take_engine() -> None:
 
 def show_glue() -> None:
     """Show the part of the library that calls the four hooks."""
-    present(_code(inspect.getsource(MiniFSDP._attach)))
+    source: object = inspect.getsource(MiniFSDP._attach)
+    if notebook_display() is not None:
+        from IPython.display import Code
 
-
-def _code(source: str) -> object:
-    """The source as a notebook colours it, as plain text everywhere else."""
-    if notebook_display() is None:
-        return source
-    from IPython.display import Code
-
-    return Code(source, language="python")
+        source = Code(source, language="python")
+    present(source)
 
 
 # ---- a training under each engine
@@ -101,29 +98,20 @@ class Training(HasTable):
 
     def table(self) -> Table:
         """Losses, distance from the twin, collectives, bytes and unsharded bytes, an engine a row."""
-        rows = [
-            [name, f"{losses[0]:.6f}", f"{losses[-1]:.6f}", *self._distance(name), *self._traffic(name)]
-            for name, losses in self.losses.items()
-        ]
+        rows = []
+        for name, losses in self.losses.items():
+            far, record = self.differs.get(name), self.records.get(name)
+            cells = [f"{far['largest']:g}", f"{far['floats']:,} of {far['of']:,}"] if far else ["", ""]
+            seen = record and record.summary
+            sent = [f"{seen.comm.collectives_per_step}", f"{seen.comm.bytes_per_step:,}"] if seen else ["", ""]
+            unsharded = f"{seen.gathered_bytes:,}" if seen else ""
+            rows.append([name, f"{losses[0]:.6f}", f"{losses[-1]:.6f}", *cells, *sent, unsharded])
         bytes_sent = f"{self.mine.summary.formula_bytes_per_step:,}"
         formula = ["formula", *[""] * 4, f"{self.plan.collectives}", bytes_sent, f"{self.plan.peak:,}"]
         header = ["", "first loss", "last loss", "largest difference from the twin", "floats that differ"]
         header += ["collectives a step", "bytes sent a step", "bytes unsharded at most"]
         how = f"Measured on {self.mine.spec['world_size']} real ranks, {self.whose}. The formula is computed."
         return table(header, [*rows, formula], how)
-
-    def _distance(self, name: str) -> tuple[str, str]:
-        if name not in self.differs:
-            return "", ""
-        differs = self.differs[name]
-        return f"{differs['largest']:g}", f"{differs['floats']:,} of {differs['of']:,}"
-
-    def _traffic(self, name: str) -> tuple[str, str, str]:
-        if name not in self.records:
-            return "", "", ""
-        summary = self.records[name].summary
-        comm, unsharded = summary.comm, summary.gathered_bytes
-        return str(comm.collectives_per_step), f"{comm.bytes_per_step:,}", f"{unsharded:,}"
 
 
 @doing("training under each engine in turn")
@@ -142,25 +130,24 @@ def train(
     unsharded ahead.
     """
     work = {**WORK, "ranks": world_size, "model": model, "steps": steps}
-    asked = {"work": work, "engines": list(engines), "own_units": own_units, "prefetch": prefetch}
-    by_rank = _on_ranks("train_all", world_size, **asked)
-    return _training(by_rank, work, plan(model, solution("06.choose_units") if own_units else CHOICES["every block"]))
-
-
-def _training(by_rank: list[dict[str, Any]], work: dict[str, Any], computed: Plan) -> Training:
-    names = {"mine": "my_fsdp", "lab": "lab"}
-    ran = {named: [each[engine] for each in by_rank] for engine, named in names.items() if engine in by_rank[0]}
-    losses = {named: _mean([run["losses"] for run in runs]) for named, runs in ran.items()}
-    if "twin" in by_rank[0]:
-        losses = {"twin": _mean(by_rank[0]["twin"]["by_rank"]), **losses}
-    records = {named: record_of(named, runs[0], losses[named], work, computed) for named, runs in ran.items()}
-    differs = {
-        named: max((run["differs"] for run in runs), key=lambda found: found["largest"])
-        for named, runs in ran.items()
-        if "differs" in runs[0]
-    }
-    rows = {named: runs[0]["rows"] for named, runs in ran.items()}
+    computed = plan(model, solution("06.choose_units") if own_units else CHOICES["every block"])
+    names = ["my_fsdp" if name == "mine" else name for name in engines]
+    by_rank = _trained(work, names, own_units=own_units, prefetch=prefetch)
+    losses = {"twin": _mean(by_rank[0]["twin"])} if "twin" in names else {}
+    ran = {name: [each[name] for each in by_rank] for name in names if name != "twin"}
+    losses |= {name: _mean([run["losses"] for run in runs]) for name, runs in ran.items()}
+    records = {name: record_of(name, runs[0], losses[name], work, computed) for name, runs in ran.items()}
+    differing = {name: [run["differs"] for run in runs] for name, runs in ran.items() if "twin" in names}
+    differs = {name: max(found, key=lambda each: each["largest"]) for name, found in differing.items()}
+    rows = {name: runs[0]["rows"] for name, runs in ran.items()}
     return Training(whose(*PARTS, "06.hooks"), records, losses, differs, rows, computed)
+
+
+def _trained(
+    work: dict[str, Any], engines: Sequence[str], peaks: bool = False, own_units: bool = False, prefetch: int = 1
+) -> list[dict[str, Any]]:
+    asked = {"engines": list(engines), "peaks": peaks, "own_units": own_units, "prefetch": prefetch}
+    return _on_ranks("train_all", work["ranks"], work=work, **asked)
 
 
 def _mean(by_rank: Sequence[Sequence[float]]) -> list[float]:
@@ -195,7 +182,7 @@ class Beside(HasTable):
 def beside_ddp(model: str = "gpt-20m", steps: int = 3) -> Beside:
     """Train a preset under the learner's engine, and under torch's DDP and fully_shard, on the same text."""
     work = {**WORK, "model": model, "steps": steps, "ranks": 2}
-    by_rank = _on_ranks("losses_and_peaks", 2, work=work)
+    by_rank = _trained(work, ("my_fsdp", "DDP", "fully_shard"), peaks=True)
     losses = {name: _mean([seen[name]["losses"] for seen in by_rank]) for name in by_rank[0]}
     peaks = {name: max(seen[name]["peak"] for seen in by_rank) for name in by_rank[0]}
     return Beside(whose(*PARTS, "06.hooks"), model, losses, peaks)
@@ -221,7 +208,7 @@ def ledger(rows: list[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
 def record_of(engine: str, run: dict[str, Any], losses: list[float], work: dict[str, Any], plan: Plan) -> RunRecord:
     """The record of one engine's run on rank 0; `run` holds `rows`, and `ledger` where the engine keeps its own."""
     ranks, last = work["ranks"], work["steps"] - 1
-    rows = [{"rank": 0, **row} for row in run["ledger"]] if "ledger" in run else ledger(run["rows"], ranks)
+    rows = [{"rank": 0, **row} for row in run["ledger"]] if run["ledger"] else ledger(run["rows"], ranks)
     step = [row for row in rows if row["step"] == last]
     summary = Summary(
         losses=tuple(losses),
@@ -273,3 +260,117 @@ def run_schedule(blocks: int = 4, width: int = 64, world_size: int = 2) -> Table
     ]
     header = ["", "gradients that differ from the twin's", "blocks in memory at most", "by the puzzle's arithmetic"]
     return table(header, rows, f"Measured on {world_size} real ranks {whose('06.schedule')}. Time was not looked at.")
+
+
+# ---- choices of units and their cost by arithmetic
+
+FLOAT = 4
+COLOURS = ("#0064c8", "#6cc4f0", "#f09a1a", "#0aa06c", "#cc7fa8", "#ebdf6a", "#b84a0a")  # the root's, then the others'
+
+CHOICES: dict[str, Wanted] = {
+    "the whole model": lambda name, module: False,
+    "every block": lambda name, module: type(module).__name__ == "GPTBlock",
+    "every Linear": lambda name, module: isinstance(module, nn.Linear),
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One choice of units: (name, bytes) of each, root last; the bytes of the largest chain without the root;
+    collectives.
+    """
+
+    units: tuple[tuple[str, int], ...]
+    chain: int
+    collectives: int
+    shapes: tuple[UnitShapes, ...]
+
+    @property
+    def root(self) -> int:
+        """Bytes of the root unit: unsharded from the beginning of the forward to the end of the backward."""
+        return dict(self.units).get("root", 0)
+
+    @property
+    def peak(self) -> int:
+        """Most bytes unsharded at once."""
+        return self.root + self.chain
+
+    def traffic(self, ranks: int) -> int:
+        """Bytes that one rank sends in a step of full_shard, by the textbook's formula."""
+        return sum(entry.step_bytes for entry in step_traffic(self.shapes, "full_shard", ranks))
+
+
+def plan(model_name: str, is_unit: Wanted) -> Plan:
+    """The arithmetic of one choice, without a tensor: `plan("gpt-tiny", lambda name, module:
+    False).collectives == 2`.
+    """
+    shapes = {
+        name: [(str(index), tuple(parameter.shape)) for index, parameter in enumerate(own)]
+        for name, _, own in chosen(build_model(model_name, device="meta"), is_unit)
+    }
+    held = {name: FLOAT * sum(math.prod(shape) for _, shape in own) for name, own in shapes.items()}
+    below = [name for name in held if name != "root"]
+    chain = max(
+        (sum(held[other] for other in below if f"{name}.".startswith(f"{other}.")) for name in below), default=0
+    )
+    units = tuple(UnitShapes(name, tuple(own)) for name, own in shapes.items())
+    return Plan(tuple(held.items()), chain, 3 * len(below) + 2 * ("root" in held), units)
+
+
+def choices_table(model: str = "gpt-20m", **more: Wanted) -> Table:
+    """Ready-made choices of units (and `more`) beside each other, computed."""
+    plans = {name: plan(model, is_unit) for name, is_unit in {**CHOICES, **more}.items()}
+    rows = []
+    for name, each in plans.items():
+        held = [size(each.root), size(each.chain) if each.chain else MISSING, size(each.peak)]
+        sent = size(each.traffic(2) // each.collectives)
+        rows.append([name, f"{len(each.units):,}", *held, f"{each.collectives:,}", sent])
+    header = ["units", "how many", "root", "largest other unit", "unsharded at most"]
+    header += ["collectives a step", "sent by each, on average"]
+    return table(header, rows, f"Computed for {model} in fp32 on 2 ranks, with nothing unsharded ahead.")
+
+
+def largest_modules(model: str = "gpt-20m") -> Table:
+    """The modules of one block and of the root with their sizes: what can be a unit."""
+    built = build_model(model, device="meta")
+    rows = []
+    for name, module in built.named_modules():
+        parameters = sum(parameter.numel() for parameter in module.parameters())
+        if parameters and (name.startswith("blocks.0") or "." not in name and name not in ("", "blocks")):
+            rows.append([name, type(module).__name__, size(FLOAT * parameters)])
+    caption = f"Computed for {model} in fp32: one of its {built.config.layers} blocks, and what lies outside them."
+    return table(["name", "class", "unsharded"], rows, caption)
+
+
+def choices_figure(
+    model: str = "gpt-20m", target: int | None = None, measured: dict[str, float] | None = None, **more: Wanted
+) -> go.Figure:
+    """Root and largest unit of each choice of units (the whole model left out), with a target line and measured peaks
+    (MB).
+    """
+    asked = {name: is_unit for name, is_unit in {**CHOICES, **more}.items() if name != "the whole model"}
+    plans = {name.replace("_", " "): plan(model, is_unit) for name, is_unit in asked.items()}
+    ends = {name: f"<b>{size(each.peak)} · {each.collectives} collectives</b>" for name, each in plans.items()}
+    parts = [
+        Part("root", COLOURS[0], [each.root / 1e6 for each in plans.values()]),
+        Part("largest unit, with units around it", COLOURS[1], [each.chain / 1e6 for each in plans.values()]),
+    ]
+    levels = {f"target {size(target)}": target / 1e6} if target else {}
+    figure = stacked_bars(ends, parts, "unsharded parameters at the peak (MB)", "%{x:.3f} MB", levels=levels)
+    if measured:
+        names, tick = [name.replace("_", " ") for name in measured], dict(color=DARK_INK, width=3)
+        hover = "%{y}<br>measured %{x:.3f} MB<extra></extra>"
+        look = dict(marker=dict(symbol="line-ns", line=tick), hovertemplate=hover)
+        figure.add_trace(points("measured", DARK_INK, list(measured.values()), names, 26, **look))
+    ranked = sorted(plans.items(), key=lambda each: -each[1].peak)
+    both = [f"{name}: {size(each.peak)} and {each.collectives}" for name, each in (ranked[0], ranked[-1])]
+    title = " collectives; ".join(both)
+    if more:
+        name, last = list(plans.items())[-1]
+        verdict = "" if not target else ", under the target" if last.peak <= target else ", over the target"
+        title = f"{name}: {size(last.peak)} unsharded in {last.collectives} collectives{verdict}"
+    where = f"Computed for {model} in fp32, nothing unsharded ahead"
+    where += "; ticks are measured on CPU ranks" if measured else ""
+    said = "; ".join(f"{name} {size(each.peak)} with {each.collectives} collectives" for name, each in plans.items())
+    alt = f"Bars of unsharded bytes: {said}." + (f" Target {size(target)}." if target else "")
+    return titled(figure, title, where, alt, height=140 + 52 * len(plans))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from fsdplab.engine import events, shard_model
 from fsdplab.profiling import MemoryRecorder
 from fsdplab.teaching.core.course_state import open_course
 from fsdplab.teaching.core.in_use import functions
-from fsdplab.teaching.lessons.nb06_whole_model.engine import MiniFSDP, MiniUnit, Parts
+from fsdplab.teaching.lessons.nb06_whole_model.engine import Log, MiniFSDP, MiniUnit, Parts, Wanted
 from fsdplab.workloads import ByteText, block_types, build_model, loss_of
 from fsdplab.workloads.twin import replay_gradients
 
@@ -40,6 +41,50 @@ def parts(**given: Callable[..., Any]) -> Parts:
 # ---- whole models
 
 
+@dataclass
+class Library:
+    """A model under a library's engine, with what a training calls of MiniFSDP."""
+
+    model: nn.Module
+    log: Any = field(default_factory=Log)
+
+    def parameters(self) -> Iterable[Tensor]:
+        """All that the optimizer sees."""
+        return self.model.parameters()
+
+    def finish_backward(self) -> None:
+        """A library ends its backward by itself."""
+
+    def whole_parameters(self) -> dict[str, Tensor]:
+        """Every parameter of the model, whole."""
+        return {name: each.full_tensor().detach() for name, each in self.model.named_parameters()}
+
+
+Engine = MiniFSDP | Library
+
+
+def under(name: str, model: nn.Module, is_unit: Wanted | None, prefetch: int) -> Engine:
+    """The model under the learner's engine, the lab's, torch's DDP or its `fully_shard`; blocks are units unless told
+    otherwise, and `prefetch` is the lab's.
+    """
+    if name == "my_fsdp":
+        return MiniFSDP(model, is_unit or blocks_of(model), parts())
+    if name == "DDP":
+        return Library(DistributedDataParallel(model))
+    if name == "lab":
+        events.subscribe(seen := Listener())
+        return Library(shard_model(model, "full_shard", units=is_unit or block_types(model), prefetch=prefetch), seen)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for module in [*filter(lambda module: isinstance(module, block_types(model)), model.modules()), model]:
+        fully_shard(module, mesh=mesh)
+    return Library(model)
+
+
+def blocks_of(model: nn.Module) -> Wanted:
+    """Every block is a unit."""
+    return lambda name, module: isinstance(module, block_types(model))
+
+
 def batch(text: ByteText, work: Work, step: int, rank: int) -> tuple[Tensor, Tensor]:
     """The batch of a rank at a step."""
     return text.batch(step, rank, work["ranks"], work["batch_size"], work["sequence_length"], seed=work["seed"])
@@ -51,49 +96,33 @@ def optimizer_of(work: Work, parameters: Iterable[Tensor]) -> torch.optim.Optimi
     return kind(parameters, lr=work["learning_rate"], fused=True)
 
 
-def losses_of(
-    model: nn.Module, parameters: Iterable[Tensor], work: Work, log: Any, finish: Callable[[], None] = lambda: None
-) -> list[float]:
-    """This rank's losses of a training; `log.step` is set before each step, `finish` called after each backward."""
-    text, optimizer, losses = ByteText.from_standard_library(), optimizer_of(work, parameters), []
+def trained(engine: Engine, work: Work, peak_of: str = "") -> tuple[list[float], int]:
+    """This rank's losses of a training, and the most bytes that it held in the second step if an engine is named."""
+    text, losses, cpu, peak = ByteText.from_standard_library(), [], torch.device("cpu"), 0
+    optimizer = optimizer_of(work, engine.parameters())
     for step in range(work["steps"]):
-        log.step = step
-        losses.append(one_step(model, optimizer, batch(text, work, step, dist.get_rank()), finish))
-    return losses
+        engine.log.step = step
+        seen = dict(model=engine.model, optimizer=optimizer, engine=peak_of, device=cpu, ignore=[text.data])
+        with MemoryRecorder(**seen) if peak_of and step == 1 else nullcontext() as recorder:
+            losses.append(one_step(engine, optimizer, batch(text, work, step, dist.get_rank())))
+        peak = recorder.timeline.peak_total if recorder else peak
+    return losses, peak
 
 
-def one_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor], finish: Callable[[], None]
-) -> float:
-    """One step of training, with `finish` called after the backward; this rank's loss."""
-    loss = loss_of(model, *batch)
+def one_step(engine: Engine, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> float:
+    """One step of training; this rank's loss."""
+    loss = loss_of(engine.model, *batch)
     loss.backward()
-    finish()
+    engine.finish_backward()
     optimizer.step()
     optimizer.zero_grad()
     return loss.item()
 
 
-def trained(own: Parts, work: Work, is_unit: Callable[..., bool] | None = None) -> tuple[MiniFSDP, list[float]]:
-    """Train under the learner's engine (blocks as units unless told otherwise); the engine and this rank's losses."""
-    model = build_model(work["model"], seed=work["seed"])
-    engine = MiniFSDP(model, is_unit or (lambda name, module: isinstance(module, block_types(model))), own)
-    return engine, losses_of(model, engine.parameters(), work, engine.log, engine.finish_backward)
-
-
-def lab_trained(work: Work, is_unit: Callable[..., bool] | None, prefetch: int) -> dict[str, Any]:
-    """The same training under the lab's own engine, followed by its events."""
-    model, seen = build_model(work["model"], seed=work["seed"]), Listener()
-    shard_model(model, "full_shard", units=is_unit or block_types(model), prefetch=prefetch)
-    stop = events.subscribe(seen)
-    losses = losses_of(model, model.parameters(), work, seen)
-    stop()
-    parameters = {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
-    return {"losses": losses, "rows": seen.rows, "ledger": seen.ledger, "parameters": parameters}
-
-
-def twin_trained(work: Work) -> dict[str, Any]:
-    """The same training without ranks: each of `work["ranks"]` batches in turn, gradients averaged in rank order."""
+def twin_trained(work: Work) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """The same training without ranks: each of `work["ranks"]` batches in turn, gradients averaged in rank order; the
+    losses by rank, and the parameters.
+    """
     text, model = ByteText.from_standard_library(), build_model(work["model"], seed=work["seed"])
     optimizer, ranks = optimizer_of(work, model.parameters()), range(work["ranks"])
     by_rank: list[list[float]] = [[] for _ in ranks]
@@ -107,26 +136,30 @@ def twin_trained(work: Work) -> dict[str, Any]:
         replay_gradients(model, [[batch(text, work, step, rank)] for rank in ranks], noted)
         optimizer.step()
         optimizer.zero_grad()
-    return {"by_rank": by_rank, "parameters": {name: value.detach() for name, value in model.named_parameters()}}
+    return by_rank, {name: value.detach() for name, value in model.named_parameters()}
 
 
 def train_all(payload: dict[str, Any]) -> dict[str, Any]:
-    """Train under every engine of `payload["engines"]` in turn: losses, rows of the log, differences from the twin."""
+    """Train under every engine of `payload["engines"]` in turn: this rank's losses, rows of the log, and differences
+    from the twin where it is among them, or with `payload["peaks"]` the most bytes that the rank held.
+    """
     open_course(workspace=payload["workspace"])
-    work = payload["work"]
+    work: Work = payload["work"]
+    found: dict[str, Any] = {}
     is_unit = functions("06.choose_units")["choose_units"] if payload["own_units"] else None
-    done: dict[str, Any] = {}
-    if "mine" in payload["engines"]:
-        engine, losses = trained(parts(), work, is_unit)
-        done["mine"] = {"losses": losses, "rows": engine.log.rows, "parameters": engine.whole_parameters()}
-    if "lab" in payload["engines"]:
-        done["lab"] = lab_trained(work, is_unit, payload["prefetch"])
     if "twin" in payload["engines"]:
-        done["twin"] = twin_trained(work)
-    parameters = {name: run.pop("parameters") for name, run in done.items()}
-    for name in [name for name in ("mine", "lab") if name in done and "twin" in done]:
-        done[name]["differs"] = difference(parameters[name], parameters["twin"])
-    return done
+        found["twin"], twins = twin_trained(work)
+    for name in [name for name in payload["engines"] if name != "twin"]:
+        model = build_model(work["model"], seed=work["seed"])
+        engine = under(name, model, is_unit, payload["prefetch"])
+        losses, peak = trained(engine, work, name if payload["peaks"] else "")
+        log = {"rows": engine.log.rows, "ledger": getattr(engine.log, "ledger", None)}
+        found[name] = {"losses": losses, "peak": peak, **log}
+        if "twin" in found:
+            found[name]["differs"] = difference(engine.whole_parameters(), twins)
+        del model, engine
+        gc.collect()  # a model under hooks is garbage in cycles, and would count under the next engine
+    return found
 
 
 def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, Any]:
@@ -137,51 +170,6 @@ def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, 
         "floats": sum(int((value > 0).sum()) for value in apart.values()),
         "of": sum(value.numel() for value in apart.values()),
     }
-
-
-# ---- the same training under the learner's engine, under DDP and under PyTorch's fully_shard
-
-Held = tuple[nn.Module, Iterable[Tensor], Callable[[], None]]  # model, what the optimizer updates, what ends a backward
-
-
-def _under_mine(model: nn.Module) -> Held:
-    engine = MiniFSDP(model, lambda name, module: isinstance(module, block_types(model)), parts())
-    return model, engine.parameters(), engine.finish_backward
-
-
-def _under_ddp(model: nn.Module) -> Held:
-    held = DistributedDataParallel(model)
-    return held, held.parameters(), lambda: None
-
-
-def _under_fully_shard(model: nn.Module) -> Held:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for module in [*filter(lambda module: isinstance(module, block_types(model)), model.modules()), model]:
-        fully_shard(module, mesh=mesh)
-    return model, model.parameters(), lambda: None
-
-
-ENGINES = {"my_fsdp": _under_mine, "DDP": _under_ddp, "fully_shard": _under_fully_shard}
-
-
-def losses_and_peaks(payload: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Train under each engine in turn: this rank's losses, and the most bytes that it held in the second step."""
-    open_course(workspace=payload["workspace"])
-    work, text = payload["work"], ByteText.from_standard_library()
-    found = {}
-    for name, under in ENGINES.items():
-        model, parameters, finish = under(build_model(work["model"], seed=work["seed"]))
-        optimizer, losses, cpu = optimizer_of(work, parameters), [], torch.device("cpu")
-        for step in range(work["steps"]):
-            recorder = MemoryRecorder(model=model, optimizer=optimizer, engine=name, device=cpu, ignore=[text.data])
-            with recorder if step == 1 else nullcontext():
-                losses.append(one_step(model, optimizer, batch(text, work, step, dist.get_rank()), finish))
-            if step == 1:
-                peak = recorder.timeline.peak_total
-        found[name] = {"losses": losses, "peak": peak}
-        del model, parameters, finish, optimizer, recorder
-        gc.collect()  # a model under hooks is garbage in cycles, and would count under the next engine
-    return found
 
 
 class Listener:
@@ -234,10 +222,13 @@ def beside_the_twin(hooks: Callable[..., Any], work: Work) -> dict[str, Any]:
 
     The twin runs here and not in the notebook's process: another number of threads sums in another order.
     """
-    engine, losses = trained(parts(hooks=hooks), work)
+    model = build_model(work["model"], seed=work["seed"])
+    engine = MiniFSDP(model, blocks_of(model), parts(hooks=hooks))
+    losses, _ = trained(engine, work)
     last = [row for row in engine.log.rows if row["step"] == work["steps"] - 1]
-    kept, twin, ours = sum(unit.gathered_bytes for unit in engine.units), twin_trained(work), engine.whole_parameters()
-    apart = [loss - expected for loss, expected in zip(losses, twin["by_rank"][dist.get_rank()], strict=True)]
+    kept, ours = sum(unit.gathered_bytes for unit in engine.units), engine.whole_parameters()
+    by_rank, twins = twin_trained(work)
+    apart = [loss - expected for loss, expected in zip(losses, by_rank[dist.get_rank()], strict=True)]
     return {
         LOSSES: [0.0 if abs(value) <= ROUNDING else value for value in apart],
         "unshards in a step": sum(row["what"] == "unshard" for row in last),
@@ -246,7 +237,7 @@ def beside_the_twin(hooks: Callable[..., Any], work: Work) -> dict[str, Any]:
         "bytes unsharded at the peak": largest_gathered(last),
         "parameters that differ from the twin's": [
             name
-            for name, value in twin["parameters"].items()
+            for name, value in twins.items()
             # a key's bias moves all scores of a query alike, so its gradient is mere rounding
             if not name.endswith("key.bias") and not (ours[name] - value).abs().max() <= ROUNDING
         ],
@@ -321,11 +312,7 @@ class _Step:
 def _slices_of_the_twin(blocks: Sequence[nn.Module], parts: Parts) -> list[Tensor]:
     """This rank's shards of the mean gradient, by the unsharded blocks on every rank's batch in turn."""
     ranks, width = dist.get_world_size(), next(blocks[0].parameters()).shape[1]
-    model = nn.Sequential(*blocks)
-    totals = [torch.zeros(sum(each.numel() for each in block.parameters())) for block in blocks]
-    for rank in range(ranks):
-        model.zero_grad()
-        model(_batch(rank, width)).square().mean().backward()
-        for total, block in zip(totals, blocks, strict=True):
-            total += torch.cat([each.grad.flatten() for each in block.parameters() if each.grad is not None])
-    return [parts.shard(total / ranks, dist.get_rank(), ranks) for total in totals]
+    batches = [[(_batch(rank, width),)] for rank in range(ranks)]
+    replay_gradients(nn.Sequential(*blocks), batches, lambda model, x: model(x).square().mean())
+    means = [torch.cat([each.grad.flatten() for each in block.parameters()]) for block in blocks]
+    return [parts.shard(mean, dist.get_rank(), ranks) for mean in means]

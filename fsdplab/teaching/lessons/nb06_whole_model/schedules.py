@@ -171,22 +171,20 @@ def waits(played: Played) -> list[Span]:
     """When the rank neither computes nor has ended: `Span("waits for", block, start, end)` before each computation."""
     computing = [span for span in played.actions if span.what in ("forward", "backward")]
     ends: Iterable[int] = [0, *(span.end for span in computing)]
-    found = [Span("waits for", span.block, end, span.start) for end, span in zip(ends, computing) if end < span.start]
-    return found
+    return [Span("waits for", span.block, end, span.start) for end, span in zip(ends, computing) if end < span.start]
 
 
 # ---- as a figure: what the rank and the link do, and what is in memory meanwhile
 
-_COLOURS = {
-    "forward": LANE_COLOURS["compute in forward"],
-    "backward": LANE_COLOURS["compute in backward"],
-    "unshard": LANE_COLOURS["all_gather"],
-    "reduce": LANE_COLOURS["reduce_scatter"],
-    "waits for": ALARM,
-    "unsharded": CATEGORY_COLOURS["unsharded_parameters"],
-    "gradient": CATEGORY_COLOURS["unsharded_gradients"],
+_LOOKS = {  # what -> its colour, its name in the legend
+    "forward": (LANE_COLOURS["compute in forward"], "forward"),
+    "backward": (LANE_COLOURS["compute in backward"], "backward"),
+    "unshard": (LANE_COLOURS["all_gather"], "unshard"),
+    "reduce": (LANE_COLOURS["reduce_scatter"], "reduce"),
+    "waits for": (ALARM, "waits"),
+    "unsharded": (CATEGORY_COLOURS["unsharded_parameters"], "unsharded block in memory"),
+    "gradient": (CATEGORY_COLOURS["unsharded_gradients"], "unsharded gradient in memory"),
 }
-_NAMES = {"waits for": "waits", "unsharded": "unsharded block in memory", "gradient": "unsharded gradient in memory"}
 
 
 def schedule_figure(steps: Any, blocks: int = 4) -> go.Figure:
@@ -196,54 +194,37 @@ def schedule_figure(steps: Any, blocks: int = 4) -> go.Figure:
     except ScheduleError as error:
         empty = go.Figure().update_xaxes(visible=False).update_yaxes(visible=False)
         return titled(empty, "This schedule cannot run", str(error), f"No schedule to draw: {error}.", height=20)
-    spans = [*played.actions, *waits(played), *played.memory]
-    rows = _rows(blocks)
-    figure = go.Figure([_bars(what, spans, rows) for what in _COLOURS if any(span.what == what for span in spans)])
-    end = max(played.milliseconds, shortest(blocks))
-    figure.update_xaxes(title="ms, by the puzzle's clock", range=[0, 1.02 * end])
+    waited = waits(played)
+    by_what: dict[str, list[Span]] = {what: [] for what in _LOOKS}
+    for span in [*played.actions, *waited, *played.memory]:
+        by_what[span.what].append(span)
+    memory = [f"{thing} {block}" for block in range(blocks) for thing in ("block", "gradient")]
+    names = ["rank", "link", *memory]  # from the top
+    rows = {name: float(len(names) - 1 - index) for index, name in enumerate(names)}
+    figure = go.Figure([_bars(what, spans, rows) for what, spans in by_what.items() if spans])
+    figure.update_xaxes(title="ms, by the puzzle's clock", range=[0, 1.02 * max(played.milliseconds, shortest(blocks))])
     figure.update_yaxes(range=[-0.5, len(rows) - 0.5], tickvals=list(rows.values()), ticktext=list(rows), **CLOCK)
     figure.update_layout(barmode="overlay")
-    return titled(figure, _title(played), _subtitle(played), _alt(played), height=140 + 34 * len(rows))
-
-
-def _rows(blocks: int) -> dict[str, float]:
-    """Each lane's height, from the top: rank, link, then the memory of every block and of its gradient."""
-    names = ["rank", "link", *(f"{thing} {block}" for block in range(blocks) for thing in ("block", "gradient"))]
-    return {name: float(len(names) - 1 - index) for index, name in enumerate(names)}
-
-
-def _row_of(span: Span) -> str:
-    if span.what in ("unshard", "reduce"):
-        return "link"
-    kept = {"unsharded": f"block {span.block}", "gradient": f"gradient {span.block}"}
-    return kept.get(span.what, "rank")
+    title = f"{played.milliseconds} ms (target {shortest(blocks)}), {played.peak} blocks in memory at most"
+    title += f" (target {MEMORY_TARGET})"
+    lost = sum(span.end - span.start for span in waited)
+    where = f"Computed from the schedule; the rank waits {lost} ms for unshards"
+    in_time = sorted(played.actions, key=lambda span: span.start)
+    order = ", ".join(f"{span.what} {span.block} from {span.start} to {span.end}" for span in in_time)
+    alt = f"Bars of a rank and its link over time, in ms: {order}. {title}."
+    return titled(figure, title, where, alt, height=140 + 34 * len(rows))
 
 
 def _bars(what: str, spans: Sequence[Span], rows: dict[str, float]) -> go.Bar:
-    name, labelled = _NAMES.get(what, what), what not in _NAMES
-    own = [span for span in spans if span.what == what]
-    hovers = [f"{name}, block {span.block}: {span.start} to {span.end} ms" for span in own]
+    """All spans of one kind; those of the rank and the link have their block's number."""
+    colour, name = _LOOKS[what]
+    lane_of = {"unsharded": "block {}", "gradient": "gradient {}", "unshard": "link", "reduce": "link"}
+    row = lane_of.get(what, "rank")
     drawn = [
-        Drawn(rows[_row_of(span)], span.start, span.end - span.start, str(span.block) if labelled else "", hover)
-        for span, hover in zip(own, hovers)
-    ]
-    return lane(name, _COLOURS[what], drawn, 0.8)
-
-
-def _title(played: Played) -> str:
-    time, best = played.milliseconds, shortest(played.blocks)
-    memory = f"{played.peak} blocks in memory at most"
-    return f"{time} ms (target {best}), {memory} (target {MEMORY_TARGET})"
-
-
-def _subtitle(played: Played) -> str:
-    waited = sum(span.end - span.start for span in waits(played))
-    return f"Computed from the schedule; the rank waits {waited} ms for unshards"
-
-
-def _alt(played: Played) -> str:
-    order = ", ".join(
-        f"{span.what} {span.block} from {span.start} to {span.end}"
-        for span in sorted(played.actions, key=lambda span: span.start)
-    )
-    return f"Bars of a rank and its link over time, in ms: {order}. {_title(played)}."
+        Drawn(
+            rows[row.format(span.block)], span.start, span.end - span.start,
+            str(span.block) if name == what else "", f"{name}, block {span.block}: {span.start} to {span.end} ms",
+        )
+        for span in spans
+    ]  # fmt: skip
+    return lane(name, colour, drawn, 0.8)

@@ -16,8 +16,9 @@ from fsdplab.figures.style import COLLECTIVE_COLOURS, titled
 from fsdplab.records import RecordError, RunRecord
 from fsdplab.sessions import RunSpec, run
 from fsdplab.teaching.core.display import Note, Table, table
-from fsdplab.teaching.lessons.faulty_job.faults import FAULTS
-from fsdplab.teaching.lessons.faulty_job.naming import (
+from fsdplab.teaching.lessons.faulty_job.lesson import (
+    FAULTS,
+    STEPS,
     Report,
     Seen,
     drift,
@@ -25,13 +26,6 @@ from fsdplab.teaching.lessons.faulty_job.naming import (
     place_of_difference,
     reports,
 )  # fmt: skip
-from fsdplab.teaching.lessons.faulty_job.running import STEPS, inject
-
-__all__ = [
-    "CARDS", "Seen", "all_reports", "calls_figure", "card", "changed_line", "facts", "inject", "key", "late_times",
-    "losses_figure", "names", "out_of_memory", "pairs", "printed", "report", "reports", "sequences", "silent",
-    "torchrun_table",
-]  # fmt: skip
 
 RECORDED = shared_folder("data") / "failures-14"
 CARDS = {  # which recorded case is which card; the order says nothing

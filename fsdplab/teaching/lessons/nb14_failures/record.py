@@ -18,8 +18,7 @@ from pathlib import Path
 
 import torch
 
-from fsdplab.teaching.lessons.faulty_job.faults import FAULTS
-from fsdplab.teaching.lessons.faulty_job.running import inject
+from fsdplab.teaching.lessons.faulty_job.lesson import FAULTS, inject
 
 from .lesson import CARDS
 

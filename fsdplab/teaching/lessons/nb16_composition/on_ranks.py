@@ -6,6 +6,7 @@ under Python's dispatcher. Imports torch, the engine and the workloads only, so 
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,16 +17,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdplab.engine import fully_shard
+from fsdplab.engine.compat import local_of
 from fsdplab.teaching.core.collectives_log import collectives
 from fsdplab.teaching.core.comm_log import bytes_sent
 from fsdplab.teaching.core.course_state import open_course
 from fsdplab.teaching.core.exercise import Call
 from fsdplab.teaching.core.in_use import function_of
-from fsdplab.workloads import build_model, loss_of
-from fsdplab.workloads.moe import MoE, build_moe, moe_loss_of, spread_experts
+from fsdplab.workloads import build_model, loss_of, preset
+from fsdplab.workloads.moe import build_moe, moe_loss_of, spread_experts
+from fsdplab.workloads.parallel import build_stage
 from fsdplab.workloads.twin import replay_gradients
 
 NEAR = 2e-5  # how far AdamW lets rounding drift in a few steps of 1e-3
@@ -50,7 +54,7 @@ def tensor(payload: dict[str, Any]) -> dict[str, Any]:
     seen = beside_twin(model, build_model("gpt-tiny"), loss_of, mesh["dp"].get_local_rank(), 2, axes)
     names = ("attention.query.weight", "attention.output.weight", "attention_norm.weight")
     held = dict(model.blocks[0].named_parameters())
-    return {**seen, "at rest": [[name, at_rest(held[name]), str(list(held[name].to_local().shape))] for name in names]}
+    return seen | {"at rest": _places({name: held[name] for name in names})}
 
 
 def experts(payload: dict[str, Any]) -> dict[str, Any]:
@@ -64,12 +68,12 @@ def experts(payload: dict[str, Any]) -> dict[str, Any]:
     fully_shard(model, mesh=everyone)
     names = {mesh["ep"].get_group().group_name: "ep"}
     seen = beside_twin(model, build_moe(), moe_loss_of, dist.get_rank(), 4, ("dp and efsdp", names))
-    return seen | {"at rest": _expert_places(model)}
+    return seen | {"at rest": _places(dict(model.blocks[0].feed_forward.named_parameters()))}
 
 
-def _expert_places(model: MoE) -> list[list[str]]:
-    held = dict(model.blocks[0].feed_forward.named_parameters())
-    return [[name, at_rest(each), str(list(each.to_local().shape))] for name, each in held.items()]
+def _places(held: dict[str, nn.Parameter]) -> list[list[str]]:
+    """[name, placement, this rank's shape] of each."""
+    return [[name, at_rest(each), str(list(local_of(each).shape))] for name, each in held.items()]
 
 
 def beside_twin(
@@ -172,3 +176,48 @@ class _ByGroup(TorchDispatchMode):
     def _add(self, group: str, nbytes: float) -> None:
         if group in self.groups:
             self.sent[self.groups[group]] += round(nbytes)
+
+
+# ---- pipeline stages
+
+FOUR_BLOCKS = dataclasses.replace(preset("gpt-tiny"), layers=4)
+MICRO_BATCHES = 4
+
+
+def stages(payload: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Train two stages x two data ranks with units resharded or kept between a micro-batch's two passes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    return {"resharded": _train(mesh, True), "kept": _train(mesh, False)}
+
+
+def _train(mesh: DeviceMesh, reshard: bool) -> dict[str, Any]:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # slow to import
+
+    number, rank = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    module, twin = build_stage(FOUR_BLOCKS, number, 2), build_model(FOUR_BLOCKS)
+    for block in [*module.blocks.values(), module]:
+        fully_shard(block, mesh=mesh["dp"], reshard_after_forward=reshard)
+    stage = PipelineStage(module, number, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=_entropy)
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-3, fused=True) for each in (module, twin)]
+    for step in range(2):
+        tokens, targets = (torch.cat(part) for part in zip(*_micro_batches(step, rank)))
+        with collectives() as issued:
+            schedule.step(*([tokens] if module.begins else []), target=targets if module.ends else None)
+        replay_gradients(twin, [_micro_batches(step, each) for each in range(2)], loss_of)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    seen, expected = Counter(each.kind for each in issued), dict(twin.named_parameters())
+    drift = max(float((whole(p) - expected[name]).abs().max()) for name, p in module.named_parameters())
+    return {"all_gather": seen["all_gather"], "reduce_scatter": seen["reduce_scatter"], "drift": drift}
+
+
+def _micro_batches(step: int, rank: int) -> list[tuple[Tensor, Tensor]]:
+    """Four of one sequence each: tokens and targets, int64 [1, 16]."""
+    tokens = torch.randint(0, 256, (MICRO_BATCHES, 17), generator=torch.Generator().manual_seed(100 * step + rank))
+    return list(zip(tokens[:, :-1].split(1), tokens[:, 1:].split(1)))
+
+
+def _entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -4,14 +4,18 @@ loss differs, libraries that train with the lab's engine, and a trace of several
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import json
+import re
 import tempfile
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
 
 from fsdplab.common.places import shared_folder
-from fsdplab.planning.copy_as import Sharded, accelerate_yaml, pytorch
+from fsdplab.planning.copy_as import Sharded, accelerate_yaml, pytorch  # noqa: F401 (the notebook calls them)
 from fsdplab.profiling.traces.import_traces import TracedRecord, record_of_traces
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec
@@ -20,25 +24,64 @@ from fsdplab.teaching.core.course_state import current
 from fsdplab.teaching.core.display import Table, table
 from fsdplab.teaching.core.lesson_ranks import LessonRanks
 from fsdplab.teaching.core.waiting import doing
-from fsdplab.teaching.lessons.faulty_job.naming import Seen, drift
-from fsdplab.teaching.lessons.faulty_job.running import inject
-
-from . import made_trace
-from .terms import PROGRAMS, TERMS, found
-
-__all__ = [
-    "CAUSES", "LIBRARIES", "RECORDED", "Sharded", "accelerate_yaml", "as_simulated", "causes", "differences",
-    "exposed_percent", "hugging_face", "lora", "losses", "missing", "multi_gpu_trace", "pytorch", "simulated", "terms",
-    "tried", "what_to_check",
-]  # fmt: skip
-
-RECORDED = shared_folder("data") / "hugging-face-17.json"
-LIBRARIES = ("transformers.distributed.fsdp", "accelerate", "peft")  # transformers shards since 5
-GPUS = 4
-_on_ranks = LessonRanks(__file__)
-
+from fsdplab.teaching.lessons.faulty_job.lesson import Seen, drift, inject
 
 # ---- terms
+
+
+class Term(NamedTuple):
+    """A choice, and what to write for it; "" where a program has no word for it.
+
+    A test looks up each name of FSDP1, FSDP2, accelerate and the lab in the library itself. DeepSpeed's are keys of its
+    configuration, and those with a dot are Python.
+    """
+
+    choice: str
+    fsdp1: str
+    fsdp2: str
+    lab: str
+    deepspeed: str
+    accelerate: str
+
+
+PROGRAMS = ("FSDP1", "FSDP2", "the lab", "DeepSpeed", "accelerate")
+TERMS = (
+    Term("a block is a unit", "`auto_wrap_policy=`", "`fully_shard(block)`, the model last",
+         "`shard_model(model, units=[Block])`",
+         "buckets: `reduce_bucket_size`", "`fsdp_transformer_layer_cls_to_wrap`"),
+    Term("shard everything, reshard after forward", "`FULL_SHARD`", "`reshard_after_forward=True`", "`full_shard`",
+         "`stage: 3`", "`fsdp_reshard_after_forward: true`"),
+    Term("stay unsharded until the backward", "`SHARD_GRAD_OP`", "`reshard_after_forward=False`", "`shard_grad_op`",
+         "`stage: 2`, nearly", "`fsdp_reshard_after_forward: false`"),
+    Term("shard nothing", "`NO_SHARD`", "`DistributedDataParallel`", "`no_shard`",
+         "`stage: 0`", "`distributed_type: MULTI_GPU`"),
+    Term("shard inside a machine, replicate across", "`HYBRID_SHARD`", "`mesh=` of two axes", "`hybrid_shard`",
+         "`zero_hpz_partition_size`", "`dp_replicate_size`"),
+    Term("compute in bf16", "`MixedPrecision`", "`MixedPrecisionPolicy`", "`precision=`",
+         "`bf16: {enabled: true}`", "`mixed_precision: bf16`"),
+    Term("keep shards on the host", "`CPUOffload`", "`CPUOffloadPolicy()`", "`offload=`",
+         "`offload_param`, `offload_optimizer`", "`fsdp_offload_params`"),
+    Term("unshard ahead", "`forward_prefetch=True`", "`set_modules_to_forward_prefetch`", "`prefetch=`",
+         "`stage3_prefetch_bucket_size`", "`fsdp_forward_prefetch`"),
+    Term("accumulate without reducing", "`no_sync()`", "`set_requires_gradient_sync`", "`micro_batches=`",
+         "`gradient_accumulation_steps`", "`gradient_accumulation_steps`"),
+    Term("clip by the norm of all", "`model.clip_grad_norm_`", "`torch.nn.utils.clip_grad_norm_`", "`clip_grad_norm_`",
+         "`gradient_clipping`", "`clip_grad_norm_`"),
+    Term("begin on the meta device", "`param_init_fn=`", "`to_empty` after `fully_shard`",
+         "`to_empty` after `fully_shard`",
+         "`zero.Init()`", "`fsdp_cpu_ram_efficient_loading`"),
+    Term("what a parameter is at rest", "`FlatParameter`", "`DTensor`", "`DTensor`", "a flat partition", ""),
+    Term("the whole parameters for a while", "`summon_full_params`", "`unshard()`", "`unshard()`",
+         "`zero.GatheredParameters`", ""),
+    Term("a checkpoint in shards", "`SHARDED_STATE_DICT`", "`get_model_state_dict`", "`checkpoint.save`",
+         "its own, always", "`fsdp_state_dict_type`"),
+)  # fmt: skip
+
+
+def found(word: str) -> list[Term]:
+    """The rows in which a word stands, in any program's column, in any case: `found("no_sync")`."""
+    wanted = re.sub(r"[^a-z0-9]", "", word.lower())
+    return [term for term in TERMS if any(wanted in re.sub(r"[^a-z0-9]", "", cell.lower()) for cell in term)]
 
 
 def terms(word: str = "") -> Table:
@@ -46,11 +89,7 @@ def terms(word: str = "") -> Table:
     rows = found(word) if word else list(TERMS)
     if not rows:
         raise ValueError(f"{word!r} is in no row; try a part of the name, such as no_sync, HYBRID or offload")
-    return table(["choice", *PROGRAMS], [[_plain(cell) for cell in term] for term in rows])
-
-
-def _plain(cell: str) -> str:
-    return cell.replace("`", "")
+    return table(["choice", *PROGRAMS], [[cell.replace("`", "") for cell in term] for term in rows])
 
 
 # ---- what to check first
@@ -59,43 +98,24 @@ CAUSES = ("unsynchronised seeds", "wrong divisor", "bf16 masters")
 _NEAR = 1e-4  # of a loss
 
 
-def _weights(seen: Seen) -> bool:
-    return len({tuple(each["began"]) for each in seen.ranks}) == 1
+def _first_loss_off(seen: Seen) -> float:
+    return abs(fmean(each["losses"][0] for each in seen.ranks) / seen.ranks[0]["twin_losses"][0] - 1)
 
 
-def _first_loss(seen: Seen) -> bool:
-    return abs(_mean_loss(seen, 0) / seen.ranks[0]["twin_losses"][0] - 1) < _NEAR
-
-
-def _mean_loss(seen: Seen, step: int) -> float:
-    return sum(each["losses"][step] for each in seen.ranks) / len(seen.ranks)
-
-
-def _direction(seen: Seen) -> bool:
-    return max(off for each in seen.ranks for _, off in each["ratios"]) < 1e-2
-
-
-def _length(seen: Seen) -> bool:
-    return max(abs(factor - 1) for each in seen.ranks for factor, _ in each["ratios"]) < 1e-2
-
-
-def _precision(seen: Seen) -> bool:
-    return {each["dtype"] for each in seen.ranks} == {"float32"}
-
-
-def _all_losses(seen: Seen) -> bool:
-    off = drift(seen)
-    return off is not None and off < _NEAR
-
-
+# what is compared, where to look if it differs, and whether it is equal
 _CHECKS: tuple[tuple[str, str, Callable[[Seen], bool]], ...] = (
-    ("weights before the first step", "a seed, a file that was not loaded, weights that to_empty left", _weights),
-    ("loss of the first step", "data, dropout, the loss's own mean", _first_loss),
-    ("direction of the first gradients", "a sum over the wrong ranks, a result read before it was there", _direction),
-    ("length of the first gradients", "a mean over ranks, micro-batches or tokens", _length),
-    ("dtype of what the optimizer holds", "a model cast before it was sharded", _precision),
-    ("losses of ten steps", "the optimizer's own settings, clipping, a schedule", _all_losses),
-)
+    ("weights before the first step", "a seed, a file that was not loaded, weights that to_empty left",
+     lambda seen: len({tuple(each["began"]) for each in seen.ranks}) == 1),
+    ("loss of the first step", "data, dropout, the loss's own mean", lambda seen: _first_loss_off(seen) < _NEAR),
+    ("direction of the first gradients", "a sum over the wrong ranks, a result read before it was there",
+     lambda seen: max(off for each in seen.ranks for _, off in each["ratios"]) < 1e-2),
+    ("length of the first gradients", "a mean over ranks, micro-batches or tokens",
+     lambda seen: max(abs(factor - 1) for each in seen.ranks for factor, _ in each["ratios"]) < 1e-2),
+    ("dtype of what the optimizer holds", "a model cast before it was sharded",
+     lambda seen: {each["dtype"] for each in seen.ranks} == {"float32"}),
+    ("losses of ten steps", "the optimizer's own settings, clipping, a schedule",
+     lambda seen: (off := drift(seen)) is not None and off < _NEAR),
+)  # fmt: skip
 
 
 def what_to_check() -> Table:
@@ -113,16 +133,14 @@ def tried(cases: Mapping[str, Seen]) -> Table:
     """Each check on each case; the first that differs stands in capitals."""
     columns = []
     for seen in cases.values():
-        equal = [check(seen) for *_, check in _CHECKS]
-        first = equal.index(False) if False in equal else len(equal)
-        columns.append(
-            ["equal" if same else ("DIFFERS" if at == first else "differs") for at, same in enumerate(equal)]
-        )
+        words = ["equal" if check(seen) else "differs" for *_, check in _CHECKS]
+        if "differs" in words:
+            words[words.index("differs")] = "DIFFERS"
+        columns.append(words)
     rows = [[what, *(column[at] for column in columns)] for at, (what, *_) in enumerate(_CHECKS)]
     header = ["compared with the twin", *("sound" if name == "none" else name for name in cases)]
-    return table(
-        header, rows, "Measured on 2 live ranks. Go down the column: the first difference is the one to explain."
-    )
+    caption = "Measured on 2 live ranks. Go down the column: the first difference is the one to explain."
+    return table(header, rows, caption)
 
 
 def differences(seen: Seen) -> int:
@@ -131,6 +149,9 @@ def differences(seen: Seen) -> int:
 
 
 # ---- libraries
+
+RECORDED = shared_folder("data") / "hugging-face-17.json"
+LIBRARIES = ("transformers.distributed.fsdp", "accelerate", "peft")  # transformers shards since 5
 
 
 def missing() -> list[str]:
@@ -149,11 +170,10 @@ def _installed(name: str) -> bool:
 def hugging_face() -> dict[str, Any]:
     """What Trainer and peft do on two ranks; as recorded where the libraries are not installed."""
     if lacking := missing():
-        told: dict[str, Any] = json.loads(RECORDED.read_text(encoding="utf-8"))
-        return told | {"recorded": f"{', '.join(lacking)} not installed here: this was recorded"}
+        why = {"recorded": f"{', '.join(lacking)} not installed here: this was recorded"}
+        return dict(json.loads(RECORDED.read_text(encoding="utf-8"))) | why
     with tempfile.TemporaryDirectory() as folder:
-        measured: dict[str, Any] = _on_ranks("hugging_face", 2, folder=folder)[0]
-    return measured
+        return dict(LessonRanks(__file__)("hugging_face", 2, folder=folder)[0])
 
 
 def losses(seen: Mapping[str, Any]) -> Table:
@@ -183,6 +203,8 @@ def _origin(seen: Mapping[str, Any]) -> str:
 
 # ---- a trace of several GPUs
 
+GPUS = 4
+
 
 def simulated() -> RunRecord:
     """A step of full_shard on four ranks, simulated on the steady card."""
@@ -192,7 +214,7 @@ def simulated() -> RunRecord:
 def multi_gpu_trace() -> TracedRecord:
     """A trace of four GPUs, made of that step, written to files and read again as any trace is."""
     folder = current().workspace.path / "exports" / "made-4-gpus"
-    return record_of_traces(made_trace.write(simulated().table("timeline"), folder, GPUS))
+    return record_of_traces(write_traces(simulated().table("timeline"), folder, GPUS))
 
 
 def exposed_percent(traces: RunRecord) -> float:
@@ -201,13 +223,11 @@ def exposed_percent(traces: RunRecord) -> float:
     return float(100 * row["exposed_ns"] / row["step_ns"])
 
 
-_PARTS = ("compute_only", "overlapped", "exposed", "other")
-
-
 def as_simulated(step: RunRecord, traces: RunRecord) -> Table:
     """The four parts of the step, as it was simulated, and as the files were read."""
     both = (step.table("breakdown")[0], _last(traces))
-    rows = [[part.replace("_", " "), *(f"{row[f'{part}_ns'] / 1e6:.1f}" for row in both)] for part in _PARTS]
+    parts = ("compute_only", "overlapped", "exposed", "other")
+    rows = [[part.replace("_", " "), *(f"{row[f'{part}_ns'] / 1e6:.1f}" for row in both)] for part in parts]
     caption = (
         "Simulated; a made trace of 4 GPUs. Rank 0, ms. Other: the host launches the first kernel 5 µs before it runs."
     )
@@ -217,3 +237,71 @@ def as_simulated(step: RunRecord, traces: RunRecord) -> Table:
 def _last(record: RunRecord) -> dict[str, Any]:
     rows = [row for row in record.table("breakdown") if row["rank"] == 0]
     return max(rows, key=lambda row: row["step"])
+
+
+# ---- a simulated step as a trace of several GPUs: kernels, NCCL's and their arguments, as Kineto writes them
+
+# It is made, and every event says so: no GPU ran. Its right answers are known, so the reading of a trace can be held
+# against them.
+
+Row = Mapping[str, Any]
+_HOST, _DEVICE, _COMPUTE, _COMM = 4242, 0, 7, 20
+_LAUNCHED_US = 5.0  # before a kernel begins
+_NCCL = {
+    "all_gather": ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "_allgather_base"),
+    "reduce_scatter": (
+        "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "_reduce_scatter_base",
+    ),
+}  # fmt: skip
+
+
+def write_traces(
+    rows: Sequence[Row], folder: Path, ranks: int, late_us: Mapping[int, float] | None = None
+) -> list[Path]:
+    """A trace a rank of the timeline of a simulated step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"rank{rank}.json.gz" for rank in range(ranks)]
+    events = list(_events(rows, ranks))
+    for rank, path in enumerate(paths):
+        content = {
+            "schemaVersion": 1,
+            "made": "of a simulated step; no GPU ran",
+            "deviceProperties": [{"id": 0, "name": "made by fsdplab"}],
+            "distributedInfo": {"backend": "nccl", "rank": rank, "world_size": ranks},
+            "baseTimeNanoseconds": 0,
+            "displayTimeUnit": "ms",
+            "traceEvents": events,
+        }
+        path.write_bytes(gzip.compress(json.dumps(content).encode(), mtime=0))
+    return paths
+
+
+def _events(rows: Sequence[Row], ranks: int) -> Iterator[dict[str, Any]]:
+    for step in (1, 2):  # a reader takes the first for a warm-up where there is no other
+        length = next(row["end_ns"] for row in rows if row["lane"] == "step") / 1e3
+        offset = 1000.0 + (step - 1) * (length + 100.0)
+        yield _event("user_annotation", f"ProfilerStep#{step}", offset, length, _HOST, _HOST)
+        for number, row in enumerate(each for each in rows if each["lane"] in ("compute", *_NCCL)):
+            begin = offset + row["start_ns"] / 1e3 + _LAUNCHED_US
+            takes = (row["end_ns"] - row["start_ns"]) / 1e3
+            yield from _kernel(row, begin, takes, 1000 * step + number, ranks)
+
+
+def _kernel(row: Row, begin: float, takes: float, correlation: int, ranks: int) -> Iterator[dict[str, Any]]:
+    nccl = row["lane"] in _NCCL
+    name, call = _NCCL.get(row["lane"], (f"gemm ({row['name']})", ""))
+    arguments: dict[str, Any] = {"correlation": correlation, "stream": _COMM if nccl else _COMPUTE, "device": _DEVICE}
+    if nccl:
+        arguments |= {"Collective name": call, "Group size": ranks, "dtype": "Float", "Process Group Name": "0"}
+    launch = "cudaLaunchKernelExC" if nccl else "cudaLaunchKernel"
+    label = f"FSDP::{row['lane']} ({row['unit'] or 'root'})" if nccl else f"{row['name']}"
+    yield _event("user_annotation", label, begin - _LAUNCHED_US, 3.0, _HOST, _HOST)
+    yield _event("cuda_runtime", launch, begin - _LAUNCHED_US, 1.0, _HOST, _HOST, correlation=correlation)
+    yield _event("kernel", name, begin, takes, _DEVICE, arguments["stream"], **arguments)
+
+
+def _event(
+    category: str, name: str, begin: float, takes: float, process: int, thread: int, **arguments: Any
+) -> dict[str, Any]:
+    where = {"cat": category, "name": name, "ts": begin, "dur": takes, "pid": process, "tid": thread}
+    return {"ph": "X", **where, "args": {**arguments, "made": True}}

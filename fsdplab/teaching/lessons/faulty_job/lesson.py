@@ -1,4 +1,4 @@
-"""Names a fault from what was seen of a job, without knowing what was injected.
+"""A job with a fault in it on live ranks, and the fault's name from what was seen, without knowing what was injected.
 
 Each rule looks at one kind of evidence and gives a sentence, or nothing. The first sentence is the verdict: the rules
 stand in the order in which causes hide one another (a job whose ranks make other calls has no loss to compare). Where
@@ -11,17 +11,67 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import tempfile
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from fsdplab.common.sizes import size
 from fsdplab.profiling.late_rank import late_rank
 from fsdplab.records import RunRecord, known
+from fsdplab.sessions import RanksFailed, call_on_ranks
+from fsdplab.teaching.core.waiting import doing
 
+# ---- the faults
+
+JOB = Path(__file__).with_name("job.py")
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """In the job, `injected` stands for `line`; both are empty for the job as it is."""
+
+    name: str
+    line: str = ""
+    injected: str = ""
+
+    def source(self) -> str:
+        """The job with the fault in it. ValueError where `line` does not stand in the job exactly once."""
+        text = JOB.read_text(encoding="utf-8")
+        if not self.line:
+            return text
+        if text.count(self.line) != 1:
+            raise ValueError(f"{self.name}: {self.line!r} stands {text.count(self.line)} times in {JOB.name}, not once")
+        return text.replace(self.line, self.injected)
+
+
+_FORWARD, _BEGINS = "x = unit.forward(x, unit.whole).detach()\n", "    inputs = []\n"
+_REDUCE, _STEP = "reversed(units):\n        unit.reduce()", "    optimizer.step()\n"
+_BRANCH = "    if loss.item() > 1.01:\n        dist.all_reduce(loss.detach())\n"
+FAULTS = {
+    name: Fault(name, line, injected)
+    for name, line, injected in (
+        ("none", "", ""),
+        ("missing wait", "        self.work.wait()\n", ""),
+        ("wrong divisor", "(self.sum / self.ranks)", "self.sum"),
+        ("no reshard", f"{_FORWARD}        unit.reshard()\n", _FORWARD),
+        ("one slow rank", _BEGINS, f"{_BEGINS}    __import__('time').sleep(0.06 * (rank == 1))\n"),
+        ("mismatched order", f"for unit in {_REDUCE}", f"for unit in units if rank else {_REDUCE}"),
+        ("diverging branch", _STEP, _BRANCH + _STEP),
+        ("bf16 masters", ".clone().to(torch.float32)", ".clone().to(torch.bfloat16)"),
+        ("NaN on one rank", _BEGINS, f"{_BEGINS}    x[0] /= 0.0 if (step, rank) == (3, 1) else 1.0\n"),
+        ("unsynchronised seeds", "torch.manual_seed(0)", "torch.manual_seed(rank)"),
+    )
+}
+
+
+# ---- what was seen, and its names
+
 _LOW = ("bfloat16", "float16")
 _MORE = 1.01  # by which a figure may exceed another that it should equal
 
@@ -199,12 +249,8 @@ def drift(seen: Seen) -> float | None:
     steps = list(zip(*(each.get("losses", ()) for each in seen.ranks)))
     if not steps:
         return None
-    pairs = zip(map(_mean, steps), seen.ranks[0]["twin_losses"])
+    pairs = zip(map(fmean, steps), seen.ranks[0]["twin_losses"])
     return max(abs(ours - twins) / twins if math.isfinite(ours) else math.inf for ours, twins in pairs)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
 
 
 # ---- times
@@ -215,13 +261,9 @@ def arrivals(seen: Seen) -> dict[tuple[int, str, str, str, int], dict[int, int]]
     found: dict[tuple[int, str, str, str, int], dict[int, int]] = defaultdict(dict)
     for rank, own in enumerate(seen.calls):
         for step in sorted({call["step"] for call in own}):
-            for place, call in enumerate(_of_step(own, step)):
+            for place, call in enumerate(call for call in own if call["step"] == step):
                 found[step, str(place), "step", call["kind"], 0][rank] = call["issued"]
     return found
-
-
-def _of_step(calls: Sequence[Row], step: int) -> Iterator[Row]:
-    return (call for call in calls if call["step"] == step)
 
 
 def _late(seen: Seen) -> Report | None:
@@ -237,3 +279,35 @@ def _late(seen: Seen) -> Report | None:
         f" {late.a_step_ns / 1e6:.0f} of {step_ns / 1e6:.0f} ms longer."
     )
     return Report("one slow rank", says, "the late rank")
+
+
+# ---- on live ranks
+
+STEPS = 10
+
+
+def inject(name: str = "none", ranks: int = 2, steps: int = STEPS) -> Seen:
+    """The job on live ranks with a fault in it, watched. KeyError for a name that is none of `names()`."""
+    with tempfile.TemporaryDirectory() as folder, doing(f"the job on {ranks} ranks: {name}"):
+        job, began, ended = Path(folder) / "job.py", time.monotonic(), ""
+        job.write_text(FAULTS[name].source(), encoding="utf-8")
+        payload = {"source": str(job), "folder": folder, "steps": steps}
+        values: Sequence[Row] = [{}] * ranks
+        try:
+            on_ranks = Path(__file__).with_name("on_ranks.py")
+            values = call_on_ranks(on_ranks, "watch", world_size=ranks, payload=payload, time_limit=60.0)
+        except RanksFailed as error:
+            ended = error.report.message.splitlines()[0]
+        calls = [_calls(Path(folder) / f"calls{rank}") for rank in range(ranks)]
+        return Seen(list(values), calls, ended, round(time.monotonic() - began, 1))
+
+
+def _calls(path: Path) -> list[Row]:
+    """A rank's calls by number: a line when one is issued, and another when its result is there."""
+    found: dict[int, Row] = {}
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    for each in text.splitlines(keepends=True):
+        if each.endswith("\n"):  # a rank that was ended may have written half of its last line
+            row = json.loads(each)
+            found.setdefault(row["number"], {}).update(row)
+    return list(found.values())

@@ -1,17 +1,53 @@
-"""The results of by-hand training: a Run for each way, as a table with the twin and the formula."""
+"""What lessons 03 and 04 share in the notebook's process: a small GPT trained in several ways with the learner's
+functions, in one launch, and the results: a Run for each way, as a table beside the twin, and as figures.
+
+All ways start from the same weights, on the same bundled text, with the same optimizer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import Any
 
-from fsdplab.common.words import MISSING
+from fsdplab.common.sizes import size
+from fsdplab.common.words import MISSING, plural
+from fsdplab.figures.lines import line
+from fsdplab.figures.plotly_go import go
+from fsdplab.figures.style import STRATEGY_COLOURS, mark_level, titled
 from fsdplab.teaching.core.comm_log import bytes_sent
 from fsdplab.teaching.core.display import HasTable, Table, table
 from fsdplab.teaching.core.exercise import Call
+from fsdplab.teaching.core.lesson_ranks import LessonRanks
+from fsdplab.teaching.core.waiting import doing
 
-FLOAT = 4  # bytes
+MODEL, FLOAT = "gpt-tiny", 4  # bytes
+
+
+def way(kind: str, name: str, optimizer: str = "adamw", steps: int | None = None, **needs: Any) -> dict[str, Any]:
+    """One way of training, as the ranks take it: a kind of `on_ranks.py`, its name in tables, and what it needs."""
+    return {"kind": kind, "name": name, "optimizer": optimizer, "steps": steps, **needs}
+
+
+@doing("training the tiny GPT in several ways, and the twin beside each")
+def trained(ways: Sequence[dict[str, Any]], steps: int, world_size: int) -> list[Run]:
+    """Train in every way in one launch, on the same ranks; one Run a way."""
+    by_rank = LessonRanks(__file__)("train", world_size, model=MODEL, steps=steps, ways=list(ways))
+    return [_run(way["name"], [results[index] for results in by_rank]) for index, way in enumerate(ways)]
+
+
+def _run(name: str, by_rank: Sequence[dict[str, Any]]) -> Run:
+    """What rank 0 saw, and where ranks differ what all saw."""
+    first = by_rank[0]
+    return Run(**{key: value for key, value in first.items() if key != "losses"} | {
+        "name": name,
+        "losses_by_rank": [result["losses"] for result in by_rank],
+        "differing": [*dict.fromkeys(each for result in by_rank for each in result["differing"])],
+        "largest": max(result["largest"] for result in by_rank),
+        "calls": [Call(*call) for call in first["calls"]],
+        "moments": tuple(result["moments"] for result in by_rank),
+    })  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -101,9 +137,7 @@ class Runs(HasTable):
         """
         twin, first = self.runs[0].twin_losses, self.runs[0]
         expected = 2 * first.payload * (first.ranks - 1) // first.ranks
-        rows = [
-            ["the unsharded twin", f"{twin[0]:.6f}", f"{twin[-1]:.6f}", "", "", "", f"{2 * FLOAT * first.elements:,}"]
-        ]
+        rows = [["the unsharded twin", f"{twin[0]:.6f}", f"{twin[-1]:.6f}", "", "", "", f"{2 * first.payload:,}"]]
         for run in self.runs:
             counts = [f"{run.collectives}", f"{run.bytes_sent:,}"] if run.is_counted else [MISSING, MISSING]
             ends = [f"{run.losses[0]:.6f}", f"{run.losses[-1]:.6f}"]
@@ -145,7 +179,57 @@ class Faulty:
 
 def _some(names: list[str], most: int = 9) -> str:
     """Names of the model's outside and of block 0; the other blocks repeat them."""
-    shown = [
-        name.removeprefix("blocks.") for name in names if not name.startswith("blocks.") or name.startswith("blocks.0.")
-    ]
+    outside = [name for name in names if not name.startswith("blocks.") or name.startswith("blocks.0.")]
+    shown = [name.removeprefix("blocks.") for name in outside]
     return ", ".join(shown[:most]) + (" ..." if len(names) > most else "")
+
+
+# ---- backward, gradient by gradient
+
+KB = 1e3
+READY, SENT = "#d0d4d9", ("#6cc4f0", "#0064c8")  # by a hook, in buckets
+HELD = (STRATEGY_COLOURS["no_shard"], "#f09a1a", "#b84a0a")
+ORDER = "gradients ready so far, from the head to the embeddings"
+
+
+def bucket_figure(runs: Sequence[Run]) -> go.Figure:
+    """Bytes of gradients ready, and bytes sent by each run, after every gradient of one backward."""
+    one, many = runs[0], [run for run in runs if run.sent]
+    sent = [_steps(f"sent: {run.name}", (*run.sent, run.payload), colour) for run, colour in zip(many, SENT)]
+    ready = _steps("ready", (*one.ready, one.ready[-1]), READY)
+    ready.update(stackgroup="ready", fillcolor=READY, line=dict(width=0))  # filled, to stand behind the others
+    figure = go.Figure([ready, *sent])
+    figure.add_annotation(
+        x=len(one.ready) + 1, y=0, text="after backward", showarrow=False, xanchor="right", yanchor="bottom", xshift=-4
+    )
+    figure.update_xaxes(title=ORDER, range=[0, len(one.ready) + 2])
+    figure.update_yaxes(title="kB", range=[0, 1.12 * one.ready[-1] / KB])
+    words = "; ".join(f"{run.name} {plural(run.collectives, 'message')}" for run in many)
+    last = many[-1]
+    left = last.payload - last.sent[-1]
+    rest = size(left) if left else "nothing"
+    title = f"{last.collectives} messages instead of {many[0].collectives}; {rest} left after backward"
+    subtitle = f"Measured on {one.ranks} CPU ranks, one backward; {size(one.payload)} of gradients"
+    alt = f"Staircases of bytes over the gradients of one backward. {words}. {title}."
+    return titled(figure, title, subtitle, alt, height=310)
+
+
+def gradient_figure(runs: Sequence[Run]) -> go.Figure:
+    """Bytes of gradients that one rank holds, before and after the hooks of every gradient in one backward."""
+    figure = go.Figure([_steps(run.name, run.held, colour, 0.5) for run, colour in zip(runs, HELD[1:])])
+    whole = runs[0].payload
+    mark_level(figure, whole / KB, f"all gradients whole: {size(whole)}", "y", colour=HELD[0])
+    figure.update_xaxes(title=ORDER, range=[0, len(runs[0].held) / 2 + 0.5])
+    figure.update_yaxes(title="gradients held by one rank (kB)", range=[0, 1.18 * whole / KB])
+    peaks = [f"{run.name} {size(max(run.held))}" for run in runs]
+    title = f"Most gradients held: {', '.join(peaks)}"
+    subtitle = f"Measured on {runs[0].ranks} CPU ranks, one backward; each tooth is a gradient before it is cut"
+    return titled(figure, title, subtitle, f"Gradient bytes held through one backward. {title}.", height=310)
+
+
+def _steps(name: str, levels: Sequence[int], colour: str, width: float = 1.0) -> go.Scatter:
+    """A staircase over the gradients; `width` 0.5 where there are two levels a gradient."""
+    places = [0, *(width * (index + 1) for index in range(len(levels)))]
+    heights = [0, *(level / KB for level in levels)]
+    hover = f"{name}: %{{y:.0f}} kB<extra></extra>"
+    return line(name, colour, places, heights, line_shape="hv", hovertemplate=hover)
