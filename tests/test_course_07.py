@@ -91,7 +91,7 @@ def test_the_feedback_says_by_how_much_and_where():
 def test_the_card_exposes_what_arithmetic_says(course):
     payload = {"units": "block", "prefetch": 0, "link_queues": 2, "batch_size": 2}
     gather = on_ranks.GATHER_MS + on_ranks.LATENCY_MS
-    for one in overlapping.ranks_of_the_card("on_this_rank", **payload):
+    for one in overlapping._on_ranks("on_this_rank", **payload):
         assert one["exposed"]["all-gathers in forward"] == pytest.approx(on_ranks.BLOCKS * gather, rel=0.05)
         assert one["exposed"]["all-gathers in backward"] == pytest.approx(on_ranks.BLOCKS * gather, rel=0.05)
         moved = on_ranks.BLOCKS * (4 * on_ranks.GATHER_MS + 3 * on_ranks.LATENCY_MS)

@@ -22,11 +22,6 @@ from fsdplab.records import RunRecord, known
 from fsdplab.sessions import RunSpec
 from fsdplab.teaching.core.display import Note, Table, table
 
-__all__ = [
-    "CARD", "beside_zero", "gap", "job", "moments", "moments_table", "on_the_card", "peak",
-    "planned", "predicted_beside", "real_batches", "stack", "states_table",
-]  # fmt: skip
-
 MB, GB = 1e6, 1e9
 CARD = 320e6  # bytes of the emulated card
 JOB = {

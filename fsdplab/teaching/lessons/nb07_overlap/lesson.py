@@ -34,12 +34,7 @@ from fsdplab.teaching.core.waiting import doing
 
 from .on_ranks import TARGET_MS, complaint
 
-__all__ = [
-    "LINKS", "TARGET_MS", "TOKENS", "by_cause", "by_hand", "exposed_over_links", "inflation", "on_the_card",
-    "on_the_link_ns", "split", "steady", "with_rule",
-]  # fmt: skip
-
-ranks_of_the_card = LessonRanks(__file__)
+_on_ranks = LessonRanks(__file__)
 MS = 1e6  # nanoseconds
 Row = dict[str, Any]
 Intervals = list[tuple[int, int]]
@@ -77,15 +72,15 @@ def by_hand(exposed: Callable[[InMs, InMs], float], record: RunRecord) -> Table:
     """
     step, rows = timeline_of(record, None)
     begin = min(row["start_ns"] for row in rows)
-    lines = []
+    cells = []
     for rank in sorted({row["rank"] for row in rows}):
         lists = [_intervals(rows, rank, lanes) for lanes in (COLLECTIVES, ("compute",))]
         moved, computed = ([((start - begin) / MS, (end - begin) / MS) for start, end in each] for each in lists)
         own = next(row for row in record.table("breakdown") if (row["rank"], row["step"]) == (rank, step))
         both = [f"{exposed(moved, computed):.1f}", f"{own['exposed_ns'] / MS:.1f}"]
-        lines.append([f"rank {rank}", len(moved), len(computed), *both])
+        cells.append([f"rank {rank}", len(moved), len(computed), *both])
     header = ["", "messages", "pieces of compute", "exposed by your function, ms", "in the record, ms"]
-    return table(header, lines, "A step on the steady card, simulated.")
+    return table(header, cells, "A step on the steady card, simulated.")
 
 
 def _intervals(rows: list[Row], rank: int, lanes: tuple[str, ...]) -> Intervals:
@@ -147,41 +142,25 @@ def exposed_curves(curves: Curves, link: int, tokens: int) -> go.Figure:
     """
     links = sorted({at for points in curves.values() for at, _, _ in points})
     places = {at: math.log2(at / links[0]) for at in links}
-    lines = zip(curves.items(), _LINES, strict=True)
-    figure = go.Figure([_line(name, points, places, look) for (name, points), look in lines])
+    figure = go.Figure()
+    for (name, points), (colour, width, dash) in zip(curves.items(), _LINES, strict=True):
+        shares = [100 * shown / moved for _, shown, moved in points]
+        hover = f"{name}, %{{customdata[0]}} MB/s<br>%{{customdata[1]:.1f}} of %{{customdata[2]:.1f}} ms<extra></extra>"
+        at = [places[each] for each, _, _ in points]
+        drawn = line(name, colour, at, shares, width, dash, customdata=list(map(list, points)), hovertemplate=hover)
+        figure.add_trace(drawn)
     names = dict(tickmode="array", tickvals=list(places.values()), ticktext=[f"{at:,}" for at in links])
     figure.update_xaxes(title_text="link (MB/s)", range=[-0.3, places[links[-1]] + 0.3], **names)
     figure.update_yaxes(title_text="exposed, % of communication", range=[-3, 105])
-    figure.add_shape(
-        type="line", x0=places[link], x1=places[link], y0=0, y1=1, yref="paper", line=dict(color=GRID, width=4)
-    )
-    title, where, alt = _words(curves, link, tokens)
-    return titled(figure, title, where, alt, 324)
-
-
-def _line(
-    name: str, points: list[tuple[int, float, float]], places: dict[int, float], look: tuple[str, int, str]
-) -> go.Scatter:
-    colour, width, dash = look
-    shares = [100 * shown / moved for _, shown, moved in points]
-    return line(
-        name, colour, [places[at] for at, _, _ in points], shares, width, dash,
-        customdata=[list(point) for point in points],
-        hovertemplate=f"{name}, %{{customdata[0]}} MB/s<br>%{{customdata[1]:.1f}} of %{{customdata[2]:.1f}} ms"
-        "<extra></extra>",
-    )  # fmt: skip
-
-
-def _words(curves: Curves, link: int, tokens: int) -> tuple[str, str, str]:
-    """(title, conditions, alternative text) with the numbers of the marked link."""
+    marked = dict(x0=places[link], x1=places[link], y0=0, y1=1, yref="paper", line=dict(color=GRID, width=4))
+    figure.add_shape(type="line", **marked)
     here = {name: next(each[1:] for each in points if each[0] == link) for name, points in curves.items()}
-    parts = {name: seconds(shown / 1e3) if shown else "0 ms" for name, (shown, _) in here.items()}
+    parts = [f"{seconds(shown / 1e3) if shown else '0 ms'} ({name})" for name, (shown, _) in here.items()]
     moved = seconds(next(iter(here.values()))[1] / 1e3)
-    exposed = ", ".join(f"{part} ({name})" for name, part in list(parts.items())[:2])
-    title = f"{link:,} MB/s, {tokens} tokens: messages take {moved}; exposed are {exposed}"
-    least = f"at least {list(parts.values())[-1]} under any schedule"
+    title = f"{link:,} MB/s, {tokens} tokens: messages take {moved}; exposed are {', '.join(parts[:2])}"
+    least = f"at least {parts[-1].partition(' (')[0]} under any schedule"
     where = f"{least}; a step on the steady card, simulated with the engine's own schedule"
-    return title, where, f"Lines of exposed time over the link. {title}; {least}."
+    return titled(figure, title, where, f"Lines of exposed time over the link. {title}; {least}.", 324)
 
 
 LINKS = (25, 50, 100, 200, 400, 800, 1600, 3200, 6400)  # MB/s
@@ -209,25 +188,17 @@ def curves_of(job: RunSpec, tokens: int, links: tuple[int, ...]) -> Curves:
     """(MB/s, exposed ms, ms of all communication) points by the schedule's name, and of what no schedule can hide."""
     found: Curves = {name: [] for name in (*MOST_AHEAD, "no schedule can hide")}
     for link in links:
-        exposed_ms, moved = _at(replace(job, link=f"{link}MB/s", sequence_length=tokens // job.batch_size))
+        behind = replace(job, link=f"{link}MB/s", sequence_length=tokens // job.batch_size)
+        timed = {name: steady(replace(behind, prefetch=depth)) for name, depth in MOST_AHEAD.items()}
+        rows = next(iter(timed.values())).table("timeline")
+        moved = length(_intervals(rows, 0, COLLECTIVES)) / MS
+        # the optimizer's step is left out, as no message may travel under it
+        computed = length(_intervals([row for row in rows if row["phase"] != "optimizer"], 0, ("compute",))) / MS
+        exposed_ms = {name: 1e3 * known(record.summary.comm.exposed_s) for name, record in timed.items()}
+        exposed_ms["no schedule can hide"] = least_exposed_ms(computed, moved)
         for name, milliseconds in exposed_ms.items():
             found[name].append((link, milliseconds, moved))
     return found
-
-
-def _at(job: RunSpec) -> tuple[dict[str, float], float]:
-    """Exposed ms by the schedule's name and of what no schedule can hide, and ms of all communication, at one link."""
-    timed = {name: steady(replace(job, prefetch=depth)) for name, depth in MOST_AHEAD.items()}
-    computed, moved = _lengths_ms(next(iter(timed.values())))
-    found = {name: 1e3 * known(record.summary.comm.exposed_s) for name, record in timed.items()}
-    return found | {"no schedule can hide": least_exposed_ms(computed, moved)}, moved
-
-
-def _lengths_ms(record: RunRecord) -> tuple[float, float]:
-    """(|C|, |M|) in ms of a step of rank 0; the optimizer's step is left out, as no message may travel under it."""
-    rows = [row for row in record.table("timeline") if row["rank"] == 0]
-    computed = _intervals([row for row in rows if row["phase"] != "optimizer"], 0, ("compute",))
-    return length(computed) / MS, length(_intervals(rows, 0, COLLECTIVES)) / MS
 
 
 # ---- the learner's rule
@@ -269,7 +240,7 @@ def on_the_card(settings: dict[str, Any]) -> Table:
     """
     if refused := complaint(settings):
         raise ValueError(refused)
-    by_rank = ranks_of_the_card("on_this_rank", **settings)
+    by_rank = _on_ranks("on_this_rank", **settings)
     worst = max(by_rank, key=lambda one: sum(one["exposed"].values()))
     exposed = {**worst["exposed"], "sum": sum(worst["exposed"].values())}
     caption = (

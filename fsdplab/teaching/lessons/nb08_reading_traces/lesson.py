@@ -18,15 +18,10 @@ from fsdplab.profiling.step_summary import exposed_cells
 from fsdplab.profiling.traces.chrome import ChromeTrace, nanoseconds
 from fsdplab.profiling.traces.overlap import TraceAnalysis, analyse_trace
 from fsdplab.records import RunRecord, known
-from fsdplab.sessions.steady_card import GIGAFLOPS, steady
+from fsdplab.sessions.steady_card import GIGAFLOPS, steady  # noqa: F401 (the notebook calls it)
 from fsdplab.teaching.core.course_state import current
 from fsdplab.teaching.core.display import Note, Table, table
 from fsdplab.teaching.core.recorded import recorded as recorded_run
-
-__all__ = [
-    "at", "breakdown", "clock_table", "diagnosis", "exports", "gaps", "key", "parts_table", "ranges", "recorded",
-    "sets", "steady", "transfers", "waits_table", "worst",
-]  # fmt: skip
 
 PARTS = ("compute_only", "overlapped", "exposed", "other")
 WAITS = ("peer", "queue", "link")
@@ -122,20 +117,17 @@ def transfers(record: RunRecord, rank: int = 0) -> Table:
     analysis = _analysed(record, rank)
     begin = next(row["start_ns"] for row in analysis.rows("timeline") if row["lane"] == "step")
     computing = [(row["start_ns"], row["end_ns"]) for row in analysis.rows("timeline") if row["lane"] == "compute"]
-    messages = _messages(record, rank)
-    rows = [_transfer(row, begin, computing) for row in messages]
+    rows, messages = [], _messages(record, rank)
+    for row in messages:
+        times = [_ms(row[name] - begin) for name in ("issue_ns", "start_ns", "end_ns")]
+        before = length(clip(computing, begin, row["issue_ns"]))
+        rows.append([row["unit"] or "root", row["phase"], row["kind"], *times, _ms(row["exposed_ns"]), _ms(before)])
     apart = max(row["issue_ns"] - row["start_ns"] for row in messages)
     header = ["unit", "phase", "collective", "issued", "link takes it", "delivered", "exposed, ms"]
     caption = f"Rank {rank}, ms since the step began. Issued and computing: measured; the link's times: emulated."
     if apart > 0:
         caption += f" The profiler's clock and the link's differ by up to {apart / MS:.2f} ms."
     return table([*header, "computing before, ms"], rows, caption)
-
-
-def _transfer(row: Row, begin: int, computing: Sequence[tuple[int, int]]) -> list[str]:
-    before = length(clip(computing, begin, row["issue_ns"]))
-    times = [_ms(row[name] - begin) for name in ("issue_ns", "start_ns", "end_ns")]
-    return [row["unit"] or "root", row["phase"], row["kind"], *times, _ms(row["exposed_ns"]), _ms(before)]
 
 
 def _analysed(record: RunRecord, rank: int) -> TraceAnalysis:
@@ -148,21 +140,15 @@ def at(record: RunRecord, percent_of_step: int) -> Table:
     begin = min(row["start_ns"] for rank in ranks for row in timeline(record, rank) if row["lane"] == "step")
     instant = begin + round(percent_of_step / 100 * breakdown(record)["step_ns"])
     rows = [[str(rank), *_doing(timeline(record, rank), instant)] for rank in ranks]
-    return table(
-        ["rank", "computing", "communicating", "so this instant is"], rows, f"{_ms(instant - begin)} ms into the step."
-    )
+    header = ["rank", "computing", "communicating", "so this instant is"]
+    return table(header, rows, f"{_ms(instant - begin)} ms into the step.")
 
 
 def _doing(rows: Sequence[Row], instant: int) -> list[str]:
     now = [row for row in rows if row["start_ns"] <= instant < row["end_ns"]]
     work = [f"{row['unit'] or 'root'} {row['phase']}".strip() for row in now if row["lane"] == "compute"]
     talk = sorted({f"{row['lane']} of {row['unit'] or 'root'}" for row in now if row["lane"] in COLLECTIVES})
-    kind = {
-        (True, True): "overlapped",
-        (True, False): "compute only",
-        (False, True): "exposed",
-        (False, False): "other",
-    }[bool(work), bool(talk)]
+    kind = ("overlapped" if talk else "compute only") if work else "exposed" if talk else "other"
     return [", ".join(work) or "-", ", ".join(talk) or "-", kind]
 
 
@@ -178,17 +164,15 @@ def key(record: RunRecord, rank: int = 0) -> Table:
 
 def diagnosis(record: RunRecord) -> Note:
     """The findings as text, the costliest first."""
-    return Note(
-        tuple(f"{number}. {each.title}. {each.text} {each.remedy}" for number, each in enumerate(findings(record), 1))
-    )
+    found = enumerate(findings(record), 1)
+    return Note(tuple(f"{number}. {each.title}. {each.text} {each.remedy}" for number, each in found))
 
 
 def waits_table(record: RunRecord, waited: Callable[..., Mapping[str, float]], rank: int = 0) -> Table:
     """The learner's split of every exposed message of a rank, beside the exposed time and the cause in the record."""
     issued = {_identity(row): row["issue_ns"] for row in _messages(record, 1 - rank)}
-    causes = {
-        (cell.unit or "root", cell.phase, cell.kind): cell.shown_cause for cell in exposed_cells(gaps(record, rank), 1)
-    }
+    cells = exposed_cells(gaps(record, rank), 1)
+    causes = {(cell.unit or "root", cell.phase, cell.kind): cell.shown_cause for cell in cells}
     rows = []
     for row in _messages(record, rank):
         if not row["exposed_ns"]:
@@ -196,9 +180,9 @@ def waits_table(record: RunRecord, waited: Callable[..., Mapping[str, float]], r
         # the exposed time of a message ends when it is delivered, or copied
         needed = row["end_ns"] - row["exposed_ns"]
         split = waited(row["issue_ns"], issued[_identity(row)], row["start_ns"], row["end_ns"], needed)
-        cells = [_ms(split[name]) for name in WAITS]
         place = (row["unit"] or "root", row["phase"], row["kind"])
-        rows.append([*place, *cells, _ms(row["exposed_ns"]), causes[place].replace("_", " ")])
+        parts = [_ms(split[name]) for name in WAITS]
+        rows.append([*place, *parts, _ms(row["exposed_ns"]), causes[place].replace("_", " ")])
     header = ["unit", "phase", "collective", *WAITS, "exposed, ms", "the lab's cause"]
     return table(header, rows, f"Rank {rank}, ms. Issued: measured; taken and delivered: the emulated link's clock.")
 

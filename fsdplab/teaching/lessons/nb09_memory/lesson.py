@@ -16,11 +16,6 @@ from fsdplab.figures.view import view
 from fsdplab.records import CATEGORIES, RunRecord
 from fsdplab.teaching.core.display import Note, Table, table
 
-__all__ = [
-    "by_category", "compared", "unsharded", "gathered_table", "instant", "life_of", "memory_figure", "more_sequences",
-    "peak_row", "peak_table", "place_of", "seen", "unit_bytes",
-]  # fmt: skip
-
 MB = MS = 1e6
 Row = dict[str, Any]
 

@@ -15,7 +15,7 @@ from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import STEP_COLOURS, titled
 from fsdplab.planning.efficiency import efficiency_of
 from fsdplab.planning.links import LinkSpec
-from fsdplab.planning.overlap import PHASES, Overlap, overlap_of, overlap_point
+from fsdplab.planning.overlap import PHASES, overlap_of, overlap_point
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import LINK_EFFICIENCY
 from fsdplab.planning.planner import plan_spec
@@ -25,17 +25,11 @@ from fsdplab.sessions import RunSpec
 from fsdplab.sessions.spec import Network
 from fsdplab.teaching.core.display import Note, Table, table
 
-__all__ = [
-    "asked", "beside_planner", "block", "hundredths", "machines", "planned_crossover", "reached", "target", "tunnel",
-    "tunnel_seen",
-]  # fmt: skip
-
 MODEL, SEQUENCE = "llama-3.1-8b", 256
 NVLINK_STEP = 3.4e-6  # seconds of latency of a ring's step (planning/links.py)
 JOB = {
     "model": "gpt-20m", "strategy": "full_shard", "world_size": 2, "batch_size": 2, "sequence_length": 64, "steps": 1,
-    "warmup": 1, "memory": False, "profile": 1, "device": "cpu",
-    "time_limit": 300.0,
+    "warmup": 1, "memory": False, "profile": 1, "device": "cpu", "time_limit": 300.0,
 }  # fmt: skip
 Crossover = Callable[[float, int, float, float, float, float], float]
 
@@ -46,12 +40,8 @@ def _spec(gpu: str, gpus: int, tokens: int = SEQUENCE) -> PlanSpec:
 
 def machines() -> dict[str, PlanSpec]:
     """The machines of the notebook's figure: Llama 3.1 8B under full_shard on each."""
-    return {
-        "8 x H100": _spec("h100", 8),
-        "64 x H100": _spec("h100", 64),
-        "8 x A100": _spec("a100", 8),
-        "8 x RTX 4090": _spec("4090", 8),
-    }
+    found = {"H100": ("h100", (8, 64)), "A100": ("a100", (8,)), "RTX 4090": ("4090", (8,))}
+    return {f"{gpus} x {name}": _spec(gpu, gpus) for name, (gpu, numbers) in found.items() for gpus in numbers}
 
 
 def target() -> PlanSpec:
@@ -93,43 +83,30 @@ def beside_planner(crossover: Crossover) -> Table:
 
 
 def block(gigabytes_per_second: int, tokens: int) -> go.Figure:
-    """Compute and messages of one block on 8 H100 behind a link of that rate, in forward and backward."""
-    link = LinkSpec("slider", gigabytes_per_second * 1e9, NVLINK_STEP)
-    found: Overlap = overlap_of(_spec("h100", 8, tokens), link)
-    return block_figure(found, f"{gigabytes_per_second} GB/s", f"{tokens:,} tokens a rank")
-
-
-_NAMES = {"compute": "#6b7380", "hidden": STEP_COLOURS["overlapped"], "exposed": STEP_COLOURS["exposed"]}
-
-
-def block_figure(found: Overlap, link: str, batch: str) -> go.Figure:
-    """Bars of a block's compute and messages in forward and backward; a message hides as far as compute reaches."""
-    spans = {phase: _split(found, phase) for phase in PHASES}
-    lines = [f"{phase}: {what}" for phase in PHASES for what in ("compute", "messages")]
-    parts = [_part(name, lines, spans) for name in _NAMES]
-    figure = stacked_bars(
-        dict.fromkeys(lines, ""), parts, "one block (ms)", "%{x:.2f} ms", lambda ms: seconds(ms / 1e3)
-    )
-    exposed = {phase: split["exposed"] for phase, split in spans.items()}
+    """Compute and messages of one block on 8 H100 behind a link of that rate, in forward and backward; a message hides
+    as far as compute reaches.
+    """
+    found = overlap_of(_spec("h100", 8, tokens), LinkSpec("slider", gigabytes_per_second * 1e9, NVLINK_STEP))
+    compute, sent = found.compute_s, found.communication_s
+    hidden = {phase: min(sent[phase], compute[phase]) for phase in PHASES}
+    exposed = {phase: sent[phase] - hidden[phase] for phase in PHASES}
+    rows = [f"{phase}: {what}" for phase in PHASES for what in ("compute", "messages")]
+    parts = [
+        Part(name, colour, [ms for phase in PHASES for ms in (1e3 * upper.get(phase, 0), 1e3 * lower.get(phase, 0))])
+        for name, colour, upper, lower in (
+            ("compute", "#6b7380", compute, {}),
+            ("messages, hidden", STEP_COLOURS["overlapped"], {}, hidden),
+            ("messages, exposed", STEP_COLOURS["exposed"], {}, exposed),
+        )
+    ]
+    figure = stacked_bars(dict.fromkeys(rows, ""), parts, "one block (ms)", "%{x:.2f} ms", lambda ms: seconds(ms / 1e3))
     where = ", ".join(f"{phase} {seconds(span)}" for phase, span in exposed.items() if span)
-    title = f"{link}, {batch}: {f'exposed a block: {where}' if where else 'everything hides'}"
-    said = "; ".join(
-        f"{phase} computes {seconds(found.compute_s[phase])}, its messages take {seconds(found.communication_s[phase])}"
-        for phase in PHASES
-    )
+    title = f"{gigabytes_per_second} GB/s, {tokens:,} tokens a rank: "
+    title += f"exposed a block: {where}" if where else "everything hides"
+    both = {phase: (seconds(compute[phase]), seconds(sent[phase])) for phase in PHASES}
+    said = "; ".join(f"{phase} computes {own}, its messages take {theirs}" for phase, (own, theirs) in both.items())
     subtitle = "Predicted for Llama 3.1 8B on 8 H100 behind this link, full_shard, unsharding one block ahead"
     return titled(figure, title, subtitle, f"Bars of one block: {said}. {title}.", 270)
-
-
-def _split(found: Overlap, phase: str) -> dict[str, float]:
-    compute, sent = found.compute_s[phase], found.communication_s[phase]
-    return {"compute": compute, "hidden": min(sent, compute), "exposed": max(0.0, sent - compute)}
-
-
-def _part(name: str, lines: list[str], spans: dict[str, dict[str, float]]) -> Part:
-    row = "compute" if name == "compute" else "messages"
-    lengths = [1e3 * spans[line.partition(":")[0]][name] if line.endswith(row) else 0.0 for line in lines]
-    return Part(name if name == "compute" else f"messages, {name}", _NAMES[name], lengths)
 
 
 # ---- the wind tunnel

@@ -21,17 +21,12 @@ from fsdplab.figures.style import CATEGORY_COLOURS, COLLECTIVE_COLOURS, titled
 from fsdplab.figures.view import views
 from fsdplab.planning.links import parse_link
 from fsdplab.records import RunRecord, known
-from fsdplab.sessions.steady_card import steady
+from fsdplab.sessions.steady_card import steady  # noqa: F401 (the notebook calls it)
 from fsdplab.teaching.core.diagrams import HeldCell, cells_in_time, mesh
 from fsdplab.teaching.core.display import Note, Shown, Table, table
 from fsdplab.workloads import preset
 
 from .on_ranks import complaint, expected_ms, on_one_node
-
-__all__ = [
-    "ACROSS", "RING", "WITHIN", "beside_the_formula", "gradient_diagram", "link_figure", "mesh_of", "mesh_table",
-    "node_table", "raw_words", "slow", "steady", "steps", "waits",
-]  # fmt: skip
 
 WITHIN, ACROSS, PER_NODE = "4GB/s", "400MB/s", 2
 RING = f"{PER_NODE * parse_link(ACROSS).bytes_per_s / 1e6:g}MB/s"  # of a ring over all ranks, both nodes' ranks in it

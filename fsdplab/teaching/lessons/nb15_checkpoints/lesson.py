@@ -25,8 +25,6 @@ from fsdplab.teaching.core.waiting import doing
 
 from .on_ranks import LOSSES
 
-__all__ = ["Job", "apart", "export", "forms", "forms_figure", "losses_figure", "reshaped"]
-
 _on_ranks = LessonRanks(__file__)
 _COLOURS = {1: "#7f868f", 2: "#0064c8", 3: "#0aa06c", 4: "#b84a0a"}  # a colour for each number of ranks
 STEPS, EVERY = 12, 4

@@ -22,11 +22,6 @@ from fsdplab.workloads.shapes import preset
 
 from .claims import CLAIMS, VERDICTS, Claim, Finding, claim_of, memory, practice, speed, traffic
 
-__all__ = [
-    "about", "again", "count", "finding", "judged", "measured", "ratio", "ratio_figure", "root_part", "statements",
-    "verdicts_figure",
-]  # fmt: skip
-
 SUBJECTS = {"memory": memory, "traffic": traffic, "speed": speed, "practice": practice}
 _COLOURS = dict(zip(VERDICTS, ("#3d9970", "#e0a030", "#c0392b"), strict=True))
 

@@ -27,11 +27,6 @@ from fsdplab.teaching.core.display import Note, Table, table
 
 from .order import BUDGET, DAYS, MODEL, PRICES, SEQUENCE, STEP_TOKENS, TOKENS, days, dollars, ordered, reserved, roomy
 
-__all__ = [
-    "BUDGET", "DAYS", "PRICES", "STEP_TOKENS", "TOKENS", "best", "bill", "bill_factor", "error", "fewest", "ladder",
-    "ordered", "points", "published", "published_rows", "ratios", "searched", "strategies", "told", "weighed",
-]  # fmt: skip
-
 PUBLISHED = Path(__file__).resolve().parents[4] / "data" / "published.csv"
 _PLAIN, _CHOSEN = "#9fb4cc", "#0064c8"
 _SEEN, _UNSEEN = "#b3bac4", "#b84a0a"

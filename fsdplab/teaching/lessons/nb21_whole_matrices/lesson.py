@@ -24,7 +24,7 @@ from fsdplab.planning.links import parse_link
 from fsdplab.planning.muon import OwnersStep, matrices_of
 from fsdplab.records import RunRecord, known
 from fsdplab.sessions.prediction import predict
-from fsdplab.sessions.steady_card import GIGAFLOPS, spec_of, steady
+from fsdplab.sessions.steady_card import GIGAFLOPS, spec_of, steady  # noqa: F401 (the notebook calls it)
 from fsdplab.teaching.core.diagrams import HeldCell, cells_in_time
 from fsdplab.teaching.core.display import Table, table
 from fsdplab.teaching.core.lesson_ranks import LessonRanks
@@ -32,11 +32,6 @@ from fsdplab.teaching.core.waiting import doing
 from fsdplab.workloads.shapes import model as shape_of
 
 from .on_ranks import gradients, orthogonalised
-
-__all__ = [
-    "beside", "collectives", "counted", "exchange_cells", "exchange_diagram", "gradient", "largest", "optimizer_s",
-    "orthogonalised", "pieces", "steady", "steps_figure", "values", "values_figure", "ways", "ways_figure",
-]  # fmt: skip
 
 MB = 1e6
 SENT = 2  # bytes of an element that travels

@@ -22,6 +22,9 @@ class Finding:
     text: str
 
 
+Find = Callable[[Measured], Finding]
+
+
 @dataclass(frozen=True)
 class Claim:
     """One statement; `origin` says where its figures are from, `seen_in` is the notebook that shows more."""
@@ -30,19 +33,20 @@ class Claim:
     statement: str
     origin: str
     seen_in: str
-    find: Callable[[Measured], Finding]
+    find: Find
 
 
-def claim(
-    into: list[Claim], number: str, statement: str, origin: str, seen_in: str
-) -> Callable[[Callable[[Measured], Finding]], Callable[[Measured], Finding]]:
-    """A decorator that adds the statement which the function judges to a subject's list."""
+class Subject(list[Claim]):
+    """The statements of a subject, in the order in which the notebook asks them."""
 
-    def add(find: Callable[[Measured], Finding]) -> Callable[[Measured], Finding]:
-        into.append(Claim(number, statement, origin, seen_in, find))
-        return find
+    def claim(self, number: str, origin: str, seen_in: str) -> Callable[[Find], Find]:
+        """A decorator that adds the statement in a function's docstring, which the function judges."""
 
-    return add
+        def add(find: Find) -> Find:
+            self.append(Claim(number, " ".join((find.__doc__ or "").split()), origin, seen_in, find))
+            return find
+
+        return add
 
 
 def confirmed_if(holds: bool, text: str) -> Finding:

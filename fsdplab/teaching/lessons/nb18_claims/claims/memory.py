@@ -11,9 +11,9 @@ from fsdplab.planning.links import parse_link
 from fsdplab.planning.memory import host_crossing
 from fsdplab.planning.planner import Plan
 
-from .claim import Claim, Finding, Measured, claim, conditional_if, confirmed_if, in_mb
+from .claim import Finding, Measured, Subject, conditional_if, confirmed_if, in_mb
 
-CLAIMS: list[Claim] = []
+CLAIMS = Subject()
 _STATES = ("sharded_parameters", "sharded_gradients", "optimizer_state")
 PARAMETERS = 70e9  # of the model that most texts speak of
 MODEL = "llama-3.1-70b"  # 70.6 billion
@@ -26,28 +26,27 @@ def states(found: Plan) -> float:
     return sum(nbytes for name, nbytes in held.items() if name not in ("activations", "other", "communication_buffers"))
 
 
-@claim(
-    CLAIMS, "C1", "70 billion parameters in bf16 with Adam take 1.12 TB: 140 GB of parameters, as much of gradients,"
-    " 560 GB of Adam's moments, 280 GB of fp32 masters.", "computed", "02_where_memory_goes",
-)  # fmt: skip
+@CLAIMS.claim("C1", "computed", "02_where_memory_goes")
 def _(measured: Measured) -> Finding:
+    """70 billion parameters in bf16 with Adam take 1.12 TB: 140 GB of parameters, as much of gradients, 560 GB of
+    Adam's moments, 280 GB of fp32 masters.
+    """
     parts = {"parameters": 2, "gradients": 2, "moments": 8, "masters": 4}
     total = sum(parts.values()) * PARAMETERS
     listed = ", ".join(f"{name} {size(each * PARAMETERS)}" for name, each in parts.items())
     return confirmed_if(abs(total / 1.12e12 - 1) < 0.005, f"{listed}: {size(total)}, {sum(parts.values())} bytes each")
 
 
-@claim(CLAIMS, "C2", "Under DDP each of 16 GPUs needs all of it.", "computed", "02_where_memory_goes")
+@CLAIMS.claim("C2", "computed", "02_where_memory_goes")
 def _(measured: Measured) -> Finding:
+    """Under DDP each of 16 GPUs needs all of it."""
     alone, many = (states(plan(**LARGE, gpus=gpus, strategy="no_shard")) for gpus in (1, 16))
     return confirmed_if(many == alone, f"{size(many)} a GPU on 16 GPUs, {size(alone)} on one (70.6 billion parameters)")
 
 
-@claim(
-    CLAIMS, "C3", "Sharded over 16 GPUs of 80 GB it is 70 GB a GPU, which fits comfortably.",
-    "computed", "02_where_memory_goes",
-)  # fmt: skip
+@CLAIMS.claim("C3", "computed", "02_where_memory_goes")
 def _(measured: Measured) -> Finding:
+    """Sharded over 16 GPUs of 80 GB it is 70 GB a GPU, which fits comfortably."""
     found = plan(**LARGE, gpus=16, strategy="full_shard")
     peak, card, held = found.memory.peak.total, found.spec.gpu.memory_bytes, states(found)
     text = (
@@ -57,20 +56,16 @@ def _(measured: Measured) -> Finding:
     return confirmed_if(peak < 0.9 * card, text)
 
 
-@claim(
-    CLAIMS, "C4", "Of 70 billion parameters each of 512 GPUs holds about 280 MB instead of 140 GB.",
-    "computed", "19_planning_at_scale",
-)  # fmt: skip
+@CLAIMS.claim("C4", "computed", "19_planning_at_scale")
 def _(measured: Measured) -> Finding:
+    """Of 70 billion parameters each of 512 GPUs holds about 280 MB instead of 140 GB."""
     each = 2 * PARAMETERS / 512
     return confirmed_if(abs(each / 280e6 - 1) < 0.05, f"{size(each)} in bf16; FSDP2 keeps fp32, twice as much")
 
 
-@claim(
-    CLAIMS, "C5", "What a rank holds between steps falls from O(model) to O(model / ranks).",
-    "measured", "06_a_whole_model",
-)  # fmt: skip
+@CLAIMS.claim("C5", "measured", "06_a_whole_model")
 def _(measured: Measured) -> Finding:
+    """What a rank holds between steps falls from O(model) to O(model / ranks)."""
     peaks = {int(ranks): told["peak"] for ranks, told in measured["ranks"].items()}
     held = {ranks: sum(peak[name] for name in _STATES) for ranks, peak in peaks.items()}
     others = {ranks: peak["activations"] + peak["unsharded_parameters"] for ranks, peak in peaks.items()}
@@ -83,11 +78,9 @@ def _(measured: Measured) -> Finding:
     return conditional_if(divided and others[4] > 0.9 * others[2], text)
 
 
-@claim(
-    CLAIMS, "C12", "ZeRO-1 shards the optimizer's state, ZeRO-2 gradients too, ZeRO-3 parameters too; ZeRO-3 is FSDP.",
-    "measured", "11_strategy_shoot_out",
-)  # fmt: skip
+@CLAIMS.claim("C12", "measured", "11_strategy_shoot_out")
 def _(measured: Measured) -> Finding:
+    """ZeRO-1 shards the optimizer's state, ZeRO-2 gradients too, ZeRO-3 parameters too; ZeRO-3 is FSDP."""
     peaks = {name: told["peak"] for name, told in measured["strategies"].items()}
     kinds = {"optimizer_state": "optimizer", "sharded_parameters": "parameters"}
     whole = {kind: max(peak[kind] for peak in peaks.values()) for kind in kinds}
@@ -100,11 +93,9 @@ def _(measured: Measured) -> Finding:
     return confirmed_if(holds, f"states at the peak: {listed}")
 
 
-@claim(
-    CLAIMS, "C11", "SHARD_GRAD_OP is ZeRO-2: it replicates parameters and shards gradients and optimizer state.",
-    "measured", "11_strategy_shoot_out",
-)  # fmt: skip
+@CLAIMS.claim("C11", "measured", "11_strategy_shoot_out")
 def _(measured: Measured) -> Finding:
+    """SHARD_GRAD_OP is ZeRO-2: it replicates parameters and shards gradients and optimizer state."""
     ours, zero2 = (measured["strategies"][name] for name in ("shard_grad_op", "zero2"))
     slices, whole = (told["peak"]["sharded_parameters"] for told in (ours, zero2))
     text = (
@@ -114,8 +105,9 @@ def _(measured: Measured) -> Finding:
     return conditional_if(ours["bytes"] == zero2["bytes"] and slices < whole, text)
 
 
-@claim(CLAIMS, "C16", "Recomputation is a part of what FSDP costs.", "measured", "13_precision_checkpointing_offload")
+@CLAIMS.claim("C16", "measured", "13_precision_checkpointing_offload")
 def _(measured: Measured) -> Finding:
+    """Recomputation is a part of what FSDP costs."""
     kept = {name: told["peak"]["activations"] for name, told in measured["checkpointing"].items()}
     saves = {name: kept[f"{name}, full"] / kept[f"{name}, none"] for name in ("no_shard", "full_shard")}
     text = (
@@ -125,11 +117,9 @@ def _(measured: Measured) -> Finding:
     return confirmed_if(saves["no_shard"] > 0.99, text)
 
 
-@claim(
-    CLAIMS, "C17", "Activations are not sharded; where they dominate, tensor parallelism is the answer.",
-    "measured and computed", "16_composition",
-)  # fmt: skip
+@CLAIMS.claim("C17", "measured and computed", "16_composition")
 def _(measured: Measured) -> Finding:
+    """Activations are not sharded; where they dominate, tensor parallelism is the answer."""
     kept = {name: told["peak"]["activations"] for name, told in measured["sequences"].items()}
     longer, more = kept["128 tokens, 2 ranks"] / kept["64 tokens, 2 ranks"], kept["128 tokens, 4 ranks"]
     wider = more / kept["128 tokens, 2 ranks"]
@@ -144,11 +134,9 @@ def _(measured: Measured) -> Finding:
     return confirmed_if(longer > 1.8 and abs(wider - 1) < 0.05 and cut < 0.5 * usual, text)
 
 
-@claim(
-    CLAIMS, "C18", "CPU offload trades step time for memory.", "measured and computed",
-    "13_precision_checkpointing_offload",
-)  # fmt: skip
+@CLAIMS.claim("C18", "measured and computed", "13_precision_checkpointing_offload")
 def _(measured: Measured) -> Finding:
+    """CPU offload trades step time for memory."""
     peaks = {where: sum(told["peak"].values()) for where, told in measured["offload"].items()}
     usual, moved = (plan("llama-3.1-8b", "h100", gpus=8, micro_batch=1, offload=away) for away in (False, True))
     assert usual.time is not None, "FLOP/s of an H100 are known"
@@ -162,11 +150,9 @@ def _(measured: Measured) -> Finding:
     return confirmed_if(peaks["cpu"] < peaks["none"] and bus_s > 0.1 * step_s, text)
 
 
-@claim(
-    CLAIMS, "C22", "70 billion parameters can be fine-tuned on four cards of 24 GB: 35 GB a GPU drop to about 20 GB.",
-    "computed", "19_planning_at_scale",
-)  # fmt: skip
+@CLAIMS.claim("C22", "computed", "19_planning_at_scale")
 def _(measured: Measured) -> Finding:
+    """70 billion parameters can be fine-tuned on four cards of 24 GB: 35 GB a GPU drop to about 20 GB."""
     settings = {"gpus": 4, "checkpointing": "full", "seq": 1024}
     whole = plan(MODEL, "rtx-4090", **settings)
     adapted = plan(MODEL, "rtx-4090", **settings, lora_rank=16, base_dtype="nf4")
@@ -179,14 +165,9 @@ def _(measured: Measured) -> Finding:
     return confirmed_if(whole.fits, text)
 
 
-@claim(
-    CLAIMS,
-    "C36",
-    "FSDP lets people fine-tune large models on cards of 16 to 24 GB.",
-    "computed",
-    "19_planning_at_scale",
-)
+@CLAIMS.claim("C36", "computed", "19_planning_at_scale")
 def _(measured: Measured) -> Finding:
+    """FSDP lets people fine-tune large models on cards of 16 to 24 GB."""
     settings = {"gpus": 4, "checkpointing": "full", "seq": 2048}
     ways: dict[str, dict[str, Any]] = {
         "all parameters": {}, "adapters on bf16": {"lora_rank": 16},
@@ -201,11 +182,9 @@ def _(measured: Measured) -> Finding:
     return conditional_if(not fits[0] and fits[-1], f"Llama 3.1 8B on four 24 GB cards: {listed}")
 
 
-@claim(
-    CLAIMS, "C20", "A full state dict gathers the model on rank 0, fatal for large models; sharded checkpoints do not.",
-    "measured", "15_save_reshard_resume",
-)  # fmt: skip
+@CLAIMS.claim("C20", "measured", "15_save_reshard_resume")
 def _(measured: Measured) -> Finding:
+    """A full state dict gathers the model on rank 0, fatal for large models; sharded checkpoints do not."""
     held = measured["checkpoints"]["rank 0 holds"]
     text = (
         f"rank 0 of 4 holds {in_mb(held['full'])} of gpt-tiny in the full form and {in_mb(held['sharded'])} in the"
@@ -214,19 +193,18 @@ def _(measured: Measured) -> Finding:
     return confirmed_if(held["full"] > 3.9 * held["sharded"], text)
 
 
-@claim(CLAIMS, "C21", "A checkpoint saved on N ranks loads on M.", "measured", "15_save_reshard_resume")
+@CLAIMS.claim("C21", "measured", "15_save_reshard_resume")
 def _(measured: Measured) -> Finding:
+    """A checkpoint saved on N ranks loads on M."""
     loads = {name: ranks for name, ranks in measured["checkpoints"].items() if name.startswith("on ")}
     equal = all(rank["equal"] for ranks in loads.values() for rank in ranks)
     numbers = ", ".join(name.removeprefix("on ") for name in loads)
     return confirmed_if(equal, f"saved on 4 ranks, loaded on {numbers}: every bit of every parameter is the one saved")
 
 
-@claim(
-    CLAIMS, "C35", "Loading rebuilds the full state from the slices that each rank wrote.",
-    "measured", "15_save_reshard_resume",
-)  # fmt: skip
+@CLAIMS.claim("C35", "measured", "15_save_reshard_resume")
 def _(measured: Measured) -> Finding:
+    """Loading rebuilds the full state from the slices that each rank wrote."""
     held = measured["checkpoints"]
     two = max(rank["bytes"] for rank in held["on 2"])
     text = (

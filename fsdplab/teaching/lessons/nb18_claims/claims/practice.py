@@ -7,17 +7,17 @@ from statistics import fmean
 
 from fsdplab.common.places import shared_folder
 
-from .claim import Claim, Finding, Measured, claim, conditional_if, confirmed_if
+from .claim import Finding, Measured, Subject, conditional_if, confirmed_if
 
-CLAIMS: list[Claim] = []
+CLAIMS = Subject()
 _LAST = 20  # steps whose losses are averaged
 
 
-@claim(
-    CLAIMS, "C15", "The whole model as one unit loses the memory saving; a unit for every linear layer wastes time on"
-    " tiny collectives.", "measured", "06_a_whole_model",
-)  # fmt: skip
+@CLAIMS.claim("C15", "measured", "06_a_whole_model")
 def _(measured: Measured) -> Finding:
+    """The whole model as one unit loses the memory saving; a unit for every linear layer wastes time on tiny
+    collectives.
+    """
     told = measured["units"]
     peaks = {units: sum(each["peak"].values()) for units, each in told.items()}
     counts = {units: sum(each["collectives"].values()) for units, each in told.items()}
@@ -29,10 +29,9 @@ def _(measured: Measured) -> Finding:
     return confirmed_if(peaks["model"] > 1.1 * peaks["auto"] and counts["linear"] > 3 * counts["auto"], text)
 
 
-@claim(
-    CLAIMS, "C19", "bf16 with fp32 masters keeps the training curve.", "measured", "13_precision_checkpointing_offload"
-)
+@CLAIMS.claim("C19", "measured", "13_precision_checkpointing_offload")
 def _(measured: Measured) -> Finding:
+    """bf16 with fp32 masters keeps the training curve."""
     ends = {name: fmean(losses[-_LAST:]) for name, losses in measured["curves"].items()}
     usual, masters, alone = ends["fp32"], ends["bf16, fp32 masters"], ends["bf16 alone"]
     text = (
@@ -42,19 +41,18 @@ def _(measured: Measured) -> Finding:
     return confirmed_if(abs(masters - usual) < 0.02 and alone - usual > abs(masters - usual), text)
 
 
-@claim(CLAIMS, "C27", "FSDP composes with tensor and pipeline parallelism.", "measured", "16_composition")
+@CLAIMS.claim("C27", "measured", "16_composition")
 def _(measured: Measured) -> Finding:
+    """FSDP composes with tensor and pipeline parallelism."""
     drifts = measured["composed"]
     listed = ", ".join(f"with {what} {f'{drift:.0e}' if drift else 'equal'}" for what, drift in drifts.items())
     text = f"farthest parameter from the unsharded twin's, on 4 ranks: {listed}"
     return confirmed_if(max(drifts.values()) < 1e-4, text)
 
 
-@claim(
-    CLAIMS, "C28", '`--fsdp "full_shard auto_wrap" --gradient_accumulation_steps 8` is all that users of Trainer need.',
-    "measured", "17_to_fully_shard",
-)  # fmt: skip
+@CLAIMS.claim("C28", "measured", "17_to_fully_shard")
 def _(measured: Measured) -> Finding:
+    """`--fsdp "full_shard auto_wrap" --gradient_accumulation_steps 8` is all that users of Trainer need."""
     ours, torchs = measured["finetune"]["lab"], measured["finetune"]["torch"]
     equal = ours == torchs
     text = (
@@ -65,10 +63,9 @@ def _(measured: Measured) -> Finding:
     return conditional_if(equal, text)
 
 
-@claim(
-    CLAIMS, "C29", "Larger systems offload to NVMe and shard experts.", "measured", "13_precision_checkpointing_offload"
-)
+@CLAIMS.claim("C29", "measured", "13_precision_checkpointing_offload")
 def _(measured: Measured) -> Finding:
+    """Larger systems offload to NVMe and shard experts."""
     drive, experts = measured["drive"], measured["composed"]["experts"]
     text = (
         f"two steps of gpt-tiny with {drive['bytes'] / 1e6:.2f} MB of slices and optimizer state of a rank in files end"
@@ -78,8 +75,9 @@ def _(measured: Measured) -> Finding:
     return confirmed_if(drive["equal"] and experts < 1e-4, text)
 
 
-@claim(CLAIMS, "C32", "Not all custom layers are compatible with FSDP.", "measured", "17_to_fully_shard")
+@CLAIMS.claim("C32", "measured", "17_to_fully_shard")
 def _(measured: Measured) -> Finding:
+    """Not all custom layers are compatible with FSDP."""
     layers = measured["layers"]
     text = (
         "; ".join(f"{name}: {what}" for name, what in layers.items())
@@ -90,8 +88,9 @@ def _(measured: Measured) -> Finding:
     )
 
 
-@claim(CLAIMS, "C33", "Debugging is harder than under DDP.", "measured", "14_failures")
+@CLAIMS.claim("C33", "measured", "14_failures")
 def _(measured: Measured) -> Finding:
+    """Debugging is harder than under DDP."""
     told = json.loads((shared_folder("data") / "failures-14" / "torchrun.json").read_text(encoding="utf-8"))["faults"]
     silent = [name for name, row in told.items() if row["exit"] == 0]
     text = (

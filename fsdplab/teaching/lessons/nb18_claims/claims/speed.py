@@ -14,9 +14,9 @@ from fsdplab.planning.links import parse_link
 from fsdplab.planning.planner import Plan, plan, plan_of, plan_spec
 from fsdplab.planning.published import Case, read_published
 
-from .claim import Claim, Finding, Measured, claim, conditional_if, confirmed_if
+from .claim import Finding, Measured, Subject, conditional_if, confirmed_if
 
-CLAIMS: list[Claim] = []
+CLAIMS = Subject()
 SMALL, LARGE = ("gpt2", "llama-3.2-1b"), "llama-3.1-8b"
 
 
@@ -47,11 +47,9 @@ def _rate(found: Plan) -> float:
     return found.tokens_per_s_per_gpu
 
 
-@claim(
-    CLAIMS, "C7", "Inside an NVLink node FSDP is usually 5 to 15 % slower than DDP.", "computed",
-    "10_when_does_it_hide",
-)  # fmt: skip
+@CLAIMS.claim("C7", "computed", "10_when_does_it_hide")
 def _(measured: Measured) -> Finding:
+    """Inside an NVLink node FSDP is usually 5 to 15 % slower than DDP."""
     found = [_slower(model, micro_batch=count) for model in SMALL for count in (1, 4)]
     text = (
         f"a step on 8 H100 takes {_span(found)} of DDP's where DDP fits ({' and '.join(SMALL)}): gathers hide behind"
@@ -60,8 +58,9 @@ def _(measured: Measured) -> Finding:
     return confirmed_if(all(1.05 <= each <= 1.15 for each in found), text)
 
 
-@claim(CLAIMS, "C23", "Without a fast interconnect throughput may halve.", "computed", "12_hybrid_and_slow_links")
+@CLAIMS.claim("C23", "computed", "12_hybrid_and_slow_links")
 def _(measured: Measured) -> Finding:
+    """Without a fast interconnect throughput may halve."""
     fast = _rate(_behind("nvlink4", seq=4096))
     shares = {link: _rate(_behind(link, seq=4096)) / fast for link in ("pcie5", "pcie4", "eth100", "eth10")}
     listed = ", ".join(f"{link} {share:.0%}" for link, share in shares.items())
@@ -73,11 +72,9 @@ def _(measured: Measured) -> Finding:
     return conditional_if(min(shares.values()) < 0.5 < more, text)
 
 
-@claim(
-    CLAIMS, "C31", "Four RTX 4090 with NVLink reach a throughput that halves without it.", "computed",
-    "12_hybrid_and_slow_links",
-)  # fmt: skip
+@CLAIMS.claim("C31", "computed", "12_hybrid_and_slow_links")
 def _(measured: Measured) -> Finding:
+    """Four RTX 4090 with NVLink reach a throughput that halves without it."""
     card = find_gpu("rtx-4090")
     spec = plan_spec("llama-3.2-1b", card.name, gpus=4, seq=2048, checkpointing="full")
     without = plan_of(spec)
@@ -90,16 +87,18 @@ def _(measured: Measured) -> Finding:
     return confirmed_if("nvlink" in card.link.name, text)
 
 
-@claim(CLAIMS, "C24", "FSDP has a large overhead for small models.", "computed", "10_when_does_it_hide")
+@CLAIMS.claim("C24", "computed", "10_when_does_it_hide")
 def _(measured: Measured) -> Finding:
+    """FSDP has a large overhead for small models."""
     found = {model: _slower(model, gpus=64, seq=128) for model in ("gpt-tiny", "gpt-20m", "gpt2", "gpt2-large")}
     listed = ", ".join(f"{model} {factor - 1:+.0%}" for model, factor in found.items())
     text = f"a step beside DDP's on 64 H100, one sequence of 128 tokens a rank: {listed}"
     return conditional_if(found["gpt-tiny"] > 1.1 > found["gpt2-large"], text)
 
 
-@claim(CLAIMS, "C25", "It scales nearly linearly to hundreds of GPUs.", "published", "19_planning_at_scale")
+@CLAIMS.claim("C25", "published", "19_planning_at_scale")
 def _(measured: Measured) -> Finding:
+    """It scales nearly linearly to hundreds of GPUs."""
     runs = _series("MPT-7b", 2048) | _series("MPT-70b", 2048)
     rates = {few: runs[few] for few in sorted(runs)}
     kept = rates["MPT-7b", 512] / rates["MPT-7b", 8]
@@ -113,8 +112,9 @@ def _(measured: Measured) -> Finding:
     return conditional_if(kept > 0.9 and large > 0.9 and _rate(many) < 0.8 * _rate(few), text)
 
 
-@claim(CLAIMS, "C30", "FSDP speeds up training.", "computed", "11_strategy_shoot_out")
+@CLAIMS.claim("C30", "computed", "11_strategy_shoot_out")
 def _(measured: Measured) -> Finding:
+    """FSDP speeds up training."""
     near, far = _slower("llama-3.2-1b"), _slower("llama-3.2-1b", gpus=512, seq=1024)
     text = (
         f"a 1B model's step takes {near:.2f} of DDP's on 8 H100 with NVLink, since each rank steps an eighth of the"
@@ -123,8 +123,9 @@ def _(measured: Measured) -> Finding:
     return conditional_if(near < 0.99 and far > 1.01, text)
 
 
-@claim(CLAIMS, "C34", "ZeRO scales better than FSDP beyond 1,000 GPUs.", "computed", "12_hybrid_and_slow_links")
+@CLAIMS.claim("C34", "computed", "12_hybrid_and_slow_links")
 def _(measured: Measured) -> Finding:
+    """ZeRO scales better than FSDP beyond 1,000 GPUs."""
     full, hybrid = (_rate(plan(LARGE, "h100", gpus=2048, strategy=name)) for name in ("full_shard", "hybrid_shard"))
     text = (
         "ZeRO-3 and full sharding send the same bytes; what decides is over which ranks. Llama 3.1 8B on 2,048 H100:"

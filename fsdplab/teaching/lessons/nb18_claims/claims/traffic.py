@@ -6,16 +6,14 @@ from fsdplab.common.sizes import size
 from fsdplab.planning import plan
 from fsdplab.planning.plan_traffic import bytes_by_axis
 
-from .claim import Claim, Finding, Measured, claim, conditional_if, confirmed_if, in_mb
+from .claim import Finding, Measured, Subject, conditional_if, confirmed_if, in_mb
 
-CLAIMS: list[Claim] = []
+CLAIMS = Subject()
 
 
-@claim(
-    CLAIMS, "C6", "FSDP communicates 1.3 to 1.5 times as much as DDP: two more all-gathers.",
-    "measured and computed", "06_a_whole_model",
-)  # fmt: skip
+@CLAIMS.claim("C6", "measured and computed", "06_a_whole_model")
 def _(measured: Measured) -> Finding:
+    """FSDP communicates 1.3 to 1.5 times as much as DDP: two more all-gathers."""
     told = measured["strategies"]
     small = told["full_shard"]["bytes"] / told["no_shard"]["bytes"]
 
@@ -39,27 +37,24 @@ def _(measured: Measured) -> Finding:
     return conditional_if(1.3 < one < 1.5 and not 1.3 < usual < 1.5, text)
 
 
-@claim(
-    CLAIMS,
-    "C8",
-    "FSDP reduces the communication by exchanging only what is needed.",
-    "measured",
-    "11_strategy_shoot_out",
-)
+@CLAIMS.claim("C8", "measured", "11_strategy_shoot_out")
 def _(measured: Measured) -> Finding:
+    """FSDP reduces the communication by exchanging only what is needed."""
     full, ddp = (measured["strategies"][name]["bytes"] for name in ("full_shard", "no_shard"))
     return confirmed_if(full < ddp, f"a rank sends {in_mb(full)} a step under full sharding and {in_mb(ddp)} under DDP")
 
 
-@claim(CLAIMS, "C9", "FSDP synchronises with all-reduce and broadcast.", "measured", "08_reading_a_trace")
+@CLAIMS.claim("C9", "measured", "08_reading_a_trace")
 def _(measured: Measured) -> Finding:
+    """FSDP synchronises with all-reduce and broadcast."""
     kinds = _kinds(measured["strategies"]["full_shard"]["collectives"])
     listed = " and ".join(f"{count} {kind}s" for kind, count in sorted(kinds.items()))
     return confirmed_if("all_reduce" in kinds or "broadcast" in kinds, f"a step of gpt-tiny has {listed}, no other")
 
 
-@claim(CLAIMS, "C10", "The backward pass gathers gradients.", "measured", "08_reading_a_trace")
+@CLAIMS.claim("C10", "measured", "08_reading_a_trace")
 def _(measured: Measured) -> Finding:
+    """The backward pass gathers gradients."""
     issued = measured["strategies"]["full_shard"]["collectives"]
     backward = {name.removeprefix("backward "): count for name, count in issued.items() if name.startswith("backward")}
     text = (
@@ -69,8 +64,9 @@ def _(measured: Measured) -> Finding:
     return confirmed_if(backward.get("all_reduce", 0) > 0 or "reduce_scatter" not in backward, text)
 
 
-@claim(CLAIMS, "C13", "NO_SHARD is DDP.", "measured", "11_strategy_shoot_out")
+@CLAIMS.claim("C13", "measured", "11_strategy_shoot_out")
 def _(measured: Measured) -> Finding:
+    """NO_SHARD is DDP."""
     ours, torchs = measured["strategies"]["no_shard"], measured["torch_ddp"]
     apart = max(abs(a - b) for a, b in zip(ours["losses"], torchs["losses"], strict=True))
     text = (
@@ -80,11 +76,9 @@ def _(measured: Measured) -> Finding:
     return confirmed_if(apart < 1e-5 and torchs["bytes"] in (None, ours["bytes"]), text)
 
 
-@claim(
-    CLAIMS, "C14", "HYBRID_SHARD keeps the heavy all-gathers on fast links, and only all-reduces between nodes.",
-    "computed", "12_hybrid_and_slow_links",
-)  # fmt: skip
+@CLAIMS.claim("C14", "computed", "12_hybrid_and_slow_links")
 def _(measured: Measured) -> Finding:
+    """HYBRID_SHARD keeps the heavy all-gathers on fast links, and only all-reduces between nodes."""
     full, hybrid = (
         bytes_by_axis(plan("llama-3.1-8b", "h100", gpus=64, strategy=name).traffic)
         for name in ("full_shard", "hybrid_shard")
@@ -96,8 +90,9 @@ def _(measured: Measured) -> Finding:
     return confirmed_if(hybrid["replicate"] < 0.5 * sum(full.values()) and hybrid["shard"] > hybrid["replicate"], text)
 
 
-@claim(CLAIMS, "C26", "Gradient accumulation changes what each strategy costs.", "measured", "11_strategy_shoot_out")
+@CLAIMS.claim("C26", "measured", "11_strategy_shoot_out")
 def _(measured: Measured) -> Finding:
+    """Gradient accumulation changes what each strategy costs."""
     once = {name: told["bytes"] for name, told in measured["strategies"].items()}
     factors = {name: nbytes / once[name] for name, nbytes in measured["micro_batches"].items()}
     listed = ", ".join(f"{name} {factor:.1f}" for name, factor in factors.items())
@@ -105,8 +100,9 @@ def _(measured: Measured) -> Finding:
     return confirmed_if(max(factors.values()) > 2 * min(factors.values()), text)
 
 
-@claim(CLAIMS, "C37", "FSDP works with any optimizer.", "measured", "21_whole_matrices")
+@CLAIMS.claim("C37", "measured", "21_whole_matrices")
 def _(measured: Measured) -> Finding:
+    """FSDP works with any optimizer."""
     stock, owners = measured["muon"]["torch.optim.Muon"], measured["muon"]["owners"]
     text = (
         "true where each element is updated alone, as by AdamW: no collective. Muon needs whole matrices: a step of"
