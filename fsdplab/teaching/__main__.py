@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from fsdplab.common.arguments import OneLineParser
 from fsdplab.common.places import course_folder
@@ -32,6 +34,7 @@ _EXAMPLES = """Examples:
   fsdplab course handouts handouts.html
   fsdplab course progress room-1/*
   fsdplab course leaderboard handed-in --out class.csv"""
+_SOURCES: dict[str, Any] = dict(type=Path, default=course_folder(), help="folder of sources; default: notebooks")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -52,22 +55,24 @@ def parser() -> argparse.ArgumentParser:
     commands = flags.add_subparsers(
         required=True, metavar="build | test | site | tracks | handouts | progress | leaderboard", dest="name"
     )
-    build = commands.add_parser(
-        "build", epilog=_EXAMPLES, help="write one edition of tagged source notebooks to a folder"
-    )
+
+    def command(name: str, run: Callable[[argparse.Namespace], int], told: str) -> argparse.ArgumentParser:
+        made = commands.add_parser(name, epilog=_EXAMPLES, help=told)
+        made.set_defaults(command=run)
+        return made
+
+    build = command("build", _build, "write one edition of tagged source notebooks to a folder")
     build.add_argument("--edition", choices=EDITIONS, default="learner", help="default: learner")
     build.add_argument("--out", type=Path, help="folder to write to; default: course-<edition>")
-    build.add_argument("--source", type=Path, default=course_folder(), help="folder of sources; default: notebooks")
+    build.add_argument("--source", **_SOURCES)
     build.add_argument("--quiet", action="store_true", help="do not list what was written")
-    build.set_defaults(command=_build)
-    test = commands.add_parser("test", epilog=_EXAMPLES, help="run a folder of notebooks; sources as both editions")
+    test = command("test", _test, "run a folder of notebooks; sources as both editions")
     test.add_argument("directory", type=Path, nargs="?", default=course_folder(), help="default: notebooks")
     test.add_argument("--edition", choices=EDITIONS, help="run sources in this edition only")
     test.add_argument("--times", type=Path, help="write what each notebook took to this CSV file, for `tracks`")
-    test.set_defaults(command=_test)
-    site = commands.add_parser("site", epilog=_EXAMPLES, help="run the notebooks and write them as static pages")
+    site = command("site", _site, "run the notebooks and write them as static pages")
     site.add_argument("out", type=Path, help="folder to write to")
-    site.add_argument("--source", type=Path, default=course_folder(), help="folder of sources; default: notebooks")
+    site.add_argument("--source", **_SOURCES)
     site.add_argument("--executed", action="store_true", help="the sources were run already: take their outputs")
     site.add_argument("--keep", type=Path, help="keep the executed notebooks in this folder, for --executed")
     site.add_argument("--live", action="store_true", help="with a page that plans a job in the browser")
@@ -75,24 +80,17 @@ def parser() -> argparse.ArgumentParser:
         "--pyodide", metavar="FOLDER|URL",
         help="of --live: a folder of Pyodide's files to copy beside the page, or their address; default: Pyodide's CDN",
     )  # fmt: skip
-    site.set_defaults(command=_site)
-    time = commands.add_parser("tracks", epilog=_EXAMPLES, help="minutes and machine time of notebooks and tracks")
-    time.add_argument("--source", type=Path, default=course_folder(), help="folder of sources; default: notebooks")
+    time = command("tracks", _tracks, "minutes and machine time of notebooks and tracks")
+    time.add_argument("--source", **_SOURCES)
     time.add_argument("--times", type=Path, help="a CSV file of `course test --times`; default: data/course_times.csv")
-    time.set_defaults(command=_tracks)
-    sheets = commands.add_parser("handouts", epilog=_EXAMPLES, help="write one page to print, a sheet a lesson")
+    sheets = command("handouts", _handouts, "write one page to print, a sheet a lesson")
     sheets.add_argument("out", type=Path, nargs="?", default=Path("handouts.html"), help="default: handouts.html")
-    sheets.add_argument("--source", type=Path, default=course_folder(), help="folder of sources; default: notebooks")
-    sheets.set_defaults(command=_handouts)
-    done = commands.add_parser("progress", epilog=_EXAMPLES, help="what each learner of a class has passed")
+    sheets.add_argument("--source", **_SOURCES)
+    done = command("progress", _progress, "what each learner of a class has passed")
     done.add_argument("folders", type=Path, nargs="*", default=[Path()], help="where learners work; default: here")
-    done.set_defaults(command=_progress)
-    board = commands.add_parser(
-        "leaderboard", epilog=_EXAMPLES, help="try every learner's fully_shard (notebook 20) and write a table"
-    )
+    board = command("leaderboard", _leaderboard, "try every learner's fully_shard (notebook 20) and write a table")
     board.add_argument("folder", type=Path, help="learners' files: ada/my_fsdp/20.fully_shard.py, or ada.py")
     board.add_argument("--out", type=Path, default=Path("leaderboard.csv"), help="default: leaderboard.csv")
-    board.set_defaults(command=_leaderboard)
     return flags
 
 

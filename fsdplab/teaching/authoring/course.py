@@ -60,21 +60,28 @@ def build_course(source_dir: Path | str, out_dir: Path | str, edition: str = "le
     """
     if edition not in EDITIONS:
         raise CourseError(f"unknown edition {edition!r}; expected one of: {', '.join(EDITIONS)}")
-    sources, target = notebooks_in(source_dir), Path(out_dir)
-    register_beside(Path(source_dir))
-    complaints = [line for path in sources for line in structure_complaints(path.name, read(path))]
-    if complaints:
-        raise CourseError("\n".join(complaints))
-    present = [path.name for path in sources if (target / path.name).exists()]
+    sources, target = sources_in(source_dir), Path(out_dir)
+    present = [path.name for path, _ in sources if (target / path.name).exists()]
     if present:
         raise CourseError(
             f"{target} already holds {', '.join(present)}, perhaps a learner's work; give an empty folder"
         )
     target.mkdir(parents=True, exist_ok=True)
-    for path in sources:
-        nbformat.write(edition_of(read(path), edition), target / path.name)
+    for path, notebook in sources:
+        nbformat.write(edition_of(notebook, edition), target / path.name)
     _copy_helpers(Path(source_dir), target)
-    return Built(edition, tuple(target / path.name for path in sources))
+    return Built(edition, tuple(target / path.name for path, _ in sources))
+
+
+def sources_in(directory: Path | str) -> list[tuple[Path, NotebookNode]]:
+    """The notebooks of a folder in order of name, with its exercises registered; CourseError where there are none, and
+    for errors in their tags and exercises.
+    """
+    register_beside(Path(directory))
+    sources = [(path, read(path)) for path in notebooks_in(directory)]
+    if complaints := [line for path, notebook in sources for line in structure_complaints(path.name, notebook)]:
+        raise CourseError("\n".join(complaints))
+    return sources
 
 
 def notebooks_in(directory: Path | str) -> list[Path]:

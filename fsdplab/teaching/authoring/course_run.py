@@ -119,13 +119,9 @@ def _errors_of_the_kernel() -> Iterator[IO[str]]:
 
 def _failure_of(notebook: NotebookNode, error: Exception) -> str:
     """The failed cell's number and first line, and the error's last lines."""
-    ran = [pair for pair in enumerate(notebook.cells, 1) if pair[1].cell_type == "code" and _has_run(pair[1])]
-    number, cell = ran[-1] if ran else (0, None)
-    first = (cell.source.strip().splitlines() or [""])[0] if cell else ""
-    if isinstance(error, CellExecutionError):
-        return f"cell {number} ({first}): {error.ename}: {error.evalue}"
-    return f"cell {number} ({first}): {str(error).splitlines()[0]}"
-
-
-def _has_run(cell: NotebookNode) -> bool:
-    return bool(cell.get("execution_count") or cell.get("outputs"))
+    code = [pair for pair in enumerate(notebook.cells, 1) if pair[1].cell_type == "code"]
+    ran = [(number, cell.source) for number, cell in code if cell.get("execution_count") or cell.get("outputs")]
+    number, source = ran[-1] if ran else (0, "")
+    first = (source.strip().splitlines() or [""])[0]
+    told = f"{error.ename}: {error.evalue}" if isinstance(error, CellExecutionError) else str(error).splitlines()[0]
+    return f"cell {number} ({first}): {told}"

@@ -23,7 +23,11 @@ def beside(runs: Mapping[str, RunRecord]) -> Table:
     The line below says why the row of this machine differs, if it does.
     """
     header = ["a step", "ms", "exposed on the link", "copying", "waiting for the other rank", "waiting for a core"]
-    rows = [[name, *_milliseconds(run), _share(run)] for name, run in runs.items()]
+    rows = []
+    for name, run in runs.items():
+        spent = (run.summary.step_time_s.median, *(getattr(run.summary.comm, part) for part in _PARTS))
+        share = "simulated" if run.summary.cpu_share is None else percent(run.summary.cpu_share)
+        rows.append([name, *("" if each is None else f"{1e3 * each:.0f}" for each in spent), share])
     return table([*header, "ranks had a core"], rows, why_it_differs(runs[HERE]) if HERE in runs else "")
 
 
@@ -42,12 +46,3 @@ def why_it_differs(run: RunRecord) -> str:
 def busiest(runs: Sequence[RunRecord]) -> RunRecord:
     """The run whose ranks had a core least often."""
     return min(runs, key=lambda run: 1.0 if run.summary.cpu_share is None else run.summary.cpu_share)
-
-
-def _milliseconds(run: RunRecord) -> list[str]:
-    parts = [getattr(run.summary.comm, name) for name in _PARTS]
-    return ["" if each is None else f"{1e3 * each:.0f}" for each in (run.summary.step_time_s.median, *parts)]
-
-
-def _share(run: RunRecord) -> str:
-    return "simulated" if run.summary.cpu_share is None else percent(run.summary.cpu_share)

@@ -1,8 +1,9 @@
 """`%%exercise`, `%%ranks` and `%ranks` as plain functions, which also work in a script without IPython.
 
-run_ranks("3", "print(rank)")         %%ranks 3         three fresh ranks, which end with the cell manage_ranks("4")
-%ranks 4          four ranks that stay until `%ranks stop` run_ranks("", "x = rank")             %%ranks           all
-that stay; two fresh ones where none do run_ranks("[0,2]", "print(x)")        %%ranks[0,2]      two of those that stay
+run_ranks("3", "print(rank)")     %%ranks 3       three fresh ranks, which end with the cell
+manage_ranks("4")                 %ranks 4        four ranks that stay until `%ranks stop`
+run_ranks("", "x = rank")         %%ranks         all that stay; two fresh ones where none do
+run_ranks("[0,2]", "print(x)")    %%ranks[0,2]    two of those that stay
 """
 
 from __future__ import annotations
@@ -239,14 +240,10 @@ def _run_on_staying(cell: str, wanted: CellLine) -> None:
     try:
         ranks.run(cell, wanted.chosen, time_limit=wanted.limit)
     except RanksFailed as failure:
-        raise CellFailed(_with_advice(failure, ranks)) from None
+        said, advice = failure.report.message, "" if ranks.alive else _NEW_ONES
+        raise CellFailed(str(failure).replace(said, said + advice, 1)) from None
     except SpecError as refused:
         raise usage_error(f"%%ranks: {refused}") from None
-
-
-def _with_advice(failure: RanksFailed, ranks: StayingRanks) -> str:
-    report = failure.report
-    return str(failure) if ranks.alive else str(failure).replace(report.message, report.message + _NEW_ONES, 1)
 
 
 def run_cell_on_ranks(

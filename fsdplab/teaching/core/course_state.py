@@ -8,8 +8,10 @@ notebook can still be read and run.
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .workspace import Workspace
 
@@ -45,6 +47,12 @@ def open_course(edition: str | None = None, workspace: Path | str | None = None)
     course.workspace.make_importable()
     _open[:] = [course]
     return course
+
+
+def running_shell() -> Any:
+    """The notebook's IPython shell; None in a script, also where IPython is not installed."""
+    loaded = sys.modules.get("IPython")
+    return loaded.get_ipython() if loaded else None
 
 
 def current() -> Course:

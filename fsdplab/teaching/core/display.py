@@ -10,7 +10,6 @@ from __future__ import annotations
 import html
 import json
 import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from fsdplab.figures.plotly_go import go
 from fsdplab.figures.report.parts import PLOTLY, picture
 from fsdplab.figures.report.parts import table as html_table
 
+from .course_state import running_shell
 from .verdicts import with_code
 
 if TYPE_CHECKING:
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
 def notebook_display() -> Callable[..., Any] | None:
     """IPython's `display` in a notebook; None everywhere else, also where IPython is not installed."""
-    shell = sys.modules.get("IPython")
-    if shell is None or shell.get_ipython() is None:
+    if running_shell() is None:
         return None
     from IPython.display import display
 

@@ -82,21 +82,17 @@ def sliders(explorer: Explorer, moved: Callable[[], None]) -> ipywidgets.VBox:
     """One slider an axis; `moved` is called after each move."""
     import ipywidgets
 
-    return ipywidgets.VBox([_slider(explorer, name, moved) for name in explorer.axes])
-
-
-def _slider(explorer: Explorer, name: str, moved: Callable[[], None]) -> ipywidgets.SelectionSlider:
-    import ipywidgets
-
-    slider = ipywidgets.SelectionSlider(
-        options=[(f"{value:,}" if isinstance(value, int) else str(value), value) for value in explorer.axes[name]],
-        value=explorer.values[name], description=name.replace("_", " "),
-        style={"description_width": "12em"}, layout={"width": "32em"},
-    )  # fmt: skip
-
-    def take(change: Any) -> None:
-        explorer.set(name, change["new"])
+    def take(name: str, value: Any) -> None:
+        explorer.set(name, value)
         moved()
 
-    slider.observe(take, names="value")
-    return slider
+    def slider(name: str, axis: Axis) -> ipywidgets.SelectionSlider:
+        made = ipywidgets.SelectionSlider(
+            options=[(f"{value:,}" if isinstance(value, int) else str(value), value) for value in axis],
+            value=explorer.values[name], description=name.replace("_", " "),
+            style={"description_width": "12em"}, layout={"width": "32em"},
+        )  # fmt: skip
+        made.observe(lambda change: take(name, change["new"]), names="value")
+        return made
+
+    return ipywidgets.VBox([slider(*each) for each in explorer.axes.items()])

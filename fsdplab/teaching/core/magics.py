@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from fsdplab.sessions.launch import warm
 
-from .course_state import Course, open_course
+from .course_state import Course, open_course, running_shell
 from .registry import register_beside
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def start(
     register_beside(Path.cwd())
     _prefer_this_environments_commands()
     warm.begin()  # in the background: the first cell on ranks need not wait for torch to be imported
-    shell = shell or _running_shell()
+    shell = shell or running_shell()
     if shell is not None:
         from .cell_magics import register
         from .waiting import watch_cells
@@ -40,12 +40,6 @@ def start(
         register(shell)
         watch_cells(shell)
         print(_greeting(course))
-
-
-def _running_shell() -> InteractiveShell | None:
-    """The notebook's shell; None in a script, also where IPython is not installed."""
-    loaded = sys.modules.get("IPython")
-    return loaded.get_ipython() if loaded else None
 
 
 def _greeting(course: Course) -> str:

@@ -43,13 +43,9 @@ def on_a_gpu(draw: Callable[[RunRecord], go.Figure], strategy: str = "full_shard
 
 
 def _none(why: str) -> Note:
-    then = f"`fsdplab gpu-check --out {_place()}` measures it, and this cell then shows the figure."
+    typed = "data/gpu" if checkout() else str(KEPT)
+    then = f"`fsdplab gpu-check --out {typed}` measures it, and this cell then shows the figure."
     return Note((f"Not measured on a GPU: {why}.", f"On a machine with one, {then}"))
-
-
-def _place() -> str:
-    """The folder as it is typed: short in a clone."""
-    return "data/gpu" if checkout() else str(KEPT)
 
 
 def _where(provenance: dict[str, Any], run: RunRecord) -> str:

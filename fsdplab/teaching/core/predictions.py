@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import ast
 import math
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from html import escape
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from .course_state import current
+from .course_state import current, running_shell
 from .display import Note, Table, present, present_live, present_widget, table
 from .quantities import QuantityError, kind_of, quantity, shown
 from .workspace import Workspace
@@ -220,15 +219,14 @@ def predict(name: str, unit: str, measured: float | str | None = None) -> Predic
 
 def _lock_when_scored() -> None:
     """Before a cell that uses a prediction runs, lock that prediction; without IPython its score does."""
-    loaded = sys.modules.get("IPython")
-    shell = loaded.get_ipython() if loaded else None
+    shell = running_shell()
     if shell is not None and lock_scored not in shell.events.callbacks["pre_run_cell"]:
         shell.events.register("pre_run_cell", lock_scored)
 
 
 def lock_scored(cell: Any) -> None:
     """Lock the predictions that a cell is about to use, whatever it does with them but reading their `value`."""
-    shell = sys.modules["IPython"].get_ipython()
+    shell = running_shell()
     for name in names_used(shell.transform_cell(cell.raw_cell or "")):
         if isinstance(shell.user_ns.get(name), Prediction):
             shell.user_ns[name].lock()

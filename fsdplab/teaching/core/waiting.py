@@ -11,12 +11,12 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from fsdplab.common.words import plural
 
-from .display import Note, notebook_display
+from .display import Note, Text, notebook_display
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -58,24 +58,15 @@ def _settings(spec: RunSpec) -> list[str]:
     return [f"{name.replace('_', ' ')} {changed[name]}" for name in _TOLD if name in changed]
 
 
-@dataclass(frozen=True, repr=False)
-class Progress(Note):
-    """A line with a bar of the part that is done."""
-
-    part: float = 0.0
-
-    def _repr_html_(self) -> str:
-        bar = f"<progress value='{self.part:.3f}' max='1' style='vertical-align:middle'></progress> "
-        return super()._repr_html_().replace("<div>", f"<div>{bar}", 1)
-
-
-def state(seconds: float, over: bool = False) -> Note:
-    """The line after so many seconds: `str(state(5)) == "running: 5 s"`."""
+def state(seconds: float, over: bool = False) -> Note | Text:
+    """The line after so many seconds, with a bar of the part that is done: `str(state(5)) == "running: 5 s"`."""
     if over:
         return Note((f"done in {seconds:.0f} s",))
     if _followed:
         words, part = _followed[-1]
-        return Progress((f"{words}: {seconds:.0f} s",), part)
+        line = Note((f"{words}: {seconds:.0f} s",))
+        bar = f"<progress value='{part:.3f}' max='1' style='vertical-align:middle'></progress> "
+        return Text(str(line), line._repr_html_().replace("<div>", f"<div>{bar}", 1))
     return Note((f"{_under_way[-1] if _under_way else 'running'}: {seconds:.0f} s",))
 
 

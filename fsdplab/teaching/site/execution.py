@@ -12,9 +12,8 @@ from pathlib import Path
 
 import nbformat
 
-from fsdplab.teaching.authoring.course import CourseError, notebooks_in, read, structure_complaints
+from fsdplab.teaching.authoring.course import CourseError, sources_in
 from fsdplab.teaching.authoring.course_run import NotebookRun, run_notebook
-from fsdplab.teaching.core.registry import register_beside
 
 
 @dataclass(frozen=True)
@@ -33,11 +32,7 @@ def executed_in(source: Path | str, keep: Path | None, on_run: Callable[[Noteboo
 
     Raises CourseError where there is nothing to run, where a source is wrong, or where `keep` holds notebooks.
     """
-    register_beside(Path(source))
-    sources = [(path, read(path)) for path in notebooks_in(source)]
-    complaints = [line for path, notebook in sources for line in structure_complaints(path.name, notebook)]
-    if complaints:
-        raise CourseError("\n".join(complaints))
+    sources = sources_in(source)
     if keep is not None and any(keep.glob("*.ipynb")):
         raise CourseError(f"{keep} already holds notebooks; give --keep an empty folder")
     with tempfile.TemporaryDirectory(prefix="fsdplab-site-") as scratch:

@@ -41,18 +41,17 @@ def _of(output: Mapping[str, Any]) -> Markup:
 
 def _richest(data: Mapping[str, Any]) -> Markup:
     """The first form of a bundle that this page can show."""
+    words = data.get("text/plain", "")
     for kind, form in _FORMS.items():
-        if kind in data and (made := form(data)):
+        if kind in data and (made := form(data[kind], words)):
             return made
     return Markup()
 
 
-def _figure(data: Mapping[str, Any]) -> Markup:
-    figure = data[PLOTLY]
+def _figure(figure: Any, words: str) -> Markup:
     if not isinstance(figure, dict) or not isinstance(figure.get("layout", {}), dict):
         return Markup()
-    figure = {"layout": {}, **figure}
-    words = data.get("text/plain", "").removeprefix("[figure] ")
+    figure, words = {"layout": {}, **figure}, words.removeprefix("[figure] ")
     height = figure["layout"].get("height")
     return Markup(
         '<figure role="img" aria-label="{}"><div class="plot" style="height:{}px"></div>'
@@ -65,36 +64,23 @@ def _figure(data: Mapping[str, Any]) -> Markup:
     )
 
 
-def _html(data: Mapping[str, Any]) -> Markup:
-    """HTML as the cell made it, without scripts: no page carries a second copy of a library."""
-    return Markup('<div class="rich">{}</div>').format(without_scripts(data["text/html"]))
-
-
-def _picture(kind: str) -> Callable[[Mapping[str, Any]], Markup]:
-    def form(data: Mapping[str, Any]) -> Markup:
-        content = data[kind]
+def _picture(kind: str) -> Callable[[str, str], Markup]:
+    def form(content: str, words: str) -> Markup:
         encoded = base64.b64encode(content.encode()).decode() if kind == "image/svg+xml" else "".join(content.split())
-        words = data.get("text/plain", "") or "a picture"
-        return Markup('<p><img src="data:{};base64,{}" alt="{}"></p>').format(kind, encoded, words)
+        return Markup('<p><img src="data:{};base64,{}" alt="{}"></p>').format(kind, encoded, words or "a picture")
 
     return form
 
 
-def _words(data: Mapping[str, Any]) -> Markup:
-    text = data["text/plain"]
-    return _preformatted(text, "result") if text.strip() else Markup()
-
-
-_FORMS: dict[str, Callable[[Mapping[str, Any]], Markup]] = {
+_FORMS: dict[str, Callable[[Any, str], Markup]] = {
     PLOTLY: _figure,
-    PIECES: lambda data: Markup("\n").join(map(_richest, data[PIECES])),
-    "text/html": _html,
-    WIDGET: lambda data: Markup('<p class="no-kernel">{}</p>').format(WITHOUT_A_KERNEL),
-    "image/svg+xml": _picture("image/svg+xml"),
-    "image/png": _picture("image/png"),
-    "image/jpeg": _picture("image/jpeg"),
-    "text/markdown": lambda data: Markup("<p>{}</p>").format(data["text/markdown"]),
-    "text/plain": _words,
+    PIECES: lambda pieces, _: Markup("\n").join(map(_richest, pieces)),
+    # as the cell made it, without scripts: no page carries a second copy of a library
+    "text/html": lambda text, _: Markup('<div class="rich">{}</div>').format(without_scripts(text)),
+    WIDGET: lambda *_: Markup('<p class="no-kernel">{}</p>').format(WITHOUT_A_KERNEL),
+    **{kind: _picture(kind) for kind in ("image/svg+xml", "image/png", "image/jpeg")},
+    "text/markdown": lambda text, _: Markup("<p>{}</p>").format(text),
+    "text/plain": lambda text, _: _preformatted(text, "result") if text.strip() else Markup(),
 }
 
 
