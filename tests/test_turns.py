@@ -27,7 +27,7 @@ from fsdplab.sessions.compare_runs import Rota, SpareMemory, why_no_turns
 from fsdplab.sessions.launch import launcher, turns, warm
 from fsdplab.sessions.launch.launcher import RunningRanks
 from fsdplab.sessions.launch.mailbox import HeartbeatWriter, Mailbox, read_heartbeats
-from fsdplab.sessions.launch.turns import WAITING, OwnTurns, Turns, fifos_in
+from fsdplab.sessions.launch.turns import STEP, TO_THE_END, WAITING, OwnTurns, Turns, fifos_in
 from fsdplab.sessions.spec.pairs import least_bytes
 from tests.leftovers import processes_of
 
@@ -516,11 +516,11 @@ def test_ranks_wait_until_they_are_allowed_a_step_or_all_of_them(both_sides: Any
     callers.look(20.0)
     assert callers.all_wait and taken == [] and fifos_below(tmp_path) == []
     assert {beat.phase for beat in read_heartbeats(mailbox, 2).values()} == {WAITING}
-    callers.allow_step()
+    callers.tell(STEP)
     assert not callers.all_wait
     callers.look(20.0)
     assert callers.all_wait and sorted(taken) == [(0, 0), (1, 0)]
-    callers.allow_all()
+    callers.tell(TO_THE_END)
     for thread in threads:
         thread.join(20.0)
     assert len(taken) == 8
@@ -563,9 +563,9 @@ def test_the_time_between_two_turns_is_neither_a_hang_nor_of_the_time_limit(tmp_
     assert ranks.watch(to_the_end=False) is True
     ranks.activity.last -= 10_000.0  # so long ago was its last turn
     assert ranks.activity.stalled(1)
-    callers.allow_step()
+    callers.tell(STEP)
     assert ranks.watch(to_the_end=False) is True and ranks._used < 60.0
-    callers.allow_all()
+    callers.tell(TO_THE_END)
     thread.join(20.0)
     callers.close()
 

@@ -97,20 +97,16 @@ def _torch() -> list[Capability]:
         ) from error
 
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU build"
-    return [
-        Capability("torch", True, torch.__version__, build),
-        _gloo(),
-        _starts(),
-        _transport(),
-        _bf16(),
-        *_gpus(torch),
-    ]
+    if refused := why_no_ranks():
+        ranks = [Capability("gloo", False, "not used", refused)]
+        ranks += [Capability(name, False, "none", refused) for name in ("rank starts", "CPU transport")]
+    else:
+        ranks = [_gloo(), _starts(), _transport()]
+    return [Capability("torch", True, torch.__version__, build), *ranks, _bf16(), *_gpus(torch)]
 
 
 def _gloo() -> Capability:
     """Form a group of one rank and reduce a tensor, which needs everything that a CPU run needs."""
-    if (refused := why_no_ranks()) is not None:
-        return Capability("gloo", False, "not used", refused)
     import torch
     import torch.distributed as dist
 
@@ -131,8 +127,6 @@ def _gloo() -> Capability:
 
 def _starts() -> Capability:
     """How ranks are started on this machine: a starter forks one on trial."""
-    if (refused := why_no_ranks()) is not None:
-        return Capability("rank starts", False, "none", refused)
     from fsdplab.sessions.launch import warm
 
     if (refused := warm.tried()) is not None:
@@ -143,8 +137,6 @@ def _starts() -> Capability:
 
 def _transport() -> Capability:
     """The transport between the CPU ranks of this machine."""
-    if (refused := why_no_ranks()) is not None:
-        return Capability("CPU transport", False, "none", refused)
     # the rule of engine/transport/shared_memory/arena.py, repeated: importing the engine takes as long as everything
     # else here
     if sys.platform != "linux" or platform.machine() != "x86_64" or not hasattr(os, "pidfd_open"):

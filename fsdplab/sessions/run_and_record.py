@@ -20,6 +20,7 @@ from fsdplab.records.folder import MODEL_SOURCE, claim_folder, is_written, relea
 from fsdplab.sessions.launch.failure_report import RanksFailed
 from fsdplab.sessions.launch.launcher import RunningRanks, end_ranks, once_more
 from fsdplab.sessions.launch.mailbox import Mailbox, Tail, read_heartbeats, read_lines
+from fsdplab.sessions.launch.turns import STEP, TO_THE_END
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.spec.run_spec import spec_for
 from fsdplab.sessions.summary import summarise
@@ -115,13 +116,13 @@ class StartedRun:
         """Let the run take one timed step, and watch it as `ready` does."""
         assert self._ranks.turns is not None  # a run that was started with in_turns
         self._took_turns = True
-        self._ranks.turns.allow_step()
+        self._ranks.turns.tell(STEP)
         return self._watch(to_the_end=False)
 
     def finish(self) -> RunRecord:
         """Let the run go on to its end, and return its saved record. RanksFailed as `run`."""
         if self._ranks.turns is not None:
-            self._ranks.turns.allow_all()
+            self._ranks.turns.tell(TO_THE_END)
         self._watch(to_the_end=True)
         end_ranks([self._ranks])
         record = self._saved(None)

@@ -23,7 +23,9 @@ from fsdplab.common.waiting import readable
 from fsdplab.sessions.launch.mailbox import HeartbeatWriter, Mailbox
 
 WAITING = "waiting for its turn"  # the phase of a rank that waits
-_STEP, _ALL, _WAITS = "step", "all", b"w"
+# what ranks of a run are told: to take their next step and to wait again, or to go on to their end
+STEP, TO_THE_END = "step", "all"
+_WAITS = b"w"
 
 
 def fifos_in(folder: Path) -> bool:
@@ -75,14 +77,6 @@ class Turns:
                 del self._busy[file]
         self._remove_names()
 
-    def allow_step(self) -> None:
-        """Let all ranks take their next step; then they wait again."""
-        self.tell(_STEP)
-
-    def allow_all(self) -> None:
-        """Let all ranks go on to their end, without further turns."""
-        self.tell(_ALL)
-
     def tell(self, what: str, ranks: Iterable[int] | None = None) -> None:
         """Let all ranks, which wait, or some of them go on with `what`, one line; then they wait again."""
         chosen = range(len(self._waits)) if ranks is None else ranks
@@ -114,7 +108,7 @@ class OwnTurns:
     def wait(self) -> None:
         """Wait until the caller allows the next step; return at once where the run takes no turns, or no more."""
         if self._takes_turns:
-            self._takes_turns = self.next() == _STEP
+            self._takes_turns = self.next() == STEP
 
     def next(self) -> str:
         """Wait until the caller says what is next; "" where there is nothing more."""

@@ -29,29 +29,6 @@ def _behind_a_link(spec: Any) -> bool:
     return bool(spec.linked and spec.engine != "twin")
 
 
-def _cannot_do(spec: Any) -> str:
-    return f"engine {spec.engine} cannot do {spec.strategy}; expected {' or '.join(ENGINES[spec.engine])}"
-
-
-def _takes_transport(spec: Any) -> bool:
-    return (
-        spec.engine == "lab"
-        or spec.transport == "auto"
-        or (spec.transport == "shm" and spec.engine in ON_SHARED_MEMORY)
-    )
-
-
-def _nccl_can_share(spec: Any) -> bool:
-    return spec.transport != "nccl" or not spec.shares_a_gpu or gpus.nccl_version() >= gpus.MULTI_RANK_NCCL
-
-
-def _too_old_nccl(spec: Any) -> str:
-    return (
-        f"transport is nccl with {spec.processes} ranks on {gpus.usable_gpus()} GPU, which NCCL does from 2.30 on, but"
-        f" torch brings {'.'.join(map(str, gpus.nccl_version()))}"
-    )
-
-
 def _mode_complaint(spec: Any) -> str:
     return gpus.mode_complaint(gpus.compute_mode(0)) if spec.shares_a_gpu else ""
 
@@ -62,10 +39,6 @@ def _missing_compiler(spec: Any) -> str | None:
     from fsdplab.workloads.compiled import missing_compiler  # which imports torch
 
     return missing_compiler(spec.device_type)
-
-
-def _has_its_engine(spec: Any) -> bool:
-    return not spec.engine.startswith("deepspeed") or importlib.util.find_spec("deepspeed") is not None
 
 
 def _of_the_lab(name: str) -> Rule:
@@ -91,17 +64,6 @@ def least_bytes(spec: Any) -> int:
     return int(spec.processes * (_BYTES_OF_A_PROCESS + model + logits) + 3 * model * copies)
 
 
-def _too_large(spec: Any) -> str:
-    return (
-        f"{spec.model} on {spec.world_size} ranks with batch_size={spec.batch_size} needs at least"
-        f" {least_bytes(spec) / 1e9:.1f} GB of memory, but this machine has {memory_bytes() / 1e9:.1f} GB"
-    )
-
-
-def _known_units(spec: Any) -> bool:
-    return spec.units in UNITS or (spec.own_model and str(spec.units).isidentifier())
-
-
 def _unknown_units(spec: Any) -> str:
     more = ", or the name of a class of its modules" if spec.own_model else ""
     return f"unknown units {spec.units!r}{near_matches(spec.units, UNITS)}; expected one of {', '.join(UNITS)}{more}"
@@ -109,15 +71,19 @@ def _unknown_units(spec: Any) -> str:
 
 PAIRS = (
     # ---- what a model can do
-    Rule(("units",), _known_units, _unknown_units, ""),
+    Rule(
+        ("units",), lambda s: s.units in UNITS or (s.own_model and str(s.units).isidentifier()), _unknown_units, "",
+    ),
     Rule(("emulate", "model"), lambda s: not (s.emulate and s.own_model), NO_WIND_TUNNEL, ""),
     # ---- what an engine can do
     Rule(
-        ("strategy", "engine"), lambda s: s.strategy in ENGINES[s.engine], _cannot_do,
+        ("strategy", "engine"), lambda s: s.strategy in ENGINES[s.engine],
+        lambda s: f"engine {s.engine} cannot do {s.strategy}; expected {' or '.join(ENGINES[s.engine])}",
         lambda s: f"give strategy={ENGINES[s.engine][0]!r}, or engine='lab'",
     ),
     Rule(
-        ("engine",), _has_its_engine,
+        ("engine",),
+        lambda s: not s.engine.startswith("deepspeed") or importlib.util.find_spec("deepspeed") is not None,
         "engine {s.engine} needs DeepSpeed, which is not installed", f"run: {how_to_install('peers')}",
     ),
     Rule(
@@ -138,14 +104,22 @@ PAIRS = (
         "leave prefetch=1, or give engine='lab'",
     ),
     Rule(
-        ("transport", "engine"), _takes_transport, "transport is {s.transport}, but engine {s.engine} brings its own",
+        ("transport", "engine"),
+        lambda s: s.engine == "lab" or s.transport == "auto" or s.transport == "shm" and s.engine in ON_SHARED_MEMORY,
+        "transport is {s.transport}, but engine {s.engine} brings its own",
         f"leave transport='auto', or give {' or '.join(ON_SHARED_MEMORY)} for shm, or engine='lab'",
     ),
     Rule(
         ("transport", "device"), lambda s: (s.transport, s.device_type) not in (("nccl", "cpu"), ("shm", "cuda")),
         "transport {s.transport} does not move tensors on {s.device_type}", "leave transport='auto'",
     ),
-    Rule(("transport",), _nccl_can_share, _too_old_nccl, "leave transport='auto', which then goes through host memory"),
+    Rule(
+        ("transport",),
+        lambda s: s.transport != "nccl" or not s.shares_a_gpu or gpus.nccl_version() >= gpus.MULTI_RANK_NCCL,
+        lambda s: f"transport is nccl with {s.processes} ranks on {gpus.usable_gpus()} GPU, which NCCL does from 2.30"
+                  f" on, but torch brings {'.'.join(map(str, gpus.nccl_version()))}",
+        "leave transport='auto', which then goes through host memory",
+    ),
     # ---- groups of ranks, and links
     Rule(
         ("shard_size", "strategy"), lambda s: not s.row.in_groups or s.shard_size is not None,
@@ -194,7 +168,9 @@ PAIRS = (
     ),
     Rule(
         ("model", "world_size", "batch_size"),
-        lambda s: s.device_type == "cuda" or least_bytes(s) <= (memory_bytes() or math.inf), _too_large,
+        lambda s: s.device_type == "cuda" or least_bytes(s) <= (memory_bytes() or math.inf),
+        lambda s: f"{s.model} on {s.world_size} ranks with batch_size={s.batch_size} needs at least"
+                  f" {least_bytes(s) / 1e9:.1f} GB of memory, but this machine has {memory_bytes() / 1e9:.1f} GB",
         f"give a smaller model ({', '.join(list(PRESETS)[:3])}), fewer ranks or a smaller batch",
     ),
 )  # fmt: skip

@@ -48,10 +48,11 @@ class EmulatedNetwork:
             return
         slowest = torch.tensor(statistics.median(self.computing), device=self.context.device)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        wire, collectives = full_shard_traffic(self.spec)
+        rows = traffic_of(self.spec, "full_shard")  # what the target's ratio is about
         self.chosen = link_for(
-            target, compute_s=slowest.item(), wire_bytes=wire, collectives=collectives, ranks=self.context.world_size
-        )
+            target, compute_s=slowest.item(), wire_bytes=sum(row.step_bytes for row in rows),
+            collectives=sum(row.count for row in rows), ranks=self.context.world_size,
+        )  # fmt: skip
         self._place(setup)
 
     def note_step(self, step: int, seconds: float, ledger: Sequence[dict[str, Any]]) -> None:
@@ -87,9 +88,3 @@ class EmulatedNetwork:
 
 def _link_as_dict(link: LinkSpec | None) -> dict[str, Any] | None:
     return None if link is None else {"name": link.name, "bytes_per_s": link.bytes_per_s, "latency_s": link.latency_s}
-
-
-def full_shard_traffic(spec: RunSpec) -> tuple[int, int]:
-    """Bytes that a rank sends in a step of full sharding, and the collectives: what the target's ratio is about."""
-    rows = traffic_of(spec, "full_shard")
-    return sum(row.step_bytes for row in rows), sum(row.count for row in rows)
