@@ -301,45 +301,45 @@ class CheckedReader(dcp.FileSystemReader):
 
 def _is_well_formed(metadata: Metadata) -> bool:
     """Whether the parts of unpickled metadata have the types that DCP gives them."""
-    entries, places = vars(metadata).get("state_dict_metadata"), vars(metadata).get("storage_data")
+    parts = _parts(metadata, state_dict_metadata=dict, storage_data=dict)
     return (
-        isinstance(entries, dict)
-        and isinstance(places, dict)
-        and all(isinstance(name, str) and _is_described(entry) for name, entry in entries.items())
-        and all(isinstance(index, MetadataIndex) and _is_place(place) for index, place in places.items())
+        parts is not None
+        and all(isinstance(name, str) and _is_described(each) for name, each in parts["state_dict_metadata"].items())
+        and all(isinstance(index, MetadataIndex) and _is_place(each) for index, each in parts["storage_data"].items())
     )
+
+
+def _parts(value: Any, **kinds: type) -> dict[str, Any] | None:
+    """The attributes of an unpickled object, which may lack any; None unless these have their types."""
+    parts = vars(value)
+    fits = all(isinstance(parts.get(name), kind) and type(parts[name]) is not bool for name, kind in kinds.items())
+    return parts if fits else None
 
 
 def _is_described(entry: Any) -> bool:
     if not isinstance(entry, TensorStorageMetadata):
         return isinstance(entry, BytesStorageMetadata)
-    parts = vars(entry)
-    size, properties, chunks = parts.get("size"), parts.get("properties"), parts.get("chunks")
+    parts = _parts(entry, size=torch.Size, properties=TensorProperties, chunks=list)
     return (
-        isinstance(size, torch.Size)
-        and isinstance(properties, TensorProperties)
-        and isinstance(vars(properties).get("dtype"), torch.dtype)
-        and isinstance(chunks, list)
-        and all(isinstance(chunk, ChunkStorageMetadata) and _lies_in(size, vars(chunk)) for chunk in chunks)
-        and sum(chunk.sizes.numel() for chunk in chunks) == size.numel()  # DCP would leave a hole as it is
+        parts is not None
+        and _parts(parts["properties"], dtype=torch.dtype) is not None
+        and all(isinstance(chunk, ChunkStorageMetadata) and _lies_in(parts["size"], chunk) for chunk in parts["chunks"])
+        # DCP would leave a hole as it is
+        and sum(chunk.sizes.numel() for chunk in parts["chunks"]) == parts["size"].numel()
     )
 
 
-def _lies_in(size: torch.Size, chunk: Mapping[str, Any]) -> bool:
-    offsets, sizes = chunk.get("offsets"), chunk.get("sizes")
+def _lies_in(size: torch.Size, chunk: ChunkStorageMetadata) -> bool:
     return (
-        isinstance(offsets, torch.Size)
-        and isinstance(sizes, torch.Size)
-        and len(offsets) == len(sizes) == len(size)
-        and all(0 <= at <= at + length <= whole for at, length, whole in zip(offsets, sizes, size))
+        _parts(chunk, offsets=torch.Size, sizes=torch.Size) is not None
+        and len(chunk.offsets) == len(chunk.sizes) == len(size)
+        and all(0 <= at <= at + length <= whole for at, length, whole in zip(chunk.offsets, chunk.sizes, size))
     )
 
 
 def _is_place(place: Any) -> bool:
-    parts = vars(place) if isinstance(place, _StorageInfo) else {}
-    return isinstance(parts.get("relative_path"), str) and all(
-        type(parts.get(name)) is int and parts[name] >= 0 for name in ("offset", "length")
-    )
+    parts = _parts(place, relative_path=str, offset=int, length=int) if isinstance(place, _StorageInfo) else None
+    return parts is not None and min(parts["offset"], parts["length"]) >= 0
 
 
 class CheckedPlanner(dcp.DefaultLoadPlanner):

@@ -7,7 +7,6 @@ fixed port, so several runs can go on at once. Both speak one protocol (served.p
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import time
@@ -344,9 +343,8 @@ def _start_ranks(
 def start_torchrun(program: Sequence[str], mailbox: Mailbox, world_size: int, not_forked: str = "") -> ExecutedRanks:
     """Start the ranks with torch.distributed.run; `not_forked` says why they are not forked, for their record."""
     arguments = [
-        "--nnodes=1", f"--nproc-per-node={world_size}", "--max-restarts=0", "--monitor-interval=0.1",
-        f"--log-dir={os.devnull}", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", f"--rdzv-id={uuid.uuid4()}",
-        "--local-addr=127.0.0.1", *as_ranks_of_torchrun(program),
+        "--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", f"--rdzv-id={uuid.uuid4()}",
+        *as_ranks_of_torchrun(program, world_size, "127.0.0.1"),
     ]  # fmt: skip
     environment = {**rank_environment(), NOT_FORKED: not_forked}
     return execute("fsdplab.sessions.launch.agent", arguments, mailbox, environment)

@@ -81,10 +81,8 @@ def node_main(connection: str, switch: str, node: str, nodes: str, per_node: str
     from fsdplab.sessions.launch import agent
 
     agent.main(
-        connection, switch, f"--nnodes={nodes}", f"--node-rank={node}", f"--nproc-per-node={per_node}",
-        "--max-restarts=0", "--monitor-interval=0.1",
-        f"--log-dir={os.devnull}", f"--master-addr={address(0)}", f"--master-port={_PORT}",
-        f"--local-addr={address(int(node))}", *as_ranks_of_torchrun(program),
+        connection, switch, f"--nnodes={nodes}", f"--node-rank={node}", f"--master-addr={address(0)}",
+        f"--master-port={_PORT}", *as_ranks_of_torchrun(program, per_node, address(int(node))),
         when_orphaned=signal.SIGKILL,  # the switch sends SIGTERM first (see _end)
     )  # fmt: skip
 

@@ -20,10 +20,13 @@ from typing import NoReturn
 from fsdplab.common.pythons import imports_that_stay, run_of
 
 
-def as_ranks_of_torchrun(program: Sequence[str]) -> list[str]:
-    """The last arguments of torchrun, by which each rank runs `program` with this module."""
+def as_ranks_of_torchrun(program: Sequence[str], per_node: object, address: str) -> list[str]:
+    """The last arguments of torchrun, by which each of a node's ranks runs `program` with this module, once."""
     python, *words = run_of("fsdplab.sessions.launch.program", *program)
-    return ["--no-python", python, "-u", *words]
+    return [
+        f"--nproc-per-node={per_node}", "--max-restarts=0", "--monitor-interval=0.1", f"--log-dir={os.devnull}",
+        f"--local-addr={address}", "--no-python", python, "-u", *words,
+    ]  # fmt: skip
 
 
 def run_and_end(program: Sequence[str]) -> NoReturn:
