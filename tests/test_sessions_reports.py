@@ -19,7 +19,7 @@ from fsdplab.common.processes import descendants, gone, processor_seconds, send,
 from fsdplab.common.pythons import run_of
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RanksFailed, RunSpec, call_on_ranks, run
-from fsdplab.sessions.launch import launcher, warm
+from fsdplab.sessions.launch import failure_report, launcher, warm
 from fsdplab.sessions.launch.failure_report import PostMortem, computing, failed_first, hung, too_slow
 from fsdplab.sessions.launch.launcher import RankActivity, RunningRanks
 from fsdplab.sessions.launch.mailbox import HeartbeatWriter, Mailbox, read_heartbeats
@@ -120,7 +120,7 @@ def stalled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunningRanks:
     activity.look(read_heartbeats(mailbox, 1))
     activity.last -= 100.0
     monkeypatch.setattr(launcher, "_GRACE_S", 0.3)
-    monkeypatch.setattr(launcher, "ask_for_stacks", lambda *_: {0: COMPUTING})
+    monkeypatch.setattr(failure_report, "ask_for_stacks", lambda *_: {0: COMPUTING})
     return RunningRanks(Watched(), mailbox, 1, 60.0, activity=activity)
 
 
@@ -228,7 +228,7 @@ def test_a_lost_launcher_is_blamed_unless_a_rank_failed_by_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exits: dict, notes: dict, rank: int | None
 ) -> None:
     post_mortem = PostMortem(exits, notes, {0: heartbeat(0), 1: heartbeat(1)})
-    monkeypatch.setattr(launcher, "gather", lambda *_: post_mortem)
+    monkeypatch.setattr(failure_report, "gather", lambda *_: post_mortem)
     report = RunningRanks(Lost(), Mailbox(tmp_path), 2, 60.0).how_it_ended()
     assert (report.kind, report.rank) == ("died", rank)
     assert report.message.startswith("The launcher of the ranks was killed by SIGTERM") == (rank is None)

@@ -24,17 +24,9 @@ from fsdplab.profiling.profiler_rules import prepare_profiler
 from fsdplab.recording.rows import Place, StepRows
 from fsdplab.recording.settings import Settings
 from fsdplab.recording.subject import LAB, Subject, subject_of, together
+from fsdplab.sessions.worker import profiler
 from fsdplab.sessions.worker.core_share import core_time, waited_s
 from fsdplab.sessions.worker.environment import capture_environment
-from fsdplab.sessions.worker.profiler import (
-    MEMORY_TRACE,
-    RANGE,
-    TRACE,
-    StepProfiler,
-    UnitStateLog,
-    leave_analysis,
-    written_memory,
-)
 
 
 class _Sent:
@@ -67,9 +59,9 @@ class Window:
         self._open = ExitStack()
         self._subject: Subject | None = None
         self._memory: MemoryRecorder | None = None
-        self._profiler: StepProfiler | None = None
+        self._profiler: profiler.StepProfiler | None = None
         self._is_starting = False
-        self._ended, self._units = -1, UnitStateLog(place.rank)
+        self._ended, self._units = -1, profiler.UnitStateLog(place.rank)
         self._sent: _Sent | None = None
         self._first_reading = (time.perf_counter(), core_time())
         self._cpu_share: float | None = None
@@ -138,11 +130,11 @@ class Window:
         self._units.step = self._memory_step
         self._memory = MemoryRecorder(
             model=found.model, optimizer=together(self._optimizers), engine=found.engine, device=self._place.device,
-            tags=self._tags, save_trace=mailbox.of(rank, MEMORY_TRACE), unfinished=mailbox.folder,
+            tags=self._tags, save_trace=mailbox.of(rank, profiler.MEMORY_TRACE), unfinished=mailbox.folder,
         )  # fmt: skip
         self._open.enter_context(self._memory)
         self._open.enter_context(ended_with_the_profile())
-        self._open.enter_context(record_function(f"{RANGE}{self._memory_step}"))
+        self._open.enter_context(record_function(f"{profiler.RANGE}{self._memory_step}"))
 
     def _end_memory(self, memory: MemoryRecorder) -> None:
         self._is_starting, self._memory, self._units.step = True, None, None
@@ -151,22 +143,22 @@ class Window:
         self._is_starting = False
         if self._tags is not None:
             self._tags.close()
-        self._write("memory", written_memory(memory.timeline, self._place.rank, self._memory_step))
+        self._write("memory", profiler.written_memory(memory.timeline, self._place.rank, self._memory_step))
 
     def _begin_profile(self) -> None:
         steps = self._settings.end - self._settings.first
-        self._profiler = StepProfiler(steps, self._warmup, self._place.device)
+        self._profiler = profiler.StepProfiler(steps, self._warmup, self._place.device)
         self._profiler.begin(None)
         if self._subject is not None and self._subject.engine == LAB:
             self._sent = _Sent()
             self._open.callback(events.subscribe(self._sent.on_event))
         self._open.enter_context(ended_with_the_profile())
 
-    def _end_profile(self, profiler: StepProfiler) -> None:
+    def _end_profile(self, ended: profiler.StepProfiler) -> None:
         mailbox, rank = self._settings.mailbox, self._place.rank
-        profiled = profiler.save(mailbox.of(rank, TRACE), mailbox.folder)
-        for kind in (TRACE, MEMORY_TRACE):
-            leave_analysis(mailbox, rank, kind, [])
+        profiled = ended.save(mailbox.of(rank, profiler.TRACE), mailbox.folder)
+        for kind in (profiler.TRACE, profiler.MEMORY_TRACE):
+            profiler.leave_analysis(mailbox, rank, kind, [])
         content: dict[str, Any] = {"profiled_s": profiled, "life": self._units.rows, "sent": None}
         if self._sent is not None:
             steps = self._settings.end - self._settings.first + self._warmup

@@ -20,15 +20,7 @@ from typing import Any
 from fsdplab.common.machine import output_of
 from fsdplab.common.temporary import folder_of_this_process
 from fsdplab.sessions.launch.limited import TOO_LONG, answer_in, run_within
-from fsdplab.sessions.spec.gpus import (
-    EXCLUSIVE,
-    compute_mode,
-    driver_complaint,
-    driver_cuda,
-    kernel_complaint,
-    mode_complaint,
-    shm_complaint,
-)
+from fsdplab.sessions.spec import gpus
 
 Found = dict[str, Any]
 LIMIT_S = 60.0
@@ -58,14 +50,14 @@ def machine(device: str) -> Found:
 
     from fsdplab.sessions.worker.environment import capture_environment, source_digest
 
-    wrong = driver_complaint(driver_cuda(), torch.version.cuda) if device == "cuda" else ""
+    wrong = gpus.driver_complaint(gpus.driver_cuda(), torch.version.cuda) if device == "cuda" else ""
     found: Found = {"blocks": wrong, "advice": [], "gpus": [], "cuda": torch.version.cuda, "nccl": None, "driver": None}
     found["environment"] = capture_environment("cpu")  # with "cuda" it would have a context on every GPU
     found["source_sha256"] = source_digest(Path(__file__).resolve().parents[1])
     if device == "cpu":
         return found | {"gpus": [_gpu(device, "cpu", (0, 0))]}
     shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
-    found["advice"] = [shm_complaint(shm.f_frsize * shm.f_blocks)] if shm else []
+    found["advice"] = [gpus.shm_complaint(shm.f_frsize * shm.f_blocks)] if shm else []
     if not wrong and not torch.cuda.is_available():
         found["blocks"] = f"torch {torch.__version__} finds no GPU; look at nvidia-smi and at CUDA_VISIBLE_DEVICES"
     if found["blocks"]:
@@ -73,10 +65,10 @@ def machine(device: str) -> Found:
     for index in range(torch.cuda.device_count()):
         gpu = torch.cuda.get_device_properties(index)
         capability = (gpu.major, gpu.minor)
-        found["blocks"] = found["blocks"] or kernel_complaint(gpu.name, capability, torch.cuda.get_arch_list())
-        mode = compute_mode(index)
-        found["advice"].append(mode_complaint(mode))
-        found["gpus"].append(_gpu(f"cuda:{index}", gpu.name, capability) | {"exclusive": mode == EXCLUSIVE})
+        found["blocks"] = found["blocks"] or gpus.kernel_complaint(gpu.name, capability, torch.cuda.get_arch_list())
+        mode = gpus.compute_mode(index)
+        found["advice"].append(gpus.mode_complaint(mode))
+        found["gpus"].append(_gpu(f"cuda:{index}", gpu.name, capability) | {"exclusive": mode == gpus.EXCLUSIVE})
     found["advice"] = [*dict.fromkeys(filter(None, found["advice"]))]
     driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
     return found | {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "driver": "".join(driver[:1]) or None}

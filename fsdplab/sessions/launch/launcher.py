@@ -19,23 +19,9 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from fsdplab.common.processes import gone, send
+from fsdplab.sessions.launch import failure_report as report
 from fsdplab.sessions.launch import warm
-from fsdplab.sessions.launch.failure_report import (
-    Failure,
-    PostMortem,
-    RanksFailed,
-    StarterLost,
-    ask_for_stacks,
-    blames_a_rank,
-    computing,
-    failed_first,
-    gather,
-    hung,
-    lost_agent,
-    not_started,
-    too_slow,
-    used_so_far,
-)
+from fsdplab.sessions.launch.failure_report import Failure, PostMortem, RanksFailed, StarterLost
 from fsdplab.sessions.launch.inherited import rank_environment
 from fsdplab.sessions.launch.mailbox import NOT_FORKED, Heartbeat, Mailbox, read_heartbeats
 from fsdplab.sessions.launch.program import as_ranks_of_torchrun
@@ -175,10 +161,10 @@ class RunningRanks:
 
     def how_it_ended(self) -> Failure:
         """The report of ranks that have ended without finishing their work."""
-        post_mortem = gather(self.mailbox, self.world_size, self.agent.failed())
-        if self.agent.lost and not blames_a_rank(post_mortem):
-            return lost_agent(self.agent.lost, post_mortem)
-        return failed_first(post_mortem)
+        post_mortem = report.gather(self.mailbox, self.world_size, self.agent.failed())
+        if self.agent.lost and not report.blames_a_rank(post_mortem):
+            return report.lost_agent(self.agent.lost, post_mortem)
+        return report.failed_first(post_mortem)
 
     def _watch(self, turns: Turns | None, deadline: float) -> Failure | None:
         while self._runs_on(turns):
@@ -210,14 +196,16 @@ class RunningRanks:
     def _late(self) -> Failure | None:
         """The outcome of a run whose time is up: it may end just now, and may be slow or hung."""
         if len(self.activity.heartbeats) < self.world_size:
-            return not_started(gather(self.mailbox, self.world_size, {}), self.time_limit, self.world_size)
+            return report.not_started(
+                report.gather(self.mailbox, self.world_size, {}), self.time_limit, self.world_size
+            )
         busy = self._watch_longer()
         if not self.agent.running():
             return self._ended()
         post_mortem = self._position(busy)
-        if self.activity.moving or computing(post_mortem) is not None:
-            return too_slow(post_mortem, self.time_limit)
-        return hung(post_mortem, self.activity.idle)
+        if self.activity.moving or report.computing(post_mortem) is not None:
+            return report.too_slow(post_mortem, self.time_limit)
+        return report.hung(post_mortem, self.activity.idle)
 
     def _stalled(self) -> Failure | None:
         """The report of a hang before the time limit; None where a rank has moved or ended after all, or computes."""
@@ -226,8 +214,8 @@ class RunningRanks:
         if self.activity.last != since or not self.agent.running():
             return None
         post_mortem = self._position(busy)
-        if computing(post_mortem) is None:
-            return hung(post_mortem, self.activity.idle)
+        if report.computing(post_mortem) is None:
+            return report.hung(post_mortem, self.activity.idle)
         self.activity.last = time.monotonic()  # computing is a move: the next look at it is after another such pause
         return None
 
@@ -235,16 +223,16 @@ class RunningRanks:
         """Look at the ranks until one moves, they have ended, or some seconds are over; the part of a core that each
         used meanwhile.
         """
-        since, began, before = self.activity.last, time.monotonic(), used_so_far(self.activity.heartbeats)
+        since, began, before = self.activity.last, time.monotonic(), report.used_so_far(self.activity.heartbeats)
         while self.activity.last == since and time.monotonic() < began + _GRACE_S and self.agent.running(_LOOK_EVERY_S):
             self._look()
-        used, lasted = used_so_far(self.activity.heartbeats), max(time.monotonic() - began, _LOOK_EVERY_S)
+        used, lasted = report.used_so_far(self.activity.heartbeats), max(time.monotonic() - began, _LOOK_EVERY_S)
         return {rank: (used[rank] - before[rank]) / lasted for rank in before if rank in used}
 
     def _position(self, busy: dict[int, float]) -> PostMortem:
         """Where the ranks stand, by their heartbeats and stacks, and how busy they were."""
         beats = self.activity.heartbeats
-        return PostMortem(heartbeats=beats, stacks=ask_for_stacks(self.mailbox, beats), busy=busy)
+        return PostMortem(heartbeats=beats, stacks=report.ask_for_stacks(self.mailbox, beats), busy=busy)
 
 
 def end_ranks(runs: Sequence[RunningRanks]) -> None:

@@ -21,16 +21,8 @@ from contextlib import suppress
 
 from fsdplab.common.processes import Asked, end_as_if_by, raise_when_asked
 from fsdplab.common.pythons import run_of
+from fsdplab.sessions.launch import netns
 from fsdplab.sessions.launch.inherited import signals_of_the_lab
-from fsdplab.sessions.launch.netns import (
-    CABLE,
-    NetworkSetupError,
-    address,
-    build_switch,
-    enter_new_network,
-    open_cable,
-    plug,
-)
 from fsdplab.sessions.launch.parent_death import end_with_parent
 from fsdplab.sessions.launch.program import as_ranks_of_torchrun
 
@@ -48,15 +40,15 @@ Agents = Sequence["subprocess.Popen[str]"]
 def main(connection: str, caller: str, nodes: str, per_node: str, rate: str, *program: str) -> None:
     """Build the network, start the nodes, and wait for their ranks; exit code 1 when a rank failed."""
     signals_of_the_lab()
-    enter_new_network()  # first: a new user namespace resets the parent-death signal
+    netns.enter_new_network()  # first: a new user namespace resets the parent-death signal
     end_with_parent(int(caller), signal.SIGTERM)
     raise_when_asked()
-    build_switch()
+    netns.build_switch()
     agents: list[subprocess.Popen[str]] = []
     try:
         for node in range(int(nodes)):
             agents.append(_start_node(connection, node, nodes, per_node, rate, program))
-            plug(node, agents[-1].pid, _bytes_per_s(rate))
+            netns.plug(node, agents[-1].pid, _bytes_per_s(rate))
         for agent in agents:
             assert agent.stdin is not None  # a pipe, by _start_node
             agent.stdin.write(_GO)
@@ -76,13 +68,13 @@ def node_main(connection: str, switch: str, node: str, nodes: str, per_node: str
     """Be the agent of one node: wait until its cable is there, bring it up, and run torchrun."""
     if sys.stdin.readline() != _GO:
         sys.exit(1)  # the switch ended before it had plugged the cable in
-    open_cable(int(node), _bytes_per_s(rate))
-    os.environ["GLOO_SOCKET_IFNAME"] = CABLE
+    netns.open_cable(int(node), _bytes_per_s(rate))
+    os.environ["GLOO_SOCKET_IFNAME"] = netns.CABLE
     from fsdplab.sessions.launch import agent
 
     agent.main(
-        connection, switch, f"--nnodes={nodes}", f"--node-rank={node}", f"--master-addr={address(0)}",
-        f"--master-port={_PORT}", *as_ranks_of_torchrun(program, per_node, address(int(node))),
+        connection, switch, f"--nnodes={nodes}", f"--node-rank={node}", f"--master-addr={netns.address(0)}",
+        f"--master-port={_PORT}", *as_ranks_of_torchrun(program, per_node, netns.address(int(node))),
         when_orphaned=signal.SIGKILL,  # the switch sends SIGTERM first (see _end)
     )  # fmt: skip
 
@@ -93,7 +85,7 @@ def _start_node(
     words = [connection, str(os.getpid()), str(node), nodes, per_node, rate, *program]
     return subprocess.Popen(
         run_of("fsdplab.sessions.launch.netns_supervisor", "node", *words),
-        stdin=subprocess.PIPE, text=True, preexec_fn=enter_new_network, pass_fds=(int(connection),),
+        stdin=subprocess.PIPE, text=True, preexec_fn=netns.enter_new_network, pass_fds=(int(connection),),
     )  # fmt: skip
 
 
@@ -129,5 +121,5 @@ def _end(agents: Agents) -> None:
 if __name__ == "__main__":
     try:
         node_main(*sys.argv[2:]) if sys.argv[1] == "node" else main(*sys.argv[1:])
-    except NetworkSetupError as error:
+    except netns.NetworkSetupError as error:
         sys.exit(f"The network of the nodes could not be built: {error}")

@@ -30,19 +30,11 @@ from fsdplab.sessions.launch.mailbox import NOT_FORKED, RANKS_STORE
 from fsdplab.sessions.launch.stacks import of_exception, of_own_code
 from fsdplab.sessions.launch.turns import OwnTurns
 from fsdplab.sessions.spec import MEMORY_STEP, RunSpec
+from fsdplab.sessions.worker import profiler
 from fsdplab.sessions.worker.core_share import core_time, waited_s
 from fsdplab.sessions.worker.emulated_network import EmulatedNetwork
 from fsdplab.sessions.worker.engines import TrainingSetup, build, micro_batches, workload_of
 from fsdplab.sessions.worker.environment import capture_environment, carrier, nccl_variables
-from fsdplab.sessions.worker.profiler import (
-    MEMORY_TRACE,
-    RANGE,
-    TRACE,
-    StepProfiler,
-    UnitStateLog,
-    leave_analysis,
-    written_memory,
-)
 from fsdplab.sessions.worker.rank_process import Diverged, RankContext, rank_process
 from fsdplab.workloads.own.sources import source_of
 
@@ -110,10 +102,10 @@ class Training:
         self.tags = TagLog() if spec.memory else None
         self.workload = workload_of(spec)
         self.setup = build_setup(spec, context)
-        self.network, self.unit_states = EmulatedNetwork(spec, context), UnitStateLog(context.rank)
+        self.network, self.unit_states = EmulatedNetwork(spec, context), profiler.UnitStateLog(context.rank)
         self.profiler, self.core_waits = None, EMPTY
         if spec.profile and spec.engine != "twin":
-            self.profiler = StepProfiler(spec.profile, spec.profiler_warmup, context.device)
+            self.profiler = profiler.StepProfiler(spec.profile, spec.profiler_warmup, context.device)
 
     def run(self) -> None:
         """Train all steps, and write the measurements."""
@@ -121,7 +113,7 @@ class Training:
         self.network.begin(self.setup)
         timeline = self._warm_up()
         if timeline is not None:
-            self.context.write("memory", written_memory(timeline, self.context.rank, MEMORY_STEP))
+            self.context.write("memory", profiler.written_memory(timeline, self.context.rank, MEMORY_STEP))
         self.network.warmed_up(self.setup)
         profiled = self._timed_and_profiled_steps()
         for unsubscribe in subscriptions:
@@ -129,9 +121,9 @@ class Training:
         self.ledger.write()
         result = {"life": self.unit_states.rows, "profiled_s": profiled, "link": self.network.as_dict()}
         self.context.write("result", result)
-        for kind in (TRACE, MEMORY_TRACE) if profiled else ():
-            waits = self.core_waits if kind == TRACE else EMPTY
-            leave_analysis(self.context.mailbox, self.context.rank, kind, self.ledger.kept, waits)
+        for kind in (profiler.TRACE, profiler.MEMORY_TRACE) if profiled else ():
+            waits = self.core_waits if kind == profiler.TRACE else EMPTY
+            profiler.leave_analysis(self.context.mailbox, self.context.rank, kind, self.ledger.kept, waits)
 
     def _is_traced(self, step: int) -> bool:
         return bool(self.spec.profile) and (step == MEMORY_STEP or step >= self.spec.untimed + self.spec.steps)
@@ -173,7 +165,7 @@ class Training:
         self.unit_states.step = None
         unwatch()
         self.core_waits = waits.close()
-        return self.profiler.save(self.context.mailbox.of(self.context.rank, TRACE))
+        return self.profiler.save(self.context.mailbox.of(self.context.rank, profiler.TRACE))
 
     def _step(self, step: int, timed: bool, around: AbstractContextManager[Any] = nullcontext()) -> float:
         self.context.heartbeat.enter("data", step)
@@ -227,13 +219,13 @@ class Training:
         recorder = MemoryRecorder(
             model=self.setup.model, optimizer=self.setup.optimizer, engine=self.spec.engine, device=self.context.device,
             tags=self.tags, ignore=self.workload.data(), offloaded=self.spec.offload != "none",
-            save_trace=self.context.mailbox.of(self.context.rank, MEMORY_TRACE) if self.spec.profile else None,
+            save_trace=self.context.mailbox.of(self.context.rank, profiler.MEMORY_TRACE) if self.spec.profile else None,
         )  # fmt: skip
         around = ExitStack()
         snapshot = self.context.mailbox.of(self.context.rank, "snapshot.pickle.gz") if self.spec.profile else None
         around.enter_context(memory_snapshot(snapshot, self.context.device))
         around.enter_context(recorder)
-        around.enter_context(torch.profiler.record_function(f"{RANGE}{step}"))
+        around.enter_context(torch.profiler.record_function(f"{profiler.RANGE}{step}"))
         self.unit_states.step = step
         self._step(step, timed=False, around=around)
         self.unit_states.step = None
