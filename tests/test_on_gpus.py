@@ -28,8 +28,7 @@ from fsdplab.records.summary import known
 from fsdplab.sessions import RunSpec, gpu_probes, run
 from fsdplab.sessions.run_and_record import WORKER
 from fsdplab.sessions.worker import training
-from fsdplab.sessions.worker.engines import Held, TrainingSetup, one_step, workload_of
-from fsdplab.sessions.worker.optimizers import optimizer_of
+from fsdplab.sessions.worker.engines import Held, TrainingSetup, one_step, optimizer_of, workload_of
 from fsdplab.sessions.worker.rank_process import RankContext
 
 needs_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -1,7 +1,10 @@
-"""The recorder by hand: two lines of a training loop, where the job's start is not yours or its step is unusual."""
+"""The recorder by hand: two lines of a training loop, where the job's start is not yours or its step is unusual; and as
+a callback, for loops that are somebody else's: transformers' Trainer, and Lightning.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
@@ -71,3 +74,64 @@ class Recorder:
         if self._claimed is not None:
             release_folder(self._claimed)
         self._claimed, self._optimizers = None, []
+
+
+def trainer_callback(folder: str | Path, *, steps: str = "10:13") -> Any:
+    """A callback of transformers' Trainer that records some of its steps into `folder`, as `Recorder` does.
+
+    `Trainer(..., callbacks=[fsdplab.trainer_callback("out")])`. A step's loss is what its backward was called of.
+    """
+    from transformers import TrainerCallback
+
+    class RecordSteps(TrainerCallback):
+        """Makes the recorder when the first step begins, and tells it of each step's end."""
+
+        recorder: Recorder | None = None
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+            if self.recorder is None:
+                self.recorder = Recorder(folder, None, optimizer, steps=steps)
+                self.recorder.note_losses()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if self.recorder is not None:
+                self.recorder.step()
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if self.recorder is not None:
+                self.recorder.close()
+
+    return RecordSteps()
+
+
+def lightning_callback(folder: str | Path, *, steps: str = "10:13") -> Any:
+    """A callback of Lightning's Trainer that records some of its steps into `folder`, as `Recorder` does.
+
+    `Trainer(..., callbacks=[fsdplab.lightning_callback("out")])`. A step's loss is what its backward was called of.
+    """
+    if importlib.util.find_spec("lightning") is not None:
+        from lightning.pytorch import Callback
+    else:
+        from pytorch_lightning import Callback
+
+    class RecordSteps(Callback):  # type: ignore[misc, valid-type, unused-ignore]
+        """Makes the recorder when the training begins; a step has ended where the trainer has counted one."""
+
+        recorder: Recorder | None = None
+        counted = 0
+
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            self.counted = trainer.global_step
+            self.recorder = Recorder(folder, None, trainer.optimizers, steps=steps)
+            self.recorder.note_losses()
+
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if self.recorder is not None and trainer.global_step != self.counted:
+                self.counted = trainer.global_step
+                self.recorder.step()
+
+        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+            if self.recorder is not None:
+                self.recorder.close()
+
+    return RecordSteps()

@@ -33,9 +33,16 @@ from fsdplab.sessions.run_and_record import check_code, reachable
 from fsdplab.sessions.spec import EngineChoice, RunSpec, SpecError
 from fsdplab.sessions.spec.rules import check_same
 from fsdplab.sessions.worker.emulated_network import EmulatedNetwork
-from fsdplab.sessions.worker.engines import TrainingSetup, build, in_bf16, micro_batches, units_of, workload_of
+from fsdplab.sessions.worker.engines import (
+    TrainingSetup,
+    build,
+    in_bf16,
+    micro_batches,
+    optimizer_of,
+    units_of,
+    workload_of,
+)
 from fsdplab.sessions.worker.environment import nccl_variables
-from fsdplab.sessions.worker.optimizers import optimizer_of
 from fsdplab.sessions.worker.rank_process import RankContext, rank_process
 from fsdplab.workloads.compiled import compile_modules
 

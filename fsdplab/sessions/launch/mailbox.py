@@ -15,10 +15,13 @@ agent.log          the output of torchrun, or of a rank that could not start
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Callable
+import select
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from socket import socket
 from typing import Any
 from zlib import crc32
 
@@ -198,3 +201,13 @@ class LiveOutput:
             for line in lines:
                 self.lines += 1
                 self.on_output(rank, line)
+
+
+def readable(files: Iterable[int | socket], within_s: float) -> list[int]:
+    """The descriptors among `files` that can be read or have ended, as soon as there is one; none after `within_s`
+    seconds. (`select` fails from the 1,024th open file on.)
+    """
+    waiting = select.poll()
+    for file in files:
+        waiting.register(file, select.POLLIN)
+    return [number for number, _ in waiting.poll(math.ceil(1000 * max(0.0, within_s)))]

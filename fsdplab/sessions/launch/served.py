@@ -27,8 +27,7 @@ from typing import Any
 
 from fsdplab.common.processes import descendants, name_of, send_group
 from fsdplab.common.pythons import run_of
-from fsdplab.common.waiting import readable
-from fsdplab.sessions.launch.mailbox import Mailbox
+from fsdplab.sessions.launch.mailbox import Mailbox, readable
 
 GONE_WITHIN_S = 3.0
 _MOST_AT_ONCE = 1 << 16

@@ -19,8 +19,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from fsdplab.common.waiting import readable
-from fsdplab.sessions.launch.mailbox import HeartbeatWriter, Mailbox
+from fsdplab.sessions.launch.mailbox import HeartbeatWriter, Mailbox, readable
 
 WAITING = "waiting for its turn"  # the phase of a rank that waits
 # what ranks of a run are told: to take their next step and to wait again, or to go on to their end

@@ -1,22 +1,27 @@
 """One builder for each engine: from a RunSpec to a model, an optimizer and one step of training.
 
-All engines train the same model from the same weights with the same optimizer (optimizers.py). All differences between
-engines are in this file; each is used as its documentation says, with its defaults.
+All engines train the same model from the same weights with the same optimizer. All differences between engines are in
+this file; each is used as its documentation says, with its defaults.
 
 bf16 means computing in bfloat16 with float32 masters and float32 reduction. DDP and the twin have no masters of their
 own: DDP runs under autocast, its usual form; the twin casts its parameters inside the forward, which is what sharding
 engines do.
+
+AdamW is the fused one everywhere: it makes no temporaries (a looped one holds three times its largest parameter, a
+foreach one a copy of all), works on DTensors, and on the CPU takes a third of the time. Muon is PyTorch's own; under
+the lab's engine each matrix has one owner (`engine/features/matrix_optimizer.py`), other engines step it as it is.
 """
 
 from __future__ import annotations
 
 import os
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,17 +31,16 @@ from torch.utils._pytree import tree_map_only
 
 from fsdplab.sessions.launch.mailbox import BUILDING
 from fsdplab.sessions.spec import UNITS, EngineChoice, RunSpec, Sharding, WorkloadPart
-from fsdplab.sessions.worker.optimizers import optimizer_of
-from fsdplab.sessions.worker.own_model import Tried, check_equal, facts_of, tried
 from fsdplab.sessions.worker.rank_process import RankContext
 from fsdplab.workloads import ByteText
 from fsdplab.workloads.compiled import compile_modules
+from fsdplab.workloads.errors import ModelError
 from fsdplab.workloads.own.carried import workload_from
 from fsdplab.workloads.own.hugging_face import CausalLM
 from fsdplab.workloads.own.reading import workload_in
 from fsdplab.workloads.own.sources import FILE, HUGGING_FACE, VALUE, kind_of, source_of
 from fsdplab.workloads.twin import BuffersByRank, SideBySide
-from fsdplab.workloads.units import Units, named_class, of_classes
+from fsdplab.workloads.units import Units, named_class, of_classes, parameters_in, words_of
 from fsdplab.workloads.workload import At, OnText, Task
 
 _DDP_BUFFERS = (
@@ -307,3 +311,132 @@ def in_bf16(*values: Any) -> Any:
 _HOLDERS: dict[str, Callable[[RunSpec, torch.device, nn.Module, Task], Held]] = {
     "lab": _lab, "torch-ddp": _ddp, "torch-fsdp1": _fsdp1, "torch-fsdp2": _fsdp2,
 }  # fmt: skip
+
+
+# ---- what ranks look at before an engine takes a model of one's own: equal weights, unused parameters, its facts
+
+
+def facts_of(model: nn.Module, workload: Task, units: Units) -> dict[str, Any]:
+    """The model as the record keeps it: its parameters, its units, and what is said of it."""
+    return {
+        "parameters": parameters_in([model]),
+        "units": words_of(units.modules) or "the whole model",
+        "notes": [*workload.notes(model), units.sentence],
+    }
+
+
+def check_equal(model: nn.Module, device: torch.device) -> None:
+    """ModelError on every rank unless all of them have built the same values: engines send slices, and none checks."""
+    text = "".join(f"{name} {tuple(each.shape)} {_sum(each)};" for name, each in model.state_dict().items())
+    mine = zlib.crc32(text.encode())
+    bounds = torch.tensor([mine, -mine], device=device)
+    dist.all_reduce(bounds, dist.ReduceOp.MAX)
+    if bounds[0] != -bounds[1]:
+        raise ModelError(
+            "model() has other values on another rank; build it from torch's, numpy's and Python's random numbers,"
+            " which are seeded before, and from nothing that differs between processes"
+        )
+
+
+def _sum(value: Any) -> float:
+    return value.detach().abs().double().sum().item() if isinstance(value, torch.Tensor) and value.numel() else 0.0
+
+
+class Tried(NamedTuple):
+    """What a first loss shows of a model: parameters without a gradient on some rank, and buffers that it changes."""
+
+    unused: bool
+    changes_buffers: bool
+
+
+def tried(model: nn.Module, workload: Task, drawn: Any, device: torch.device) -> Tried:
+    """What DDP must be told before it takes the model, which afterwards is as it was, its buffers too."""
+    kept = [(module, name, buffer) for module in model.modules() for name, buffer in module._buffers.items()]
+    for module, name, buffer in kept:
+        module._buffers[name] = None if buffer is None else buffer.clone()
+    workload.seeded_loss(model, drawn).backward()
+    unused = any(each.grad is None for each in model.parameters() if each.requires_grad)
+    changed = any(_differ(module._buffers[name], buffer) for module, name, buffer in kept)
+    model.zero_grad(set_to_none=True)
+    for module, name, buffer in kept:
+        module._buffers[name] = buffer
+    found = torch.tensor([unused, changed], dtype=torch.int64, device=device)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return Tried(*map(bool, found.tolist()))
+
+
+def _differ(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is not other
+    return one.shape != other.shape or not torch.equal(one, other)
+
+
+# ---- the optimizer: AdamW for all parameters, or Muon for the matrices of the units and AdamW for the rest
+
+
+def optimizer_of(spec: RunSpec, model: nn.Module, workload: Task, engine: str = "") -> torch.optim.Optimizer:
+    """The workload's own optimizer, or that of `spec`, on parameters as an engine (that of `spec`) holds them."""
+    engine = engine or spec.engine
+    own = workload.optimizer([each for each in model.parameters() if each.requires_grad])
+    if own is not None:
+        return own
+    if spec.optimizer == "muon":
+        return _muon(spec, model, workload, engine)
+    if spec.optimizer == "adamw-foreach":
+        return torch.optim.AdamW(model.parameters(), lr=spec.learning_rate, foreach=True)
+    sharded = engine in ("lab", "torch-fsdp2")
+    parameters = _by_block(model, workload.units(model)) if sharded else model.parameters()
+    return torch.optim.AdamW(parameters, lr=spec.learning_rate, fused=True)
+
+
+def _by_block(model: nn.Module, units: tuple[type[nn.Module], ...]) -> list[dict[str, Any]]:
+    """The parameters in a group for each block and one for the rest: a first step on all of gpt-20m's DTensors at once
+    spends 0.5 s on their placements, with the square of their number; groups of like blocks share what it found.
+    """
+    groups = _blocks(model, units)
+    known = {id(parameter) for group in groups for parameter in group}
+    rest = [parameter for parameter in model.parameters() if id(parameter) not in known]
+    return [{"params": group} for group in (rest, *groups) if group]
+
+
+def _blocks(model: nn.Module, units: tuple[type[nn.Module], ...]) -> list[list[nn.Parameter]]:
+    """The parameters of each block; those of a block inside of another are the outer one's."""
+    taken: set[int] = set()
+    groups = []
+    for module in model.modules():
+        if isinstance(module, units):
+            groups.append([each for each in module.parameters() if id(each) not in taken])
+            taken |= {id(each) for each in module.parameters()}
+    return groups
+
+
+def _muon(spec: RunSpec, model: nn.Module, workload: Task, engine: str) -> torch.optim.Optimizer:
+    """Muon of the matrices in units, AdamW of all else. Muon's updates have the size of AdamW's, so one learning rate
+    fits both (Liu et al. 2025, arXiv 2502.16982).
+    """
+    matrices = [p for block in _blocks(model, workload.units(model)) for p in block if p.ndim == 2]
+    chosen = {id(parameter) for parameter in matrices}
+    others = [parameter for parameter in model.parameters() if id(parameter) not in chosen]
+    muon = torch.optim.Muon(matrices, lr=spec.learning_rate, adjust_lr_fn="match_rms_adamw")
+    rest = torch.optim.AdamW(others, lr=spec.learning_rate, fused=True)
+    if engine != "lab":
+        return Together(muon, rest)
+    from fsdplab.engine import whole_matrices
+
+    return whole_matrices(muon, rest=rest, replicas=None if spec.row.cuts else dist.group.WORLD)
+
+
+class Together(torch.optim.Optimizer):
+    """Several optimizers of different parameters as one object, whose groups and state are theirs."""
+
+    def __init__(self, *parts: torch.optim.Optimizer) -> None:
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._parts = parts
+        for part in parts:
+            part.state = self.state
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """A step of each; none of them takes a closure."""
+        assert closure is None, "a closure would be run by every part"
+        for part in self._parts:
+            part.step()
