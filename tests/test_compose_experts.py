@@ -22,8 +22,16 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from fsdplab import checkpoint
 from fsdplab.engine import clip_grad_norm_
 from fsdplab.workloads import ModelError, initialise
-from fsdplab.workloads.moe import MOE_PRESETS, MoE, MoEConfig, build_moe, moe_loss_of, spread_experts
-from fsdplab.workloads.routing import Routing, dispatch
+from fsdplab.workloads.moe import (
+    MOE_PRESETS,
+    MoE,
+    MoEConfig,
+    Routing,
+    build_moe,
+    dispatch,
+    moe_loss_of,
+    spread_experts,
+)  # fmt: skip
 from fsdplab.workloads.twin import replay_gradients
 from tests.composed import (
     ENGINES,

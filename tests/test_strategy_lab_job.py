@@ -11,8 +11,8 @@ import pytest
 from fsdplab.records import RecordError, RunRecord, Spread, Summary
 from fsdplab.records.summary import Peak
 from fsdplab.widgets.jobs import job_words
-from fsdplab.widgets.stills import Still
 from fsdplab.widgets.strategy_lab import StrategyLab
+from fsdplab.widgets.tabs import Still
 
 pytestmark = pytest.mark.quick
 STEPS = [0.209, 0.209, 0.212, 0.215, 0.215]  # the middle half is 3 ms from the median

@@ -21,9 +21,8 @@ from fsdplab.widgets.choices import Choices, check
 from fsdplab.widgets.instrument import WAITING
 from fsdplab.widgets.lab_state import Batch, LabState
 from fsdplab.widgets.running import ANOTHER_RUNS, Runner
-from fsdplab.widgets.stills import Still
 from fsdplab.widgets.strategy_lab import StrategyLab
-from fsdplab.widgets.tabs import FAULT, TABS
+from fsdplab.widgets.tabs import FAULT, TABS, Still
 
 pytestmark = pytest.mark.quick
 FIXED = {"device": "cpu", "sequence_length": 32}

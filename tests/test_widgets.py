@@ -20,9 +20,8 @@ from fsdplab.teaching.site import outputs
 from fsdplab.widgets.choices import MODELS, TARGETS, Choices, check, label, parse_card
 from fsdplab.widgets.lab_state import Batch, BatchProgress, LabState
 from fsdplab.widgets.running import Runner
-from fsdplab.widgets.stills import Still
 from fsdplab.widgets.strategy_lab import StrategyLab
-from fsdplab.widgets.tabs import EMPTY, FAULT, TABS, pieces
+from fsdplab.widgets.tabs import EMPTY, FAULT, TABS, Still, pieces
 from tests.leftovers import processes_of
 
 FIXED = {"device": "cpu", "sequence_length": 32}

@@ -34,7 +34,7 @@ from fsdplab.workloads import (
     preset,
     reset_buffers,
 )  # fmt: skip
-from fsdplab.workloads.attention import CausalAttention, Rotary, rotary_frequencies
+from fsdplab.workloads.transformer import CausalAttention, Rotary, rotary_frequencies
 from fsdplab.workloads.twin import SideBySide, replay_gradients
 from fsdplab.workloads.workload import At, OnText, Task
 

@@ -20,7 +20,7 @@ from fsdplab.common.words import harmless
 with without_package("rfc3987_syntax"):
     from .authoring import progress, tracks
     from .authoring.course import CourseError, build_course, notebooks_in
-    from .authoring.course_run import BOTH, run_course
+    from .authoring.course_run import BOTH, executed_in, run_course
     from .core.course_state import EDITIONS
 
 
@@ -132,7 +132,6 @@ def _progress(asked: argparse.Namespace) -> int:
 def _site(asked: argparse.Namespace) -> int:
     # only pages need what converts notebooks
     from .site.build import build_site, check_out
-    from .site.execution import executed_in
     from .site.live import pyodide
 
     if asked.pyodide is not None and not asked.live:

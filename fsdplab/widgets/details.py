@@ -20,8 +20,7 @@ from fsdplab.figures.style import PAGE, enlarged, on_page
 
 from .kept_runs import rename
 from .lab_state import Batch, LabState
-from .stills import outputs
-from .tabs import OF_ONE_RUN, TABS, note, pieces
+from .tabs import OF_ONE_RUN, TABS, note, outputs, pieces
 
 PRESENTED, WIDE = 1.35, 1.2  # how much larger type in figures is on a projector, and on a wide page
 WIDE_PX, WIDER = 1500, 1500 / 1100  # the least width of a wide page, and that over the usual one

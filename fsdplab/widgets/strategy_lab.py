@@ -18,9 +18,8 @@ from .details import PRESENTED, Details
 from .instrument import Instrument
 from .jobs import choices_beside, job_in
 from .lab_state import Batch, LabState
-from .running import Runner
-from .running_cells import RunningCells, this_shell
-from .stills import Still
+from .running import Runner, RunningCells, this_shell
+from .tabs import Still
 
 
 class StrategyLab:

@@ -1,9 +1,5 @@
 from fsdplab.workloads.errors import ModelError as ModelError
 from fsdplab.workloads.errors import TextError as TextError
-from fsdplab.workloads.gpt import GPT as GPT
-from fsdplab.workloads.gpt import GPTBlock as GPTBlock
-from fsdplab.workloads.llama import Llama as Llama
-from fsdplab.workloads.llama import LlamaBlock as LlamaBlock
 from fsdplab.workloads.models import block_types as block_types
 from fsdplab.workloads.models import build_model as build_model
 from fsdplab.workloads.models import initialise as initialise
@@ -28,3 +24,7 @@ from fsdplab.workloads.shapes import ModelShape as ModelShape
 from fsdplab.workloads.shapes import RotaryScaling as RotaryScaling
 from fsdplab.workloads.shapes import preset as preset
 from fsdplab.workloads.text import ByteText as ByteText
+from fsdplab.workloads.transformer import GPT as GPT
+from fsdplab.workloads.transformer import GPTBlock as GPTBlock
+from fsdplab.workloads.transformer import Llama as Llama
+from fsdplab.workloads.transformer import LlamaBlock as LlamaBlock

@@ -19,9 +19,8 @@ from torch.nn import functional, init
 from torch.overrides import TorchFunctionMode
 
 from .errors import ModelError
-from .gpt import GPT
-from .llama import Llama
 from .shapes import ModelShape, preset
+from .transformer import GPT, Llama
 
 INITIAL_DEVIATION = 0.02
 _FAMILIES: dict[str, type[GPT] | type[Llama]] = {"gpt": GPT, "llama": Llama}

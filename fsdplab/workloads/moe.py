@@ -5,12 +5,15 @@ Two forms of one model. Dense: every rank holds all experts (the unsharded twin)
 all-to-alls a layer. Nothing is dropped and nothing is drawn at random, so both forms compute the same numbers up to the
 order of sums.
 
-Letters: B batch, T tokens, N = B T, C width, E experts, K experts per token, F inner width of an expert.
+Letters: B batch, T tokens, N = B T, C width, E experts, K experts per token, F inner width of an expert,
+L = E / n experts a rank, R rows that a rank receives.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,10 +23,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional
 
 from .errors import ModelError
-from .gpt import Decoder, GPTBlock
 from .models import WithoutValues, initialise
-from .routing import Routing, dispatch
 from .shapes import ModelShape, gpt
+from .transformer import Decoder, GPTBlock
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,3 +160,85 @@ def moe_loss_of(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
 def _own(parameter: Tensor) -> Tensor:
     """The experts that are here: all of a plain parameter, this rank's share of a DTensor."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+# ---- how tokens find their experts: sorted by expert, exchanged between ranks, and put back in place; everything is a
+# permutation or a split, chosen by stable sorting, so the same tokens are always sent in the same order
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which rows go to which expert: `order` sorts the N K (token, choice) pairs by expert, `counts` [E] are how many.
+
+    Example: tokens 0 and 1 that choose experts (1, 0) and (0, 2) give order [1, 2, 0, 3] and counts [2, 1, 1].
+    """
+
+    order: Tensor
+    counts: Tensor
+    choices: int
+
+    @classmethod
+    def of(cls, chosen: Tensor, experts: int) -> Routing:
+        """From the experts that each token chose: int64 [N, K]."""
+        flat = chosen.flatten()
+        return cls(flat.argsort(stable=True), torch.bincount(flat, minlength=experts), chosen.shape[1])
+
+    @property
+    def token(self) -> Tensor:
+        """The token of each sorted row: int64 [N K]."""
+        return self.order // self.choices
+
+    def restore(self, rows: Tensor) -> Tensor:
+        """Rows sorted by expert [N K, C] back in the order of tokens and choices."""
+        return rows[self.order.argsort()]
+
+    def balance(self, probabilities: Tensor) -> Tensor:
+        """E times the sum over experts of (share of the rows) x (mean probability): 1 when even (Switch Transformer,
+        eq. 4).
+        """
+        share = self.counts / self.counts.sum()
+        return len(self.counts) * (share * probabilities.mean(dim=0)).sum()
+
+
+def dispatch(
+    rows: Tensor, routing: Routing, experts: Callable[[Tensor, list[int]], Tensor], group: dist.ProcessGroup | None
+) -> Tensor:
+    """Send `rows` [N K, C], sorted by expert, to their experts; the results come back in the same order."""
+    if group is None:
+        return experts(rows, routing.counts.tolist())
+    ranks = group.size()
+    wanted = torch.empty_like(routing.counts)
+    dist.all_to_all_single(wanted, routing.counts, group=group)  # [n, L]: rows that each rank has for each expert here
+    send = routing.counts.view(ranks, -1).sum(dim=1).tolist()
+    per_rank = wanted.view(ranks, -1)
+    receive = per_rank.sum(dim=1).tolist()
+    arrived = _Exchange.apply(rows, send, receive, group)  # (R, C): by rank, then by expert
+    by_expert = _blocks_by_expert(per_rank)
+    answers = experts(arrived[by_expert], per_rank.sum(dim=0).tolist())
+    return _Exchange.apply(answers[by_expert.argsort()], receive, send, group)
+
+
+def _blocks_by_expert(per_rank: Tensor) -> Tensor:
+    """The permutation that brings rows sorted by (rank, expert) into the order (expert, rank); `per_rank` is [n, L]."""
+    n, L = per_rank.shape
+    expert = torch.arange(L, device=per_rank.device).repeat(n).repeat_interleave(per_rank.flatten())
+    return expert.argsort(stable=True)
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of rows; its backward is the all-to-all the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        return _all_to_all(rows, send, receive, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_to_all(gradient, ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+def _all_to_all(rows: Tensor, send: list[int], receive: list[int], group: dist.ProcessGroup) -> Tensor:
+    arrived = rows.new_empty(sum(receive), *rows.shape[1:])
+    dist.all_to_all_single(arrived, rows.contiguous(), receive, send, group=group)
+    return arrived

@@ -25,10 +25,9 @@ from torch.distributed.tensor.parallel import (
 )  # fmt: skip
 
 from .errors import ModelError
-from .gpt import GPT, GPTBlock
-from .llama import Llama
 from .models import initialise
 from .shapes import ModelShape, preset
+from .transformer import GPT, GPTBlock, Llama
 
 _COLUMNS = ("attention.query", "attention.key", "attention.value", "feed_forward.gate", "feed_forward.up")
 _ROWS = ("attention.output", "feed_forward.down")

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
@@ -24,7 +25,7 @@ from traitlets.config import Config
 
 from fsdplab.teaching.core.registry import register_beside
 
-from .course import edition_of, is_tagged, notebooks_in, read, structure_complaints
+from .course import CourseError, edition_of, is_tagged, notebooks_in, read, sources_in, structure_complaints
 
 CELL_TIME_LIMIT = 180
 _INTERRUPTED = "KeyboardInterrupt caught in kernel"
@@ -125,3 +126,51 @@ def _failure_of(notebook: NotebookNode, error: Exception) -> str:
     first = (source.strip().splitlines() or [""])[0]
     told = f"{error.ename}: {error.evalue}" if isinstance(error, CellExecutionError) else str(error).splitlines()[0]
     return f"cell {number} ({first}): {told}"
+
+
+# ---- for the site: once each, as the teacher edition, with the stubs left in to be read
+
+
+@dataclass(frozen=True)
+class Executed:
+    """A folder of executed notebooks, one sentence on where they ran, and the runs that did not reach their end."""
+
+    folder: Path
+    where: str
+    failed: tuple[NotebookRun, ...]
+
+
+@contextmanager
+def executed_in(source: Path | str, keep: Path | None, on_run: Callable[[NotebookRun], None]) -> Iterator[Executed]:
+    """Run every notebook of a folder in order, and give the folder of the results: `keep`, or one that is deleted
+    afterwards. `on_run` is called as each ends.
+
+    Raises CourseError where there is nothing to run, where a source is wrong, or where `keep` holds notebooks.
+    """
+    sources = sources_in(source)
+    if keep is not None and any(keep.glob("*.ipynb")):
+        raise CourseError(f"{keep} already holds notebooks; give --keep an empty folder")
+    with tempfile.TemporaryDirectory(prefix="fsdplab-site-") as scratch:
+        folder, failed, began = keep or Path(scratch) / "executed", [], time.monotonic()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CourseError(f"--keep {folder} cannot be made ({error.strerror or error})") from error
+        for path, notebook in sources:
+            run = run_notebook(path.name, "teacher", notebook, path.parent, Path(scratch) / "my_fsdp")
+            notebook.metadata.pop("widgets", None)
+            nbformat.write(notebook, folder / path.name)
+            failed += [run] if run.failure else []
+            on_run(run)
+        yield Executed(folder, _where(time.monotonic() - began), tuple(failed))
+
+
+def _where(seconds: float) -> str:
+    import torch
+
+    gpus = torch.cuda.device_count()
+    return (
+        f"The notebooks of these pages ran on {os.cpu_count()} CPU cores"
+        f"{f' and {gpus} GPU(s)' if gpus else ', without a GPU'}, with PyTorch {torch.__version__}, in"
+        f" {max(1, round(seconds / 60))} minutes."
+    )
