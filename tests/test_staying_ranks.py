@@ -33,7 +33,7 @@ from fsdplab.sessions.launch.mailbox import Tail
 from fsdplab.sessions.staying.cell_reports import CellInterrupted
 from fsdplab.sessions.staying.ranks import StayingRanks
 from fsdplab.teaching.core import cell_runs, course_state
-from fsdplab.teaching.core.cell_magics import chosen_ranks
+from fsdplab.teaching.core.magics import chosen_ranks
 
 STARTS = ("warm", "torchrun")
 SLEEP = "import time\nprint('asleep')\ntime.sleep(10_000)"
