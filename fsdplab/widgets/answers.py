@@ -253,11 +253,6 @@ def _waits(log: RankLog) -> tuple[float, float]:
     return (between if between > 1e-6 * log.end else 0.0), ends
 
 
-def rate(bytes_per_s: float) -> str:
-    """`rate(310e6) == "310 MB/s"`: three digits."""
-    return LinkSpec("", float(f"{bytes_per_s:.3g}"), 0.0).words
-
-
 # ---- A and B
 
 
@@ -539,5 +534,6 @@ def _mark(side: str, run: Run, ends: tuple[float, float]) -> dict[str, Any]:
         return {"side": side, "at": None, "words": f"{side} waits at every speed"}
     if found.bytes_per_s == ends[0]:
         return {"side": side, "at": ends[0], "words": f"{side} hidden at every speed"}
-    words = f"{side} from {rate(found.bytes_per_s)}: only the ends exposed, {seconds(found.remains_s)}"
+    least = LinkSpec("", float(f"{found.bytes_per_s:.3g}"), 0.0).words
+    words = f"{side} from {least}: only the ends exposed, {seconds(found.remains_s)}"
     return {"side": side, "at": found.bytes_per_s, "words": words, "more": _REMAINS}

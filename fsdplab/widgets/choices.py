@@ -275,15 +275,6 @@ def parse_card(text: str) -> int | None:
         raise ValueError(f"card is {text!r}; expected a size such as 300MB, 1.5GB or 2GiB, or nothing") from None
 
 
-def link_of(text: str) -> str | None:
-    """The link of a RunSpec; None for `none` and the wind tunnel, which sets one of its own.
-
-    >>> link_of("none"), link_of(" 150MB/s")
-    (None, '150MB/s')
-    """
-    return None if text.strip() in (NO_LINK, TUNNEL) else text.strip()
-
-
 def label(spec: RunSpec) -> str:
     """A run's name as the figures write it: `label(RunSpec(engine="torch-fsdp2")) == "torch-fsdp2"`."""
     return RunView(spec.strategy, spec.engine, spec.world_size).label
@@ -328,7 +319,8 @@ def _spec(choices: Choices, strategy: str, engine: str, fixed: Fixed) -> RunSpec
         "profile": 1, **fixed, **(batch if own is None or own.reads_text else {}),
         **{name: getattr(choices, name) for name in _AS_THEY_ARE}, "strategy": strategy, "engine": engine,
         "world_size": choices.ranks, "model": own.model if own else choices.model,
-        "card": parse_card(choices.card), "link": link_of(choices.link),
+        "card": parse_card(choices.card),
+        "link": None if (link := choices.link.strip()) in (NO_LINK, TUNNEL) else link,  # the tunnel sets its own
         "shard_size": choices.shard_size if strategy in IN_GROUPS else None,
         "emulate": choices.tunnel.strip() if tunnel else None, "as_model": choices.as_model if tunnel else None,
     }  # fmt: skip

@@ -38,10 +38,11 @@ def job_words(job: RunRecord, records: Sequence[RunRecord]) -> str:
     """
     step, peak = job.summary.step_time_s, job.summary.peak_memory_bytes.total
     took = " and ".join([f"{_with_scatter(step)} a step"] * bool(step.median) + [size(peak)] * bool(peak))
-    told = f"Your job ({job.spec.get('job') or job.path.name}, {_made_of(job)}) took {took or 'no timed step'}"
+    name, ranks = job.spec.get("job") or job.path.name, plural(job.spec["world_size"], "rank")
+    told = f"Your job ({name}, {job.spec['engine']} {job.spec['strategy']}, {ranks}) took {took or 'no timed step'}"
     alike = [each for each in records if each.status == "finished" and _comparable(each, job)]
     if not alike:
-        return f"{told}; measure runs of {plural(job.spec['world_size'], 'rank')} without a link to see them beside it."
+        return f"{told}; measure runs of {ranks} without a link to see them beside it."
     for each in (job, *alike):
         if each.summary.short_of_cores:
             return f"{told}. {core_sentence(each.summary.cpu_share or 0.0, 'your job' if each is job else '')}"
@@ -69,7 +70,3 @@ def _comparable(record: RunRecord, job: RunRecord) -> bool:
         spec.get("engine") == "lab" and not any(spec.get(name) for name in ("job", "link", "emulate"))
         and spec.get("world_size") == job.spec.get("world_size")
     )  # fmt: skip
-
-
-def _made_of(job: RunRecord) -> str:
-    return f"{job.spec['engine']} {job.spec['strategy']}, {plural(job.spec['world_size'], 'rank')}"

@@ -26,7 +26,6 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-import sys
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from .workspace import checked_id
+from .workspace import checked_id, loaded
 
 _CHECK = re.compile(r"^# ---- check(?:: (.*?))? *$", re.MULTILINE)
 _SETTINGS = {
@@ -302,12 +301,3 @@ class Exercise:
 @lru_cache
 def _module(path: Path, text: str) -> types.ModuleType:
     return loaded(text, f"exercise_file_{path.parent.name}_{path.stem}", str(path))
-
-
-def loaded(source: str, name: str, file: str) -> types.ModuleType:
-    """A module made from a source text."""
-    made = types.ModuleType(name)
-    made.__file__ = file
-    sys.modules[name] = made  # dataclasses look their module up by name
-    exec(compile(source, file, "exec"), made.__dict__)
-    return made

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdplab.teaching.core.course_state import current
-from fsdplab.teaching.core.exercise_file import Exercise, loaded
+from fsdplab.teaching.core.exercise_file import Exercise
 from fsdplab.teaching.core.registry import find
-from fsdplab.teaching.core.workspace import function_name, load_function
+from fsdplab.teaching.core.workspace import function_name, load_function, loaded
 
 
 def functions(*exercises: str) -> dict[str, Callable[..., Any]]:

@@ -8,11 +8,11 @@ import ring_all_gather` works in any later notebook and on any rank.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import keyword
 import re
 import sys
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,15 +60,19 @@ def function_name(exercise: str) -> str:
 
 def load_function(path: Path, name: str) -> Callable[..., Any]:
     """The function `name` of the file at `path`; WorkspaceError where the file defines no such function."""
-    spec = importlib.util.spec_from_file_location(f"exercise_{name}", path)
-    assert spec is not None and spec.loader is not None, f"{path} is no Python file"
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up by name
-    spec.loader.exec_module(module)
-    found = getattr(module, name, None)
+    found = getattr(loaded(path.read_text(encoding="utf-8"), f"exercise_{name}", str(path)), name, None)
     if not callable(found):
         raise WorkspaceError(f"{path.name} defines no function {name}: write `def {name}(...)` in the exercise's cell")
     return found
+
+
+def loaded(source: str, name: str, file: str) -> types.ModuleType:
+    """A module made from a source text."""
+    made = types.ModuleType(name)
+    made.__file__ = file
+    sys.modules[name] = made  # dataclasses look their module up by name
+    exec(compile(source, file, "exec", dont_inherit=True), made.__dict__)
+    return made
 
 
 def has_code(source: str) -> bool:
