@@ -76,7 +76,7 @@ def shaped_nodes(nodes: int, ranks_per_node: int, link: LinkSpec | None) -> Iter
                 f" {nodes * ranks_per_node} ranks"
             )
         words = [nodes, ranks_per_node, link and link.bytes_per_s, *program]
-        return execute("fsdplab.sessions.launch.netns_supervisor", words, mailbox, rank_environment())
+        return execute("fsdplab.sessions.launch.netns", words, mailbox, rank_environment())
 
     with ranks_started_by(start):
         yield
@@ -89,7 +89,7 @@ def why_no_nodes() -> str | None:
     missing = [command for command in ("ip", "tc") if shutil.which(command) is None]
     if missing:
         return f"the command {' and '.join(missing)} is not installed (package iproute2)"
-    words = run_of("fsdplab.sessions.launch.netns")
+    words = run_of("fsdplab.sessions.launch.netns", "trial")
     try:
         tried = subprocess.run(
             words, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=rank_environment(), timeout=20
