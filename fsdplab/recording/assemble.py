@@ -75,14 +75,14 @@ def assemble(folder: Path, exit_code: int | None = None) -> RunRecord:
     """
     mailbox = Mailbox(folder / "ranks")
     settings = Settings.read((mailbox.folder / FILE).read_text())
-    abouts = _parts(mailbox, "about")
+    abouts = mailbox.reports("about")
     if not abouts:
         raise NothingRecorded(NOTHING)
     lines = [(rank, line) for rank in abouts for line in read_lines(mailbox.of(rank, "steps"))]
     rows = [{"rank": rank, **dict(zip(COLUMNS, line)), "cpu_s": None, "core_wait_s": None} for rank, line in lines]
     # the later one where there are two: the first step's end came later than it seemed
     steps = [*{(row["rank"], row["step"]): row for row in rows}.values()]
-    memory, results, subjects = (_parts(mailbox, kind) for kind in ("memory", "result", "subject"))
+    memory, results, subjects = (mailbox.reports(kind) for kind in ("memory", "result", "subject"))
     tables = tables_of(sorted(results), mailbox, [], folder, settings.first)
     spec = {"engine": "plain", "strategy": "no_shard", **_any(subjects)}
     spec |= {"world_size": _any(abouts)["world_size"], "job": settings.job}
@@ -96,7 +96,7 @@ def assemble(folder: Path, exit_code: int | None = None) -> RunRecord:
     record = RunRecord(
         folder,
         spec=spec,
-        environment=_any(_parts(mailbox, "environment")) or {"device": _any(abouts)["device"]},
+        environment=_any(mailbox.reports("environment")) or {"device": _any(abouts)["device"]},
         status="failed" if failed else "finished",
         failure={"message": f"the job ended with exit code {exit_code}"} if failed else None,
         summary=replace(summary, notes=tuple(notes)),
@@ -208,12 +208,6 @@ def _earlier(taken: int) -> str:
 
 
 # ---- the ranks' files
-
-
-def _parts(mailbox: Mailbox, kind: str) -> dict[int, Row]:
-    """What ranks wrote of one kind, by rank."""
-    paths = {int(path.name.split(".")[0].removeprefix("rank")): path for path in mailbox.folder.glob(f"rank*.{kind}")}
-    return {rank: lines[0] for rank, path in sorted(paths.items()) if (lines := read_lines(path))}
 
 
 def _any(parts: Mapping[int, Row]) -> Row:

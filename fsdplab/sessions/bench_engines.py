@@ -27,7 +27,7 @@ from fsdplab.common.files import write_whole
 from fsdplab.common.temporary import temporary_folder
 from fsdplab.engine import events
 from fsdplab.sessions.launch.launcher import once_more, run_ranks
-from fsdplab.sessions.launch.mailbox import Mailbox, Tail, read_lines
+from fsdplab.sessions.launch.mailbox import Mailbox, Tail
 from fsdplab.sessions.launch.stacks import of_exception, of_own_code
 from fsdplab.sessions.run_and_record import check_code, reachable
 from fsdplab.sessions.spec import EngineChoice, RunSpec, SpecError
@@ -138,7 +138,7 @@ def _bench_once(
             start=specs[0].start,
             on_look=look,
         )
-        results = [read_lines(mailbox.of(rank, "result"))[0] for rank in range(specs[0].world_size)]
+        results = [*mailbox.reports("result").values()]
     finally:
         shutil.rmtree(folder)
     return _joined(specs, results)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -217,11 +217,10 @@ def check_code(spec: RunSpec) -> None:
 def _record(folder: Path, spec: RunSpec, mailbox: Mailbox, failed: RanksFailed | None) -> RunRecord:
     ranks = range(spec.processes)
     steps = [row for rank in ranks for row in read_lines(mailbox.of(rank, "steps"))]
-    results = [lines[0] for rank in ranks if (lines := read_lines(mailbox.of(rank, "result")))]
-    memory = {rank: lines[0] for rank in ranks if (lines := read_lines(mailbox.of(rank, "memory")))}
+    results, memory = [*mailbox.reports("result").values()], mailbox.reports("memory")
     ledger = [row for rank in ranks for row in read_lines(mailbox.of(rank, "ledger"))]
     trace_tables = tables_of(ranks, mailbox, ledger, folder, spec.untimed + spec.steps) if spec.profile else {}
-    summary = summarise(spec, steps, ledger, memory, _samples(mailbox, ranks), results, trace_tables)
+    summary = summarise(spec, steps, ledger, memory, _samples(mailbox), results, trace_tables)
     return RunRecord(
         folder,
         spec=_portable(spec),
@@ -240,17 +239,16 @@ def _record(folder: Path, spec: RunSpec, mailbox: Mailbox, failed: RanksFailed |
     )
 
 
-def _samples(mailbox: Mailbox, ranks: Iterable[int]) -> int | None:
+def _samples(mailbox: Mailbox) -> int | None:
     """Samples of all ranks in their first step; None for a model that reads tokens."""
-    told = [line["samples"] for rank in ranks for line in read_lines(mailbox.of(rank, "workload"))]
+    told = [model["samples"] for model in mailbox.reports("workload").values()]
     return sum(told) if told and None not in told else None
 
 
 def _environment(spec: RunSpec, mailbox: Mailbox) -> dict[str, Any]:
     """The environment of rank 0; this process's if the ranks did not get that far."""
-    seen, told = read_lines(mailbox.of(0, "environment")), read_lines(mailbox.of(0, "workload"))
-    environment = seen[0] if seen else capture_environment(spec.device_type)
-    return environment | ({"workload": told[0]} if told else {})
+    seen, told = mailbox.reports("environment").get(0), mailbox.reports("workload").get(0)
+    return (seen or capture_environment(spec.device_type)) | ({"workload": told} if told else {})
 
 
 def _provenance(spec: RunSpec) -> dict[str, str]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdplab.common.errors import RunError
 from fsdplab.common.processes import KILL, name_of, processor_seconds, send
-from fsdplab.sessions.launch.mailbox import BUILDING, Heartbeat, Mailbox, read_heartbeats, read_lines
+from fsdplab.sessions.launch.mailbox import BUILDING, Heartbeat, Mailbox, read_heartbeats
 from fsdplab.sessions.launch.stacks import readable, waits_for_device, waits_for_others
 
 if TYPE_CHECKING:
@@ -96,10 +96,11 @@ _ANSWER_WITHIN_S = 2.0
 
 def gather(mailbox: Mailbox, world_size: int, exits: Mapping[int, int]) -> PostMortem:
     """Exit codes, notes, heartbeats and what was printed; no stacks, since the ranks may be gone."""
-    notes = {rank: read_lines(mailbox.of(rank, "failure")) for rank in range(world_size)}
     return PostMortem(
         exits=exits,
-        notes={rank: Note(**{**lines[0], "at": Heartbeat(**lines[0]["at"])}) for rank, lines in notes.items() if lines},
+        notes={
+            rank: Note(**{**note, "at": Heartbeat(**note["at"])}) for rank, note in mailbox.reports("failure").items()
+        },
         heartbeats=read_heartbeats(mailbox, world_size),
         printed=_printed(mailbox, world_size),
     )

@@ -45,6 +45,11 @@ class Mailbox:
         """The file of one rank."""
         return self.folder / f"rank{rank}.{kind}"
 
+    def reports(self, kind: str) -> dict[int, dict[str, Any]]:
+        """What ranks wrote of one kind, by rank: the first line of each file."""
+        files = {int(path.name.split(".")[0][4:]): read_lines(path) for path in self.folder.glob(f"rank*.{kind}")}
+        return {rank: lines[0] for rank, lines in sorted(files.items()) if lines}
+
     @property
     def agent_log(self) -> Path:
         """The output of torchrun, or of a rank that could not start."""
