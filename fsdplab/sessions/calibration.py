@@ -69,17 +69,17 @@ def find_calibration(ranks: int, path: Path | None = None) -> Found:
     machine = this_machine()
     fitting = [each for each in kept if each.machine == machine]
     if not fitting:
-        differ = _difference(kept[0].machine, machine) if kept else "it is empty"
+        theirs = kept[0].machine if kept else machine
+        other = [
+            f"{name} {theirs.get(name)}, here {here}" for name, here in machine.items() if theirs.get(name) != here
+        ]
+        differ = "; ".join(other) or "it is empty"
         return Found(None, f"no step time is predicted: the calibration is of another machine ({differ}); {again}")
     for each in fitting:
         if each.ranks == ranks:
             return Found(each, f"step times are predicted from the calibration of {each.date} ({HOW})")
     counts = ", ".join(str(each.ranks) for each in fitting)
     return Found(None, f"no step time is predicted: calibrated for {counts} ranks, not for {ranks}; {again}")
-
-
-def _difference(theirs: dict[str, Any], ours: dict[str, Any]) -> str:
-    return "; ".join(f"{name} {theirs.get(name)}, here {ours[name]}" for name in ours if theirs.get(name) != ours[name])
 
 
 def _read(path: Path) -> list[Calibration]:

@@ -17,7 +17,8 @@ def peak_of(record: RunRecord) -> DevicePeak:
     A record on H200s: 989e12 operations, those of a dense product in bf16, and 4.8e12 bytes a second.
     """
     said = record.environment
-    if gpu := gpu_of(_device_name(record)):
+    gpus = said.get("gpus") or [{}]
+    if gpu := gpu_of(str(said.get("device_name") or gpus[0].get("name") or "")):
         return DevicePeak(gpu.bf16_flops, gpu.hbm_bytes_per_s, f"{gpu.name}, bf16 without sparsity: {gpu.source}")
     if said.get("device") != "cpu":
         return DevicePeak()
@@ -26,8 +27,3 @@ def peak_of(record: RunRecord) -> DevicePeak:
         return DevicePeak()
     fastest = max(max(rate.forward, rate.backward) for rates in found.rates.products.values() for rate in rates)
     return DevicePeak(fastest, None, f"the fastest product of the calibration of {found.date}")
-
-
-def _device_name(record: RunRecord) -> str:
-    gpus = record.environment.get("gpus") or [{}]
-    return str(record.environment.get("device_name") or gpus[0].get("name") or "")

@@ -172,11 +172,8 @@ def collectives(device: str) -> list[Found]:
         found = call_on_ranks(source, "rows", world_size=ranks, payload=device, time_limit=80.0, device=where)
     except RanksFailed as error:
         return [{"what": f"a group of {ranks}", "wrong": str(error).strip().splitlines()[0][:300]}]
-    return [same[0] | {"wrong": _of_all(same)} for same in zip(*found)]
-
-
-def _of_all(rows: tuple[Found, ...]) -> str:
-    return "; ".join([f"rank {rank}: {row['wrong']}" for rank, row in enumerate(rows) if row["wrong"]][:2])
+    told = [[f"rank {rank}: {row['wrong']}" for rank, row in enumerate(same) if row["wrong"]] for same in zip(*found)]
+    return [row | {"wrong": "; ".join(wrong[:2])} for row, wrong in zip(found[0], told)]
 
 
 PROBES: dict[str, Callable[[str], Any]] = {

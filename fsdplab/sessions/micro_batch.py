@@ -326,7 +326,8 @@ class StorageLog(TorchDispatchMode):
 
     def _count(self, func: Any, args: tuple, given: dict[str, Any], result: Any, makes: bool) -> None:
         """The arithmetic of products, and of other operators the bytes that they read and write; views do neither."""
-        key, count = (self.unit, _phase()), flop_registry.get(func._overloadpacket)
+        phase = "backward" if compat.inside_backward() else "forward"
+        key, count = (self.unit, phase), flop_registry.get(func._overloadpacket)
         if count is not None:
             self.flops[key] = self.flops.get(key, 0) + count(*args, **given, out_val=result)
         elif makes or func._schema.is_mutable:
@@ -357,7 +358,9 @@ class StorageLog(TorchDispatchMode):
         if number in places:
             # without a dispatch mode, autograd would have summed in place: one storage goes on as the other
             self._summed = 0, set()
-            at = next(at for at in reversed(range(len(self._events))) if _begins(self._events[at], made))
+            at = len(self._events) - 1
+            while not (isinstance(begun := self._events[at], Allocate) and begun.storage == made):
+                at -= 1
             del self._events[at]
             self._same[made] = number
             return
@@ -379,14 +382,6 @@ class StorageLog(TorchDispatchMode):
         yield
         for handle in handles:
             handle.remove()
-
-
-def _begins(event: Event, storage: int) -> bool:
-    return isinstance(event, Allocate) and event.storage == storage
-
-
-def _phase() -> str:
-    return "backward" if compat.inside_backward() else "forward"
 
 
 def _have(tensor: Tensor, nbytes: int) -> None:

@@ -77,14 +77,12 @@ def measure_card(seconds: float, on_progress: Callable[[str], None] = lambda wha
         on_progress("the link between two devices" if others > 0 else "what one rank copies from another's memory")
         to = "cuda:1" if others > 0 else "cpu"
         link = _rate(lambda size: _copy(device, to, size, 1), 2**20, nbytes, each)
-    name, memory = (cpu_model(), memory_bytes()) if device == "cpu" else _gpu()
+    name, memory = cpu_model(), memory_bytes()
+    if device == "cuda":
+        gpu = torch.cuda.get_device_properties(0)
+        name, memory = gpu.name, gpu.total_memory
     rates = [("matrix products", products), ("memory", traffic), *([("link", link)] if link else [])]
     return OwnCard(name, device, memory, products, traffic, link, tuple(_doubts(device, link, rates)))
-
-
-def _gpu() -> tuple[str, int]:
-    found = torch.cuda.get_device_properties(0)
-    return found.name, found.total_memory
 
 
 def _doubts(device: str, link: Rate | None, rates: list[tuple[str, Rate]]) -> list[str]:

@@ -14,7 +14,6 @@ import inspect
 import os
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ import torch
 from fsdplab.common.temporary import folder_of_this_process
 from fsdplab.sessions.launch.launcher import once_more, run_ranks
 from fsdplab.sessions.launch.mailbox import LiveOutput, Mailbox, OnOutput
-from fsdplab.sessions.worker.rank_process import RankContext, backend_of_cells, rank_process
+from fsdplab.sessions.worker.rank_process import backend_of_cells, rank_process
 
 VALUES = "None, bool, int, float, str, plain tensors, and lists, tuples and dicts of them"
 _PLAIN = (type(None), bool, int, float, str, torch.Tensor, torch.nn.Parameter)
@@ -80,7 +79,7 @@ def call_on_ranks(
             mailbox = Mailbox(Path(folder))
             torch.save(payload, mailbox.folder / "payload")
             program = ["-m", "fsdplab.sessions.remote_call", folder, str(source), function_name, device]
-            output = LiveOutput(mailbox, world_size if on_output else 0, on_output or _ignore_output)
+            output = LiveOutput(mailbox, world_size if on_output else 0, on_output or (lambda rank, line: None))
             try:
                 run_ranks(
                     program, mailbox, world_size=world_size, time_limit=time_limit, start=start, on_look=output.look
@@ -90,10 +89,6 @@ def call_on_ranks(
             return _collect(mailbox, world_size)
 
     return once_more(attempt)
-
-
-def _ignore_output(rank: int, line: str) -> None:
-    """Ignore the line: the output is also in the returned values."""
 
 
 def _collect(mailbox: Mailbox, world_size: int) -> RankValues:
@@ -115,7 +110,8 @@ def main(folder: str, source: str, function_name: str, device: str) -> None:
         payload = torch.load(context.mailbox.folder / "payload", weights_only=True)
         function = getattr(_module(Path(source)), function_name)
         context.heartbeat.enter(function_name)
-        value = _call(function, context, payload)
+        takes_one = len(inspect.signature(function).parameters) == 1
+        value = function(payload) if takes_one else function(context.rank, context.world_size, payload)
         unsupported = unsupported_type(value)
         if unsupported is not None:
             raise TypeError(
@@ -131,12 +127,6 @@ def _module(source: Path) -> ModuleType:
     sys.modules[source.stem] = module
     spec.loader.exec_module(module)
     return module
-
-
-def _call(function: Callable[..., Any], context: RankContext, payload: Any) -> Any:
-    if len(inspect.signature(function).parameters) == 1:
-        return function(payload)
-    return function(context.rank, context.world_size, payload)
 
 
 def unsupported_type(value: object) -> str | None:

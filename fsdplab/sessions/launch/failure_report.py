@@ -341,16 +341,13 @@ def _unlike(post_mortem: PostMortem) -> str:
     for beat in beats[1:]:
         pair = (beats[0], beat)
         names = {str(each.collective) for each in pair}
-        if beat.collectives == beats[0].collectives and len(names) == 2 and not _any_between_two(names):
+        between_two = any(name.partition(" ")[0] in _BETWEEN_TWO for name in names)
+        if beat.collectives == beats[0].collectives and len(names) == 2 and not between_two:
             told = ", ".join(f"rank {each.rank} entered {each.collective}" for each in pair)
             return (
                 f" As collective number {beat.collectives}, {told}: ranks of one group make equal calls in one order."
             )
     return ""
-
-
-def _any_between_two(names: set[str]) -> bool:
-    return any(name.partition(" ")[0] in _BETWEEN_TWO for name in names)
 
 
 def _exit(code: int) -> str:

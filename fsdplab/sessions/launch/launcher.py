@@ -244,7 +244,8 @@ def end_ranks(runs: Sequence[RunningRanks]) -> None:
     id: a rank that was stopped while it started has not asked to end with its parent.
     """
     running = [run for run in runs if not run.ended]
-    known = {id(run): _processes(run) for run in running}
+    beats = {id(run): read_heartbeats(run.mailbox, run.world_size).values() for run in running}
+    known = {id(run): {*(each.pid for each in beats[id(run)]), *run.agent.started()} for run in running}
     # without a known rank they may be starting
     asked = [run.agent for run in running if not (known[id(run)] and all(map(gone, known[id(run)])))]
     _end_each(asked, lambda agent: agent.terminate())
@@ -258,11 +259,6 @@ def end_ranks(runs: Sequence[RunningRanks]) -> None:
         run.ended = True
         if run.turns is not None:
             run.turns.close()
-
-
-def _processes(run: RunningRanks) -> set[int]:
-    heartbeats = read_heartbeats(run.mailbox, run.world_size).values()
-    return {*(each.pid for each in heartbeats), *run.agent.started()}
 
 
 def _end_each(agents: Sequence[Ranks], end: Callable[[Ranks], None]) -> None:

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -157,10 +158,13 @@ def _collectives(clock: Clock) -> dict[str, tuple[float, float]]:
     """Kind -> seconds each, and seconds a byte: a line through a small and a large one."""
     group = dist.group.WORLD
     assert group is not None, "no process group"
+    works: dict[str, Callable[[dist.ProcessGroup, int], Callable[[], float]]] = {
+        "all_gather": _gather, "reduce_scatter": _reduce, "all_reduce": partial(_reduce, all_reduces=True)
+    }  # fmt: skip
     if group.size() == 1:
-        return dict.fromkeys(("all_gather", "reduce_scatter", "all_reduce"), (0.0, 0.0))
+        return dict.fromkeys(works, (0.0, 0.0))
     found = {}
-    for kind, work in (("all_gather", _gather), ("reduce_scatter", _reduce), ("all_reduce", _all_reduce)):
+    for kind, work in works.items():
         small, large = (clock.median_together(work(group, nbytes)) for nbytes in _SIZES)
         a_byte = max(0.0, (large - small) / (_SIZES[1] - _SIZES[0]))
         found[kind] = (max(0.0, small - a_byte * _SIZES[0]), a_byte)
@@ -200,10 +204,6 @@ def _reduce(group: dist.ProcessGroup, nbytes: int, all_reduces: bool = False) ->
         return _timed(lambda: send(layout, [gradient], output, _LABEL, Average(2.0)).wait())
 
     return once
-
-
-def _all_reduce(group: dist.ProcessGroup, nbytes: int) -> Callable[[], float]:
-    return _reduce(group, nbytes, all_reduces=True)
 
 
 # ---- the engine and the optimizer

@@ -52,10 +52,6 @@ LossOf = Callable[[nn.Module, Any], Tensor]
 TrainStep = Callable[[Sequence[Sequence[Any]]], float]
 
 
-def _at_once(last: bool) -> AbstractContextManager[Any]:
-    return nullcontext()
-
-
 @dataclass(frozen=True)
 class Held:
     """A model as an engine holds it. A micro-batch is trained inside `accumulate(last)`: gradients travel with the last
@@ -63,7 +59,7 @@ class Held:
     """
 
     model: nn.Module
-    accumulate: Accumulate = _at_once
+    accumulate: Accumulate = lambda last: nullcontext()
     notes: tuple[str, ...] = ()
 
 

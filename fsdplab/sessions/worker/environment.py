@@ -28,6 +28,7 @@ _PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
 
 def capture_environment(device: str) -> dict[str, Any]:
     """The environment of this process, JSON-able; `device` is where its ranks run: `"cpu"` or `"cuda"`."""
+    chosen = {name: value for name, value in os.environ.items() if name in _VARIABLES or name.startswith(_PREFIXES)}
     return {
         "versions": {
             "fsdplab": __version__,
@@ -44,9 +45,9 @@ def capture_environment(device: str) -> dict[str, Any]:
         },
         "device": device,
         "gpus": _gpus() if device == "cuda" else [],
-        "backend": _backend(device),
+        "backend": "nccl " + ".".join(map(str, torch.cuda.nccl.version())) if device == "cuda" else "gloo",
         "commit": _commit(),
-        "variables": _variables(),
+        "variables": {name: "(a path)" if os.sep in value else value for name, value in sorted(chosen.items())},
     }
 
 
@@ -56,12 +57,6 @@ def _gpus() -> list[dict[str, Any]]:
     return [
         {"name": gpu.name, "memory_bytes": gpu.total_memory, "driver": "".join(driver) or None} for gpu in properties
     ]
-
-
-def _backend(device: str) -> str:
-    if device != "cuda":
-        return "gloo"
-    return "nccl " + ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def _commit() -> str | None:
@@ -76,11 +71,6 @@ def source_digest(package: Path) -> str:
     for path in sorted(filter(Path.is_file, package.rglob("*.py"))):  # an editor's lock is a link to nowhere
         digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def _variables() -> dict[str, str]:
-    chosen = {name: value for name, value in os.environ.items() if name in _VARIABLES or name.startswith(_PREFIXES)}
-    return {name: "(a path)" if os.sep in value else value for name, value in sorted(chosen.items())}
 
 
 # ---- several ranks on one GPU. NCCL from 2.30 on (torch 2.14) runs them if its environment says so; before, gloo
