@@ -48,7 +48,9 @@ def mesh_of(nodes: int, per_node: int, shard_group: int) -> Shown | Note:
         return Note((f"{ranks} ranks make no groups of {s}: choose a smaller group.",))
     rows = [list(range(first, first + s)) for first in range(0, ranks, s)]
     names = [f"shard {index + 1} of {s}" if s <= 8 else str(index + 1) for index in range(s)]
-    texts = [[_place(rank, per_node, s) for rank in row] for row in rows]
+    # the rank's name, with its node where the figure is wide enough
+    place = "rank {} · node {}" if s <= 4 else "rank {}" if s <= 8 else "{}"
+    texts = [[place.format(rank, rank // per_node) for rank in row] for row in rows]
     owners = [[rank // per_node for rank in row] for row in rows]
     colours = [_NODES[index % len(_NODES)] for index in range(nodes)]
     figure = mesh(names, [f"replica {index}" for index in range(len(rows))], owners, texts, colours)
@@ -58,20 +60,12 @@ def mesh_of(nodes: int, per_node: int, shard_group: int) -> Shown | Note:
     within, across = 3 * (s - 1) / s, 2 / s * (r - 1) / r
     pace = "inside a node" if inside else "from node to node"
     title = f"{r} x {s}: rows unshard {pace}, {within:.2f} P a rank; columns reduce {across:.2f} P"
-    where = (
-        "P: bytes of all parameters; a step: all-gathers and a reduce-scatter in the row, an all-reduce in the column"
-    )
+    in_a_step = "all-gathers and a reduce-scatter in the row, an all-reduce in the column"
+    where = f"P: bytes of all parameters; a step: {in_a_step}"
     groups = "; ".join(f"row {index}: ranks {', '.join(map(str, row))}" for index, row in enumerate(rows[:8]))
     alt = f"A mesh of {r} rows and {s} columns. {groups}. {title}."
     titled(figure, title, where, alt, 66 + max(110, 46 * r))
     return Shown(figure, alt_text(figure))
-
-
-def _place(rank: int, per_node: int, columns: int) -> str:
-    """The rank's name, with its node where the figure is wide enough."""
-    if columns > 8:
-        return str(rank)
-    return f"rank {rank} · node {rank // per_node}" if columns <= 4 else f"rank {rank}"
 
 
 # ---- a unit's gradient: summed inside each shard group first, then across the replicas
@@ -182,14 +176,14 @@ def link_figure(runs: Sequence[RunRecord]) -> go.Figure:
     """
     split = {record.spec["strategy"]: by_collective(record) for record in runs}
     kinds = [kind for kind in COLLECTIVE_COLOURS if any(kind in found for found in split.values())]
-    parts = [
-        Part(
-            kind.replace("_", "-"), COLLECTIVE_COLOURS[kind],
-            [1e3 * found.get(kind, (0, 0.0))[1] for found in split.values()],
-        )
-        for kind in kinds
-    ]  # fmt: skip
-    ends = {record.spec["strategy"]: _end(record, split[record.spec["strategy"]]) for record in runs}
+    spans = {kind: [1e3 * found.get(kind, (0, 0.0))[1] for found in split.values()] for kind in kinds}
+    parts = [Part(kind.replace("_", "-"), COLLECTIVE_COLOURS[kind], spans[kind]) for kind in kinds]
+    totals = {name: seconds(sum(spent for _, spent in found.values())) for name, found in split.items()}
+    ends = {}  # the time in all, and the bytes by the pace that they travelled at
+    for record, (name, total) in zip(runs, totals.items()):
+        moved = sent(record)
+        beside = f", {size(moved['within'])} at the fast one's" if moved["across"] else ""
+        ends[name] = f"<b>{total}</b> · {size(slow(record))} at the network's pace{beside}"
     axis = "time on the links in one step (ms)"
     figure = stacked_bars(ends, parts, axis, "%{x:.1f} ms", lambda ms: seconds(ms / 1e3))
     summary = "; ".join(
@@ -197,21 +191,9 @@ def link_figure(runs: Sequence[RunRecord]) -> go.Figure:
         for name, found in split.items()
     )
     first, last = runs[0].spec["strategy"], runs[-1].spec["strategy"]
-    busy = [seconds(_total(split[name])) for name in (first, last)]
-    title = f"{first} keeps the links busy for {busy[0]} a step, {last} for {busy[1]}"
+    title = f"{first} keeps the links busy for {totals[first]} a step, {last} for {totals[last]}"
     subtitle = f"Counted on 4 CPU ranks; links are emulated ({WITHIN} within a node, {ACROSS} a rank between nodes)"
     return titled(figure, title, subtitle, f"Stacked bars: {summary}.", height=190)
-
-
-def _total(found: dict[str, tuple[int, float]]) -> float:
-    return sum(spent for _, spent in found.values())
-
-
-def _end(record: RunRecord, found: dict[str, tuple[int, float]]) -> str:
-    """The words at a bar's end: the time in all, and the bytes by the pace that they travelled at."""
-    s = sent(record)
-    words = f"<b>{seconds(_total(found))}</b> · {size(slow(record))} at the network's pace"
-    return words + (f", {size(s['within'])} at the fast one's" if s["across"] else "")
 
 
 def beside_the_formula(traffic: Callable[[float, int, int], dict[str, float]], runs: Sequence[RunRecord]) -> Table:
@@ -237,17 +219,15 @@ def waits(full: RunRecord, hybrid: RunRecord) -> Table:
             found[row["kind"], row["phase"]][1] += row["exposed_ns"]
         for (kind, phase), (moved, shown) in found.items():
             rows.append([record.spec["strategy"], f"{kind} in {phase}", f"{moved / 1e6:.0f}", f"{shown / 1e6:.0f}"])
-    totals = " and ".join(
-        f"{record.spec['strategy']} {seconds(record.summary.comm.exposed_s)}" for record in (full, hybrid)
-    )
-    caption = f"One step on the steady card, simulated. Exposed in all: {totals}."
+    totals = [f"{record.spec['strategy']} {seconds(record.summary.comm.exposed_s)}" for record in (full, hybrid)]
+    caption = f"One step on the steady card, simulated. Exposed in all: {' and '.join(totals)}."
     return table(["run", "collective", "on the links, ms", "exposed, ms"], rows, caption)
 
 
 def steps(runs: dict[str, RunRecord]) -> Table:
     """Step and link of each run by its name."""
-    link = lambda record: "emulated" if record.summary.link else "none: raw transport"  # noqa: E731
-    rows = [[name, f"{_step_ms(record):.0f}", link(record)] for name, record in runs.items()]
+    links = {True: "emulated", False: "none: raw transport"}
+    rows = [[name, f"{_step_ms(run):.0f}", links[run.summary.link is not None]] for name, run in runs.items()]
     caption = "Steps measured: four ranks share this machine's cores, so run the cells again and they change."
     return table(["run", "step, ms", "link"], rows, caption)
 

@@ -81,10 +81,9 @@ def changed(before: RunRecord, after: RunRecord) -> Note:
         ", ".join(f"{name.replace('_', ' ')} {part:+.0f} MB" for name, part in moved.items() if sign * part >= 1)
         for sign in (-1, 1)
     )
-    totals = [known(run.summary.peak_memory_bytes.total) / MB for run in (before, after)]
-    return Note(
-        (f"From {totals[0]:.0f} to {totals[1]:.0f} MB. Smaller: {less or 'nothing'}. Larger: {more or 'nothing'}.",)
-    )
+    first, last = (known(run.summary.peak_memory_bytes.total) / MB for run in (before, after))
+    told = f"From {first:.0f} to {last:.0f} MB. Smaller: {less or 'nothing'}. Larger: {more or 'nothing'}."
+    return Note((told,))
 
 
 # ---- precision
@@ -115,18 +114,16 @@ def kept_figure(bytes_each: Callable[[Sequence[str], int], dict[str, float]], ra
 
 def prices(runs: Sequence[RunRecord]) -> Table:
     """Peak and price of each run: forwards computed, MB sent, MB over the bus (computed), and the last loss."""
-    rows = [[choices_of(run), f"{known(run.summary.peak_memory_bytes.total) / MB:.0f}", *_price(run)] for run in runs]
+    rows = []
+    for each in runs:
+        peak, sent, losses = each.summary.peak_memory_bytes, each.summary.comm.bytes_per_step, each.summary.losses
+        loss = f"{losses[1]:.6f}" if len(losses) > 1 and losses[1] is not None else "-"
+        moved = ["-" if sent is None else f"{sent / MB:.0f}", f"{bus_bytes(each.spec) / MB:.0f}"]
+        cells = [f"{known(peak.total) / MB:.0f}", _FORWARDS[each.spec["checkpoint"]], *moved, loss]
+        rows.append([choices_of(each), *cells])
     header = ["choices", "peak MB", "forwards", "MB sent", "MB over the bus", "loss, step 2"]
-    return table(
-        header, rows, "Peak, bytes sent and loss measured; forwards and the bus computed, a step and rank each."
-    )
-
-
-def _price(run: RunRecord) -> list[str]:
-    losses, sent = run.summary.losses, run.summary.comm.bytes_per_step
-    loss = f"{losses[1]:.6f}" if len(losses) > 1 and losses[1] is not None else "-"
-    moved = ["-" if sent is None else f"{sent / MB:.0f}", f"{bus_bytes(run.spec) / MB:.0f}"]
-    return [_FORWARDS[run.spec["checkpoint"]], *moved, loss]
+    caption = "Peak, bytes sent and loss measured; forwards and the bus computed, a step and rank each."
+    return table(header, rows, caption)
 
 
 def bus_bytes(spec: dict[str, Any]) -> float:
@@ -157,15 +154,12 @@ def bus_table(billions: float, ranks: int, gigabytes_per_second: float) -> Table
 @doing("training with and without frozen parameters on 2 ranks")
 def frozen_costs() -> dict[str, dict[str, int]]:
     """Train a GPT of 3.3 million parameters whole, then its adapters only, on two real ranks: bytes of rank 0."""
-    found: dict[str, dict[str, int]] = LessonRanks(__file__)("frozen_costs")[0]
-    return found
+    return dict(LessonRanks(__file__)("frozen_costs")[0])
 
 
 def frozen_table(costs: dict[str, dict[str, int]]) -> Table:
     """One row a way of training, in kB on one rank."""
     rows = [[name, *(f"{nbytes / 1e3:,.0f}" for nbytes in parts.values())] for name, parts in costs.items()]
     header = ["trained", *(f"{part}, kB" for part in costs["everything"])]
-    caption = (
-        "Measured on rank 0 of 2 real ranks, full_shard, one step: sent for all-gathers and reductions, kept as shards."
-    )
-    return table(header, rows, caption)
+    how = "sent for all-gathers and reductions, kept as shards"
+    return table(header, rows, f"Measured on rank 0 of 2 real ranks, full_shard, one step: {how}.")

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdplab.engine import events, shard_model
+from fsdplab.engine.compat import local_of
 from fsdplab.records import RunRecord, known
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.bf16_speed import bf16_is_slow
@@ -97,14 +98,10 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[events.Col
     return seen
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return getattr(tensor, "_local_tensor", tensor)
-
-
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     """Bytes of an optimizer's state on this rank, step counters left out."""
     values = [value for state in optimizer.state.values() for value in state.values()]
-    return sum(_local(value).nbytes for value in values if isinstance(value, Tensor) and value.dim())
+    return sum(local_of(value).nbytes for value in values if isinstance(value, Tensor) and value.dim())
 
 
 def frozen_costs(payload: object) -> dict[str, dict[str, int]]:
@@ -125,7 +122,7 @@ def frozen_costs(payload: object) -> dict[str, dict[str, int]]:
         found[which] = {
             "unsharded": sent["all_gather"],
             "reduced": sent["reduce_scatter"],
-            "gradients": sum(_local(p).nbytes for p in trained),
+            "gradients": sum(local_of(p).nbytes for p in trained),
             "optimizer state": state_bytes(optimizer),
         }
     return found

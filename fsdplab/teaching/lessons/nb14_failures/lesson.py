@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from pathlib import Path
 from typing import Any
 
 from fsdplab.common.places import shared_folder
@@ -16,16 +17,8 @@ from fsdplab.figures.style import COLLECTIVE_COLOURS, titled
 from fsdplab.records import RecordError, RunRecord
 from fsdplab.sessions import RunSpec, run
 from fsdplab.teaching.core.display import Note, Table, table
-from fsdplab.teaching.lessons.faulty_job.lesson import (
-    FAULTS,
-    STEPS,
-    Report,
-    Seen,
-    drift,
-    of_record,
-    place_of_difference,
-    reports,
-)  # fmt: skip
+from fsdplab.teaching.lessons.faulty_job import lesson as job
+from fsdplab.teaching.lessons.faulty_job.lesson import FAULTS, Report, Seen, inject, reports  # noqa: F401 (the notebook)
 
 RECORDED = shared_folder("data") / "failures-14"
 CARDS = {  # which recorded case is which card; the order says nothing
@@ -46,8 +39,7 @@ def names() -> list[str]:
 def changed_line(name: str) -> str:
     """The lines of the job that a fault changes: `-` as they are, `+` what stands there instead."""
     sound, faulty = (FAULTS[each].source().splitlines() for each in ("none", name))
-    changes = [line for line in difflib.ndiff(sound, faulty) if line[:2] in ("- ", "+ ")]
-    return "\n".join(changes)
+    return "\n".join(line for line in difflib.ndiff(sound, faulty) if line[:2] in ("- ", "+ "))
 
 
 def out_of_memory() -> RunRecord:
@@ -70,8 +62,7 @@ _SOUND = Report("nothing", "Calls, values, weights, gradients, memory and times 
 
 def _reports(seen: Seen | RunRecord) -> list[Report]:
     if isinstance(seen, RunRecord):
-        over = of_record(seen)
-        return [over or _SOUND]
+        return [job.of_record(seen) or _SOUND]
     return reports(seen) or [_SOUND]
 
 
@@ -92,7 +83,7 @@ def all_reports(cases: dict[str, Seen | RunRecord]) -> Table:
 def facts(seen: Seen) -> Table:
     """Figures of a case without a judgement."""
     whole = next((each for each in seen.ranks if each), {})
-    off = drift(seen)
+    off = job.drift(seen)
     rows: list[list[Any]] = [
         ["calls that each rank made", ", ".join(str(len(own)) for own in seen.calls)],
         ["came to the end", "no" if seen.stopped else "yes"],
@@ -120,8 +111,8 @@ def losses_figure(seen: Seen) -> go.Figure:
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text="loss")
     shown = sum(value is not None for value in finite)
-    off = drift(seen)
-    title = f"{shown} of {len(twin) or STEPS} steps have a loss"
+    off = job.drift(seen)
+    title = f"{shown} of {len(twin) or job.STEPS} steps have a loss"
     if off is not None and off != float("inf"):
         title = f"Losses differ from the twin's by at most {off:.1e} of them"
     alt = f"Two lines over {len(twin)} steps: the ranks' mean loss, and the twin's. {title}."
@@ -162,14 +153,12 @@ def calls_figure(seen: Seen, step: int | None = None) -> go.Figure:
 
 def sequences(seen: Seen, around: int = 2) -> Table:
     """The calls of each rank side by side, around the first place at which they differ; else the first ones."""
-    place = place_of_difference(seen.calls)
+    place = job.place_of_difference(seen.calls)
     first = max(0, (place or 0) - around)
     rows = []
     for number in range(first, first + 2 * around + 1):
-        cells = []
-        for own in seen.calls:
-            each = own[number] if number < len(own) else None
-            cells.append("" if each is None else f"{each['kind']} of {size(each['nbytes'])}, line {each['line']}")
+        there = [own[number] if number < len(own) else None for own in seen.calls]
+        cells = [f"{each['kind']} of {size(each['nbytes'])}, line {each['line']}" if each else "" for each in there]
         if any(cells):
             rows.append([number + 1, *cells])
     header = ["call", *(f"rank {rank}" for rank in range(len(seen.calls)))]
@@ -188,15 +177,14 @@ def late_times(seen: Seen) -> list[list[float]]:
 
 def card(letter: str) -> Seen:
     """A recorded case. RecordError where it is missing."""
-    return recorded(CARDS[letter])
+    return Seen.load(_recorded("case", f"{CARDS[letter].replace(' ', '_')}.json.gz"))
 
 
-def recorded(name: str) -> Seen:
-    """The recorded case of a fault. RecordError where it is missing."""
-    path = RECORDED / f"{name.replace(' ', '_')}.json.gz"
+def _recorded(what: str, name: str) -> Path:
+    path = RECORDED / name
     if not path.exists():
-        raise RecordError(f"the recorded case is not in {path}; install fsdplab again, from a wheel or a clone")
-    return Seen.load(path)
+        raise RecordError(f"the recorded {what} is not in {path}; install fsdplab again, from a wheel or a clone")
+    return path
 
 
 def key() -> Table:
@@ -210,8 +198,7 @@ def pairs(seen: Seen) -> list[list[tuple[str, int]]]:
 
 
 def _torchrun() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(printed("torchrun", ".json"))
-    return found
+    return dict(json.loads(printed("torchrun", ".json")))
 
 
 def silent() -> int:
@@ -222,19 +209,14 @@ def silent() -> int:
 def torchrun_table() -> Table:
     """How each job ended under torchrun, and what it said."""
     made = _torchrun()
-    rows = [[name, row["exit"], _shortened(row["says"])] for name, row in made["faults"].items()]
+    said = {name: row["says"] for name, row in made["faults"].items()}
+    short = {name: text if len(text) <= 100 else f"{text[:97]}..." for name, text in said.items()}
+    rows = [[name, row["exit"], short[name]] for name, row in made["faults"].items()]
     where = f"{made['ranks']} ranks over {made['backend']}, torch {made['torch']}"
     caption = f"Recorded on {where}, with TORCH_DISTRIBUTED_DEBUG=DETAIL."
     return table(["fault", "exit code", "what it prints"], rows, caption)
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= 100 else f"{text[:97]}..."
-
-
 def printed(name: str, ending: str = ".txt") -> str:
     """A text that PyTorch's own tools printed for a fault, as recorded."""
-    path = RECORDED / f"{name}{ending}"
-    if not path.exists():
-        raise RecordError(f"the recorded text is not in {path}; install fsdplab again, from a wheel or a clone")
-    return path.read_text(encoding="utf-8")
+    return _recorded("text", f"{name}{ending}").read_text(encoding="utf-8")

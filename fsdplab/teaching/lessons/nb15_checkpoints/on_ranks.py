@@ -17,11 +17,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.tensor import DTensor
 
 from fsdplab import checkpoint
 from fsdplab.checkpoint import CheckpointFolder
 from fsdplab.engine import shard_model
+from fsdplab.engine.compat import local_of
 from fsdplab.workloads import ByteText, block_types, build_model, loss_of
 from fsdplab.workloads.shapes import preset
 
@@ -36,13 +36,9 @@ def _sharded(model_name: str, seed: int = 0) -> nn.Module:
     return model
 
 
-def _local(value: torch.Tensor) -> torch.Tensor:
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
 def _held(state: dict[str, Any]) -> int:
     """Bytes of the tensors of a state dict that are on this rank."""
-    return sum(_local(each).nbytes for each in state.values())
+    return sum(local_of(each).nbytes for each in state.values())
 
 
 # ---- forms
@@ -71,12 +67,12 @@ def save_and_read(payload: dict[str, Any]) -> dict[str, Any]:
         for step in range(2):
             _step(model, optimizer, step)
         checkpoint.save(model, optimizer, folder / "saved")
-        full = checkpoint.full_state_dict(model)
-        if dist.get_rank() == 0:
-            torch.save(full, folder / "whole.pt")
-        return {"bytes": _held(get_model_state_dict(model)), "equal": True}
-    checkpoint.load(model, optimizer, folder / "saved")
-    full, whole = checkpoint.full_state_dict(model), torch.load(folder / "whole.pt", weights_only=True)
+    else:
+        checkpoint.load(model, optimizer, folder / "saved")
+    full = checkpoint.full_state_dict(model)
+    if payload["saves"] and dist.get_rank() == 0:
+        torch.save(full, folder / "whole.pt")
+    whole = full if payload["saves"] else torch.load(folder / "whole.pt", weights_only=True)
     equal = all(torch.equal(value, whole[name]) for name, value in full.items())
     return {"bytes": _held(get_model_state_dict(model)), "equal": equal}
 
@@ -98,8 +94,10 @@ def train(payload: dict[str, Any]) -> list[int]:
     for step in range(start + 1, payload["steps"] + 1):
         loss = _step(model, optimizer, step)
         if dist.get_rank() == 0:
-            _note(folder, step, loss)
-        if unpublished is not None and _published(folder, unpublished):
+            row = {"step": step, "loss": loss, "ranks": dist.get_world_size()}
+            with open(folder / LOSSES, "a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        if unpublished is not None and (folder / "checkpoints" / f"step-{unpublished:08d}").is_dir():
             behind.append(step - unpublished)
             unpublished = None
         if step % payload["every"] == 0 or step == payload["steps"]:
@@ -113,15 +111,6 @@ def train(payload: dict[str, Any]) -> list[int]:
 
 def _killed(*_: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _published(folder: Path, step: int) -> bool:
-    return (folder / "checkpoints" / f"step-{step:08d}").is_dir()
-
-
-def _note(folder: Path, step: int, loss: float) -> None:
-    with open(folder / LOSSES, "a", encoding="utf-8") as file:
-        file.write(json.dumps({"step": step, "loss": loss, "ranks": dist.get_world_size()}) + "\n")
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdplab.engine import fully_shard, shard_model
+from fsdplab.engine.compat import local_of
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -77,7 +78,7 @@ def _lora() -> dict[str, Any]:
     model = get_peft_model(_llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
     elements = {kind: sum(p.numel() for p in model.parameters() if p.requires_grad is kind) for kind in (True, False)}
     shard_model(model, "full_shard", units=[LlamaDecoderLayer])
-    before = {name: _local(p).clone() for name, p in model.named_parameters()}
+    before = {name: local_of(p).detach().clone() for name, p in model.named_parameters()}
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     losses = []
     for step in range(STEPS):
@@ -87,17 +88,13 @@ def _lora() -> dict[str, Any]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    moved = [name for name, p in model.named_parameters() if not torch.equal(_local(p), before[name])]
+    moved = [name for name, p in model.named_parameters() if not torch.equal(local_of(p), before[name])]
     frozen_moved = sum("lora" not in name for name in moved)
-    state = sum(_local(each).numel() for held in optimizer.state.values() for each in held.values() if each.dim())
+    state = sum(local_of(each).numel() for held in optimizer.state.values() for each in held.values() if each.dim())
     return {
         "trained": elements[True], "frozen": elements[False], "frozen that moved": frozen_moved,
         "state": state, "losses": losses,
     }  # fmt: skip
-
-
-def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local().detach() if hasattr(parameter, "to_local") else parameter.detach()
 
 
 def _versions() -> dict[str, str]:
