@@ -21,7 +21,7 @@ from markupsafe import escape
 from fsdplab import figures
 from fsdplab.engine.core import unit
 from fsdplab.figures import style
-from fsdplab.figures.plots.exposed import exposed_heatmap
+from fsdplab.figures.plots.breakdown import exposed_heatmap
 from fsdplab.figures.plots.shard_map import STATE_COLOURS, hover_text
 from fsdplab.figures.plots.timeline import lanes_of, phase_lines, phases, rank_timeline
 from fsdplab.figures.view import RunView

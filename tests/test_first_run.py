@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import fsdplab
-from fsdplab.figures.predicted import step_sources
+from fsdplab.figures.conclusion import step_sources
 from fsdplab.figures.table import predicted_of
 from fsdplab.figures.view import view
 from fsdplab.records import RunRecord, Spread, Summary

@@ -24,7 +24,7 @@ from fsdplab.profiling.memory import events_of_trace
 from fsdplab.profiling.memory import recorder as memory_module
 from fsdplab.profiling.memory.events_of_trace import read_trace
 from fsdplab.profiling.memory.live_storages import cuda_blocks, living_storages
-from fsdplab.profiling.memory.resident_set import ResidentGrowth
+from fsdplab.profiling.memory.recorder import ResidentGrowth
 from fsdplab.profiling.memory.timeline import build_timeline
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.worker import engines

@@ -9,8 +9,16 @@ import pytest
 from fsdplab.common.names import CATEGORIES
 from fsdplab.common.thinning import MAX_POINTS, downsample
 from fsdplab.engine.events import Tag
-from fsdplab.profiling.memory.blocks import LONG_AGO, NEVER, AllocatorEvent, blocks_of, united
-from fsdplab.profiling.memory.timeline import TOLERANCE_NS, AccountingError, build_timeline
+from fsdplab.profiling.memory.timeline import (
+    LONG_AGO,
+    NEVER,
+    TOLERANCE_NS,
+    AccountingError,
+    AllocatorEvent,
+    blocks_of,
+    build_timeline,
+    united,
+)
 
 pytestmark = pytest.mark.quick
 

@@ -10,8 +10,8 @@ import pytest
 
 from fsdplab.common.names import CATEGORIES, CATEGORY_ROWS
 from fsdplab.records import RunRecord, Summary
-from fsdplab.records.old_names import OLD_CATEGORIES
 from fsdplab.records.summary import Peak
+from fsdplab.records.tables import OLD_CATEGORIES
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 

@@ -11,7 +11,7 @@ from fsdplab.planning.hardware import find_gpu
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.simulation import simulate
 from fsdplab.profiling.findings import Finding, findings
-from fsdplab.profiling.optimizer_step import OptimizerStep, optimizer_step
+from fsdplab.profiling.step_summary import OptimizerStep, optimizer_step
 from fsdplab.records import RunRecord
 from fsdplab.records.tables import IDLE_PARTS
 from fsdplab.sessions import RunSpec

@@ -15,7 +15,7 @@ from fsdplab.cli.calibrate import calibrate_if_needed
 from fsdplab.cli.outputs import Detail
 from fsdplab.common.names import CATEGORIES, STRATEGIES
 from fsdplab.common.words import MISSING
-from fsdplab.figures.predicted import gaps
+from fsdplab.figures.conclusion import gaps
 from fsdplab.figures.table import predicted_of
 from fsdplab.figures.view import RunView
 from fsdplab.planning.lab_memory import LabRun, memory_of_step, unit_parameters

@@ -14,7 +14,7 @@ from fsdplab.figures.report.tabs import tabbed
 from fsdplab.figures.view import provenance, views
 from fsdplab.profiling.exports import export_csv, export_perfetto, export_tensorboard
 from fsdplab.profiling.traces.import_traces import record_of_traces
-from fsdplab.profiling.traces.origin import MARK, Origin, origin_of
+from fsdplab.profiling.traces.overlap import MARK, Origin, origin_of
 from fsdplab.records import RunRecord, comparison_json
 from fsdplab.records.summary import Card
 from fsdplab.sessions import RunSpec, run

@@ -19,8 +19,8 @@ from fsdplab import figures
 from fsdplab.figures.fastest import race_of, step_words
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.view import views
-from fsdplab.profiling.arrivals import late_rank_of
 from fsdplab.profiling.findings import Finding, findings
+from fsdplab.profiling.late_rank import late_rank_of
 from fsdplab.profiling.step_facts import step_facts
 from fsdplab.profiling.step_summary import step_summary
 from fsdplab.profiling.tables import Table, difference_of_steps, tables_of_pair, tables_of_record

@@ -33,8 +33,8 @@ from fsdplab.planning.simulation import (
 )  # fmt: skip
 from fsdplab.planning.simulation.accounting import account
 from fsdplab.planning.step_time import step_time
-from fsdplab.profiling.arrivals import late_rank_of
 from fsdplab.profiling.findings import findings
+from fsdplab.profiling.late_rank import late_rank_of
 from fsdplab.records import CATEGORIES, CAUSES, LANES, RunRecord, comparison_json
 from fsdplab.sessions import RunSpec, run
 from fsdplab.sessions.steady_card import steady

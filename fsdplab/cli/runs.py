@@ -10,9 +10,8 @@ from fsdplab.cli.answer import Answer, Line, Part, Table
 from fsdplab.cli.outputs import Detail
 from fsdplab.common.errors import RunError
 from fsdplab.common.words import plural
-from fsdplab.figures.conclusion import clock_words, conclusion
+from fsdplab.figures.conclusion import clock_words, conclusion, step_sources
 from fsdplab.figures.fastest import core_words, step_words
-from fsdplab.figures.predicted import step_sources
 from fsdplab.figures.table import EVERY_COLUMN, NUMBERS, SPLIT, WRAPPED, brief, cells, legend
 from fsdplab.figures.view import RunView, provenance, view, views, with_verdicts
 from fsdplab.records import RunRecord, comparison_json, drift_sentence
@@ -121,7 +120,7 @@ def _notes(records: Sequence[RunRecord]) -> Iterator[Line]:
 
 def _findings(records: Sequence[RunRecord], detail: Detail) -> Iterator[Line]:
     """Of several runs the three costliest findings in all; verbose, or of one run, at most five a run."""
-    from fsdplab.figures.findings import costliest
+    from fsdplab.figures.conclusion import costliest
 
     if len(records) == 1 or detail is Detail.VERBOSE:
         yield from _all_findings(records)
@@ -132,7 +131,7 @@ def _findings(records: Sequence[RunRecord], detail: Detail) -> Iterator[Line]:
 
 
 def _all_findings(records: Sequence[RunRecord]) -> Iterator[Line]:
-    from fsdplab.figures.findings import findings_by_run
+    from fsdplab.figures.conclusion import findings_by_run
     from fsdplab.profiling.findings import profiling_cost
 
     costs = {shown.label: profiling_cost(record) for shown, record in zip(views(records), records)}

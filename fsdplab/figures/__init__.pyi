@@ -1,13 +1,13 @@
-from fsdplab.figures.plots.answers import answer_figure as answer_figure
 from fsdplab.figures.plots.breakdown import exposed_bar as exposed_bar
+from fsdplab.figures.plots.breakdown import exposed_heatmap as exposed_heatmap
 from fsdplab.figures.plots.breakdown import step_bar as step_bar
-from fsdplab.figures.plots.exposed import exposed_heatmap as exposed_heatmap
 from fsdplab.figures.plots.linked import linked_at as linked_at
 from fsdplab.figures.plots.linked import linked_view as linked_view
 from fsdplab.figures.plots.memory import memory_by_category as memory_by_category
 from fsdplab.figures.plots.memory import memory_timeline as memory_timeline
 from fsdplab.figures.plots.memory import predicted_memory as predicted_memory
 from fsdplab.figures.plots.pareto import pareto as pareto
+from fsdplab.figures.plots.plans import answer_figure as answer_figure
 from fsdplab.figures.plots.roofline import overlap_roofline as overlap_roofline
 from fsdplab.figures.plots.run_diff import difference as difference
 from fsdplab.figures.plots.shard_map import slice_map as slice_map
@@ -16,8 +16,8 @@ from fsdplab.figures.plots.steps import step_time as step_time
 from fsdplab.figures.plots.stragglers import straggler_map as straggler_map
 from fsdplab.figures.plots.timeline import rank_timeline as rank_timeline
 from fsdplab.figures.plots.traffic import ledger_against_formula as ledger_against_formula
-from fsdplab.figures.report.linked import linked_html as linked_html
 from fsdplab.figures.report.page import comparison_page as comparison_page
+from fsdplab.figures.report.parts import linked_html as linked_html
 from fsdplab.figures.style import CATEGORY_COLOURS as CATEGORY_COLOURS
 from fsdplab.figures.style import STRATEGY_COLOURS as STRATEGY_COLOURS
 from fsdplab.figures.style import alt_text as alt_text

@@ -19,7 +19,7 @@ from typing import Any
 
 from fsdplab.common.names import CATEGORY_ROWS, IN_GROUPS, SAVES_MOST, STRATEGY_ROWS, category_titles, strategies_that
 from fsdplab.common.sizes import percent, seconds, size
-from fsdplab.profiling.arrivals import too_few_steps
+from fsdplab.profiling.late_rank import too_few_steps
 from fsdplab.profiling.step_facts import Claim, StepFacts, Unclaimed, ahead, beside, by_rank, of_ranks, step_facts
 from fsdplab.profiling.step_summary import ExposedCell
 from fsdplab.profiling.vocabulary import words_of

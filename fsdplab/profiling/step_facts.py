@@ -15,10 +15,15 @@ from functools import cached_property
 from math import inf
 from typing import Any
 
-from fsdplab.profiling.arrivals import late_rank_of
-from fsdplab.profiling.late_rank import LateRank
-from fsdplab.profiling.optimizer_step import OptimizerStep, optimizer_step
-from fsdplab.profiling.step_summary import ExposedCell, StepSummary, exposed_cells, step_summary
+from fsdplab.profiling.late_rank import LateRank, late_rank_of
+from fsdplab.profiling.step_summary import (
+    ExposedCell,
+    OptimizerStep,
+    StepSummary,
+    exposed_cells,
+    optimizer_step,
+    step_summary,
+)
 from fsdplab.profiling.vocabulary import words_of
 from fsdplab.records import PARTS_OF_EXPOSED, RunRecord
 from fsdplab.records.tables import Row

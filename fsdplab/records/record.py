@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING, Any
 from fsdplab.common.files import read_file, write_whole
 from fsdplab.common.places import how_to_install
 
-from .old_names import of_today
 from .spread import Spread, step_seconds
 from .summary import Summary
-from .tables import LATER_TABLES, TABLES, RecordError, Row, file_name, read_table, write_table
+from .tables import LATER_TABLES, TABLES, RecordError, Row, file_name, of_today, read_table, write_table
 from .typed import LongText, Scalar, WrongType, plain, read, shown
 
 if TYPE_CHECKING:

@@ -20,7 +20,6 @@ from fsdplab.common.errors import UserError
 from fsdplab.common.files import read_file, write_whole
 from fsdplab.common.names import CATEGORIES
 
-from .old_names import OLD_CATEGORIES
 from .typed import shown
 
 
@@ -45,6 +44,14 @@ def _finite(text: str) -> float:
         raise ValueError(f"{text[:20]!r} is no finite number")
     return value
 
+
+# the categories of memory as records of earlier versions name them
+OLD_CATEGORIES = {
+    "parameter_slices": "sharded_parameters",
+    "gathered_parameters": "unsharded_parameters",
+    "gradient_slices": "sharded_gradients",
+    "whole_gradients": "unsharded_gradients",
+}
 
 Row = dict[str, Any]
 Schema = dict[str, Callable[[str], Any]]
@@ -200,3 +207,14 @@ def _typed_row(path: Path, columns: list[tuple[str, Callable[[str], Any], bool]]
         raise RecordError(
             f"{path}, line {number}, holds a value of the wrong type ({error}). Record the run again."
         ) from error
+
+
+def of_today(content: Any) -> Any:
+    """What JSON holds, with today's names of memory's categories at every depth.
+
+    >>> of_today({"total": 3, "by_category": {"parameter_slices": 2, "other": 1}})
+    {'total': 3, 'by_category': {'sharded_parameters': 2, 'other': 1}}
+    """
+    if isinstance(content, dict):
+        return {OLD_CATEGORIES.get(name, name): of_today(part) for name, part in content.items()}
+    return [of_today(part) for part in content] if isinstance(content, list) else content

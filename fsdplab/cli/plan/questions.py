@@ -41,8 +41,7 @@ def question_answer(name: str, settings: dict[str, Any]) -> Answer:
     ]
 
     def page() -> str:
-        from fsdplab.figures.plots.answers import answer_figure
-        from fsdplab.figures.plots.plans import page_of
+        from fsdplab.figures.plots.plans import answer_figure, page_of
 
         return page_of(answer_figure(found))
 

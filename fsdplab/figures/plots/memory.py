@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from fsdplab.common.names import category_titles
 from fsdplab.common.sizes import size
 from fsdplab.figures.bars import Part, stacked_bars
+from fsdplab.figures.conclusion import verdict
 from fsdplab.figures.fastest import listed
 from fsdplab.figures.lines import line, peak
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.predicted import verdict
 from fsdplab.figures.profile_data import MS, Row
 from fsdplab.figures.style import ALARM, CATEGORY_COLOURS, card_words, mark_level, titled
 from fsdplab.figures.table import OVER

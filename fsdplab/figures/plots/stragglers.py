@@ -1,7 +1,7 @@
 """Stragglers: how much later than the first rank each rank came to each collective.
 
 A collective cannot begin before its last rank has come, so a late rank is every rank's exposed time. The figure shows
-every lateness; its title names a rank only where the findings would, too (profiling/arrivals.py).
+every lateness; its title names a rank only where the findings would, too (profiling/late_rank.py).
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from fsdplab.figures.heat import heat_map
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import MS, duration, label
 from fsdplab.figures.style import titled
-from fsdplab.profiling.arrivals import arrivals_of, late_rank_of, too_few_steps
 from fsdplab.profiling.findings import WORTH_SAYING
-from fsdplab.profiling.late_rank import Arrivals, Key
+from fsdplab.profiling.late_rank import Arrivals, Key, arrivals_of, late_rank_of, too_few_steps
 from fsdplab.records import RunRecord
 
 _ALIKE = 0.01  # of the step: lateness below it is not red

@@ -17,13 +17,11 @@ from markupsafe import Markup
 from fsdplab.common.names import category_titles
 from fsdplab.common.sizes import percent, seconds, size
 from fsdplab.common.words import MISSING
-from fsdplab.figures.conclusion import change_words, clock_words, conclusion
+from fsdplab.figures.conclusion import change_words, clock_words, conclusion, costliest, gaps, step_sources
 from fsdplab.figures.fastest import core_words
-from fsdplab.figures.findings import costliest
 from fsdplab.figures.plots.memory import memory_by_category, predicted_memory
 from fsdplab.figures.plots.pareto import pareto
 from fsdplab.figures.plots.steps import steady_steps, step_time
-from fsdplab.figures.predicted import gaps, step_sources
 from fsdplab.figures.report.parts import comparison_table, drawn, folded, number_table, part, rendered
 from fsdplab.figures.report.tabs import not_in_traces, tabbed
 from fsdplab.figures.style import on_page

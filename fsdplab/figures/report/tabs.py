@@ -13,7 +13,7 @@ from fsdplab import figures
 from fsdplab.common.names import SAVES_MOST
 from fsdplab.common.sizes import size
 from fsdplab.common.words import plural
-from fsdplab.figures.findings import findings_by_run
+from fsdplab.figures.conclusion import findings_by_run
 from fsdplab.figures.report.parts import drawn, folded, note, part, rendered, table
 from fsdplab.figures.trace_tables import cells, left_out
 from fsdplab.figures.view import view, views

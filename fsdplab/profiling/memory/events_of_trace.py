@@ -27,7 +27,7 @@ from torch._C._profiler import _EventType, _TensorMetadata
 
 from fsdplab.common.rows import grouped
 from fsdplab.engine.events import Tag
-from fsdplab.profiling.memory.blocks import NEVER, AllocatorEvent, blocks_of
+from fsdplab.profiling.memory.timeline import NEVER, AllocatorEvent, blocks_of
 
 _BACKWARD = "autograd::engine::evaluate_function"
 _ACCUMULATE = "torch::autograd::AccumulateGrad"

@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdplab.engine.events import Tag
-from fsdplab.profiling.memory.blocks import LONG_AGO, NEVER, AllocatorEvent
+from fsdplab.profiling.memory.timeline import LONG_AGO, NEVER, AllocatorEvent
 
 
 def address(tensor: torch.Tensor, device: torch.device) -> int:

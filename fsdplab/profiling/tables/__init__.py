@@ -1,13 +1,11 @@
 """Tables that engineers know from HTA and TraceLens, each one function from traces to rows and a sentence."""
 
-from fsdplab.profiling.tables.achieved import DevicePeak, achieved
-from fsdplab.profiling.tables.bandwidth import bandwidths_by_size
+from fsdplab.profiling.tables.bandwidth import bandwidths_by_size, idle_time
 from fsdplab.profiling.tables.critical_path import critical_path
 from fsdplab.profiling.tables.difference import difference, difference_of_steps
-from fsdplab.profiling.tables.idle import idle_time
 from fsdplab.profiling.tables.launches import launches
 from fsdplab.profiling.tables.of_record import TablesOf, tables_of_pair, tables_of_record
-from fsdplab.profiling.tables.operators import operators
+from fsdplab.profiling.tables.operators import DevicePeak, achieved, operators
 from fsdplab.profiling.tables.table import Column, Table
 
 __all__ = [

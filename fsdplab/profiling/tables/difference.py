@@ -13,7 +13,7 @@ from statistics import fmean
 
 from fsdplab.common.sizes import seconds
 from fsdplab.profiling.step_summary import step_summary
-from fsdplab.profiling.tables.idle import WORDS
+from fsdplab.profiling.tables.bandwidth import WORDS
 from fsdplab.profiling.tables.operators import operators, short
 from fsdplab.profiling.tables.table import Column, Row, Table
 from fsdplab.profiling.tables.work import Work

@@ -23,8 +23,10 @@ def load_all(paths: Sequence[Path], options: TraceOptions, progress: Progress | 
     """The records at these places: folders are records, or hold records, or one run's traces; files are traces, all of
     one run. Raises RecordError, or TraceError, which name the file.
     """
-    from fsdplab.profiling.traces.import_traces import record_of_traces  # it takes its time, and records need none
-    from fsdplab.profiling.traces.ranks_of_files import traces_in
+    from fsdplab.profiling.traces.import_traces import (
+        record_of_traces,  # it takes its time, and records need none
+        traces_in,
+    )
 
     loaded: list[RunRecord] = []
     files: list[Path] = []

@@ -10,19 +10,50 @@ for the link.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from fsdplab.profiling.intervals import EMPTY, Intervals, close_gaps, size, subtract, union, within
 from fsdplab.profiling.traces.account import TraceSets
 from fsdplab.profiling.traces.chrome import TraceError, without_collection
 from fsdplab.profiling.traces.collectives import communicating, find_collectives
 from fsdplab.profiling.traces.events import Events, Kind, read_events
-from fsdplab.profiling.traces.origin import Origin, origin_of
 from fsdplab.profiling.traces.segments import Segments
 from fsdplab.profiling.traces.step_rows import DISPATCH_NS, Row, StepRows
 from fsdplab.profiling.traces.steps import NoStep, steps_of
+
+MARK = "fsdplab"  # the key of the lab's own mark in a trace's metadata: what of it was real
+_UNNAMED_LINK = "a link"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """A trace's own words; "" for what it does not say. `link`: the emulated one, None where nothing tells of it."""
+
+    device_name: str = ""
+    backend: str = ""
+    torch: str = ""
+    link: str | None = None
+
+
+def origin_of(metadata: Mapping[str, Any], waits_for_link: bool) -> Origin:
+    """Read a trace's metadata; `waits_for_link`: it has ranges in which its host waited for an emulated link.
+
+    >>> origin_of({"deviceProperties": [{"name": "NVIDIA A100-SXM4-80GB"}]}, False).device_name
+    'NVIDIA A100-SXM4-80GB'
+    """
+    devices, job, mark = (metadata.get(key) for key in ("deviceProperties", "distributedInfo", MARK))
+    first = devices[0] if isinstance(devices, list) and devices else None
+    link = _text(mark, "link") or (_UNNAMED_LINK if waits_for_link else None)
+    torch = _text(metadata, "pytorch_version") or _text(mark, "torch")
+    return Origin(_text(first, "name"), _text(job, "backend"), torch, link)
+
+
+def _text(found: Any, key: str) -> str:
+    value = found.get(key) if isinstance(found, Mapping) else None
+    return value if isinstance(value, str) else ""
 
 
 @dataclass(frozen=True)
@@ -92,7 +123,7 @@ def analyse_trace(
     transitions; they give the issue time of a gather whose range the trace lacks. `rank`: in place of the file's own;
     `default_rank` where the file has none. `first_step` numbers the steps from there, else they keep the profiler's
     numbers. `whole`: the whole trace as one step. `comm_patterns`: kernels that communicate beside NCCL's
-    (`comm_kernels.comm_pattern`). `core_waits`: when the rank's thread waited for a core (absolute ns).
+    (`events.comm_pattern`). `core_waits`: when the rank's thread waited for a core (absolute ns).
 
     Raises TraceError for files that cannot be read, or of several ranks without any communication; AccountingError if a
     step did not add up. A step of 100 ms with 80 computing, 50 communicating and 40 of that at once: overlapped 40,
