@@ -15,7 +15,7 @@ from fsdplab.figures.plots.stragglers import straggler_map
 from fsdplab.profiling import TraceError, analyse_trace, export_perfetto, export_tensorboard
 from fsdplab.profiling.traces.events import CommKernels, comm_pattern
 from fsdplab.profiling.traces.import_traces import ranks_by_name, record_of_traces, traces_in
-from fsdplab.profiling.traces.side_by_side import Reading, read_all
+from fsdplab.profiling.traces.side_by_side import read_all
 from tests.gpu_traces import GpuRank
 
 SECOND = 10**9
@@ -190,10 +190,10 @@ def test_one_rank_cut_short(tmp_path):
 
 
 def test_ranks_are_read_in_processes_of_their_own_with_the_same_result(tmp_path):
-    readings = [Reading(rank(number).write(tmp_path / f"rank{number}.json")) for number in (0, 1)]
+    readings = [(rank(number).write(tmp_path / f"rank{number}.json"), {}) for number in (0, 1)]
     told = []
     found = read_all(readings, lambda *one: told.append(one[:2]), processes=2)
-    assert found == [reading.read() for reading in readings] and told == [(1, 2), (2, 2)]
+    assert found == [analyse_trace(path) for path, _ in readings] and told == [(1, 2), (2, 2)]
     (tmp_path / "rank1.json").write_text("no trace")
     with pytest.raises(TraceError, match="rank1.json is no Chrome trace"):
         read_all(readings, processes=2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fsdplab.common.sizes import seconds
@@ -23,6 +24,9 @@ from .typed import plain
 # zero. bf16 keeps 8 bits, and engines that cast in different places (autocast, parameters) differed by 4e-4 in ten
 # steps.
 TOLERANCE = {"fp32": 2e-5, "bf16": 5e-3}
+_OF_SUMMARY = (
+    "step_time_s", "cpu_share", "tokens_per_s", "peak_memory_bytes", "comm", "steady", "change", "losses",
+)  # fmt: skip
 FORMAT = 2  # of the JSON that commands write; 1 had other names of memory categories
 _DRIFT = 0.03  # of the first median, from which on a drift is said
 
@@ -72,20 +76,12 @@ def _common_spec(records: Sequence[RunRecord]) -> dict[str, Any]:
 
 def _run_entry(record: RunRecord, reference: RunRecord | None) -> dict[str, Any]:
     summary = record.summary
-    comm = summary.comm if record.status != "failed" else Comm()  # traffic before a failure is no whole step's
+    if record.status == "failed":  # traffic before a failure is no whole step's
+        summary = replace(summary, comm=Comm())
     return {
-        "strategy": record.spec.get("strategy"),
-        "engine": record.spec.get("engine"),
-        "world_size": record.spec.get("world_size"),
+        **{name: record.spec.get(name) for name in ("strategy", "engine", "world_size")},
         "status": record.status,
-        "step_time_s": plain(summary.step_time_s),
-        "cpu_share": summary.cpu_share,
-        "tokens_per_s": summary.tokens_per_s,
-        "peak_memory_bytes": plain(summary.peak_memory_bytes),
-        "comm": plain(comm),
-        "steady": plain(summary.steady),
-        "change": plain(summary.change),
-        "losses": plain(summary.losses),
+        **{name: plain(getattr(summary, name)) for name in _OF_SUMMARY},
         "matches_reference": _agreement(record, reference),
         "provenance": record.provenance,
         "predicted": {

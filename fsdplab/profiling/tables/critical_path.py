@@ -17,9 +17,9 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
-from operator import attrgetter, itemgetter
+from operator import itemgetter
+from typing import NamedTuple
 
 from fsdplab.common.rows import grouped
 from fsdplab.common.sizes import seconds
@@ -32,6 +32,7 @@ from fsdplab.profiling.traces.overlap import TraceAnalysis
 from fsdplab.profiling.traces.skew import matched
 
 COMPUTE, IDLE, BEFORE = "compute", "idle", "before its step"
+_OF = ("rank", "what", "unit", "phase")  # what neighbours are joined by
 _OF_PART = (Column("rank", "rank", "count"), Column("what", "what"), Column("unit", "unit"), Column("phase", "phase"))
 _LASTS = (Column("ns", "lasts", "ns"), Column("share", "of the step", "share"))
 _SHARES = (*_OF_PART, Column("parts", "parts", "count"), *_LASTS)
@@ -40,8 +41,7 @@ _CLOCKS_AGREE_NS = 1_000_000  # by how much two ranks may differ and still be of
 _WAITS_FOR_ALL = ("all_gather", "reduce_scatter", "all_reduce", "barrier")  # ends nowhere before all have begun
 
 
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     rank: int
     what: str
     unit: str
@@ -69,8 +69,7 @@ class _Lane:
         return found, max(since, self._latest[at]) if at >= 0 else since
 
 
-@dataclass(frozen=True)
-class _Rank:
+class _Rank(NamedTuple):
     """One rank in the step: its window, its computing, its exposed time and its collectives."""
 
     start: int
@@ -96,15 +95,12 @@ def critical_path(analyses: Sequence[TraceAnalysis], step: int | None = None, *,
         raise TraceError(f"no trace has step {step}; expected one of {', '.join(map(str, sorted(steps))) or 'none'}.")
     arrivals = _arrivals([row for rank in ranks.values() for row in rank.collectives.rows])
     parts = _joined(_walked(ranks, arrivals))
-    begun = parts[0].start
+    begun, whole = parts[0].start, parts[-1].end - parts[0].start
     rows = tuple(
-        {
-            "order": order, "rank": part.rank, "what": part.what, "unit": part.unit, "phase": part.phase,
-            "start_ns": part.start - begun, "ns": part.end - part.start,
-            "share": (part.end - part.start) / (parts[-1].end - begun),
-        }
-        for order, part in enumerate(parts, start=1)
-    )  # fmt: skip
+        {"order": order, **dict(zip(_OF, of)), "start_ns": start - begun, "ns": end - start}
+        | {"share": (end - start) / whole}
+        for order, (*of, start, end) in enumerate(parts, start=1)
+    )
     columns, shown = (_PARTS, rows) if in_order else (_SHARES, _shares(rows))
     return Table(
         "critical_path", f"Critical path of step {step}", _sentence(step, rows, len(ranks) > 1), columns, shown
@@ -189,21 +185,18 @@ def _joined(backwards: Sequence[_Part]) -> list[_Part]:
     for before, part in pairwise(forwards):
         if before.end != part.start:
             raise AccountingError(f"the critical path has a gap before {part}; report this with the traces")
-    for _, group in groupby(forwards, attrgetter("rank", "what", "unit", "phase")):
+    for _, group in groupby(forwards, lambda part: part[: len(_OF)]):
         first, *others = group
-        parts.append(replace(first, end=others[-1].end) if others else first)
+        parts.append(first._replace(end=others[-1].end) if others else first)
     return parts
 
 
 def _shares(parts: Sequence[Row]) -> tuple[Row, ...]:
     """The parts of one rank, unit, phase and kind as one row, the longest first."""
     rows = [
-        {
-            "rank": rank, "what": what, "unit": unit, "phase": phase, "parts": len(members),
-            "ns": sum(row["ns"] for row in members), "share": sum(row["share"] for row in members),
-        }
-        for (rank, what, unit, phase), members in grouped(parts, itemgetter("rank", "what", "unit", "phase")).items()
-    ]  # fmt: skip
+        {**dict(zip(_OF, of)), "parts": len(own), **{name: sum(row[name] for row in own) for name in ("ns", "share")}}
+        for of, own in grouped(parts, itemgetter(*_OF)).items()
+    ]
     return tuple(sorted(rows, key=lambda row: -row["ns"]))
 
 

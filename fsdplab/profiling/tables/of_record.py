@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from operator import itemgetter
 from pathlib import Path
 from typing import TypeAlias
 
+from fsdplab.common.rows import grouped
 from fsdplab.profiling.exports import traces_of
 from fsdplab.profiling.step_summary import step_summary
 from fsdplab.profiling.tables.bandwidth import bandwidths_by_size, idle_time
@@ -19,7 +21,7 @@ from fsdplab.profiling.tables.work import Work, work_in
 from fsdplab.profiling.traces.chrome import TraceError
 from fsdplab.profiling.traces.import_traces import TracedRecord
 from fsdplab.profiling.traces.overlap import TraceAnalysis
-from fsdplab.profiling.traces.side_by_side import Reading, read_all
+from fsdplab.profiling.traces.side_by_side import read_all
 from fsdplab.records import RecordError, RunRecord
 
 TablesOf: TypeAlias = Callable[[RunRecord], list[Table]]
@@ -92,16 +94,10 @@ def analyses_of(record: RunRecord, traces: Mapping[int, Path]) -> list[TraceAnal
         return list(record.analyses)
     first = min((row["step"] for row in record.table("breakdown")), default=None)
 
-    def mine(table: str, rank: int) -> tuple[Row, ...]:
-        return tuple(row for row in record.table(table) if row["rank"] == rank)
-
-    more = tuple(_patterns(record))
-    return read_all(
-        [
-            Reading(path, rank, None, more, mine("ledger", rank), mine("life", rank), first)
-            for rank, path in traces.items()
-        ]
-    )
+    told = {"first_step": first, "comm_patterns": _patterns(record)}
+    rows = {name: grouped(record.table(name), itemgetter("rank")) for name in ("ledger", "life")}
+    mine = {rank: {name: of_rank.get(rank, []) for name, of_rank in rows.items()} for rank in traces}
+    return read_all([(path, {"rank": rank, **told, **mine[rank]}) for rank, path in traces.items()])
 
 
 def _patterns(record: RunRecord) -> Sequence[str]:

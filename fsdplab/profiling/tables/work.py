@@ -77,7 +77,7 @@ def work_of(found: Events) -> Work:
     rows, kinds = rows[counts], kinds[counts]
     if not len(rows):
         raise TraceError(f"{found.path} has no operators and no work of a device, so there is nothing to list.")
-    launched = found.launch_starts(rows)
+    launched = found.of_launch(found.start, rows)
     begun = np.where((kinds > 0) & known(launched), launched, found.start[rows])
     steps = pairs([step[1:] for step in found.steps])
     kept = covered(steps + [0, 1], begun) if len(steps) else np.ones(len(rows), dtype=bool)  # their ends count, too

@@ -30,9 +30,9 @@ import numpy as np
 from fsdplab.profiling.intervals import Cells, Intervals, close_gaps, covered, pairs, subtract, union, within
 from fsdplab.profiling.memory.timeline import AccountingError
 from fsdplab.profiling.traces.collectives import Collective
-from fsdplab.profiling.traces.events import Events, Kind, known
+from fsdplab.profiling.traces.events import Events, Kind, Window, known
 from fsdplab.profiling.traces.segments import Segments
-from fsdplab.profiling.traces.steps import Window, all_device_work
+from fsdplab.profiling.traces.steps import all_device_work
 from fsdplab.records.tables import IDLE_PARTS, PARTS_OF_COLLECTIVE
 
 PARTS = ("compute_only_ns", "overlapped_ns", *PARTS_OF_COLLECTIVE, *(f"idle {name}" for name in IDLE_PARTS))
@@ -86,11 +86,6 @@ class Account:
     core_wait_ns: int
 
     @property
-    def idle(self) -> dict[str, int]:
-        """The causes of idle time, by the columns of a record's table."""
-        return {name: self.sums[f"idle {name}"] for name in IDLE_PARTS}
-
-    @property
     def computing(self) -> np.ndarray:
         """Which cells compute."""
         return (self.part == _COMPUTE_ONLY) | (self.part == _OVERLAPPED)
@@ -104,10 +99,6 @@ class Account:
     def moving(self) -> np.ndarray:
         """Which cells are exposed on the link."""
         return self.part == _ON_LINK
-
-    def on_link(self) -> tuple[Intervals, np.ndarray]:
-        """Exposed spans on the link, and their owners."""
-        return self.cells.runs(np.where(self.moving, self.owner, -1))
 
 
 def account(window: Window, computing: Intervals, mine: Sequence[Collective], trace: TraceSets) -> Account:
@@ -285,7 +276,7 @@ def idle_causes(found: Events, device: Intervals) -> tuple[Intervals, np.ndarray
 def _by_launch(found: Events, gaps: Intervals) -> tuple[Intervals, Intervals]:
     """(what of the gaps is the host's, gaps whose next work was queued before they began)."""
     works = found.rows(Kind.KERNEL, Kind.COMM, Kind.COPY)
-    starts, launched = found.start[works], found.launch_ends(works)
+    starts, launched = found.start[works], found.of_launch(found.end, works)
     order = np.lexsort((launched, starts))  # of equal starts the first launched
     starts, launched = np.append(starts[order], found.last), np.append(launched[order], found.last)
     at = np.searchsorted(starts[:-1], gaps[:, 1])

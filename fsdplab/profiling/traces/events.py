@@ -71,6 +71,14 @@ class Kind(IntEnum):
     IGNORED = 14
 
 
+class Window(NamedTuple):
+    """A step: its number, its begin and its end, in the trace's own ns."""
+
+    number: int
+    start: int
+    end: int
+
+
 class Range(NamedTuple):  # not a dataclass: a trace has a hundred thousand, and these are made in a third of the time
     """A named range on one thread. `label` of `FSDP::all_gather (blocks.3)` is `all_gather`, `unit` is `blocks.3`."""
 
@@ -184,15 +192,10 @@ class Events:
             found[device] = np.where(numbers[at] == self.correlation[device], calls[at], -1)
         return found
 
-    def launch_starts(self, rows: np.ndarray) -> np.ndarray:
-        """When the host began to launch each row; a time before all others where the trace does not say."""
-        return self._of_launch(self.start, rows)
-
-    def launch_ends(self, rows: np.ndarray) -> np.ndarray:
-        """When the host had launched each row (a launch may take long: the first of a kernel loads its code)."""
-        return self._of_launch(self.end, rows)
-
-    def _of_launch(self, times: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    def of_launch(self, times: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """`times`, the table's starts or ends, of the call that launched each row; a time before all others where the
+        trace does not say. The two differ: the first launch of a kernel loads its code.
+        """
         by = self.launched_by[rows]
         return np.where(by >= 0, times[by], _UNKNOWN)
 
@@ -205,11 +208,13 @@ class Events:
         return [thread for thread in np.flatnonzero(counts).tolist() if thread not in gloo]
 
     @cached_property
-    def steps(self) -> list[tuple[int, int, int]]:
-        """Number, start and end of the profiler's steps, in order of time."""
+    def steps(self) -> list[Window]:
+        """The profiler's steps, in order of time."""
         rows = self.rows(Kind.STEP)
         numbers = [int(self.names[name].partition("#")[2]) for name in self.name[rows].tolist()]
-        return sorted(zip(numbers, self.start[rows].tolist(), self.end[rows].tolist()), key=lambda step: step[1])
+        return sorted(
+            map(Window, numbers, self.start[rows].tolist(), self.end[rows].tolist()), key=lambda step: step.start
+        )
 
     @cached_property
     def ranges(self) -> list[Range]:
@@ -243,7 +248,7 @@ class Events:
 
 
 def known(launches: np.ndarray) -> np.ndarray:
-    """Which of the times that `launch_starts` or `launch_ends` gave the trace shows."""
+    """Which of the times that `of_launch` gave the trace shows."""
     return launches != _UNKNOWN
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from fsdplab.profiling.step_summary import exposure
 from fsdplab.profiling.traces.chrome import TraceError
 from fsdplab.profiling.traces.overlap import TraceAnalysis
-from fsdplab.profiling.traces.side_by_side import Progress, Reading, read_all
+from fsdplab.profiling.traces.side_by_side import Progress, read_all
 from fsdplab.profiling.traces.skew import sent_per_step, with_peers
 from fsdplab.records import RunRecord, Spread, Summary
 from fsdplab.records.summary import Comm, Link, Peak, Profile, Traces
@@ -60,8 +60,11 @@ def record_of_traces(
             f"{len(ranks)} ranks were given for {len(files)} traces; expected one for each file, in the files' order."
         )
     given: Sequence[int | None] = [None] * len(files) if ranks is None else ranks
-    readings = [Reading(*one, tuple(comm_patterns)) for one in zip(files, given, ranks_by_name(files))]
-    analyses = read_all(readings, progress)
+    told = [
+        {"rank": rank, "default_rank": by_name or 0, "comm_patterns": comm_patterns}
+        for rank, by_name in zip(given, ranks_by_name(files))
+    ]
+    analyses = read_all(list(zip(files, told)), progress)
     check_one_job(analyses)
     analyses = with_peers(analyses)
     tables = {name: [row for each in analyses for row in each.rows(name)] for name in TABLES}

@@ -19,7 +19,7 @@ from fsdplab.profiling.intervals import EMPTY, Intervals, close_gaps, size, subt
 from fsdplab.profiling.traces.account import TraceSets
 from fsdplab.profiling.traces.chrome import TraceError, without_collection
 from fsdplab.profiling.traces.collectives import communicating, find_collectives
-from fsdplab.profiling.traces.events import Events, Kind, read_events
+from fsdplab.profiling.traces.events import Events, Kind, Window, read_events
 from fsdplab.profiling.traces.segments import Segments
 from fsdplab.profiling.traces.step_rows import DISPATCH_NS, Row, StepRows
 from fsdplab.profiling.traces.steps import NoStep, steps_of
@@ -135,9 +135,9 @@ def analyse_trace(
     transfers = [row for row in ledger or () if row["emulated"] and row["rank"] == own_rank]
     collectives = find_collectives(found, transfers, [row for row in life or () if row["rank"] == own_rank])
     profiled = [] if whole else found.steps
-    ranges = profiled or [(0, found.first, found.last)]
+    ranges = profiled or [Window(0, found.first, found.last)]
     if first_step is not None:
-        ranges = [(first_step + index, start, end) for index, (_, start, end) in enumerate(ranges)]
+        ranges = [each._replace(number=first_step + index) for index, each in enumerate(ranges)]
 
     threads = _host_threads(found)
     segments = Segments(found, threads.values(), ranges)

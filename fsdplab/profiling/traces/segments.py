@@ -17,7 +17,7 @@ import numpy as np
 
 from fsdplab.common.rows import grouped
 from fsdplab.profiling.intervals import EMPTY, Intervals, covered, pairs, union
-from fsdplab.profiling.traces.events import Events, Kind, Range
+from fsdplab.profiling.traces.events import Events, Kind, Range, Window
 
 PHASES = ("forward", "backward", "optimizer")
 _OF_BACKWARD = ("pre_backward", "post_backward", "root_post_backward_callback", "backward_prefetch")
@@ -29,7 +29,7 @@ _LEAVE = {"post_forward", "post_backward", "post_backward_accumulate", "post_bac
 class Segments:
     """The unit and the phase at instants on the trace's own clock, and the instants at which they change."""
 
-    def __init__(self, found: Events, computing: Iterable[Intervals], steps: Sequence[tuple[int, int, int]]) -> None:
+    def __init__(self, found: Events, computing: Iterable[Intervals], steps: Sequence[Window]) -> None:
         self._unit_times, self._units = _unit_changes(found.ranges)
         starts = np.concatenate([EMPTY[:, 0], *(each[:, 0] for each in computing)])
         self._backward = _backward(found, starts)
@@ -86,7 +86,7 @@ def _after_a_closure(backward: Intervals, start: int, end: int) -> int:
     return int(inside[-1, 1]) if len(inside) else start
 
 
-def _after(backward: Intervals, steps: Sequence[tuple[int, int, int]]) -> Intervals:
+def _after(backward: Intervals, steps: Sequence[Window]) -> Intervals:
     """From the end of each step's last backward to the end of the step."""
     bounds = pairs([step[1:] for step in steps])
     last = np.append(_NEVER, backward[:, 1])[np.searchsorted(backward[:, 1], bounds[:, 1], side="right")]

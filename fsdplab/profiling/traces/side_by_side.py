@@ -14,13 +14,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import fsdplab
 from fsdplab.profiling.memory.timeline import AccountingError
 from fsdplab.profiling.traces.chrome import TraceError
-from fsdplab.profiling.traces.overlap import Row, TraceAnalysis, analyse_trace
+from fsdplab.profiling.traces.overlap import TraceAnalysis, analyse_trace
 
 _SMALL = 24_000_000  # bytes of all traces, unpacked: what a process would read while it is started
 _PACKED = 10  # a gzipped trace is about this much larger than its file
@@ -28,27 +28,7 @@ _PACKED = 10  # a gzipped trace is about this much larger than its file
 Progress = Callable[[int, int, Path], None]  # traces read, of how many, the one just read
 
 
-@dataclass(frozen=True)
-class Reading:
-    """One trace to read: the file, its rank (given, or by its name where the file does not tell), and more
-    communication patterns; of a recorded run the ledger's rows of the rank, the life of its units and the number of the
-    first step.
-    """
-
-    path: Path
-    rank: int | None = None
-    rank_by_name: int | None = None
-    comm_patterns: tuple[str, ...] = ()
-    ledger: tuple[Row, ...] = ()
-    life: tuple[Row, ...] = ()
-    first_step: int | None = None
-
-    def read(self) -> TraceAnalysis:
-        """Analyse the trace; TraceError and AccountingError as `analyse_trace`."""
-        return analyse_trace(
-            self.path, ledger=self.ledger, life=self.life, rank=self.rank, first_step=self.first_step,
-            default_rank=self.rank_by_name or 0, comm_patterns=self.comm_patterns,
-        )  # fmt: skip
+Reading: TypeAlias = tuple[Path, dict[str, Any]]  # a trace, and what else `analyse_trace` is told of it
 
 
 def read_all(
@@ -57,15 +37,15 @@ def read_all(
     """All traces, in the given order. `processes`: how many at once; by default as many as there are cores, and one for
     traces that are small together. `progress` is called after each trace where they are not small.
 
-    Raises the first TraceError or AccountingError.
+    Raises the first TraceError or AccountingError. `read_all([(Path("rank0.json"), {}), (Path("rank1.json"), {})])`.
     """
-    sizes = [(each.path, each.path.stat().st_size) for each in readings if each.path.exists()]
+    sizes = [(path, path.stat().st_size) for path, _ in readings if path.exists()]
     small = sum(size * (_PACKED if path.suffix == ".gz" else 1) for path, size in sizes) < _SMALL
     affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     many = processes or (1 if small else min(len(readings), cores))
     if many == 1 and small:
-        return [reading.read() for reading in readings]
+        return [analyse_trace(path, **told) for path, told in readings]
     return _in_processes(readings, progress, many)
 
 
@@ -78,7 +58,7 @@ def _in_processes(readings: Sequence[Reading], progress: Progress | None, many: 
                 index = waiting[done]
                 found[index] = done.result()
                 if progress:
-                    progress(len(found), len(readings), readings[index].path)
+                    progress(len(found), len(readings), readings[index][0])
         except BaseException:
             pool.shutdown(cancel_futures=True)  # the first error ends the reading; what has begun is finished
             raise
@@ -98,7 +78,7 @@ def _read_elsewhere(reading: Reading) -> TraceAnalysis:
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         raise TraceError(
-            f"{reading.path} could not be read: its process ended with status {done.returncode}"
+            f"{reading[0]} could not be read: its process ended with status {done.returncode}"
             f" ({said[-1] if said else 'it said nothing'}); free memory, or give fewer traces at once."
         )
     answer = pickle.loads(done.stdout)
@@ -110,10 +90,10 @@ def _read_elsewhere(reading: Reading) -> TraceAnalysis:
 def main() -> None:
     """Read the trace that stdin names, write its analysis, or the error, to stdout."""
     gc.disable()  # the process ends with its answer, and millions of events hold no cycles
-    reading: Reading = pickle.load(sys.stdin.buffer)
+    path, told = pickle.load(sys.stdin.buffer)
     answer: TraceAnalysis | Exception
     try:
-        answer = reading.read()
+        answer = analyse_trace(path, **told)
     except (AccountingError, TraceError) as error:
         answer = error
     sys.stdout.buffer.write(pickle.dumps(answer))

@@ -61,7 +61,7 @@ class StepRows:
 
     def idle(self) -> Row:
         """The part "other" by cause."""
-        return {**self._where, **self.account.idle}
+        return {**self._where, **{name: self.account.sums[f"idle {name}"] for name in IDLE_PARTS}}
 
     def exposed(self) -> list[Row]:
         """One row a unit, phase and kind; of several collectives the most exposed one gives the cause."""
@@ -80,7 +80,7 @@ class StepRows:
         """One row a collective counted in the step; `on_link`, when it was exposed on the link, is in no table."""
         base, found = self.trace.found.base_ns, self.account
         on_link: list[list[list[int]]] = [[] for _ in self.step.collectives]
-        spans, whose = found.on_link()
+        spans, whose = found.cells.runs(np.where(found.moving, found.owner, -1))
         for span, index in zip((spans + base).tolist(), whose.tolist()):
             on_link[index].append(span)
         listed = zip(self.step.collectives, self.step.counted, found.parts.tolist(), found.causes, on_link)

@@ -20,18 +20,7 @@ import numpy as np
 
 from fsdplab.profiling.intervals import EMPTY, Intervals, before, pairs, size, subtract, union, within
 from fsdplab.profiling.traces.collectives import Collective
-from fsdplab.profiling.traces.events import Events, Kind
-
-HostStep = tuple[int, int, int]  # number, start, end of the host's range
-
-
-@dataclass(frozen=True)
-class Window:
-    """A step: its number, its begin and its end, in the trace's own ns."""
-
-    number: int
-    start: int
-    end: int
+from fsdplab.profiling.traces.events import Events, Kind, Window
 
 
 @dataclass(frozen=True)
@@ -90,7 +79,7 @@ class Step:
 
 
 def steps_of(
-    found: Events, collectives: Sequence[Collective], ranges: Sequence[HostStep], host_computing: Intervals, whole: bool
+    found: Events, collectives: Sequence[Collective], ranges: Sequence[Window], host_computing: Intervals, whole: bool
 ) -> tuple[list[Step], NoStep]:
     """By launch on a GPU, where the trace tells who launched what; else by the clock. `whole`: all is one step."""
     shows_launches = bool((found.launched_by >= 0).any()) if found.on_gpu else False
@@ -102,28 +91,26 @@ def steps_of(
 
 
 def _by_clock(
-    found: Events, computing: Intervals, collectives: Sequence[Collective], ranges: Sequence[HostStep]
+    found: Events, computing: Intervals, collectives: Sequence[Collective], ranges: Sequence[Window]
 ) -> list[Step]:
     """Everything that runs in a range belongs to it. A collective with pieces in two steps (gloo's range may end late)
     is counted in the first.
     """
     kernels, reach = found.rows(Kind.KERNEL), pairs([(each.first, each.last) for each in collectives])
     made: list[Step] = []
-    for number, start, end in ranges:
+    for window in ranges:
+        _, start, end = window
         near = np.flatnonzero((reach[:, 0] < end) & (reach[:, 1] > start)).tolist()
         mine = [collectives[at] for at in near if any(a < end and b > start for a, b, _ in collectives[at].pieces)]
         counted = [not made or each.first >= made[-1].window.end for each in mine]
-        window = Window(number, start, end)
         made.append(Step(window, within(computing, start, end), mine, counted, _running(found, kernels, window)))
     return made
 
 
-def _by_launch(
-    found: Events, collectives: Sequence[Collective], ranges: Sequence[HostStep]
-) -> tuple[list[Step], NoStep]:
+def _by_launch(found: Events, collectives: Sequence[Collective], ranges: Sequence[Window]) -> tuple[list[Step], NoStep]:
     """A range's step is what it launched."""
     kernels, copies = found.rows(Kind.KERNEL), found.rows(Kind.COPY)
-    kernel_steps, copy_steps = (_launched_in(found.launch_starts(rows), ranges) for rows in (kernels, copies))
+    kernel_steps, copy_steps = (_launched_in(found.of_launch(found.start, rows), ranges) for rows in (kernels, copies))
     members: list[list[Collective]] = [[] for _ in range(len(ranges) + 1)]
     issues = np.array([each.issue for each in collectives], dtype=np.int64)
     for each, index in zip(collectives, _launched_in(issues, ranges).tolist()):
@@ -164,7 +151,7 @@ def pieces_of(collectives: Sequence[Collective]) -> Intervals:
     return pairs([(piece.start, piece.end) for each in collectives for piece in each.pieces])
 
 
-def _launched_in(launches: np.ndarray, ranges: Sequence[HostStep]) -> np.ndarray:
+def _launched_in(launches: np.ndarray, ranges: Sequence[Window]) -> np.ndarray:
     """The index of the range in which each launch lies; -1 for none. The ranges are in order of their starts."""
     bounds = pairs([each[1:] for each in ranges])
     at = np.searchsorted(bounds[:, 0], launches, side="right") - 1
@@ -187,7 +174,7 @@ def device_windows(own: Sequence[Intervals]) -> list[tuple[int, int]]:
     return bounds
 
 
-def wall_windows(device: dict[int, tuple[int, int]], steps: Sequence[HostStep], busy_until: int) -> list[Window]:
+def wall_windows(device: dict[int, tuple[int, int]], steps: Sequence[Window], busy_until: int) -> list[Window]:
     """The steps with device work, from begin to begin. `device`: when each worked on the device, by its index in
     `steps`; `busy_until`: when the device was done with what came before.
 
