@@ -22,7 +22,7 @@ from fsdplab import figures
 from fsdplab.engine.core import unit
 from fsdplab.figures import style
 from fsdplab.figures.plots.breakdown import exposed_heatmap
-from fsdplab.figures.plots.shard_map import STATE_COLOURS, hover_text
+from fsdplab.figures.plots.linked import STATE_COLOURS, hover_text
 from fsdplab.figures.plots.timeline import lanes_of, phase_lines, phases, rank_timeline
 from fsdplab.figures.view import RunView
 from fsdplab.profiling.findings import findings
@@ -613,7 +613,7 @@ def test_the_unit_that_a_difference_names_changed_as_the_whole_did(ahead, tmp_pa
 
 
 def test_gathered_memory_is_bytes_times_share_of_the_step(ahead):
-    from fsdplab.figures.plots.run_diff import gathered_memory
+    from fsdplab.figures.plots.breakdown import gathered_memory
 
     held = gathered_memory(ahead)
     stay = [
@@ -650,7 +650,7 @@ def test_slices_fill_what_each_rank_holds(ahead):
 
 
 def figures_lives(record):
-    from fsdplab.figures.plots.shard_map import unit_states
+    from fsdplab.figures.plots.linked import unit_states
 
     return unit_states(record)
 

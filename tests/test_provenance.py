@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdplab.figures.report.page import comparison_page
-from fsdplab.figures.report.tabs import tabbed
+from fsdplab.figures.report.page import comparison_page, tabbed
 from fsdplab.figures.view import provenance, views
 from fsdplab.profiling.exports import export_csv, export_perfetto, export_tensorboard
 from fsdplab.profiling.traces.import_traces import record_of_traces

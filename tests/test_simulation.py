@@ -13,7 +13,7 @@ import pytest
 from fsdplab import cli, figures
 from fsdplab.common.thinning import MAX_POINTS
 from fsdplab.engine.core.step import Schedule
-from fsdplab.figures.report.tabs import tabbed
+from fsdplab.figures.report.page import tabbed
 from fsdplab.figures.style import alt_text
 from fsdplab.figures.view import provenance, views
 from fsdplab.planning import PlanError

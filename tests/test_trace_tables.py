@@ -11,7 +11,7 @@ from markupsafe import escape
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from fsdplab.cli.app import app
-from fsdplab.figures.report.tabs import tabbed
+from fsdplab.figures.report.page import tabbed
 from fsdplab.figures.trace_tables import cells
 from fsdplab.profiling import TraceError, analyse_trace, tables
 from fsdplab.profiling.tables import of_record

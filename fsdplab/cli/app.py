@@ -237,7 +237,7 @@ def report(
     as the reference.
     """
     from fsdplab.cli.report import report_records
-    from fsdplab.profiling.traces.load import TraceOptions
+    from fsdplab.profiling.traces.import_traces import TraceOptions
 
     options = TraceOptions(whole_numbers("--ranks", ranks) if ranks else None, comm_pattern or [])
     report_records(records, outputs, options, tables)

@@ -16,7 +16,7 @@ from fsdplab.common.words import harmless
 from fsdplab.figures.trace_tables import cells, left_out
 from fsdplab.figures.view import views
 from fsdplab.profiling.tables import Table, tables_of_pair, tables_of_record
-from fsdplab.profiling.traces.load import TraceOptions, load_all
+from fsdplab.profiling.traces.import_traces import TraceOptions, load_all
 from fsdplab.records import RunRecord
 
 

@@ -2,12 +2,12 @@ from fsdplab.profiling.exports import export_csv as export_csv
 from fsdplab.profiling.exports import export_perfetto as export_perfetto
 from fsdplab.profiling.exports import export_snapshots as export_snapshots
 from fsdplab.profiling.exports import export_tensorboard as export_tensorboard
+from fsdplab.profiling.exports import merge_traces as merge_traces
 from fsdplab.profiling.memory.recorder import MemoryRecorder as MemoryRecorder
 from fsdplab.profiling.memory.recorder import TagLog as TagLog
 from fsdplab.profiling.memory.timeline import AccountingError as AccountingError
 from fsdplab.profiling.memory.timeline import MemoryTimeline as MemoryTimeline
 from fsdplab.profiling.traces.chrome import TraceError as TraceError
-from fsdplab.profiling.traces.merge import merge_traces as merge_traces
 from fsdplab.profiling.traces.overlap import StepAnalysis as StepAnalysis
 from fsdplab.profiling.traces.overlap import TraceAnalysis as TraceAnalysis
 from fsdplab.profiling.traces.overlap import analyse_trace as analyse_trace

@@ -18,9 +18,16 @@ from markupsafe import Markup
 
 from fsdplab.common.sizes import size
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.plots import shard_map
-from fsdplab.figures.plots.linked import linked_view, peak_instant
-from fsdplab.figures.plots.shard_map import STATE_COLOURS, UnitStates
+from fsdplab.figures.plots.linked import (
+    STATE_COLOURS,
+    UnitStates,
+    cells_figure,
+    linked_view,
+    map_height,
+    peak_instant,
+    state_words,
+    unit_states,
+)
 from fsdplab.figures.profile_data import MS
 from fsdplab.figures.style import ALARM, CAMERA, DARK_TEXT, FONT, TEXT, alt_text, bare, legend_of, template
 from fsdplab.figures.table import cells
@@ -146,10 +153,10 @@ def linked_html(record: RunRecord, standalone: bool = False) -> str:
     Needs `timeline`, `memory` and `life` (ValueError with the remedy).
     `Path("step.html").write_text(linked_html(record, standalone=True))`.
     """
-    start, life = peak_instant(record), shard_map.unit_states(record)
+    start, life = peak_instant(record), unit_states(record)
     length = life.length / MS
-    slices = shard_map.cells_figure(life, start).update_layout(
-        template=template(), height=70 + shard_map.map_height(life), margin=dict(l=16, r=28, t=34, b=16), legend_y=1,
+    slices = cells_figure(life, start).update_layout(
+        template=template(), height=70 + map_height(life), margin=dict(l=16, r=28, t=34, b=16), legend_y=1,
         meta=dict(alt="Which slice lives where at the cursor."),
     )  # fmt: skip
     fragment = rendered(
@@ -178,5 +185,5 @@ def _states(life: UnitStates) -> dict[str, Any]:
         [[[round(since / MS, 3), number[state]] for since, state in life.states[rank, unit]] for unit in life.units]
         for rank in life.shown
     ]
-    looks = dict(colours=list(STATE_COLOURS.values()), words=[shard_map.state_words(state) for state in STATE_COLOURS])
+    looks = dict(colours=list(STATE_COLOURS.values()), words=[state_words(state) for state in STATE_COLOURS])
     return dict(ranks=life.shown, units=life.units, changes=changes, **looks)

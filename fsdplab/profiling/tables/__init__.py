@@ -3,9 +3,8 @@
 from fsdplab.profiling.tables.bandwidth import bandwidths_by_size, idle_time
 from fsdplab.profiling.tables.critical_path import critical_path
 from fsdplab.profiling.tables.difference import difference, difference_of_steps
-from fsdplab.profiling.tables.launches import launches
 from fsdplab.profiling.tables.of_record import TablesOf, tables_of_pair, tables_of_record
-from fsdplab.profiling.tables.operators import DevicePeak, achieved, operators
+from fsdplab.profiling.tables.operators import DevicePeak, achieved, launches, operators
 from fsdplab.profiling.tables.table import Column, Table
 
 __all__ = [

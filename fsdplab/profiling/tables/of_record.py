@@ -14,8 +14,7 @@ from fsdplab.profiling.step_summary import step_summary
 from fsdplab.profiling.tables.bandwidth import bandwidths_by_size, idle_time
 from fsdplab.profiling.tables.critical_path import critical_path
 from fsdplab.profiling.tables.difference import difference, difference_of_steps
-from fsdplab.profiling.tables.launches import launches
-from fsdplab.profiling.tables.operators import DevicePeak, achieved, operators
+from fsdplab.profiling.tables.operators import DevicePeak, achieved, launches, operators
 from fsdplab.profiling.tables.table import Row, Table
 from fsdplab.profiling.tables.work import Work, work_in
 from fsdplab.profiling.traces.chrome import TraceError
