@@ -21,7 +21,7 @@ from fsdplab.engine import MixedPrecisionPolicy, compat, events, shard_model
 from fsdplab.engine.emulation.link import Link, behind
 from fsdplab.engine.shard import units_of
 from fsdplab.engine.transport.staged import StagedTransport
-from fsdplab.profiling.profiler_rules import memory_snapshot
+from fsdplab.profiling.profiler import memory_snapshot
 from fsdplab.workloads import build_model, loss_of, preset
 from tests.hiding import LEAST_SHARE, SIZES, host_syncs, link_for, made_to_gather, measure
 

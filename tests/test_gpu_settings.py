@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from fsdplab.planning.hardware import gpu_of
 from fsdplab.profiling import export_snapshots
-from fsdplab.profiling.profiler_rules import memory_snapshot, write_snapshot
+from fsdplab.profiling.profiler import memory_snapshot, write_snapshot
 from fsdplab.records import RecordError, RunRecord
 from fsdplab.sessions import RunSpec, SpecError
 from fsdplab.sessions.bench_engines import ALONE, Alone

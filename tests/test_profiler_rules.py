@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity
 
 import fsdplab
-from fsdplab.profiling import profiler_rules
+from fsdplab.profiling import profiler
 
-pytestmark = pytest.mark.skipif(not profiler_rules._TASKS.exists(), reason="looks at threads in /proc")
+pytestmark = pytest.mark.skipif(not profiler._TASKS.exists(), reason="looks at threads in /proc")
 _PR_SET_NAME = 15
 _LARGE = bytes(1 << 26)  # hashing it takes a while, in which Python's lock is free
 
@@ -32,7 +32,7 @@ def work(name: bytes, named: threading.Event, enough: threading.Event) -> None:
 
 def is_seen(looks_for_s: float) -> bool:
     deadline = time.monotonic() + looks_for_s
-    while not (seen := profiler_rules._at_work()) and time.monotonic() < deadline:
+    while not (seen := profiler._at_work()) and time.monotonic() < deadline:
         time.sleep(0.001)  # in which the thread can take Python's lock
     return seen
 
@@ -45,8 +45,8 @@ def test_a_gloo_thread_at_work_is_waited_for_and_no_other(name, seen, monkeypatc
     try:
         assert named.wait(60)
         assert is_seen(looks_for_s=60 if seen else 0.3) is seen
-        monkeypatch.setattr(profiler_rules, "_AT_MOST_S", 0.2)
-        profiler_rules.await_gloo_threads()  # ends although the thread works on
+        monkeypatch.setattr(profiler, "_AT_MOST_S", 0.2)
+        profiler.await_gloo_threads()  # ends although the thread works on
         assert not enough.is_set() and thread.is_alive()
     finally:
         enough.set()
@@ -55,9 +55,9 @@ def test_a_gloo_thread_at_work_is_waited_for_and_no_other(name, seen, monkeypatc
 
 def threads_of_gloo() -> tuple[int, bool]:
     dist.barrier()
-    profiler_rules.await_gloo_threads()
-    named = [task for task in profiler_rules._TASKS.iterdir() if "(pt_gloo_runloop)" in (task / "stat").read_text()]
-    return len(named), profiler_rules._at_work()
+    profiler.await_gloo_threads()
+    named = [task for task in profiler._TASKS.iterdir() if "(pt_gloo_runloop)" in (task / "stat").read_text()]
+    return len(named), profiler._at_work()
 
 
 def test_gloos_threads_have_this_name_and_rest_between_collectives(ranks) -> None:
@@ -69,7 +69,7 @@ def test_every_profile_of_the_package_asks_for_kernels():
     """A first profile of the host alone would leave all later ones of the process without kernels."""
     package = Path(fsdplab.__file__).parent
     naming = [path.name for path in package.rglob("*.py") if "ProfilerActivity." in _code_of(path)]
-    assert sorted(naming) == ["gpu_probes.py", "profiler_rules.py"]  # the probe shows the mistake
+    assert sorted(naming) == ["gpu_probes.py", "profiler.py"]  # the probe shows the mistake
 
 
 def _code_of(path: Path) -> str:
@@ -80,5 +80,5 @@ def _code_of(path: Path) -> str:
 
 @pytest.mark.parametrize(("device", "kernels"), [("cpu", False), ("cuda", True)])
 def test_a_profile_of_a_gpu_records_its_kernels(device, kernels):
-    asked = profiler_rules.activities_on(torch.device(device))
+    asked = profiler.activities_on(torch.device(device))
     assert ProfilerActivity.CPU in asked and (ProfilerActivity.CUDA in asked) == kernels

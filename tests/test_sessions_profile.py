@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fsdplab.planning.links import parse_link
-from fsdplab.profiling.profiler_rules import save_trace
+from fsdplab.profiling.profiler import save_trace
 from fsdplab.profiling.step_summary import exposure, step_summary
 from fsdplab.profiling.tables.of_record import tables_of_record
 from fsdplab.records import CAUSES, LANES, PARTS_OF_EXPOSED, RunRecord

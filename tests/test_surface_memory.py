@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import fsdplab.engine as engine
 from fsdplab.engine import events, fully_shard, shard_model
 from fsdplab.engine.shard import units_of
-from fsdplab.profiling.profiler_rules import await_gloo_threads
+from fsdplab.profiling.profiler import await_gloo_threads
 from tests.surface import Net, loss_of, mesh_of, sharded
 
 T = TypeVar("T")

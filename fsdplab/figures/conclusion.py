@@ -1,4 +1,5 @@
-"""The answer of a comparison, before any table: what sharding saves, what it sends, what that costs.
+"""The answer of a comparison, before any table: what sharding saves, what it sends, what that costs; then how far
+predictions are off, and the costliest findings.
 
 A run is compared with the baseline in memory, bytes sent and time. Time is first the steady card's where both runs have
 it, since that is the same on every machine, and said to be simulated. Of measured steps a difference is claimed only

@@ -20,7 +20,7 @@ from torch.profiler import record_function
 from fsdplab.common.files import write_whole
 from fsdplab.engine import events
 from fsdplab.profiling import MemoryRecorder, TagLog
-from fsdplab.profiling.profiler_rules import prepare_profiler
+from fsdplab.profiling.profiler import prepare_profiler
 from fsdplab.recording.rows import Place, StepRows
 from fsdplab.recording.settings import Settings
 from fsdplab.recording.subject import LAB, Subject, subject_of, together

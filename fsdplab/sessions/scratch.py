@@ -21,7 +21,7 @@ from torch.profiler import profile
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from fsdplab.planning.lab_memory.tape import attention_tile
-from fsdplab.profiling.profiler_rules import activities_on
+from fsdplab.profiling.profiler import activities_on
 
 aten = torch.ops.aten
 MOST = 2**28  # bytes: an operator on more than these is not tried

@@ -1,5 +1,5 @@
-"""A step's time: computing alone, overlapped with communication, exposed communication, and the rest; and the parts of
-what is exposed.
+"""A step's time: computing alone, overlapped with communication, exposed communication, and the rest; the parts of what
+is exposed, by unit too; and two runs compared unit by unit.
 
 The four parts sum to the step, because they are one partition of it, and on the link, copying and waiting for a peer
 sum to what is exposed. A high overlap alone gains nothing on a busy CPU, so compute inflation is shown too if a run of

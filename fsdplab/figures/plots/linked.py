@@ -1,4 +1,5 @@
-"""One time cursor over three views of one step: each rank's timeline, its memory, and the unsharded units.
+"""One time cursor over three views of one step: each rank's timeline, its memory, and the unsharded units; and the map
+of slices.
 
 All views share one time axis: hover draws the cursor through all of them, `linked_at` puts it at an instant and adds
 the map of slices. The step is the one whose memory was measured.

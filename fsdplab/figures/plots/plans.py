@@ -1,4 +1,4 @@
-"""Figures of plans: a sweep's memory, predictions against published measurements, and the planner's answers."""
+"""Figures of plans: a sweep's memory, predictions against published figures, answers, and the roofline of overlap."""
 
 from __future__ import annotations
 

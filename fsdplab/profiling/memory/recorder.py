@@ -35,7 +35,7 @@ from fsdplab.engine.events import Event, Tag, subscribe
 from fsdplab.profiling.memory.events_of_trace import read_trace
 from fsdplab.profiling.memory.live_storages import Owners, WatchedStorages, address, alive_now, take_workspaces
 from fsdplab.profiling.memory.timeline import AllocatorEvent, MemoryTimeline, build_timeline, without_kept
-from fsdplab.profiling.profiler_rules import activities_on, await_gloo_threads, save_trace
+from fsdplab.profiling.profiler import activities_on, await_gloo_threads, save_trace
 
 
 class TagLog(AbstractContextManager["TagLog"]):

@@ -1,4 +1,4 @@
-"""Where the time of operators and kernels went, by name and by unit.
+"""Tables of one trace's work: where the time of operators and kernels went, achieved rates, and launches.
 
 Time is self time a step: an operator without the operators that it called (HTA and TraceLens have the same column), a
 kernel as long as it ran. Shares are of all work of the same kind: communication's kernels wait for peers, and would

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fsdplab.profiling.intervals import covered, pairs, union
+from fsdplab.profiling.intervals import covered, pairs
 from fsdplab.profiling.traces.chrome import TraceError
 from fsdplab.profiling.traces.collectives import communicating
 from fsdplab.profiling.traces.events import Events, Kind, known, read_events, tensor_bytes
@@ -87,8 +87,7 @@ def work_of(found: Events) -> Work:
     own_ns[kinds == 0] = [own[row] for row in operators.tolist()]
     operator = np.where(kinds == 0, rows, [around.get(call, -1) for call in found.launched_by[rows].tolist()])
     numbers: dict[str, int] = {}
-    busy = [union(found.spans_of(operators[found.thread[operators] == each])) for each in found.compute_threads]
-    units = Segments(found, busy, found.steps).units_at(begun[kept])
+    units = Segments(found, found.steps).units_at(begun[kept])
     unit = np.array([numbers.setdefault(each, len(numbers)) for each in units], dtype=np.int64)
     return Work(
         found, rows[kept], kinds[kept], unit, list(numbers), own_ns[kept], operator[kept],

@@ -53,14 +53,10 @@ class TraceSets:
     """What the steps of one trace share, as sorted, disjoint sets; `lifecycle`: when an engine's hooks ran."""
 
     def __init__(
-        self,
-        found: Events,
-        collectives: Sequence[Collective],
-        segments: Segments,
-        host_busy: Intervals,
-        core_waits: Intervals,
+        self, found: Events, collectives: Sequence[Collective], segments: Segments, core_waits: Intervals
     ) -> None:
-        self.found, self.segments, self.on_gpu, self.host_busy = found, segments, found.on_gpu, host_busy
+        self.found, self.segments, self.on_gpu = found, segments, found.on_gpu
+        self.host_busy = union(*found.host_busy.values())
         self.device = all_device_work(found, collectives)
         self.blocked = union(found.spans(Kind.BLOCKED, Kind.BLOCKING_LAUNCH))
         self.core_waits = union(core_waits)

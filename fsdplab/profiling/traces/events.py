@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fsdplab.profiling.intervals import Intervals
+from fsdplab.profiling.intervals import Intervals, union
 from fsdplab.profiling.traces.chrome import LATEST_NS, ChromeTrace, OddEvent, TraceError, as_trace_error, nanoseconds
 
 ROOT = "root"  # the root unit; "" is no unit
@@ -206,6 +206,12 @@ class Events:
         gloo = set(self.thread[self.rows(Kind.GLOO)].tolist()) - set(self.thread[self.rows(Kind.RANGE)].tolist())
         gloo -= {int(counts.argmax())} if len(counts) else set()
         return [thread for thread in np.flatnonzero(counts).tolist() if thread not in gloo]
+
+    @cached_property
+    def host_busy(self) -> dict[int, Intervals]:
+        """When each computing thread of the host ran an operator, communication's copies among them."""
+        rows = self.rows(Kind.OPERATOR)
+        return {thread: union(self.spans_of(rows[self.thread[rows] == thread])) for thread in self.compute_threads}
 
     @cached_property
     def steps(self) -> list[Window]:

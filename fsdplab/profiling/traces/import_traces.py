@@ -1,4 +1,4 @@
-"""A record made from traces of PyTorch's profiler, from any machine.
+"""A record made from traces of PyTorch's profiler, from any machine; and loading what a command is given.
 
 A trace has less than a run: no losses, no memory by category, no ledger. Its steps, overlap and exposed communication
 become the same tables, so every figure and finding that needs only those works on it. What the tables leave out (device

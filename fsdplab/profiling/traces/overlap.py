@@ -365,13 +365,12 @@ def analyse_trace(
     if first_step is not None:
         ranges = [each._replace(number=first_step + index) for index, each in enumerate(ranges)]
 
-    threads = _host_threads(found)
-    segments = Segments(found, threads.values(), ranges)
+    segments = Segments(found, ranges)
     for each, phase in zip(collectives, segments.phases_at([each.issue for each in collectives])):
         each.phase = each.phase or phase
-    computing = EMPTY if on_gpu else _host_computing(found, threads)
+    computing = EMPTY if on_gpu else _host_computing(found)
     steps, no_step = steps_of(found, collectives, ranges, computing, whole=not profiled)
-    trace = TraceSets(found, collectives, segments, union(*threads.values()), core_waits - found.base_ns)
+    trace = TraceSets(found, collectives, segments, core_waits - found.base_ns)
     loading = subtract(union(found.spans(Kind.LOADING)), trace.device)
     host_steps = {number: span for number, *span in ranges}
     analysis = TraceAnalysis(
@@ -409,16 +408,10 @@ def _check(analysis: TraceAnalysis, ranges: int) -> None:
         )
 
 
-def _host_threads(found: Events) -> dict[int, Intervals]:
-    """When each computing thread of the host ran an operator, communication's copies among them."""
-    rows = found.rows(Kind.OPERATOR)
-    return {thread: union(found.spans_of(rows[found.thread[rows] == thread])) for thread in found.compute_threads}
-
-
-def _host_computing(found: Events, threads: dict[int, Intervals]) -> Intervals:
+def _host_computing(found: Events) -> Intervals:
     """Operators with the dispatch between them, less what the same thread did for communication."""
     apart, parts = communicating(found), []
-    for thread, busy in threads.items():
+    for thread, busy in found.host_busy.items():
         others = apart.get(thread, EMPTY)
         parts.append(subtract(close_gaps(subtract(busy, others), DISPATCH_NS), others))
     return union(*parts)

@@ -29,9 +29,9 @@ _LEAVE = {"post_forward", "post_backward", "post_backward_accumulate", "post_bac
 class Segments:
     """The unit and the phase at instants on the trace's own clock, and the instants at which they change."""
 
-    def __init__(self, found: Events, computing: Iterable[Intervals], steps: Sequence[Window]) -> None:
+    def __init__(self, found: Events, steps: Sequence[Window]) -> None:
         self._unit_times, self._units = _unit_changes(found.ranges)
-        starts = np.concatenate([EMPTY[:, 0], *(each[:, 0] for each in computing)])
+        starts = np.concatenate([EMPTY[:, 0], *(busy[:, 0] for busy in found.host_busy.values())])
         self._backward = _backward(found, starts)
         stepping = [(each.start, each.end) for each in found.ranges if each.label == "optimizer"]
         optimizer = [(_after_a_closure(self._backward, start, end), end) for start, end in stepping]

@@ -144,7 +144,7 @@ _PEER_IS_GONE = re.compile(
     r" exited|ncclRemoteError|ncclSystemError",
     re.IGNORECASE,
 )
-# the last is what saving a profile says (profiling/profiler_rules.py): torch's exporter gives no reason
+# the last is what saving a profile says (profiling/profiler.py): torch's exporter gives no reason
 _DISK_IS_FULL = re.compile("No space left on device|File too large|Disk quota exceeded|a full disk or a limit")
 _ENDED = " All ranks were ended."
 _OWN_FAULT_SIGNALS = (KILL, signal.SIGSEGV, getattr(signal, "SIGBUS", None), signal.SIGILL, signal.SIGFPE)

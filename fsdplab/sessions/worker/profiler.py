@@ -21,7 +21,7 @@ from torch.profiler import ProfilerAction, profile
 from fsdplab.engine import events
 from fsdplab.profiling import AccountingError, MemoryTimeline, StepAnalysis, TraceAnalysis, TraceError, analyse_trace
 from fsdplab.profiling.intervals import EMPTY, Intervals, pairs
-from fsdplab.profiling.profiler_rules import activities_on, await_gloo_threads, save_trace
+from fsdplab.profiling.profiler import activities_on, await_gloo_threads, save_trace
 from fsdplab.profiling.traces.overlap import MARK
 from fsdplab.profiling.traces.steps import NoStep
 from fsdplab.sessions.launch.mailbox import Mailbox

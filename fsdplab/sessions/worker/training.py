@@ -24,7 +24,7 @@ from fsdplab.engine import events
 from fsdplab.profiling import MemoryRecorder, MemoryTimeline, TagLog
 from fsdplab.profiling.core_waits import CoreWaitLog
 from fsdplab.profiling.intervals import EMPTY
-from fsdplab.profiling.profiler_rules import memory_snapshot, prepare_profiler
+from fsdplab.profiling.profiler import memory_snapshot, prepare_profiler
 from fsdplab.sessions.launch.mailbox import NOT_FORKED, RANKS_STORE
 from fsdplab.sessions.launch.stacks import of_exception, of_own_code
 from fsdplab.sessions.launch.turns import OwnTurns

@@ -1,4 +1,4 @@
-"""Rules of PyTorch's profiler that its users have to keep: what a profile asks for, and when it may be stopped.
+"""PyTorch's profiler: rules that its users have to keep, and how profiles and snapshots of memory are written.
 
 The first profile of a process decides what later ones see: after one of the host alone, a profile of a GPU holds no
 kernel, and nothing says so (torch 2.13 and newer; kineto prepares CUPTI once). So every profile asks for the same.
