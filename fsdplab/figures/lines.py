@@ -1,4 +1,4 @@
-"""Lines and points over an axis, in the look that all figures share."""
+"""Lines and points over an axis, and heat maps, in the look that all figures share."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.style import ALARM, EDGE
+from fsdplab.figures.style import ALARM, DARK_INK, EDGE, HEAT
 
 Places = Sequence[float] | Sequence[str]
 
@@ -29,3 +29,29 @@ def peak(at: float, height: float, **more: Any) -> go.Scatter:
     """The dot at a highest value, in MB."""
     look = dict(marker_line=dict(color="white", width=1.5), hovertemplate="peak %{y:.1f} MB<extra></extra>")
     return points("peak", ALARM, [at], [height], 12, showlegend=False, **look, **more)
+
+
+# ---- heat maps: a cell for each pair of a row and a column, with its value as text
+
+
+def heat_map(
+    columns: Sequence[str], rows: Sequence[str], values: Sequence[Sequence[float | None]],
+    texts: Sequence[Sequence[str]], hover: str, scale_title: str = "", most: float | None = None, **more: Any,
+) -> go.Figure:  # fmt: skip
+    """A figure of cells, the first row on top; a cell of None is empty.
+
+    `most` is the value of the strongest colour (the highest value by default), `scale_title` names the colours' scale.
+    """
+    highest = most or max((value for row in values for value in row if value is not None), default=0) or 1
+    scale = dict(
+        title=dict(text=scale_title, font=dict(size=14)), thickness=16, tickfont=dict(size=14), outlinewidth=0,
+        nticks=4 if len(rows) < 4 else 8,
+    )  # fmt: skip
+    cells = go.Heatmap(
+        x=columns, y=rows, z=values, text=texts, texttemplate="%{text}", textfont=dict(size=13, color=DARK_INK),
+        hovertemplate=f"{hover}<extra></extra>", hoverongaps=False, xgap=3, ygap=3, zmin=0, zmax=highest,
+        colorscale=HEAT, colorbar=scale, showscale=bool(scale_title),
+    )  # fmt: skip
+    figure = go.Figure(cells.update(more))
+    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
+    return figure.update_xaxes(type="category", showgrid=False)

@@ -128,7 +128,7 @@ def sent_per_step(spec: RunSpec, ledger: Sequence[Row]) -> Comm:
 
 def profile_of(steps: int, profiled_s: Sequence[Sequence[float]], summary: Summary, tables: Tables) -> Profile:
     """The profiled steps beside the timed ones."""
-    from fsdplab.profiling.optimizer_step import of_the_worst
+    from fsdplab.profiling.step_summary import of_the_worst
 
     cost, stepping = overhead(profiled_s, summary.step_time_s.median), of_the_worst(tables)
     parts = (stepping.seconds, stepping.exchange_s) if stepping else (None, None)

@@ -17,7 +17,7 @@ from fsdplab.common.sizes import three_digits
 from fsdplab.common.words import NO_UNIT, plural
 from fsdplab.figures import profile_data as profile
 from fsdplab.figures.bars import Part, stacked_bars
-from fsdplab.figures.heat import heat_map
+from fsdplab.figures.lines import heat_map
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import MS, Row, duration, label, percent
 from fsdplab.figures.style import EDGE, EXPOSED_COLOURS, PHASE_COLOURS, STEP_COLOURS, titled

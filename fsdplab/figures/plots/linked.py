@@ -17,7 +17,7 @@ from typing import Any
 from fsdplab.common.rows import grouped
 from fsdplab.common.sizes import size
 from fsdplab.common.words import plural
-from fsdplab.figures.lanes import Mark, Span, downsample, lane, mark_lanes, named_axis
+from fsdplab.figures.bars import Mark, Span, downsample, lane, mark_lanes, named_axis
 from fsdplab.figures.lines import peak
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.plots.memory import MB, bands, total

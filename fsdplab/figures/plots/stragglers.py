@@ -12,7 +12,7 @@ import statistics
 from fsdplab.common.sizes import three_digits
 from fsdplab.common.words import NO_UNIT
 from fsdplab.figures import profile_data as profile
-from fsdplab.figures.heat import heat_map
+from fsdplab.figures.lines import heat_map
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import MS, duration, label
 from fsdplab.figures.style import titled

@@ -14,7 +14,7 @@ from typing import Any
 from fsdplab.common.rows import grouped
 from fsdplab.common.words import NO_UNIT, OFF_LINK, plural
 from fsdplab.figures import profile_data as profile
-from fsdplab.figures.lanes import LIMIT, Mark, downsample, mark_lanes, named_axis, written
+from fsdplab.figures.bars import LIMIT, Mark, downsample, mark_lanes, named_axis, written
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import MS, Row, duration, label, percent
 from fsdplab.figures.style import EXPOSED_COLOURS, GRID, LANE_COLOURS, plot_width, titled, words_width

@@ -37,11 +37,6 @@ class NoStep:
     by_launch: bool = True
     step_ranges: bool = True
 
-    @property
-    def share(self) -> float:
-        """The part of all device work, 0 to 1."""
-        return self.ns / self.device_ns if self.device_ns else 0.0
-
     def sentences(self) -> list[str]:
         """What a reader must know: `["2.1 ms of device work (4 %) belong to no profiled step: ..."]`; [] if nothing."""
         found = []
@@ -57,8 +52,8 @@ class NoStep:
             )
         if self.ns:
             found.append(
-                f"{self.ns / 1e6:.3g} ms of device work ({self.share:.1%}) belong to no profiled step: launched outside"
-                " of every ProfilerStep range, before the trace began, or beside another step"
+                f"{self.ns / 1e6:.3g} ms of device work ({self.ns / self.device_ns:.1%}) belong to no profiled step:"
+                " launched outside of every ProfilerStep range, before the trace began, or beside another step"
             )
         if self.empty_steps:
             found.append(f"no device work was launched in steps {', '.join(map(str, self.empty_steps))}: left out")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdplab.figures.heat import heat_map
-from fsdplab.figures.lanes import CLOCK, Span, lane
+from fsdplab.figures.bars import CLOCK, Span, lane
+from fsdplab.figures.lines import heat_map
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import titled
 

@@ -8,8 +8,7 @@ from typing import Any
 
 from fsdplab.common.sizes import size
 from fsdplab.common.words import plural
-from fsdplab.figures.bars import Part, stacked_bars
-from fsdplab.figures.lanes import Span, lane
+from fsdplab.figures.bars import Part, Span, lane, stacked_bars
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import CATEGORY_COLOURS, titled
 from fsdplab.sessions import RanksFailed

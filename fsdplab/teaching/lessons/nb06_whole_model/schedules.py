@@ -13,8 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fsdplab.figures.lanes import CLOCK, lane
-from fsdplab.figures.lanes import Span as Drawn
+from fsdplab.figures.bars import CLOCK, lane
+from fsdplab.figures.bars import Span as Drawn
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import ALARM, CATEGORY_COLOURS, LANE_COLOURS, titled
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdplab.figures import style
-from fsdplab.figures.lanes import named_axis
+from fsdplab.figures.bars import named_axis
 from fsdplab.figures.lines import points
 from fsdplab.figures.plotly_go import go
 from fsdplab.teaching.core.diagrams import HeldCell, cells_in_time, mesh

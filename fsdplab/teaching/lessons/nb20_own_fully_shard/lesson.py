@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fsdplab.figures.lanes import Span, lane, named_axis
+from fsdplab.figures.bars import Span, lane, named_axis
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import LANE_COLOURS, titled
 from fsdplab.teaching.core.checking import solution_file
