@@ -5,10 +5,27 @@ looked at too.
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from fsdplab.common.machine import output_of
+
+
+def until(true: Callable[[], Any], patience_s: float = 60.0) -> Any:
+    """What `true` says as soon as it says something, or when patience ends."""
+    deadline = time.monotonic() + patience_s
+    while not (said := true()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return said
+
+
+def left_of(folder: Path, patience_s: float = 60.0) -> list[str]:
+    """The `processes_of` a folder that patience does not outlast."""
+    until(lambda: not processes_of(folder), patience_s)
+    return processes_of(folder)
 
 
 def processes_of(folder: Path) -> list[str]:

@@ -20,7 +20,7 @@ from fsdplab.common.files import is_full, try_folder, try_output, write_output, 
 from fsdplab.common.pythons import run_of, with_this_checkout
 from fsdplab.records import RunRecord, Spread, Summary
 from fsdplab.sessions.launch.mailbox import Mailbox
-from tests.leftovers import processes_of
+from tests.leftovers import processes_of, until
 from tests.test_cli import TINY, ended, heeds_hangups
 
 SUMMARY = Summary(step_time_s=Spread.of([0.4, 0.5, 0.6]), tokens_per_s=9.0, losses=(5.0,))
@@ -213,9 +213,7 @@ def test_a_command_that_is_ended_leaves_nothing(tmp_path: Path, sent: signal.Sig
     with subprocess.Popen(
         run_of("fsdplab", *arguments), env=environment, stdout=-1, stderr=-1, text=True, preexec_fn=heeds_hangups
     ) as process:
-        steps, deadline = Mailbox(folder / "ranks").of(0, "steps"), time.monotonic() + 90
-        while not steps.exists() and time.monotonic() < deadline:
-            time.sleep(0.05)
+        until(Mailbox(folder / "ranks").of(0, "steps").exists, 90)
         process.send_signal(sent)  # to this process alone
         _, err = process.communicate(timeout=60)
     assert (process.returncode, err.strip()) == (128 + sent, "fsdplab: interrupted")

@@ -9,8 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -32,6 +30,7 @@ from fsdplab.sessions.spec import gpus
 from fsdplab.sessions.worker.environment import source_digest
 from fsdplab.sessions.worker.known_collectives import cases, wrong_value
 from fsdplab.workloads import preset
+from tests.leftovers import until
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -54,13 +53,6 @@ def prints_a_row(part: Part, command: Command, wrote: Path) -> None:
 
 def begun(folder: Path) -> Check:
     return Check(folder, {"device": "cpu"})
-
-
-def wait_until(holds: Callable[[], object], seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        time.sleep(0.05)
 
 
 def sleepers() -> list[int]:
@@ -161,7 +153,7 @@ sys.exit(run_check(begun(Path({str(folder / "out")!r})), ["environment"], 200.0)
     with (folder / "said").open("w") as said:
         runner = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=said, stderr=said)
     pids = folder / "pids"
-    wait_until(lambda: pids.exists() and pids.read_text().endswith("."))
+    assert until(lambda: pids.exists() and pids.read_text().endswith("."))
     command, child = map(int, pids.read_text().split()[:2])
     return runner, command, child
 
@@ -181,7 +173,7 @@ def test_a_command_ends_when_the_check_is_killed_and_rows_of_before_are_kept(tmp
     runner, command, child = started_and_hanging(tmp_path)
     runner.kill()
     runner.wait(30)
-    wait_until(lambda: gone(command))
+    assert until(lambda: gone(command))
     os.kill(child, signal.SIGKILL)  # ranks are tied to their parents, this sleeper is not
     assert open_check(tmp_path / "out").parts["environment"].rows == [{"milliseconds": 2.5}]
 

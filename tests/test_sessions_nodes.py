@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from fsdplab.sessions.launch.mailbox import Mailbox, read_heartbeat
 from fsdplab.sessions.launch.netns import NetworkSetupError, address, bucket, shape
 from fsdplab.sessions.launch.served import Ranks, tell
 from fsdplab.sessions.virtual_nodes import NodesUnavailable, check_nodes, run_nodes, shaped_nodes, why_no_nodes
+from tests.leftovers import until
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = {"model": "gpt-tiny", "world_size": 2, "steps": 4, "sequence_length": 32, "device": "cpu"}
@@ -144,19 +144,12 @@ def test_a_killed_caller_leaves_nothing(tmp_path: Path) -> None:
     )
     caller = subprocess.Popen([sys.executable, "-c", calling], cwd=ROOT)
     heartbeat = Mailbox(tmp_path / "run" / "ranks").of(1, "heartbeat")
-    assert waited_for(lambda: (now := read_heartbeat(heartbeat)) is not None and now.step is not None, 120)
+    assert until(lambda: (now := read_heartbeat(heartbeat)) is not None and now.step is not None, 120)
     networks = set(processes_of(tmp_path).values()) - {os.readlink("/proc/self/ns/net")}
     assert len(networks) == 3
     caller.kill()
     caller.wait()
-    assert waited_for(lambda: not processes_of(tmp_path) and not in_use(networks), 30), processes_of(tmp_path)
-
-
-def waited_for(come: object, patience_s: float) -> bool:
-    deadline = time.monotonic() + patience_s
-    while not come() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    return come()
+    assert until(lambda: not processes_of(tmp_path) and not in_use(networks), 30), processes_of(tmp_path)
 
 
 # ---- without any

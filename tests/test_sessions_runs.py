@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,7 +22,7 @@ from fsdplab.sessions import RanksFailed, RunSpec, compare
 from fsdplab.sessions.launch.failure_report import NO_ANSWER
 from fsdplab.sessions.launch.mailbox import Mailbox, read_heartbeats
 from fsdplab.sessions.run_and_record import WORKER, run
-from tests.leftovers import processes_of
+from tests.leftovers import left_of, processes_of, until
 
 FAULTY = str(Path(__file__).with_name("faulty_worker.py"))
 TINY = {"model": "gpt-tiny", "steps": 4, "sequence_length": 32, "device": "cpu"}
@@ -32,13 +31,6 @@ HANG_AFTER_S = {"warm": 15.0, "torchrun": 45.0}  # a busy machine takes half a m
 OnStep = Callable[[Path, int], None]
 
 linux = pytest.mark.skipif(not Path("/proc").exists(), reason="reads /proc to look for processes")
-
-
-def wait_until_gone(folder: Path, patience_s: float = 20.0) -> list[str]:
-    deadline = time.monotonic() + patience_s
-    while processes_of(folder) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return processes_of(folder)
 
 
 # ---- runs that go right
@@ -269,10 +261,8 @@ def test_a_killed_caller_takes_its_ranks_with_it(tmp_path: Path) -> None:
     )
     caller = subprocess.Popen([sys.executable, "-c", code])
     steps = Mailbox(folder / "ranks").of(0, "steps")
-    deadline = time.monotonic() + 60
-    while not steps.exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
+    until(steps.exists)
     caller.kill()
     caller.wait()
     assert steps.exists(), "the ranks were training"
-    assert wait_until_gone(folder) == []
+    assert left_of(folder) == []

@@ -34,6 +34,7 @@ from fsdplab.sessions.staying.cell_reports import CellInterrupted
 from fsdplab.sessions.staying.ranks import StayingRanks
 from fsdplab.teaching.core import cell_runs, course_state
 from fsdplab.teaching.core.magics import chosen_ranks
+from tests.leftovers import until
 
 STARTS = ("warm", "torchrun")
 SLEEP = "import time\nprint('asleep')\ntime.sleep(10_000)"
@@ -61,16 +62,6 @@ def failure_of(ranks: StayingRanks, source: str, limit: float = 60.0) -> RanksFa
     with pytest.raises(RanksFailed) as failed:
         ranks.run(source, time_limit=limit, on_output=lambda rank, line: None)
     return failed.value
-
-
-def eventually(condition: Callable[[], bool], within_s: float = 60.0) -> bool:
-    """Whether something comes true in its time."""
-    deadline = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def pids_of(ranks: StayingRanks) -> list[int]:
@@ -387,19 +378,19 @@ def test_a_child_in_its_own_session_ends_with_its_rank(start: str, end: str) -> 
     ((_, child),) = heard(ranks, DAEMON)
     assert not gone(int(child)), "it lives from cell to cell"
     ranks.stop() if end == "stop" else failure_of(ranks, "import os\nos._exit(3)")
-    assert eventually(lambda: gone(int(child)))
+    assert until(lambda: gone(int(child)))
 
 
 def test_a_rank_that_dies_between_two_cells_is_named_at_the_next() -> None:
     ranks = StayingRanks.start(2, "warm")
     pids = pids_of(ranks)
     send(pids[1], signal.SIGKILL)
-    assert eventually(lambda: not ranks.alive)
+    assert until(lambda: not ranks.alive)
     assert "Rank 1 died: it ended with SIGKILL" in failure_of(ranks, "1").report.message
     assert [str(status) for status in ranks.status()] == [
         f"rank {rank}: ended (it was process {pid})" for rank, pid in enumerate(pids)
     ]
-    assert eventually(lambda: all(map(gone, pids)))
+    assert until(lambda: all(map(gone, pids)))
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -472,8 +463,8 @@ def test_no_rank_outlives_its_caller(start: str, how: str, tmp_path: Path) -> No
         pids = [int(word) for _ in range(3) for word in caller.stdout.readline().split()]
         assert len(pids) == 4 and not any(map(gone, pids))
         caller.kill() if how == "kill" else caller.stdin.write("\n")
-    assert eventually(lambda: all(map(gone, pids)))
-    assert eventually(lambda: list(tmp_path.glob("fsdplab-*")) == [])
+    assert until(lambda: all(map(gone, pids)))
+    assert until(lambda: list(tmp_path.glob("fsdplab-*")) == [])
 
 
 # ---- the magics
@@ -662,9 +653,9 @@ def test_ranks_live_and_end_with_their_kernel(tmp_path: Path) -> None:
         )
         before = kernel.ranks
         kernel.manager.restart_kernel()
-        assert eventually(lambda: all(map(gone, before))), "a restart leaves no rank"
+        assert until(lambda: all(map(gone, before))), "a restart leaves no rank"
         kernel.begin()
         os.kill(kernel.manager.provisioner.pid, signal.SIGKILL)
-        assert eventually(lambda: all(map(gone, kernel.ranks))), "neither does a kernel that is killed"
+        assert until(lambda: all(map(gone, kernel.ranks))), "neither does a kernel that is killed"
     finally:
         kernel.close()

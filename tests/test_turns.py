@@ -29,7 +29,7 @@ from fsdplab.sessions.launch.launcher import RunningRanks
 from fsdplab.sessions.launch.mailbox import HeartbeatWriter, Mailbox, read_heartbeats
 from fsdplab.sessions.launch.turns import STEP, TO_THE_END, WAITING, OwnTurns, Turns, fifos_in
 from fsdplab.sessions.spec.pairs import least_bytes
-from tests.leftovers import processes_of
+from tests.leftovers import left_of, processes_of, until
 
 WORKER = str(Path(__file__).with_name("turns_worker.py"))
 TINY: dict[str, Any] = {"model": "gpt-tiny", "steps": 4, "sequence_length": 32, "device": "cpu"}
@@ -60,13 +60,6 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 
 def fifos_below(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_fifo()]
-
-
-def gone(folder: Path) -> list[str]:
-    deadline = time.monotonic() + 20.0
-    while processes_of(folder) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return processes_of(folder)
 
 
 # ---- runs that go right
@@ -286,15 +279,11 @@ def test_a_killed_caller_takes_all_runs_with_it(tmp_path: Path, start: str) -> N
     steps = [
         tmp_path / f"{number}-{name}-lab" / "ranks" / "rank0.steps" for number, name in enumerate(("zero1", "zero2"))
     ]
-    deadline = time.monotonic() + 90
-    while time.monotonic() < deadline and not all(
-        each.exists() and len(each.read_text().splitlines()) > 4 for each in steps
-    ):
-        time.sleep(0.05)
+    both = until(lambda: all(each.exists() and len(each.read_text().splitlines()) > 4 for each in steps), 90)
     caller.kill()
     caller.wait()
-    assert all(len(each.read_text().splitlines()) > 4 for each in steps), "both took turns"
-    assert gone(tmp_path) == [] and fifos_below(tmp_path) == []
+    assert both, "both took turns"
+    assert left_of(tmp_path) == [] and fifos_below(tmp_path) == []
 
 
 # ---- runs that cannot take turns

@@ -25,6 +25,7 @@ from fsdplab.sessions import RanksFailed, RunSpec, SpecError, call_on_ranks, com
 from fsdplab.sessions.launch import launcher, warm
 from fsdplab.sessions.launch.mailbox import Mailbox, read_heartbeats
 from fsdplab.sessions.launch.served import tell
+from tests.leftovers import until
 
 PROGRAMS = Path(__file__).with_name("warm_programs.py")
 LIBRARY = (os.path.dirname(os.__file__), os.path.join(os.path.dirname(os.__file__), "lib-dynload"))
@@ -38,14 +39,6 @@ pytestmark = [
 
 def call(name: str, **arguments: Any) -> Any:
     return call_on_ranks(PROGRAMS, name, **{"world_size": 2, "time_limit": 60.0, "start": "warm", **arguments})
-
-
-def until(true: Callable[[], Any], patience_s: float = 20.0) -> Any:
-    """What `true` says as soon as it says something, or when patience ends."""
-    deadline = time.monotonic() + patience_s
-    while not (said := true()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return said
 
 
 def alive(pid: int) -> bool:

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ import pytest
 from fsdplab.common.places import checkout
 from fsdplab.common.pythons import run_of, with_this_checkout
 from fsdplab.records import RunRecord
-from tests.leftovers import processes_of
+from tests.leftovers import left_of
 from tests.without_linux import without
 
 CLONE = checkout()
@@ -130,10 +129,7 @@ def test_live_ranks_run_cells_and_end_with_a_killed_caller(tmp_path: Path, monke
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # which the command lines of launcher and ranks name
     done = python("linux", sys.executable, "-c", CELLS)
     assert done.returncode == -9 and done.stdout.count("1\n") == 2, (done.stdout, done.stderr)
-    deadline = time.monotonic() + 60
-    while (left := processes_of(tmp_path)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert left == []
+    assert left_of(tmp_path) == []
 
 
 NODES = "from fsdplab.sessions.virtual_nodes import why_no_nodes; print(why_no_nodes())"
