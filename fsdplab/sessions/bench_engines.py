@@ -4,7 +4,7 @@ An absolute time says more about the machine than about an engine. So the engine
 report has the median of each and ratios between medians. It also has two limits: `alone`, the same training without
 communication, and the lower bound for a perfect sharded engine: forward + backward + one nth of the optimizer's step.
 
-    python -m fsdplab.sessions.bench_engines FOLDER      what each rank runs
+    main(FOLDER)      what each rank runs, called by launch/program.py
 """
 
 from __future__ import annotations

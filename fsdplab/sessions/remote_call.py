@@ -4,7 +4,7 @@ The function is read from its file in fresh processes, so it may block, crash or
 caller. Values are sent in files written by torch.save and read with `weights_only=True`: numbers, text, tensors, and
 lists, tuples and dicts of them.
 
-python -m fsdplab.sessions.remote_call FOLDER SOURCE FUNCTION DEVICE      what each rank runs
+    main(FOLDER, SOURCE, FUNCTION, DEVICE)      what each rank runs, called by launch/program.py
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import NoReturn
 
 from fsdplab.common.pythons import imports_that_stay, run_of
@@ -44,6 +45,14 @@ def run_and_end(program: Sequence[str]) -> NoReturn:
         with suppress(OSError):  # its standard error is on a full disk
             sys.excepthook(*sys.exc_info())
     end_process(code if isinstance(code, int) else 0 if code is None else 1)
+
+
+def print_into(*files: str | Path) -> None:
+    """Let standard output and standard error end in these files; descriptors, not sys.stdout: C++ prints too."""
+    for descriptor, path in enumerate(files, start=1):
+        file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+        os.dup2(file, descriptor)
+        os.close(file)
 
 
 def end_process(code: int) -> NoReturn:

@@ -36,7 +36,7 @@ from fsdplab.common.pythons import imports_that_stay
 from fsdplab.sessions.launch.inherited import as_if_fresh, signals_of_the_lab, take_over
 from fsdplab.sessions.launch.mailbox import AGENT_PID
 from fsdplab.sessions.launch.parent_death import adopt_orphans, end_children, end_with_parent
-from fsdplab.sessions.launch.program import end_process, run_and_end
+from fsdplab.sessions.launch.program import end_process, print_into, run_and_end
 from fsdplab.sessions.launch.served import tell
 from fsdplab.sessions.launch.stacks import headline
 
@@ -240,7 +240,7 @@ def be_rank(request: Mapping[str, Any], folder: int, rank: int) -> NoReturn:
     program.
     """
     os.setsid()
-    _print_into(request["log"])
+    print_into(request["log"], request["log"])
     try:
         _become(request, folder, rank)
     except (OSError, ValueError) as error:  # nothing of the program's own has run: its cause is one line
@@ -264,10 +264,3 @@ def _become(request: Mapping[str, Any], folder: int, rank: int) -> None:
     os.close(folder)
     take_over(request["inherited"])
     as_if_fresh(request["environment"], {name: str(value) for name, value in variables.items()})
-
-
-def _print_into(log: str) -> None:
-    file = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-    for descriptor in (1, 2):
-        os.dup2(file, descriptor)
-    os.close(file)

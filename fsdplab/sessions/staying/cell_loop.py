@@ -1,7 +1,7 @@
 """The rank's side of ranks that stay (staying/ranks.py): wait for a cell, run it with the names of the last one, report
 how it ended, wait again.
 
-    python -m fsdplab.sessions.staying.cell_loop FOLDER
+    main(FOLDER)    called by launch/program.py
 
     rank0.turn      a FIFO: the number of the next cell (launch/turns.py)
     cell3.py        the source of cell 3, complete before any rank gets its number

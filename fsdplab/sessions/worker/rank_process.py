@@ -25,7 +25,7 @@ import torch.distributed as dist
 from fsdplab.common.files import naming, write_whole
 from fsdplab.sessions.launch.mailbox import AGENT_PID, RANKS_STORE, HeartbeatWriter, Mailbox
 from fsdplab.sessions.launch.parent_death import end_with_parent
-from fsdplab.sessions.launch.program import end_process
+from fsdplab.sessions.launch.program import end_process, print_into
 from fsdplab.sessions.launch.stacks import headline, of_exception
 from fsdplab.sessions.spec.gpus import kernel_complaint
 from fsdplab.sessions.worker.collective_hooks import watch_collectives
@@ -82,7 +82,7 @@ def rank_process(
     """
     end_with_parent(int(os.environ[AGENT_PID]))
     mailbox, rank, world_size = Mailbox(Path(folder)), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    _print_into(mailbox, rank)
+    print_into(mailbox.of(rank, "out"), mailbox.of(rank, "err"))
     _answer_when_asked(mailbox, rank)
     context = RankContext(
         rank,
@@ -177,14 +177,6 @@ def _hide_the_gpus() -> None:
     """
     if torch.backends.cuda.is_built():
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-
-def _print_into(mailbox: Mailbox, rank: int) -> None:
-    # the file descriptors, not sys.stdout: C++ prints too
-    for descriptor, kind in ((1, "out"), (2, "err")):
-        file = os.open(mailbox.of(rank, kind), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-        os.dup2(file, descriptor)
-        os.close(file)
 
 
 def _answer_when_asked(mailbox: Mailbox, rank: int) -> None:

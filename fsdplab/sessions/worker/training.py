@@ -1,6 +1,6 @@
 """The work of each rank of a run: build, train, measure, report.
 
-    python -m fsdplab.sessions.worker.training FOLDER
+    main(FOLDER)      called by launch/program.py
 
 The steps, in order: one that makes the optimizer's state, one whose memory is measured, further warm-up, the timed
 ones, and those under the profiler. In a comparison the run may wait for its turn before each timed step and before the
