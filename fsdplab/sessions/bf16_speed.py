@@ -7,11 +7,8 @@ trains in bf16 on the CPU takes its size from a measurement, of a few hundredths
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
 
 SLOW = 8.0  # times as long as in float32; below, a run in bf16 takes no size of its own
 _SIDE, _ROUNDS = 256, 5
@@ -26,7 +23,8 @@ def bf16_slowdown() -> float:
     import torch
 
     numbers = torch.randn(_SIDE, _SIDE, generator=torch.Generator().manual_seed(0))
-    return _seconds(numbers.bfloat16()) / _seconds(numbers)
+    low = numbers.bfloat16()
+    return fastest(lambda: low @ low, _ROUNDS) / fastest(lambda: numbers @ numbers, _ROUNDS)
 
 
 def bf16_is_slow() -> bool:
@@ -34,14 +32,17 @@ def bf16_is_slow() -> bool:
     return bf16_slowdown() > SLOW
 
 
-def _seconds(matrix: torch.Tensor) -> float:
-    """The shortest of a few products, after one that is not counted."""
-    taken = []
-    for _ in range(_ROUNDS + 1):
-        began = time.perf_counter()
-        matrix @ matrix
-        taken.append(time.perf_counter() - began)
-    return min(taken[1:])
+def fastest(work: Callable[[], object], times: int) -> float:
+    """The shortest of some repetitions in seconds, after one that is not counted."""
+    work()
+    return min(timed(work) for _ in range(times))
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds that the work takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
 
 
 def smaller_batch(batch_size: int, sequence_length: int) -> tuple[int, int]:

@@ -19,6 +19,7 @@ import torch
 from fsdplab.common.machine import cores, cpu_model, memory_bytes
 from fsdplab.planning.efficiency import HBM_EFFICIENCY
 from fsdplab.planning.plan_traffic import LINK_EFFICIENCY
+from fsdplab.sessions.bf16_speed import fastest, timed
 
 LONG_ENOUGH_S = 0.02  # of one repetition
 _MOST = {"cuda": (8192, 2**30), "cpu": (2048, 2**27)}  # rows of a square product, bytes that are copied
@@ -105,26 +106,14 @@ def _rate(make: Callable[[int], tuple[Callable[[], None], float]], size: int, mo
     """What `make`'s work of a size does a second: the size grows to `most`, or until a repetition is long enough."""
     end = time.perf_counter() + seconds
     work, amount = make(size)
-    while _fastest(work) < LONG_ENOUGH_S and size < most and time.perf_counter() < end:
+    while fastest(work, 3) < LONG_ENOUGH_S and size < most and time.perf_counter() < end:
         size *= 2
         work, amount = make(size)
-    found = [_timed(work) for _ in range(3)]
+    found = [timed(work) for _ in range(3)]
     while time.perf_counter() < end:
-        found.append(_timed(work))
+        found.append(timed(work))
     low, middle, high = statistics.quantiles(found, n=4)
     return Rate(amount / min(found), (high - low) / middle, len(found))
-
-
-def _fastest(work: Callable[[], None]) -> float:
-    """Of three, after one that warms up."""
-    work()
-    return min(_timed(work) for _ in range(3))
-
-
-def _timed(work: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def _product(device: str, size: int) -> tuple[Callable[[], None], float]:

@@ -24,6 +24,7 @@ from fsdplab.engine.core.layout import Layout
 from fsdplab.engine.core.transport import CollectiveLabel, SendShard
 from fsdplab.engine.transport.selection import transport_of
 from fsdplab.planning.lab_step_time import ProductRate, product_rates, touched
+from fsdplab.sessions.bf16_speed import timed
 from fsdplab.workloads import build_model, loss_of, preset
 from fsdplab.workloads.shapes import SHAPES
 
@@ -86,12 +87,6 @@ def _say(what: str) -> None:
     print(what, flush=True)
 
 
-def _timed(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
-
-
 # ---- compute
 
 
@@ -128,7 +123,7 @@ def _block_s(clock: Clock, model: str, batch: int, sequence: int, dtype: torch.d
     def once() -> float:
         built.zero_grad()
         x.grad = None
-        return _timed(lambda: built.blocks[0](x).backward(given))
+        return timed(lambda: built.blocks[0](x).backward(given))
 
     return clock.median(once)
 
@@ -186,7 +181,7 @@ def _gather(group: dist.ProcessGroup, nbytes: int) -> Callable[[], float]:
     shard, whole = SendShard.of(resting.view(torch.float32)), UnshardedBuffer(layout, _CPU)
 
     def once() -> float:
-        seconds = _timed(lambda: transport.all_gather(shard, whole, _LABEL).wait())
+        seconds = timed(lambda: transport.all_gather(shard, whole, _LABEL).wait())
         whole.free()
         transport.settle()
         return seconds
@@ -201,7 +196,7 @@ def _reduce(group: dist.ProcessGroup, nbytes: int, all_reduces: bool = False) ->
 
     def once() -> float:
         output = torch.empty(layout.shard_bytes // 4)
-        return _timed(lambda: send(layout, [gradient], output, _LABEL, Average(2.0)).wait())
+        return timed(lambda: send(layout, [gradient], output, _LABEL, Average(2.0)).wait())
 
     return once
 
@@ -234,8 +229,8 @@ def _tiny_steps(clock: Clock, sharded: bool) -> tuple[float, float]:
     steps: list[float] = []
 
     def once() -> float:
-        seconds = _timed(lambda: loss_of(model, tokens, tokens).backward())
-        steps.append(_timed(optimizer.step))
+        seconds = timed(lambda: loss_of(model, tokens, tokens).backward())
+        steps.append(timed(optimizer.step))
         optimizer.zero_grad()
         return seconds
 
@@ -250,6 +245,6 @@ def _optimizer_element_s(clock: Clock) -> float:
     def once() -> float:
         for each in weights:
             each.grad = torch.ones_like(each)
-        return _timed(optimizer.step)
+        return timed(optimizer.step)
 
     return clock.median(once) / (len(weights) << 20)
