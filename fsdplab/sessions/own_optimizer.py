@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fsdplab.planning.lab_memory.micro_batch import Allocate, Event, Free
+from fsdplab.sessions.launch.stacks import headline
 from fsdplab.sessions.micro_batch import StorageLog, unlogged, without_values
 from fsdplab.workloads.own.value import Workload
 
@@ -45,8 +46,7 @@ def own_step(task: Workload, seed: int) -> OwnStep:
         with unlogged(), FakeTensorMode(allow_non_fake_inputs=True):
             return _stepped(task, without_values(task.build("meta", seed)))
     except Exception as error:  # or needs values
-        said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        return OwnStep(why_not=f"a step of its optimizer could not be recorded: {said}")
+        return OwnStep(why_not=f"a step of its optimizer could not be recorded: {headline(error)}")
 
 
 def _stepped(task: Workload, model: nn.Module) -> OwnStep:

@@ -16,6 +16,7 @@ from fsdplab.planning.program import StepWork
 from fsdplab.planning.recorded_plan import RecordedPlan, recorded_plan, recorded_spec, recorded_work
 from fsdplab.planning.simulation import simulate_work
 from fsdplab.planning.simulation.accounting import tables_of
+from fsdplab.sessions.launch.stacks import headline
 from fsdplab.sessions.micro_batch import RecordChoices, record_micro_batch
 from fsdplab.sessions.own_optimizer import OwnStep, own_step
 from fsdplab.sessions.spec import RunSpec, Sharding
@@ -57,8 +58,7 @@ def recording_or_why(spec: RunSpec) -> MicroBatch | str:
     try:
         return recording_of(spec)
     except Exception as error:  # of the model's own code, which may raise anything; its ranks say where
-        said = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        return f"its micro-batch could not be recorded: {said}"
+        return f"its micro-batch could not be recorded: {headline(error)}"
 
 
 def unit_classes(spec: RunSpec) -> tuple[str, ...]:
