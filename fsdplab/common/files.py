@@ -150,6 +150,16 @@ def unlock(descriptor: int) -> None:
     _flock(descriptor, "LOCK_UN")
 
 
+def is_locked(path: Path) -> bool:
+    """Whether another process has locked a file; False where there are no such locks."""
+    with path.open() as file:
+        try:
+            _flock(file.fileno(), "LOCK_SH", "LOCK_NB")
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
+    return False
+
+
 def _flock(descriptor: int, *how: str) -> None:
     try:
         import fcntl

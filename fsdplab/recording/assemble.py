@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdplab.common.errors import UserError
+from fsdplab.common.files import is_locked
 from fsdplab.common.words import plural
 from fsdplab.recording.settings import COLUMNS, FILE, Settings
 from fsdplab.records import RecordError, RunRecord, Summary
@@ -22,11 +23,6 @@ from fsdplab.records.summary import Comm
 from fsdplab.sessions.launch.mailbox import Mailbox, read_lines
 from fsdplab.sessions.summary import communication, mean_losses, measured, profile_of
 from fsdplab.sessions.trace_tables import tables_of
-
-try:
-    import fcntl
-except ImportError:  # Windows, where nothing records: records of other machines are read there
-    pass
 
 _NAMED = 8  # of the ranks that are missing
 NOTHING = "no rank took an optimizer step: nothing was recorded"
@@ -60,7 +56,7 @@ def wait_for_ranks(folder: Path, within_s: float = 60.0) -> None:
 def _recording(folder: Path) -> list[int]:
     """The ranks that still record into `folder`."""
     files = sorted((folder / "ranks").glob("rank*.steps"))
-    return [int(path.name[4:-6]) for path in files if _is_locked(path)]
+    return [int(path.name[4:-6]) for path in files if is_locked(path)]
 
 
 def has_parts(folder: Path) -> bool:
@@ -212,16 +208,6 @@ def _earlier(taken: int) -> str:
 
 def _any(parts: Mapping[int, Row]) -> Row:
     return next(iter(parts.values()), {})
-
-
-def _is_locked(path: Path) -> bool:
-    """Whether the process that records into this file still does."""
-    with path.open("r") as file, suppress(OSError):
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
 
 
 def _tidy(mailbox: Mailbox) -> None:
