@@ -1,8 +1,8 @@
 """The ranks of one run as their caller holds them. Whoever starts ranks speaks one protocol.
 
 A starter forks ranks (starter.py: one process a caller, for run after run) or executes them (agent.py with torchrun,
-netns.py on several nodes: one process a run). Each run has a pair of sockets of its own, on which a message
-is a line of JSON. From the starter come
+netns.py on several nodes: one process a run). Each run has a pair of sockets of its own, on which a message is a line
+of JSON. From the starter come
 
     {"pids": [...]}                    of the ranks, where it knows them
     {"left": {rank: exit code}}        as ranks end, where it sees that
