@@ -21,16 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from fsdplab.checkpoint.files import (
-    MANIFEST,
-    CheckedPlanner,
-    CheckedReader,
-    CheckpointDamaged,
-    check_entries,
-    check_manifest,
-    on_all_ranks,
-    write_manifest,
-)
+from fsdplab.checkpoint import files
 
 
 def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
@@ -40,7 +31,7 @@ def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path)
     folder.
     """
     dcp.save(states_of(model, optimizer), storage_writer=dcp.FileSystemWriter(str(folder), overwrite=False))
-    write_manifest(Path(folder))
+    files.write_manifest(Path(folder))
 
 
 def load(
@@ -56,21 +47,21 @@ def load(
     A checkpoint without a manifest (PyTorch's own) has no checksums: `load` warns, or with `require_manifest` raises
     `CheckpointDamaged`.
     """
-    reader = CheckedReader(str(folder))
+    reader = files.CheckedReader(str(folder))
     _find(Path(folder))
-    files = check_manifest(Path(folder), require_manifest)
-    metadata = on_all_ranks(reader.read_metadata)
-    check_entries(Path(folder), metadata, files)
+    listed = files.check_manifest(Path(folder), require_manifest)
+    metadata = files.on_all_ranks(reader.read_metadata)
+    files.check_entries(Path(folder), metadata, listed)
     entries = metadata.state_dict_metadata
     state = states_of(model, optimizer)
     _check("model", "model.", state["model"], entries)
     states = {f"{name}.{key}": value for name, each in state["optim"]["state"].items() for key, value in each.items()}
     _check("optimizer", "optim.state.", states, entries)
     try:
-        dcp.load(state, storage_reader=reader, planner=CheckedPlanner())
+        dcp.load(state, storage_reader=reader, planner=files.CheckedPlanner())
     except CheckpointException as error:
         reason = next(iter(error.failures.values()))[0]
-        raise CheckpointDamaged(
+        raise files.CheckpointDamaged(
             f"the checkpoint in {folder} cannot be read ({reason}), and a part of it may have been loaded; copy it"
             " again, build the model anew and load once more"
         ) from error
@@ -107,7 +98,7 @@ def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
 
 
 def _find(folder: Path) -> None:
-    if not any((folder / name).exists() for name in (".metadata", MANIFEST)):
+    if not any((folder / name).exists() for name in (".metadata", files.MANIFEST)):
         inside = ", ".join(sorted(path.name for path in folder.iterdir())[:3]) if folder.is_dir() else "no such folder"
         raise FileNotFoundError(
             f"no checkpoint in {folder}: got {inside or 'an empty folder'}, expected a .metadata file (a save that was"
