@@ -52,8 +52,8 @@ def pieces(tab: str, batch: Batch | None, chosen: int = 0) -> list[Piece]:
     record = batch.rows[min(chosen, len(batch.rows) - 1)]
     if tab == "Findings":
         return _findings(record)
-    figures = [_drawn(name, batch.rows if name in _OF_ALL_RUNS else record) for name in _FIGURES[tab]]
-    return [table(batch.views), *_failures(batch), *figures] if tab == "Table" else figures
+    drawn = [_drawn(name, batch.rows if name in _OF_ALL_RUNS else record) for name in _FIGURES[tab]]
+    return [table(batch.views), *_failures(batch), *drawn] if tab == "Table" else drawn
 
 
 def note(words: str) -> str:
