@@ -177,25 +177,21 @@ def _fill(model: nn.Module, seed: int, weights: Weights | None, known: set[str])
     """The values of all parameters; those called `known` are others' under a second name."""
     missing = []
     for place, module in model.named_modules():
-        own = {name: each for name, each in module._parameters.items() if each is not None}
-        own = {name: each for name, each in own.items() if _joined(place, name) not in known}
-        if not own:
-            continue
-        values = _initial(model, module, own, f"{seed}/{place}")
-        for name, parameter in own.items():
-            stored = weights(_joined(place, name)) if weights else None
+        names = {
+            name: f"{place}.{name}".removeprefix(".") for name, each in module._parameters.items() if each is not None
+        }
+        own = {name: module._parameters[name] for name, whole in names.items() if whole not in known}
+        values = _initial(model, module, own, f"{seed}/{place}") if own else {}
+        for name, value in values.items():
+            stored = weights(names[name]) if weights else None
             if weights and stored is None:
-                missing.append(_joined(place, name))
-            fill_parameter(parameter, values[name] if stored is None else stored)
+                missing.append(names[name])
+            fill_parameter(own[name], value if stored is None else stored)
     if missing:
         raise ModelError(
             f"the safetensors of the folder have no {missing[0]} and {len(missing) - 1} others that the model has;"
             " save the model with save_pretrained of this version of transformers, or give its config.json without them"
         )
-
-
-def _joined(place: str, name: str) -> str:
-    return f"{place}.{name}" if place else name
 
 
 def _initial(model: Any, module: nn.Module, own: dict[str, nn.Parameter], stream: str) -> dict[str, Tensor]:
