@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from .sheet import ACTIVATIONS, COMPUTE, EXPOSED, GRADIENT, GREY, HIDDEN, MOMENTS, PALE, SHARD, WHOLE, Picture, Sheet
+from .sheet import ACTIVATIONS, COMPUTE, EXPOSED, GRADIENT, GREY, HIDDEN, MOMENTS, PALE, SHARD, WHOLE, Sheet, drawn
 
 
-def prefetch() -> Picture:
-    """07: the same messages without and with one unit ahead."""
-    sheet = Sheet(
-        "Unshard one unit ahead, and messages hide under computing", "Drawn from the rule: a forward of three blocks"
-    )
+@drawn("07", "Unshard one unit ahead, and messages hide under computing", "a forward of three blocks")
+def prefetch(sheet: Sheet) -> str:
+    """The same messages without and with one unit ahead."""
     for upper, (name, starts, computes) in enumerate(
         (("when needed", (150, 370, 590), (250, 470, 690)), ("one unit ahead", (150, 250, 370), (250, 370, 490)))
     ):
@@ -25,19 +23,16 @@ def prefetch() -> Picture:
         sheet.line((end, y + 15), (end, y + 155), colour=GREY, dashed=True)
         sheet.words(end + 12, y + 85, "done", 19, "start", colour=GREY)
     sheet.words(870, 420, "red: exposed\nblue: hidden", 18)
-    return sheet.picture(
+    return (
         "Two timelines of three blocks. When each block is unsharded when needed, all three messages are exposed and"
         " stand between the blocks' computing. With one unit ahead only the first is exposed; the others run under the"
         " computing of the block before, and the forward is done earlier."
     )
 
 
-def four_instants() -> Picture:
-    """08: the instants of a message, and whose time lies between them."""
-    sheet = Sheet(
-        "Four instants of a message say who made the rank wait",
-        "Drawn from the rule: one message, from its issue to its delivery",
-    )
+@drawn("08", "Four instants of a message say who made the rank wait", "one message, from its issue to its delivery")
+def four_instants(sheet: Sheet) -> str:
+    """The instants of a message, and whose time lies between them."""
     points = ((110, "issued"), (330, "issued by\nthe last rank"), (560, "taken by\nthe link"), (850, "delivered"))
     spans = (
         ("another rank\nwas late", "#cbb5d6"),
@@ -54,18 +49,16 @@ def four_instants() -> Picture:
     sheet.box(110, 385, 330, 54, "the rank still computes", COMPUTE, 19)
     sheet.box(440, 385, 410, 54, "the rank waits: exposed", EXPOSED, 19)
     sheet.words(480, 470, "only what lies after the rank needed the message costs time", 20)
-    return sheet.picture(
+    return (
         "A message's line from issued over issued by the last rank and taken by the link to delivered. The three spans"
         " are waits for a peer, for the link's queue and for the link itself. Below, the rank computes for a while and"
         " then waits: only that part is exposed."
     )
 
 
-def peak_of_a_step() -> Picture:
-    """09: memory over a step, and the peak."""
-    sheet = Sheet(
-        "The peak is an instant: ask what was held just then", "Drawn from the rule: one rank, full_shard, four blocks"
-    )
+@drawn("09", "The peak is an instant: ask what was held just then", "one rank, full_shard, four blocks")
+def peak_of_a_step(sheet: Sheet) -> str:
+    """Memory over a step, and the peak."""
     base, top = 440, 0
     sheet.box(110, 360, 760, 80, "shards and moments, all the time", SHARD, 19)
     for block in range(4):
@@ -84,18 +77,16 @@ def peak_of_a_step() -> Picture:
     sheet.words(270, base + 28, "forward: activations pile up", 19)
     sheet.words(660, base + 28, "backward: they go, gradients come", 19)
     sheet.words(240, 110, "pink: activations; brown: gradients; blue: an unsharded block", 18, "start", colour=GREY)
-    return sheet.picture(
+    return (
         "Memory of a rank over a step. Shards and moments stay. In forward activations grow block by block, in backward"
         " they shrink while sharded gradients grow, and one unsharded block stands on top. The peak is at the beginning"
         " of the backward."
     )
 
 
-def crossover() -> Picture:
-    """10: time of a block's messages and of its computing over the tokens of a rank."""
-    sheet = Sheet(
-        "Messages do not grow with the batch, computing does", "Drawn from the rule: one block, both axes linear"
-    )
+@drawn("10", "Messages do not grow with the batch, computing does", "one block, both axes linear")
+def crossover(sheet: Sheet) -> str:
+    """Time of a block's messages and of its computing over the tokens of a rank."""
     sheet.arrow((130, 430), (880, 430), GREY)
     sheet.arrow((130, 430), (130, 90), GREY)
     sheet.words(870, 462, "tokens a rank", 20, "end")
@@ -109,17 +100,15 @@ def crossover() -> Picture:
     sheet.words(475, 462, "crossover", 21, colour=EXPOSED, bold=True)
     sheet.words(300, 235, "exposed", 22, colour=EXPOSED)
     sheet.words(690, 335, "everything hides", 22)
-    return sheet.picture(
+    return (
         "A flat line, the time of a block's messages, and a rising line, the time of its computing, over the tokens of"
         " a rank. They meet at the crossover. With fewer tokens a part of the messages is exposed; with more all hide."
     )
 
 
-def choice() -> Picture:
-    """11: the order of questions that leads to a strategy."""
-    sheet = Sheet(
-        "First the card, then the link, then the schedule", "Drawn from the rule: the questions of this lesson"
-    )
+@drawn("11", "First the card, then the link, then the schedule", "the questions of this lesson")
+def choice(sheet: Sheet) -> str:
+    """The order of questions that leads to a strategy."""
     steps = (
         ("Does it fit\nthe card?", "shard more:\nzero1, zero2,\nfull_shard"),
         ("Who sends\nleast of what\nfits?", "2 or 3 times\nP (n - 1)/n"),
@@ -134,16 +123,16 @@ def choice() -> Picture:
             sheet.arrow((x + 224, 175), (x + 296, 175))
     for number, measure in enumerate(("peak memory", "time on the link", "exposed time")):
         sheet.words(180 + 300 * number, 465, measure, 21, bold=True)
-    return sheet.picture(
+    return (
         "Three questions in a row: does it fit the card, judged by peak memory, else shard more; who of those that fit"
         " sends least, judged by time on the link; is what is sent hidden, judged by exposed time, else unshard ahead"
         " or take a larger batch."
     )
 
 
-def mesh_of_nodes() -> Picture:
-    """12: shard groups in rows on the fast link, replicas in columns across nodes."""
-    sheet = Sheet("Shard inside a node, replicate across nodes", "Drawn from the rule: 2 nodes of 4 ranks, s = 4")
+@drawn("12", "Shard inside a node, replicate across nodes", "2 nodes of 4 ranks, s = 4")
+def mesh_of_nodes(sheet: Sheet) -> str:
+    """Shard groups in rows on the fast link, replicas in columns across nodes."""
     for node in range(2):
         y = 110 + 195 * node
         sheet.box(130, y, 700, 130, "", PALE)
@@ -159,17 +148,15 @@ def mesh_of_nodes() -> Picture:
         sheet.arrow((x, 328), (x, 218), EXPOSED, 4)
     sheet.words(480, 455, "rows: all-gather and reduce-scatter on the fast link", 20)
     sheet.words(480, 482, "columns: all-reduce of 1/4 of the gradients on the slow one", 20, colour=EXPOSED)
-    return sheet.picture(
+    return (
         "Two nodes of four ranks. In each node the four ranks hold parts 0 to 3 and exchange them on the fast link."
         " Ranks with the same part in both nodes reduce their gradients over the slow link, a quarter of all each."
     )
 
 
-def three_prices() -> Picture:
-    """13: three ways to buy memory, what each touches, and its price."""
-    sheet = Sheet(
-        "Memory is bought with digits, with work, or with transfers", "Drawn from the rule: one rank under full_shard"
-    )
+@drawn("13", "Memory is bought with digits, with work, or with transfers", "one rank under full_shard")
+def three_prices(sheet: Sheet) -> str:
+    """Three ways to buy memory, what each touches, and its price."""
     columns = (
         ("as it is", 1, 1, 1, ""),
         ("bf16", 1, 1, 0.5, "digits"),
@@ -193,18 +180,16 @@ def three_prices() -> Picture:
             sheet.arrow((x + 100, 286), (x + 100, 166), GREY, 4)
         sheet.words(x + 75, 445, name, 21, bold=True)
         sheet.words(x + 75, 476, price, 18, colour=EXPOSED)
-    return sheet.picture(
+    return (
         "Four bars of memory. As it is: moments, shards and activations. bf16 halves the activations for digits."
         " Checkpointing leaves a little of them for a second forward. Offload moves shards and moments to host memory"
         " for transfers over the bus in each step."
     )
 
 
-def evidence() -> Picture:
-    """14: what one sees, where one looks, and what it was."""
-    sheet = Sheet(
-        "A symptom is not a cause: look for the evidence", "Drawn from the rule: five of the faults of this lesson"
-    )
+@drawn("14", "A symptom is not a cause: look for the evidence", "five of the faults of this lesson")
+def evidence(sheet: Sheet) -> str:
+    """What one sees, where one looks, and what it was."""
     rows = (
         ("nothing moves", "ranks stand in different calls", "a collective too few", EXPOSED),
         ("every rank is slow", "the same rank enters last", "a straggler", "#f0c27a"),
@@ -221,18 +206,16 @@ def evidence() -> Picture:
         sheet.box(332, y, 300, 56, looked, PALE, 17)
         sheet.arrow((635, y + 28), (670, y + 28), GREY)
         sheet.box(674, y, 245, 56, cause, fill, 18)
-    return sheet.picture(
+    return (
         "Five rows from symptom over evidence to cause. Nothing moves: ranks stand in different calls, a collective is"
         " missing. Every rank is slow: one enters last. The loss differs: first gradients have a constant factor. The"
         " loss is NaN: the first value that is not finite. Out of memory: too many units are whole at once."
     )
 
 
-def statement() -> Picture:
-    """18: the four questions that a statement must answer before it is true or false."""
-    sheet = Sheet(
-        "A statement about FSDP is true of something", "Drawn from the rule: the four questions of this lesson"
-    )
+@drawn("18", "A statement about FSDP is true of something", "the four questions of this lesson")
+def statement(sheet: Sheet) -> str:
+    """The four questions that a statement must answer before it is true or false."""
     sheet.box(250, 95, 460, 66, "FSDP sends half as much again as DDP", "#f0c27a", 22)
     questions = (
         ("which bytes?", "two all-gathers and\na reduce-scatter"),
@@ -246,19 +229,16 @@ def statement() -> Picture:
         sheet.box(x, 230, 205, 58, asked, PALE, 21)
         sheet.box(x, 300, 205, 104, answer, HIDDEN if number == 1 else "#ffffff", 18)
     sheet.words(480, 450, "3/2 in one dtype, 1 with bf16 all-gathers beside DDP in fp32", 21)
-    return sheet.picture(
+    return (
         "The statement that FSDP sends half as much again as DDP, with four questions below it: which bytes, which"
         " dtype, how many ranks, and beside what. The factor is 3/2 where both have one dtype, and 1 with bf16"
         " all-gathers beside DDP in fp32."
     )
 
 
-def other_ranks() -> Picture:
-    """15: shards saved by two ranks, read by three."""
-    sheet = Sheet(
-        "A checkpoint holds rows, so any number of ranks can read it",
-        "Drawn from the rule: six rows, saved at 2, read at 3",
-    )
+@drawn("15", "A checkpoint holds rows, so any number of ranks can read it", "six rows, saved at 2, read at 3")
+def other_ranks(sheet: Sheet) -> str:
+    """Shards saved by two ranks, read by three."""
     columns = (
         (150, 2, "rank", "saved by 2 ranks"),
         (445, 2, "file", "one file a rank,\nand a list of rows"),
@@ -277,17 +257,15 @@ def other_ranks() -> Picture:
     for start, end in ((258, 375), (553, 650)):
         sheet.arrow((start, 300), (end, 300), GREY, 4)
     sheet.words(480, 492, "each reader asks the list where its rows are; no rank holds the whole model", 18)
-    return sheet.picture(
+    return (
         "Two ranks with three rows each write a file each and a list of which rows are where. Three ranks read two rows"
         " each from these files. No rank ever holds the whole model."
     )
 
 
-def dialects() -> Picture:
-    """17: the same four choices in three libraries."""
-    sheet = Sheet(
-        "The same choices, in other words", "As the libraries name them: PyTorch's FSDP2 and FSDP1, DeepSpeed"
-    )
+@drawn("17", "The same choices, in other words", "PyTorch's FSDP2 and FSDP1, DeepSpeed", "As the libraries name them")
+def dialects(sheet: Sheet) -> str:
+    """The same four choices in three libraries."""
     columns = ("FSDP2", "FSDP1", "DeepSpeed 3")
     rows = (
         ("a unit", "fully_shard(block)", "auto_wrap_policy", "a parameter"),
@@ -302,16 +280,16 @@ def dialects() -> Picture:
         sheet.words(160, y + 36, choice, 20, "end")
         for column, name in enumerate(names):
             sheet.box(185 + 245 * column, y, 232, 74, name, (WHOLE, "#a9dcc6", "#f0c27a")[column], 19)
-    return sheet.picture(
+    return (
         "A grid of four choices in three libraries. A unit is fully_shard(block), auto_wrap_policy, and in DeepSpeed a"
         " parameter. Unsharding ahead is set_modules_to_forward_prefetch, forward_prefetch, a prefetch bucket size."
         " Resharding is reshard_after_forward, FULL_SHARD or SHARD_GRAD_OP, stage 3 or 2. bf16 has a policy each."
     )
 
 
-def axes_of_a_mesh() -> Picture:
-    """16: a mesh of data and tensor ranks, and what each axis exchanges."""
-    sheet = Sheet("Each axis of the mesh exchanges something else", "Drawn from the rule: 8 ranks as 4 (dp) x 2 (tp)")
+@drawn("16", "Each axis of the mesh exchanges something else", "8 ranks as 4 (dp) x 2 (tp)")
+def axes_of_a_mesh(sheet: Sheet) -> str:
+    """A mesh of data and tensor ranks, and what each axis exchanges."""
     for dp in range(4):
         for tp in range(2):
             x, y = 150 + 130 * dp, 130 + 150 * tp
@@ -330,16 +308,16 @@ def axes_of_a_mesh() -> Picture:
     sheet.words(690, 300, "along tp: activations,\ninside every layer:\nthe layer waits", 19, "start", colour=EXPOSED)
     sheet.words(400, 420, "so tp belongs on the fastest link, dp bears a slower one", 21)
     sheet.words(400, 460, "cut a layer by tp first, then shard each part by dp", 21)
-    return sheet.picture(
+    return (
         "Eight ranks in four columns dp and two rows tp. Along dp parameters and gradients travel and hide under"
         " computing. Along tp activations travel inside every layer, which waits for them. So tp belongs on the fastest"
         " link."
     )
 
 
-def sizing_a_job() -> Picture:
-    """19: from a model and a budget to cards, days and a bill."""
-    sheet = Sheet("Size a job in order: memory, exposed time, money", "Drawn from the rule: the order of this lesson")
+@drawn("19", "Size a job in order: memory, exposed time, money", "the order of this lesson")
+def sizing_a_job(sheet: Sheet) -> str:
+    """From a model and a budget to cards, days and a bill."""
     steps = (
         ("model, tokens,\ncards to choose from", PALE),
         ("fits: state / n +\nactivations < card", ACTIVATIONS),
@@ -354,7 +332,7 @@ def sizing_a_job() -> Picture:
             sheet.line((x + 233, y + 31), (x + 290, y + 31))
             sheet.arrow((x + 290, y + 31), (x + 290, y + 76))
     sheet.words(250, 400, "more cards: fewer days, the same bill,\nuntil messages show", 21)
-    return sheet.picture(
+    return (
         "A staircase of five boxes: the model and the cards; whether state and activations fit a card; whether the"
         " tokens of a rank hide the messages; days from tokens a second; the bill from card hours. More cards give"
         " fewer days at the same bill until messages are exposed."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import html
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,9 +88,8 @@ class Sheet:
         (x, y), angle = end, math.atan2(end[1] - start[1], end[0] - start[0])
         head = 8 + 2 * width
         sides = [(x - head * math.cos(angle + turn), y - head * math.sin(angle + turn)) for turn in (0.42, -0.42)]
-        self.line(
-            start, (x - 0.8 * head * math.cos(angle), y - 0.8 * head * math.sin(angle)), colour=colour, width=width
-        )
+        shaft = (x - 0.8 * head * math.cos(angle), y - 0.8 * head * math.sin(angle))
+        self.line(start, shaft, colour=colour, width=width)
         tip = " ".join(f"{a:g},{b:g}" for a, b in [end, *sides])
         self._parts.append(f"<polygon points='{tip}' fill='{colour}'/>")
 
@@ -114,3 +114,24 @@ class Sheet:
             f"<rect width='{WIDTH}' height='{HEIGHT}' fill='{PAPER}'/>{''.join(head._parts)}{body}</svg>"
         )
         return Picture(svg, f"{self.title}. {alt}")
+
+
+Drawing = Callable[[Sheet], str]
+PICTURES: dict[str, Callable[[], Picture]] = {}
+
+
+def drawn(notebook: str, title: str, of: str, how: str = "Drawn from the rule") -> Callable[[Drawing], Drawing]:
+    """A decorator: the function draws a notebook's picture on its sheet and returns the words for it.
+
+    `of` and `how` stand below the picture: "Drawn from the rule: 4 ranks, n - 1 = 3 steps".
+    """
+
+    def add(draw: Drawing) -> Drawing:
+        def picture() -> Picture:
+            sheet = Sheet(title, f"{how}: {of}")
+            return sheet.picture(draw(sheet))
+
+        PICTURES[notebook] = picture
+        return draw
+
+    return add

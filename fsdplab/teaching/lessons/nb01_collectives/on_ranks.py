@@ -77,10 +77,11 @@ def all_gather(mine: torch.Tensor) -> torch.Tensor:
 
 def timed(payload: dict[str, Any]) -> dict[str, dict[int, list[float]]]:
     """Seconds of every repeat on this rank, `[collective][bytes]`; ranks leave a barrier together before each."""
-    return {
-        name: {nbytes: _repeats(make(nbytes // 4), payload["repeats"]) for nbytes in payload["sizes"]}
-        for name, make in _PREPARED.items()
-    }
+    found: dict[str, dict[int, list[float]]] = {}
+    for nbytes in payload["sizes"]:
+        for name, call in _calls(nbytes // 4).items():
+            found.setdefault(name, {})[nbytes] = _repeats(call, payload["repeats"])
+    return found
 
 
 def _repeats(call: Callable[[], object], repeats: int) -> list[float]:
@@ -94,29 +95,13 @@ def _repeats(call: Callable[[], object], repeats: int) -> list[float]:
     return took
 
 
-def _all_gather_of(elements: int) -> Callable[[], object]:
-    whole, mine = torch.zeros(elements), torch.ones(elements // dist.get_world_size())
-    return lambda: compat.all_gather_single(whole, mine)
-
-
-def _reduce_scatter_of(elements: int) -> Callable[[], object]:
-    whole, received, mine = torch.ones(elements), torch.zeros(elements), torch.zeros(elements // dist.get_world_size())
-    return lambda: _exchange_and_sum(whole, received, mine)
-
-
-def _gloos_reduce_scatter_of(elements: int) -> Callable[[], object]:
-    whole, mine = torch.ones(elements), torch.zeros(elements // dist.get_world_size())
-    return lambda: compat.reduce_scatter_single(mine, whole)
-
-
-def _all_reduce_of(elements: int) -> Callable[[], object]:
-    buffer = torch.zeros(elements)
-    return lambda: dist.all_reduce(buffer)
-
-
-_PREPARED = {
-    "all_gather": _all_gather_of,
-    "reduce_scatter": _reduce_scatter_of,
-    "gloo's reduce_scatter": _gloos_reduce_scatter_of,
-    "all_reduce": _all_reduce_of,
-}
+def _calls(elements: int) -> dict[str, Callable[[], object]]:
+    """Each collective on a payload of so many floats, with its buffers made."""
+    whole, received = torch.ones(elements), torch.zeros(elements)
+    mine = torch.zeros(elements // dist.get_world_size())
+    return {
+        "all_gather": lambda: compat.all_gather_single(received, mine),
+        "reduce_scatter": lambda: _exchange_and_sum(whole, received, mine),
+        "gloo's reduce_scatter": lambda: compat.reduce_scatter_single(mine, whole),
+        "all_reduce": lambda: dist.all_reduce(received),
+    }

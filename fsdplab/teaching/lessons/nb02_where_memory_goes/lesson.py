@@ -39,8 +39,8 @@ ZERO_PARAMETERS, ZERO_STAGES = 7.5e9, ("zero1", "zero2", "full_shard")
 
 def states_table(held: Mapping[str, int], count: int) -> Table:
     """Counted bytes of each state, and how many those are for each of `count` parameters."""
-    rows = [[name, f"{nbytes / MB:.2f}", f"{nbytes / count:.2f}"] for name, nbytes in held.items()]
-    rows.append(["together", f"{sum(held.values()) / MB:.2f}", f"{sum(held.values()) / count:.2f}"])
+    every = {**held, "together": sum(held.values())}
+    rows = [[name, f"{nbytes / MB:.2f}", f"{nbytes / count:.2f}"] for name, nbytes in every.items()]
     return table(["state", "MB", "bytes a parameter"], rows, "Counted on this machine, after one step.")
 
 
@@ -80,9 +80,8 @@ def stacked(bars: Mapping[str, Mapping[str, float]], card: float | None, title: 
 def stack(ranks: int, sequences: int, checkpointing: str) -> go.Figure:
     """Predicted peak of Llama 3.1 8B under every strategy, stacked by category, under the line of an H100."""
     names = ("no_shard", "zero1", "zero2", "shard_grad_op", "full_shard")
-    spec = plan_spec(
-        BIG, BIG_GPU, gpus=ranks, seq=SEQUENCE, micro_batch=sequences, checkpointing=checkpointing, gpus_per_node=8
-    )
+    choices = {"micro_batch": sequences, "checkpointing": checkpointing, "gpus_per_node": 8}
+    spec = plan_spec(BIG, BIG_GPU, gpus=ranks, seq=SEQUENCE, **choices)
     peaks = {name: plan_of(replace(spec, strategy=name)).memory.peak.by_category for name in names}
     card = spec.gpu.memory_bytes
     fitting = [name for name, split in peaks.items() if sum(split.values()) <= card]
@@ -123,7 +122,7 @@ def _predicted(batch: int) -> dict[str, float]:
 
 def predicted_beside(record: RunRecord) -> go.Figure:
     """Two bars: the planner's peak and the run's, by category."""
-    bars = {"predicted": _predicted(record.spec["batch_size"]), "measured": _measured(record)}
+    bars = {"predicted": _predicted(record.spec["batch_size"]), "measured": record.summary.peak_memory_bytes.split}
     first, second = (sum(split.values()) for split in bars.values())
     title = f"Predicted {size(first)}, measured {size(second)}: {first / second:.0%} of it"
     subtitle = (
@@ -133,25 +132,19 @@ def predicted_beside(record: RunRecord) -> go.Figure:
     return stacked(bars, record.spec["card"], title, subtitle)
 
 
-def _measured(record: RunRecord) -> dict[str, float]:
-    return dict(record.summary.peak_memory_bytes.split)
-
-
 def gap(record: RunRecord) -> Note:
     """What states by hand leave out, and the category in which the plan is furthest from the run."""
-    predicted, measured = _predicted(record.spec["batch_size"]), _measured(record)
+    predicted, measured = _predicted(record.spec["batch_size"]), record.summary.peak_memory_bytes.split
     states = ("sharded_parameters", "sharded_gradients", "optimizer_state")
     held = sum(measured[name] for name in states)
     furthest = max(CATEGORIES, key=lambda name: abs(measured[name] - predicted[name]))
-    return Note(
-        (
-            f"Seen here: the peak is {size(sum(measured.values()))}, of which {size(held)} are shards of model states."
-            " The rest passes: activations, parameters unsharded for a moment, gradients on their way to their shards.",
-            f"The plan is furthest off in {furthest.replace('_', ' ')}: {size(predicted[furthest])} predicted,"
-            f" {size(measured[furthest])} measured. A plan adds the activations of whole blocks, a run those of every"
-            " operator.",
-        )
-    )
+    return Note((
+        f"Seen here: the peak is {size(sum(measured.values()))}, of which {size(held)} are shards of model states."
+        " The rest passes: activations, parameters unsharded for a moment, gradients on their way to their shards.",
+        f"The plan is furthest off in {furthest.replace('_', ' ')}: {size(predicted[furthest])} predicted,"
+        f" {size(measured[furthest])} measured. A plan adds the activations of whole blocks, a run those of every"
+        " operator.",
+    ))  # fmt: skip
 
 
 # ---- the batch that fits

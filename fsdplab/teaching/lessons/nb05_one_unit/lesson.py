@@ -27,9 +27,9 @@ PARTS = ("05.shard", "05.unshard", "05.reshard", "05.guarded", "05.reduce")
 def rows_figure(rows: int, ranks: int) -> go.Figure:
     """Every rank's c = ceil(rows / n) places: rows of the tensor, as torch.chunk cuts them, then padding."""
     c = -(-rows // ranks)
-    places = [(rank, place, rank * c + place) for rank in range(ranks) for place in range(c)]
-    own = [Span(f"rank {rank}", place, 1, str(row)) for rank, place, row in places if row < rows]
-    padding = [Span(f"rank {rank}", place, 1, "0") for rank, place, row in places if row >= rows]
+    places = [divmod(number, c) for number in range(ranks * c)]  # as many of them as rows have one
+    own = [Span(f"rank {rank}", place, 1, str(row)) for row, (rank, place) in enumerate(places[:rows])]
+    padding = [Span(f"rank {rank}", place, 1, "0") for rank, place in places[rows:]]
     kinds = (("row of the tensor", CATEGORY_COLOURS["sharded_parameters"], own), ("padding", "#d0d4d9", padding))
     hover = "%{{y}}, {} %{{text}}<extra></extra>"
     figure = go.Figure([lane(name, colour, cells, hovertemplate=hover.format(name)) for name, colour, cells in kinds])

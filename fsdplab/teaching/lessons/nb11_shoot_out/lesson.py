@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from itertools import count
 from typing import Any
 
 from fsdplab.common.names import OVER_ALL_RANKS
@@ -37,13 +38,12 @@ def told(runs: int) -> Callable[[RunRecord], None]:
     """A line for each run that has ended, for `compare(..., on_record=told(5))`: what was run, and how many are
     left.
     """
-    done: list[str] = []
+    numbers = count(1)
 
     def tell(record: RunRecord) -> None:
-        done.append(record.spec["strategy"])
         over = ", over the card" if view(record).over_card else ""
         why = f": {record.failure['message']}" if record.failure else ""
-        print(f"{record.spec['strategy']}: {record.status}{over} ({len(done)} of {runs}){why}")
+        print(f"{record.spec['strategy']}: {record.status}{over} ({next(numbers)} of {runs}){why}")
 
     return tell
 
@@ -146,11 +146,8 @@ def _phase_ms(run: RunRecord, messages: bool, phase: str) -> float:
 
 
 def _name(run: RunRecord) -> str:
-    numbers = [
-        f"{name}={run.spec[name]}"
-        for name, usual in (("prefetch", 1), ("link_queues", 1), ("units", "auto"))
-        if run.spec[name] != usual
-    ]
+    usual = {"prefetch": 1, "link_queues": 1, "units": "auto"}
+    numbers = [f"{name}={run.spec[name]}" for name, value in usual.items() if run.spec[name] != value]
     return ", ".join([run.spec["strategy"], *numbers])
 
 

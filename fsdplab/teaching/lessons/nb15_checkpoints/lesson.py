@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,8 +37,7 @@ STEPS, EVERY = 12, 4
 @doing("a model on 4 ranks, in three forms")
 def forms(model: str = "gpt-20m", ranks: int = 4) -> list[dict[str, int]]:
     """Bytes that each rank holds of the parameters, by the form of the state dict."""
-    found: list[dict[str, int]] = _on_ranks("forms", ranks, model=model)
-    return found
+    return _on_ranks("forms", ranks, model=model)
 
 
 def forms_figure(held: Sequence[dict[str, int]]) -> go.Figure:
@@ -59,17 +59,11 @@ def reshaped(numbers: Sequence[int] = (2, 3, 1)) -> Table:
     """A checkpoint saved on 4 ranks and loaded on others: what each rank holds, and whether bits are those saved."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        saved = _on_ranks("save_and_read", 4, folder=folder, saves=True)
-        rows.append(_reshaped_row("saved on 4", saved))
-        for ranks in numbers:
-            found = _on_ranks("save_and_read", ranks, folder=folder, saves=False)
-            rows.append(_reshaped_row(f"loaded on {ranks}", found))
+        for how, ranks in (("saved", 4), *(("loaded", number) for number in numbers)):
+            found = _on_ranks("save_and_read", ranks, folder=folder, saves=how == "saved")
+            held = ", ".join(f"{each['bytes'] / 1e3:.0f}" for each in found)
+            rows.append([f"{how} on {ranks}", held, "all equal" if all(each["equal"] for each in found) else "differ"])
     return table(["", "each rank holds, kB", "bits"], rows, "Measured: gpt-tiny after two steps, full_shard.")
-
-
-def _reshaped_row(name: str, ranks: Sequence[dict[str, Any]]) -> list[str]:
-    held = ", ".join(f"{each['bytes'] / 1e3:.0f}" for each in ranks)
-    return [name, held, "all equal" if all(each["equal"] for each in ranks) else "differ"]
 
 
 # ---- a job that is killed
@@ -122,24 +116,21 @@ def apart(job: Job, other: Job) -> float:
 
 def losses_figure(job: Job, uninterrupted: Job) -> go.Figure:
     """The losses of a job that was killed, in the colour of its number of ranks, over one that was not."""
-    plain = uninterrupted.losses()
-    figure = go.Figure(
-        [lines.line("never killed", "#b3bac4", [row["step"] for row in plain], [row["loss"] for row in plain])]
-    )
+    figure = go.Figure([lines.line("never killed", "#b3bac4", *_curve(uninterrupted.losses()))])
     for number, rows in enumerate(_parts(job)):
         ranks = rows[0]["ranks"]
-        name = f"start {number + 1}: {ranks} ranks"
-        figure.add_trace(
-            lines.points(name, _COLOURS[ranks], [row["step"] for row in rows], [row["loss"] for row in rows])
-        )
+        figure.add_trace(lines.points(f"start {number + 1}: {ranks} ranks", _COLOURS[ranks], *_curve(rows)))
     figure.update_xaxes(title_text="step").update_yaxes(title_text="loss")
-    twice = sorted(
-        {row["step"] for row in job.losses() if sum(row["step"] == each["step"] for each in job.losses()) > 1}
-    )
+    computed = Counter(row["step"] for row in job.losses())
+    twice = sorted(step for step, times in computed.items() if times > 1)
     again = f"steps {twice[0]} to {twice[-1]} were computed twice" if twice else "no step was computed twice"
     title = f"Killed, and on with other ranks: losses differ by at most {apart(job, uninterrupted):.0e}"
     subtitle = f"Measured: the same 12 sequences in a step on any ranks; {again}"
     return titled(figure, title, subtitle, f"Losses over steps. {' '.join(job.parts)} {again}.", height=340)
+
+
+def _curve(rows: Sequence[dict[str, Any]]) -> tuple[list[float], list[float]]:
+    return [row["step"] for row in rows], [row["loss"] for row in rows]
 
 
 def _parts(job: Job) -> Iterator[list[dict[str, Any]]]:
@@ -166,9 +157,8 @@ def export() -> Table | Note:
         from transformers import AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
     except ImportError:
-        return Note(
-            ("transformers is not installed here: pip install transformers safetensors, and run the cell again.",)
-        )
+        how = "pip install transformers safetensors, and run the cell again"
+        return Note((f"transformers is not installed here: {how}.",))
     import torch
 
     disable_progress_bar()

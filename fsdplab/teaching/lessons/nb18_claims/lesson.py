@@ -20,7 +20,7 @@ from fsdplab.teaching.core.display import Note, Table, table
 from fsdplab.teaching.core.waiting import doing
 from fsdplab.workloads.shapes import preset
 
-from .claims import CLAIMS, VERDICTS, Claim, Finding, claim_of, memory, practice, speed, traffic
+from .claims import CLAIMS, VERDICTS, Finding, claim_of, memory, practice, speed, traffic
 
 SUBJECTS = {"memory": memory, "traffic": traffic, "speed": speed, "practice": practice}
 _COLOURS = dict(zip(VERDICTS, ("#3d9970", "#e0a030", "#c0392b"), strict=True))
@@ -46,13 +46,12 @@ def statements(*numbers: str) -> Table:
 
 def judged(subject: str) -> Table:
     """The statements of a subject (memory, traffic, speed, practice), each with its verdict and the figures."""
-    rows = [_row(each) for each in SUBJECTS[subject].CLAIMS]
+    found = {each: finding(each.id) for each in SUBJECTS[subject].CLAIMS}
+    rows = [
+        [each.id, each.statement, said.verdict, said.text, each.origin, each.seen_in[:2]]
+        for each, said in found.items()
+    ]
     return table(["", "statement", "verdict", "because", "figures", "see"], rows)
-
-
-def _row(each: Claim) -> list[str]:
-    found = finding(each.id)
-    return [each.id, each.statement, found.verdict, found.text, each.origin, each.seen_in[:2]]
 
 
 def count(verdict: str) -> int:
@@ -68,22 +67,15 @@ def about() -> Note:
 
 def verdicts_figure() -> go.Figure:
     """How many statements of each subject are confirmed, true under conditions, or refuted."""
-    counted = {
-        name: [sum(finding(each.id).verdict == verdict for each in module.CLAIMS) for verdict in VERDICTS]
-        for name, module in SUBJECTS.items()
-    }
-    parts = [
-        Part(verdict, _COLOURS[verdict], [each[place] for each in counted.values()])
-        for place, verdict in enumerate(VERDICTS)
-    ]
-    ends = {name: f"<b>{sum(each)}</b>" for name, each in counted.items()}
+    counted = {name: Counter(finding(each.id).verdict for each in module.CLAIMS) for name, module in SUBJECTS.items()}
+    parts = [Part(verdict, _COLOURS[verdict], [each[verdict] for each in counted.values()]) for verdict in VERDICTS]
+    ends = {name: f"<b>{each.total()}</b>" for name, each in counted.items()}
     figure = stacked_bars(ends, parts, "statements", "%{x:.0f}")
     plain = count(VERDICTS[0])
     title = f"Of {len(CLAIMS)} statements about FSDP {plain} hold as they are said"
     subtitle = f"{count(VERDICTS[1])} hold under conditions, {count(VERDICTS[2])} do not; computed and measured"
     said = "; ".join(
-        f"{name}: {', '.join(f'{number} {verdict}' for number, verdict in zip(each, VERDICTS))}"
-        for name, each in counted.items()
+        f"{name}: {', '.join(f'{each[verdict]} {verdict}' for verdict in VERDICTS)}" for name, each in counted.items()
     )
     return titled(figure, title, subtitle, f"Stacked bars of statements by subject. {said}.", height=270)
 
@@ -122,10 +114,8 @@ def ratio_figure(gathers: str, reductions: str, ddp: str, root_percent: int) -> 
     figure = stacked_bars(ends, parts, "bytes sent of an element, times (n - 1)/n", "%{x:.2g}")
     title = f"Full sharding sends {factor:.2f} times as many bytes as DDP"
     subtitle = f"Computed: all-gathers in {gathers}, reductions in {reductions}, DDP in {ddp}"
-    alt = (
-        f"Stacked bars of bytes: DDP {plain:g}, full sharding {gathered:g} unsharded and {reduced:g} reduced. {title}."
-    )
-    return titled(figure, title, subtitle, alt, height=230)
+    said = f"DDP {plain:g}, full sharding {gathered:g} unsharded and {reduced:g} reduced"
+    return titled(figure, title, subtitle, f"Stacked bars of bytes: {said}. {title}.", height=230)
 
 
 # ---- on this machine
@@ -151,14 +141,12 @@ def again() -> Table:
     rows = []
     for name in ("no_shard", "full_shard"):
         here, there = told(strategy=name), measured()["strategies"][name]
-        kinds = ", ".join(
-            f"{number} {kind.split()[1]}s in the {kind.split()[0]}" for kind, number in here["collectives"].items()
-        )
-        same = "the same" if (here["bytes"], here["collectives"]) == (there["bytes"], there["collectives"]) else "other"
-        rows.append([name, f"{here['bytes'] / 1e6:.2f}", kinds, same])
-    return table(
-        ["strategy", "MB sent", "collectives", "as in the record"], rows, "Measured on 2 ranks, one step of gpt-tiny."
-    )
+        issued = [(*each.split(), number) for each, number in here["collectives"].items()]
+        kinds = [f"{number} {kind}s in the {phase}" for phase, kind, number in issued]
+        same = all(here[what] == there[what] for what in ("bytes", "collectives"))
+        rows.append([name, f"{here['bytes'] / 1e6:.2f}", ", ".join(kinds), "the same" if same else "other"])
+    header = ["strategy", "MB sent", "collectives", "as in the record"]
+    return table(header, rows, "Measured on 2 ranks, one step of gpt-tiny.")
 
 
 # ---- the learner's verdicts

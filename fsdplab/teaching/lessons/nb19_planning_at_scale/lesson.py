@@ -18,7 +18,7 @@ from fsdplab.figures import lines
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import EDGE, GRID, mark_level, titled
 from fsdplab.planning.fit import fewest_gpus, largest_that_fits
-from fsdplab.planning.plan_spec import CHECKPOINTINGS, PlanSpec, under_each_strategy
+from fsdplab.planning.plan_spec import CHECKPOINTINGS, under_each_strategy
 from fsdplab.planning.planner import Plan, plan_of, plan_spec, shortfall
 from fsdplab.planning.search import fit
 from fsdplab.planning.search.reasons import WHY, in_short
@@ -41,13 +41,11 @@ def told(found: Plan) -> Note:
         return Note((f"{what}: does not fit.", f"{shortfall(found)}."))
     speed = f"{found.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, MFU {found.mfu:.0%}" if found.mfu else "unknown speed"
     card, likely = size(spec.gpu.memory_bytes), "which fits too" if roomy(found) else "which is too much"
-    return Note(
-        (
-            f"{what}: {size(peak.total)} of {card} at the peak, in the {peak.name}.",
-            f"The allocator is likely to reserve {size(reserved(found))} for it, {likely}.",
-            speed,
-        )
-    )
+    return Note((
+        f"{what}: {size(peak.total)} of {card} at the peak, in the {peak.name}.",
+        f"The allocator is likely to reserve {size(reserved(found))} for it, {likely}.",
+        speed,
+    ))  # fmt: skip
 
 
 def fewest(gpu: str) -> int:
@@ -68,9 +66,8 @@ def strategies(gpus: int, gpu: str = "h100") -> Table:
         cells = [f"{each / 1e9:,.1f}" for each in (peak, reserved(found))]
         rows.append([name, *cells, *(speed if roomy(found) else ["does not fit", "-", "-"])])
     card = plan_spec(MODEL, gpu).gpu.memory_bytes
-    caption = (
-        f"Predicted: {gpus} GPUs, cards of {size(card)}, sequences of {SEQUENCE:,} tokens, selective checkpointing."
-    )
+    job = f"{gpus} GPUs, cards of {size(card)}, sequences of {SEQUENCE:,} tokens, selective checkpointing"
+    caption = f"Predicted: {job}."
     return table(["strategy", "in use, GB", "reserved, GB", "tokens/s a GPU", "exposed", "MFU"], rows, caption)
 
 
@@ -85,15 +82,11 @@ def best(gpu: str, gpus: int) -> Plan | None:
     most = STEP_TOKENS // (SEQUENCE * gpus)
     every = under_each_strategy(plan_spec(MODEL, gpu, gpus=gpus, seq=SEQUENCE))
     tried = [replace(each, checkpointing=checkpointing) for each in every for checkpointing in CHECKPOINTINGS]
-    with_room = [plan for each in tried if (plan := _with_room(each, most))]
-    return min(with_room, key=lambda each: dollars(each, gpu), default=None)
-
-
-def _with_room(spec: PlanSpec, most: int) -> Plan | None:
-    """The plan with as many sequences a rank as what is reserved has room for, at most `most`."""
-    plan = lambda count: plan_of(replace(spec, micro_batch=count))  # noqa: E731
-    count = largest_that_fits(lambda count: roomy(plan(count)), most)
-    return plan(count) if count else None
+    with_room = []  # each with as many sequences a rank as what is reserved has room for
+    for each in tried:
+        if count := largest_that_fits(lambda count: roomy(plan_of(replace(each, micro_batch=count))), most):
+            with_room.append(plan_of(replace(each, micro_batch=count)))
+    return min(with_room, key=lambda plan: dollars(plan, gpu), default=None)
 
 
 def ladder(gpu: str, tokens: float = TOKENS) -> dict[int, tuple[float, float]]:
@@ -137,23 +130,19 @@ def _panel(
 ) -> None:  # fmt: skip
     """One panel; the bar of the chosen number in the strong colour, each with its value above."""
     colours = [_CHOSEN if name == chosen else _PLAIN for name in names]
-    figure.add_trace(
-        go.Bar(
-            x=names, y=values, xaxis=f"x{number}", yaxis=f"y{number}", showlegend=False, text=texts,
-            textposition="outside", cliponaxis=False, marker=dict(color=colours, line=dict(color=EDGE, width=1)),
-            hovertemplate="%{x} GPUs: %{y:.3g}<extra></extra>",
-        )
+    figure.add_bar(
+        x=names, y=values, xaxis=f"x{number}", yaxis=f"y{number}", showlegend=False, text=texts,
+        textposition="outside", cliponaxis=False, marker=dict(color=colours, line=dict(color=EDGE, width=1)),
+        hovertemplate="%{x} GPUs: %{y:.3g}<extra></extra>",
     )  # fmt: skip
     figure.add_annotation(
         x=span[0], y=1, xref="paper", yref="paper", text=f"<b>{words}</b>", showarrow=False, xanchor="left",
         yanchor="bottom", yshift=6,
     )  # fmt: skip
-    figure.update_layout(
-        {
-            f"xaxis{number}": dict(domain=span, anchor=f"y{number}", type="category", title="GPUs", showgrid=False),
-            f"yaxis{number}": dict(anchor=f"x{number}", range=[0, 1.15 * max(values)]),
-        }
-    )
+    figure.update_layout({
+        f"xaxis{number}": dict(domain=span, anchor=f"y{number}", type="category", title="GPUs", showgrid=False),
+        f"yaxis{number}": dict(anchor=f"x{number}", range=[0, 1.15 * max(values)]),
+    })  # fmt: skip
 
 
 def weighed(order: dict[str, Any]) -> Table:
@@ -220,9 +209,8 @@ def ratios(found: Validation) -> go.Figure:
         figure.add_trace(dots.update(hovertemplate="%{text}: %{x:.2f}<extra></extra>"))
     mark_level(figure, 1, "")
     figure.update_xaxes(title_text="predicted / published tokens a second", range=[0.5, 2.4])
-    figure.update_yaxes(
-        tickvals=list(range(len(gpus))), ticktext=gpus, range=[len(gpus) - 0.5, -0.5], gridcolor=GRID
-    )  # fmt: skip
+    ticks = dict(tickvals=list(range(len(gpus))), ticktext=gpus)
+    figure.update_yaxes(range=[len(gpus) - 0.5, -0.5], gridcolor=GRID, **ticks)
     title = f"Throughput of published runs: median error {error(found):.1f} % on held-out sources"
     subtitle = f"{len(rows)} runs of data/published.csv; rates are fitted to two of its sources"
     low, high = min(row.ratio for row in rows), max(row.ratio for row in rows)

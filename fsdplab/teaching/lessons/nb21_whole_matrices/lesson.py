@@ -8,9 +8,10 @@ times are those of the steady card, which are the same on every machine.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from itertools import product
 
 import torch
 
@@ -37,20 +38,14 @@ MB = 1e6
 SENT = 2  # bytes of an element that travels
 MATRICES = ("down", "up", "query")
 BF16_FLOPS = 2 * GIGAFLOPS * 1e9  # of the steady card
-_on_ranks = LessonRanks(__file__)
 
 
 # ---- singular values
 
 
-@lru_cache(maxsize=1)
-def _gradients() -> dict[str, torch.Tensor]:
-    return gradients()
-
-
 def gradient(name: str = "down") -> torch.Tensor:
     """The gradient of a matrix of gpt-tiny's first block, measured: down [64, 256], up [256, 64], query [64, 64]."""
-    return _gradients()[name]
+    return gradients()[name]
 
 
 def pieces(matrix: torch.Tensor, ranks: int) -> torch.Tensor:
@@ -75,9 +70,14 @@ def values_figure(ranks: int, matrix: str = "down") -> go.Figure:
     scaled = [each / before[0] for each in before]
     places = list(range(1, len(before) + 1))
     parts = "halves" if ranks == 2 else f"{ranks} parts"
-    each = {f"{parts}, each alone": (_RED, joined, "dash")} if ranks > 1 else {}
-    curves = {"the gradient, largest = 1": (_GREY, scaled, "dot"), "the whole matrix": (_BLUE, whole, "solid"), **each}
-    figure = go.Figure([lines.line(name, colour, places, y, dash=dash) for name, (colour, y, dash) in curves.items()])
+    figure = go.Figure(
+        [
+            lines.line("the gradient, largest = 1", "#6b7380", places, scaled, dash="dot"),
+            lines.line("the whole matrix", "#0064c8", places, whole),
+        ]
+    )
+    if ranks > 1:
+        figure.add_trace(lines.line(f"{parts}, each alone", "#e01f3d", places, joined, dash="dash"))
     figure.update_xaxes(title_text="singular values, the largest first")
     figure.update_yaxes(title_text="value", range=[0, 1.08 * max(1.2, *joined)])
     rows, columns = given.shape
@@ -85,19 +85,12 @@ def values_figure(ranks: int, matrix: str = "down") -> go.Figure:
     if ranks > 1:
         title = f"Orthogonalised in {parts}: singular values {joined[0]:.2f} to {joined[-1]:.3f}"
     subtitle = f"Measured: a gradient [{rows}, {columns}] of gpt-tiny, five iterations in bfloat16"
-    alt = (
-        f"Lines of {len(before)} singular values, the largest first. The gradient's fall from 1 to {scaled[-1]:.1e}."
-        f" After Newton-Schulz those of the whole matrix lie between {whole[-1]:.2f} and {whole[0]:.2f}."
-    )
+    alt = f"Lines of {len(before)} singular values, the largest first. The gradient's fall from 1 to {scaled[-1]:.1e}."
+    alt += f" After Newton-Schulz those of the whole matrix lie between {whole[-1]:.2f} and {whole[0]:.2f}."
     if ranks > 1:
-        alt += (
-            f" Where each of {ranks} ranks orthogonalises its rows alone, those of the joined matrix fall from"
-            f" {joined[0]:.2f} to {joined[-1]:.3f}."
-        )
+        alt += f" Where each of {ranks} ranks orthogonalises its rows alone, those of the joined matrix fall from"
+        alt += f" {joined[0]:.2f} to {joined[-1]:.3f}."
     return titled(figure, title, subtitle, alt, 340)
-
-
-_GREY, _BLUE, _RED = "#6b7380", "#0064c8", "#e01f3d"
 
 
 # ---- an exchange, drawn
@@ -113,21 +106,20 @@ _KINDS = {
 
 def exchange_cells(ranks: int = 3) -> Iterator[HeldCell]:
     """What each rank holds of as many matrices as there are ranks, moment by moment; rank r owns matrix r."""
-    for rank in range(ranks):
-        for matrix in range(ranks):
-            row = f"rank {rank}: matrix {'ABCDEFGH'[matrix]}"
-            yield HeldCell(row, 0, "rows of the momentum", f"part {rank}")
-            if rank == matrix:
-                yield HeldCell(row, 1, "a whole matrix", f"parts 0 to {ranks - 1}")
-                yield HeldCell(row, 2, "a whole update", "orthogonal")
-            yield HeldCell(row, 3, "rows of the update", f"part {rank}")
+    for rank, matrix in product(range(ranks), repeat=2):
+        row = f"rank {rank}: matrix {'ABCDEFGH'[matrix]}"
+        yield HeldCell(row, 0, "rows of the momentum", f"part {rank}")
+        if rank == matrix:
+            yield HeldCell(row, 1, "a whole matrix", f"parts 0 to {ranks - 1}")
+            yield HeldCell(row, 2, "a whole update", "orthogonal")
+        yield HeldCell(row, 3, "rows of the update", f"part {rank}")
 
 
 def exchange_diagram(ranks: int = 3) -> go.Figure:
     """The four moments of a step with owners, with a play button."""
-    rows = [f"rank {rank}: matrix {'ABCDEFGH'[matrix]}" for rank in range(ranks) for matrix in range(ranks)]
+    cells = list(exchange_cells(ranks))
     return cells_in_time(
-        list(exchange_cells(ranks)), rows, MOMENTS, _KINDS,
+        cells, list(dict.fromkeys(cell.row for cell in cells)), MOMENTS, _KINDS,
         "Each matrix is whole once, on its owner",
         f"Drawn from the rule, nothing was run: {ranks} ranks, {ranks} matrices, rank 0 owns A, rank 1 B, and so on",
         f"Which parts of {ranks} matrices each of {ranks} ranks holds. First every rank has its rows of the momentum of"
@@ -164,27 +156,19 @@ def ways(model: str, ranks: int) -> list[Way]:
     """
     shape = shape_of(model)
     block = matrices_of(shape.block)
-    elements = shape.layers * sum(rows * columns for rows, columns in block)
+    elements = shape.layers * sum(map(math.prod, block))
     owners = OwnersStep.of(shape, ranks, whole=False)
-    uneven = max(_shares(block, ranks, _elements)) - sum(map(_elements, block)) / ranks
+    everywhere = shape.layers * sum(map(newton_schulz_flops, block))
+    uneven = max(_shares(block, ranks, math.prod)) - sum(map(math.prod, block)) / ranks
+    padding = 3 * 4 * shape.layers * (ranks - 1) * uneven
+    # of the busiest rank, where each block's shares go to the ranks in turn, so that all blocks together balance
+    shares = _shares(block, ranks, newton_schulz_flops)
+    flops = max(sum(shares[(rank + layer) % ranks] for layer in range(shape.layers)) for rank in range(ranks))
     return [
-        Way(
-            "all-gather everywhere",
-            shape.layers * sum(map(newton_schulz_flops, block)),
-            SENT * elements * (ranks - 1) / ranks,
-        ),
+        Way("all-gather everywhere", everywhere, SENT * elements * (ranks - 1) / ranks),
         Way("an owner a matrix", owners.flops, float(sum(row.step_bytes for row in owners.traffic()))),
-        Way(
-            "whole matrices a rank",
-            _flops_of_whole(block, shape.layers, ranks),
-            0.0,
-            3 * 4 * shape.layers * (ranks - 1) * uneven,
-        ),
+        Way("whole matrices a rank", flops, 0.0, padding),
     ]
-
-
-def _elements(shape: tuple[int, int]) -> float:
-    return float(shape[0] * shape[1])
 
 
 def _shares(block: Sequence[tuple[int, int]], ranks: int, cost: Callable[[tuple[int, int]], float]) -> list[float]:
@@ -193,12 +177,6 @@ def _shares(block: Sequence[tuple[int, int]], ranks: int, cost: Callable[[tuple[
     for each in sorted(block, key=cost, reverse=True):
         load[load.index(min(load))] += cost(each)
     return load
-
-
-def _flops_of_whole(block: Sequence[tuple[int, int]], layers: int, ranks: int) -> float:
-    """Of the busiest rank, where each block's shares go to the ranks in turn, so that all blocks together balance."""
-    shares = _shares(block, ranks, newton_schulz_flops)
-    return max(sum(shares[(rank + layer) % ranks] for layer in range(layers)) for rank in range(ranks))
 
 
 def ways_figure(model: str, ranks: int, link: str) -> go.Figure:
@@ -213,9 +191,8 @@ def ways_figure(model: str, ranks: int, link: str) -> go.Figure:
         way.name: f"<b>{seconds(sum(both))}</b> · {way.flops / 1e9:,.0f} GFLOP, {size(int(way.sent + way.padding))}"
         for way, both in zip(found, split)
     }
-    figure = stacked_bars(
-        ends, parts, "a rank's optimizer step, nothing overlapped (ms)", "%{x:.1f} ms", lambda ms: seconds(ms / 1e3)
-    )
+    axis = "a rank's optimizer step, nothing overlapped (ms)"
+    figure = stacked_bars(ends, parts, axis, "%{x:.1f} ms", lambda ms: seconds(ms / 1e3))
     best = min(range(len(found)), key=lambda place: sum(split[place]))
     title = f"{model} on {ranks} ranks: {found[best].name} takes {seconds(sum(split[best]))}, the least"
     subtitle = f"Computed for the steady card ({BF16_FLOPS / 1e9:.0f} GFLOP/s in bf16), a link of {link}"
@@ -231,7 +208,7 @@ def ways_figure(model: str, ranks: int, link: str) -> go.Figure:
 @doing("one step of torch.optim.Muon on the shards of two ranks")
 def counted() -> dict[str, dict[str, int]]:
     """Collectives by kind that rank 0 of two issues in a step of Muon on gpt-tiny's 12 matrices, sharded by PyTorch."""
-    return _on_ranks("collectives_of_a_step", 2)[0]
+    return dict(LessonRanks(__file__)("collectives_of_a_step", 2)[0])
 
 
 def collectives(found: dict[str, dict[str, int]]) -> Table:
@@ -261,11 +238,10 @@ def beside(runs: Sequence[RunRecord]) -> Table:
             (known(said.bytes_per_step), known(summary.comm.bytes_per_step)),
         ]
         rows.append([spec.optimizer, *(f"{nbytes / MB:.1f}" for pair in pairs for nbytes in pair)])
-    header = [
-        "optimizer",
-        *(f"{what}, {how}" for what in ("state MB", "peak MB", "MB sent") for how in ("predicted", "measured")),
-    ]
-    return table(header, rows, "A rank of 2 CPU ranks; sent in one step. Predicted by arithmetic, before the run.")
+    both = (f"{what}, {how}" for what in ("state MB", "peak MB", "MB sent") for how in ("predicted", "measured"))
+    return table(
+        ["optimizer", *both], rows, "A rank of 2 CPU ranks; sent in one step. Predicted by arithmetic, before the run."
+    )
 
 
 def steps_figure(runs: Sequence[RunRecord]) -> go.Figure:
@@ -274,17 +250,12 @@ def steps_figure(runs: Sequence[RunRecord]) -> go.Figure:
     for record in runs:
         step, own = known(record.summary.step_time_s.median), optimizer_s(record)
         exposed = known(record.summary.comm.exposed_s) - _optimizer(record)[1]
-        split[_named(record)] = (step - own - exposed, exposed, own)
-    parts = [
-        Part(name, colour, [1e3 * each[place] for each in split.values()])
-        for place, (name, colour) in enumerate(
-            (
-                ("forward and backward", STEP_COLOURS["compute only"]),
-                ("exposed communication", STEP_COLOURS["exposed"]),
-                ("optimizer", LANE_COLOURS["optimizer"]),
-            )
-        )
-    ]
+        tokens = record.spec["batch_size"] * record.spec["sequence_length"]
+        split[f"{record.spec['optimizer']}, {tokens:,} tokens a rank"] = (step - own - exposed, exposed, own)
+    colours = (STEP_COLOURS["compute only"], STEP_COLOURS["exposed"], LANE_COLOURS["optimizer"])
+    names = ("forward and backward", "exposed communication", "optimizer")
+    lengths = ([1e3 * length for length in part] for part in zip(*split.values()))
+    parts = [Part(*part) for part in zip(names, colours, lengths)]
     ends = {name: f"<b>{seconds(sum(each))}</b>, optimizer {each[2] / sum(each):.1%}" for name, each in split.items()}
     figure = stacked_bars(ends, parts, "one step (ms)", "%{x:.0f} ms", lambda ms: seconds(ms / 1e3))
     last = list(split)[-1]
@@ -307,8 +278,3 @@ def _optimizer(record: RunRecord) -> tuple[float, float]:
     profile = record.summary.profile
     assert profile is not None, "a simulated step has a profile"
     return known(profile.optimizer_s), known(profile.exchange_s)
-
-
-def _named(record: RunRecord) -> str:
-    tokens = record.spec["batch_size"] * record.spec["sequence_length"]
-    return f"{record.spec['optimizer']}, {tokens:,} tokens a rank"

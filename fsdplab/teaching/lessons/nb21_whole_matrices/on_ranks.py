@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
 
 import torch
 import torch.distributed as dist
@@ -28,6 +29,7 @@ def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
     return _muon._zeropower_via_newtonschulz(matrix, COEFFICIENTS, STEPS, EPSILON)
 
 
+@lru_cache(maxsize=2)
 def gradients(model: str = "gpt-tiny", seed: int = 0) -> dict[str, torch.Tensor]:
     """The gradients of the first block's matrices by name, of one batch of tokens drawn at random."""
     gpt = build_model(model, seed=seed)
@@ -51,14 +53,10 @@ def collectives_of_a_step(payload: object) -> dict[str, dict[str, int]]:
         optimizer = Muon(matrices) if name == "torch.optim.Muon" else whole_matrices(Muon(matrices))
         tokens = torch.full((1, 17), dist.get_rank())
         loss_of(gpt, tokens[:, :-1], tokens[:, 1:]).backward()
-        found[name] = _counted(optimizer)
+        counts: Counter[str] = Counter()
+        with CommDebugMode() as log:
+            optimizer.step()
+        for operation, count in log.get_comm_counts().items():
+            counts[_KINDS[str(operation).rpartition(".")[2]]] += count
+        found[name] = dict(counts)
     return found
-
-
-def _counted(optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    counts: Counter[str] = Counter()
-    with CommDebugMode() as log:
-        optimizer.step()
-    for operation, count in log.get_comm_counts().items():
-        counts[_KINDS[str(operation).rpartition(".")[2]]] += count
-    return dict(counts)
