@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from fsdplab.common.sizes import size
 from fsdplab.common.words import plural
@@ -117,9 +117,7 @@ class Life(HasTable):
     ranks: int
     moments: tuple[dict[str, Any], ...]
     differences: dict[str, float]
-    provenance: dict[str, str] = field(
-        default_factory=lambda: {"bytes held by a layer": "measured", "difference from the whole layer": "measured"}
-    )
+    provenance: ClassVar = dict.fromkeys(("bytes held by a layer", "difference from the whole layer"), "measured")
 
     @property
     def peak_megabytes(self) -> float:
@@ -149,23 +147,19 @@ def layer_figure(life: Life) -> go.Figure:
     """Bytes of one layer's weight and gradient after each moment of its life, stacked by kind, in time order from the
     top.
     """
-    kinds = [name for name in life.moments[0] if name != "moment"]
-    names = [moment["moment"] for moment in life.moments]
-    totals = [held(moment) for moment in life.moments]
+    totals = {moment["moment"]: held(moment) for moment in life.moments}
     parts = [
         Part(kind.replace("_", " "), CATEGORY_COLOURS[kind], [moment[kind] / 1e6 for moment in life.moments])
-        for kind in kinds
-    ]
+        for kind in life.moments[0] if kind != "moment"
+    ]  # fmt: skip
     whole = 2 * life.weight_bytes
     levels = {f"unsharded: {size(whole)}": whole / 1e6}
-    ends = {name: f"<b>{size(total)}</b>" for name, total in zip(names, totals)}
+    ends = {name: f"<b>{size(total)}</b>" for name, total in totals.items()}
     figure = stacked_bars(ends, parts, "bytes held by one rank (MB)", "%{x:.3f} MB", levels=levels)
-    rest, peak = totals[-1], max(totals)
+    rest, peak = [*totals.values()][-1], max(totals.values())
     title = f"A weight of {size(life.weight_bytes)} and its gradient: {size(rest)} at rest, {size(peak)} at the peak"
-    summary = "; ".join(f"{name} {size(total)}" for name, total in zip(names, totals))
-    subtitle = (
-        f"Measured on rank 0 of {life.ranks} CPU ranks: storages after each call; the messages' own buffers are"
-        " left out"
-    )
+    summary = "; ".join(f"{name} {size(total)}" for name, total in totals.items())
+    where = f"Measured on rank 0 of {life.ranks} CPU ranks: storages after each call"
+    subtitle = f"{where}; the messages' own buffers are left out"
     alt = f"Bars from top to bottom in time order: {summary}. Unsharded {size(whole)}."
-    return titled(figure, title, subtitle, alt, height=140 + 34 * len(names))
+    return titled(figure, title, subtitle, alt, height=140 + 34 * len(totals))

@@ -9,10 +9,10 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import chain, cycle
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -71,20 +71,20 @@ def show_glue() -> None:
 
 # ---- a training under each engine
 
-_ORIGINS = {**dict.fromkeys(("losses", "ledger", "unsharded bytes"), "measured"), "formula_bytes_per_step": "computed"}
-
 
 @dataclass(frozen=True, repr=False)
 class Training(HasTable):
     """One training under the learner's engine, beside the lab's and the twin's where they ran too."""
 
+    provenance: ClassVar = {
+        **dict.fromkeys(("losses", "ledger", "unsharded bytes"), "measured"), "formula_bytes_per_step": "computed",
+    }  # fmt: skip
     whose: str
     records: dict[str, RunRecord]
     losses: dict[str, list[float]]
     differs: dict[str, dict[str, Any]]
     rows: dict[str, list[dict[str, Any]]]
     plan: Plan
-    provenance: dict[str, str] = field(default_factory=lambda: dict(_ORIGINS))
 
     @property
     def mine(self) -> RunRecord:
@@ -162,7 +162,7 @@ class Beside(HasTable):
     model: str
     losses: dict[str, list[float]]
     peaks: dict[str, int]
-    provenance: dict[str, str] = field(default_factory=lambda: dict.fromkeys(("losses", "peak memory"), "measured"))
+    provenance: ClassVar = dict.fromkeys(("losses", "peak memory"), "measured")
 
     def megabytes(self, engine: str) -> float:
         """MB at the peak of the worst rank under `"my_fsdp"`, `"DDP"` or `"fully_shard"`."""

@@ -95,10 +95,10 @@ def life_of(record: RunRecord, rank: int = 0) -> list[Row]:
     """
     begin = record.summary.memory_start_ns[rank]
     steps = {row["step"] for row in record.table("memory")}
-    rows = [row for row in record.table("life") if row["rank"] == rank and row["step"] in steps]
     named = [
         {"unit": row["unit"] or "root", "state": row["state"], "phase": row["phase"], "time_ns": row["time_ns"] - begin}
-        for row in rows
+        for row in record.table("life")
+        if row["rank"] == rank and row["step"] in steps
     ]
     return sorted(named, key=lambda row: row["time_ns"])
 
@@ -120,16 +120,12 @@ def gathered_table(record: RunRecord, holding: Callable[[list[Row], int], Any]) 
     memory table.
     """
     row, sizes = peak_row(record), unit_bytes(record)
-    names = sorted(holding(life_of(record, row["rank"]), row["time_ns"]))
-    rows = [
-        [name, state_at(life_of(record, row["rank"]), row["time_ns"]).get(name, "-"), f"{sizes[name] / MB:.2f}"]
-        for name in names
-    ]
+    life, at = life_of(record, row["rank"]), row["time_ns"]
+    names = sorted(holding(life, at))
+    rows = [[name, state_at(life, at).get(name, "-"), f"{sizes[name] / MB:.2f}"] for name in names]
     rows.append(["together", "", f"{sum(sizes[name] for name in names) / MB:.2f}"])
-    caption = (
-        f"Measured on rank {row['rank']}; the memory table has {row['unsharded_parameters'] / MB:.2f} MB of unsharded"
-        " parameters at that instant."
-    )
+    whole = f"{row['unsharded_parameters'] / MB:.2f} MB of unsharded parameters at that instant"
+    caption = f"Measured on rank {row['rank']}; the memory table has {whole}."
     return table(["unit", "state at the peak", "MB"], rows, caption)
 
 

@@ -15,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from subprocess import CompletedProcess
+from typing import Any
 
 import torch
 
@@ -78,10 +80,7 @@ def _torchrun(name: str, settings: dict[str, str]) -> tuple[int, str]:
         job.write_text(FAULTS[name].source() + _MAIN, encoding="utf-8")
         command = ["torchrun", "--standalone", "--nproc-per-node=2", "job.py"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **settings}
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", *command[1:]], cwd=folder, env=environment, timeout=120,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-        )  # fmt: skip
+        done = _printed(["-m", "torch.distributed.run", *command[1:]], folder, environment, 120)
         shown = " ".join([*(f"{key}={value}" for key, value in settings.items() if key.startswith("TORCH")), *command])
         return done.returncode, f"# torch {torch.__version__}, 2 ranks over gloo\n$ {shown}\n{_cleaned(done.stdout)}"
 
@@ -91,24 +90,24 @@ def _flight_recorder(name: str) -> str:
 
     torch 2.13 writes no name for gloo's group into a dump, and its analysis looks for one: it is put in.
     """
+    command = ["-m", "torch.distributed.flight_recorder.fr_trace", ".", "--prefix", "rank_"]
     with tempfile.TemporaryDirectory() as folder:
         _torchrun(name, {"TORCH_FR_BUFFER_SIZE": "2000", "DUMPS": folder})
-        return _analysed(Path(folder))
-
-
-def _analysed(folder: Path) -> str:
-    for path in folder.glob("rank_*"):
-        dump = pickle.loads(path.read_bytes())
-        group, description = dump["entries"][0]["process_group"]
-        dump["pg_config"] = {group: {**dump["pg_config"][""], "name": group, "desc": description}}
-        path.write_bytes(pickle.dumps(dump))
-    command = ["-m", "torch.distributed.flight_recorder.fr_trace", ".", "--prefix", "rank_"]
-    done = subprocess.run(
-        [sys.executable, *command], cwd=folder, timeout=60, text=True, check=False, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        for path in Path(folder).glob("rank_*"):
+            dump = pickle.loads(path.read_bytes())
+            group, description = dump["entries"][0]["process_group"]
+            dump["pg_config"] = {group: {**dump["pg_config"][""], "name": group, "desc": description}}
+            path.write_bytes(pickle.dumps(dump))
+        done = _printed(command, folder, dict(os.environ), 60)
     header = f"# torch {torch.__version__}, dumps of TORCH_FR_BUFFER_SIZE=2000\n$ python {' '.join(command)}\n"
     return header + _cleaned(done.stdout)
+
+
+def _printed(command: list[str], folder: str, environment: dict[str, str], limit_s: float) -> CompletedProcess[str]:
+    """A run of Python; its outputs are one text."""
+    settings: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    where = {"cwd": folder, "env": environment, "timeout": limit_s}
+    return subprocess.run([sys.executable, *command], check=False, **where, **settings)
 
 
 _SAY_SOMETHING = re.compile(
