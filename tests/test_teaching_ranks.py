@@ -126,6 +126,7 @@ def test_every_way_to_fail_has_a_cause(failure, cause):
         ("IndexError: tuple index out of range", "fewer pieces than ranks"),
         ("RuntimeError: post accumulate grad hooks should return None.", "a hook returns nothing"),
         ("KeyError: 'zero-1'", "read the last line"),
+        ("ValueError: invalid literal for int() with base 10: 'step-8'", "with `split` or `removeprefix`"),
         ("ValueError: max() arg is an empty sequence", "`max(..., default=...)`"),
         ("RuntimeError: Split sizes doesn't match total dim 0 size", "do not add up to the tensor"),
         (

@@ -197,7 +197,7 @@ def first_mismatch__one_rank(calls):
 
 
 def first_mismatch__last_place_where_alike(calls):
-    """all 6 are alike, the last one, too"""
+    """the last one counts, too"""
     for place, there in enumerate(zip(*calls)):
         if len(set(there)) > 1:
             usual = max(there, key=there.count)
@@ -248,3 +248,31 @@ def first_mismatch__none_where_alike(calls):
         if len(set(there)) > 1:
             usual = max(there, key=there.count)
             return place, [r for r, c in enumerate(there) if c != usual]
+
+
+def late__twice_the_spread(arrivals):
+    """rank 1 is late in 3 of 3 steps"""
+    counts = [0] * len(arrivals[0])
+    for times in arrivals:
+        *others, last = sorted(times)
+        if last - others[-1] > 2 * (others[-1] - others[0]):
+            counts[times.index(last)] += 1
+    return [r for r, c in enumerate(counts) if c > len(arrivals) / 2]
+
+
+def first_mismatch__ranks_from_one(calls):
+    """the first rank is rank 0"""
+    for place, there in enumerate(zip(*calls)):
+        if len(set(there)) > 1:
+            usual = max(there, key=there.count)
+            return place, [r for r, c in enumerate(there, 1) if c != usual]
+    return min(map(len, calls)), []
+
+
+def first_mismatch__total_calls(calls):
+    """a call of all ranks counts once"""
+    for place, there in enumerate(zip(*calls)):
+        if len(set(there)) > 1:
+            usual = max(there, key=there.count)
+            return place * len(calls), [r for r, c in enumerate(there) if c != usual]
+    return min(map(len, calls)) * len(calls), []

@@ -97,7 +97,7 @@ def newest__total_size(folder):
 
 
 def newest__stops_at_the_first_broken(folder):
-    """step-8 is whole"""
+    """step-8 is whole and can be loaded"""
     best = 0
     for name in sorted((n for n in folder if n.startswith("step-")), key=lambda n: int(n[5:])):
         e = folder[name]
@@ -126,7 +126,7 @@ def newest__last_digit(folder):
 
 
 def newest__only_the_newest(folder):
-    """step-4 is whole"""
+    """step-4 is whole and can be loaded"""
     names = [n for n in folder if n.startswith("step-")]
     if not names:
         return 0
@@ -153,3 +153,25 @@ def newest__none_for_none(folder):
         if name.startswith("step-") and e["manifest"] is not None and e["files"] == e["manifest"]:
             steps.append(int(name[5:]))
     return max(steps, default=None)
+
+
+def newest__sizes_at_least(folder):
+    """step-8 cannot be loaded"""
+    steps = []
+    for name, e in folder.items():
+        if (
+            name.startswith("step-")
+            and e["manifest"] is not None
+            and all(e["files"].get(f, -1) >= s for f, s in e["manifest"].items())
+        ):
+            steps.append(int(name[5:]))
+    return max(steps, default=0)
+
+
+def newest__minus_one(folder):
+    """nothing here can be loaded: that is 0"""
+    steps = []
+    for name, e in folder.items():
+        if name.startswith("step-") and e["manifest"] is not None and e["files"] == e["manifest"]:
+            steps.append(int(name[5:]))
+    return max(steps, default=-1)

@@ -106,6 +106,11 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
         "there is nothing to choose from in this case: say what is to come then, `max(..., default=...)`",
     ),
     (
+        r"invalid literal for int\(\)",
+        "the text is no number as a whole: take the part of it that is, with `split` or `removeprefix`, and only of"
+        " names that have one",
+    ),
+    (
         r"Split sizes doesn't match",
         "the sizes do not add up to the tensor: the first list says how many elements come from each rank, and adds up"
         " to what receives them; the second how many go to each, and adds up to what is sent",

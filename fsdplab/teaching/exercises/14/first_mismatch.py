@@ -90,13 +90,16 @@ def alike(got, right):
         return "return two values: a number of calls, and a list of ranks"
     place, counted = right["calls made alike"], got["calls made alike"]
     if not right["ranks"]:
-        return f"up to the end of the shortest list no call differs: all {place} are alike, the last one, too"
+        once = "a call of all ranks counts once" if counted > place else "the last one counts, too"
+        return f"up to the end of the shortest list no call differs, and all {place} are alike: {once}"
     first = f"the first difference is at place {place}, where {differs(right, right['ranks'][0])}"
     return f"{first}: {'only calls before it count' if counted > place else 'all calls before it count'}"
 
 
 def ranks(got, right):
     wanted = right["ranks"]
+    if wanted and got["ranks"] == [rank + 1 for rank in wanted]:
+        return "the first rank is rank 0"
     missing = [rank for rank in wanted if rank not in got["ranks"]]
     if missing:
         return f"the list lacks a rank whose call is another than that of most: {differs(right, missing[0])}"

@@ -60,6 +60,8 @@ def cases(rank, n):
     yield "a save that is not finished", {"step-4": whole, ".step-8": whole}
     cut = {"rank0": 100, "rank1": 7}
     yield "a file that was cut short", {"step-4": whole, "step-8": {"files": cut, "manifest": files}}
+    long = {"rank0": 100, "rank1": 97}
+    yield "a file that is too long", {"step-4": whole, "step-8": {"files": long, "manifest": files}}
     yield "a file that is lost", {"step-4": whole, "step-8": {"files": {"rank0": 100}, "manifest": files}}
     yield "no manifest", {"step-4": whole, "step-8": {"files": files, "manifest": None}}
     yield "the older one was cut short", {"step-4": {"files": cut, "manifest": files}, "step-8": whole}
@@ -76,8 +78,10 @@ def said(got, right):
     step, folder = got["step"], got["_folder"]
     if not isinstance(step, int):
         return "return the step of one checkpoint as a number, such as 8: no name, no list"
+    if not right["step"]:
+        return "nothing here can be loaded: that is 0"
     if not step:
-        return f"step-{right['step']} is whole; that another one is not, takes nothing from it"
+        return f"step-{right['step']} is whole and can be loaded, whatever the others are"
     if f"step-{step}" not in folder:
         return f"there is no step-{step} here: the step is the whole number behind `step-`"
     if lack := lacks(**folder[f"step-{step}"]):

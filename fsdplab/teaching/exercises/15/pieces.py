@@ -101,6 +101,8 @@ def said(got, right):
         return "return a list of tuples: (saved rank, first row in its file, end)"
     if [sorted(each) for each in found] == [sorted(each) for each in wanted]:
         return "the three numbers stand in another order: (saved rank, first row in its file, end)"
+    if [(each[0] - 1, *each[1:]) for each in found] == [tuple(each) for each in wanted]:
+        return "the first of the saved ranks is rank 0"
     mine, owners = span(rows, rank, ranks), [owner for owner, _, _ in wanted]
     for owner, low, high in wanted:
         start, stop = span(rows, owner, saved)
