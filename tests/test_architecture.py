@@ -202,7 +202,7 @@ def test_plain_import_is_light():
 
 def test_reports_are_read_shown_and_exported_without_torch():
     """It takes two seconds to import, and `fsdplab report` half a second without it."""
-    work = "import fsdplab.cli.exports, fsdplab.cli.report, fsdplab.figures.report.page, fsdplab.profiling.tables"
+    work = "import fsdplab.cli.report, fsdplab.figures.report.page, fsdplab.profiling.tables"
     work += "\nfrom fsdplab.sessions import RunSpec\nRunSpec(model='gpt-tiny', device='cpu')"
     assert "torch" not in loaded_after(work)
 

@@ -20,8 +20,8 @@ from rich.console import Console
 import fsdplab
 from fsdplab import cli
 from fsdplab.cli.doctor import verdict_lines
+from fsdplab.cli.options import names, parse_card
 from fsdplab.cli.outputs import Detail
-from fsdplab.cli.parse import names, parse_card
 from fsdplab.cli.progress import ProgressTable
 from fsdplab.cli.render import show
 from fsdplab.cli.runs import parts_of_runs
@@ -257,7 +257,7 @@ def heeds_hangups() -> None:
 @pytest.mark.parametrize("sent,code", [(signal.SIGTERM, 7), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
 def test_a_signal_is_handed_on_and_the_exit_code_comes_back(tmp_path, sent, code):
     (tmp_path / "waits.py").write_text(CHILD)
-    run = "from fsdplab.cli.processes import run_module; import sys; sys.exit(run_module('waits', []))"
+    run = "from fsdplab.cli.lab import run_module; import sys; sys.exit(run_module('waits', []))"
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     process = subprocess.Popen(
         [sys.executable, "-c", run], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, text=True,

@@ -163,7 +163,6 @@ def place() -> Iterator[Path]:
     """An empty working folder with a FILE in it, and no other process for the course and the GPU check."""
     before = Path.cwd()
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fsdplab.cli.processes.run_module", in_this_process)
         patch.setattr("fsdplab.cli.lab.run_module", in_this_process)
         working = Path(folder) / "working"
         working.mkdir()

@@ -12,10 +12,19 @@ import pytest
 from fsdplab import cli
 from fsdplab.cli.plan.simulation import _RECORDS
 from fsdplab.common.sizes import seconds
-from fsdplab.planning.measured import EXPOSED, SIMULATED_PARTS, STEP, published_like, recorded, simulated_s, spread
+from fsdplab.planning.measured import (
+    EXPOSED,
+    SIMULATED_PARTS,
+    STEP,
+    ReplayError,
+    published_like,
+    recorded,
+    replays,
+    simulated_s,
+    spread,
+)
 from fsdplab.planning.planner import plan_spec
 from fsdplab.planning.published import read_published
-from fsdplab.planning.simulation.replay import ReplayError, replays
 from fsdplab.planning.validate import FIT, HELD_OUT, closed_form_s, timed
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from fsdplab.planning.hardware import find_gpu
+from fsdplab.planning.memory import all_units
 from fsdplab.planning.muon import OwnersStep, state_bytes
 from fsdplab.planning.plan_spec import PlanError, PlanSpec
 from fsdplab.planning.step_time import step_time
-from fsdplab.planning.unit_bytes import all_units
 from fsdplab.sessions import RunSpec, run
 from fsdplab.sessions.prediction import predict
 from fsdplab.sessions.spec import SpecError

@@ -15,7 +15,6 @@ import pytest
 from fsdplab import cli
 from fsdplab.common.names import CATEGORIES, STRATEGIES
 from fsdplab.planning import HardwareError, PlanError, efficiency, plan, plan_traffic, planner
-from fsdplab.planning import fit as fit_module
 from fsdplab.planning import step_time as step_time_module
 from fsdplab.planning.activations import block_tensors, computed_per_token, kept_per_token
 from fsdplab.planning.bands import memory_band
@@ -53,7 +52,7 @@ PUBLISHED = {  # of model cards, papers and checkpoints
 # ---- parameters
 
 
-@pytest.mark.parametrize("module", [shapes, planner, fit_module, efficiency], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [shapes, planner, efficiency], ids=lambda module: module.__name__)
 def test_the_docstrings_examples_hold(module):
     tried = doctest.testmod(module)
     assert tried.attempted and not tried.failed

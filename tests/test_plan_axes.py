@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 
 from fsdplab import cli
+from fsdplab.planning.hardware import NETWORKS, SPREAD, parse_network
 from fsdplab.planning.links import LinkError
 from fsdplab.planning.memory import fits_card, memory_of
-from fsdplab.planning.networks import NETWORKS, SPREAD, parse_network
 from fsdplab.planning.plan_spec import PlanError
 from fsdplab.planning.plan_traffic import axis_link, part_of_network, plan_traffic
 from fsdplab.planning.planner import plan, plan_spec
-from fsdplab.planning.program import StepWork, Transfer, UnitWork, program_of
-from fsdplab.planning.program.work import seconds_of
+from fsdplab.planning.program import StepWork, Transfer, UnitWork, program_of, seconds_of
 from fsdplab.planning.simulation import simulate
 from fsdplab.planning.stages import bubble, stages, waiting
 from fsdplab.planning.step_time import step_time

@@ -14,12 +14,11 @@ from fsdplab.engine.core.layout import Layout
 from fsdplab.figures.style import alt_text
 from fsdplab.planning import PlanError, fit, questions
 from fsdplab.planning.activations import kept_per_token
-from fsdplab.planning.fit import largest_micro_batch
 from fsdplab.planning.links import LinkSpec
 from fsdplab.planning.memory import memory_of
 from fsdplab.planning.plan_spec import POLICIES
-from fsdplab.planning.planner import plan_of, plan_spec
-from fsdplab.planning.questions import LISTED, QUESTIONS, answer, ask, units
+from fsdplab.planning.planner import largest_micro_batch, plan_of, plan_spec
+from fsdplab.planning.questions import LISTED, QUESTIONS, answer, ask, fitting
 from fsdplab.planning.simulation import simulate_work, work_of
 from fsdplab.planning.step_time import Compute
 from fsdplab.workloads.errors import ModelError
@@ -352,7 +351,7 @@ def test_larger_units_gather_and_keep_more_and_send_the_same_bytes():
     spec = SPECS["8b on 8"]()
     whole = work_of(spec)
     for count in (1 / 7, 2, 8, 32):
-        work = units.rewrapped(whole, count)
+        work = fitting.rewrapped(whole, count)
         assert len(work.blocks) == 32 / count
         for kind in ("all_gather", "reduce_scatter"):
             sent = sum(each.sent[kind].wire_bytes for each in work.blocks)
@@ -367,7 +366,7 @@ def test_larger_units_gather_and_keep_more_and_send_the_same_bytes():
 def test_one_unit_of_all_blocks_hides_no_gather():
     """Both gathers and the reduction of all blocks are waited for: the head alone computes beside them."""
     spec = replace(SPECS["8b on 8"](), gpus=64, gpus_per_node=8)
-    work = units.rewrapped(work_of(spec), 32)
+    work = fitting.rewrapped(work_of(spec), 32)
     (unit,) = work.blocks
     step = simulate_work(work).step_s
     computed = unit.forward_s + unit.backward_s + work.root.forward_s + work.root.backward_s + work.optimizer_s

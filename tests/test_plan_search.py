@@ -16,14 +16,12 @@ import pytest
 
 from fsdplab.common.names import STRATEGIES
 from fsdplab.planning import PlanError, memory, step_time
-from fsdplab.planning.fit import fewest_gpus
 from fsdplab.planning.memory import memory_of
 from fsdplab.planning.plan_spec import LOSSES, OPTIMIZERS, POLICIES, PlanSpec, changed
-from fsdplab.planning.planner import plan_of, plan_spec
+from fsdplab.planning.planner import fewest_gpus, plan_of, plan_spec
 from fsdplab.planning.published import read_published
-from fsdplab.planning.search import Fit, answers, axes, candidates, fit, peaks
-from fsdplab.planning.search.candidates import Candidate, Grid
-from fsdplab.planning.search.peaks import peak_of
+from fsdplab.planning.search import Fit, answers, axes, candidates, fit
+from fsdplab.planning.search.candidates import Candidate, Grid, peak_of
 from fsdplab.planning.step_time import has_known_flops, least_step_s
 from tests.test_plan import ended
 
@@ -58,7 +56,7 @@ def searched(model: str, gpu: str, gpus: int, seq: int) -> Fit:
     return fit(plan_spec(model, gpu, gpus=gpus, seq=seq))
 
 
-@pytest.mark.parametrize("module", [axes, peaks], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [axes, candidates], ids=lambda module: module.__name__)
 def test_the_docstrings_examples_hold(module):
     tried = doctest.testmod(module)
     assert tried.attempted and not tried.failed
@@ -87,7 +85,7 @@ def counted(monkeypatch) -> Counter[str]:
 
     count(memory, "memory_of_program")
     count(candidates, "step_time")
-    peaks._walked.cache_clear()
+    candidates._walked.cache_clear()
     return found
 
 

@@ -19,8 +19,8 @@ from fsdplab.figures.conclusion import gaps
 from fsdplab.figures.table import predicted_of
 from fsdplab.figures.view import RunView
 from fsdplab.planning.lab_memory import LabRun, memory_of_step, unit_parameters
-from fsdplab.planning.lab_memory.held import Book
-from fsdplab.planning.lab_memory.tape import Edge
+from fsdplab.planning.lab_memory.presets import Edge
+from fsdplab.planning.lab_memory.step import Book
 from fsdplab.planning.lab_step_time import ProductRate, Rates, compute_seconds, product_rates, step_seconds
 from fsdplab.planning.traffic import Traffic
 from fsdplab.records import Spread, Summary

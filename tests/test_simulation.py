@@ -17,21 +17,20 @@ from fsdplab.figures.report.page import tabbed
 from fsdplab.figures.style import alt_text
 from fsdplab.figures.view import provenance, views
 from fsdplab.planning import PlanError
+from fsdplab.planning import program as work_module
 from fsdplab.planning.efficiency import HBM_EFFICIENCY
 from fsdplab.planning.memory import memory_of
 from fsdplab.planning.planner import plan_spec
-from fsdplab.planning.program import work as work_module
 from fsdplab.planning.simulation import (
     StepWork,
     Transfer,
     UnitWork,
-    classes,
+    ranks,
     simulate,
     simulate_work,
     simulated_step,
-    trees,
 )  # fmt: skip
-from fsdplab.planning.simulation.accounting import account
+from fsdplab.planning.simulation.simulated_step import account
 from fsdplab.planning.step_time import step_time
 from fsdplab.profiling.findings import findings
 from fsdplab.profiling.late_rank import late_rank_of
@@ -72,7 +71,7 @@ def computed(found, rank: int = 0) -> list[tuple[float, float]]:
     return [(span.start, span.end) for span in found.logs[rank].computed]
 
 
-@pytest.mark.parametrize("module", [classes, trees, simulated_step], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [ranks, simulated_step], ids=lambda module: module.__name__)
 def test_the_docstrings_examples_hold(module):
     tried = doctest.testmod(module)
     assert tried.attempted and not tried.failed
@@ -245,10 +244,10 @@ def test_tensor_parallelism_leaves_the_other_link_free():
 
 def test_trees_are_taken_where_they_are_faster():
     ring = Transfer("all_reduce", 14.0, 1.0, latency_s=14.0)  # 8 ranks, 8 bytes: 14 steps of 1 s, 14 bytes each
-    tree = trees.faster_all_reduce(ring, 8)
+    tree = simulated_step.faster_all_reduce(ring, 8)
     assert tree.seconds == pytest.approx(2 * 3 * 1 + 2 * 8) and tree.wire_bytes == ring.wire_bytes
     large = replace(ring, wire_bytes=14_000.0)
-    assert trees.faster_all_reduce(large, 8) is large and trees.faster_all_reduce(ring, 1) is ring
+    assert simulated_step.faster_all_reduce(large, 8) is large and simulated_step.faster_all_reduce(ring, 1) is ring
 
 
 def test_trees_shorten_a_step_with_many_replicas():

@@ -20,7 +20,8 @@ from fsdplab.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.transport import CollectiveLabel
 from fsdplab.engine.shard import units_of
-from fsdplab.planning.program import Change, Holds, Issue, Move, Operation, Sharing, Wait, record, record_step
+from fsdplab.planning import program
+from fsdplab.planning.program import Change, Holds, Issue, Move, Operation, Sharing, Wait, record_step
 from tests.test_engine_stream_order import Case, device, sharded
 
 WIDTH, BLOCKS = 16, 5
@@ -241,5 +242,5 @@ def test_a_backward_leaves_nothing_under_way(strategy: str, streams: bool) -> No
 
 @pytest.mark.quick
 def test_docstring_examples() -> None:
-    tried = doctest.testmod(record)
+    tried = doctest.testmod(program)
     assert tried.attempted > 0 and tried.failed == 0

@@ -18,9 +18,21 @@ from typer.core import TyperGroup
 from fsdplab import __version__
 from fsdplab.cli.errors import USAGE_ERROR, failed, interrupted, one_line, refuse, refuse_for
 from fsdplab.cli.old_names import as_today
-from fsdplab.cli.options import OF_A_RUN, SETTINGS, examples, in_flags, outputs_of, settings_of
+from fsdplab.cli.options import (
+    OF_A_RUN,
+    SETTINGS,
+    card_of,
+    check_strategies,
+    examples,
+    in_flags,
+    link_of,
+    names,
+    one_strategy,
+    outputs_of,
+    settings_of,
+    whole_numbers,
+)
 from fsdplab.cli.outputs import Outputs
-from fsdplab.cli.parse import card_of, check_strategies, link_of, names, one_strategy, whole_numbers
 from fsdplab.cli.plan.commands import app as plan
 from fsdplab.cli.terminal import show_what_can_be_shown, signals_as_exceptions
 from fsdplab.common.errors import RunError, UserError
@@ -141,7 +153,7 @@ def run(
     """Run one strategy and record it in a folder, for `fsdplab report` and the notebooks."""
     strategy = settings["strategy"] = one_strategy(named, settings["strategy"])
     begin_warm(settings["start"], [strategy])
-    from fsdplab.cli.run import record_on_nodes, record_run
+    from fsdplab.cli.compare import record_on_nodes, record_run
 
     settings["card"] = card_of(card, settings, "none")
     outputs = replace(outputs, keep=out)
@@ -356,7 +368,7 @@ def course(context: typer.Context) -> None:
 @app.command("gpu-check", context_settings=_AS_GIVEN)
 def gpu_check(context: typer.Context) -> None:
     """Check a GPU machine from the driver to the speed of training, and keep the result; or a dry run on the CPU."""
-    from fsdplab.cli.processes import run_module
+    from fsdplab.cli.lab import run_module
 
     raise typer.Exit(run_module("fsdplab.gpu_check", context.args))
 

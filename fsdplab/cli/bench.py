@@ -10,8 +10,8 @@ from rich.progress import Progress
 
 from fsdplab.cli.answer import Answer, Line, Table
 from fsdplab.cli.errors import refuse
+from fsdplab.cli.options import whole_numbers
 from fsdplab.cli.outputs import Outputs
-from fsdplab.cli.parse import whole_numbers
 from fsdplab.cli.terminal import look_for_signals
 from fsdplab.common.names import OVER_ALL_RANKS
 from fsdplab.common.words import MISSING

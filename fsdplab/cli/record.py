@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fsdplab.cli.options import whole_numbers
 from fsdplab.cli.outputs import Outputs
-from fsdplab.cli.parse import whole_numbers
 from fsdplab.cli.render import show
 from fsdplab.cli.runs import answer_of_runs, recorded_in
 from fsdplab.recording.assemble import NothingRecorded, assemble, wait_for_ranks

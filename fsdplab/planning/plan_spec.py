@@ -18,9 +18,8 @@ from fsdplab.common.names import IN_GROUPS, STRATEGIES, STRATEGIES_IN_WORDS, STR
 from fsdplab.common.words import did_you_mean
 from fsdplab.workloads.shapes import ModelShape, Parameter
 
-from .hardware import Gpu
-from .networks import Fabric
-from .program.memory import Sharing
+from .hardware import Fabric, Gpu
+from .program import Sharing
 
 ITEMSIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 # Bytes of a frozen base's weight. nf4: 4 bits and the scales of QLoRA's double quantisation, 0.127 bits a weight

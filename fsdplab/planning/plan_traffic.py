@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from fsdplab.workloads.shapes import Parameter
 
 from .links import LinkSpec, ring_steps
+from .memory import adapters, frozen_bytes, frozen_parts, sharers
 from .muon import OwnersStep
 from .plan_spec import PlanSpec
 from .program import OPTIMIZER, Transfer
 from .stages import sent_between_stages, stages
 from .traffic import Traffic, UnitShapes, step_traffic
-from .unit_bytes import adapters, frozen_bytes, frozen_parts, sharers
 
 AXES = ("shard", "replicate", "tensor", "context", "expert", "pipeline")
 # Of a link's data sheet, what collectives reach: 376 to 380 of 450 GB/s measured between two GPUs (NVIDIA/nccl #1264).

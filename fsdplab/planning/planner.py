@@ -1,26 +1,30 @@
 """`plan(...)`: what one step of a job needs and takes, before anybody rents a GPU.
 
 Memory by category against the card, traffic by mesh axis, step time with its exposed share, tokens/s, MFU and
-GPU-hours; and where it does not fit, what is missing and what would fit.
+GPU-hours; where it does not fit, what is missing and what would fit; and how far one choice can go: the largest
+micro-batch, the fewest GPUs, and a choice swept over values. What to choose together is searched in
+`planning/search`.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from bisect import bisect_left
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fsdplab.common.sizes import size
+from fsdplab.common.words import did_you_mean
 from fsdplab.workloads.model_files import model_named
 from fsdplab.workloads.shapes import ModelShape
 
 from .bands import memory_band, speed_band
 from .efficiency import Efficiency, efficiency_of
+from .hardware import gpu_named
 from .memory import Memory, fits_card, host_bytes, host_crossing, memory_of
-from .own_gpu import gpu_named
-from .plan_spec import PlanSpec, changed
+from .plan_spec import CHECKPOINTINGS, PlanError, PlanSpec, changed, flag_of, under_each_strategy
 from .plan_traffic import AxisTraffic, bytes_by_axis, part_of_network, plan_traffic
 from .stages import bubble
 from .step_time import StepTime, has_known_flops, model_flops, peak_flops, step_time
@@ -240,3 +244,93 @@ def least_gpus(spec: PlanSpec) -> int | None:
 def _fits_on(gpus: int, spec: PlanSpec) -> bool:
     found = changed(spec, gpus=gpus)
     return found is not None and fits_card(found)
+
+
+# ---- how far one choice can go
+
+
+_MOST_SEQUENCES = 2**12
+SWEPT = ("gpus", "seq", "micro_batch", "grad_accum", "tensor_parallel", "prefetch", "lora_rank")
+_FIELDS = {flag_of(name)[2:].replace("-", "_"): name for name in SWEPT}  # by what the flag is called
+_MOST_VALUES = 64
+
+
+def _variants(spec: PlanSpec) -> list[PlanSpec]:
+    """Every strategy with every checkpointing."""
+    return [
+        replace(each, checkpointing=checkpointing)
+        for each in under_each_strategy(spec)
+        for checkpointing in CHECKPOINTINGS
+    ]
+
+
+def largest_micro_batch(spec: PlanSpec) -> PlanSpec | None:
+    """`spec` with the largest micro-batch that fits; None where not even one sequence does."""
+    most = largest_that_fits(lambda count: fits_card(replace(spec, micro_batch=count)), _MOST_SEQUENCES)
+    return replace(spec, micro_batch=most) if most else None
+
+
+def largest_that_fits(fits: Callable[[int], bool], most: int) -> int:
+    """The largest count up to `most` that fits, where smaller ones do too: by doubling and halving; 0 for none.
+
+    >>> largest_that_fits(lambda count: count < 14, 100), largest_that_fits(lambda count: True, 100)
+    (13, 100)
+    """
+    low, high = 0, 1
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def fewest_gpus(spec: PlanSpec) -> Plan | None:
+    """The plan on the fewest GPUs on which some strategy and recomputation fits with one sequence a rank; None where no
+    number of them does. Of several the one with most tokens/s.
+    """
+    found = []
+    for each in _variants(replace(spec, micro_batch=1)):
+        if not each.row.in_groups and (gpus := least_gpus(each)) is not None:
+            found.append(plan_of(replace(each, gpus=gpus)))
+    return min(found, key=lambda each: (each.spec.gpus, -(each.tokens_per_s_per_gpu or 0)), default=None)
+
+
+# ---- sweeps
+
+
+def parse_sweep(text: str) -> tuple[str, list[int]]:
+    """`world-size=8..1024` (doubling) or `seq=1024,4096,8192` -> the field and its values; raises PlanError.
+
+    >>> parse_sweep("world-size=8..64")
+    ('gpus', [8, 16, 32, 64])
+    """
+    name, equals, values = text.partition("=")
+    name = name.strip().replace("-", "_")
+    name = _FIELDS.get(name, name)
+    if not equals or name not in SWEPT:
+        known = [flag_of(each)[2:] for each in SWEPT]
+        meant = did_you_mean(name, known)
+        raise PlanError(
+            f"sweep is {text[:60]!r}{meant}; expected one of {', '.join(known)} and its values, such as"
+            " world-size=8..1024 or sequence-length=1024,4096"
+        )
+    if span := re.fullmatch(r"\s*(\d{1,9})\s*\.\.\s*(\d{1,9})\s*", values, re.ASCII):
+        low, high = int(span[1]), int(span[2])
+        found = [low * 2**power for power in range(_MOST_VALUES) if 0 < low * 2**power <= high]
+    else:
+        parts = [part.strip() for part in values.split(",")]
+        found = [int(part) for part in parts if re.fullmatch(r"\d{1,9}", part, re.ASCII)]
+        found = found if len(found) == len(parts) else []
+    if not found or len(found) > _MOST_VALUES:
+        raise PlanError(
+            f"sweep has values {values[:60]!r}; expected 1 to {_MOST_VALUES} whole numbers: 8..1024 (doubling) or"
+            " 8,16,64"
+        )
+    return name, found
+
+
+def sweep(spec: PlanSpec, name: str, values: Sequence[int]) -> list[Plan]:
+    """The plan for each value of one choice; raises PlanError for a value that contradicts the others."""
+    return [plan_of(replace(spec, **{name: value})) for value in values]  # type: ignore[arg-type]

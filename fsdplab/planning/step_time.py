@@ -4,7 +4,7 @@ Compute of a block: its matrix products at a fraction of the GPU's peak, plus th
 move at the memory's rate (Williams et al. 2009, Roofline). A backward is twice the forward; attention's is 2.5 times,
 because flash attention computes its scores again (Dao 2023, section 4.1).
 
-Overlap: operations come in the order of the engine's own program of a step (`planning/program/record.py`). Collectives
+Overlap: operations come in the order of the engine's own program of a step (`planning/program.py`). Collectives
 of the shard axis run one after the other, and so do those across replicas. Tensor and context parallelism's collectives
 stand in the way of the next product, so no compute hides them; the others, on links of their own, go on meanwhile.
 """
@@ -27,6 +27,7 @@ from .efficiency import (
     efficiency_of,
 )  # fmt: skip
 from .hardware import Gpu
+from .memory import adapters, all_units
 from .plan_spec import BASE_BYTES, PlanError, PlanSpec
 from .plan_traffic import (
     AXES,
@@ -40,7 +41,6 @@ from .plan_traffic import (
 )  # fmt: skip
 from .program import BLOCK, ROOT, Holds, StepWork, Transfer, UnitWork, step_seconds
 from .stages import bubble, stages
-from .unit_bytes import adapters, all_units
 
 _MOST_PASSES = 10_000  # of a simulated step: each costs some milliseconds, and thousands of bytes of its record
 _USUAL_ATTENTION = 0.6  # of an ideal card's FLOP/s, what flash attention is taken to reach

@@ -38,8 +38,7 @@ from fsdplab.engine.core.policy import MixedPrecisionPolicy
 from fsdplab.engine.core.unit import Memory, Unit
 from fsdplab.engine.features.recompute import recompute_of, recomputing
 from fsdplab.engine.shard import owned_parameters, select_units
-from fsdplab.planning.lab_memory.micro_batch import Allocate, Call, Event, Free, Gradient, MicroBatch
-from fsdplab.planning.lab_memory.unit_buffers import Stored
+from fsdplab.planning.lab_memory.step import Allocate, Call, Event, Free, Gradient, MicroBatch, Stored
 from fsdplab.sessions.scratch import Taken, one_thread, taken_by
 from fsdplab.workloads.workload import At
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fsdplab.planning.lab_memory.micro_batch import Allocate, Event, Free
+from fsdplab.planning.lab_memory.step import Allocate, Event, Free
 from fsdplab.sessions.launch.stacks import headline
 from fsdplab.sessions.micro_batch import StorageLog, unlogged, without_values
 from fsdplab.workloads.own.value import Workload

@@ -11,7 +11,7 @@ from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.program import StepWork
 from fsdplab.planning.recorded_plan import RecordedPlan, named_shape, recorded_plan, recorded_work
 from fsdplab.planning.simulation import simulate_work
-from fsdplab.planning.simulation.accounting import tables_of
+from fsdplab.planning.simulation.simulated_step import tables_of
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.workloads.own.sources import name_of
 

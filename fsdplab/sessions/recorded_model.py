@@ -15,7 +15,7 @@ from fsdplab.planning.lab_memory import MicroBatch
 from fsdplab.planning.program import StepWork
 from fsdplab.planning.recorded_plan import RecordedPlan, recorded_plan, recorded_spec, recorded_work
 from fsdplab.planning.simulation import simulate_work
-from fsdplab.planning.simulation.accounting import tables_of
+from fsdplab.planning.simulation.simulated_step import tables_of
 from fsdplab.sessions.launch.stacks import headline
 from fsdplab.sessions.micro_batch import RecordChoices, record_micro_batch
 from fsdplab.sessions.own_optimizer import OwnStep, own_step

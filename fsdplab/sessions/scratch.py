@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.profiler import profile
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from fsdplab.planning.lab_memory.tape import attention_tile
+from fsdplab.planning.lab_memory.presets import attention_tile
 from fsdplab.profiling.profiler import activities_on
 
 aten = torch.ops.aten

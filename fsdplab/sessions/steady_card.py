@@ -11,9 +11,8 @@ from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 
 from fsdplab.engine.core.step import Schedule
-from fsdplab.planning.hardware import Gpu
+from fsdplab.planning.hardware import Gpu, sheet_rate
 from fsdplab.planning.links import parse_link
-from fsdplab.planning.networks import sheet_rate
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import LINK_EFFICIENCY
 from fsdplab.planning.recorded_plan import named_shape

@@ -125,7 +125,7 @@ def sweep(
     outputs: Outputs = Outputs(),
 ) -> None:
     """Plan for each value of one choice."""
-    from fsdplab.cli.plan.sweep import sweep_answer
+    from fsdplab.cli.plan.step import sweep_answer
 
     outputs.give(sweep_answer(settings, values))
 

@@ -9,16 +9,14 @@ from typing import Any
 
 from fsdplab.cli.answer import Answer, Line, Part, Table
 from fsdplab.cli.errors import refuse
-from fsdplab.cli.plan.provenance import provenance
-from fsdplab.cli.plan.step import check_tokens
+from fsdplab.cli.plan.step import check_tokens, provenance
 from fsdplab.common.sizes import percent, seconds, size, three_digits
 from fsdplab.common.words import MISSING, plural
-from fsdplab.planning.fit import fewest_gpus
 from fsdplab.planning.plan_spec import PlanSpec
-from fsdplab.planning.planner import Plan, plan_of, plan_spec
+from fsdplab.planning.planner import Plan, fewest_gpus, plan_of, plan_spec
 from fsdplab.planning.search import Fit, Pick, fit
+from fsdplab.planning.search.answers import NOT_TRIED, WHY, changes_in_words, flags, in_short, runner_up
 from fsdplab.planning.search.candidates import Candidate, copies_s
-from fsdplab.planning.search.reasons import NOT_TRIED, WHY, changes_in_words, flags, in_short, runner_up
 
 NAMES = tuple(WHY)
 _BILLION = 1e9

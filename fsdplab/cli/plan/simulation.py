@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdplab.cli.answer import Answer, Line, Table
-from fsdplab.cli.plan.provenance import provenance
+from fsdplab.cli.plan.step import provenance
 from fsdplab.common.places import shared_folder
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import MISSING, plural

@@ -1,13 +1,14 @@
-"""`fsdplab plan step`, or `plan` alone: memory by category beside the card, traffic, time and throughput of a job."""
+"""`fsdplab plan step`, or `plan` alone: memory by category beside the card, traffic, time and throughput of a job; and
+`fsdplab plan sweep`: a table of many plans, and a figure.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fsdplab.cli.answer import Answer, Line, Table
 from fsdplab.cli.errors import refuse
-from fsdplab.cli.plan.provenance import PREDICTED, reached_words
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import MISSING, plural
@@ -16,10 +17,24 @@ from fsdplab.planning.links import HOST_LINK
 from fsdplab.planning.memory import host_crossing
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import latency_s, part_of_network
-from fsdplab.planning.planner import Plan, plan_of, plan_spec, shortfall
+from fsdplab.planning.planner import Plan, parse_sweep, plan_of, plan_spec, shortfall, sweep
 from fsdplab.planning.recorded_plan import PROVENANCE, RecordedPlan
 from fsdplab.planning.stages import bubble
-from fsdplab.planning.step_time import StepTime
+from fsdplab.planning.step_time import StepTime, peak_flops
+
+PREDICTED = "all figures are predicted, in closed form"
+
+
+def reached_words(found: Plan) -> str:
+    """`0.485 of 989 TFLOP/s: fitted on 5 published runs`: what all predicted times rest on."""
+    return found.efficiency.of(peak_flops(found.spec.gpu)) if found.efficiency else "unknown"
+
+
+def provenance(plans: Sequence[Plan], what: str = PREDICTED) -> Line:
+    """Where the figures of plans on one kind of GPU are from."""
+    reached = f"; matrix products reach {reached_words(plans[0])}" if plans and plans[0].efficiency else ""
+    return Line(f"{what}{reached}", "provenance")
+
 
 _BAR = 30  # columns of a whole card
 _NOTHING_S = 1e-9  # what is exposed below this is a rounding error
@@ -183,3 +198,41 @@ def _host(spec: PlanSpec) -> str:
     crossing = host_crossing(spec)
     took, rate = seconds(crossing / HOST_LINK.bytes_per_s), size(HOST_LINK.bytes_per_s)
     return f"{size(crossing)} over the host's link, {took} at {rate}/s (PCIe 4, assumed); the CPU's optimizer"
+
+
+# ---- sweeps
+
+
+def sweep_answer(settings: dict[str, Any], text: str) -> Answer:
+    """Plan for each value of one choice; the figure shows memory and throughput."""
+    name, values = parse_sweep(text)
+    if name == "gpus":
+        settings = settings | {"gpus": values[0]}
+    plans = sweep(plan_spec(**settings), name, values)
+    labelled = [(f"{name} {value:,}", each) for value, each in zip(values, plans)]
+    lacking = [(label, shortfall(each)) for label, each in labelled]
+    missing = [Line(words, f"{label}: does not fit", "bad") for label, words in lacking if words]
+    rows = [{name: value} | each.as_dict() for value, each in zip(values, plans)]
+
+    def page() -> str:
+        from fsdplab.figures.plots.plans import page_of, sweep_figure
+
+        return page_of(sweep_figure(name, values, plans))
+
+    return Answer((_table(labelled), *missing, provenance(plans)), {"sweep": name, "rows": rows}, page)
+
+
+def _table(labelled: Sequence[tuple[str, Plan]]) -> Table:
+    columns = ("plan", "peak", "of the card", "sent", "step", "exposed", "tokens/s a GPU", "MFU")
+    return Table(columns, [_row(label, each) for label, each in labelled], words=("plan",))
+
+
+def _row(label: str, found: Plan) -> Sequence[str]:
+    time, speed, mfu = found.time, found.tokens_per_s_per_gpu, found.mfu
+    peak, card = found.memory.peak.total, found.spec.gpu.memory_bytes
+    return (
+        label, size(peak), f"{peak / card:.0%}",
+        size(sum(found.as_dict()["comm_bytes_per_step"].values())), seconds(time.step_s if time else None),
+        f"{time.exposed_s / time.step_s:.0%}" if time else MISSING, three_digits(speed) if speed else MISSING,
+        f"{mfu:.1%}" if mfu else MISSING,
+    )  # fmt: skip

@@ -7,8 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from fsdplab.common.names import STRATEGIES
-from fsdplab.planning.hardware import GPUS
-from fsdplab.planning.networks import NETWORKS
+from fsdplab.planning.hardware import GPUS, NETWORKS
 from fsdplab.planning.plan_spec import CHECKPOINTINGS, LOSSES, OPTIMIZERS, PlanSpec, flag_of
 from fsdplab.planning.planner import plan_spec
 from fsdplab.workloads.shapes import SHAPES

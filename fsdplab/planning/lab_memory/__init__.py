@@ -5,9 +5,8 @@ measured is exact: so every operator's allocations are played, beside the buffer
 from a recording of one micro-batch, or for a preset from a tape of its operators.
 """
 
-from .micro_batch import MicroBatch
 from .presets import LabRun, memory_of_step, unit_parameters
-from .step import StepChoices, peak_of_step, rest_and_peak
+from .step import MicroBatch, StepChoices, peak_of_step, rest_and_peak
 
 __all__ = [
     "LabRun", "MicroBatch", "StepChoices", "memory_of_step", "peak_of_step", "rest_and_peak", "unit_parameters",

@@ -13,26 +13,26 @@ from fsdplab.common.words import did_you_mean
 from fsdplab.planning.plan_spec import PlanError, PlanSpec
 from fsdplab.planning.step_time import peak_flops
 
-from . import fitting, sharding, units
+from . import fitting, sharding
 from .answer import Answer, Column, Panel, Question
 
 __all__ = ["LISTED", "QUESTIONS", "Answer", "Column", "Panel", "Question", "ask"]
 
 QUESTIONS: dict[str, Question] = {
     "peak": fitting.PEAK_MEMORY,
-    "wrapping": units.WRAPPING,
+    "wrapping": fitting.WRAPPING,
     "batch": fitting.BATCH,
     "sequence": fitting.SEQUENCE,
     "world_size": fitting.WORLD_SIZE,
     "optimizer_on_cpu": fitting.OPTIMIZER_ON_CPU,
-    "checkpointing": units.CHECKPOINTING,
-    "policies": units.SELECTIVE,
-    "mixed_policies": units.MIXED,
+    "checkpointing": fitting.CHECKPOINTING,
+    "policies": fitting.SELECTIVE,
+    "mixed_policies": fitting.MIXED,
     "reduction": sharding.REDUCTION,
     "precision": sharding.PRECISION,
     "hybrid": sharding.GROUPS,
-    "smaller_mesh": units.SMALLER_MESH,
-    "no_reshard": units.NO_RESHARD,
+    "smaller_mesh": fitting.SMALLER_MESH,
+    "no_reshard": fitting.NO_RESHARD,
     # beside the list
     "strategy": sharding.STRATEGY,
     "prefetch": sharding.PREFETCH,

@@ -14,13 +14,12 @@ from typing import TypeAlias
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import MISSING
 from fsdplab.planning.links import HOST_LINK
-from fsdplab.planning.memory import Memory, host_bytes, host_crossing, memory_of
+from fsdplab.planning.memory import Memory, all_units, host_bytes, host_crossing, memory_of
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import AxisTraffic, plan_traffic, transfer_of
 from fsdplab.planning.program import StepWork
 from fsdplab.planning.simulation import simulate_work
 from fsdplab.planning.step_time import StepTime, has_known_flops, step_time
-from fsdplab.planning.unit_bytes import all_units
 
 Value: TypeAlias = "float | int | bool | str | None"
 PEAK, SPEED, STEP, SENT, EXPOSED, FITS = "peak", "tokens/s a GPU", "step", "sent", "exposed", "fits"

@@ -14,10 +14,9 @@ from fsdplab.common.sizes import size, three_digits
 from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import titled
-from fsdplab.planning.fit import largest_micro_batch
 from fsdplab.planning.memory import FRAMEWORK_BYTES, memory_of
 from fsdplab.planning.plan_spec import CHECKPOINTINGS, PlanSpec
-from fsdplab.planning.planner import plan_of, plan_spec
+from fsdplab.planning.planner import largest_micro_batch, plan_of, plan_spec
 from fsdplab.records import RunRecord, known
 from fsdplab.sessions import RunSpec
 from fsdplab.teaching.core.display import Note, Table, table

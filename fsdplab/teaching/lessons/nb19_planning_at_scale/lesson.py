@@ -17,11 +17,10 @@ from fsdplab.common.sizes import size
 from fsdplab.figures import lines
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import EDGE, GRID, mark_level, titled
-from fsdplab.planning.fit import fewest_gpus, largest_that_fits
 from fsdplab.planning.plan_spec import CHECKPOINTINGS, under_each_strategy
-from fsdplab.planning.planner import Plan, plan_of, plan_spec, shortfall
+from fsdplab.planning.planner import Plan, fewest_gpus, largest_that_fits, plan_of, plan_spec, shortfall
 from fsdplab.planning.search import fit
-from fsdplab.planning.search.reasons import WHY, in_short
+from fsdplab.planning.search.answers import WHY, in_short
 from fsdplab.planning.validate import FIT, HELD_OUT, SPEED, Row, Validation, validate
 from fsdplab.teaching.core.display import Note, Table, table
 

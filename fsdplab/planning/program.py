@@ -1,0 +1,525 @@
+"""A planned step as a list of operations, found by running the engine's own order over units without tensors.
+
+The decisions are those of the engine's own objects (`StepOrder`, `Unit`); only what they act on is replaced. What the
+units compute and send is added to that, and how long a program of them takes is one pass over its operations.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import NamedTuple
+
+from fsdplab.common.names import STRATEGY_ROWS
+from fsdplab.engine.core.pending import Pending
+from fsdplab.engine.core.step import Schedule, StepOrder
+from fsdplab.engine.core.unit import Memory, ReduceOptions, Unit
+
+# ---- the memory of a unit in a plan
+
+
+# the buffers of a unit that come and go in a step
+GATHERED = "gathered"  # the unsharded parameters
+FEWER = "fewer"  # shards over fewer ranks, kept from the forward to the backward
+ARRIVING = "arriving"  # what a gather from those arrives in, before it is copied into the unsharded parameters
+GRADIENTS = "unsharded_gradients"  # unsharded, of one backward
+KEPT = "kept_gradients"  # unsharded, kept for later micro-batches or for the optimizer
+SENT = "reduction"  # the packed gradients that a reduction reads
+REDUCED = "sharded_gradients"  # the result of a reduction
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """What a strategy cuts, and whether it reshards all units but the root after their forward; whether more than one
+    rank shards, and more than one replicates. `casts`: the dtype that computes is not that at rest; `offloads`: shards
+    at rest leave the memory that computes; `streams`: CUDA, where one stream waits for the other and the host for none;
+    `fewer`: units reshard to fewer ranks after their forward; `no_sync`: the training loop reduces in the last
+    micro-batch only.
+    """
+
+    cuts: tuple[str, ...]
+    reshards_after_forward: bool
+    shards: bool
+    replicates: bool
+    casts: bool = False
+    offloads: bool = False
+    streams: bool = False
+    fewer: bool = False
+    no_sync: bool = False
+
+    @classmethod
+    def of(cls, strategy: str, shards: int, replicas: int, **choices: bool) -> Sharing:
+        """A strategy by its name, over `shards` ranks with so many `replicas`."""
+        row = STRATEGY_ROWS[strategy]
+        return cls(row.cuts, row.reshards_after_forward, shards > 1, replicas > 1, **choices)
+
+    @property
+    def reduces_once(self) -> bool:
+        """Whether gradients stay unsharded until the last backward of a step."""
+        return "gradients" not in self.cuts or self.no_sync
+
+    @property
+    def aliased(self) -> bool:
+        """Whether shards at rest are views of the unsharded parameters."""
+        needs_no_gather = "parameters" not in self.cuts or not self.shards and not self.offloads
+        return needs_no_gather and not self.casts
+
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether the unsharded parameters are never freed."""
+        return self.aliased or "parameters" not in self.cuts and self.shards
+
+
+class PlannedMemory(Memory):
+    """The memory of a unit in a plan: which buffers it takes and gives back, and when. Subclasses count them."""
+
+    keeps_whole = keeps_gradients = hides_all_reduce = False
+
+    def __init__(self, name: str, sharing: Sharing) -> None:
+        self.name, self.sharing = name, sharing
+        self.params = ("all",)
+        self.keeps_whole = sharing.keeps_whole
+        self.keeps_gradients = "gradients" not in sharing.cuts and sharing.shards
+        self.hides_all_reduce = sharing.shards and sharing.replicates and not sharing.streams
+        # whether the result of a reduction is written into gradients that are kept, or goes to host memory
+        self.gives_back_reduced = self.keeps_gradients or sharing.offloads
+        self.written = True  # whether the optimizer has stepped since the unit was unsharded
+        self._over_fewer = False  # whether it keeps shards over fewer ranks
+        self._handed_out = False  # whether the optimizer has got gradients in this step
+
+    @abstractmethod
+    def change(self, buffer: str, sign: int) -> None: ...  # it takes one of its buffers (1), or gives it back (-1)
+    @abstractmethod
+    def issue(self, kind: str, phase: str, after: Pending | None = None) -> Pending: ...  # a collective
+
+    def take(self, buffer: str) -> None:
+        """One of its buffers."""
+        self.change(buffer, 1)
+
+    def give_back(self, buffer: str) -> None:
+        """The same."""
+        self.change(buffer, -1)
+
+    def changed(self) -> bool:
+        return self.written
+
+    def show_unsharded(self) -> None:
+        self.written = False
+
+    # ---- unshard, reshard
+
+    def gather(self, phase: str) -> Pending | None:
+        sharing = self.sharing
+        if not self.keeps_whole:
+            self.take(GATHERED)
+        if self._over_fewer:
+            self.take(ARRIVING)
+        if sharing.shards:
+            return self.issue("all_gather", phase)
+        return None if sharing.aliased else Pending(lambda: None)  # a cast, or a copy from the host
+
+    def arrived(self) -> None:
+        if self._over_fewer:
+            self.give_back(ARRIVING)
+
+    def show_shards(self, until_backward: bool) -> None:
+        kept, self._over_fewer = self._over_fewer, self.sharing.fewer and until_backward
+        if self._over_fewer and not kept:
+            self.take(FEWER)
+        elif kept and not self._over_fewer:
+            self.give_back(FEWER)
+
+    def show_own_shards(self) -> None:
+        self.show_shards(until_backward=False)
+
+    def free(self) -> None:
+        if not self.keeps_whole:
+            self.give_back(GATHERED)
+
+    # ---- reduce
+
+    def reduce(self, options: ReduceOptions) -> Iterator[Pending]:
+        sharing = self.sharing
+        if sharing.shards:
+            self.take(SENT)
+        self.take(REDUCED)
+        if sharing.shards:
+            scattered = self.issue("reduce_scatter", "backward")
+            behind = sharing.replicates and sharing.streams
+            summed = self.issue("all_reduce", "backward", scattered) if behind else None
+            yield scattered
+            self.give_back(SENT)
+            if sharing.replicates:
+                yield summed or self.issue("all_reduce", "backward")
+        elif sharing.replicates:
+            yield from self.issue("all_reduce", "backward").parts()
+        else:
+            yield Pending(lambda: None)
+        self.hand_out()
+
+    def hand_out(self) -> None:
+        """Give the optimizer the result, which is added to an earlier one."""
+        if self._handed_out or self.gives_back_reduced:
+            self.give_back(REDUCED)
+        self._handed_out = True
+
+
+def planned_order(
+    memories: Mapping[str, PlannedMemory], sharing: Sharing, schedule: Schedule, in_flight: int = 1
+) -> StepOrder:
+    """The engine's order of units over planned memories; the first is the root, which keeps its parameters after its
+    forward. `in_flight`: reductions that may be under way when the next begins.
+    """
+    root, reshards = next(iter(memories)), sharing.reshards_after_forward
+    units = {name: Unit(memory, reshards and name != root) for name, memory in memories.items()}
+    for unit in units.values():
+        unit.in_flight = in_flight
+    return StepOrder(units, schedule)
+
+
+def begin_micro_batch(order: StepOrder, sharing: Sharing, last: bool) -> None:
+    """Set what a training loop sets before a micro-batch."""
+    order.root.is_last_backward = last
+    for unit in order.units.values():
+        unit.sync = last or not sharing.reduces_once
+
+
+# ---- operations
+
+
+class Issue(NamedTuple):
+    """A collective is issued. It begins when the one numbered `after` is complete, if there is one."""
+
+    number: int
+    unit: str
+    phase: str
+    kind: str
+    after: int | None = None
+
+
+class Wait(NamedTuple):
+    """Whoever computes waits for the collective of this number."""
+
+    number: int
+
+
+class Compute(NamedTuple):
+    """A unit's own operators, forward or backward; "begin" is what the root computes before its blocks, and "end" the
+    backward of that.
+    """
+
+    unit: str
+    phase: str
+
+
+class Change(NamedTuple):
+    """A unit takes one of its buffers (`sign` 1), or gives it back (-1)."""
+
+    unit: str
+    buffer: str
+    sign: int
+
+
+class Move(NamedTuple):
+    """A unit's parameters go from one state to another."""
+
+    unit: str
+    before: str
+    after: str
+    phase: str
+
+
+Operation = Issue | Wait | Compute | Change | Move
+Program = Sequence[Sequence[Operation]]  # of each micro-batch of a step
+
+
+class Holds(NamedTuple):
+    """Whether a unit has parameters, and whether any of them is trained."""
+
+    parameters: bool = True
+    gradients: bool = True
+
+
+class RecordedMemory(PlannedMemory):
+    """Writes what a unit does into `log`."""
+
+    def __init__(self, name: str, sharing: Sharing, holds: Holds, log: list[Operation]) -> None:
+        super().__init__(name, sharing)
+        self._trained, self._log = holds.gradients, log
+        self.params = self.params if holds.parameters else ()
+        self._gradients = ""  # the buffer that holds unsharded gradients, if one does
+
+    def change(self, buffer: str, sign: int) -> None:
+        self._log.append(Change(self.name, buffer, sign))
+
+    def issue(self, kind: str, phase: str, after: Pending | None = None) -> Pending:
+        log, number, before = self._log, len(self._log), None if after is None else after.event
+        assert before is None or isinstance(before, int), "it was issued elsewhere"
+        log.append(Issue(number, self.name, phase, kind, before))
+        return Pending(lambda: log.append(Wait(number)), event=number)
+
+    def collect_gradients(self, keep: bool) -> None:
+        """All gradients of a backward are there; they are cast to be kept, or added to earlier ones, one by one."""
+        if not self._trained:
+            return
+        self.take(GRADIENTS)
+        if keep or self._gradients:
+            self.give_back(GRADIENTS)
+            if not self._gradients:
+                self.take(KEPT)
+        self._gradients = KEPT if keep or self._gradients else GRADIENTS
+
+    def has_gradients(self, or_zeros: bool) -> bool:
+        return bool(self._gradients)
+
+    def hand_out(self) -> None:
+        super().hand_out()
+        if self.keeps_gradients and not self.sharing.offloads:  # the optimizer has them
+            self._gradients = ""
+
+    def forget_gradients(self) -> None:
+        if self._gradients:
+            self.give_back(self._gradients)
+            self._gradients = ""
+
+    def moved(self, before: str, after: str, phase: str) -> None:
+        self._log.append(Move(self.name, before, after, phase))
+
+
+@lru_cache(maxsize=64)
+def record_step(
+    units: tuple[tuple[str, Holds], ...], sharing: Sharing, prefetch: int = 1, micro_batches: int = 1,
+    in_flight: int = 1, schedule: Callable[[int], Schedule] = Schedule,
+) -> Program:  # fmt: skip
+    """The operations of each micro-batch of a step that is not the run's first; the first of `units` is the root.
+
+    A micro-batch ends with every collective waited for. The result is kept, since it depends on no bytes and no
+    seconds: plans that differ in these have one program.
+
+    >>> units = ("root", Holds()), ("block", Holds())
+    >>> (operations,) = record_step(units, Sharing.of("shard_grad_op", 2, 1))
+    >>> [operation.unit for operation in operations if isinstance(operation, Issue) and operation.kind == "all_gather"]
+    ['root', 'block']
+    """
+    log: list[Operation] = []
+    ahead, memories = schedule(prefetch), {name: RecordedMemory(name, sharing, holds, log) for name, holds in units}
+    order = planned_order(memories, sharing, ahead, in_flight)
+    ahead.begin()
+    for name, _ in units:  # an earlier step has taught it the order
+        ahead.before_forward(name)
+    segments = []
+    for number in range(micro_batches):
+        log.clear()
+        begin_micro_batch(order, sharing, last=number == micro_batches - 1)
+        _micro_batch(order, log)
+        segments.append(list(log))
+    return segments
+
+
+def _micro_batch(order: StepOrder, log: list[Operation]) -> None:
+    root, *blocks = order.units.values()
+    order.before_forward(root)
+    log.append(Compute(root.name, "begin"))
+    for unit in blocks:
+        order.before_forward(unit)
+        log.append(Compute(unit.name, "forward"))
+        order.after_forward(unit, will_backward=True)
+    log.append(Compute(root.name, "forward"))
+    order.after_forward(root, will_backward=True)
+    order.begin_backward()
+    order.before_backward(root)
+    log.append(Compute(root.name, "backward"))
+    for unit in reversed(blocks):
+        order.before_backward(unit)
+        log.append(Compute(unit.name, "backward"))
+        order.after_backward(unit)
+    log.append(Compute(root.name, "end"))
+    order.end_backward()
+
+
+# ---- what units compute and send
+
+
+ROOT, BLOCK = "root", "block"
+SLOWED = "slowed by collectives"
+OPTIMIZER = "optimizer"  # beside them: what its step sends, and its phase
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One collective on an otherwise free link: the latency of all its steps, then the bytes that one rank sends.
+
+    `link` is what it passes: axes with the same one share its bandwidth. Without a name its axis has it for itself.
+    """
+
+    kind: str
+    wire_bytes: float
+    bytes_per_s: float
+    latency_s: float = 0.0
+    axis: str = "shard"
+    link: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Latency and bytes together: 1 ms and 10 MB at 10 GB/s are 2 ms."""
+        return self.latency_s + self.wire_bytes / self.bytes_per_s
+
+    def followed_by(self, other: Transfer) -> Transfer:
+        """Both as one, such as the gathers of a frozen base and of its adapters."""
+        wire_bytes, latency_s = self.wire_bytes + other.wire_bytes, self.latency_s + other.latency_s
+        return replace(self, wire_bytes=wire_bytes, latency_s=latency_s)
+
+
+@dataclass(frozen=True)
+class UnitWork:
+    """One unit on one rank. `sent`: the collectives that move its states, by kind; an all-reduce is of all gradients
+    over the ranks, or of a reduced shard over the replicas. `inline_*`: collectives that stand between the unit's
+    products, and hide nothing. `holds`: what it has where no collective shows it.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    sent: Mapping[str, Transfer] = field(default_factory=dict)
+    inline_forward: tuple[Transfer, ...] = ()
+    inline_backward: tuple[Transfer, ...] = ()
+    holds: Holds | None = None
+
+    def products(self, phase: str) -> tuple[float, tuple[Transfer, ...]]:
+        """Seconds of a forward or a backward, and the collectives between its products."""
+        return (self.forward_s, self.inline_forward) if phase == "forward" else (self.backward_s, self.inline_backward)
+
+    def on_links(self, change: Callable[[Transfer], Transfer]) -> UnitWork:
+        """The same unit, each of its collectives changed."""
+        sent = {kind: change(each) for kind, each in self.sent.items()}
+        forward, backward = (tuple(map(change, each)) for each in (self.inline_forward, self.inline_backward))
+        return replace(self, sent=sent, inline_forward=forward, inline_backward=backward)
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """A step of a rank: blocks in the forward's order inside a root, whose own compute follows them (the head).
+    `exchange` is what the optimizer's step sends, of which nothing is hidden; `slowed_s` are seconds by which all
+    passes together take longer since collectives run beside them.
+    """
+
+    root: UnitWork
+    blocks: tuple[UnitWork, ...]
+    optimizer_s: float = 0.0
+    exchange: tuple[Transfer, ...] = ()
+    prefetch: int = 1
+    micro_batches: int = 1
+    in_flight: int = 1  # reductions that may be under way when the next begins: the engine's default
+    sharing: Sharing = Sharing.of("full_shard", 1, 1, streams=True)
+    shards: int = 1
+    replicas: int = 1
+    slowed_s: float = 0.0
+
+    @property
+    def units(self) -> tuple[UnitWork, ...]:
+        """Root first, as the forward reaches them."""
+        return (self.root, *self.blocks)
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of compute of the whole step."""
+        passes_s = self.micro_batches * sum(unit.forward_s + unit.backward_s for unit in self.units)
+        return passes_s + self.slowed_s + self.optimizer_s
+
+    @property
+    def exchange_s(self) -> float:
+        """Seconds of what the optimizer's step sends."""
+        return sum(each.seconds for each in self.exchange)
+
+    @property
+    def optimizer(self) -> UnitWork:
+        """The optimizer's step, as a unit whose collectives stand between its parts."""
+        name = OPTIMIZER if self.exchange else ""
+        return UnitWork(name, 0.0, self.optimizer_s, inline_backward=self.exchange)
+
+    def shared(self, **choices: bool) -> StepWork:
+        """The same step with other choices of `sharing`."""
+        return replace(self, sharing=replace(self.sharing, **choices))  # type: ignore[arg-type]
+
+    def on_links(self, change: Callable[[Transfer], Transfer]) -> StepWork:
+        """The same step, each collective changed."""
+        changed = tuple(each.on_links(change) for each in self.blocks)
+        exchange = tuple(map(change, self.exchange))
+        return replace(self, root=self.root.on_links(change), blocks=changed, exchange=exchange)
+
+
+def program_of(work: StepWork, schedule: Callable[[int], Schedule] = Schedule) -> Program:
+    """The operations of each micro-batch of a step of `work`; `schedule` makes from the prefetch depth the rule that
+    says what to gather ahead. Whether ranks shard and replicate follows from what the units send.
+    """
+    kinds = {kind for unit in work.units for kind in unit.sent}
+    sharing = replace(
+        work.sharing, shards=bool(kinds & {"all_gather", "reduce_scatter"}), replicates="all_reduce" in kinds
+    )
+    units = tuple((unit.name, unit.holds or _held_by(unit)) for unit in work.units)
+    return record_step(units, sharing, work.prefetch, work.micro_batches, work.in_flight, schedule)
+
+
+def _held_by(unit: UnitWork) -> Holds:
+    return Holds(bool(unit.sent), bool(unit.sent.keys() - {"all_gather"}))
+
+
+def step_seconds(work: StepWork) -> float:
+    """Seconds of a step, of whose micro-batches those between the first and the last are alike."""
+    count, units = work.micro_batches, {unit.name: unit for unit in work.units}
+    program = program_of(replace(work, micro_batches=min(count, 3)))
+    each = [seconds_of(operations, units) for operations in program]
+    return sum(each) + (count - len(each)) * each[len(each) // 2] + work.slowed_s + work.optimizer_s + work.exchange_s
+
+
+def seconds_of(operations: Sequence[Operation], units: Mapping[str, UnitWork]) -> float:
+    """Seconds from the first operation of a micro-batch to the end of the last.
+
+    Collectives of states run one after the other, all-reduces beside them where they pass another link. Those between
+    products have half of a link while others send on it too: both end later by the time that they share.
+
+    >>> send = {kind: Transfer(kind, 1.0, 1.0) for kind in ("all_gather", "reduce_scatter")}
+    >>> root, block = UnitWork("root", 0.0, 0.0), UnitWork("blocks.0", 2.0, 3.0, send)
+    >>> (operations,) = program_of(StepWork(root, (block,), prefetch=0))
+    >>> seconds_of(operations, {unit.name: unit for unit in (root, block)})
+    8.0
+    """
+    distinct = {id(unit): _costs(unit) for unit in units.values()}
+    costs = {name: distinct[id(unit)] for name, unit in units.items()}
+    now, free = 0.0, dict[str, float]()  # link -> when it is free
+    ended: dict[int, float] = {}
+    on_link: dict[str, list[int]] = {}
+    for each in operations:
+        if isinstance(each, Wait):
+            now = max(now, ended[each.number])
+        elif isinstance(each, Compute):
+            seconds, inline_s, link = costs[each.unit].get(each.phase, (0.0, 0.0, ""))
+            shared = inline_s * min(1.0, max(0.0, free.get(link, 0.0) - now) / seconds) if inline_s else 0.0
+            if shared:
+                free[link] += shared
+                for number in on_link[link]:
+                    ended[number] += shared if ended[number] > now else 0.0
+            now += seconds + shared
+        elif isinstance(each, Issue):
+            seconds, _, link = costs[each.unit][each.kind]
+            begin = max(now if each.after is None else ended[each.after], free.get(link, 0.0))
+            ended[each.number] = free[link] = begin + seconds
+            on_link.setdefault(link, []).append(each.number)
+    return now
+
+
+def _costs(unit: UnitWork) -> dict[str, tuple[float, float, str]]:
+    """Of each phase its seconds with the collectives between its products, the seconds of these, and the link that they
+    pass; of each kind of collective its seconds, and its link or a queue of its own.
+    """
+    found = {
+        kind: (each.seconds, 0.0, each.link or ("across" if kind == "all_reduce" else "states"))
+        for kind, each in unit.sent.items()
+    }
+    for phase in ("forward", "backward"):
+        seconds, inline = unit.products(phase)
+        inline_s = sum(each.seconds for each in inline)
+        found[phase] = seconds + inline_s, inline_s, inline[0].link if inline else ""
+    return found
