@@ -19,7 +19,6 @@ from fsdplab.planning.measured import (
     ReplayError,
     published_like,
     recorded,
-    replays,
     simulated_s,
     spread,
 )
@@ -40,13 +39,12 @@ def test_a_step_that_was_itself_simulated_is_found_again(strategy: str, prefetch
     """Compute, link, order and micro-batches are taken from the record as they are: nothing is left to differ."""
     spec = RunSpec(strategy=strategy, model="gpt-20m", link="100MB/s", prefetch=prefetch, world_size=2, micro_batches=2)
     record = replace(steady(spec), environment={"device": "cpu"})
-    (found,) = replays(record)
+    step, parts, exposed = recorded(record)
     step_s = record.summary.step_time_s.median
-    assert found.measured_s == pytest.approx(step_s, rel=1e-6)
-    assert found.simulated_s == pytest.approx(step_s, rel=1e-4)
-    assert (
-        found.simulated_exposed_s == pytest.approx(found.measured_exposed_s, rel=1e-3) and found.not_simulated_s < 1e-4
-    )
+    assert step.measured_s == pytest.approx(step_s, rel=1e-6)
+    assert step.simulated_s == pytest.approx(step_s, rel=1e-4)
+    assert exposed.simulated_s == pytest.approx(exposed.measured_s, rel=1e-3)
+    assert step.measured_s - parts.measured_s < 1e-4
 
 
 def test_the_recorded_run_on_a_quiet_machine_is_within_a_tenth() -> None:
@@ -69,20 +67,20 @@ def test_the_table_in_the_text_is_what_is_found() -> None:
     for words, quantity in (("their steps", STEP), ("compute and link of it", SIMULATED_PARTS)):
         _, least, most = spread(row for row in others if row.quantity == quantity)
         assert f"{words} at {least:.2f} to {most:.2f}" in " ".join(text.split()), (quantity, least, most)
-    (found,) = replays(RunRecord.load(DATA / "traces-08"))
-    assert f"are {found.not_simulated_s / found.measured_s:.0%} of the measured step".replace("%", " %") in text
+    step, parts, _ = recorded(RunRecord.load(DATA / "traces-08"))
+    assert f"are {1 - parts.measured_s / step.measured_s:.0%} of the measured step".replace("%", " %") in text
 
 
 def test_what_cannot_be_simulated_again_is_refused_in_a_sentence(tmp_path: Path, capsys) -> None:
     record = RunRecord.load(DATA / "traces-08")
     with pytest.raises(ReplayError, match="has no link whose rate is known"):
-        list(replays(replace(record, summary=replace(record.summary, link=None))))
+        recorded(replace(record, summary=replace(record.summary, link=None)))
     with pytest.raises(ReplayError, match="is no finished run of the lab's engine"):
-        list(replays(replace(record, spec={**record.spec, "engine": "torch-ddp"})))
+        recorded(replace(record, spec={**record.spec, "engine": "torch-ddp"}))
     with pytest.raises(ReplayError, match="names no strategy"):
-        list(replays(replace(record, spec={**record.spec, "strategy": 3})))
+        recorded(replace(record, spec={**record.spec, "strategy": 3}))
     with pytest.raises(ReplayError, match="no collective of its root in step 7"):
-        list(replays(replace(record, tables={**record.tables, "ledger": []})))
+        recorded(replace(record, tables={**record.tables, "ledger": []}))
     for folder in (tmp_path / "none", shutil.copytree(DATA / "figures", tmp_path / "figures")):
         with pytest.raises(SystemExit) as end:
             cli.main(["plan", "simulate", "--record", str(folder)])

@@ -59,32 +59,18 @@ class Gpu:
     die: str = ""
     product_flops: float | None = None
 
-    def ring_over_nodes(self, members: int) -> LinkSpec:
-        """The link of a ring with so many members in each node, as one GPU sees it.
-
-        The ring enters a node once, and the network cards of all its members there carry their part of its bytes (NCCL
-        runs one ring a card): 8 GPUs with 50 GB/s each give a rank 400 GB/s, not 50, and at most what their own link
-        has. Latency is the mean over the ring's hops, of which one in `members` leaves its node: (7 x 3.4 + 14) / 8 =
-        4.7 us. Raises LinkError where no network is known.
-        """
-        if self.nic_bytes_per_s is None:
-            raise LinkError(f"no network between nodes is known for {self.name}; give one node")
-        joined, inside = members * self.nic_bytes_per_s, self.link
-        latency = ((members - 1) * inside.latency_s + NETWORK_S) / members
-        return LinkSpec("network", joined if members == 1 else min(joined, inside.bytes_per_s), latency)
-
 
 # seven links of 64 GB/s: one peer alone sees one; latency assumed NVLink's
 _LINKS = PRESETS | {"xgmi": LinkSpec("xgmi", 448e9, PRESETS["nvlink4"].latency_s)}
 
 
 def _gpu(
-    name: str, memory_gib: float, tflops: float | None, hbm_tb: float, link: str, nic_gbit: float | None, source: str,
-    die: str = "", product_tflops: float | None = None,
+    name: str, memory_gib: float, tflops: float | None, hbm_tb: float, link: str | LinkSpec, nic_gbit: float | None,
+    source: str, die: str = "", product_tflops: float | None = None,
 ) -> Gpu:  # fmt: skip
-    """A row of the table, in the units of data sheets."""
+    """A row of the table, or a file, in the units of data sheets."""
     flops, nic, products = tflops and tflops * 1e12, nic_gbit and nic_gbit * 1e9 / 8, product_tflops
-    rates = flops, hbm_tb * 1e12, _LINKS[link], nic
+    rates = flops, hbm_tb * 1e12, _LINKS[link] if isinstance(link, str) else link, nic
     return Gpu(name, int(memory_gib * _GIB), *rates, source, die, products and products * 1e12)
 
 
@@ -148,12 +134,17 @@ class Cluster:
     @property
     def network(self) -> LinkSpec | None:
         """The link of one GPU to those in other nodes: its share of the node's network cards; None on one node."""
-        return None if self.nodes == 1 else self.gpu.ring_over_nodes(1)
+        return None if self.nodes == 1 else self._ring(1)
 
     @property
     def link(self) -> LinkSpec:
         """The link of a ring over all GPUs, as one GPU sees it: the slow axis."""
-        return self.gpu.link if self.nodes == 1 else self.gpu.ring_over_nodes(self.gpus_per_node)
+        return self.gpu.link if self.nodes == 1 else self._ring(self.gpus_per_node)
+
+    def _ring(self, members: int) -> LinkSpec:
+        """Over nodes, by data sheets."""
+        assert self.gpu.nic_bytes_per_s is not None, "a cluster without a known network is refused"
+        return Fabric("network", self.gpu.nic_bytes_per_s, NETWORK_S, 1.0, "").ring(self.gpu, members, 1, 1.0)
 
 
 def find_gpu(name: str) -> Gpu:
@@ -252,13 +243,10 @@ def _read(path: Path) -> Gpu:
         link = parse_link(row["link"])
     except LinkError as error:
         raise HardwareError(f"{path}: {error}") from None
-    rates = {key: _number(path, row, key) for key in ("memory_gib", "hbm_tb_per_s", "bf16_tflops", "nic_gbit")}
-    tflops, nic, measured = rates["bf16_tflops"], rates["nic_gbit"], _number(path, row, "measured_bf16_tflops")
-    memory, hbm = rates["memory_gib"] or 0.0, rates["hbm_tb_per_s"] or 0.0
-    return Gpu(
-        str(row["name"])[:40], int(memory * 2**30), tflops and tflops * 1e12, hbm * 1e12, link, nic and nic * 1e9 / 8,
-        str(path), str(row.get("die", "")), measured and measured * 1e12,
-    )  # fmt: skip
+    numbers = ("memory_gib", "hbm_tb_per_s", "bf16_tflops", "nic_gbit", "measured_bf16_tflops")
+    memory, hbm, tflops, nic, measured = (_number(path, row, key) for key in numbers)
+    about = str(path), str(row.get("die", "")), measured
+    return _gpu(str(row["name"])[:40], memory or 0.0, tflops, hbm or 0.0, link, nic, *about)
 
 
 def _number(path: Path, row: dict[str, Any], key: str) -> float | None:
@@ -292,26 +280,20 @@ class Network:
     source: str
 
 
-def _row(name: str, efficiency: float, source: str) -> Network:
-    """A card whose rate and latency are the link's of that name."""
-    link = PRESETS[name]
-    return Network(name, link.bytes_per_s, link.latency_s, efficiency, source)
-
-
 _MEASURED = "stas00/ml-engineering: network/benchmarks; 46 to 48 of 50 GB/s a card expected in NVIDIA/nccl-tests #290"
 _ROCE = "rate of the card; latency and part assumed InfiniBand's without its measurement"
 _TCP = "rate of the card; TCP's latency (links.py) and part are assumed"
 NETWORKS: dict[str, Network] = {
-    row.name: row
-    for row in (
-        _row("ib800", _INFINIBAND, f"XDR; part assumed that of NDR: {_MEASURED}"),
-        _row("ib400", _INFINIBAND, f"NDR; {_MEASURED}"),
-        _row("ib200", _INFINIBAND, f"HDR; part assumed that of NDR: {_MEASURED}"),
-        _row("ib100", _INFINIBAND, f"EDR; part assumed that of NDR: {_MEASURED}"),
-        _row("roce400", _ASSUMED, _ROCE),
-        _row("roce200", _ASSUMED, _ROCE),
-        _row("roce100", _ASSUMED, _ROCE),
-        *(_row(name, 0.7, _TCP) for name in ("eth100", "eth25", "eth10", "eth1")),
+    name: Network(name, PRESETS[name].bytes_per_s, PRESETS[name].latency_s, reached, source)
+    for name, reached, source in (
+        ("ib800", _INFINIBAND, f"XDR; part assumed that of NDR: {_MEASURED}"),
+        ("ib400", _INFINIBAND, f"NDR; {_MEASURED}"),
+        ("ib200", _INFINIBAND, f"HDR; part assumed that of NDR: {_MEASURED}"),
+        ("ib100", _INFINIBAND, f"EDR; part assumed that of NDR: {_MEASURED}"),
+        ("roce400", _ASSUMED, _ROCE),
+        ("roce200", _ASSUMED, _ROCE),
+        ("roce100", _ASSUMED, _ROCE),
+        *((name, 0.7, _TCP) for name in ("eth100", "eth25", "eth10", "eth1")),
     )
 }
 
@@ -362,7 +344,9 @@ class Fabric:
         """The link of a ring over nodes with so many members in each, at what collectives reach of it.
 
         The ring enters a node once, and the network cards of all its members there carry their part of its bytes (NCCL
-        runs one ring a card), at most what their own link reaches. Latency is the mean over the ring's hops.
+        runs one ring a card): 8 GPUs with 50 GB/s each give a rank 400 GB/s, not 50, and at most what their own link
+        reaches. Latency is the mean over the ring's hops, of which one in `members` leaves its node: (7 x 3.4 + 14) / 8
+        = 4.7 us.
         """
         joined, inside = members * self.bytes_per_s * self.part(nodes), inside_part * gpu.link.bytes_per_s
         latency_s = ((members - 1) * gpu.link.latency_s + self.latency_s) / members

@@ -5,15 +5,14 @@ are the figures that are not this package's own.
 
 A recorded run is simulated again with the compute that was measured, on the link that it had, in the engine's own
 order: each unit's forward and backward take what the trace says, and collectives what the link's rate and latency give.
-Not simulated are the host's time between operations, copies, and waiting for a core, so a measured step is longer;
-`Replay` says how much of it these are.
+Not simulated are the host's time between operations, copies, and waiting for a core, so a measured step is longer.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -108,24 +107,6 @@ def _distance(one: PlanSpec, other: PlanSpec) -> float:
     )
 
 
-def recorded(record: RunRecord, name: str = "") -> list[Measured]:
-    """Every profiled step of a run, and what of it was exposed; raises ReplayError, one line.
-
-    Without a `name` the run has its folder's.
-    """
-    run = name or record.path.name
-    return [each for replay in replays(record) for each in _of_a_replay(record, f"{run}, step {replay.step}", replay)]
-
-
-def _of_a_replay(record: RunRecord, run: str, found: Replay) -> list[Measured]:
-    told = f"{record.spec['model']} on {record.spec['world_size']} CPU ranks, {record.spec['strategy']}"
-    step = Measured(run, told, RECORDED, STEP, found.closed_form_s, found.simulated_s, found.measured_s)
-    alike_s = found.measured_s - found.not_simulated_s
-    parts = Measured(run, told, RECORDED, SIMULATED_PARTS, None, found.simulated_s, alike_s)
-    exposed = Measured(run, told, RECORDED, EXPOSED, None, found.simulated_exposed_s, found.measured_exposed_s)
-    return [step, parts, exposed]
-
-
 def spread(rows: Iterable[Measured]) -> tuple[float, float, float]:
     """The middle, the least and the largest of simulated over measured."""
     ratios = [row.ratio for row in rows]
@@ -139,40 +120,31 @@ class ReplayError(UserError, ValueError):
     """A record that cannot be simulated again; the message is one line."""
 
 
-@dataclass(frozen=True)
-class Replay:
-    """A profiled step, in seconds, means over its ranks. `exposed_s`: waiting while bytes were on the link.
-
-    `not_simulated_s` is the part of the measured step that is neither compute nor waiting for the link or a peer.
-    """
-
-    step: int
-    closed_form_s: float
-    simulated_s: float
-    measured_s: float
-    simulated_exposed_s: float
-    measured_exposed_s: float
-    not_simulated_s: float
-
-
-def replays(record: RunRecord) -> Iterator[Replay]:
-    """Every profiled step of a run of the lab's engine on CPU ranks with a link; raises ReplayError for others.
+def recorded(record: RunRecord, name: str = "") -> list[Measured]:
+    """Three rows of every profiled step of a run of the lab's engine on CPU ranks with a link, means over its ranks:
+    the step, what of it is compute or waiting for the link or a peer, and waiting while bytes were on the link; raises
+    ReplayError for others. Without a `name` the run has its folder's.
 
     >>> from fsdplab.common.places import shared_folder
-    >>> (found,) = replays(RunRecord.load(shared_folder("data") / "traces-08"))
-    >>> round(found.simulated_exposed_s / found.measured_exposed_s, 2)
+    >>> _, _, exposed = recorded(RunRecord.load(shared_folder("data") / "traces-08"))
+    >>> round(exposed.ratio, 2)
     1.08
     """
     _check(record)
+    told = f"{record.spec['model']} on {record.spec['world_size']} CPU ranks, {record.spec['strategy']}"
+    found = []
     for step, measured in sorted(grouped(record.table("breakdown"), lambda row: row["step"]).items()):
         mean = {name: sum(row[name] for row in measured) / len(measured) / 1e9 for name in _PARTS}
         work = _work_of(record, step, len(measured))
-        found = simulate_work(work, communicators=known(record.summary.link).queues or 1)
-        exposed_s = account(found.logs[0], 0).exposed_ns / 1e9
-        rest_s = mean["step_ns"] - mean["compute_ns"] - mean["on_link_ns"] - mean["waiting_ns"]
-        yield Replay(
-            step, step_seconds(work), found.step_s, mean["step_ns"], exposed_s, mean["on_link_ns"], rest_s
-        )  # fmt: skip
+        simulated = simulate_work(work, communicators=known(record.summary.link).queues or 1)
+        rows = (
+            (STEP, step_seconds(work), simulated.step_s, mean["step_ns"]),
+            (SIMULATED_PARTS, None, simulated.step_s, mean["compute_ns"] + mean["on_link_ns"] + mean["waiting_ns"]),
+            (EXPOSED, None, account(simulated.logs[0], 0).exposed_ns / 1e9, mean["on_link_ns"]),
+        )
+        run = f"{name or record.path.name}, step {step}"
+        found += [Measured(run, told, RECORDED, *row) for row in rows]
+    return found
 
 
 _PARTS = ("step_ns", "compute_ns", "on_link_ns", "waiting_ns")
@@ -190,7 +162,7 @@ def _check(record: RunRecord) -> None:
 
 def _work_of(record: RunRecord, step: int, seen: int) -> StepWork:
     """The units as they computed in that step on the mean of so many ranks, and what they sent."""
-    spec, ranks = record.spec, record.spec["world_size"]
+    spec, ranks, link = record.spec, record.spec["world_size"], known(record.summary.link)
     passes = seen * spec.get("micro_batches", 1)
     seconds: dict[tuple[str, str], float] = {}
     for row in record.table("timeline"):
@@ -200,32 +172,25 @@ def _work_of(record: RunRecord, step: int, seen: int) -> StepWork:
     sent: dict[str, dict[str, Transfer]] = {}
     for row in record.table("ledger"):
         if row["step"] == step and row["rank"] == 0 and row["phase"] != "optimizer":
-            sent.setdefault(row["unit"], {})[row["kind"]] = _transfer(record, row["kind"], row["wire_bytes"])
+            latency_s = (link.latency_s or 0.0) * ring_steps(row["kind"], ranks)
+            transfer = Transfer(row["kind"], row["wire_bytes"], known(link.bytes_per_s), latency_s)
+            sent.setdefault(row["unit"], {})[row["kind"]] = transfer
     if ROOT not in sent:
         raise ReplayError(
             f"{record.path.name} has no collective of its root in step {step}; give a run whose ranks send"
         )
-    units = [
-        UnitWork(
-            name,
-            seconds.get((name, "forward"), 0.0) / passes,
-            seconds.get((name, "backward"), 0.0) / passes,
-            sent[name],
-        )
-        for name in sorted(sent, key=_place)
-    ]
+
+    def each_s(name: str, phase: str) -> float:
+        return seconds.get((name, phase), 0.0) / passes
+
+    every = sorted(sent, key=_place)
+    units = [UnitWork(name, each_s(name, "forward"), each_s(name, "backward"), sent[name]) for name in every]
     shard = spec.get("shard_size") or ranks
     return StepWork(
         units[0], tuple(units[1:]), seconds.get((ROOT, "optimizer"), 0.0) / seen, prefetch=spec.get("prefetch", 1),
         micro_batches=spec.get("micro_batches", 1), shards=shard, replicas=ranks // shard,
         sharing=Sharing.of(spec["strategy"], shard, ranks // shard, streams=False),
     )  # fmt: skip
-
-
-def _transfer(record: RunRecord, kind: str, wire_bytes: int) -> Transfer:
-    link = known(record.summary.link)
-    latency_s = (link.latency_s or 0.0) * ring_steps(kind, record.spec["world_size"])
-    return Transfer(kind, wire_bytes, known(link.bytes_per_s), latency_s)
 
 
 def _place(unit: str) -> tuple[int, str]:
