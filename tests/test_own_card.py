@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from fsdplab import cli
 from fsdplab.planning.efficiency import HBM_EFFICIENCY
 from fsdplab.planning.planner import plan
 from fsdplab.sessions import own_card
+from tests.test_plan import ended
 
 pytestmark = pytest.mark.quick
 
@@ -18,13 +18,6 @@ pytestmark = pytest.mark.quick
 def small(monkeypatch):
     """Pieces of work that take no time on a busy machine."""
     monkeypatch.setattr(own_card, "_MOST", {"cuda": (256, 2**20), "cpu": (256, 2**20)})
-
-
-def ended(arguments, capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(arguments)
-    printed = capsys.readouterr()
-    return stop.value.code, printed.out, printed.err
 
 
 def test_what_is_measured_is_what_a_plan_reaches(small, tmp_path, capsys):

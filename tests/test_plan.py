@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 import json
+import pkgutil
 import random
 import re
 import subprocess
@@ -12,9 +14,9 @@ from dataclasses import replace
 
 import pytest
 
-from fsdplab import cli
+from fsdplab import cli, planning
 from fsdplab.common.names import CATEGORIES, STRATEGIES
-from fsdplab.planning import HardwareError, PlanError, efficiency, plan, plan_traffic, planner
+from fsdplab.planning import HardwareError, PlanError, plan, plan_traffic, planner
 from fsdplab.planning import step_time as step_time_module
 from fsdplab.planning.activations import block_tensors, computed_per_token, kept_per_token
 from fsdplab.planning.bands import memory_band
@@ -32,7 +34,6 @@ from fsdplab.planning.links import LinkSpec
 from fsdplab.planning.memory import FRAMEWORK_BYTES
 from fsdplab.planning.plan_spec import CHECKPOINTINGS, MASTERS, OPTIMIZERS, flag_of, under_each_strategy
 from fsdplab.planning.planner import plan_of, plan_spec, shortfall
-from fsdplab.workloads import shapes
 from fsdplab.workloads.errors import ModelError
 from fsdplab.workloads.model_files import model_named
 from fsdplab.workloads.shapes import SHAPES
@@ -52,10 +53,12 @@ PUBLISHED = {  # of model cards, papers and checkpoints
 # ---- parameters
 
 
-@pytest.mark.parametrize("module", [shapes, planner, efficiency], ids=lambda module: module.__name__)
-def test_the_docstrings_examples_hold(module):
-    tried = doctest.testmod(module)
-    assert tried.attempted and not tried.failed
+MODULES = [each.name for each in pkgutil.walk_packages(planning.__path__, "fsdplab.planning.")]
+
+
+@pytest.mark.parametrize("name", [*MODULES, "fsdplab.workloads.shapes"])
+def test_the_docstrings_examples_hold(name):
+    assert not doctest.testmod(importlib.import_module(name)).failed
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 import re
 from dataclasses import replace
 
 import pytest
 
-from fsdplab import cli, figures
+from fsdplab import figures
 from fsdplab.engine.core.layout import Layout
 from fsdplab.figures.style import alt_text
-from fsdplab.planning import PlanError, fit, questions
+from fsdplab.planning import PlanError
 from fsdplab.planning.activations import kept_per_token
 from fsdplab.planning.links import LinkSpec
 from fsdplab.planning.memory import memory_of
@@ -22,6 +21,7 @@ from fsdplab.planning.questions import LISTED, QUESTIONS, answer, ask, fitting
 from fsdplab.planning.simulation import simulate_work, work_of
 from fsdplab.planning.step_time import Compute
 from fsdplab.workloads.errors import ModelError
+from tests.test_plan import ended
 
 pytestmark = pytest.mark.quick
 SPECS = {
@@ -36,12 +36,6 @@ NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
 def answers():
     """Question and spec -> its answer, each found once."""
     return {(name, which): ask(name, make()) for which, make in SPECS.items() for name in QUESTIONS}
-
-
-@pytest.mark.parametrize("module", [questions, answer, fit], ids=lambda module: module.__name__)
-def test_the_docstrings_examples_hold(module):
-    tried = doctest.testmod(module)
-    assert tried.attempted and not tried.failed
 
 
 # ---- every question
@@ -375,13 +369,6 @@ def test_one_unit_of_all_blocks_hides_no_gather():
 
 
 # ---- the command, and what is refused
-
-
-def ended(arguments, capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(arguments)
-    printed = capsys.readouterr()
-    return stop.value.code, printed.out, printed.err
 
 
 def test_the_command_lists_the_questions(capsys, tmp_path):

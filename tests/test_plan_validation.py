@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from fsdplab import cli
 from fsdplab.figures.plots.plans import validation_figure
 from fsdplab.planning import networks
 from fsdplab.planning import step_time as times
@@ -20,6 +19,7 @@ from fsdplab.planning.planner import plan
 from fsdplab.planning.published import COLUMNS, Case, PublishedError, read_published
 from fsdplab.planning.step_time import step_time
 from fsdplab.planning.validate import ARITHMETIC, FIT, HELD_OUT, MEMORY, SEEN, SPEED, validate
+from tests.test_plan import ended
 
 pytestmark = pytest.mark.quick
 
@@ -30,13 +30,6 @@ TABLE = DATA / "published.csv"
 @pytest.fixture(scope="module")
 def found():
     return validate(TABLE)
-
-
-def ended(arguments, capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(arguments)
-    printed = capsys.readouterr()
-    return stop.value.code, printed.out, printed.err
 
 
 def rows_of_the_table() -> list[dict[str, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import json
 import re
 from dataclasses import replace
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdplab import cli, figures
+from fsdplab import figures
 from fsdplab.common.thinning import MAX_POINTS
 from fsdplab.engine.core.step import Schedule
 from fsdplab.figures.report.page import tabbed
@@ -25,7 +24,6 @@ from fsdplab.planning.simulation import (
     StepWork,
     Transfer,
     UnitWork,
-    ranks,
     simulate,
     simulate_work,
     simulated_step,
@@ -38,6 +36,7 @@ from fsdplab.records import CATEGORIES, CAUSES, LANES, RunRecord, comparison_jso
 from fsdplab.sessions import RunSpec, run
 from fsdplab.sessions.steady_card import steady
 from fsdplab.workloads.shapes import SHAPES
+from tests.test_plan import ended
 
 pytestmark = pytest.mark.quick
 DATA = Path(__file__).parent.parent / "data"
@@ -69,12 +68,6 @@ def passages(found, rank: int = 0) -> list[tuple[str, str, float, float]]:
 
 def computed(found, rank: int = 0) -> list[tuple[float, float]]:
     return [(span.start, span.end) for span in found.logs[rank].computed]
-
-
-@pytest.mark.parametrize("module", [ranks, simulated_step], ids=lambda module: module.__name__)
-def test_the_docstrings_examples_hold(module):
-    tried = doctest.testmod(module)
-    assert tried.attempted and not tried.failed
 
 
 # ---- by hand
@@ -470,13 +463,6 @@ def test_findings_and_tables_of_a_simulation_say_simulated():
 # ---- the command
 
 
-def ended(arguments, capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["plan", *arguments])
-    printed = capsys.readouterr()
-    return stop.value.code, printed.out, printed.err
-
-
 def test_a_pipeline_is_refused_instead_of_simulated_without_its_stages():
     """The whole model was once simulated on every stage, four times as long as the closed form."""
     with pytest.raises(PlanError, match="in 4 stages is not simulated event by event; leave --pp out"):
@@ -496,7 +482,7 @@ def test_what_collectives_take_from_the_compute_is_no_part_of_the_optimizers_ste
 def test_the_command_prints_the_simulated_step_beside_the_closed_form(capsys, tmp_path):
     page, path = tmp_path / "step.html", tmp_path / "step.json"
     given = ["simulate", "--model", "llama-3.1-405b", "--world-size", "10000", "--html", str(page), "--json", str(path)]
-    code, out, _ = ended(given, capsys)
+    code, out, _ = ended(["plan", *given], capsys)
     found = json.loads(path.read_text())
     simulated, closed = found["simulated"], found["closed_form"]
     assert code == 0 and re.search(r"step +45\.1 s +45\.1 s +\+0\.0%", out), out
@@ -508,7 +494,7 @@ def test_the_command_prints_the_simulated_step_beside_the_closed_form(capsys, tm
 
 
 def test_the_command_shows_that_the_two_agree_with_tensor_parallelism(capsys):
-    code, out, _ = ended(["simulate", "--world-size", "64", "--tp", "8"], capsys)
+    code, out, _ = ended(["plan", "simulate", "--world-size", "64", "--tp", "8"], capsys)
     (step,) = [line for line in out.splitlines() if line.strip().startswith("step ")]
     assert code == 0 and step.split()[-1] == "+0.0%" and "64 ranks of 1 kind" in out
 
@@ -523,7 +509,7 @@ def test_the_command_shows_that_the_two_agree_with_tensor_parallelism(capsys):
     ids=str,
 )
 def test_a_wrong_simulation_is_one_clear_line(arguments, words, capsys):
-    code, _, said = ended(arguments, capsys)
+    code, _, said = ended(["plan", *arguments], capsys)
     assert code == 2 and words in said and said.count("\n") == 1
 
 

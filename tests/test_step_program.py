@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -20,7 +19,6 @@ from fsdplab.engine import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.transport import CollectiveLabel
 from fsdplab.engine.shard import units_of
-from fsdplab.planning import program
 from fsdplab.planning.program import Change, Holds, Issue, Move, Operation, Sharing, Wait, record_step
 from tests.test_engine_stream_order import Case, device, sharded
 
@@ -238,9 +236,3 @@ def test_a_backward_leaves_nothing_under_way(strategy: str, streams: bool) -> No
             held[each.buffer] += each.sign
     given = "kept_gradients" if strategy == "zero1" else "sharded_gradients"
     assert set(held.values()) == {0, 3} and +held == {given: 3}
-
-
-@pytest.mark.quick
-def test_docstring_examples() -> None:
-    tried = doctest.testmod(program)
-    assert tried.attempted > 0 and tried.failed == 0
