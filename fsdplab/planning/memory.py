@@ -255,16 +255,11 @@ def memory_of(spec: PlanSpec) -> Memory:
 
 def _of_stage(spec: PlanSpec, index: int, stage: PlanSpec) -> Memory:
     """A stage's own step, and beside it what the micro-batches keep that wait for their backward."""
-    found = memory_of(stage)
     kept = waiting(spec, index) * Activations(stage, stage.model.layers).saved(stage.model.layers, 0.0)
-    resting, *passing, stepping = found.moments
-    more = (_with(each, "activations", kept) for each in passing)
+    resting, *passing, stepping = memory_of(stage).moments
+    alive = (each.by_category | {"activations": each.by_category["activations"] + kept} for each in passing)
+    more = (each._replace(by_category=found) for each, found in zip(passing, alive))
     return Memory((resting, *more, stepping))
-
-
-def _with(moment: Moment, category: str, nbytes: float) -> Moment:
-    grown = moment.by_category | {category: moment.by_category[category] + nbytes}
-    return moment._replace(by_category=grown)
 
 
 def memory_of_program(program: Program, spec: PlanSpec) -> Memory:

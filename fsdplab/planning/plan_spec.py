@@ -7,6 +7,7 @@ The GPUs form a mesh of up to six axes: `tensor` (innermost, inside a node), `co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -199,9 +200,11 @@ class PlanSpec:
     def _check_model(self) -> None:
         shape, cut = self.model, self.tensor_parallel
         if shape.heads % cut or shape.kv_heads % cut:
+            common = math.gcd(shape.kv_heads, shape.heads)
+            divisor = max(each for each in range(1, cut + 1) if common % each == 0)
             raise PlanError(
                 f"{shape.name} has {shape.heads} heads and {shape.kv_heads} key/value heads, not divisible by --tp"
-                f" {cut}; give a common divisor such as {_largest_divisor(shape, cut)}"
+                f" {cut}; give a common divisor such as {divisor}"
             )
         if self.seq > shape.context:
             raise PlanError(
@@ -385,7 +388,3 @@ def _check_word(name: str, value: object, known: tuple[str | None, ...]) -> None
         words = [word for word in known if word]
         meant = did_you_mean(value, words)
         raise PlanError(f"{flag_of(name)} is {value!r}{meant}; expected one of {', '.join(words)}")
-
-
-def _largest_divisor(shape: ModelShape, below: int) -> int:
-    return max(each for each in range(1, below + 1) if shape.kv_heads % each == 0 and shape.heads % each == 0)

@@ -205,12 +205,11 @@ def _tensor_traffic(spec: PlanSpec) -> list[AxisTraffic]:
     wire = spec.tokens * spec.model.width * spec.param_bytes * (ranks - 1) / ranks
     again = 0 if spec.checkpointing == "none" else 2  # a recomputed forward gathers again
     reduced_again = 2 if spec.checkpointing in ("attention", "full") else 0
-    return [
-        _inline("tensor", "block", "all_gather", (2, 2 + again), wire, ranks, spec),
-        _inline("tensor", "block", "reduce_scatter", (2, 2 + reduced_again), wire, ranks, spec),
-        _inline("tensor", "root", "all_gather", (1, 1), wire, ranks, spec),
-        _inline("tensor", "root", "reduce_scatter", (1, 1), wire, ranks, spec),
-    ]
+    rows = (
+        ("block", "all_gather", (2, 2 + again)), ("block", "reduce_scatter", (2, 2 + reduced_again)),
+        ("root", "all_gather", (1, 1)), ("root", "reduce_scatter", (1, 1)),
+    )  # fmt: skip
+    return [_inline("tensor", *row, wire, ranks, spec) for row in rows]
 
 
 def _context_traffic(spec: PlanSpec) -> list[AxisTraffic]:

@@ -458,12 +458,11 @@ def program_of(work: StepWork, schedule: Callable[[int], Schedule] = Schedule) -
     sharing = replace(
         work.sharing, shards=bool(kinds & {"all_gather", "reduce_scatter"}), replicates="all_reduce" in kinds
     )
-    units = tuple((unit.name, unit.holds or _held_by(unit)) for unit in work.units)
+    units = tuple(
+        (unit.name, unit.holds or Holds(bool(unit.sent), bool(unit.sent.keys() - {"all_gather"})))
+        for unit in work.units
+    )
     return record_step(units, sharing, work.prefetch, work.micro_batches, work.in_flight, schedule)
-
-
-def _held_by(unit: UnitWork) -> Holds:
-    return Holds(bool(unit.sent), bool(unit.sent.keys() - {"all_gather"}))
 
 
 def step_seconds(work: StepWork) -> float:

@@ -82,12 +82,9 @@ def read_published(path: Path) -> tuple[list[Case], list[LeftOut]]:
         except ValueError as error:
             left_out.append(LeftOut(name, _source(row), " ".join(str(error).split())))
     if not cases:
-        raise PublishedError(f"{path} has no usable row{_reason(left_out)}; expected the columns of data/published.csv")
+        why = f" ({left_out[0].id}: {left_out[0].reason[:80]})" if left_out else ""
+        raise PublishedError(f"{path} has no usable row{why}; expected the columns of data/published.csv")
     return cases, left_out
-
-
-def _reason(left_out: list[LeftOut]) -> str:
-    return f" ({left_out[0].id}: {left_out[0].reason[:80]})" if left_out else ""
 
 
 def _rows(path: Path) -> Iterator[Mapping[str, str]]:

@@ -136,12 +136,9 @@ def least_compute_s(spec: PlanSpec) -> float:
     """Seconds that a step computes at least, with a pipeline's bubble and without anything that is sent."""
     each = stages(spec) if spec.pipeline_parallel > 1 else [(0, spec)]
     idle = bubble(spec) if spec.pipeline_parallel > 1 else 0.0
-    return (1 + idle) * max(_passes_s(stage, Compute(stage, None)) for _, stage in each)
-
-
-def _passes_s(spec: PlanSpec, compute: Compute) -> float:
-    head_s = compute.head_forward_s + compute.head_backward_s
-    return spec.grad_accum * (spec.model.layers * sum(compute.block_s) + head_s)
+    computed = ((stage.model.layers, Compute(stage, None)) for _, stage in each)
+    passes_s = (layers * sum(it.block_s) + (it.head_forward_s + it.head_backward_s) for layers, it in computed)
+    return (1 + idle) * spec.grad_accum * max(passes_s)
 
 
 def _least_s(spec: PlanSpec) -> tuple[float, float]:

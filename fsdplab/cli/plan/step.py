@@ -104,15 +104,12 @@ def _exposed(time: StepTime) -> str:
 def _headline(found: Plan) -> str:
     spec = found.spec
     groups = f" in {spec.replicas} groups of {spec.shards}" if spec.row.in_groups else ""
+    active = f" ({spec.model.active_parameters / 1e9:.3g} B active)" if spec.model.mixture else ""
     return (
-        f"{spec.model.name}, {spec.model.parameters / 1e9:.3f} B parameters{_active(spec)}, {spec.strategy}{groups} on"
+        f"{spec.model.name}, {spec.model.parameters / 1e9:.3f} B parameters{active}, {spec.strategy}{groups} on"
         f" {spec.gpus} x {spec.gpu.name}{_mesh(spec)}: {spec.micro_batch} x {spec.seq} tokens a micro-batch,"
         f" {spec.grad_accum} a step; gathers in {spec.param_dtype}, reductions in {spec.reduce_dtype}; {spec.loss} loss"
     )
-
-
-def _active(spec: PlanSpec) -> str:
-    return f" ({spec.model.active_parameters / 1e9:.3g} B active)" if spec.model.mixture else ""
 
 
 def _mesh(spec: PlanSpec) -> str:
@@ -153,9 +150,10 @@ def _card(found: Plan) -> Line:
 
 def _times(found: Plan, tokens: float | None) -> Iterator[tuple[str, str]]:
     yield "sent by a rank a step", _sent(found.as_dict())
-    if reached := part_of_network(found.spec):
-        nodes, part = reached
-        yield "network", f"{_network_words(found.spec)}; rings over {nodes} nodes reach {part:.0%} of it"
+    reached, fabric = part_of_network(found.spec), found.spec.fabric
+    if reached and fabric:
+        named = "; --network names another" if fabric.assumed else ""
+        yield "network", f"{fabric.words}{named}; rings over {reached[0]} nodes reach {reached[1]:.0%} of it"
     time = found.time
     if time is None:
         yield "step time", f"unknown: no bf16 FLOP/s are known for {found.spec.gpu.name}"
@@ -178,11 +176,6 @@ def _times(found: Plan, tokens: float | None) -> Iterator[tuple[str, str]]:
         yield f"{tokens:,.0f} tokens", f"{least}{hours:,.1f} hours, {hours * found.spec.gpus:,.0f} GPU-hours"
     yield "matrix products reach", reached_words(found)
     yield "provenance", PREDICTED
-
-
-def _network_words(spec: PlanSpec) -> str:
-    fabric = spec.fabric
-    return f"{fabric.words}{'; --network names another' if fabric.assumed else ''}" if fabric else ""
 
 
 def _communication(found: Plan, time: StepTime) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import count, takewhile
+from itertools import count
 from typing import Any
 
 from fsdplab.common.sizes import percent, size
@@ -191,7 +191,9 @@ class _Order:
                 break
             equal.append(each)
         chosen = min(equal, key=lambda each: self._preference(each, by_gpus))
-        rest = (*equal, *behind, *(each for _, each in takewhile(lambda _: not _others_in(behind, chosen), ordered)))
+        rest = [*equal, *behind]
+        if not any(each.family != chosen.family for each in behind):
+            rest += (each for _, each in ordered)
         return Pick(chosen, next((each for each in rest if each.family != chosen.family), None))
 
     def _preference(self, each: Candidate, by_gpus: bool) -> tuple[float, ...]:
@@ -199,10 +201,6 @@ class _Order:
         what needs least memory.
         """
         return (-each.spec.gpus if by_gpus else 0, changes_of(each.spec, self._own), each.peak)
-
-
-def _others_in(found: Collection[Candidate], chosen: Candidate) -> bool:
-    return any(each.family != chosen.family for each in found)
 
 
 def changes_of(spec: PlanSpec, own: PlanSpec) -> int:
@@ -366,11 +364,8 @@ def why_fastest(found: Fit, pick: Pick) -> str:
     plan = pick.plan
     computed, limit = _recomputed(plan.spec), _limit(plan.spec)
     facts = "; ".join(each for each in (computed, _waits(plan), limit) if each)
-    return f"No plan that {_fits(pick)} is more than {percent(EQUAL)} faster: {facts}"
-
-
-def _fits(pick: Pick) -> str:
-    return "certainly fits" if pick.chosen.certain else "is likely to fit"
+    fits = "certainly fits" if pick.chosen.certain else "is likely to fit"
+    return f"No plan that {fits} is more than {percent(EQUAL)} faster: {facts}"
 
 
 def _recomputed(spec: PlanSpec) -> str:

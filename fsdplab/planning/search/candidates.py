@@ -99,7 +99,7 @@ def _walked(spec: PlanSpec) -> dict[tuple[str, int], Line]:
     beyond = spec.model.layers - few
     if beyond <= 1:
         return _numbered(_by_kind(spec))
-    fewer, more = (_by_kind(_with_layers(spec, count)) for count in (few, few + 1))
+    fewer, more = (_by_kind(replace(spec, model=replace(spec.model, layers=count))) for count in (few, few + 1))
     return _numbered(
         {
             kind: [
@@ -113,10 +113,6 @@ def _walked(spec: PlanSpec) -> dict[tuple[str, int], Line]:
 
 def _numbered(by_kind: dict[str, list[Line]]) -> dict[tuple[str, int], Line]:
     return {(kind, place): line for kind, lines in by_kind.items() for place, line in enumerate(_upper(lines))}
-
-
-def _with_layers(spec: PlanSpec, layers: int) -> PlanSpec:
-    return replace(spec, model=replace(spec.model, layers=layers))
 
 
 def _by_kind(spec: PlanSpec) -> dict[str, list[Line]]:
