@@ -85,9 +85,9 @@ class Errors(NamedTuple):
 
 # what a bias is shown by, and the ends of its ranges
 _RANGES: dict[str, tuple[Callable[[Row], float], tuple[float, ...]]] = {
-    "tokens of a sequence": (lambda row: row.seq, (1024, 2048, 4096, 8192, 32768)),
     "GPUs": (lambda row: row.gpus, (1, 8, 64)),
     "parameters": (lambda row: row.parameters, (1e9, 5e9, 20e9)),
+    "tokens of a sequence": (lambda row: row.seq, (1024, 2048, 4096, 8192, 32768)),
 }
 
 
@@ -120,14 +120,14 @@ class Validation:
         for source, part in sorted(set(found), key=lambda each: (each[1] == HELD_OUT, -found.count(each), each)):
             yield source, part, Errors.of(row for row in rows if row.source == source)
 
-    def by_range(self, quantity: str, part: str) -> Iterator[tuple[str, str, Errors]]:
-        """What a range is of, the range in words, and the errors of the rows in it, for what a bias is shown by."""
+    def by_range(self, quantity: str) -> Iterator[tuple[str, str, list[Errors]]]:
+        """What a range is of, the range in words, and the errors of its rows, fitted and held out; they show a bias."""
         for name, (value, ends) in _RANGES.items():
             for low, high in pairwise((0.0, *ends, math.inf)):
-                rows = [row for row in self.of(quantity, part) if low < value(row) <= high]
+                rows = [row for row in self.of(quantity) if low < value(row) <= high]
                 words = f"up to {_short(high)}" if high < math.inf else f"above {_short(low)}"
                 if rows:
-                    yield name, words, Errors.of(rows)
+                    yield name, words, [Errors.of(row for row in rows if row.part == part) for part in (FIT, HELD_OUT)]
 
     def bands(self, quantity: str) -> dict[str, tuple[float, float, int]]:
         """Kind of run -> the narrowest range of published over predicted that holds the share of bands.py, and the

@@ -103,27 +103,17 @@ def _parts(found: Validation) -> Table:
 
 def _ranges(found: Validation) -> Table:
     """The bias of throughput in ranges, fitted and held out side by side."""
-    cells: dict[tuple[str, str], dict[str, Sequence[str]]] = {}
-    for part in (FIT, HELD_OUT):
-        for name, words, errors in found.by_range(SPEED, part):
-            cells.setdefault((name, words), {})[part] = (
-                str(errors.figures),
-                f"{errors.bias:.2f}",
-                f"{errors.worst:.1%}",
-            )
-    empty = ("0", MISSING, MISSING)
     rows = [
-        (*key, *each.get(FIT, empty), *each.get(HELD_OUT, empty)) for key, each in sorted(cells.items(), key=_by_range)
+        (name, words, *(cell for errors in both for cell in _bias(errors)))
+        for name, words, both in found.by_range(SPEED)
     ]
     columns = [column for part in (FIT, HELD_OUT) for column in (part, "bias", "worst")]
     return Table(("tokens/s by", "range", *columns), rows, words=("tokens/s by", "range"))
 
 
-def _by_range(cell: tuple[tuple[str, str], object]) -> tuple[str, bool, float]:
-    """Sorts ranges by their numbers."""
-    (name, words), _ = cell
-    number, _, unit = words.rpartition("up to " if "up" in words else "above ")[2].partition(" ")
-    return name, words.startswith("above"), float(number.replace(",", "")) * (1e9 if unit else 1)
+def _bias(errors: Errors) -> Sequence[str]:
+    told = f"{errors.bias:.2f}", f"{errors.worst:.1%}"
+    return str(errors.figures), *(told if errors.figures else [MISSING] * 2)
 
 
 def _notes(found: Validation) -> Iterator[Line]:

@@ -415,8 +415,7 @@ def block(tape: Tape, x: Value, shape: ModelShape, sequence: int, prefix: str) -
     """One block: attention, then feed-forward, each added to what it reads. `prefix`: `blocks.3.`"""
     norm = tape.layer_norm if shape.norm_bias else tape.rms_norm
     x = tape.add(x, _attention(tape, norm(x, f"{prefix}attention_norm"), shape, sequence, prefix))
-    feed = _gpt_feed_forward if not shape.gated else _llama_feed_forward
-    return tape.add(x, feed(tape, norm(x, f"{prefix}feed_forward_norm"), shape, prefix), last=True)
+    return tape.add(x, _feed_forward(tape, norm(x, f"{prefix}feed_forward_norm"), shape, prefix), last=True)
 
 
 def _attention(tape: Tape, x: Value, shape: ModelShape, sequence: int, prefix: str) -> Value:
@@ -432,17 +431,12 @@ def _attention(tape: Tape, x: Value, shape: ModelShape, sequence: int, prefix: s
     return tape.linear(y, shape.width, f"{prefix}output", shape.output_bias)
 
 
-def _gpt_feed_forward(tape: Tape, x: Value, shape: ModelShape, prefix: str) -> Value:
-    up = tape.linear(x, shape.ffn, f"{prefix}up", shape.ffn_bias)
-    return tape.linear(tape.pointwise(up), shape.width, f"{prefix}down", shape.ffn_bias, last=True)
-
-
-def _llama_feed_forward(tape: Tape, x: Value, shape: ModelShape, prefix: str) -> Value:
-    gated = tape.times(
-        tape.pointwise(tape.linear(x, shape.ffn, f"{prefix}gate", False)),
-        tape.linear(x, shape.ffn, f"{prefix}up", False),
-    )
-    return tape.linear(gated, shape.width, f"{prefix}down", False, last=True)
+def _feed_forward(tape: Tape, x: Value, shape: ModelShape, prefix: str) -> Value:
+    first = "gate" if shape.gated else "up"
+    inner = tape.pointwise(tape.linear(x, shape.ffn, f"{prefix}{first}", shape.ffn_bias))
+    if shape.gated:
+        inner = tape.times(inner, tape.linear(x, shape.ffn, f"{prefix}up", shape.ffn_bias))
+    return tape.linear(inner, shape.width, f"{prefix}down", shape.ffn_bias, last=True)
 
 
 def embedded(tape: Tape, shape: ModelShape, sequence: int) -> Value:

@@ -65,33 +65,25 @@ def _groups(spec: PlanSpec) -> list[int]:
     return (of_nodes or sizes)[:_MOST_GROUPS]
 
 
-def _tensor(spec: PlanSpec) -> list[Changes]:
-    """Up to the GPUs of a node, whose link it needs."""
-    return [{"tensor_parallel": count} for count in _doubled(min(spec.gpus, spec.gpus_per_node))]
-
-
-def _context(spec: PlanSpec) -> list[Changes]:
-    return [{"context_parallel": count} for count in _doubled(min(spec.gpus, _MOST_CONTEXT))]
-
-
-def _stages(spec: PlanSpec) -> list[Changes]:
+def _stages(spec: PlanSpec) -> int:
     """Up to a stage a node: between nodes links are slow."""
-    most = min(spec.gpus // min(spec.gpus, spec.gpus_per_node), spec.model.layers, _MOST_STAGES)
-    return [{"pipeline_parallel": count} for count in _doubled(most)]
+    return min(spec.gpus // min(spec.gpus, spec.gpus_per_node), spec.model.layers, _MOST_STAGES)
 
 
-def _experts(spec: PlanSpec) -> list[Changes]:
-    mixture = spec.model.mixture
-    return [{"expert_parallel": count} for count in _doubled(min(spec.gpus, mixture.count) if mixture else 1)]
+def _degree(name: str, field: str, most: Callable[[PlanSpec], int]) -> Axis:
+    """A degree of parallelism, in powers of two."""
+    return Axis(name, lambda spec: [{field: count} for count in _doubled(most(spec))])
 
 
 MESH = (
     Axis("world-size", _gpus),
     Axis("strategy", _strategies),
-    Axis("tp", _tensor),
-    Axis("cp", _context),
-    Axis("pp", _stages),
-    Axis("ep", _experts),
+    _degree("tp", "tensor_parallel", lambda spec: min(spec.gpus, spec.gpus_per_node)),  # it needs the link of a node
+    _degree("cp", "context_parallel", lambda spec: min(spec.gpus, _MOST_CONTEXT)),
+    _degree("pp", "pipeline_parallel", _stages),
+    _degree(
+        "ep", "expert_parallel", lambda spec: min(spec.gpus, spec.model.mixture.count if spec.model.mixture else 1)
+    ),
 )
 IN_A_STEP = (
     Axis("checkpoint", lambda spec: [{"checkpointing": each} for each in CHECKPOINTINGS]),
