@@ -51,7 +51,7 @@ class Overlap:
         return max(self.crossover(phase) for phase in PHASES)
 
 
-def overlap_of(spec: PlanSpec, link: LinkSpec | None = None, efficiency: float | None = None) -> Overlap:
+def overlap_of(spec: PlanSpec, link: LinkSpec | None = None) -> Overlap:
     """The overlap of a block of `spec`; `link` replaces the links of all axes, at the rate given.
 
     Sequences keep their length: more tokens are more sequences. Raises PlanError for a GPU of unknown FLOP/s.
@@ -62,7 +62,7 @@ def overlap_of(spec: PlanSpec, link: LinkSpec | None = None, efficiency: float |
     (0.14, 0.2, 1666)
     """
     spec = spec if link is None else _on_link(spec, link)
-    block, compute = work_of(spec, efficiency).blocks[0], Compute(spec, efficiency)
+    block, compute = work_of(spec).blocks[0], Compute(spec, None)
     seconds = {kind: each.seconds for kind, each in block.sent.items()}
     gather, across = seconds.get("all_gather", 0.0), seconds.get("all_reduce", 0.0)
     again = (gather if spec.row.reshards_after_forward else 0.0) + seconds.get("reduce_scatter", 0.0)

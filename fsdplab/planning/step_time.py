@@ -58,21 +58,21 @@ class StepTime:
     exposed_s: float
 
 
-def step_time(spec: PlanSpec, efficiency: float | None = None) -> StepTime:
-    """The step's seconds; `efficiency` replaces the fitted one. Raises PlanError for a GPU of unknown FLOP/s."""
+def step_time(spec: PlanSpec) -> StepTime:
+    """The step's seconds. Raises PlanError for a GPU of unknown FLOP/s."""
     if spec.pipeline_parallel > 1:
-        return max((_of_stage(spec, stage, efficiency) for _, stage in stages(spec)), key=lambda time: time.step_s)
+        return max((_of_stage(spec, stage) for _, stage in stages(spec)), key=lambda time: time.step_s)
     rows = plan_traffic(spec)
-    return time_of(spec, _work(spec, rows, efficiency), rows)
+    return time_of(spec, _work(spec, rows), rows)
 
 
-def _of_stage(spec: PlanSpec, stage: PlanSpec, efficiency: float | None) -> StepTime:
+def _of_stage(spec: PlanSpec, stage: PlanSpec) -> StepTime:
     """A stage's own step, the bubble around it, and what it sends to its neighbours, of which nothing is hidden.
 
     The bubble is filled with nothing: it counts as exposed.
     """
     rows = plan_traffic(stage)
-    work = _work(stage, rows, efficiency)
+    work = _work(stage, rows)
     own = time_of(stage, work, rows)
     inline_s = sum(row.count * transfer_of(stage, row).seconds for row in rows if any(row.inline))
     idle_s = bubble(spec) * (work.compute_s - work.optimizer_s + inline_s)
@@ -103,7 +103,7 @@ def work_of(spec: PlanSpec, efficiency: float | None = None, in_flight: int = 1)
     return replace(_work(spec, plan_traffic(spec), efficiency), in_flight=in_flight)
 
 
-def _work(spec: PlanSpec, rows: Sequence[AxisTraffic], efficiency: float | None) -> StepWork:
+def _work(spec: PlanSpec, rows: Sequence[AxisTraffic], efficiency: float | None = None) -> StepWork:
     compute = Compute(spec, efficiency)
     root, block, longer_s = _units(spec, rows, compute)
     blocks = [replace(block, name=f"{BLOCK}s.{index}") for index in range(spec.model.layers)]

@@ -33,14 +33,14 @@ from dataclasses import dataclass
 
 from fsdplab.common.errors import UserError
 
-from ..common.names import STRATEGIES, STRATEGY_ROWS
 from .hardware import Cluster
 from .links import LinkSpec, ring_steps, transfer_s
 from .traffic import Traffic, UnitShapes, step_traffic
 
 TARGET_TOKENS = 8192  # that a GPU of the target reads in one step: a sequence of torchtitan's Llama 3.1 runs
-_PART_BYTES = 4  # of parameters, gradients and each of Adam's two moments, a parameter: all are float32
-_PARTS = {"parameters": 1, "gradients": 1, "optimizer": 2}
+_MFU = 0.4
+_PARAM_BYTES, _REDUCE_BYTES = 2, 4  # of what is gathered and reduced on the target
+_STATE_BYTES = 16  # a parameter: it, its gradient and Adam's two moments, all in float32
 
 
 class WindTunnelError(UserError, ValueError):
@@ -62,25 +62,12 @@ class Target:
     memory_bytes: int
     latency_s: float = 0.0
     shards: int = 1
-    strategy: str = "full_shard"
     name: str = ""
 
 
-def wind_tunnel(
-    cluster: Cluster,
-    *,
-    target_parameters: int,
-    target_layers: int,
-    tokens_per_gpu: int,
-    strategy: str = "full_shard",
-    param_bytes: int = 2,
-    reduce_bytes: int = 4,
-    mfu: float = 0.4,
-) -> Target:
-    """One step of a model of `target_parameters` in `target_layers` equal units on `cluster`; raises WindTunnelError.
-
-    `hybrid_shard` cuts over the GPUs of a node and all-reduces over the nodes. `tokens_per_gpu` are those of one step.
-    The example of this module's docstring:
+def wind_tunnel(cluster: Cluster, *, target_parameters: int, target_layers: int, tokens_per_gpu: int) -> Target:
+    """One step under full sharding of a model of `target_parameters` in `target_layers` equal units on `cluster`, in
+    which a GPU reads `tokens_per_gpu`; raises WindTunnelError. The example of this module's docstring:
 
     >>> from .hardware import parse_cluster
     >>> llama = dict(target_parameters=8_030_261_248, target_layers=32)
@@ -89,19 +76,14 @@ def wind_tunnel(
     (0.998, 0.127, 0.127)
     """
     counts = dict(target_parameters=target_parameters, target_layers=target_layers, tokens_per_gpu=tokens_per_gpu)
-    flops, groups = _check(cluster, strategy, mfu, **counts), STRATEGY_ROWS[strategy].in_groups
-    compute_s = 6 * target_parameters * tokens_per_gpu / (mfu * flops)
+    compute_s = 6 * target_parameters * tokens_per_gpu / (_MFU * _flops(cluster, **counts))
     layer = UnitShapes("layer", (("weight", (math.ceil(target_parameters / target_layers),)),))
-    rows = step_traffic(
-        [layer], strategy, cluster.gpus, param_itemsize=param_bytes, reduce_itemsize=reduce_bytes,
-        replicas=cluster.nodes if groups else 1,
-    )  # fmt: skip
-    times = [_row_s(cluster, row, groups) for row in rows]
+    rows = step_traffic([layer], "full_shard", cluster.gpus, param_itemsize=_PARAM_BYTES, reduce_itemsize=_REDUCE_BYTES)
+    times = [_row_s(cluster, row) for row in rows]
     communication_s, latency_s = (target_layers * sum(each) for each in zip(*times))
-    shards = cluster.gpus_per_node if groups else cluster.gpus
     name = f"{target_parameters / 1e9:.3g}B on {cluster.name}"
     ratio, memory = communication_s / compute_s, cluster.gpu.memory_bytes
-    return Target(compute_s, communication_s, ratio, memory, latency_s, shards, strategy, name)
+    return Target(compute_s, communication_s, ratio, memory, latency_s, cluster.gpus, name)
 
 
 def link_for(target: Target, *, compute_s: float, wire_bytes: int, collectives: int, ranks: int) -> LinkSpec:
@@ -143,33 +125,19 @@ def card_for(target: Target, *, parameters_here: int, target_parameters: int, ra
     """
     ranks = target.shards if ranks is None else ranks
     _positive(parameters_here=parameters_here, target_parameters=target_parameters, ranks=ranks)
-    here = state_bytes(parameters_here, target.strategy, ranks)
-    return int(target.memory_bytes * here / state_bytes(target_parameters, target.strategy, target.shards))
+    # of parameters, gradients and Adam's moments, all of them cut: 16 bytes a parameter
+    here, there = _STATE_BYTES * parameters_here * (1 / ranks), _STATE_BYTES * target_parameters * (1 / target.shards)
+    return int(target.memory_bytes * here / there)
 
 
-def state_bytes(parameters: int, strategy: str, shards: int) -> float:
-    """Bytes of parameters, gradients and Adam's moments that one rank keeps between gathers, 16 a parameter in all.
-
-    >>> state_bytes(1000, "full_shard", 4), state_bytes(1000, "zero1", 4), state_bytes(1000, "no_shard", 4)
-    (4000.0, 10000.0, 16000.0)
-    """
-    cut = sum(_PARTS[state] for state in STRATEGY_ROWS[strategy].cuts)  # the rest every rank holds whole
-    return parameters * _PART_BYTES * (4 - cut + cut / shards)
-
-
-def _row_s(cluster: Cluster, row: Traffic, hybrid: bool) -> tuple[float, float]:
+def _row_s(cluster: Cluster, row: Traffic) -> tuple[float, float]:
     """Seconds of all collectives of one kind of one unit, and how many of them are latency."""
-    network = cluster.network if hybrid and row.kind == "all_reduce" else None
-    ranks = cluster.nodes if network else cluster.gpus_per_node if hybrid else cluster.gpus
-    link = network or (cluster.gpu.link if hybrid else cluster.link)
-    steps = ring_steps(row.kind, ranks)
-    return row.count * transfer_s(link, row.wire_bytes, steps), row.count * transfer_s(link, 0, steps)
+    steps = ring_steps(row.kind, cluster.gpus)
+    return row.count * transfer_s(cluster.link, row.wire_bytes, steps), row.count * transfer_s(cluster.link, 0, steps)
 
 
-def _check(cluster: Cluster, strategy: str, mfu: float, **counts: int) -> float:
+def _flops(cluster: Cluster, **counts: int) -> float:
     """The FLOP/s of the GPU, once all is checked."""
-    if strategy not in STRATEGIES:
-        raise WindTunnelError(f"no wind tunnel for strategy {strategy!r}; expected one of {', '.join(STRATEGIES)}")
     if cluster.gpus < 2:
         raise WindTunnelError(
             f"{cluster.name} is one GPU, which sends nothing; give at least 2 GPUs, such as 8x{cluster.gpu.name}"
@@ -177,10 +145,6 @@ def _check(cluster: Cluster, strategy: str, mfu: float, **counts: int) -> float:
     if cluster.gpu.bf16_flops is None:
         raise WindTunnelError(
             f"no bf16 FLOP/s are known for {cluster.gpu.name} ({cluster.gpu.source}); give another GPU"
-        )
-    if not _is_above_0(mfu) or mfu > 1:
-        raise WindTunnelError(
-            f"mfu is {mfu!r}; expected the part of the FLOP/s that is reached, above 0 and at most 1, such as 0.4"
         )
     _positive(**counts)
     return cluster.gpu.bf16_flops

@@ -14,7 +14,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import count
+from itertools import chain, count
 from typing import Any
 
 from fsdplab.common.sizes import percent, size
@@ -83,11 +83,6 @@ class Fit:
     tried: Tried
     timed: int
     kept: tuple[str, ...] = ()
-
-    @property
-    def best(self) -> Plan | None:
-        """The cheapest plan."""
-        return self.cheapest.plan if self.cheapest else None
 
     @property
     def single(self) -> SingleChange | None:
@@ -191,9 +186,7 @@ class _Order:
                 break
             equal.append(each)
         chosen = min(equal, key=lambda each: self._preference(each, by_gpus))
-        rest = [*equal, *behind]
-        if not any(each.family != chosen.family for each in behind):
-            rest += (each for _, each in ordered)
+        rest = chain(equal, behind, (each for _, each in ordered))
         return Pick(chosen, next((each for each in rest if each.family != chosen.family), None))
 
     def _preference(self, each: Candidate, by_gpus: bool) -> tuple[float, ...]:
