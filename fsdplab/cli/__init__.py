@@ -1,4 +1,4 @@
-"""The command line: `app.py` has every command and its flags; what a command does is in the file of its name."""
+"""The command line: `app.py` has every command and its flags, and names the file of what each does."""
 
 from __future__ import annotations
 

@@ -255,15 +255,6 @@ _FIELDS = {flag_of(name)[2:].replace("-", "_"): name for name in SWEPT}  # by wh
 _MOST_VALUES = 64
 
 
-def _variants(spec: PlanSpec) -> list[PlanSpec]:
-    """Every strategy with every checkpointing."""
-    return [
-        replace(each, checkpointing=checkpointing)
-        for each in under_each_strategy(spec)
-        for checkpointing in CHECKPOINTINGS
-    ]
-
-
 def largest_micro_batch(spec: PlanSpec) -> PlanSpec | None:
     """`spec` with the largest micro-batch that fits; None where not even one sequence does."""
     most = largest_that_fits(lambda count: fits_card(replace(spec, micro_batch=count)), _MOST_SEQUENCES)
@@ -291,8 +282,9 @@ def fewest_gpus(spec: PlanSpec) -> Plan | None:
     number of them does. Of several the one with most tokens/s.
     """
     found = []
-    for each in _variants(replace(spec, micro_batch=1)):
-        if not each.row.in_groups and (gpus := least_gpus(each)) is not None:
+    whole = [each for each in under_each_strategy(replace(spec, micro_batch=1)) if not each.row.in_groups]
+    for each in (replace(one, checkpointing=checkpointing) for one in whole for checkpointing in CHECKPOINTINGS):
+        if (gpus := least_gpus(each)) is not None:
             found.append(plan_of(replace(each, gpus=gpus)))
     return min(found, key=lambda each: (each.spec.gpus, -(each.tokens_per_s_per_gpu or 0)), default=None)
 
