@@ -101,11 +101,6 @@ class Run:
         return max(self.moments)
 
     @property
-    def is_counted(self) -> bool:
-        """Whether its messages could be counted: torch's DDP sends from C++."""
-        return bool(self.collectives)
-
-    @property
     def verdict(self) -> str:
         """`"equal in every bit"`, or how many parameters differ and by how much."""
         if not self.differing:
@@ -139,7 +134,8 @@ class Runs(HasTable):
         expected = 2 * first.payload * (first.ranks - 1) // first.ranks
         rows = [["the unsharded twin", f"{twin[0]:.6f}", f"{twin[-1]:.6f}", "", "", "", f"{2 * first.payload:,}"]]
         for run in self.runs:
-            counts = [f"{run.collectives}", f"{run.bytes_sent:,}"] if run.is_counted else [MISSING, MISSING]
+            # torch's DDP sends from C++, where nothing counts
+            counts = [f"{run.collectives}", f"{run.bytes_sent:,}"] if run.collectives else [MISSING, MISSING]
             ends = [f"{run.losses[0]:.6f}", f"{run.losses[-1]:.6f}"]
             rows.append([run.name, *ends, run.verdict, *counts, f"{run.moment_bytes:,}"])
         losses = ["loss, step 1", f"loss, step {len(twin)}"]

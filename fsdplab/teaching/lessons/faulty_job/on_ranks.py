@@ -12,12 +12,13 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -124,18 +125,10 @@ class CallLog:
         self._file = path.open("w", buffering=1, encoding="utf-8")
         self._number = 0
 
-    @contextmanager
-    def of_step(self, step: int) -> Iterator[None]:
+    def of_step(self, step: int) -> AbstractContextManager[Any]:
         """Inside, calls of the job are noted under this step."""
         self._step = step
-        originals = {name: getattr(dist, name) for name in KINDS}
-        for name, original in originals.items():
-            setattr(dist, name, self._noting(KINDS[name], original))
-        try:
-            yield
-        finally:
-            for name, original in originals.items():
-                setattr(dist, name, original)
+        return patch.multiple(dist, **{name: self._noting(kind, getattr(dist, name)) for name, kind in KINDS.items()})
 
     def _noting(self, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:

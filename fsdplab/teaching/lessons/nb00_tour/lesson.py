@@ -35,16 +35,11 @@ def state_bytes(strategy: Strategy, parameters: int, ranks: int) -> tuple[float,
     return weights, gradients, moments
 
 
-def states_by_strategy(million_parameters: float, ranks: int) -> dict[str, tuple[float, float, float]]:
-    """Resting bytes on one rank under every strategy: (parameters, gradients, optimizer state)."""
-    count = int(million_parameters * 1e6)
-    # the shards of others are of a group, not of all ranks: notebook 12
-    return {name: state_bytes(STRATEGIES[name], count, ranks) for name in OVER_ALL_RANKS}
-
-
 def state_figure(million_parameters: float, ranks: int) -> go.Figure:
     """A stack of the three states for every strategy, computed; whole states in the colours of whole things."""
-    held = states_by_strategy(million_parameters, ranks)
+    count = int(million_parameters * 1e6)
+    # the shards of others are of a group, not of all ranks: notebook 12
+    held = {name: state_bytes(STRATEGIES[name], count, ranks) for name in OVER_ALL_RANKS}
     totals = {name: sum(states) for name, states in held.items()}
     unit, name_of_unit = (1e9, "GB") if max(totals.values()) >= 1e9 else (1e6, "MB")
     parts = [

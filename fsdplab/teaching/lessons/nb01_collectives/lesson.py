@@ -221,23 +221,17 @@ class Bandwidth(HasTable):
 
     def table(self) -> Table:
         """The largest payload's numbers."""
+        largest = [timing for timing in self.timings if timing.nbytes == self.largest]
         rows = [
             [t.kind, size(t.nbytes), f"{t.seconds * 1e3:.2f}", f"{t.algbw / 1e9:.2f}", f"{t.busbw / 1e9:.2f}"]
-            for t in self.timings
-            if t.nbytes == self.largest
+            for t in largest
         ]
-        caption = (
-            f"Measured on {self.timings[0].ranks} real CPU ranks: gloo over the loopback of this machine. {self.words}"
-        )
-        return table(["collective", "P", "ms", "algbw GB/s", "busbw GB/s"], rows, caption)
-
-    @property
-    def words(self) -> str:
-        """What the largest payload's times say: they change with what else the machine does."""
-        largest = [timing for timing in self.timings if timing.nbytes == self.largest]
+        # what these times say changes with what else the machine does
         longer = self.at("all_reduce", self.largest).seconds / self.at("all_gather", self.largest).seconds
         slowest = min(largest, key=lambda timing: timing.busbw).kind
-        return f"This time all_reduce took {longer:.1f} times as long as all_gather; {slowest} has the lowest busbw."
+        caption = f"Measured on {largest[0].ranks} real CPU ranks: gloo over the loopback of this machine. This time"
+        caption += f" all_reduce took {longer:.1f} times as long as all_gather; {slowest} has the lowest busbw."
+        return table(["collective", "P", "ms", "algbw GB/s", "busbw GB/s"], rows, caption)
 
 
 def bandwidth_figure(measured: Bandwidth) -> go.Figure:

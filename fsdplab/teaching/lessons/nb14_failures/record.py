@@ -16,7 +16,6 @@ import sys
 import tempfile
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any
 
 import torch
 
@@ -105,9 +104,10 @@ def _flight_recorder(name: str) -> str:
 
 def _printed(command: list[str], folder: str, environment: dict[str, str], limit_s: float) -> CompletedProcess[str]:
     """A run of Python; its outputs are one text."""
-    settings: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    where = {"cwd": folder, "env": environment, "timeout": limit_s}
-    return subprocess.run([sys.executable, *command], check=False, **where, **settings)
+    return subprocess.run(
+        [sys.executable, *command], cwd=folder, env=environment, timeout=limit_s, check=False, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
 
 
 _SAY_SOMETHING = re.compile(
