@@ -53,9 +53,6 @@ def test_rules_on_messages_judge_hand_written_steps():
     assert wrong([4000] * 36, []) == ["messages a step"]
 
 
-# --- questions
-
-
 # --- the lesson
 
 

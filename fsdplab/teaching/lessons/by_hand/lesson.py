@@ -113,7 +113,6 @@ class Runs(HasTable):
     """Several ways to train the same thing; shows as one table. Iterates over its runs."""
 
     runs: tuple[Run, ...]
-    formula: str
 
     def __iter__(self) -> Iterator[Run]:
         return iter(self.runs)
@@ -141,7 +140,7 @@ class Runs(HasTable):
         losses = ["loss, step 1", f"loss, step {len(twin)}"]
         header = ["", *losses, "parameters beside the twin's", "messages a step", "bytes sent", "moment bytes"]
         caption = (
-            f"Measured on {first.ranks} real ranks, bytes on one of them. Formula of the bytes sent: {self.formula} ="
+            f"Measured on {first.ranks} real ranks, bytes on one of them. Formula of the bytes sent: 2 P (n-1)/n ="
             f" {expected:,}."
         )
         return table(header, rows, caption)

@@ -128,7 +128,8 @@ class CallLog:
     def of_step(self, step: int) -> AbstractContextManager[Any]:
         """Inside, calls of the job are noted under this step."""
         self._step = step
-        return patch.multiple(dist, **{name: self._noting(kind, getattr(dist, name)) for name, kind in KINDS.items()})
+        noting: dict[str, Any] = {name: self._noting(kind, getattr(dist, name)) for name, kind in KINDS.items()}
+        return patch.multiple(dist, **noting)
 
     def _noting(self, kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any, **named: Any) -> Any:

@@ -50,7 +50,7 @@ def data_parallel(steps: int = 6, bucket_bytes: int = 100_000, world_size: int =
         way("ddp", "torch's DDP"),
         way("lab", "the lab's no_shard", strategy="no_shard"),
     ]
-    return Runs(tuple(trained(ways, steps, world_size)), "2 P (n-1)/n")
+    return Runs(tuple(trained(ways, steps, world_size)))
 
 
 # ---- what messages cost in buckets of a size

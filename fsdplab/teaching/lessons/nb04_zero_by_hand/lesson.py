@@ -17,4 +17,4 @@ def zero(stage: int, steps: int = 6, world_size: int = 2) -> Runs:
         way(f"zero{stage}", f"{owner(*SHARDING)} ZeRO-{stage}"),
         way("lab", f"the lab's zero{stage}", strategy=f"zero{stage}"),
     ]
-    return Runs(tuple(trained(ways, steps, world_size)), "2 P (n-1)/n")
+    return Runs(tuple(trained(ways, steps, world_size)))

@@ -27,7 +27,7 @@ PARTS = ("05.shard", "05.unshard", "05.reshard", "05.guarded", "05.reduce")
 def rows_figure(rows: int, ranks: int) -> go.Figure:
     """Every rank's c = ceil(rows / n) places: rows of the tensor, as torch.chunk cuts them, then padding."""
     c = -(-rows // ranks)
-    places = [divmod(number, c) for number in range(ranks * c)]  # as many of them as rows have one
+    places = [divmod(number, c) for number in range(ranks * c)]  # (rank, place) of each row, then of the padding
     own = [Span(f"rank {rank}", place, 1, str(row)) for row, (rank, place) in enumerate(places[:rows])]
     padding = [Span(f"rank {rank}", place, 1, "0") for rank, place in places[rows:]]
     kinds = (("row of the tensor", CATEGORY_COLOURS["sharded_parameters"], own), ("padding", "#d0d4d9", padding))
