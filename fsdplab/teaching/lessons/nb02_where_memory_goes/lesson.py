@@ -121,7 +121,7 @@ def _predicted(batch: int) -> dict[str, float]:
 
 def predicted_beside(record: RunRecord) -> go.Figure:
     """Two bars: the planner's peak and the run's, by category."""
-    measured = dict(record.summary.peak_memory_bytes.split)
+    measured: dict[str, float] = dict(record.summary.peak_memory_bytes.split)
     bars = {"predicted": _predicted(record.spec["batch_size"]), "measured": measured}
     first, second = (sum(split.values()) for split in bars.values())
     title = f"Predicted {size(first)}, measured {size(second)}: {first / second:.0%} of it"
