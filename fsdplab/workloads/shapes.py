@@ -166,9 +166,11 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            size = getattr(self, each.name)
-            if each.type == "int" and each.name not in ("positions", "norms"):
-                _check_size(self.name, each.name, size)
+            size, counted = getattr(self, each.name), each.type == "int" and each.name not in ("positions", "norms")
+            if counted and (not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= 10**9):
+                raise ModelError(
+                    f"{self.name}: {each.name} is {size!r}; expected a whole number from 1 to 1,000,000,000"
+                )
         if self.heads % self.kv_heads:
             raise ModelError(
                 f"{self.name}: {self.heads} heads and {self.kv_heads} key/value heads; expected that these divide"
@@ -302,7 +304,9 @@ class ModelShape:
     @property
     def parameters(self) -> int:
         """Parameters of the whole model, tied ones once."""
-        return self.layers * self.block_parameters + self.root_parameters - self._spared(self.block_parameters)
+        dense = self.mixture.dense_layers if self.mixture else 0
+        of_dense = dense * self.dense_block.block_parameters if dense else 0
+        return (self.layers - dense) * self.block_parameters + of_dense + self.root_parameters
 
     @property
     def active_parameters(self) -> int:
@@ -313,12 +317,6 @@ class ModelShape:
         routed = sum(each.count for each in self.block if each.experts)
         unused = routed - routed * experts.per_token // experts.count
         return self.parameters - (self.layers - experts.dense_layers) * unused
-
-    def _spared(self, of_a_block: int) -> int:
-        """What blocks with a dense part have less than those with experts."""
-        if self.mixture is None or not self.mixture.dense_layers:
-            return 0
-        return self.mixture.dense_layers * (of_a_block - self.dense_block.block_parameters)
 
     @property
     def block_parameters(self) -> int:
@@ -333,11 +331,6 @@ class ModelShape:
     def _norm(self, name: str, width: int) -> list[Parameter]:
         weight = [Parameter(f"{name}.weight", (width,))]
         return [*weight, Parameter(f"{name}.bias", (width,))] if self.norm_bias else weight
-
-
-def _check_size(model: str, name: str, size: object) -> None:
-    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= 10**9:
-        raise ModelError(f"{model}: {name} is {size!r}; expected a whole number from 1 to 1,000,000,000")
 
 
 def _linear(name: str, out: int, inner: int, cut: str, bias: bool) -> list[Parameter]:
