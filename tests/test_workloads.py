@@ -562,7 +562,7 @@ def test_an_unreadable_file_is_rejected():
 # Documentation
 
 
-@pytest.mark.parametrize("name", ["shapes", "attention", "models", "text"])
+@pytest.mark.parametrize("name", ["shapes", "transformer", "models", "text"])
 def test_examples_in_docstrings(name):
     module = import_module(f"fsdplab.workloads.{name}")
     results = doctest.testmod(module, extraglobs={name: getattr(workloads, name) for name in workloads.__all__})
