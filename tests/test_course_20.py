@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import csv
+import json
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,12 @@ def test_what_the_notebook_says_of_four_blocks(course):
     computing = sum(bar.end - bar.start for bar in replayed(step.moments) if bar.lane == "compute")
     assert computing == 4 * 12 + 6 and step.exposed_at_once_ms == pytest.approx(37, abs=0.1)
     assert step.exposed_ms < 6 and "rank waits" in alt_text(step.figure())
+
+
+def test_the_loop_comes_after_the_check_that_lets_a_learners_function_in():
+    notebook = (CAPSTONE.parents[1] / "notebooks" / "20_own_fully_shard.ipynb").read_text(encoding="utf-8")
+    sources = ["".join(cell["source"]) for cell in json.loads(notebook)["cells"]]
+    assert sources.index('check("20.fully_shard")') < sources.index('teaching.use("20.fully_shard")')
 
 
 # --- a class

@@ -688,7 +688,9 @@ def test_an_exercise_cell_is_saved_and_run(shell, course, capsys):
     shell.run_cell_magic("exercise", "00.hello_ranks", "def hello_ranks():\n    return 'rank'\n")
     assert course.workspace.file_of("00.hello_ranks").read_text() == "def hello_ranks():\n    return 'rank'\n"
     assert shell.user_ns["hello_ranks"]() == "rank"
-    assert "Saved as my_fsdp/00.hello_ranks.py" in capsys.readouterr().out
+    assert "Saved as my_fsdp/00.hello_ranks.py. Next: check('00.hello_ranks')" in capsys.readouterr().out
+    shell.run_cell_magic("exercise", "20.fully_shard", "def fully_shard(module):\n    return module\n")
+    assert "Next: the check of your stage" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from fsdplab.sessions.staying.ranks import StayingRanks, print_labelled
 
 from .course_state import current
 from .exercise_file import Exercise
-from .registry import find
+from .registry import find, items_of
 from .run_submission import ON_RANKS
 from .waiting import doing
 from .workspace import WorkspaceError, has_code
@@ -76,7 +76,10 @@ def run_exercise(line: str, cell: str, namespace: dict[str, Any]) -> None:
     exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), namespace)
     if found.function not in namespace:
         raise usage_error(f"%%exercise {found.id}: the cell must define {found.function}(...)")
-    print(f"Saved as {path.parent.name}/{path.name}. Next: check({found.id!r})")
+    exercises = (each for each in items_of(found.id[:2]) if isinstance(each, Exercise))
+    in_stages = any(each.is_stage and each.written_as.id == found.id for each in exercises)
+    following = "the check of your stage" if in_stages else f"check({found.id!r})"
+    print(f"Saved as {path.parent.name}/{path.name}. Next: {following}")
 
 
 def run_ranks(line: str, cell: str) -> None:

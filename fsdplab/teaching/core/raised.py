@@ -18,6 +18,20 @@ NOTHING = "the function returns nothing: end it with `return ...`"
 _CAUSES = (  # (what the error's line says, the likely cause), the first that fits
     (r"hooks? should return None", "a hook returns nothing: it changes `parameter.grad` itself"),
     (r"Unreadable: NoneType", NOTHING),
+    (
+        r"modified by an inplace operation",
+        "autograd keeps the parameters that the forward used, and takes a copy into one for a change of its value:"
+        " write through `whole.data`, which it does not follow",
+    ),
+    (
+        r"Unreadable: Net: .*storage of size 0",
+        "a backward computes with the same tensors that its forward used, and one has no memory: unshard these before"
+        " a unit's backward, a frozen unit's too, and reshard them when its backward is done, not when it begins",
+    ),
+    (
+        r"local_tensor argument only accepts torch.Tensor but got .*DTensor",
+        "an earlier call has sharded this one: leave alone what is a DTensor",
+    ),
     (r"Unreadable: \S+ RuntimeError", "the error came when what it returned was used; the error's own words say why"),
     (r"Unreadable", "what it returned is of another type than the statement asks for"),
     (

@@ -1,4 +1,4 @@
-"""20.forward: let no buffer outlive its use"""
+"""20.forward: keeps a message's buffer"""
 
 
 def copy_out(unit, buffer):

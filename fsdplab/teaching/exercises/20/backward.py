@@ -6,12 +6,13 @@ whole from its forward to its backward, which comes at once. After this stage yo
 twin.
 
 1. A hook on an output, `output.register_hook(f)`, is called when its gradient arrives: before the unit's backward. One
-   on an input that has a gradient is called when the unit's backward is done. The root's input are tokens, which have
-   none.
+   on an input that has a gradient is called when the unit's backward is done; take a view of it, `x.view_as(x)`, as
+   the input is the output of the block before and has that one's hook already. The root's inputs are tokens, which
+   have none.
 2. `torch.autograd.Variable._execution_engine.queue_callback(f)`, called during a backward, calls f at its end. There
    the root is resharded and reduced. Take gradients from the whole parameters and set those to None.
-3. The reduce-scatter's input is n lines, one for each rank: pad each gradient to n equal parts, `view(n, -1)`, and
-   `torch.cat(..., dim=1)` of all the unit's. Divide what arrives by n, split it, and put each part into `shard.grad`.
+3. The reduce-scatter's input is n lines, one for each rank, with zeros where rows do not divide: copy piece r of each
+   `gradient.chunk(n)` into line r. Divide what arrives by n, split it, and put each part into `shard.grad`.
 """
 
 # ---- check: of fully_shard, on 4 ranks, in 60 s, facts only

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.functional import pad
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 # torch 2.13 renamed these two, and warns of the old names
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -63,10 +62,6 @@ class Sharded:
     def as_dtensor(self, mine):
         return DTensor.from_local(mine, self.mesh, [Shard(0)], run_check=False, shape=self.shape, stride=self.stride)
 
-    def mine(self):  # the rows of this rank in one line, with padding
-        local = self.shard.detach().to_local().flatten()
-        return pad(local, (0, self.padded - local.numel()))
-
     def unshard(self, of_ranks):  # [n, padded]: in each row what one rank had
         self.whole.untyped_storage().resize_(self.numel * self.whole.element_size())
         # .data: autograd keeps `whole` for backward, and must not take this for a change of its value
@@ -79,10 +74,9 @@ class Sharded:
 
     def give_gradient(self, for_ranks):  # [n, padded]: in each row what one rank is to get
         gradient, self.whole.grad = self.whole.grad, None
-        if gradient is None:  # not used on this rank, perhaps on another
-            for_ranks.zero_()
-        else:
-            for_ranks.copy_(pad(gradient.flatten(), (0, for_ranks.numel() - self.numel)).view(for_ranks.shape))
+        if gradient is not None:  # not used on this rank, perhaps on another
+            for rows, line in zip(gradient.chunk(len(for_ranks)), for_ranks):
+                put(line, rows)
 
     def take_gradient(self, mine):
         local = self.shard.to_local()
@@ -119,16 +113,19 @@ class Unit:
 
     def begin_unshard(self):
         if self.parameters and not self.is_whole and self.gather is None:
-            mine = torch.cat([each.mine() for each in self.parameters])
-            every = mine.new_empty(self.n * len(mine))
-            self.gather = every, all_gather(every, mine, async_op=True)
+            sizes = [each.padded for each in self.parameters]
+            every = torch.empty(self.n, sum(sizes))
+            mine = every[dist.get_rank()]  # what is sent stands where it arrives, so it takes no memory of its own
+            for each, part in zip(self.parameters, mine.split(sizes)):
+                put(part, each.shard.detach().to_local())
+            self.gather = every, all_gather(every.view(-1), mine, async_op=True)
 
     def unshard(self):
         self.begin_unshard()
         if self.gather is not None:
             (every, work), self.gather = self.gather, None
             work.wait()
-            parts = every.view(self.n, -1).split([each.padded for each in self.parameters], dim=1)
+            parts = every.split([each.padded for each in self.parameters], dim=1)
             for each, part in zip(self.parameters, parts):
                 each.unshard(part)
         self.is_whole = True
@@ -144,11 +141,11 @@ class Unit:
             return
         self.run.finish_reduction()  # the one before: at most one is under way
         sizes = [each.padded for each in trained]
-        given = torch.empty(self.n, sum(sizes))
+        given = torch.zeros(self.n, sum(sizes))
         for each, part in zip(trained, given.split(sizes, dim=1)):
             each.give_gradient(part)
         mine = given.new_empty(sum(sizes))
-        work = reduce_scatter(mine, given.flatten(), async_op=True)
+        work = reduce_scatter(mine, given.view(-1), async_op=True)
 
         def finish(given=given):  # `given` must stay until it was sent
             work.wait()
@@ -166,10 +163,12 @@ class Unit:
     def before_forward(self, module, args, kwargs):
         self.unshard()
         if self.run.in_backward:  # a checkpointed block that computes again
-            return
+            return None
         begin_unshard_after(self, self.run.begun)
         note(self, self.run.begun)
-        on_gradients((args, kwargs), self.after_backward)
+        inputs = tree_map(own_view, (args, kwargs))
+        on_gradients(inputs, self.after_backward)
+        return inputs
 
     def after_forward(self, module, args, outputs):
         if self.run.in_backward:
@@ -192,6 +191,11 @@ class Unit:
             self.begin_reduction()
 
 
+def put(line, rows):
+    """Write rows into their part of a message; what is left over is padding."""
+    line[: rows.numel()].copy_(rows.flatten())
+
+
 def note(unit, order):
     if unit not in order:
         order.append(unit)
@@ -201,6 +205,11 @@ def begin_unshard_after(unit, order):
     """Begin the unshard of the unit that comes next, in the order of the first step."""
     if unit in order[:-1]:
         order[order.index(unit) + 1].begin_unshard()
+
+
+def own_view(value):
+    """A view, whose hook is called before those of the output that it is: one unit ends before the next begins."""
+    return value.view_as(value) if isinstance(value, torch.Tensor) else value
 
 
 def on_gradients(values, call):

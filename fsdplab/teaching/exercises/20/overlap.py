@@ -24,5 +24,5 @@ def cases(rank, n):
 
 
 observe = seen.ordered
-EXPECTED = {seen.UNWAITED: [], seen.EXPOSED["forward"]: 0.0, seen.EXPOSED["backward"]: 0.0, seen.HELD: 0.0}
+EXPECTED = {seen.UNWAITED: [], seen.HELD: 0.0, seen.EXPOSED["forward"]: 0.0, seen.EXPOSED["backward"]: 0.0}
 SAYS = causes.OF_ORDER

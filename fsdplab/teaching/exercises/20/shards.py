@@ -15,11 +15,11 @@ else, under its old name. `state_dict()` and `full_tensor()` work from here on. 
 
 from fsdplab.teaching.lessons.nb20_own_fully_shard import causes
 from fsdplab.teaching.lessons.nb20_own_fully_shard import on_ranks as seen
-from fsdplab.teaching.lessons.nb20_own_fully_shard.nets import EVEN
+from fsdplab.teaching.lessons.nb20_own_fully_shard.nets import PARTLY_FROZEN
 
 
 def cases(rank, n):
-    yield "a net of eight blocks, just sharded", EVEN
+    yield "a net of eight blocks, two of them frozen, just sharded", PARTLY_FROZEN
 
 
 observe = seen.shards

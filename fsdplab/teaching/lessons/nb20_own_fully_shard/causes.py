@@ -2,37 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from fsdplab.teaching.lessons.nb20_own_fully_shard.on_ranks import (
-    AT_USE,
-    EXPOSED,
-    FROZEN,
-    GATHERS,
-    GRADIENTS,
-    HELD,
-    KEPT,
-    LOSSES,
-    NO_DTENSOR,
-    NOTHING,
-    OTHER,
-    OTHER_SHAPE,
-    OUTPUTS,
-    PARAMETERS,
-    REDUCTIONS,
-    REORDERED,
-    RETURNED,
-    SHARDED_AGAIN,
-    STAYING,
-    STILL_SHARDED,
-    UNFILLED,
-    UNWAITED,
-    WRONG_NAMES,
-    WRONG_SHARDS,
-    WRONG_WHOLES,
-    Facts,
-)  # fmt: skip
-from fsdplab.teaching.lessons.nb20_own_fully_shard.pytorchs_loop import AFTER_LOADING, BUFFERS, NORMS, PEAK, RESTING
+from fsdplab.teaching.lessons.nb20_own_fully_shard import on_ranks as seen
+from fsdplab.teaching.lessons.nb20_own_fully_shard import pytorchs_loop as loop
+from fsdplab.teaching.lessons.nb20_own_fully_shard.on_ranks import Facts
+
+Cause = Callable[[Facts, Facts], str]
+
+
+def named(fact: str, cause: str) -> Cause:
+    """A cause after the names that a fact holds."""
+    return lambda got, right: f"{some(got[fact])}: {cause}"
 
 
 def some(names: list[str], most: int = 3) -> str:
@@ -45,18 +27,24 @@ def some(names: list[str], most: int = 3) -> str:
 
 
 def _not_sharded(got: Facts, right: Facts) -> str:
-    names = got[NO_DTENSOR]
+    names = got[seen.NO_DTENSOR]
     in_blocks = ["blocks." in name for name in names]
     if not any(in_blocks):
         return f"{some(names)} belong to no block: the call on the whole model shards what is left over, the root"
     if all(in_blocks):
         return f"{some(names)} are blocks' parameters: the calls on blocks shard theirs"
-    return f"{some(names)}: replace each in its module, `owner._parameters[name] = nn.Parameter(DTensor...)`"
+    return (
+        f"{some(names)}: replace each in its module, `owner._parameters[name] = nn.Parameter(DTensor...)`;"
+        " `module.modules()` gives the modules inside too"
+    )
 
 
 _OF_SHARDS = {
     "rows of rank": "rank r keeps piece r of `whole.chunk(n)`",
+    "th row": "rank r keeps piece r of `whole.chunk(n)`, rows that stand together",
     "Replicate": "a replicated DTensor keeps the whole on every rank; place it as Shard(0)",
+    "placed as": "a parameter is cut along its first dimension, into rows; place it as Shard(0)",
+    "dtype": "a shard keeps the dtype of its parameter",
     "whole's shape": "`DTensor.from_local` takes n times the rows for the whole unless it is given shape and stride",
     "requires_grad": "a frozen parameter's shard is frozen too, a trained one's is not",
     "shape": "rank r keeps piece r of `whole.chunk(n)`, without padding",
@@ -64,48 +52,54 @@ _OF_SHARDS = {
 
 
 def _wrong_shards(got: Facts, right: Facts) -> str:
-    told = some(got[WRONG_SHARDS])
+    told = some(got[seen.WRONG_SHARDS])
     cause = next((cause for sign, cause in _OF_SHARDS.items() if sign in told), "copy the rows, and change nothing")
     return f"{told}: {cause}"
 
 
 OF_SHARDS: dict[str, Any] = {
-    RETURNED: "end `fully_shard` with `return module`, as PyTorch's does",
-    WRONG_NAMES: lambda got, right: (
-        f"{some(got[WRONG_NAMES])}: a shard stands where the parameter stood, in `owner._parameters[name]`"
+    seen.RETURNED: lambda got, right: (
+        "PyTorch's `fully_shard` is the one that you are to write"
+        if got[seen.RETURNED].startswith("PyTorch")
+        else "end `fully_shard` with `return module`, as PyTorch's does"
     ),
-    NO_DTENSOR: _not_sharded,
-    WRONG_SHARDS: _wrong_shards,
-    WRONG_WHOLES: lambda got, right: f"{some(got[WRONG_WHOLES])}: each rank's rows in rank order",
-    KEPT: "a chunk is a view of the whole, whose memory stays as long: clone it, and keep nothing of the whole",
+    seen.WRONG_NAMES: named(seen.WRONG_NAMES, "a shard stands where the parameter stood, in `owner._parameters[name]`"),
+    seen.NO_DTENSOR: _not_sharded,
+    seen.WRONG_SHARDS: _wrong_shards,
+    seen.WRONG_WHOLES: named(seen.WRONG_WHOLES, "each rank's rows in rank order"),
+    seen.KEPT: "a chunk is a view of the whole, whose memory stays as long: clone it, and keep nothing of the whole",
 }
 
 
 # ---- stage 2
 
+_NOT_WRITTEN = "the memory is there and not all of it was written: wait for the all-gather, then copy every rank's rows"
 _AT_USE = {
-    STILL_SHARDED: "the hook before forward puts whole parameters into the modules",
-    NOTHING: "a parameter without memory stands in the module: allocate it, and free it after its use only",
-    UNFILLED: "the memory is there and not all of it was written: wait for the all-gather, then copy every rank's rows",
-    REORDERED: (
+    seen.STILL_SHARDED: "a unit computes with whole parameters: the hook before forward puts them into the modules",
+    seen.NOTHING: "a parameter without memory stands in the module: allocate it, and free it after its use only",
+    seen.UNFILLED: _NOT_WRITTEN,
+    seen.ZEROS: _NOT_WRITTEN,  # and where they are zeros in part
+    seen.ROUNDED: "shards travel as they are, in their own dtype",
+    " times": "an all-gather joins rows, and adds nothing up",
+    seen.REORDERED: (
         "the all-gather brings n lines, one a rank, each with a part of every parameter; a parameter is the same part"
         " of all n lines, in rank order"
     ),
-    OTHER_SHAPE: "the whole has the shape that the parameter had, without padding",
+    seen.OTHER_SHAPE: "the whole has the shape that the parameter had, without padding",
 }
 
 
 def _at_use(got: Facts, right: Facts) -> str:
-    wrong = got[AT_USE]
-    cause = next((cause for sign, cause in _AT_USE.items() if sign in wrong[0]), _AT_USE[REORDERED])
-    if OTHER in wrong[0] or "times" in wrong[0]:
-        first = "forward 1" in wrong[0] or "step 0" in wrong[0]
-        cause = _AT_USE[REORDERED] if first else "as the shards were before they changed: every use unshards anew"
+    wrong = got[seen.AT_USE]
+    cause = next((cause for sign, cause in _AT_USE.items() if sign in wrong[0]), _AT_USE[seen.REORDERED])
+    first = "forward 1" in wrong[0] or "step 0" in wrong[0]
+    if not first and any(sign in wrong[0] for sign in (seen.OTHER, seen.ROUNDED, " times")):
+        cause = "as the shards were before they changed: every use unshards anew"
     return f"{some(wrong)}: {cause}"
 
 
 def _not_again(got: Facts, right: Facts) -> str:
-    names = got[SHARDED_AGAIN]
+    names = got[seen.SHARDED_AGAIN]
     if not any("blocks." in name for name in names):
         return (
             f"{some(names)} stay whole: the root is resharded too, after a forward without gradients, and at the end of"
@@ -115,34 +109,40 @@ def _not_again(got: Facts, right: Facts) -> str:
 
 
 def _gathers(got: Facts, right: Facts) -> str:
-    number = got[GATHERS]
+    number = got[seen.GATHERS]
     if number < 0:
         return (
-            f"{-number} fewer than expected: a unit was not unsharded again for its backward, so it stayed in memory,"
+            f"{-number} fewer than needed: a unit was not unsharded again for its backward, so it stayed in memory,"
             " or its rows came by another message"
         )
+    if number == got.get("_checkpointed"):
+        return (
+            f"{number} more than needed, one for each checkpointed block: the second forward of a checkpointed block"
+            " computes with what was unsharded for its backward; nothing is unsharded or resharded around it"
+        )
     return (
-        f"{number} more than expected: one for a unit's forward and one for its backward, with all its parameters in"
+        f"{number} more than needed: one for a unit's forward and one for its backward, with all its parameters in"
         " one message; the root stays from forward to backward and takes one"
     )
 
 
 OF_FORWARD: dict[str, Any] = {
-    AT_USE: _at_use,
-    OUTPUTS: "parameters were right when each unit began, and outputs are not: nothing may change them meanwhile",
-    SHARDED_AGAIN: _not_again,
-    STAYING: lambda got, right: (
-        f"{some(got[STAYING])}: a unit is resharded after its forward and after its backward, a frozen one too"
-    ),
-    HELD: (
+    seen.AT_USE: _at_use,
+    seen.OUTPUTS: "parameters were right when each unit began, and outputs are not: nothing may change them meanwhile",
+    seen.SHARDED_AGAIN: _not_again,
+    seen.STAYING: named(seen.STAYING, "a unit is resharded after its forward and after its backward, a frozen one too"),
+    seen.HELD: (
         "more units than two are whole at once: reshard each unit but the root after its forward, and again after its"
         " backward; let no buffer outlive its use; unshard one unit ahead at most"
     ),
-    KEPT: (
+    seen.HOOKS: (
+        "register a module's hooks once, in `fully_shard`: what a forward registers is called in all later ones too"
+    ),
+    seen.KEPT: (
         "after it there is more in memory than before: `resize_(0)` on the storages of whole parameters, the root's"
         " too, and no list or attribute that keeps a message's buffer"
     ),
-    GATHERS: _gathers,
+    seen.GATHERS: _gathers,
 }
 
 
@@ -150,8 +150,8 @@ OF_FORWARD: dict[str, Any] = {
 
 
 def _wrong_gradients(got: Facts, right: Facts) -> str:
-    step = got[GRADIENTS][0].rpartition("step ")[2].partition(":")[0]
-    wrong = [each for each in got[GRADIENTS] if f"step {step}:" in each]
+    step = got[seen.GRADIENTS][0].rpartition("step ")[2].partition(":")[0]
+    wrong = [each for each in got[seen.GRADIENTS] if f"step {step}:" in each]
     kinds = {each.rpartition(": ")[2] for each in wrong}
     return f"{some(wrong)}: {_cause_of_gradients(wrong, kinds, got['_ranks'])}"
 
@@ -177,14 +177,24 @@ def _cause_of_gradients(wrong: list[str], kinds: set[str], ranks: int) -> str:
             "right in step 0, so something is left over from it: take the gradient from the whole parameter and set"
             " that to None, and set `shard.grad` anew"
         )
-    if UNFILLED in kinds:
+    if seen.UNFILLED in kinds or kinds == {seen.IN_PART}:
         return "what was to arrive was read before it had, or not all of it was written: wait for the reduction"
-    return "line r of the reduce-scatter's input is what rank r gets, a part of every parameter's gradient"
+    if kinds == {seen.ZEROS}:
+        return (
+            "autograd adds gradients to the tensors that the forward computed with: keep one whole parameter for each"
+            " shard, unshard the same one for backward, and take its `.grad`"
+        )
+    if kinds == {seen.ROUNDED}:
+        return "gradients are divided, sent and added in a shorter dtype than the parameters have"
+    return (
+        "line r of the reduce-scatter's input is what rank r gets, a part of every parameter's gradient; what arrives"
+        " is split in the same order"
+    )
 
 
 def _wrong_parameters(got: Facts, right: Facts) -> str:
-    told = some(got[PARAMETERS])
-    if OTHER_SHAPE in told:
+    told = some(got[seen.PARAMETERS])
+    if seen.OTHER_SHAPE in told:
         return f"{told}: `DTensor.from_local` takes n times the rows for the whole unless it is given shape and stride"
     return (
         f"{told}: gradients are right, so the optimizer updates something else: it holds what"
@@ -194,22 +204,19 @@ def _wrong_parameters(got: Facts, right: Facts) -> str:
 
 OF_TRAINING: dict[str, Any] = {
     **OF_FORWARD,
-    LOSSES: lambda got, right: (
-        f"{some(got[LOSSES])}: parameters were right when each unit began; something changed them during the forward"
+    seen.LOSSES: named(
+        seen.LOSSES, "parameters were right when each unit began; something changed them during the forward"
     ),
-    FROZEN: lambda got, right: (
-        f"{some(got[FROZEN])}: a frozen parameter gets no gradient, not even zeros, or weight decay changes it"
-    ),
-    GRADIENTS: _wrong_gradients,
-    PARAMETERS: _wrong_parameters,
-    REDUCTIONS: (
+    seen.FROZEN: named(seen.FROZEN, "a frozen parameter gets no gradient, not even zeros, or weight decay changes it"),
+    seen.GRADIENTS: _wrong_gradients,
+    seen.PARAMETERS: _wrong_parameters,
+    seen.REDUCTIONS: (
         "one reduce-scatter for each unit that trains, with all its gradients in one message, none for a frozen one"
     ),
 }
-AS_THE_TWIN: Facts = {
-    FROZEN: [], AT_USE: [], LOSSES: [], SHARDED_AGAIN: [], GRADIENTS: [], PARAMETERS: [], STAYING: [], GATHERS: 0,
-    REDUCTIONS: 0, HELD: 0.0, KEPT: 0,
-}  # fmt: skip
+_NAMES = (seen.FROZEN, seen.AT_USE, seen.LOSSES, seen.SHARDED_AGAIN, seen.GRADIENTS, seen.PARAMETERS, seen.STAYING)
+_NUMBERS = (seen.GATHERS, seen.REDUCTIONS, seen.KEPT, seen.HELD)
+AS_THE_TWIN: Facts = dict.fromkeys(_NAMES, []) | dict.fromkeys(_NUMBERS, 0)
 
 
 # ---- stage 4
@@ -217,14 +224,14 @@ AS_THE_TWIN: Facts = {
 
 def _exposed_in_forward(got: Facts, right: Facts) -> str:
     return (
-        f"{got[EXPOSED['forward']]:g} ms more than the first all-gathers of a step: begin the next unit's all-gather,"
-        " with `async_op=True`, before this unit computes, and wait for it when the next one begins"
+        f"{got[seen.EXPOSED['forward']]:g} ms more than the first all-gathers of a step: begin the next unit's"
+        " all-gather, with `async_op=True`, before this unit computes, and wait for it when the next one begins"
     )
 
 
 def _exposed_in_backward(got: Facts, right: Facts) -> str:
     waited = {lane_name for lane, lane_name, *_ in got["_bars"] if lane == "exposed" and lane_name.endswith("backward")}
-    told = f"{got[EXPOSED['backward']]:g} ms too many, waiting for {' and '.join(sorted(waited))}"
+    told = f"{got[seen.EXPOSED['backward']]:g} ms too many, waiting for {' and '.join(sorted(waited))}"
     if not any(name.startswith("all_gather") for name in waited):
         return f"{told}: begin a reduction and wait for it when the next one begins, or at the end of the backward"
     return (
@@ -234,12 +241,12 @@ def _exposed_in_backward(got: Facts, right: Facts) -> str:
 
 
 OF_ORDER: dict[str, Any] = {
-    UNWAITED: lambda got, right: (
-        f"{some(got[UNWAITED])}: a message that was begun has arrived only once `wait()` on its Work has returned"
+    seen.UNWAITED: named(
+        seen.UNWAITED, "a message that was begun has arrived only once `wait()` on its Work has returned"
     ),
-    EXPOSED["forward"]: _exposed_in_forward,
-    EXPOSED["backward"]: _exposed_in_backward,
-    HELD: OF_FORWARD[HELD],
+    seen.EXPOSED["forward"]: _exposed_in_forward,
+    seen.EXPOSED["backward"]: _exposed_in_backward,
+    seen.HELD: OF_FORWARD[seen.HELD],
 }
 
 
@@ -251,28 +258,31 @@ def _more_at_the_peak(got: Facts, right: Facts) -> str:
         f"{name.replace('_', ' ')} {size / 1e6:.0f} MB" for name, size in got["_held"].items() if size > 1e6
     )
     return (
-        f"{got['_peak'] / 1e6:.0f} MB, the lab's engine {got['_lab'] / 1e6:.0f}; at the peak {held}. Reshard"
-        " each unit after its forward and after its backward, and free a whole gradient once it is in its message"
+        f"{got['_peak'] / 1e6:.0f} MB, the lab's engine {got['_lab'] / 1e6:.0f}; at the peak {held}. Reshard each unit"
+        " after its forward and after its backward, and free a whole gradient once it is in its message, and a message"
+        " once it was copied out. `pad` and `cat` copy what could be written into the message at once. A block's input"
+        " is the output of the block before, whose hook stands first there, so that one is unsharded before this one"
+        " is resharded: hook `x.view_as(x)`, and hand that to the block"
     )
 
 
 OF_THE_LOOP: dict[str, Any] = {
-    LOSSES: "the stages pass and this does not: what does your engine share between two models?",
-    NORMS: (
+    seen.LOSSES: "the stages pass and this does not: what does your engine share between two models?",
+    loop.NORMS: (
         "clip_grad_norm_ reads each parameter's `.grad`: this rank's rows of the mean over the ranks, as a DTensor with"
         " the whole's shape. Adam hides a wrong factor from the losses"
     ),
-    AFTER_LOADING: (
+    loop.AFTER_LOADING: (
         "a second model that loads the first one's checkpoint goes on otherwise: `state_dict()` must give the shards"
         " themselves, and what is loaded must be what the next forward unshards"
     ),
-    PARAMETERS: OF_TRAINING[PARAMETERS],
-    GATHERS: _gathers,
-    REDUCTIONS: OF_TRAINING[REDUCTIONS],
-    RESTING: "something that is as large as the shards stays between steps: a second copy of them, or whole parameters",
-    PEAK: _more_at_the_peak,
-    BUFFERS: (
-        "free an all-gather's buffer once it was copied out, and wait for a reduction before the next one begins: one"
-        " of each is under way at most"
+    seen.PARAMETERS: OF_TRAINING[seen.PARAMETERS],
+    seen.GATHERS: _gathers,
+    seen.REDUCTIONS: OF_TRAINING[seen.REDUCTIONS],
+    loop.ADDED_UP: (
+        "gradients of several backwards add up until `zero_grad`: what a reduction brings is added to a `.grad` that is"
+        " there"
     ),
+    loop.RESTING: "something stays between steps: a second copy of the shards, whole parameters, or a message's buffer",
+    loop.PEAK: _more_at_the_peak,
 }

@@ -94,7 +94,7 @@ def _lane(kind: str, bars: Sequence[Bar]) -> go.Bar:
         )
         for bar in own
     ]  # fmt: skip
-    return lane({"exposed": "exposed"}.get(kind, kind.replace("_", "-")), _COLOURS[kind], spans, 0.8)
+    return lane(kind.replace("_", "-"), _COLOURS[kind], spans, 0.8)
 
 
 def standing() -> Table:

@@ -33,7 +33,8 @@ class Sizes:
 
 
 EVEN = Sizes()  # 4 divides every first dimension
-UNEVEN = Sizes(blocks=6, width=45, hidden=181, words=37, checkpointed=(1, 3), frozen=(2, 4))
+PARTLY_FROZEN = Sizes(frozen=(2, 4))
+UNEVEN = Sizes(blocks=6, width=45, hidden=181, words=9, checkpointed=(1, 3), frozen=(2, 4))  # 9 rows: 3, 3, 3, none
 BATCH, LENGTH = 1, 4  # few, so that activations are small beside parameters
 
 
@@ -52,17 +53,17 @@ class _Told(torch.autograd.Function):
 
 
 class Part(nn.Module):
-    """A module that tells a probe of its forward and of its backward."""
+    """A module that tells a probe of its forward and of its backward; learners set attributes of their own on it."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.unit, self.probe = name, _nobody
+        self.probed_as, self.probe = name, _nobody
 
     def _in_forward(self) -> None:
-        self.probe("forward", self.unit, self)
+        self.probe("forward", self.probed_as, self)
 
     def _told(self, x: Tensor) -> Tensor:
-        return _Told.apply(x, lambda: self.probe("backward", self.unit, self)) if x.requires_grad else x
+        return _Told.apply(x, lambda: self.probe("backward", self.probed_as, self)) if x.requires_grad else x
 
 
 def _nobody(phase: str, unit: str, module: nn.Module) -> None:

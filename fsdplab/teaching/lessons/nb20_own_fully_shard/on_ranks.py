@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdplab.profiling.memory.live_storages import living_storages
@@ -38,9 +38,10 @@ OUTPUTS = "outputs that differ from the unsharded model's"
 SHARDED_AGAIN = "parameters that are no DTensor afterwards"
 STAYING = "units that stay whole after their turn"
 HELD = "blocks too many in memory"
-GATHERS = "all-gathers"
-REDUCTIONS = "reduce-scatters"
+GATHERS = "all-gathers more than needed"
+REDUCTIONS = "reduce-scatters more than needed"
 LOSSES = "losses that differ from the twin's"
+HOOKS = "hooks that a forward adds"
 GRADIENTS = "gradients that differ from the twin's"
 FROZEN = "frozen parameters with a gradient"
 PARAMETERS = "parameters that differ from the twin's after the last step"
@@ -67,8 +68,9 @@ def shards(fully_shard: FullyShard, sizes: Sizes) -> Facts:
     returned = sharded(net, fully_shard)
     found = dict(net.named_parameters())
     missing = [name for name in right if name not in found] + [f"{name} (new)" for name in found if name not in right]
+    what = "PyTorch's FSDPModule" if isinstance(returned, FSDPModule) else f"a {type(returned).__name__}"
     facts: Facts = {
-        RETURNED: "the module" if returned is net else f"a {type(returned).__name__}",
+        RETURNED: "the module" if returned is net and type(net) is Net else what,
         WRONG_NAMES: missing,
         NO_DTENSOR: [name for name, value in found.items() if not isinstance(value, DTensor)],
     }
@@ -90,6 +92,8 @@ def _told_of_shard(value: Any, right: Tensor) -> str:
         return f"placed as {', '.join(map(repr, value.placements))}"
     if value.requires_grad != right.requires_grad:
         return f"requires_grad={value.requires_grad}"
+    if value.dtype != right.dtype:
+        return f"dtype {value.dtype}"
     if value.shape != right.shape:
         return f"the whole's shape is {list(value.shape)} and not {list(right.shape)}"
     pieces, local = pieces_of(right.detach()), value.to_local().detach()
@@ -98,6 +102,9 @@ def _told_of_shard(value: Any, right: Tensor) -> str:
         return f"shape {list(local.shape)}, expected {list(pieces[rank].shape)}"
     if torch.equal(local, pieces[rank]):
         return ""
+    ranks = dist.get_world_size()
+    if torch.equal(local, right[rank::ranks]):
+        return f"every {ranks}th row"
     theirs = [other for other, piece in enumerate(pieces) if torch.equal(local, piece)] if local.numel() else []
     return f"the rows of rank {theirs[0]}" if theirs else "other values"
 
@@ -126,15 +133,18 @@ def forwards(fully_shard: FullyShard, sizes: Sizes) -> Facts:
     """Two forwards without gradients, with other parameters in the second: values, memory and messages."""
     net, twin = Net(sizes), Net(sizes)
     sharded(net, fully_shard)
-    watch = Watch(net, sizes)
-    outputs, tokens = [], batch(sizes, 0, dist.get_rank())[0]
+    watch = Watch(net)
+    tokens = batch(sizes, 0, dist.get_rank())[0]
+    outputs, hooks, kept = list[str](), list[int](), 0
     for number in (1, 2):
         watch.begin(dict(twin.named_parameters()), f"forward {number}")
         with torch.no_grad(), Order(net.block_bytes) as order:
-            got, right = net(tokens), twin(tokens)
-        outputs += [] if _near(got, right) else [f"forward {number}"]
-        after = _no_dtensors(net)
-        kept = watch.kept()
+            got, right = watch.call(net, tokens), twin(tokens)
+        outputs += [] if got is None or _near(got, right) else [f"forward {number}"]
+        hooks.append(sum(len(each._forward_hooks) + len(each._forward_pre_hooks) for each in net.modules()))
+        after, kept = _no_dtensors(net), max(kept, watch.kept())
+        if after or got is None:
+            break  # what follows from that tells less
         for each in (net, twin):  # as an optimizer does: the next forward must see it
             for parameter in each.parameters():
                 parameter.data.mul_(1.5)
@@ -143,9 +153,10 @@ def forwards(fully_shard: FullyShard, sizes: Sizes) -> Facts:
         OUTPUTS: outputs,
         SHARDED_AGAIN: after,
         STAYING: watch.staying,
+        HOOKS: hooks[-1] - hooks[0],
         GATHERS: order.count("all_gather") - len(net.units),
-        HELD: watch.too_many("forward"),
         KEPT: kept,
+        HELD: watch.too_many(),
     }
 
 
@@ -156,13 +167,12 @@ def _no_dtensors(net: nn.Module) -> list[str]:
 class Watch:
     """What the units' parameters are while they compute, and how much memory there is beside the shards, in blocks."""
 
-    def __init__(self, net: Net, sizes: Sizes) -> None:
+    def __init__(self, net: Net) -> None:
         self.wrong: list[str] = []
         self.staying: list[str] = []
         self.most = {"forward": 0.0, "backward": 0.0}
         self._net, self._block = net, net.block_bytes
-        self._shapes = Net(sizes)
-        self._root = sum(value.numel() * 4 for value in self._shapes.parameters()) - sizes.blocks * self._block
+        self._root = sum(value.numel() * 4 for value in net.parameters()) - len(net.blocks) * self._block
         self._all = {id(module): name for name, module in net.named_modules()}
 
     def begin(self, right: dict[str, Tensor], when: str) -> None:
@@ -172,42 +182,46 @@ class Watch:
         self._when, self._before = when, alive()
         self._net.told_to(self._probe)
 
+    def call(self, net: Net, tokens: Tensor) -> Tensor | None:
+        """The net's output; None where a unit's parameters were so wrong that it could not compute."""
+        try:
+            return net(tokens)
+        except RuntimeError:
+            if not self.wrong:
+                raise
+            return None
+
     def kept(self) -> int:
         """Bytes in memory now that were not there when this began, unless they are less than half of a block."""
         gc.collect()
         more = alive() - self._before
         return more if more > self._block / 2 else 0
 
-    def too_many(self, phase: str) -> float:
-        """Blocks too many in memory at some moment of a phase."""
-        gradients = len(self._net.blocks) / dist.get_world_size() if phase == "backward" else 0
-        more = self.most[phase] - MOST_BLOCKS[phase] - gradients
-        return round(more, 1) if more > 0 else 0.0
+    def too_many(self) -> float:
+        """Blocks too many in memory at some moment."""
+        gradients = {"forward": 0.0, "backward": len(self._net.blocks) / dist.get_world_size()}
+        more = max(most - MOST_BLOCKS[phase] - gradients[phase] for phase, most in self.most.items())
+        return round(max(0.0, more), 1)
 
     def _probe(self, phase: str, unit: str, module: nn.Module) -> None:
         held = (alive() - self._before - self._root) / self._block
         now = "backward" if torch._C._current_graph_task_id() != -1 else phase  # a checkpointed block computes again
         self.most[now] = max(self.most[now], held)
-        self._look_for_whole_units(now, unit)
+        self._look_for_whole_units(now, module)
         if phase == "forward" and self._right:
-            inner = [module] if unit == "root" else module.modules()
-            for owner in inner if unit != "root" else [self._net.embed, self._net.norm, self._net.head]:
+            for owner in [self._net.embed, self._net.norm, self._net.head] if unit == "root" else module.modules():
                 self._look(owner)
 
-    def _look_for_whole_units(self, phase: str, unit: str) -> None:
+    def _look_for_whole_units(self, phase: str, module: Any) -> None:
         """Blocks before this one in forward, and after it in backward, have had their turn."""
-        names = [block.unit for block in self._net.blocks]
-        if unit not in names:
+        if module is self._net:
             return
-        over = names[: names.index(unit)] if phase == "forward" else names[names.index(unit) + 1 :]
-        for block in self._net.blocks:
-            told = f"{block.unit} in the {phase} of {unit}"
-            if (
-                block.unit in over
-                and _is_whole(block)
-                and not any(each.startswith(block.unit) for each in self.staying)
-            ):
-                self.staying.append(told)
+        blocks = list(self._net.blocks)
+        at = blocks.index(module)
+        for block in blocks[:at] if phase == "forward" else blocks[at + 1 :]:
+            name = block.probed_as
+            if _is_whole(block) and not any(each.startswith(name) for each in self.staying):
+                self.staying.append(f"{name} in the {phase} of {module.probed_as}")
 
     def _look(self, owner: nn.Module) -> None:
         for short in ("weight", "bias"):
@@ -229,6 +243,7 @@ def alive() -> int:
 
 STILL_SHARDED, OTHER_SHAPE, NOTHING = "still a DTensor", "another shape", "no memory"
 UNFILLED, REORDERED, OTHER = "not filled", "the right numbers in other places", "other values"
+ZEROS, IN_PART, ROUNDED = "zeros", "zeros in part", "nearly right, as if rounded"
 
 
 def _near(got: Any, right: Tensor) -> bool:
@@ -250,9 +265,15 @@ def likeness(got: Any, right: Tensor, others: dict[str, Tensor] | None = None) -
         return ""
     if not got.isfinite().all():
         return UNFILLED
+    if not got.any():
+        return ZEROS
     for name, other in (others or {}).items():
         if _near(got, other):
             return name
+    if (got - right).abs().max() <= 0.02 * right.abs().max():
+        return ROUNDED
+    if _near(got, right * (got != 0)):
+        return IN_PART
     factor = float((got * right).sum() / (right * right).sum())
     if abs(factor) > 1e-6 and _near(got, factor * right):
         return f"{factor:.4g} times"
@@ -272,63 +293,51 @@ def trained(fully_shard: FullyShard, sizes: Sizes, steps: int = 3) -> Facts:
     ranks, rank = dist.get_world_size(), dist.get_rank()
     net, before = Net(sizes), dict(Net(sizes).named_parameters())
     sharded(net, fully_shard)
-    watch, optimizer, found = Watch(net, sizes), sgd(net.parameters()), _Found([], [], [], [], [])
+    watch, optimizer = Watch(net), sgd(net.parameters())
+    found: Facts = {name: [] for name in (FROZEN, LOSSES, SHARDED_AGAIN, GRADIENTS, PARAMETERS)}
     for step, right in enumerate(twin_steps(sizes, ranks, steps, sgd)):
         watch.begin(before, f"step {step}")
         with Order(net.block_bytes) as order:
             loss = loss_of(net, *batch(sizes, step, rank))
             loss.backward()
-        found.after_backward(net, step, right, loss.item())
+        expected = right.losses[rank]
+        found[LOSSES] += [] if abs(loss.item() - expected) <= NEAR * abs(expected) else [f"step {step}"]
+        found[SHARDED_AGAIN] = found[SHARDED_AGAIN] or _no_dtensors(net)
+        found[GRADIENTS] += _wrong_gradients(net, right, step)
+        found[FROZEN] += [
+            f"{name}, step {step}"
+            for name, value in net.named_parameters()
+            if not value.requires_grad and value.grad is not None
+        ]
         optimizer.step()
         optimizer.zero_grad()
-        found.after_step(net, step, right)
+        found[PARAMETERS] += _wrong_parameters(net, right, step)
         kept, before = watch.kept(), right.parameters
-    told = _until_first_wrong(steps, [*found.gradients, *found.parameters])
-    return {
-        FROZEN: found.frozen,
+    told = _until_first_wrong(steps, [*found[GRADIENTS], *found[PARAMETERS]])
+    return found | {
         AT_USE: told(watch.wrong),
-        LOSSES: told(found.losses),
-        SHARDED_AGAIN: found.whole,
-        GRADIENTS: told(found.gradients),
-        PARAMETERS: told(found.parameters),
+        **{name: told(found[name]) for name in (LOSSES, GRADIENTS, PARAMETERS)},
         STAYING: watch.staying,
         GATHERS: gathers_beyond(order, sizes.blocks),
         REDUCTIONS: order.count("reduce_scatter") - (sizes.blocks + 1 - len(sizes.frozen)),
-        HELD: max(watch.too_many("forward"), watch.too_many("backward")),
         KEPT: kept,
+        HELD: watch.too_many(),
         "_ranks": ranks,
+        "_checkpointed": len(sizes.checkpointed),
     }
 
 
-@dataclass(frozen=True)
-class _Found:
-    """What differs from the twin: sentences with the parameter and the step."""
-
-    losses: list[str]
-    gradients: list[str]
-    parameters: list[str]
-    frozen: list[str]
-    whole: list[str]
-
-    def after_backward(self, net: Net, step: int, right: TwinStep, loss: float) -> None:
-        """Compare the loss and the gradients of a step."""
-        expected = right.losses[dist.get_rank()]
-        self.losses.extend([] if abs(loss - expected) <= NEAR * abs(expected) else [f"step {step}"])
-        self.whole.extend([] if self.whole else _no_dtensors(net))
-        self.gradients.extend(_wrong_gradients(net, right, step))
-        for name, value in net.named_parameters():
-            if not value.requires_grad and value.grad is not None:
-                self.frozen.append(f"{name}, step {step}")
-
-    def after_step(self, net: Net, step: int, right: TwinStep) -> None:
-        """Compare the shards with this rank's rows of the twin's parameters."""
-        for name, value in net.named_parameters():
-            whole = right.parameters[name]
-            if not isinstance(value, DTensor):
-                continue
-            what = f"{OTHER_SHAPE}, {list(value.shape)}" if value.shape != whole.shape else ""
-            if what := what or likeness(value.to_local(), pieces_of(whole)[dist.get_rank()]):
-                self.parameters.append(f"{name}, step {step}: {what}")
+def _wrong_parameters(net: Net, right: TwinStep, step: int) -> list[str]:
+    """The shards that are not this rank's rows of the twin's parameters."""
+    found = []
+    for name, value in net.named_parameters():
+        whole = right.parameters[name]
+        if not isinstance(value, DTensor):
+            continue
+        what = f"{OTHER_SHAPE}, {list(value.shape)}" if value.shape != whole.shape else ""
+        if what := what or likeness(value.to_local(), pieces_of(whole)[dist.get_rank()]):
+            found.append(f"{name}, step {step}: {what}")
+    return found
 
 
 def gathers_beyond(order: Order, blocks: int) -> int:
@@ -376,7 +385,7 @@ MOST_EXPOSED_MS = {"forward": 3.6, "backward": 6.6}  # the first all-gathers; an
 def ordered(fully_shard: FullyShard, sizes: Sizes) -> Facts:
     """The third step of a training on the steady clock, and how many blocks it has in memory."""
     net, order = _third_step(fully_shard, sizes)
-    watch = Watch(net, sizes)
+    watch = Watch(net)
     watch.begin({}, "step 3")
     loss_of(net, *batch(sizes, 3, dist.get_rank())).backward()
     bars = replayed(order.moments)
@@ -384,7 +393,7 @@ def ordered(fully_shard: FullyShard, sizes: Sizes) -> Facts:
     return {
         UNWAITED: order.unwaited(),
         **{name: round(max(0.0, ms), 1) for name, ms in over.items()},
-        HELD: max(watch.too_many("forward"), watch.too_many("backward")),
+        HELD: watch.too_many(),
         "_leaderboard": {"exposed_ms": round(exposed_ms(bars), 1)},
         "_bars": [[bar.lane, bar.name, bar.start, bar.end] for bar in bars],
     }

@@ -38,15 +38,14 @@ LARGE = RunSpec(
     model="gpt-20m", strategy="full_shard", world_size=2, batch_size=1, sequence_length=32, steps=2, optimizer="adamw"
 )
 MARGIN = 1.10
-MOST_MESSAGES = 5  # of a unit: an all-gather and a reduction under way, of which gloo makes a copy each, and a shard
 NORMS = "gradient norms that differ from the twin's"
 AFTER_LOADING = "losses after the checkpoint that differ from the twin's"
-PEAK = "MB more at the peak than the lab's engine and 10 %, without messages"
-BUFFERS = "MB of messages at the peak, too many"
-RESTING = "MB of shards and optimizer state beyond the lab's"
+PEAK = "MB more at the peak than the lab's engine and 10 %"
+ADDED_UP = "gradients that two backwards leave"
+RESTING = "MB between steps beyond the lab's shards and optimizer state"
 AS_IT_SHOULD: Facts = {
-    LOSSES: [], NORMS: [], AFTER_LOADING: [], PARAMETERS: [], GATHERS: 0, REDUCTIONS: 0, RESTING: 0.0, PEAK: 0.0,
-    BUFFERS: 0.0,
+    LOSSES: [], NORMS: [], AFTER_LOADING: [], PARAMETERS: [], GATHERS: 0, REDUCTIONS: 0, ADDED_UP: "twice those of one",
+    RESTING: 0.0, PEAK: 0.0,
 }  # fmt: skip
 
 
@@ -68,6 +67,7 @@ def in_pytorchs_loop(fully_shard: FullyShard) -> Facts:
         PARAMETERS: second.wrong_parameters(twin.model),
         GATHERS: gathers_beyond(first.order, units - 1),
         REDUCTIONS: first.order.count("reduce_scatter") - units,
+        ADDED_UP: second.added_up(text),
     }
     del first, second
     gc.collect()  # a model under hooks is garbage in cycles
@@ -77,8 +77,8 @@ def in_pytorchs_loop(fully_shard: FullyShard) -> Facts:
 class _Trained:
     """A GPT under the learner's function with AdamW, and PyTorch's own loop."""
 
-    def __init__(self, fully_shard: FullyShard, seed: int, model: str = SMALL, clipped: bool = True) -> None:
-        self.model, self.clipped = build_model(model, seed=seed), clipped
+    def __init__(self, fully_shard: FullyShard, seed: int, model: str = SMALL) -> None:
+        self.model = build_model(model, seed=seed)
         self.units = [*(each for each in self.model.modules() if isinstance(each, block_types(self.model))), self.model]
         for unit in self.units:
             fully_shard(unit)
@@ -90,10 +90,20 @@ class _Trained:
         with Order(1) as self.order:
             loss = loss_of(self.model, *given)
             loss.backward()
-        norm = _number(clip_grad_norm_(self.model.parameters(), 1.0)) if self.clipped else 0.0
+        norm = _number(clip_grad_norm_(self.model.parameters(), 1.0))
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.item(), norm
+
+    def added_up(self, text: ByteText) -> str:
+        """How large the gradients of two equal backwards without a `zero_grad` between them are."""
+        given, norms = text.batch(STEPS, dist.get_rank(), dist.get_world_size(), 2, 32, seed=0), []
+        for _ in range(2):
+            loss_of(self.model, *given).backward()
+            norms.append(_number(clip_grad_norm_(self.model.parameters(), float("inf"))))
+        self.optimizer.zero_grad()
+        factor = norms[1] / norms[0]
+        return "twice those of one" if abs(factor - 2) < 1e-3 else f"{factor:.3g} times those of one"
 
     def wrong_parameters(self, twin: nn.Module) -> list[str]:
         """The parameters that are not the twin's, and what they are like."""
@@ -114,18 +124,15 @@ class _Twin:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-3, fused=True)
 
     def step(self, text: ByteText, step: int) -> tuple[float, float]:
-        ranks, losses = dist.get_world_size(), list[float]()
-
-        def noted(model: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-            loss = loss_of(model, tokens, targets)
-            losses.append(loss.item())
-            return loss
-
-        replay_gradients(self.model, [[text.batch(step, rank, ranks, 2, 32, seed=0)] for rank in range(ranks)], noted)
+        ranks = dist.get_world_size()
+        batches = [text.batch(step, rank, ranks, 2, 32, seed=0) for rank in range(ranks)]
+        with torch.no_grad():
+            loss = loss_of(self.model, *batches[dist.get_rank()])
+        replay_gradients(self.model, [[each] for each in batches], loss_of)
         norm = _number(clip_grad_norm_(self.model.parameters(), 1.0))
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return losses[dist.get_rank()], norm
+        return loss.item(), norm
 
 
 def _number(value: Tensor) -> float:
@@ -150,7 +157,7 @@ def _handed_over(first: _Trained, second: _Trained) -> None:
 
 def _memory(fully_shard: FullyShard, text: ByteText) -> Facts:
     """The second step's memory beside that of the lab's engine, which is predicted byte by byte."""
-    trained = _Trained(fully_shard, seed=0, model=LARGE.model, clipped=False)
+    trained = _Trained(fully_shard, seed=0, model=LARGE.model)
     shape = (LARGE.batch_size, LARGE.sequence_length)
     trained.step(text, 0, 1, 8)  # makes the optimizer's state, and tells an engine the order of its units
     recorder = MemoryRecorder(
@@ -161,16 +168,11 @@ def _memory(fully_shard: FullyShard, text: ByteText) -> Facts:
         trained.step(text, 1, *shape)
     lab, held = predict(LARGE), recorder.timeline.peak
     assert lab.peak_bytes is not None and lab.by_category is not None, "the lab's engine is predicted on CPU ranks"
-    resting = sum(held[name] - lab.by_category[name] for name in ("sharded_parameters", "optimizer_state"))
-    messages, theirs = held["communication_buffers"], lab.by_category["communication_buffers"]
-    peak, unit = (
-        recorder.timeline.peak_total,
-        sum(each.numel() * 4 for each in build_model(LARGE.model).blocks[0].parameters()),
-    )
+    resting = lab.by_category["sharded_parameters"] + lab.by_category["optimizer_state"]
+    peak = recorder.timeline.peak_total
     return {
-        RESTING: _over(resting, 0),
-        PEAK: _over(peak - messages, MARGIN * (lab.peak_bytes - theirs)),
-        BUFFERS: _over(messages, MOST_MESSAGES * unit),
+        RESTING: _over(recorder.timeline.baseline_total, MARGIN * resting),
+        PEAK: _over(peak, MARGIN * lab.peak_bytes),
         "_held": dict(held),
         "_peak": peak,
         "_lab": lab.peak_bytes,

@@ -160,23 +160,20 @@ def replayed(moments: Sequence[Moment]) -> list[Bar]:
     """The step on the steady clock; a block's message takes MESSAGE_MS, and others by their size."""
     now = free = 0.0
     arrives: dict[int, float] = {}
-    bars = []
-    unit = "root"
+    bars, phase = [], "forward"
     for moment in moments:
         if moment.what == "issue":
             start = max(now, free)
             free = arrives[moment.number] = start + MESSAGE_MS * moment.blocks
             bars.append(Bar("link", moment.name, start, free))
         elif moment.what == "wait":
-            if arrives.get(moment.number, 0.0) > now:
-                bars.append(
-                    Bar("exposed", f"{moment.name} in {phase_of(moments, moment)}", now, arrives[moment.number])
-                )
-                now = arrives[moment.number]
+            if (until := arrives.get(moment.number, 0.0)) > now:
+                bars.append(Bar("exposed", f"{moment.name} in {phase}", now, until))
+                now = until
         else:
-            unit = moment.name
-            takes = (FORWARD_MS if moment.what == "forward" else BACKWARD_MS) / (2 if unit == "root" else 1)
-            bars.append(Bar("compute", f"{moment.what} {unit}", now, now + takes))
+            phase = moment.what
+            takes = (FORWARD_MS if phase == "forward" else BACKWARD_MS) / (2 if moment.name == "root" else 1)
+            bars.append(Bar("compute", f"{phase} {moment.name}", now, now + takes))
             now += takes
     return bars
 
@@ -195,12 +192,6 @@ def waited_for_at_once(moments: Sequence[Moment]) -> list[Moment]:
         elif moment.what != "wait":
             found.append(moment)
     return found
-
-
-def phase_of(moments: Sequence[Moment], moment: Moment) -> str:
-    """The phase that a moment of these lies in."""
-    before = moments[: moments.index(moment)]
-    return "backward" if any(each.what == "backward" for each in before) else "forward"
 
 
 def exposed_ms(bars: Sequence[Bar], phase: str = "") -> float:
