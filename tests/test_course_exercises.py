@@ -83,5 +83,7 @@ def test_choices_accept_the_right_letter_and_explain_every_one(course, item):
         for written in (f" {letter.upper()} ", f"{letter})"):
             verdict = answers.grade_answer(item.id, written)
             assert verdict.passed == (letter == item.right) and item.because[letter] in str(verdict)
-    for other in ("z", 2):
+    words = item.options[item.right]
+    assert all(answers.grade_answer(item.id, said).passed for said in (words, f"({item.right}) {words}"))
+    for other in ("z", 2, "bz"):
         assert "not one of the letters" in str(answers.grade_answer(item.id, other))

@@ -533,7 +533,8 @@ def test_known_mistakes_are_run_only_where_something_differs(double, workspace, 
     "written,unit,value",
     [
         ("8 bytes", "B", 8), ("16 bytes a parameter", "B", 16), ("2 times", "x", 2), ("37 messages", "", 37),
-        ("5 percent", "%", 5), ("3 MB per rank", "MB", 3),
+        ("5 percent", "%", 5), ("3 MB per rank", "MB", 3), ("about 547 MB", "MB", 547), ("~3 ms", "ms", 3),
+        ("547 megabytes", "MB", 547), ("547 MB per GPU", "MB", 547), ("8 Mbit", "MB", 1),
     ],
 )  # fmt: skip
 def test_units_are_read_as_words_too(written, unit, value):

@@ -9,6 +9,7 @@ a notebook as well.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ _SCALE_SLIPS = (
     Slip("the prefix: a million times too small", factor=1e-6),
     Slip("the prefix: 10⁹ times too large (bytes where GB are asked for?)", factor=1e9),
     Slip("the prefix: 10⁹ times too small", factor=1e-9),
+    Slip("the sign: it was subtracted the other way round", factor=-1.0),
 )
 
 
@@ -90,15 +92,19 @@ def gradable(question: str) -> Question | Choice:
 def is_right(item: Question | Choice, value: Any, against: Any = None) -> bool:
     """Whether an answer is right; nothing is counted as a try."""
     if isinstance(item, Choice):
-        return _letter(value) == item.right
+        return _letter(item, value) == item.right
     try:
         return close(quantity(value, item.unit), item.right(against), item.tolerance)
     except _UNKNOWN:
         return False
 
 
-def _letter(value: Any) -> str:
-    return str(value).strip(" .:()").lower()
+def _letter(item: Choice, value: Any) -> str:
+    """The letter of an answer: of `B`, `(b)`, `b) two meshes` and the words of that option it is b."""
+    text = str(value).strip(" .:()").lower()
+    written = re.fullmatch(r"([a-z])[).:].*", text, re.DOTALL)
+    by_words = (letter for letter, option in item.options.items() if option.lower() == text)
+    return written[1] if written else next(by_words, text)
 
 
 def _how(item: Question | Choice) -> str:
@@ -112,7 +118,7 @@ def _form(item: Question | Choice) -> str:
 
 
 def _grade_choice(item: Choice, value: Any) -> Verdict:
-    letter = _letter(value)
+    letter = _letter(item, value)
     if letter not in item.options:
         return Verdict(
             item.id, Feedback("That is not one of the letters.", _form(item), repr(value), "answer with one letter")

@@ -3,14 +3,16 @@
 `judge` returns the feedback on a solution, or None for a right one. The first fact that differs decides, and the cause
 is the first of these that holds: the function returned nothing; it has a loop that ends in its first round; it changes
 what it was given; another dtype; a known mistake does the same there (of several, the one that does the same at most
-places); no collective was called, or none that adds up; what the exercise says of this fact; another rank's value, or a
-constant factor. Right values of a function that changes what it was given, or that cost more bytes, are told last.
+places); no collective was called, or none that adds up; all wrong numbers have another unit, or digits cut off; what
+the exercise says of this fact; another rank's value, a constant factor, or a constant difference. Right values of a
+function that changes what it was given, or that cost more bytes, are told last.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -138,6 +140,7 @@ def _cause(
         _alike(exercise, place, learner, right, mistakes())
         or (DOTS if _facts(trial.returned).get(place.fact) == portable(...) else "")
         or _calls_missing(trial.calls, right_calls)
+        or _of_all_numbers(exercise, place, learner, right)
         or exercise.says(place.fact, _facts(trial.returned), expected)
         or _relation(exercise, place, learner, right)
     )
@@ -207,18 +210,51 @@ def _calls_missing(calls: Sequence[Call], right: Sequence[Call]) -> str:
     return to_one_rank_only(calls) or (nothing_added_up(calls) if wanted & _ADDING else "")
 
 
+def _of_all_numbers(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right) -> str:
+    """What holds of all wrong numbers of this fact: digits cut off, or (of three different ones) another unit."""
+    pairs = _wrong_pairs(exercise, place, learner, right)
+    if not pairs or not all(map(_is_number, (each for pair in pairs for each in pair))):
+        return ""
+    with contextlib.suppress(OverflowError, ValueError):  # of infinity and NaN
+        if any(all(got == round(float(expected), digits) for expected, got in pairs) for digits in (1, 2, 3)):
+            return "the numbers are rounded: give them as they are"
+        if len(pairs) > 1 and all(got in (math.floor(expected), math.ceil(expected)) for expected, got in pairs):
+            return "these are whole numbers, and what is expected has fractions: no `//`, no `int` and no `round`"
+    if len({expected for expected, _ in pairs}) < 3 or not (factor := _constant_factor(pairs, exercise.tolerance)):
+        return ""
+    times = max(factor, 1 / factor)
+    if not any(abs(times / unit - 1) < 1e-6 for unit in (100, 1e3, 1e6, 1e9, 2**10, 2**20, 2**30)):
+        return ""
+    return (
+        f"all of it is {times:,.0f} times too {'large' if factor > 1 else 'small'}: another unit or prefix than is"
+        " asked for (s or ms, GB or MB, percent or a part)"
+    )
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _relation(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right) -> str:
     """What any wrong value may be to the right one: of another type, another rank's, a multiple; else what to do."""
     if place.difference.problem in ("type", "keys", "length"):
         return f"{place.difference.expected} is expected, this is {place.difference.got}"
     case, ours = right[place.case], _facts(learner.trials[place.case][place.rank].returned).get(place.fact)
+    if _is_number(case[place.rank].get(place.fact)) and not (_is_number(ours) or hasattr(ours, "sum")):
+        return f"a number is expected, this is {ours!r}"
     own = {place.fact: ours}
     for rank, theirs in enumerate(case):
         unlike = _differs(case[place.rank], theirs, place.fact, exercise.tolerance)
         if unlike and _differs(theirs, own, place.fact, exercise.tolerance) is None:
             return f"this is what rank {rank} must give"
-    factor = _constant_factor(exercise, place, learner, right)
-    return _factor_in_words(factor, 1 if exercise.pure else len(case)) if factor else exercise.otherwise or OTHERWISE
+    pairs = _wrong_pairs(exercise, place, learner, right)
+    if factor := _constant_factor(pairs, exercise.tolerance):
+        return _factor_in_words(factor, 1 if exercise.pure else len(case))
+    if len(pairs) > 2 and all(map(_is_number, (each for pair in pairs for each in pair))):
+        more, *others = {round(got - expected, 9) for expected, got in pairs}
+        if not others:
+            return f"this is {abs(more):.4g} too {'much' if more > 0 else 'little'}, in every case"
+    return exercise.otherwise or OTHERWISE
 
 
 def _parts(value: Any) -> Mapping[str, Any]:
@@ -236,17 +272,20 @@ def _wrong_parts(
     return {name: pair for name, pair in pairs.items() if first_difference(*pair, exercise.tolerance)}
 
 
-def _constant_factor(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right) -> float:
-    """By what all wrong values of this fact are too large, wherever they are wrong; 0 where the factor is not one."""
-    pairs = [
+def _wrong_pairs(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right) -> list[tuple[Any, Any]]:
+    """(right, got) of this fact, wherever it is wrong."""
+    return [
         pair
         for case, ranks in enumerate(right)
         for rank, expected in enumerate(ranks)
         if place.fact in expected
         for pair in _wrong_parts(exercise, place, learner, right, case, rank).values()
     ]
-    factor = _factor(*pairs[0])
-    tolerance = max(exercise.tolerance, 1e-6)
+
+
+def _constant_factor(pairs: Sequence[tuple[Any, Any]], tolerance: float) -> float:
+    """By what all wrong values are too large; 0 where the factor is not one."""
+    factor, tolerance = _factor(*pairs[0]), max(tolerance, 1e-6)
     constant = factor and len(pairs) > 1 and not any(first_difference(v * factor, got, tolerance) for v, got in pairs)
     return factor if constant else 0.0
 

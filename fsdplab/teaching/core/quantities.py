@@ -13,7 +13,8 @@ import numpy as np
 
 _SCALES = {
     "bytes": {
-        "bit": 1 / 8, "B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
+        "bit": 1 / 8, "kbit": 1e3 / 8, "Mbit": 1e6 / 8, "Gbit": 1e9 / 8,
+        "B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
         "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40,
     },
     "seconds": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0},
@@ -29,8 +30,12 @@ _WRITTEN = re.compile(
 )
 
 
-_SPELT = {"bytes": "B", "byte": "B", "seconds": "s", "second": "s", "times": "x", "percent": "%", "bits": "bit"}
-_OF_EACH = re.compile(r"\s*(/|\b(a|an|per|each)\b)\s*(parameter|rank|step|block)s?\s*\Z")
+_SPELT = {
+    "bytes": "B", "byte": "B", "kilobytes": "kB", "megabytes": "MB", "gigabytes": "GB", "bits": "bit",
+    "seconds": "s", "second": "s", "milliseconds": "ms", "times": "x", "percent": "%",
+}  # fmt: skip
+_OF_EACH = re.compile(r"\s*(/|\b(a|an|per|each)\b)\s*(parameter|rank|step|block|GPU|card)s?\s*\Z")
+_ABOUT = re.compile(r"\A\s*(about|roughly|approximately|~|≈)\s*")
 
 
 class QuantityError(ValueError):
@@ -85,7 +90,7 @@ def plain(value: Any) -> Any:
 
 
 def _written(text: str, unit: str) -> float:
-    match = _WRITTEN.match(_OF_EACH.sub("", text))
+    match = _WRITTEN.match(_ABOUT.sub("", _OF_EACH.sub("", text)))
     if not match:
         point = ", with a decimal point" if "," in text else ""
         raise QuantityError(f'expected a number and a unit such as "{f"12 {unit}".strip()}"{point}, got {text!r}')

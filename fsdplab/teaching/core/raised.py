@@ -17,6 +17,29 @@ OTHERWISE = "read the last line first: it names the error; the line above is you
 NOTHING = "the function returns nothing: end it with `return ...`"
 _CAUSES = (  # (what the error's line says, the likely cause), the first that fits
     (r"hooks? should return None", "a hook returns nothing: it changes `parameter.grad` itself"),
+    (
+        r"no attribute '(no_sync|clip_grad_norm_)'",
+        "that is a method of FSDP1's wrapper, and `fully_shard` has none: `model.set_requires_gradient_sync(False)` and"
+        " `torch.nn.utils.clip_grad_norm_(model.parameters(), ...)`",
+    ),
+    (
+        r"mixed torch.Tensor and DTensor",
+        "some parameters are sharded and others are whole: `fully_shard(model)` after the blocks, so that no parameter"
+        " is left over",
+    ),
+    (
+        r"Invariant encountered: value was None",
+        "inner modules are sharded before those that hold them: `fully_shard` on every block first, on the model last",
+    ),
+    (
+        r"leaf Variable that requires grad",
+        "values of parameters are written outside of autograd: under `torch.no_grad()`, or into `parameter.detach()`",
+    ),
+    (
+        r"Cannot copy out of meta tensor",
+        "on the meta device there are no values to move: `model.to_empty(device=...)` gives memory, values are read"
+        " afterwards",
+    ),
     (r"Unreadable: NoneType", NOTHING),
     (
         r"modified by an inplace operation",

@@ -25,17 +25,17 @@ def crossover(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):
     ### BEGIN SOLUTION
     forward = param_bytes * sent / bandwidth / (2 * parameters / flops)
     #! forward = param_bytes * sent / bandwidth / (2 * parameters / flop)
-    #: raises: its own imports
+    #: raises: did you mean `flops`
     #! return param_bytes * sent / bandwidth / (parameters / flops)
     #: this hides the forward only, and a forward computes 2 operations a parameter and token: a multiplication and an
     #: addition
     backward = (param_bytes + reduce_bytes) * sent / bandwidth / (4 * parameters / flops)
     #! backward = (param_bytes + reduce_bytes) * sent / bandwidth / (2 * parameters / flops)
     #: a backward computes twice as much as a forward: 4 operations a parameter and token
-    #! backward = (param_bytes + reduce_bytes) * sent / bandwidth / (8 * parameters / flops)
-    #: 4 operations a parameter and token in a backward, not 8: it computes twice as much as a forward, once
+    #! backward = (param_bytes + reduce_bytes) * sent / bandwidth / (6 * parameters / flops)
+    #: a backward has 4 operations a parameter and token, twice as many as a forward: 6 are both together
     #! backward = reduce_bytes * sent / bandwidth / (4 * parameters / flops)
-    #: the backward unshards the block again before it can compute
+    #: the backward unshards the block again before it can compute: those bytes come on top of the reduction's
     return max(forward, backward)
     #! return forward
     #: this hides the forward only. A backward computes twice as much, but it unshards the block again and reduces its
@@ -54,7 +54,7 @@ def crossover(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):
     #: a multiplication and an addition: 2 operations a parameter and token in the forward
     #! return 8 * max(forward, backward)
     #: bytes, not bits: bandwidth is in bytes a second
-    #! return 1 / max(forward, backward)
+    #! return max(1 / forward, 1 / backward)
     #: upside down: messages over compute
     #! return forward, backward
     #: return one number: tokens
@@ -77,7 +77,10 @@ def cases(rank, n):
 def said(got, right):
     if not isinstance(got.get("the returned value"), (int, float)):
         return "return one number: tokens"
-    return "for each phase: seconds of its messages, over seconds that one token computes. Then the later of both"
+    return (
+        "for each phase, with `param_bytes` and `reduce_bytes` as they are given: seconds of its messages, over seconds"
+        " that one token computes. Then the later of both"
+    )
 
 
 SAYS = {"the returned value": said}

@@ -1,0 +1,22 @@
+"""Wrong answers to the exercise of notebook 10, written from its statement alone."""
+
+
+def crossover__six_operations(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):
+    """6 are both together"""
+    sent = parameters * (ranks - 1) / ranks
+    forward = param_bytes * sent / bandwidth / (2 * parameters / flops)
+    backward = (param_bytes + reduce_bytes) * sent / bandwidth / (6 * parameters / flops)
+    return max(forward, backward)
+
+
+def crossover__the_longer_message(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):
+    """those bytes come on top of the reduction's"""
+    sent = parameters * (ranks - 1) / ranks
+    forward = param_bytes * sent / bandwidth / (2 * parameters / flops)
+    backward = max(param_bytes, reduce_bytes) * sent / bandwidth / (4 * parameters / flops)
+    return max(forward, backward)
+
+
+def crossover__of_the_recap(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):
+    """`param_bytes`"""
+    return 1.5 * flops / bandwidth * (ranks - 1) / ranks
