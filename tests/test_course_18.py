@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from fsdplab.figures import alt_text
 from fsdplab.teaching import judging
 from fsdplab.teaching.core import registry
 from fsdplab.teaching.core.exercise_file import Exercise
+from fsdplab.teaching.lessons.nb18_claims import lesson
 from fsdplab.teaching.lessons.nb18_claims.claims import CLAIMS, CONDITIONAL, CONFIRMED, REFUTED, claim_of
 from tests.claims import measuring
 from tests.solutions import function_of
@@ -146,3 +148,20 @@ def test_tables_name_figures_and_notebooks() -> None:
     for subject in ("memory", "traffic", "speed", "practice"):
         for row in judging.judged(subject).rows:
             assert row[2] in (CONFIRMED, CONDITIONAL, REFUTED) and row[-1].isdigit() and row[4]
+
+
+def test_the_hint_names_the_notebooks_of_the_ten_statements() -> None:
+    hint = registry.find("18.verdicts", Exercise).hints[0]
+    named = {each for part in hint.split("? ")[1].rstrip(".").split("; ") for each in re.findall(r"C\d+", part)}
+    assert named <= set(lesson.ASKED)
+    for part in hint.split("? ")[1].rstrip(".").split("; "):
+        statements, notebooks = part.split(": ")
+        seen = {claim_of(each).seen_in[:2] for each in re.findall(r"C\d+", statements)}
+        assert seen <= set(re.findall(r"\b\d\d\b", notebooks))
+
+
+@pytest.mark.parametrize("said", ["Under conditions", " under  conditions", "UNDER CONDITIONS"])
+def test_a_verdict_may_be_written_otherwise(said: str) -> None:
+    function = function_of(registry.find("18.verdicts", Exercise))
+    assert lesson.complaint(function() | {"C6": said}) == lesson.AS_FIGURES_SAY
+    assert "C6 is 'conditional'" in lesson.complaint(function() | {"C6": "conditional"})

@@ -35,6 +35,8 @@ def ratio(parameter_bytes, reduce_bytes, ddp_bytes, root=0.0):
     #: gradients are reduced in `reduce_bytes`
     #! reduced = (1 - root) * reduce_bytes
     #: the root's gradients are reduced like all others
+    #! gathered, reduced = (2 - root) * reduce_bytes, parameter_bytes
+    #: the other way round: unshards have `parameter_bytes`, the reduction `reduce_bytes`
     return (gathered + reduced) / (2 * ddp_bytes)
     #! return (gathered + reduced) / ddp_bytes
     #: DDP's all-reduce is a reduce-scatter and an all-gather: an element travels twice
@@ -42,6 +44,14 @@ def ratio(parameter_bytes, reduce_bytes, ddp_bytes, root=0.0):
     #: the other way round: full sharding over DDP
     #! return (gathered + reduced) / (2 * parameter_bytes)
     #: DDP reduces in its own dtype, `ddp_bytes`
+    #! return gathered + reduced
+    #: these are the bytes of full sharding; divide them by DDP's
+    #! return gathered + reduced / (2 * ddp_bytes)
+    #: brackets: the reduction alone is divided by DDP's bytes, not the sum
+    #! return (gathered + reduced) / 2 * ddp_bytes
+    #: brackets: this divides by 2 and multiplies by `ddp_bytes`
+    #! return (gathered + reduced) / (2 * ddp_bytes) - 1
+    #: that is how much more is sent; how many times as many is asked for
     #! return gathered + reduced - 2 * ddp_bytes
     #: a difference; how many times as many is asked for
     ### END SOLUTION

@@ -2,7 +2,8 @@
 
 Write verdicts(): for each of the ten statements "confirmed", "under conditions" or "refuted".
 
-1. For each: which notebook counted or measured it? C6, C8 to C10: 06 and 08; C11: 11; C16: 13; C22, C36: 19.
+1. For each: which notebook counts or measures it? C6, C8 to C10: 06, 08 and 11; C16: 13; C21: 15; C31: 12; C22 and
+   C36: 19; C37: 21.
 2. A statement that is true for one dtype, one optimizer, or one kind of fine-tuning is true "under conditions".
 3. Refuted: C8, C9, C10, C16, C22, C31. Confirmed: C21. The rest holds under conditions.
 """

@@ -167,6 +167,7 @@ def complaint(verdicts: Any) -> str:
 
 def _compared(number: str, verdict: Any) -> str:
     found, of = finding(number), claim_of(number)
+    verdict = " ".join(verdict.lower().split()) if isinstance(verdict, str) else verdict
     if verdict not in VERDICTS:
         return f"{number} is {verdict!r}; expected {', '.join(VERDICTS[:-1])} or {VERDICTS[-1]}"
     if verdict == found.verdict:
