@@ -22,6 +22,8 @@ def ahead(order, position, depth):
     #: `order` is already the order of this phase, in the backward too: do not turn it round
     #! return order[position + 1 : position + 1 + depth][::-1]
     #: as above
+    #! return order[position + depth : position + depth + 1] if depth else []
+    #: the units between are left out: the next one is needed first
     #! return sorted(order[position + 1 : position + 1 + depth])
     #: as above
     #! return order[position + 1 : position + 1 + min(1, depth)]

@@ -30,6 +30,8 @@ def exposed(communication, compute):
     #! return sum(b - a - hidden(a, b, compute) for a, b in communication)
     #: an instant was counted twice: intervals of one list may overlap each other (two messages, two streams); take
     #: their union first
+    #! return sum(b - a for a, b in communication if not any(c < b and a < d for c, d in compute))
+    #: a message that is partly under compute is partly exposed, and here it counts not at all
     #! hidden = lambda a, b, spans: sum(max(0, min(b, d) - max(a, c)) for c, d in spans)
     #! return sum(b - a - hidden(a, b, compute[:1]) for a, b in communication)
     #: several intervals of compute lie under the messages, in any order: is each of them looked at?
@@ -69,6 +71,11 @@ def exposed(communication, compute):
         moving = any(a <= start and end <= b for a, b in communication)
         computing = any(a <= start and end <= b for a, b in compute)
         total += (end - start) * (moving and not computing)
+        #! moving = any(a <= end and start <= b for a, b in communication)
+        #! computing = any(a <= end and start <= b for a, b in compute)
+        #! total += (end - start) * (moving and not computing)
+        #: a piece that only touches an interval was taken for one that lies in it: compare the piece's start with the
+        #: interval's start, and its end with the interval's end
         #! total += (end - start) * (moving and computing)
         #: this is the hidden part (M and C); exposed is M without C
         #! total += (end - start) * (computing and not moving)
@@ -107,6 +114,11 @@ def observe(exposed, communication, compute):
 def said(got, right):
     if not isinstance(got["ms"], (int, float)):
         return "one number is expected: a duration"
+    if got["ms"] < right["ms"]:
+        return (
+            "too little: pieces are missing, or taken away twice. Intervals come in any order, each piece between two"
+            " edges counts, to the last edge"
+        )
     if got["_pieces"] > 1:
         return "several intervals of compute lie under the messages, in any order: is each of them looked at?"
     return "draw both lists on one axis: exposed is where only a message is drawn"

@@ -1,6 +1,6 @@
 """Where the wait went
 
-Write waited(...): how many ms a rank waited for its peer, in the link's queue, and on the link.
+Write waited(...): how many ms, with fractions, a rank waited for its peer, in the link's queue, and on the link.
 
 1. A message has four instants in a row: issued, issued by the last rank, taken, delivered. Three spans.
 2. The second instant is max(issued, peer_issued). Of each span only what lies behind `needed` counts.
@@ -43,9 +43,9 @@ def waited(issued, peer_issued, taken, delivered, needed):
 def cases(rank, n):
     for name, times in (
         ("needed when issued, on a free link", (10, 10, 10, 15, 10)),
-        ("the peer came late", (10, 14, 14, 19, 10)),
-        ("the link carried something else", (10, 10, 14, 19, 10)),
-        ("a late peer, then a busy link", (10, 12, 15, 20, 10)),
+        ("the peer came late", (10, 14.5, 14.5, 19.25, 10)),
+        ("the link carried something else", (10, 10, 14.25, 19, 10)),
+        ("a late peer, then a busy link", (10, 12.5, 15, 20, 10)),
         ("the peer was there before", (10, 7, 10, 15, 10)),
         ("issued ahead, needed while it travels", (10, 10, 10, 15, 13)),
         ("issued ahead, needed while it queues", (10, 10, 14, 19, 12)),
@@ -64,7 +64,11 @@ def said(got, right):
     if min(parts) < 0:
         return "a part is below zero: where a span ends before the wait begins, none of it counts (max(0, ...))"
     if sum(parts) != sum(right.values()):
-        return f"the parts sum to {sum(parts)}, and the rank waited for {sum(right.values())}: from needed to delivered"
+        name = next(name for name in right if got[name] != right[name])
+        return (
+            f"the parts sum to {sum(parts)}, and the rank waited for {sum(right.values())}, from needed to delivered:"
+            f" `{name}` is too {'large' if got[name] > right[name] else 'small'}"
+        )
     return "the sum is right, but a part has another's time: peer until both have issued, queue until taken, then link"
 
 
