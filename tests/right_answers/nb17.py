@@ -14,8 +14,9 @@ def port__with_the_labs_engine(model, steps):
     for micro_batches in steps:
         parts = []
         for tokens, targets in micro_batches:
+            model.set_requires_gradient_sync(len(parts) + 1 == len(micro_batches))
             parts.append(loss_of(model, tokens, targets) / len(micro_batches))
-            parts[-1].backward()  # reduced for each: more messages, the same sum
+            parts[-1].backward()
         fsdplab.engine.clip_grad_norm_(model.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()

@@ -2,12 +2,13 @@
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdplab.workloads import loss_of
 
 
 def port__the_root_is_forgotten(model, steps):
+    """the model itself is no unit"""
     for b in model.blocks:
         fully_shard(b)
     opt = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -26,6 +27,7 @@ def port__the_root_is_forgotten(model, steps):
 
 
 def port__zero_grad_in_every_micro_batch(model, steps):
+    """only the last micro-batch's gradients arrive"""
     for b in model.blocks:
         fully_shard(b)
     fully_shard(model)
@@ -45,6 +47,7 @@ def port__zero_grad_in_every_micro_batch(model, steps):
 
 
 def port__reduces_the_first_micro_batch(model, steps):
+    """only the first micro-batch's gradients arrive"""
     for b in model.blocks:
         fully_shard(b)
     fully_shard(model)
@@ -65,6 +68,7 @@ def port__reduces_the_first_micro_batch(model, steps):
 
 
 def port__clips_in_every_micro_batch(model, steps):
+    """no multiple of the mean over ranks and micro-batches"""
     for b in model.blocks:
         fully_shard(b)
     fully_shard(model)
@@ -84,6 +88,7 @@ def port__clips_in_every_micro_batch(model, steps):
 
 
 def port__a_loss_for_each_micro_batch(model, steps):
+    """return the loss of every step, in a list"""
     for b in model.blocks:
         fully_shard(b)
     fully_shard(model)
@@ -100,7 +105,137 @@ def port__a_loss_for_each_micro_batch(model, steps):
     return out
 
 
+def port__clips_after_the_step(model, steps):
+    """`clip_grad_norm_` comes before `optimizer.step()`"""
+    for b in model.blocks:
+        fully_shard(b)
+    fully_shard(model)
+    opt = torch.optim.SGD(model.parameters(), lr=0.5)
+    out = []
+    for micro in steps:
+        opt.zero_grad()
+        s = 0.0
+        for i, (x, y) in enumerate(micro):
+            model.set_requires_gradient_sync(i == len(micro) - 1)
+            loss = loss_of(model, x, y) / len(micro)
+            loss.backward()
+            s += loss.item()
+        opt.step()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        out.append(s)
+    return out
+
+
+def port__clips_each_parameter(model, steps):
+    """each parameter was clipped by itself"""
+    for b in model.blocks:
+        fully_shard(b)
+    fully_shard(model)
+    opt = torch.optim.SGD(model.parameters(), lr=0.5)
+    out = []
+    for micro in steps:
+        opt.zero_grad()
+        s = 0.0
+        for i, (x, y) in enumerate(micro):
+            model.set_requires_gradient_sync(i == len(micro) - 1)
+            loss = loss_of(model, x, y) / len(micro)
+            loss.backward()
+            s += loss.item()
+        for p in model.parameters():
+            torch.nn.utils.clip_grad_norm_([p], 0.1)
+        opt.step()
+        out.append(s)
+    return out
+
+
+def port__optimizer_before_sharding(model, steps):
+    """the optimizer holds the parameters from before `fully_shard`"""
+    opt = torch.optim.SGD(model.parameters(), lr=0.5)
+    for b in model.blocks:
+        fully_shard(b)
+    fully_shard(model)
+    out = []
+    for micro in steps:
+        opt.zero_grad()
+        s = 0.0
+        for i, (x, y) in enumerate(micro):
+            model.set_requires_gradient_sync(i == len(micro) - 1)
+            loss = loss_of(model, x, y) / len(micro)
+            loss.backward()
+            s += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        opt.step()
+        out.append(s)
+    return out
+
+
+def port__the_mean_over_ranks(model, steps):
+    """this is the mean over all ranks"""
+    for b in model.blocks:
+        fully_shard(b)
+    fully_shard(model)
+    opt = torch.optim.SGD(model.parameters(), lr=0.5)
+    out = []
+    for micro in steps:
+        opt.zero_grad()
+        s = 0.0
+        for i, (x, y) in enumerate(micro):
+            model.set_requires_gradient_sync(i == len(micro) - 1)
+            loss = loss_of(model, x, y) / len(micro)
+            loss.backward()
+            s += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        opt.step()
+        total = torch.tensor(s)
+        dist.all_reduce(total)
+        out.append(total.item() / dist.get_world_size())
+    return out
+
+
+def port__in_bf16(model, steps):
+    """another dtype than fp32 computes here"""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for b in model.blocks:
+        fully_shard(b, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    opt = torch.optim.SGD(model.parameters(), lr=0.5)
+    out = []
+    for micro in steps:
+        opt.zero_grad()
+        s = 0.0
+        for i, (x, y) in enumerate(micro):
+            model.set_requires_gradient_sync(i == len(micro) - 1)
+            loss = loss_of(model, x, y) / len(micro)
+            loss.backward()
+            s += loss.item()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        opt.step()
+        out.append(s)
+    return out
+
+
+def port__steps_after_every_micro_batch(model, steps):
+    """6 times `optimizer.step()` in 3 steps"""
+    for b in model.blocks:
+        fully_shard(b)
+    fully_shard(model)
+    opt = torch.optim.SGD(model.parameters(), lr=0.5)
+    out = []
+    for micro in steps:
+        s = 0.0
+        for x, y in micro:
+            opt.zero_grad()
+            loss = loss_of(model, x, y)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            opt.step()
+            s += loss.item() / len(micro)
+        out.append(s)
+    return out
+
+
 def from_meta__rows_are_never_read(make, read_rows):
+    """37 of 37 parameters have no values on rank 0"""
     with torch.device("meta"):
         model = make()
     for b in model.blocks:
@@ -112,6 +247,7 @@ def from_meta__rows_are_never_read(make, read_rows):
 
 
 def from_meta__built_on_the_host(make, read_rows):
+    """the whole model is built on every rank"""
     model = make()
     for b in model.blocks:
         fully_shard(b)
@@ -126,6 +262,7 @@ def from_meta__built_on_the_host(make, read_rows):
 
 
 def from_meta__reads_all_rows(make, read_rows):
+    """every row was read on this rank"""
     with torch.device("meta"):
         model = make()
     for b in model.blocks:
@@ -142,6 +279,7 @@ def from_meta__reads_all_rows(make, read_rows):
 
 
 def from_meta__rows_of_equal_shards(make, read_rows):
+    """begins on rank 2 with row 168 of the checkpoint, and the shard of that rank with row 172"""
     with torch.device("meta"):
         model = make()
     for b in model.blocks:

@@ -36,14 +36,18 @@ def from_meta(make, read_rows):
             mine = parameter.to_local()
             start = rank * -(-parameter.shape[0] // n)
             #! start = 0
-            #: the model has other values than the checkpoint
+            #: begins on rank 1 with row 0 of the checkpoint, and the shard of that rank with row 86
             #! start = rank * (parameter.shape[0] // n)
-            #: the model has other values than the checkpoint
+            #: begins on rank 1 with row 85 of the checkpoint, and the shard of that rank with row 86
             mine.copy_(read_rows(name, start, start + len(mine)))
             #! mine.copy_(read_rows(name, 0, parameter.shape[0])[start : start + len(mine)])
             #: every row was read on this rank: read the rows of its shard alone
             #! read_rows(name, start, start + len(mine))
-            #: the model has other values than the checkpoint
+            #: 37 of 37 parameters have no values on rank 0
+            #! mine.copy_(read_rows(name, start, start + len(mine)).bfloat16())
+            #: rounded to bf16
+            #! mine.copy_(read_rows(name, start, start + -(-parameter.shape[0] // n)))
+            #: raises: stop is where they end
     return model
     #! pass
     #: the function returns nothing
@@ -125,6 +129,9 @@ def observe(from_meta):
         return model
 
     def read_rows(name, start, stop):
+        if not 0 <= start <= stop <= max(start, len(rows[name])):
+            has = f"{name} has {len(rows[name])} rows"
+            raise ValueError(f"read_rows: {has}, and these are rows {start} to {stop}; stop is where they end")
         found = rows[name].detach()[start:stop].clone()
         read[0] += found.numel()
         return found
@@ -132,7 +139,7 @@ def observe(from_meta):
     with Emptied() as seen:
         model = from_meta(make, read_rows)
     if not isinstance(model, torch.nn.Module):
-        return {MADE: "nothing", REST: "", UNITS: 0, MEMORY: "", READ: "", VALUES: ""}
+        return {MADE: "nothing", REST: "", UNITS: 0, READ: "", MEMORY: "", VALUES: ""}
     parameters, total = list(model.parameters()), sum(each.numel() for each in rows.values())
     device = parameters[0].device.type
     sharded = all(isinstance(each, DTensor) for each in parameters)
@@ -140,15 +147,47 @@ def observe(from_meta):
         MADE: ", ".join(built),
         REST: f"{'DTensors' if sharded else 'whole'} on {device}",
         UNITS: sum(hasattr(module, "set_requires_gradient_sync") for module in model.modules()),
-        MEMORY: "shards" if seen.emptied < 0.5 * total else "the whole model",
         READ: "its own" if read[0] < 0.5 * total else "more",
+        MEMORY: "shards" if seen.emptied < 0.5 * total else "the whole model",
         VALUES: "not read",
     }
     if device == "cpu" and sharded:
+        on_ranks = [""] * dist.get_world_size()
+        dist.all_gather_object(on_ranks, differs(model, rows))
+        facts["_why"] = next(filter(None, on_ranks), "")
         tokens = torch.arange(34).view(2, 17) % 256
         ours, theirs = (loss_of(each, tokens[:, :-1], tokens[:, 1:]).item() for each in (model, whole))
-        facts[VALUES] = "the checkpoint's" if abs(ours - theirs) < 1e-4 else "others"
+        facts[VALUES] = "others" if facts["_why"] or abs(ours - theirs) > 1e-4 else "the checkpoint's"
     return facts
+
+
+def differs(model, rows):
+    """What of this rank's shards is not the checkpoint's, or nothing."""
+    on_rank = f"on rank {dist.get_rank()}"
+    shards = {name: parameter.detach().to_local() for name, parameter in model.named_parameters()}
+    starts = {name: dist.get_rank() * -(-len(whole) // dist.get_world_size()) for name, whole in rows.items()}
+    right = {name: whole.detach()[starts[name] : starts[name] + len(shards[name])] for name, whole in rows.items()}
+    dtype = next((mine.dtype for name, mine in shards.items() if mine.dtype != right[name].dtype), None)
+    if dtype:
+        return f"parameters are {dtype}, and the checkpoint's are {next(iter(right.values())).dtype}"
+    wrong = [name for name, mine in shards.items() if not torch.equal(mine, right[name])]
+    if not wrong:
+        return ""
+    first, unread = wrong[0], [name for name in wrong if shards[name].isnan().any()]
+    if unread:
+        return (
+            f"{len(unread)} of {len(shards)} parameters have no values {on_rank}, the first is {unread[0]}: all are"
+            " read, and copied into `parameter.to_local()`"
+        )
+    if torch.equal(shards[first], right[first].bfloat16().float()):
+        return f"{first} is rounded to bf16: read_rows gives {right[first].dtype}"
+    same = (rows[first] == shards[first][0]).view(len(rows[first]), -1).all(1).nonzero()
+    if not len(same):
+        return f"{first} has values {on_rank} that stand nowhere in the checkpoint"
+    return (
+        f"{first} begins {on_rank} with row {int(same[0])} of the checkpoint, and the shard of that rank with row"
+        f" {starts[first]}: rank r's rows begin at r * ceil(rows / n)"
+    )
 
 
 def made(got, right):
@@ -163,13 +202,16 @@ def rest(got, right):
     return "not all parameters are sharded: fully_shard on every block, then on the model"
 
 
+OTHERS = (
+    "the model has other values than the checkpoint on some rank: rank r's rows begin at r * ceil(rows / n), and are"
+    " copied into `parameter.to_local()`"
+)
 SAYS = {
     MADE: made,
     REST: rest,
     UNITS: "the whole model is one unit: fully_shard(block) for every block first",
     MEMORY: "memory came before the shards, so a rank held all of the model: shard first, then to_empty",
     READ: "every row was read on this rank: read the rows of its shard alone",
-    VALUES: "the model has other values than the checkpoint: rank r's rows begin at r * ceil(rows / n), and are copied"
-    " into `parameter.to_local()`",
+    VALUES: lambda got, right: got.get("_why") or OTHERS,
     "hung": "the ranks make different calls: shard the same modules, in the same order, on every rank",
 }

@@ -1,0 +1,194 @@
+"""What a training loop does between two losses, for a report on a loop whose losses differ: which optimizer stepped,
+how it was set, and which gradients it was given. Those of the first step are compared with a model that is not sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fsdplab.workloads import loss_of
+
+LIMIT = 0.1  # of the norm of all gradients
+ASKED = "SGD(lr=0.5)"
+
+
+class Step(NamedTuple):
+    """One `optimizer.step`: how many forwards came before it, whether it holds other parameters than the model's, its
+    settings, and what its gradients are: a name and a factor.
+    """
+
+    forwards: int
+    strangers: bool
+    optimizer: str
+    gradients: tuple[str, float]
+
+
+class Watched:
+    """`with Watched(model, twin, micro_batches, steps): ...` notes every step; all ranks make one together."""
+
+    def __init__(self, model: nn.Module, twin: nn.Module, micro_batches: Sequence[Any], steps: int) -> None:
+        self._model, self._asked, self._count = model, steps, len(micro_batches)
+        self._forwards, self.steps = 0, list[Step]()
+        self._parts, own = zip(*(_backward(twin, each) for each in micro_batches), strict=True)
+        first, *_, last = averaged = [[_mean_over_ranks(each) for each in grads] for grads in own]
+        self._right = [sum(each) / self._count for each in zip(*averaged, strict=True)]
+        self._others = {"first": first, "last": last, "own": [sum(each) for each in zip(*own, strict=True)]}
+        self._norm = _norm(self._right)
+        self._loss_of_all = _mean_over_ranks(torch.tensor(self._mean)).item()
+
+    @property
+    def _mean(self) -> float:
+        return sum(self._parts) / self._count
+
+    def __enter__(self) -> Watched:
+        forward = self._model.register_forward_pre_hook(self._forward)
+        self._hooks = (forward, register_optimizer_step_pre_hook(self._stepped))
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        left = [_local(each.grad) for each in self._model.parameters() if each.grad is not None]
+        square = torch.tensor(_norm(left) ** 2)
+        self._left = 0.0 if error[0] else float(_mean_over_ranks(square) * dist.get_world_size()) ** 0.5
+
+    def _forward(self, *_: object) -> None:
+        self._forwards += 1
+
+    def _stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        parameters = list(self._model.parameters())
+        own, group = set(map(id, parameters)), optimizer.param_groups[0]
+        strangers = any(id(each) not in own for each in group["params"])
+        extra = [name for name in ("momentum", "weight_decay", "maximize") if group.get(name)]
+        settings = ", ".join(f"{name}={group[name]}" for name in ("lr", *extra))
+        named = f"{type(optimizer).__name__}({settings})"
+        gradients = self._compared([each.grad for each in parameters])
+        self.steps.append(Step(self._forwards, strangers, named, gradients))
+
+    def _compared(self, gradients: Sequence[Tensor | None]) -> tuple[str, float]:
+        """Which gradients these are, and how many times as large: `("right", 1.0)`."""
+        if any(each is None for each in gradients):
+            return "none", 0.0
+        ours = [_local(each) for each in gradients]
+        for name, theirs in {"right": self._right, **self._others}.items():
+            shards = [_shard(each, like) for each, like in zip(theirs, ours, strict=True)]
+            if factor := _multiple(ours, shards):
+                return name, factor
+        pairs = zip(ours, (_shard(each, like) for each, like in zip(self._right, ours, strict=True)), strict=True)
+        return ("each", 0.0) if all(_multiple([mine], [right]) for mine, right in pairs) else ("other", 0.0)
+
+    def why_first(self, loss: float) -> str:
+        """What the loss of the first step is, where it is not the mean over this rank's micro-batches."""
+        known = {
+            "this is the sum over the micro-batches; a step's loss is their mean": self._mean * self._count,
+            "this was divided by the number of micro-batches twice": self._mean / self._count,
+            "this is the loss of the last micro-batch alone; a step's loss is the mean over all": self._parts[-1],
+            "this is the loss of the first micro-batch alone; a step has several, and all train": self._parts[0],
+            "this is the mean over all ranks; each rank returns its own loss": self._loss_of_all,
+        }
+        if found := next((said for said, value in known.items() if abs(loss - value) < 1e-5 * value), ""):
+            return found
+        if len(self.steps) > self._asked:
+            return self._too_often
+        if abs(loss - self._mean) < 1e-2 * self._mean:
+            return "nearly the right one, before anything is trained: another dtype than fp32 computes here"
+        return "a step's loss is the sum over its micro-batches, each divided by their number"
+
+    @property
+    def _too_often(self) -> str:
+        return f"{len(self.steps)} times `optimizer.step()` in {self._asked} steps: once, after all micro-batches"
+
+    def why_later(self) -> str:
+        """What is wrong between the first loss and the second; nothing where no optimizer of torch stepped."""
+        return next(self._complaints(), "")
+
+    def _complaints(self) -> Iterator[str]:
+        if not self.steps:
+            return
+        first = self.steps[0]
+        if len(self.steps) > self._asked:
+            yield self._too_often
+        if first.forwards < self._count:
+            yield f"{first.forwards} of the first step's {self._count} micro-batches was used before `optimizer.step()`"
+        if first.strangers:
+            yield "the optimizer holds the parameters from before `fully_shard`, which nobody uses: build it afterwards"
+        if first.optimizer != ASKED:
+            yield f"the optimizer is {first.optimizer}; {ASKED} is asked for"
+        name, factor = first.gradients
+        yield _OTHER[name] if name in _OTHER else self._of_the_norm(factor)
+
+    def _of_the_norm(self, factor: float) -> str:
+        """What is wrong with gradients that are `factor` times the mean over ranks and micro-batches."""
+        norm, limit = factor * self._norm, min(LIMIT, self._norm)
+        own = _norm([_shard(each, None) for each in self._right])
+        if _close(norm, limit):
+            return (
+                "the first step is right and a later one is not: gradients of the step before are added where"
+                " `zero_grad` is not called in every step"
+            )
+        if _close(factor * own, LIMIT):
+            return "clipped by the norm of this rank's shards: the norm is that of all ranks' shards together"
+        if self._norm <= LIMIT:
+            return (
+                f"gradients are {factor:.3g} times what they should be when the optimizer steps: each micro-batch's"
+                f" loss is divided by their number before its backward, and a norm below {LIMIT} is left as it is"
+            )
+        said = f"the norm of all gradients is {norm:.3g} when the optimizer steps, and it should be clipped to {LIMIT}"
+        return said + (": `clip_grad_norm_` comes before `optimizer.step()`" if _close(self._left, LIMIT) else "")
+
+
+_OTHER = {
+    "none": "no gradient is there when the optimizer steps: set_requires_gradient_sync(True) before the backward of the"
+    " last micro-batch, whose reduction brings the sum of all",
+    "first": "only the first micro-batch's gradients arrive: set_requires_gradient_sync is False for all but the last",
+    "last": "only the last micro-batch's gradients arrive: `zero_grad` comes once a step, before the first of them",
+    "own": "these are this rank's gradients alone, without the other ranks'",
+    "each": "each parameter was clipped by itself: the norm is that of all parameters together, and so is the factor",
+    "other": "the gradients of the first step are no multiple of the mean over ranks and micro-batches: clipping a norm"
+    " takes all of them times one factor",
+}
+
+
+def _backward(model: nn.Module, micro_batch: Any) -> tuple[float, list[Tensor]]:
+    loss = loss_of(model, *micro_batch)
+    return loss.item(), list(torch.autograd.grad(loss, list(model.parameters())))
+
+
+def _mean_over_ranks(value: Tensor) -> Tensor:
+    summed = value.clone()
+    dist.all_reduce(summed)
+    return summed / dist.get_world_size()
+
+
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local.detach()
+
+
+def _shard(whole: Tensor, like: Tensor | None) -> Tensor:
+    """This rank's rows, or all where `like` has all."""
+    if like is not None and like.shape == whole.shape:
+        return whole
+    rows, rank = -(-len(whole) // dist.get_world_size()), dist.get_rank()
+    return whole[rank * rows : (rank + 1) * rows]
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    return sum(float(each.double().square().sum()) for each in tensors) ** 0.5
+
+
+def _multiple(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """By what factor all of `theirs` are ours; 0 where one factor is not enough."""
+    mine, right = (torch.cat([each.double().flatten() for each in both]) for both in (ours, theirs))
+    factor = float(mine @ right / (right @ right))
+    return factor if (mine - factor * right).norm() < 1e-3 * mine.norm() else 0.0
+
+
+def _close(got: float, expected: float) -> bool:
+    return abs(got - expected) < 1e-3 * expected
