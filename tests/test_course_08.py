@@ -29,7 +29,8 @@ def record():
 
 def test_the_expected_splits_are_right():
     """(peer, queue, link) of every case, counted by hand."""
-    by_hand = [(0, 0, 5), (4, 0, 5), (0, 4, 5), (2, 3, 5), (0, 0, 5), (0, 0, 2), (0, 2, 5), (4, 0, 5), (0, 0, 0)]
+    by_hand = [(0, 0, 5), (4.5, 0, 4.75), (0, 4.25, 4.75), (2.5, 2.5, 5), (0, 0, 5)]
+    by_hand += [(0, 0, 2), (0, 2, 5), (4, 0, 5), (0, 0, 0)]
     assert in_all_cases(WAITED) == [dict(zip(reading.WAITS, parts)) for parts in by_hand]
 
 
