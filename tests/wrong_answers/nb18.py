@@ -29,3 +29,13 @@ def ratio__a_text(parameter_bytes, reduce_bytes, ddp_bytes, root=0.0):
 def ratio__the_bytes(parameter_bytes, reduce_bytes, ddp_bytes, root=0.0):
     """divide them by DDP's"""
     return (2 - root) * parameter_bytes + reduce_bytes
+
+
+def ratio__of_one_dtype(parameter_bytes, reduce_bytes, ddp_bytes, root=0.0):
+    """is each of the four used, and as it is given"""
+    return 1.5 - root / 2
+
+
+def ratio__root_in_percent(parameter_bytes, reduce_bytes, ddp_bytes, root=0.0):
+    """`root` is a part between 0 and 1"""
+    return ((2 - root / 100) * parameter_bytes + reduce_bytes) / (2 * ddp_bytes)

@@ -65,3 +65,9 @@ def cases(rank, n):
     yield "bf16 all-gathers beside DDP in fp32", 2, 4, 4, 0.0
     yield "bf16 all-gathers beside DDP in bf16", 2, 4, 2, 0.0
     yield "a root of a quarter", 2, 4, 2, 0.25
+
+
+SAYS = {
+    "otherwise": "is each of the four used, and as it is given? Unshards have `parameter_bytes`, the reduction"
+    " `reduce_bytes`, DDP `ddp_bytes`, and `root` is a part between 0 and 1"
+}
