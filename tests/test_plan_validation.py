@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fsdplab.figures.plots.plans import validation_figure
-from fsdplab.planning import networks
+from fsdplab.planning import hardware
 from fsdplab.planning import step_time as times
 from fsdplab.planning.bands import EIGHT_BIT, EXPERTS, PLAIN, kind_of, memory_band, speed_band
 from fsdplab.planning.efficiency import FITTED_ON, MATMUL_EFFICIENCY
@@ -144,7 +144,7 @@ def test_the_networks_spread_is_near_its_best(monkeypatch):
     seen = [case for case in cases if case.source == "MosaicML" and case.spec.gpus > 8]
     best = off_by(seen)
     for factor in (0.4, 2.5):
-        monkeypatch.setattr(networks, "SPREAD", factor * 0.1)
+        monkeypatch.setattr(hardware, "SPREAD", factor * 0.1)
         assert off_by(seen) > best
 
 
