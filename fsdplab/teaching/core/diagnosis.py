@@ -20,7 +20,7 @@ from typing import Any
 from .comm_log import bytes_sent, kinds_of, nothing_added_up, to_one_rank_only
 from .exercise import Call
 from .exercise_file import Exercise
-from .in_source import one_round
+from .in_source import one_round, returns_a_value
 from .on_ranks import portable
 from .run_submission import Behaviour
 from .verdicts import Difference, Feedback, first_difference
@@ -124,7 +124,7 @@ def _cause(
 ) -> str:
     trial, expected = learner.trials[place.case][place.rank], right[place.case][place.rank]
     if trial.nothing and exercise.returns:
-        if not all(each.nothing for ranks in learner.trials for each in ranks):
+        if returns_a_value(learner.source) and not all(each.nothing for ranks in learner.trials for each in ranks):
             return f"in this case it returns nothing, or None: {place.difference.expected} is expected"
         printed = f"; it printed {trial.printed.split()[0]!r} ..." if trial.printed.split() else ""
         return f"the function returns nothing{printed}: end it with `return ...`"

@@ -53,3 +53,13 @@ def nearly(error: str, source: str) -> str:
     known |= {node.arg for node in nodes if isinstance(node, ast.arg)}
     known |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)} | set(dir(builtins))
     return next(iter(difflib.get_close_matches(missing[1], sorted(known), n=1, cutoff=0.8)), "")
+
+
+def returns_a_value(source: str) -> bool:
+    """Whether a `return` in the source has something behind it.
+
+    >>> returns_a_value("def half(x): x / 2"), returns_a_value("half = lambda x: x / 2")
+    (False, True)
+    """
+    returned = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Return))
+    return any(returned) or "lambda" in source

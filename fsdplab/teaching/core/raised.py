@@ -172,6 +172,6 @@ def cause_of(error: str, pure: bool = False) -> str:
     """The likely cause behind the last line of a traceback: `cause_of("NameError: name 'torch' is not defined")`; a
     `pure` function calls no collective.
     """
-    if pure and re.search(r"'NoneType' object (has no attribute|is not)", error):
+    if pure and "Unreadable" not in error and re.search(r"'NoneType' object (has no attribute|is not)", error):
         return _NONE_HERE
     return next((cause for says, cause in _CAUSES if re.search(says, error)), OTHERWISE)

@@ -57,7 +57,7 @@ def shard(whole, rank, n):
     #! mine
     #: raises: the function returns nothing
     #! return torch.chunk(whole, n)[rank].clone()
-    #: raises: fewer pieces than ranks where the rows run out
+    #: raises: fewer pieces than ranks where the rows
     ### END SOLUTION
 
 

@@ -17,7 +17,7 @@ def exposed(communication, compute):
     ### BEGIN SOLUTION
     edges = sorted({edge for interval in [*communication, *compute] for edge in interval})
     #! edges = sorted({min(edge for interval in compute for edge in interval)})
-    #: raises: read the last line first
+    #: raises: there is nothing to choose from in this case
     #! length = lambda spans: sum(b - a for a, b in spans)
     #! return length(communication) - length(compute)
     #: durations were subtracted; what counts is when: compute hides only the message that is on its way at that
