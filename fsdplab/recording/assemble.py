@@ -200,7 +200,7 @@ _WITHOUT_UNITS = ("deepspeed-1", "deepspeed-2", "deepspeed-3")
 def _earlier(taken: int) -> str:
     if taken < 5:
         return "give it at least 5 steps"
-    return f"record it again with --steps {max(3, taken // 2)}:{max(3, taken // 2) + 1}"
+    return f"record it again with --steps {max(4, taken // 2)}:{max(4, taken // 2) + 1}"
 
 
 # ---- the ranks' files

@@ -9,6 +9,7 @@ An error of the recording is printed, noted, and ends the recording: the job goe
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
@@ -133,7 +134,9 @@ class RankRecorder:
         self._rows = StepRows.claimed(self.settings, place)
         if self._rows is None:
             self.done = True
-        elif self.settings.measures(place.rank, place.world_size, place.of_a_node):
+            return
+        atexit.register(self.end)  # torch crashes at the end of a process in which a profiler still runs
+        if self.settings.measures(place.rank, place.world_size, place.of_a_node):
             from fsdplab.recording.window import Window
 
             self._window = Window(self.settings, place, self._rows, optimizers, self.model, self.tags)
@@ -152,6 +155,7 @@ class RankRecorder:
     def end(self) -> None:
         """Nothing more is recorded."""
         self.done = True
+        atexit.unregister(self.end)
         window, rows, self._window, self._rows = self._window, self._rows, None, None
         self.model, self._round, self.taken = None, Round(), Taken()
         if window is not None:
@@ -160,8 +164,8 @@ class RankRecorder:
             rows.close()
 
     def _forked(self) -> None:
-        """In a forked process: one whose parent is a rank is none itself."""
-        self.done = self.done or self._rows is not None
+        """In a forked process: one whose parent is a rank is none itself, and leaves the parent's rows alone."""
+        self.done, self._rows = self.done or self._rows is not None, None
 
 
 class Round:
