@@ -135,7 +135,6 @@ def on_ranks(folder: str, seed: int, keep_manifest: bool) -> list[str]:
     return loaded(Path(folder) / "saved", Path(folder) / "damaged", cases, keep_manifest)
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("keep_manifest", [True, False])
 def test_no_damage_is_silent(ranks, keep_manifest: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:

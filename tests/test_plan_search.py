@@ -24,7 +24,6 @@ from fsdplab.planning.search.candidates import Candidate, Grid, peak_of
 from fsdplab.planning.step_time import has_known_flops, least_step_s
 from tests.test_plan import ended
 
-pytestmark = pytest.mark.quick
 PUBLISHED = Path(__file__).resolve().parents[1] / "data" / "published.csv"
 DRAWN = 150
 
@@ -58,11 +57,13 @@ def searched(model: str, gpu: str, gpus: int, seq: int) -> Fit:
 # ---- what makes it fast is exact
 
 
+@pytest.mark.quick
 def test_peaks_of_two_short_walks_are_those_of_whole_steps():
     for spec in drawn():
         assert peak_of(spec)[0] == pytest.approx(memory_of(spec).peak.total, rel=1e-9), spec
 
 
+@pytest.mark.quick
 def test_no_step_is_faster_than_its_bound():
     for spec in drawn():
         assert least_step_s(spec) <= step_time.step_time(spec).step_s * (1 + 1e-9), spec
@@ -95,6 +96,7 @@ def test_a_search_works_out_few_of_its_plans(model, gpus, plans, walked, timed, 
     assert found.timed <= steps["step_time"]
 
 
+@pytest.mark.quick
 def test_a_search_loads_no_torch():
     code = (
         "import sys; from fsdplab.cli.app import main;"
@@ -108,6 +110,7 @@ def test_a_search_loads_no_torch():
 # ---- what was tried
 
 
+@pytest.mark.quick
 def test_every_plan_of_the_axes_is_counted_once():
     """On a grid small enough to go through: each plan is tried as a whole, and the counts are the same."""
     spec, sequences = plan_spec("llama-3.1-8b", "h100", gpus=8, seq=4096), 64
@@ -136,6 +139,7 @@ def test_every_plan_of_the_axes_is_counted_once():
     assert tried.total == len(fits) + large + unequal
 
 
+@pytest.mark.quick
 def test_contradictions_are_counted_with_their_reason():
     """Of 14 heads and 2 key/value heads tensor parallelism makes at most two parts."""
     found = fit(plan_spec("qwen2.5-0.5b", "h100", gpus=8), keep=("strategy", "cp"))
@@ -144,6 +148,7 @@ def test_contradictions_are_counted_with_their_reason():
     assert found.fastest is not None and found.fastest.chosen.spec.tensor_parallel <= 2
 
 
+@pytest.mark.quick
 def test_what_is_kept_stays():
     kept = ("world-size", "strategy", "tp", "cp", "pp", "ep", "checkpoint", "loss", "batch-size")
     spec = plan_spec("llama-3.1-8b", "h100", gpus=8, tensor_parallel=2, micro_batch=2, grad_accum=4)
@@ -155,6 +160,7 @@ def test_what_is_kept_stays():
 # ---- what is answered
 
 
+@pytest.mark.quick
 def test_answers_are_the_best_of_all_that_fit():
     """Every plan that fits is timed here, and no answer is worse than the best by more than what counts as equal."""
     spec, kept = plan_spec("llama-3.1-8b", "h100", gpus=8, seq=4096), ("cp", "loss")
@@ -189,12 +195,14 @@ def test_the_best_single_change_is_one_change():
         assert back == own and each.candidate.spec.step_tokens == own.step_tokens
 
 
+@pytest.mark.quick
 def test_a_plan_that_cannot_be_improved_is_told_so():
     best = fit(plan_spec("gpt2", "h100", gpus=1)).fastest.chosen.spec
     again = fit(best, best.micro_batch * best.grad_accum)
     assert again.single is None and again.fastest.chosen.spec == best
 
 
+@pytest.mark.quick
 def test_where_nothing_fits_the_answers_change_the_arithmetic_and_say_so():
     """7 billion parameters with their states need 116 GB, four cards of 24 GB have 103."""
     found = searched("mistral-7b", "4090", 4, 4096)
@@ -205,6 +213,7 @@ def test_where_nothing_fits_the_answers_change_the_arithmetic_and_say_so():
     assert fewest_gpus(found.own.spec).spec.gpus > 4
 
 
+@pytest.mark.quick
 def test_a_card_without_known_rates_is_answered_by_memory():
     found = fit(plan_spec("gpt2", "t4", gpus=4))
     assert found.fastest is not None and not has_known_flops(found.own.spec.gpu)
@@ -295,6 +304,7 @@ def test_the_command_that_is_told_plans_the_answer(capsys, tmp_path):
     assert all(answer[name] == value for name, value in planned.items() if name in answer and name != "format")
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "arguments,words",
     [
@@ -311,6 +321,7 @@ def test_wrong_questions_are_refused_in_one_sentence(arguments, words, capsys):
     assert code and words in err and not out and len(err.strip().splitlines()) == 1
 
 
+@pytest.mark.quick
 def test_a_wrong_global_batch_is_refused():
     with pytest.raises(PlanError, match="expected a whole number"):
         fit(plan_spec("gpt2", "h100"), True)

@@ -383,7 +383,6 @@ def test_a_starter_begun_by_a_thread_that_has_ended_lives_on() -> None:
 # ---- when it fails
 
 
-@pytest.mark.quick
 @pytest.mark.filterwarnings("ignore:.*It is tried once more")
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM"])
 def test_a_starter_killed_in_the_middle_of_both_tries_is_one_clear_report(
