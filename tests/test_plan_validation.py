@@ -21,8 +21,6 @@ from fsdplab.planning.step_time import step_time
 from fsdplab.planning.validate import ARITHMETIC, FIT, HELD_OUT, MEMORY, SEEN, SPEED, validate
 from tests.test_plan import ended
 
-pytestmark = pytest.mark.quick
-
 DATA = Path(__file__).resolve().parents[1] / "data"
 TABLE = DATA / "published.csv"
 
