@@ -164,8 +164,9 @@ class RankRecorder:
             rows.close()
 
     def _forked(self) -> None:
-        """In a forked process: one whose parent is a rank is none itself, and leaves the parent's rows alone."""
-        self.done, self._rows = self.done or self._rows is not None, None
+        """In a forked process: one whose parent is a rank is none itself, and leaves the parent's profile alone."""
+        self.done = self.done or self._rows is not None
+        atexit.unregister(self.end)
 
 
 class Round:
