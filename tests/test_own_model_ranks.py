@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -125,7 +126,6 @@ def test_an_error_of_ones_own_code_shows_its_line_and_ends_a_comparison_of_many(
         (("return Net()", "return None"), r"model\(\) returned None; expected an nn.Module"),
         (("(at):", "(at):\n    raise OSError('no such data')"), r"in step 0 \(data\): OSError: no such data"),
         (("return Net()", "return Net(3 + __import__('os').getpid() % 1000)"), "other values on another rank"),
-        (("return Net()", "import time; time.sleep(60)"), "(ended the run|hung) while building the model"),
         (('- batch["y"]', "* math.inf"), "the loss is (inf|nan); give a smaller learning rate, or look for"),
     ],
 )  # fmt: skip
@@ -134,10 +134,21 @@ def test_what_a_rank_finds_wrong_is_one_sentence(tmp_path, replace, words):
     assert replace[0] in MINE.read_text()
     path.write_text("import math\n" + MINE.read_text().replace(*replace))
     with pytest.raises(RanksFailed, match=words) as caught:
-        run(path, strategy="full_shard", steps=1, device="cpu", time_limit=8 if "sleep" in replace[1] else 60)
+        run(path, strategy="full_shard", steps=1, device="cpu", time_limit=60)
     assert caught.value.record.environment is not None
     if "ModelError" in caught.value.report.message:
         assert not caught.value.report.traceback
+
+
+def test_a_model_that_hangs_on_its_ranks_is_not_built_by_the_caller_afterwards(tmp_path):
+    """The caller built it for the prediction, and hung as the ranks had."""
+    path = tmp_path / "mine.py"
+    built = f"open({str(tmp_path)!r} + f'/{{os.getpid()}}.built', 'x'); time.sleep(600)"
+    path.write_text("import os, time\n" + MINE.read_text().replace("return Net()", built))
+    with pytest.raises(RanksFailed, match="(ended the run|hung) while building the model") as caught:
+        run(path, strategy="full_shard", steps=1, device="cpu", time_limit=8)
+    assert not (tmp_path / f"{os.getpid()}.built").exists() and len(list(tmp_path.glob("*.built"))) == 2
+    assert "no rank finished a step" in caught.value.record.summary.predicted.why_not
 
 
 def test_the_first_loss_is_that_of_the_plain_model():

@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdplab.records import Spread, Summary
 from fsdplab.records.spread import step_seconds
-from fsdplab.records.summary import Card, Comm, Link, Peak, Profile
+from fsdplab.records.summary import Card, Comm, Link, Peak, Predicted, Profile
 from fsdplab.records.typed import read
 from fsdplab.sessions.calibration import find_calibration
 from fsdplab.sessions.changes import best_change
@@ -53,11 +53,21 @@ def summarise(
         profile=profile_of(spec.profile, [result["profiled_s"] for result in results], found, tables),
         link=link and read(Link, link, "link"),
         formula_bytes_per_step=formula_bytes(spec),
-        predicted=predict(spec, find_calibration(spec.world_size).calibration).recorded(),
-        steady=steady_step(spec),
-        change=best_change(spec),
+        **_computed(spec, steps),
         card=None if spec.card is None else Card(spec.card, bool(peak and peak > spec.card)),
     )
+
+
+def _computed(spec: RunSpec, steps: Sequence[Row]) -> dict[str, Any]:
+    """The prediction, the step on the steady card, and the best change, by field of the summary.
+
+    All three run the code of a model of one's own in this process. Where no rank came through a step of it, that code
+    may hang or end the process, and it is left alone.
+    """
+    if spec.own_model and not steps:
+        return {"predicted": Predicted(why_not="no rank finished a step of this model, so it was not run here either")}
+    predicted = predict(spec, find_calibration(spec.world_size).calibration).recorded()
+    return {"predicted": predicted, "steady": steady_step(spec), "change": best_change(spec)}
 
 
 def measured(steps: Sequence[Row], memory: Mapping[int, Mapping[str, Any]]) -> Summary:
