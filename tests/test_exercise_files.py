@@ -217,6 +217,15 @@ def feedback(exercise: Exercise, workspace, body: str):
         ("for _ in range(2):\n        if len(x):\n            return 10 * x", "5 times what is expected"),
         ("import numpy\n    return torch.tensor(numpy.float32(2)) * x", None),
         ("while True: pass", "a loop that never ends"),
+        ("return torch.tripled(x)", "read the last line"),
+        ("return torch.mull(2, x)", "did you mean `mul`?"),
+        ("return f'{x}'[:0] + '{x}'", "an `f` before the quotes"),
+        ("return f'{...}'", "write a value in place of the dots"),
+        ("return x * 3 if x.dtype == 'float' or 'int' else x", "always holds, since a text counts as true"),
+        ("return 10 * x if 'numberz' == 'x' else x", 'is "numbers" meant?'),
+        ("return x * (1 // 0)", "what is divided by is 0"),
+        ("return (x, x).shape", "have no names"),
+        ("import torch\n\n\ndef double(x, times):\n    return times * x", "as the stub's line with `def` says"),
     ],
 )
 def test_a_wrong_solution_is_led_back_to_its_cause(double, workspace, body, says):

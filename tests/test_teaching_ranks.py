@@ -110,6 +110,16 @@ def test_every_way_to_fail_has_a_cause(failure, cause):
 
 
 @pytest.mark.parametrize(
+    "waits,says",
+    [("", "only begins the message"), ("work.wait", "only begins the message"), ("work.wait()", "deadlock")],
+)
+def test_a_rank_that_hangs_after_a_message_that_nobody_waits_for_is_told_of_it(waits, says):
+    failure = Failure("raised", "Rank 1 raised: StillWaiting: no return after 8 s", 1)
+    feedback = checking.feedback_on_failure(RING, failure, f"work = dist.isend(mine, dst=1)\n{waits}")
+    assert says in feedback.cause
+
+
+@pytest.mark.parametrize(
     "error,cause",
     [
         ("TypeError: unsupported operand type(s) for /: 'NoneType' and 'int'", "go on with that tensor"),

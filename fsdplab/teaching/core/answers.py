@@ -100,8 +100,8 @@ def is_right(item: Question | Choice, value: Any, against: Any = None) -> bool:
 
 
 def _letter(item: Choice, value: Any) -> str:
-    """The letter of an answer: of `B`, `(b)`, `b) two meshes` and the words of that option it is b."""
-    text = str(value).strip(" .:()").lower()
+    """The letter of an answer: of `B`, `(b)`, `option b`, `b) two meshes` and the words of that option it is b."""
+    text = str(value).lower().strip(" .:()").removeprefix("option ").removeprefix("answer ")
     written = re.fullmatch(r"([a-z])[).:].*", text, re.DOTALL)
     by_words = (letter for letter, option in item.options.items() if option.lower() == text)
     return written[1] if written else next(by_words, text)
@@ -137,7 +137,7 @@ def _grade_number(item: Question, value: Any, against: Any, hints: int) -> Verdi
     if close(given, right, item.tolerance):
         exactly = "" if shown(given, item.unit) == shown(right, item.unit) else f" (exactly: {shown(right, item.unit)})"
         return Verdict(item.id, None, f"{shown(given, item.unit)}{exactly}. {item.explanation}".strip())
-    cause = slip_behind(item, given, against)
+    cause = slip_behind(item, given, against) or _given_already(item, given)
     got = shown(given, item.unit) + ("" if cause else f": {how_far(given, right)}")
     feedback = Feedback(f"{item.statement} (Right within {item.tolerance:.0%}.)", "", got, cause)
     return failed(item, feedback, current().workspace, hints)
@@ -155,6 +155,12 @@ def slip_behind(item: Question, given: float, against: Any = None) -> str:
         if close(given, wrong, item.tolerance):
             return slip.cause
     return ""
+
+
+def _given_already(item: Question, given: float) -> str:
+    """What to say of a number that the question itself gives."""
+    numbers = re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?:e\d+)?(?!\w)", item.statement)
+    return "the question gives this number; what is asked for follows from it" if given in map(float, numbers) else ""
 
 
 def how_far(given: float, right: float) -> str:

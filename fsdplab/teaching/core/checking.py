@@ -207,24 +207,36 @@ def feedback_on_failure(exercise: Exercise, report: Failure, source: str = "") -
     name, got = exercise.function, report.message.splitlines()[0]
     step = None if report.step is None else str(report.step)
     told = partial(Feedback, expected=f"{who} returns from {name}", got=got, rank=report.rank, step=step)
+    begun = "" if exercise.pure or not source else unwaited(source)
     if StillWaiting.__name__ in got:
-        stood = got.partition(f"{StillWaiting.__name__}: ")[2]
+        stood, hung = got.partition(f"{StillWaiting.__name__}: ")[2], _UNWAITED.format(begun) if begun else hung
         return told(f"{name} did not return within {exercise.time_limit:g} s.", got=stood, cause=hung)
     if LeftUnfinished.__name__ in got:
         return told(
             f"{name} left messages unfinished.", expected="every message that is begun arrives",
             got=got.partition(f"{LeftUnfinished.__name__}: ")[2],
-            cause=_STILL_TRAINS if exercise.settings.facts_only else _BEGUN,
+            cause=_UNWAITED.format(begun) if begun else _STILL_TRAINS if exercise.settings.facts_only else _BEGUN,
         )  # fmt: skip
     if report.kind == "raised":
         error = (report.traceback or report.message).strip().splitlines()[-1]
-        meant = nearly(error, source)
-        cause = f"there is no such name here; did you mean `{meant}`?" if meant else cause_of(error, exercise.pure)
+        cause = _cause_of_error(exercise, error, source)
         return told(f"{name} raised an error.", got=_last_frames(exercise, report), cause=cause)
     if report.kind in ("hung", "timeout"):
         return told(f"{name} did not end.", cause=_TOO_BUSY)
     aborted = "SIGABRT" in got and "The last collective it entered" in got  # gloo aborts a rank that gets strange bytes
     return told(f"{name} ended the run.", cause=_MISMATCHED if aborted else _ENDED)
+
+
+def _cause_of_error(exercise: Exercise, error: str, source: str) -> str:
+    """The likely cause of an error, by its own line, the learner's source and the exercise's stub."""
+    if meant := nearly(error, source):
+        return f"there is no such name here; did you mean `{meant}`?"
+    missing = re.search(r"NameError: name '(\w+)'", error)
+    if missing and f'"{missing[1]}"' in exercise.stub:
+        return f'this is a text, and texts stand in quotes: `"{missing[1]}"`'
+    if re.search(rf"{exercise.function}\(\) (missing|takes|got an unexpected)", error):
+        return "the check calls it as the stub's line with `def` says: leave that line as it was"
+    return cause_of(error, exercise.pure)
 
 
 def _last_frames(exercise: Exercise, report: Failure) -> str:

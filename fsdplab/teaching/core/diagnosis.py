@@ -1,11 +1,12 @@
 """One diagnosis for all exercises: what a solution did beside what the reference did, and the likely cause.
 
 `judge` returns the feedback on a solution, or None for a right one. The first fact that differs decides, and the cause
-is the first of these that holds: the function returned nothing; it has a loop that ends in its first round; it changes
-what it was given; another dtype; a known mistake does the same there (of several, the one that does the same at most
-places); no collective was called, or none that adds up; all wrong numbers have another unit, or digits cut off; what
-the exercise says of this fact; another rank's value, a constant factor, or a constant difference. Right values of a
-function that changes what it was given, or that cost more bytes, are told last.
+is the first of these that holds: the function returned nothing; it has a loop that ends in its first round, a condition
+that always holds, or one that asks for a misspelt name; it changes what it was given; another dtype; a known mistake
+does the same there (of several, the one that does the same at most places); no collective was called, or none that adds
+up; all wrong numbers have another unit, or digits cut off; what the exercise says of this fact; another rank's value, a
+constant factor, or a constant difference. Right values of a function that changes what it was given, or that cost more
+bytes, are told last.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 from .comm_log import bytes_sent, kinds_of, nothing_added_up, to_one_rank_only
 from .exercise import Call
 from .exercise_file import Exercise
-from .in_source import one_round, returns_a_value
+from .in_source import always_true, one_round, other_text, returns_a_value
 from .on_ranks import portable
 from .run_submission import Behaviour
 from .verdicts import Difference, Feedback, first_difference
@@ -35,6 +36,7 @@ _IN_PLACE = (
 _ALIKE = 0.5  # of the places where one of two solutions is wrong: as many are wrong in the same way
 _SLACK = 1.01  # of bytes: for padding
 _FEW = 8  # bytes more a call, for one number in float64: where the calls are of the same kinds, or carry numbers alone
+_TINY = 64  # bytes a call, a number as an object, where the reference sends nothing at all
 _ADDING = {"reduce_scatter", "all_reduce", "reduce"}
 
 
@@ -130,6 +132,10 @@ def _cause(
         return f"the function returns nothing{printed}: end it with `return ...`"
     if loop := one_round(learner.source):
         return f"the `return` in the loop ends it in its first round: `{loop}` never comes to the next one"
+    if condition := always_true(learner.source):
+        return f"`{condition}` always holds, since a text counts as true: compare with each of them, `in (..., ...)`"
+    if said := other_text(learner.source, exercise.text):
+        return said
     if changed := _changed(exercise, learner, reference):
         return f"{changed[1]}: {_IN_PLACE}"
     if place.difference.problem == "dtype":
@@ -138,7 +144,7 @@ def _cause(
     right_calls = sender.trials[place.case][place.rank].calls if sender else ()
     return (
         _alike(exercise, place, learner, right, mistakes())
-        or (DOTS if _facts(trial.returned).get(place.fact) == portable(...) else "")
+        or _of_a_text(_facts(trial.returned).get(place.fact), expected.get(place.fact))
         or _calls_missing(trial.calls, right_calls)
         or _of_all_numbers(exercise, place, learner, right)
         or exercise.says(place.fact, _facts(trial.returned), expected)
@@ -229,6 +235,14 @@ def _of_all_numbers(exercise: Exercise, place: _Place, learner: Behaviour, right
         f"all of it is {times:,.0f} times too {'large' if factor > 1 else 'small'}: another unit or prefix than is"
         " asked for (s or ms, GB or MB, percent or a part)"
     )
+
+
+def _of_a_text(got: Any, right: Any) -> str:
+    """What a text or a value shows that is left of the stub, or of an f-string without its f."""
+    if got == portable(...) or isinstance(got, str) and str(...) in got:
+        return DOTS
+    braces = isinstance(got, str) and "{" in got and "{" not in str(right)
+    return 'what stands in braces is replaced in an f-string only: an `f` before the quotes, `f"..."`' if braces else ""
 
 
 def _is_number(value: Any) -> bool:
@@ -344,7 +358,8 @@ def _feedback_on_bytes(
     if reference is None:
         return None
     alike = _calls(learner, kind_only=True) == _calls(reference, kind_only=True) or _numbers_alone(learner, reference)
-    few = _FEW * sum(len(trial.calls) for ranks in learner.trials for trial in ranks) if alike else 0
+    few = _FEW if alike else _TINY if not sent(reference) else 0
+    few *= sum(len(trial.calls) for ranks in learner.trials for trial in ranks)
     if sent(learner) <= _SLACK * sent(reference) + few:
         return None
     right = _expected(exercise, learner, reference)

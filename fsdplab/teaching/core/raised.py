@@ -137,6 +137,14 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
         r"is never called, so nothing would unshard it",
         "this module only holds others and is never called itself: choose the modules in it",
     ),
+    (
+        r"ZeroDivisionError",
+        "what is divided by is 0 in one of the cases: ask before you divide, and think of what holds there",
+    ),
+    (
+        r"'(tuple|list)' object has no attribute",
+        "the items of a tuple or a list have no names: `first, second = pair`, or `pair[0]`",
+    ),
     (r"(?i)timed out|timeout", "a rank waited for a message that no rank sent"),
     (
         r"(max|min)\(\).* empty",
