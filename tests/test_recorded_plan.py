@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,23 @@ def test_the_command_plans_a_file(capsys):
     assert ended.value.code == 0
     assert answer["model"] == "convolutions.py" and answer["gpus"] == 64 and answer["parameters"] == 1_228_042
     assert answer["memory_bytes"]["by_category"]["activations"] > 0 and "recording" in answer["provenance"]
+
+
+@pytest.mark.parametrize(
+    ("instead", "says"),
+    [
+        ("return 1 / 0", "could not be recorded: line 33, ZeroDivisionError: division by zero"),
+        ("raise SystemExit(3)", "could not be recorded: line 33, SystemExit: 3"),
+        ("return None", r"model\(\) returned None; expected an nn.Module"),
+    ],
+)
+def test_what_the_code_of_a_file_raises_is_one_line_that_says_where(tmp_path, capsys, instead, says):
+    mine = (Path(__file__).parent / "own_models" / "mine.py").read_text()
+    (tmp_path / "mine.py").write_text(mine.replace("return Net()", instead))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", "--model", str(tmp_path / "mine.py")])
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and told.count("\n") == 1 and re.search(f"fsdplab: .*mine.py.*{says}", told)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from fsdplab.sessions.spec import RunSpec, Sharding
 from fsdplab.sessions.steady_card import plan_of
 from fsdplab.sessions.worker.engines import as_argument, units_of, workload_of
 from fsdplab.workloads.errors import ModelError
-from fsdplab.workloads.own.reading import workload_in
+from fsdplab.workloads.own.reading import where_in, workload_in
 from fsdplab.workloads.own.sources import source_of
 from fsdplab.workloads.own.value import Workload
 from fsdplab.workloads.workload import Task
@@ -39,7 +39,15 @@ def plan_of_file(model: str, gpu: str, **choices: Any) -> RecordedPlan:
     source_of(str(path))  # which says of a step with two losses that it cannot be predicted
     spec = recorded_spec(path.name, gpu, **choices)
     precision = "bf16" if spec.param_bytes == 2 else "fp32"
-    recording = _recorded(workload_in(path), "auto", precision, spec.checkpointing, 1, 0, on_card=True)
+    task = workload_in(path)
+    try:
+        recording = _recorded(task, "auto", precision, spec.checkpointing, 1, 0, on_card=True)
+    except ModelError as error:
+        raise ModelError(f"{path.name}: {error}") from error
+    except (Exception, SystemExit) as error:  # of the model's own code, which may raise anything
+        raise ModelError(
+            f"a micro-batch of {path.name} could not be recorded: {where_in(path.resolve(), error)}"
+        ) from error
     return recorded_plan(spec, recording)
 
 
@@ -57,7 +65,7 @@ def recording_or_why(spec: RunSpec) -> MicroBatch | str:
     """The same, or one sentence on what the model's own code raised."""
     try:
         return recording_of(spec)
-    except Exception as error:  # of the model's own code, which may raise anything; its ranks say where
+    except (Exception, SystemExit) as error:  # of the model's own code, which may raise anything; its ranks say where
         return f"its micro-batch could not be recorded: {headline(error)}"
 
 

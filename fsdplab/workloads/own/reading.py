@@ -43,7 +43,7 @@ def _imported(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise ModelError(f"{path.name} cannot be imported: {_where(error, path)}") from error
+        raise ModelError(f"{path.name} cannot be imported: {where_in(path, error)}") from error
     return module
 
 
@@ -57,7 +57,7 @@ def beside_it(folder: str) -> None:
         sys.path.insert(max(behind, default=-1) + 1, folder)
 
 
-def _where(error: BaseException, path: Path) -> str:
+def where_in(path: Path, error: BaseException) -> str:
     """`line 3, NameError: name 'x' is not defined`: the last line of the file itself that was reached."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     message = str(error).strip().partition("\n")[0]
