@@ -14,6 +14,7 @@ from fsdplab.sessions import Failure
 from fsdplab.teaching.core import answers, checking, registry, run_submission
 from fsdplab.teaching.core.exercise import Choice, Question, questions_of
 from fsdplab.teaching.core.exercise_file import Exercise, ExerciseError
+from fsdplab.teaching.core.in_source import slip
 from fsdplab.teaching.core.nonsense import NonsenseInNewMemory
 from fsdplab.teaching.core.quantities import QuantityError, quantity
 
@@ -221,7 +222,7 @@ def feedback(exercise: Exercise, workspace, body: str):
         ("return torch.mull(2, x)", "did you mean `mul`?"),
         ("return f'{x}'[:0] + '{x}'", "an `f` before the quotes"),
         ("return f'{...}'", "write a value in place of the dots"),
-        ("return x * 3 if x.dtype == 'float' or 'int' else x", "always holds, since a text counts as true"),
+        ("return x * 3 if x.dtype == 'float' or 'int' else x", "is always true"),
         ("return 10 * x if 'numberz' == 'x' else x", 'is "numbers" meant?'),
         ("return x * (1 // 0)", "what is divided by is 0"),
         ("return (x, x).shape", "have no names"),
@@ -447,6 +448,26 @@ def test_a_message_that_is_not_waited_for_is_named_whatever_the_values():
     assert checking.waited_for(None, source + "    work.wait()\n") is None
 
 
+@pytest.mark.parametrize(
+    "written,says",
+    [
+        ("x / 2", "`x / 2` stands alone"),
+        ("x.div(2)", "gives a new value and changes nothing"),
+        ("optimizer.step", "called by `optimizer.step()`"),
+        ("y = x == 1 or 2", "always true, because 2 alone is"),
+        ("y = dist.all_reduce(x)", "`all_reduce` returns None"),
+        ("if dist.get_rank() == 0:\n    x /= 2", "lets one rank alone do"),
+        ("if dist.get_rank() == 0:\n    x /= 2\ndist.broadcast(x, src=0)", ""),
+        ("if dist.get_rank() == 0:\n    print(x)", ""),
+        ("work = dist.all_reduce(x, async_op=True)", ""),
+        ("x.add_(2)", ""),
+    ],
+)
+def test_what_a_source_does_that_can_hardly_be_meant(written, says):
+    assert says in slip(written, "") and bool(says) == bool(slip(written, ""))
+    assert not slip(written, written), "what the reference does too is no slip"
+
+
 def test_memory_that_promises_nothing_holds_nonsense():
     with NonsenseInNewMemory():
         made = torch.empty(2), torch.ones(2).new_empty(1), torch.empty_like(torch.ones(3, dtype=torch.int64))
@@ -542,8 +563,8 @@ def test_known_mistakes_are_run_only_where_something_differs(double, workspace, 
     "written,unit,value",
     [
         ("8 bytes", "B", 8), ("16 bytes a parameter", "B", 16), ("2 times", "x", 2), ("37 messages", "", 37),
-        ("5 percent", "%", 5), ("3 MB per rank", "MB", 3), ("about 547 MB", "MB", 547), ("~3 ms", "ms", 3),
-        ("547 megabytes", "MB", 547), ("547 MB per GPU", "MB", 547), ("8 Mbit", "MB", 1),
+        ("60 all_reduces", "", 60), ("5 percent", "%", 5), ("3 MB per rank", "MB", 3), ("about 547 MB", "MB", 547),
+        ("~3 ms", "ms", 3), ("547 megabytes", "MB", 547), ("547 MB per GPU", "MB", 547), ("8 Mbit", "MB", 1),
     ],
 )  # fmt: skip
 def test_units_are_read_as_words_too(written, unit, value):

@@ -102,6 +102,12 @@ def test_a_rank_that_returned_and_still_waits_is_told_apart(monkeypatch):
             "no rank sent",
         ),
         (Failure("raised", "Rank 1 raised.", 1, traceback="...\nIndexError: 3"), "read the last line"),
+        (
+            Failure(
+                "raised", "Rank 1 raised.", 1, traceback="...\nTypeError: Expected parameter `x` of type\n  but got"
+            ),
+            "a tensor stands where a list",
+        ),
     ],
 )
 def test_every_way_to_fail_has_a_cause(failure, cause):
@@ -128,14 +134,15 @@ def test_a_rank_that_hangs_after_a_message_that_nobody_waits_for_is_told_of_it(w
         ("UnboundLocalError: local variable 'bucket' referenced before assignment", "makes the name local"),
         ("RuntimeError: attempting to assign a gradient of size '[6192]' to a tensor of size", "view_as"),
         ("RuntimeError: Tensors must have same number of dimensions: got 2 and 1", "flatten each one"),
-        ("ValueError: torch.cat(): expected a non-empty list of Tensors", "before anything was ready"),
+        ("ValueError: torch.cat(): expected a non-empty list of Tensors", "ask before whether there is anything"),
         ("RuntimeError: ProcessGroupGloo::allgather: invalid tensor size at index 2", "pad the short ones"),
         ("RuntimeError: setStorage: sizes [3, 2] are out of bounds for storage of size 0", "no memory"),
         ("RuntimeError: Check failed: outputs[0].sizes().vec() == inputs[0][i].sizes().vec()", "pad the short ones"),
         ("RuntimeError: The size of tensor a (7) must match the size of tensor b (9)", "different rows"),
         ("IndexError: tuple index out of range", "fewer pieces than ranks"),
         ("RuntimeError: post accumulate grad hooks should return None.", "a hook returns nothing"),
-        ("KeyError: 'zero-1'", "read the last line"),
+        ("KeyError: 'zero-1'", "the keys are those in the stub"),
+        ("TypeError: Invalid function argument. Expected parameter `output` of type torch.Tensor", "comes first"),
         ("ValueError: invalid literal for int() with base 10: 'step-8'", "with `split` or `removeprefix`"),
         ("ValueError: max() arg is an empty sequence", "`max(..., default=...)`"),
         ("RuntimeError: Split sizes doesn't match total dim 0 size", "do not add up to the tensor"),

@@ -44,6 +44,7 @@ _SCALE_SLIPS = (
     Slip("the prefix: 10⁹ times too small", factor=1e-9),
     Slip("the sign: it was subtracted the other way round", factor=-1.0),
 )
+_USUAL_SLIPS_WITHIN = 0.005  # MB and MiB differ by 5 %: a question's own tolerance would take other numbers for one
 
 
 _UNKNOWN = (ValueError, LookupError, StopIteration)  # what a question raises about a run that lacks its figure
@@ -152,7 +153,7 @@ def slip_behind(item: Question, given: float, against: Any = None) -> str:
     """The cause of the known slip whose number is the one given; "" where no such slip is known."""
     right = item.right(against)
     for slip, wrong in _wrong_numbers(item, right, against):
-        if close(given, wrong, item.tolerance):
+        if close(given, wrong, item.tolerance if slip in item.slips else min(item.tolerance, _USUAL_SLIPS_WITHIN)):
             return slip.cause
     return ""
 

@@ -218,8 +218,7 @@ def feedback_on_failure(exercise: Exercise, report: Failure, source: str = "") -
             cause=_UNWAITED.format(begun) if begun else _STILL_TRAINS if exercise.settings.facts_only else _BEGUN,
         )  # fmt: skip
     if report.kind == "raised":
-        error = (report.traceback or report.message).strip().splitlines()[-1]
-        cause = _cause_of_error(exercise, error, source)
+        cause = _cause_of_error(exercise, _error(report), source)
         return told(f"{name} raised an error.", got=_last_frames(exercise, report), cause=cause)
     if report.kind in ("hung", "timeout"):
         return told(f"{name} did not end.", cause=_TOO_BUSY)
@@ -246,4 +245,11 @@ def _last_frames(exercise: Exercise, report: Failure) -> str:
     learners = [index for index, line in enumerate(lines) if line.startswith("File") and "my_fsdp" in line]
     own = [index for index in learners if f"/{exercise.written_as.id}.py" in lines[index]] or learners
     there = lines[own[-1] : own[-1] + 2] if own else []
-    return "\n".join([*there, lines[-1]])
+    return "\n".join([*there, _error(report)])
+
+
+def _error(report: Failure) -> str:
+    """The error at a traceback's end, on one line: torch indents the lines of a long message."""
+    lines = (report.traceback or report.message).strip().splitlines()
+    begins = max(at for at, line in enumerate(lines) if not line.startswith(" "))
+    return " ".join(line.strip() for line in lines[begins:])

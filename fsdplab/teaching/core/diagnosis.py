@@ -1,12 +1,12 @@
 """One diagnosis for all exercises: what a solution did beside what the reference did, and the likely cause.
 
 `judge` returns the feedback on a solution, or None for a right one. The first fact that differs decides, and the cause
-is the first of these that holds: the function returned nothing; it has a loop that ends in its first round, a condition
-that always holds, or one that asks for a misspelt name; it changes what it was given; another dtype; a known mistake
-does the same there (of several, the one that does the same at most places); no collective was called, or none that adds
-up; all wrong numbers have another unit, or digits cut off; what the exercise says of this fact; another rank's value, a
-constant factor, or a constant difference. Right values of a function that changes what it was given, or that cost more
-bytes, are told last.
+is the first of these that holds: the function returned nothing; it has a loop that ends in its first round; it changes
+what it was given; its source has a slip that in_source.py knows; another dtype; a known mistake does the same there (of
+several, the one that does the same at most places); a collective does not add up; no collective was called, or none
+that adds up; all wrong numbers have another unit, or digits cut off; what the exercise says of this fact; another
+rank's value, a constant factor (of all parts, or of some), or a constant difference. Right values of a function that
+changes what it was given, or that cost more bytes, are told last.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from .comm_log import bytes_sent, kinds_of, nothing_added_up, to_one_rank_only
 from .exercise import Call
 from .exercise_file import Exercise
-from .in_source import always_true, one_round, other_text, returns_a_value
+from .in_source import one_round, other_operation, other_text, returns_a_value, slip
 from .on_ranks import portable
 from .run_submission import Behaviour
 from .verdicts import Difference, Feedback, first_difference
@@ -33,6 +33,7 @@ _IN_PLACE = (
     "`sort`, `pop`, `remove`, `del` and `x[...] = ...` change the object itself, which others go on using: take"
     " `sorted(x)` or a copy, `list(x)`"
 )
+_WHOLE = "these are whole numbers, and what is expected has fractions: no `//`, no `int` and no `round`"
 _ALIKE = 0.5  # of the places where one of two solutions is wrong: as many are wrong in the same way
 _SLACK = 1.01  # of bytes: for padding
 _FEW = 8  # bytes more a call, for one number in float64: where the calls are of the same kinds, or carry numbers alone
@@ -132,12 +133,12 @@ def _cause(
         return f"the function returns nothing{printed}: end it with `return ...`"
     if loop := one_round(learner.source):
         return f"the `return` in the loop ends it in its first round: `{loop}` never comes to the next one"
-    if condition := always_true(learner.source):
-        return f"`{condition}` always holds, since a text counts as true: compare with each of them, `in (..., ...)`"
     if said := other_text(learner.source, exercise.text):
         return said
     if changed := _changed(exercise, learner, reference):
         return f"{changed[1]}: {_IN_PLACE}"
+    if written := slip(learner.source, exercise.reference, not exercise.pure):
+        return written
     if place.difference.problem == "dtype":
         return "a buffer was made with torch's default dtype: make it like the input (new_empty, empty_like)"
     sender = None if exercise.settings.facts_only else reference  # what trains sends more than the function itself
@@ -145,6 +146,7 @@ def _cause(
     return (
         _alike(exercise, place, learner, right, mistakes())
         or _of_a_text(_facts(trial.returned).get(place.fact), expected.get(place.fact))
+        or other_operation(learner.source, exercise.reference)
         or _calls_missing(trial.calls, right_calls)
         or _of_all_numbers(exercise, place, learner, right)
         or exercise.says(place.fact, _facts(trial.returned), expected)
@@ -219,13 +221,15 @@ def _calls_missing(calls: Sequence[Call], right: Sequence[Call]) -> str:
 def _of_all_numbers(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right) -> str:
     """What holds of all wrong numbers of this fact: digits cut off, or (of three different ones) another unit."""
     pairs = _wrong_pairs(exercise, place, learner, right)
+    if pairs and all(map(_is_cut_off, pairs)):
+        return _WHOLE
     if not pairs or not all(map(_is_number, (each for pair in pairs for each in pair))):
         return ""
     with contextlib.suppress(OverflowError, ValueError):  # of infinity and NaN
         if any(all(got == round(float(expected), digits) for expected, got in pairs) for digits in (1, 2, 3)):
             return "the numbers are rounded: give them as they are"
         if len(pairs) > 1 and all(got in (math.floor(expected), math.ceil(expected)) for expected, got in pairs):
-            return "these are whole numbers, and what is expected has fractions: no `//`, no `int` and no `round`"
+            return _WHOLE
     if len({expected for expected, _ in pairs}) < 3 or not (factor := _constant_factor(pairs, exercise.tolerance)):
         return ""
     times = max(factor, 1 / factor)
@@ -243,6 +247,14 @@ def _of_a_text(got: Any, right: Any) -> str:
         return DOTS
     braces = isinstance(got, str) and "{" in got and "{" not in str(right)
     return 'what stands in braces is replaced in an f-string only: an `f` before the quotes, `f"..."`' if braces else ""
+
+
+def _is_cut_off(pair: tuple[Any, Any]) -> bool:
+    """Whether a tensor holds the whole numbers below what is expected, and several of them."""
+    right, got = pair
+    if not (hasattr(right, "floor") and hasattr(got, "unique")) or right.shape != got.shape:
+        return False
+    return bool(right.is_floating_point()) and bool((got == right.floor()).all()) and len(got.unique()) > 1
 
 
 def _is_number(value: Any) -> bool:
@@ -264,6 +276,10 @@ def _relation(exercise: Exercise, place: _Place, learner: Behaviour, right: _Rig
     pairs = _wrong_pairs(exercise, place, learner, right)
     if factor := _constant_factor(pairs, exercise.tolerance):
         return _factor_in_words(factor, 1 if exercise.pure else len(case))
+    here = list(_wrong_parts(exercise, place, learner, right, place.case, place.rank).values())
+    alike = [pair for pair in here if abs(_factor(*pair) - _factor(*here[0])) < 1e-4 * abs(_factor(*here[0]))]
+    if 1 < len(alike) < len(here) and (factor := _constant_factor(alike, exercise.tolerance)):
+        return f"{_factor_in_words(factor, len(case))}; this holds for {len(alike)} of those that differ, not for all"
     if len(pairs) > 2 and all(map(_is_number, (each for pair in pairs for each in pair))):
         more, *others = {round(got - expected, 9) for expected, got in pairs}
         if not others:

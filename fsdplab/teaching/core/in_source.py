@@ -1,5 +1,5 @@
 """Causes that stand in a learner's source, whatever its values are: a message that nobody waits for, a loop that ends
-in its first round, a condition that always holds, a name or a text that is nearly another one.
+in its first round, a value that nobody keeps, a condition that always holds, a name or a text that is nearly another.
 """
 
 from __future__ import annotations
@@ -9,10 +9,15 @@ import builtins
 import difflib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _WAITS = {"wait", "is_completed", "synchronize", "get_future"}
 _BEGINNING = {"isend", "irecv", "batch_isend_irecv"}
+_FILLING = {"all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter",
+            "reduce_scatter_tensor", "all_to_all", "all_to_all_single"}  # fmt: skip
+_GIVING_A_NEW_ONE = {"div", "mul", "sub", "flatten", "reshape", "view_as", "to", "float", "double", "half", "bfloat16"}
+_SIGNS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
+_IS_A_RANK = re.compile(r"\b(get_rank\(\)|rank|me) == \d+")
 
 
 def unwaited(source: str) -> str:
@@ -51,20 +56,6 @@ def _always_returns(body: Sequence[ast.stmt]) -> bool:
     return not goes_on and isinstance(last, ast.Return)
 
 
-def always_true(source: str) -> str:
-    """The first `x == "a" or "b"`, which holds whatever x is, as text; else nothing."""
-    either = (each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.BoolOp) and _is_or(each))
-    return next((ast.unparse(each) for each in either if any(map(_holds, each.values[1:]))), "")
-
-
-def _is_or(node: ast.BoolOp) -> bool:
-    return isinstance(node.op, ast.Or) and isinstance(node.values[0], ast.Compare)
-
-
-def _holds(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and bool(node.value)
-
-
 def other_text(source: str, exercise: str) -> str:
     """What to say of a text that a source compares with, where it stands nowhere in the exercise's file, known mistakes
     apart, and resembles a name there; else nothing.
@@ -75,6 +66,79 @@ def other_text(source: str, exercise: str) -> str:
     for text in (node.value for each in compared for node in ast.walk(each) if isinstance(node, ast.Constant)):
         if isinstance(text, str) and text not in exercise and (close := _close(text, known, 0.6)):
             return f'nothing here has the name "{text}", with which this compares: is "{close}" meant?'
+    return ""
+
+
+def slip(source: str, reference: str, on_ranks: bool = True) -> str:
+    """What a wrong solution's source does that can hardly be meant, and its reference does not; else nothing.
+
+    >>> slip("def half(x):\\n    x / 2\\n    return x", "")
+    '`x / 2` stands alone, so its value is lost: assign it (`x /= 2` changes `x` itself)'
+    """
+    rules = [_lost, _always_true, _none_assigned]
+    if on_ranks and not re.search(r"\b(broadcast|scatter|i?send)\w*\(", source):
+        rules.append(_one_rank_alone)
+    return _first_found(rules, source, reference)
+
+
+def other_operation(source: str, reference: str) -> str:
+    """The cause where a solution asks a collective for something else than the sum, and its reference does not."""
+    return _first_found([_not_the_sum], source, reference)
+
+
+def _first_found(rules: Sequence[Callable[[ast.AST], str]], source: str, reference: str) -> str:
+    nodes, right = list(ast.walk(ast.parse(source))), list(ast.walk(ast.parse(reference)))
+    found = (next(filter(None, map(rule, nodes)), "") for rule in rules if not any(map(rule, right)))
+    return next(filter(None, found), "")
+
+
+def _lost(node: ast.AST) -> str:
+    """A statement that computes a value, or names a function, and does nothing with it."""
+    if not isinstance(node, ast.Expr):
+        return ""
+    value, text = node.value, ast.unparse(node)
+    if isinstance(value, ast.Attribute):
+        return f"`{text}` alone does nothing: a function is called by `{text}()`, a value is assigned to something"
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _GIVING_A_NEW_ONE:
+        return f"`{text}` gives a new value and changes nothing, and it is lost: assign it"
+    if isinstance(value, ast.BinOp):
+        in_place = f"{ast.unparse(value.left)} {_SIGNS.get(type(value.op), '')}= {ast.unparse(value.right)}"
+        more = f" (`{in_place}` changes `{ast.unparse(value.left)}` itself)" if type(value.op) in _SIGNS else ""
+        return f"`{text}` stands alone, so its value is lost: assign it{more}"
+    return ""
+
+
+def _always_true(node: ast.AST) -> str:
+    """`state == "a" or "b"`."""
+    if not (isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or) and isinstance(node.values[0], ast.Compare)):
+        return ""
+    alone = [ast.unparse(each) for each in node.values[1:] if isinstance(each, ast.Constant) and each.value]
+    why = f"is always true, because {alone[0]} alone is: compare with each, `in (..., {alone[0]})`" if alone else ""
+    return why and f"`{ast.unparse(node)}` {why}"
+
+
+def _none_assigned(node: ast.AST) -> str:
+    """`total = dist.all_reduce(x)`, where nothing is begun that is waited for."""
+    if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)):
+        return ""
+    call, name = node.value, ast.unparse(node.value.func).rpartition(".")[2]
+    if name not in _FILLING or any(each.arg == "async_op" for each in call.keywords):
+        return ""
+    return f"`{name}` returns None: it writes into the tensor that it is given, so go on with that one"
+
+
+def _one_rank_alone(node: ast.AST) -> str:
+    """`if dist.get_rank() == 0:` around more than a print."""
+    if not isinstance(node, ast.If) or node.orelse or not _IS_A_RANK.search(ast.unparse(node.test)):
+        return ""
+    if all(ast.unparse(each).startswith("print(") for each in node.body):
+        return ""
+    return f"`if {ast.unparse(node.test)}:` lets one rank alone do what stands there; every rank has to"
+
+
+def _not_the_sum(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute) and node.attr in ("MAX", "MIN", "PRODUCT"):
+        return f"`{ast.unparse(node)}` does not add up over the ranks: leave `op` out for the sum"
     return ""
 
 

@@ -96,7 +96,7 @@ def _written(text: str, unit: str) -> float:
         raise QuantityError(f'expected a number and a unit such as "{f"12 {unit}".strip()}"{point}, got {text!r}')
     number = float(match[1].replace(",", "").replace("_", ""))
     given = _SPELT.get(match[2], match[2]) or unit
-    if not unit and given.isalpha() and not any(given in scales for scales in _SCALES.values()):
+    if not unit and given.replace("_", "").isalpha() and not any(given in scales for scales in _SCALES.values()):
         given = ""  # "37 messages" answers how many there are
     if kind_of(given) != kind_of(unit):
         raise QuantityError(f"the question asks for {kind_of(unit)} ({unit}), {text!r} measures {kind_of(given)}")

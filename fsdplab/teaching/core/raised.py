@@ -42,6 +42,12 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
     ),
     (r"Unreadable: NoneType", NOTHING),
     (
+        r"Expected parameter `\w+` of type",
+        "a tensor stands where a list of tensors belongs, or the other way round: what is written to comes first, then"
+        " what is sent",
+    ),
+    (r"KeyError", "there is no such key: the keys are those in the stub and the statement, or ask `list(...)` of it"),
+    (
         r"modified by an inplace operation",
         "autograd keeps the parameters that the forward used, and takes a copy into one for a change of its value:"
         " write through `whole.data`, which it does not follow",
@@ -91,8 +97,9 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
     ),
     (
         r"expected a non-empty list of Tensors",
-        "the list is empty here: this was called before anything was ready, or a second time; or a rank has nothing to"
-        " send, and joins it with an empty tensor, `x.new_empty(0)`",
+        "the list is empty here: this was called before anything was ready, or once more when all had left, so ask"
+        " before whether there is anything; or a rank has nothing to send, and joins it with an empty tensor,"
+        " `x.new_empty(0)`",
     ),
     (
         r"same number of dimensions",
@@ -105,7 +112,8 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
     ),
     (
         r"invalid tensor size at index|Check failed: .*sizes\(\)|must have the same (size|shape)",
-        "all blocks of a collective have one shape: pad the short ones, and leave the padding out afterwards",
+        "all blocks of a collective have one shape: pad the short ones, and leave the padding out afterwards; or the"
+        " whole was sent where a rank's own part belongs",
     ),
     (
         r"size of tensor a .* must match",

@@ -42,7 +42,7 @@ def model_state_bytes(strategy, parameters, ranks, param_dtype):
     #! divided = {"no_shard": 1, "zero1": 1, "zero2": 2, "full_shard": 3}[strategy]
     #: as above
     #! divided = {"no_shard": 0, "zero-1": 1, "zero2": 2, "full_shard": 3}[strategy]
-    #: raises: read the last line
+    #: raises: there is no such key
     states = [master + 8, size, size]  # optimizer state, gradient, parameter: divided in this order
     #! states = [master + 4, size, size]
     #: Adam keeps two moments of every parameter, 8 bytes
