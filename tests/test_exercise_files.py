@@ -596,6 +596,26 @@ def test_an_error_is_shown_in_the_exercises_own_file_though_another_of_the_learn
     assert "06.hooks.py" in got and "05.reduce.py" not in got
 
 
+@pytest.mark.parametrize(
+    "error,source,says",
+    [
+        ("SyntaxError: invalid syntax", "def f(:\n", "cannot read this line"),
+        ("IndentationError: unexpected indent", "def f(:\n", "below each other"),
+        ("TypeError: 'ellipsis' object cannot be interpreted as an integer", "", "dots are still there"),
+        ("ValueError: too many values to unpack (expected 2)", "", "fixed number of names"),
+        ("Invoked with: <AllreduceOptions>, <...distributed_c10d.ProcessGroup object>", "", "name it, `group=...`"),
+        ("ValueError: Global rank 0 is not part of group <ProcessGroup>", "", "numbers among all ranks"),
+        ("RuntimeError: Cannot concatenate overlapping meshes: [...]", "", "sharded over this axis already"),
+        ("AttributeError: 'GPT' object has no attribute 'layers'", "", "nothing of that name"),
+        ("NameError: name 'torchh' is not defined", "import torch\n", "did you mean `torch`?"),
+        ("NameError: name 'shart' is not defined", "from a import b as shard\n", "did you mean `shard`?"),
+    ],
+)
+def test_an_error_is_led_back_to_what_the_learner_wrote(error, source, says):
+    report = Failure("raised", error, 0, traceback=error)
+    assert says in checking.feedback_on_failure(registry.find("16.compose"), report, source).cause
+
+
 NOTEBOOKS = [f"{number:02}" for number in (*range(14), 16, 21)]
 # what two ranks cannot hide: no formula of n, but settings of a job of two ranks, or a function of one rank alone
 SETTINGS = {"06.choose_units", "07.hide", "09.slim", "11.choose", "13.fit"}

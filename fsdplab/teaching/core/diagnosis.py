@@ -23,12 +23,12 @@ from .exercise import Call
 from .exercise_file import Exercise
 from .in_source import one_round, other_operation, other_text, returns_a_value, slip
 from .on_ranks import portable
+from .raised import DOTS
 from .run_submission import Behaviour
 from .verdicts import Difference, Feedback, first_difference
 
 VALUE = "the returned value"
 OTHERWISE = "compare the two values, and what your function does on this rank with the statement, line by line"
-DOTS = "the stub's dots are still there: write a value in place of the dots"
 _IN_PLACE = (
     "`sort`, `pop`, `remove`, `del` and `x[...] = ...` change the object itself, which others go on using: take"
     " `sorted(x)` or a copy, `list(x)`"

@@ -158,6 +158,7 @@ def nearly(error: str, source: str) -> str:
     nodes = list(ast.walk(ast.parse(source)))
     known = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     known |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    known |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
     known |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)} | set(dir(builtins))
     return _close(missing["name"], sorted(known), 0.8)
 

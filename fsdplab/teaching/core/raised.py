@@ -15,6 +15,7 @@ _NONE_HERE = (
 )
 OTHERWISE = "read the last line first: it names the error; the line above is yours"
 NOTHING = "the function returns nothing: end it with `return ...`"
+DOTS = "the stub's dots are still there: write a value in place of the dots"
 _CAUSES = (  # (what the error's line says, the likely cause), the first that fits
     (r"hooks? should return None", "a hook returns nothing: it changes `parameter.grad` itself"),
     (
@@ -29,7 +30,8 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
     ),
     (
         r"Invariant encountered: value was None",
-        "inner modules are sharded before those that hold them: `fully_shard` on every block first, on the model last",
+        "inner modules are sharded before those that hold them: `fully_shard` on every block first, on the model last;"
+        " and of a model that is cut over another axis already, each call needs its `mesh=...`",
     ),
     (
         r"leaf Variable that requires grad",
@@ -180,6 +182,41 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
         r"'(int|float)' object is not (iterable|subscriptable)",
         "a number stands where several are needed: a pair is one argument, `f((a, b))` or `f(pair)`, and a loop over a"
         " number is `range(number)`",
+    ),
+    (
+        r"IndentationError|TabError",
+        "this line does not begin in the column of its block: the lines of one block stand below each other, those that"
+        " belong to a `def`, `if` or loop four spaces further in",
+    ),
+    (
+        r"SyntaxError",
+        "Python cannot read this line, or the end of the one before: see whether a comma, a colon or a closing bracket"
+        " or quote is missing. In a dict an entry is `key: value`, with `=` it is `dict(key=value)`",
+    ),
+    (r"[Ee]llipsis", DOTS),
+    (
+        r"values to unpack",
+        "this line has a fixed number of names, and in this case there are more or fewer values: go through them in a"
+        " loop, which takes any number",
+    ),
+    (
+        r"Invoked with: .*ProcessGroup",
+        "the group stands where another argument belongs (after the tensor comes the operation): name it, `group=...`",
+    ),
+    (
+        r"is not part of group",
+        "`src` and `dst` are numbers among all ranks, and this one is not in the group. Where each rank of the group"
+        " needs the result, no single rank is named: `all_reduce`, `all_gather`",
+    ),
+    (
+        r"Cannot concatenate overlapping meshes",
+        "these parameters are sharded over this axis already, by the module that holds them: `fully_shard` on every"
+        " block first, on the model last",
+    ),
+    (
+        r"AttributeError: .* object has no attribute",
+        "this object has nothing of that name: take the names that the statement and the stub use, or the object that"
+        " is meant (a part was taken for the whole, or the whole for a part)",
     ),
 )  # fmt: skip
 
