@@ -314,7 +314,7 @@ def cases(rank, n):
 
 
 @pytest.mark.parametrize(
-    "value,says", [('"count": 2, "value": 1', "two were counted"), ('"count": 1, "value": 0', "compare")]
+    "value,says", [('"count": 2, "value": 1', "two were counted"), ('"count": 1, "value": 0 * x', "compare")]
 )
 def test_a_mistake_that_went_wrong_earlier_is_not_the_cause(tmp_path, workspace, value, says):
     assert says in feedback(exercise_of(tmp_path, PAIR), workspace, f"return {{{value}}}").cause
@@ -337,13 +337,56 @@ def cases(rank, n):
     [
         ("return {'count': 1, 'value': 3 * x if x < 4 else 0}", "three times is too much"),
         ("return {'count': 1, 'value': 3 * x if x < 3 else 0}", "compare the two values"),
-        ("return {'count': 1, 'value': 3}", "compare the two values"),
+        ("return {'count': 1, 'value': 3 + 0 * x}", "compare the two values"),
+        ("return {'count': 1, 'value': 3}", "your function never reads `x`"),
     ],
 )
 def test_a_mistake_of_a_pure_function_is_the_cause_where_it_does_the_same_in_half_of_the_cases(
     tmp_path, workspace, body, says
 ):
     assert says in feedback(exercise_of(tmp_path, OFTEN), workspace, body).cause
+
+
+SHARE = '''"""A share
+
+Write double(rows, n): the rows of a rank, of as many as there are.
+
+1. A nudge.
+2. A pointer.
+3. A line.
+"""
+
+
+def double(rows, n):
+    ### BEGIN SOLUTION
+    return reference
+    ### END SOLUTION
+
+
+# ---- check: pure
+
+SAYS = {"the returned value": "all ranks together have all rows"}
+
+
+def cases(rank, n):
+    yield "seven", 7, 2
+    yield "five", 5, 4
+'''
+
+
+@pytest.mark.parametrize(
+    "reference,body,says",
+    [
+        ("rows // n", "return rows / n", "`/` makes a fraction, here 3.5"),
+        ("rows / n", "return rows // n * 2", "drops all that is behind the point"),
+        ("rows / n", "return rows - 2", "never reads `n`: all ranks together have all rows"),
+        ("rows / n", "return f'{rows / n} rows'", "a number is expected, this is the text '3.5 rows'"),
+        ("rows / n", "return rows * n", "all ranks together have all rows"),
+    ],
+)
+def test_what_a_source_shows_is_said_before_the_exercises_own_sentence(tmp_path, workspace, reference, body, says):
+    exercise = exercise_of(tmp_path, SHARE.replace("return reference", f"return {reference}"))
+    assert says in feedback(exercise, workspace, f"def double(rows, n):\n    {body}\n").cause
 
 
 LARGEST = '''"""The largest
@@ -421,6 +464,7 @@ def cases(rank, n):
 MEANS = {
     "return 3 * x": "no collective was called",
     "dist.broadcast(x, src=0)\n    return x": "was called, which adds nothing up",
+    "y = x.clone()\n    dist.all_reduce(y)\n    return x / 2": "stands in `y`, which nothing reads afterwards",
     "dist.all_reduce(x)\n    return x + 0": "it was not divided",
     "dist.all_reduce(x)\n    return x / 4": "once too often",
     "dist.reduce(x, dst=0)\n    return x / 2": "leaves its result on one rank only",

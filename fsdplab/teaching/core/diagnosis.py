@@ -21,7 +21,16 @@ from typing import Any
 from .comm_log import bytes_sent, kinds_of, nothing_added_up, to_one_rank_only
 from .exercise import Call
 from .exercise_file import Exercise
-from .in_source import one_round, other_operation, other_text, returns_a_value, slip
+from .in_source import (
+    kept_from_the_result,
+    never_read,
+    one_round,
+    other_division,
+    other_operation,
+    other_text,
+    returns_a_value,
+    slip,
+)
 from .on_ranks import portable
 from .raised import DOTS
 from .run_submission import Behaviour
@@ -139,6 +148,8 @@ def _cause(
         return f"{changed[1]}: {_IN_PLACE}"
     if written := slip(learner.source, exercise.reference, not exercise.pure):
         return written
+    if kept := kept_from_the_result(learner.source):
+        return f"the collective's result stands in `{kept}`, which nothing reads afterwards: return what is made of it"
     if place.difference.problem == "dtype":
         return "a buffer was made with torch's default dtype: make it like the input (new_empty, empty_like)"
     sender = None if exercise.settings.facts_only else reference  # what trains sends more than the function itself
@@ -148,8 +159,10 @@ def _cause(
         or _of_a_text(_facts(trial.returned).get(place.fact), expected.get(place.fact))
         or other_operation(learner.source, exercise.reference)
         or _calls_missing(trial.calls, right_calls)
+        or _text_for_a_number(place, learner, right)
         or _of_all_numbers(exercise, place, learner, right)
-        or exercise.says(place.fact, _facts(trial.returned), expected)
+        or _divided(exercise, place, learner)
+        or _unread(exercise, place, learner, exercise.says(place.fact, _facts(trial.returned), expected))
         or _relation(exercise, place, learner, right)
     )
 
@@ -255,6 +268,33 @@ def _is_cut_off(pair: tuple[Any, Any]) -> bool:
     if not (hasattr(right, "floor") and hasattr(got, "unique")) or right.shape != got.shape:
         return False
     return bool(right.is_floating_point()) and bool((got == right.floor()).all()) and len(got.unique()) > 1
+
+
+def _divided(exercise: Exercise, place: _Place, learner: Behaviour) -> str:
+    """The cause where the wrong one of `/` and `//` made a fraction of a whole number, or the other way round."""
+    expected, got = (text.lstrip("-") for text in (place.difference.expected, place.difference.got))
+    operator = other_division(learner.source, exercise.reference)
+    if operator == "/" and expected.isdigit() and not got.isdigit():
+        return f"`/` makes a fraction, here {got}, where a whole number is expected: `//` divides whole numbers"
+    if operator == "//" and got.isdigit() and not expected.isdigit():
+        return "`//` drops all that is behind the point, and gives 0 where the divisor is larger: `/` keeps it"
+    return ""
+
+
+def _text_for_a_number(place: _Place, learner: Behaviour, right: _Right) -> str:
+    """The cause where a text stands for a number, with a unit or without."""
+    got = _facts(learner.trials[place.case][place.rank].returned).get(place.fact)
+    numeric = _is_number(right[place.case][place.rank].get(place.fact))
+    return f"a number is expected, this is the text {got!r}" if numeric and isinstance(got, str) else ""
+
+
+def _unread(exercise: Exercise, place: _Place, learner: Behaviour, said: str) -> str:
+    """What the exercise says, after the arguments that the function ignores and its reference needs."""
+    names = never_read(learner.source, exercise.reference, exercise.function)
+    if not names or exercise.settings.facts_only or place.difference.problem != "value":
+        return said
+    unread = f"your function never reads {' and '.join(f'`{name}`' for name in names)}"
+    return f"{unread}: {said}" if said else f"{unread}, on which the result depends"
 
 
 def _is_number(value: Any) -> bool:

@@ -1,5 +1,6 @@
 """Causes that stand in a learner's source, whatever its values are: a message that nobody waits for, a loop that ends
-in its first round, a value that nobody keeps, a condition that always holds, a name or a text that is nearly another.
+in its first round, a value that nobody keeps or reads, a condition that always holds, a name or a text that is nearly
+another.
 """
 
 from __future__ import annotations
@@ -175,3 +176,55 @@ def returns_a_value(source: str) -> bool:
     """
     returned = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Return))
     return any(returned) or "lambda" in source
+
+
+def never_read(source: str, reference: str, function: str) -> list[str]:
+    """The arguments of a function that a source does not read anywhere, where its reference reads them.
+
+    >>> never_read("def area(a, b): return 6 * a", "def area(a, b): return a * b", "area")
+    ['b']
+    """
+    mine, theirs = (_arguments(text, function) for text in (source, reference))
+    return [name for name, read, other in zip(mine, mine.values(), theirs.values()) if other and not read]
+
+
+def _arguments(source: str, function: str) -> dict[str, bool]:
+    """The arguments of a function, and whether its body reads them."""
+    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    found = next((node for node in functions if node.name == function), None)
+    if found is None or found.args.vararg or found.args.kwarg:
+        return {}
+    read = {node.id for node in ast.walk(found) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    return {each.arg: each.arg in read for each in found.args.args}
+
+
+def kept_from_the_result(source: str) -> str:
+    """A copy that a function makes, adds up over the ranks and reads nowhere else, by its name; else nothing.
+
+    >>> kept_from_the_result("def f(x):\\n    y = x.clone()\\n    dist.all_reduce(y)\\n    return x")
+    'y'
+    """
+    nodes = list(ast.walk(ast.parse(source)))
+    read = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
+    copies = {
+        ast.unparse(node.targets[0])
+        for node in nodes
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).endswith(".clone()")
+    }
+    summed = (
+        ast.unparse(node.args[0])
+        for node in nodes
+        if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).endswith("all_reduce")
+    )
+    return next((name for name in summed if name in copies and read.count(name) == 1), "")
+
+
+def other_division(source: str, reference: str) -> str:
+    """The one of `/` and `//` that a source has and its reference has not, which has the other alone; else nothing."""
+    mine, theirs = (
+        {type(node.op) for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.BinOp, ast.AugAssign))}
+        for text in (source, reference)
+    )
+    if ast.Div in mine - theirs and ast.FloorDiv in theirs:
+        return "/"
+    return "//" if ast.FloorDiv in mine - theirs and ast.Div in theirs else ""
