@@ -216,6 +216,10 @@ def feedback(exercise: Exercise, workspace, body: str):
         ("for _ in range(2):\n        return x + 1", "`for _ in range(2)` never comes to the next one"),
         ("for _ in range(2):\n        if not len(x):\n            continue\n        return x + 1", "compare the two"),
         ("for _ in range(2):\n        if len(x):\n            return 10 * x", "5 times what is expected"),
+        (
+            "total = 0 * x\n    for _ in range(2):\n        total = x\n    return total",
+            "every round of the loop sets `total = x` anew",
+        ),
         ("import numpy\n    return torch.tensor(numpy.float32(2)) * x", None),
         ("while True: pass", "a loop that never ends"),
         ("return torch.tripled(x)", "read the last line"),
@@ -339,6 +343,7 @@ def cases(rank, n):
         ("return {'count': 1, 'value': 3 * x if x < 3 else 0}", "compare the two values"),
         ("return {'count': 1, 'value': 3 + 0 * x}", "compare the two values"),
         ("return {'count': 1, 'value': 3}", "your function never reads `x`"),
+        ("return {'count': 1, 'values': 2 * x}", "`value` is not there, and `values` stands there"),
     ],
 )
 def test_a_mistake_of_a_pure_function_is_the_cause_where_it_does_the_same_in_half_of_the_cases(

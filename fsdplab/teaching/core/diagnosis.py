@@ -28,6 +28,7 @@ from .in_source import (
     other_division,
     other_operation,
     other_text,
+    overwritten,
     returns_a_value,
     slip,
 )
@@ -144,6 +145,9 @@ def _cause(
         return f"the `return` in the loop ends it in its first round: `{loop}` never comes to the next one"
     if said := other_text(learner.source, exercise.text):
         return said
+    if line := overwritten(learner.source):
+        last = f"every round of the loop sets `{line}` anew, so only the last one counts: `+=` adds to what is there"
+        return "; ".join(filter(None, (last, exercise.says(place.fact, _facts(trial.returned), expected))))
     if changed := _changed(exercise, learner, reference):
         return f"{changed[1]}: {_IN_PLACE}"
     if written := slip(learner.source, exercise.reference, not exercise.pure):
@@ -158,13 +162,23 @@ def _cause(
         _alike(exercise, place, learner, right, mistakes())
         or _of_a_text(_facts(trial.returned).get(place.fact), expected.get(place.fact))
         or other_operation(learner.source, exercise.reference)
+        or _other_names(trial.returned, expected)
         or _calls_missing(trial.calls, right_calls)
         or _text_for_a_number(place, learner, right)
         or _of_all_numbers(exercise, place, learner, right)
         or _divided(exercise, place, learner)
-        or _unread(exercise, place, learner, exercise.says(place.fact, _facts(trial.returned), expected))
+        or _unread(exercise, place, learner, _said(exercise, place, learner, right))
         or _relation(exercise, place, learner, right)
     )
+
+
+def _other_names(got: Any, right: _Facts) -> str:
+    """The names that lack in a dict that was returned, and those that are not expected."""
+    if not isinstance(got, dict) or not (missing := [name for name in right if name not in got]):
+        return ""
+    other = [f"`{name}`" for name in got if name not in right]
+    instead = f", and {', '.join(other)} stands there" if other else ""
+    return f"the names of the dict are the statement's, letter by letter: `{missing[0]}` is not there{instead}"
 
 
 def _alike(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right, mistakes: Sequence[Known]) -> str:
@@ -295,6 +309,16 @@ def _unread(exercise: Exercise, place: _Place, learner: Behaviour, said: str) ->
         return said
     unread = f"your function never reads {' and '.join(f'`{name}`' for name in names)}"
     return f"{unread}: {said}" if said else f"{unread}, on which the result depends"
+
+
+def _said(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right) -> str:
+    """What the exercise says of this fact, with the factor by which all of several wrong numbers are too large."""
+    got = _facts(learner.trials[place.case][place.rank].returned)
+    said = exercise.says(place.fact, got, right[place.case][place.rank])
+    pairs = _wrong_pairs(exercise, place, learner, right)
+    several = len({expected for expected, _ in pairs if _is_number(expected)}) > 2
+    factor = _constant_factor(pairs, exercise.tolerance) if said and several else 0.0
+    return f"{said.rstrip('.')}. Everywhere this is {factor:.4g} times what is expected" if factor else said
 
 
 def _is_number(value: Any) -> bool:

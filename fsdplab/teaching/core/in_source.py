@@ -143,6 +143,34 @@ def _not_the_sum(node: ast.AST) -> str:
     return ""
 
 
+def overwritten(source: str) -> str:
+    """A variable that every round of a loop sets anew and that is read behind it only, as text; else nothing.
+
+    >>> overwritten("n = 0; total = 0\\nfor x in xs: n += 1; total = x * x\\nprint(n, total)")
+    'total = x * x'
+    """
+    blocks = (getattr(node, "body", ()) for node in ast.walk(ast.parse(source)))
+    for block in (each for each in blocks if isinstance(each, list)):
+        for place, loop in enumerate(block):
+            found = _set_anew(loop, block[:place], block[place + 1 :]) if isinstance(loop, ast.For) else ""
+            if found:
+                return found
+    return ""
+
+
+def _set_anew(loop: ast.For, before: Sequence[ast.stmt], behind: Sequence[ast.stmt]) -> str:
+    read_behind_only = (_names(before, ast.Store) & _names(behind, ast.Load)) - _names(loop.body, ast.Load)
+    searches = any(isinstance(node, (ast.Break, ast.Continue, ast.Return)) for node in ast.walk(loop))
+    assigned = (each for each in loop.body if isinstance(each, ast.Assign) and not searches)
+    return next((ast.unparse(each) for each in assigned if _names(each.targets, ast.Store) & read_behind_only), "")
+
+
+def _names(parts: Sequence[ast.AST], context: type[ast.expr_context]) -> set[str]:
+    """The names that these parts of a source read (Load) or set (Store)."""
+    nodes = (node for part in parts for node in ast.walk(part))
+    return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, context)}
+
+
 def nearly(error: str, source: str) -> str:
     """A name that resembles the one that a NameError, or a module, misses; else nothing.
 

@@ -42,6 +42,10 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
         "on the meta device there are no values to move: `model.to_empty(device=...)` gives memory, values are read"
         " afterwards",
     ),
+    (
+        r"can only be applied to a module once",
+        "this module is sharded already: a call in a loop, or a second one, shards it again. One call for each module",
+    ),
     (r"Unreadable: NoneType", NOTHING),
     (
         r"Expected parameter `\w+` of type",
