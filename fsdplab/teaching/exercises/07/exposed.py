@@ -16,6 +16,8 @@ def exposed(communication, compute):
     """Ms in which a message is on its way and nothing is computed; lists of (start, end), in any order."""
     ### BEGIN SOLUTION
     edges = sorted({edge for interval in [*communication, *compute] for edge in interval})
+    #! edges = [edge for interval in [*communication, *compute] for edge in interval]
+    #: sort the edges of both lists together: a piece reaches from one edge to the next one in time
     #! edges = sorted({min(edge for interval in compute for edge in interval)})
     #: raises: there is nothing to choose from in this case
     #! length = lambda spans: sum(b - a for a, b in spans)

@@ -58,7 +58,7 @@ from fsdplab.teaching.lessons.nb07_overlap.on_ranks import LATENCY_MS, PARTS, TA
 
 
 def cases(rank, n):
-    yield ("two steps on the steady card",)
+    yield ("steps on the steady card",)
 
 
 def observe(hide):

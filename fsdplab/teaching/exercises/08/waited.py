@@ -32,6 +32,8 @@ def waited(issued, peer_issued, taken, delivered, needed):
     #: a part begins where the one before ends: a span that starts behind `needed` counts from its own start
     #! return {name: end - max(start, needed) for name, (start, end) in spans.items()}
     #: a part is below zero: where a span ends before the wait begins, none of it counts (max(0, ...))
+    #! return {name: abs(end - max(start, needed)) for name, (start, end) in spans.items()}
+    #: where a span ends before the wait begins, none of it counts: max(0, ...), where abs(...) makes a wait of it
     #! return sum(max(0, end - max(start, needed)) for start, end in spans.values())
     #: return a dict with the names peer, queue, link, a number of ms each
     ### END SOLUTION

@@ -36,6 +36,8 @@ def crossover(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):
     #: a backward has 4 operations a parameter and token, twice as many as a forward: 6 are both together
     #! backward = reduce_bytes * sent / bandwidth / (4 * parameters / flops)
     #: the backward unshards the block again before it can compute: those bytes come on top of the reduction's
+    #! backward = (param_bytes + 2 * reduce_bytes) * sent / bandwidth / (4 * parameters / flops)
+    #: a reduce-scatter sends every number once, as an all-gather does; twice as much is an all-reduce
     return max(forward, backward)
     #! return forward
     #: this hides the forward only. A backward computes twice as much, but it unshards the block again and reduces its
@@ -54,6 +56,12 @@ def crossover(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):
     #: a multiplication and an addition: 2 operations a parameter and token in the forward
     #! return 8 * max(forward, backward)
     #: bytes, not bits: bandwidth is in bytes a second
+    #! return max(forward, backward) * (bandwidth / flops) ** 2
+    #: interchanged: bytes over `bandwidth` are the seconds of a message, operations over `flops` those of compute
+    #! return max(forward, backward) * (parameters / flops) ** 2
+    #: Python reads `a / 2 * b / c` from left to right: put what is divided by, `(2 * b / c)`, in brackets
+    #! return max(forward, backward) / flops**2
+    #: as above
     #! return max(1 / forward, 1 / backward)
     #: upside down: messages over compute
     #! return forward, backward
@@ -66,12 +74,12 @@ def crossover(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):
 
 def cases(rank, n):
     yield "a block of Llama 3.1 8B on 8 H100", 218_103_808, 8, 733e12, 380e9, 2, 4
-    yield "a block four times as large", 872_415_232, 8, 733e12, 380e9, 2, 4
+    yield "a block four times as large, in fp32", 872_415_232, 8, 733e12, 380e9, 4, 4
     yield "reductions in bf16", 218_103_808, 8, 733e12, 380e9, 2, 2
     yield "all-gathers in fp32, reductions in bf16", 218_103_808, 8, 733e12, 380e9, 4, 2
     yield "all-gathers in fp8, reductions in fp32", 218_103_808, 8, 733e12, 380e9, 1, 4
     yield "two cards on a slow bus", 218_103_808, 2, 100e12, 26e9, 2, 4
-    yield "64 ranks", 855_638_016, 64, 400e12, 100e9, 2, 4
+    yield "64 ranks, in fp8", 855_638_016, 64, 400e12, 100e9, 1, 1
 
 
 def said(got, right):

@@ -45,7 +45,7 @@ def bytes_each(cut, n):
         #: the master belongs to the optimizer: only the optimizer reads and writes it, so it is cut when the optimizer
         #: is, however whole the parameters are
         #! "master": 4,
-        #: as above
+        #: the master is whole here: what is in `cut` is divided by n, what is not stays whole
         #! "master": ...,
         #: a number of bytes is expected in place of the dots
         "moments": 8 * share["optimizer"],

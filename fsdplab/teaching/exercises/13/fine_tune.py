@@ -1,9 +1,9 @@
 """Train the adapters only
 
-Write fine_tune(model, shard): freeze all but the adapters, shard the model with shard(model), return an AdamW over what
-is trained.
+Write fine_tune(model, shard): freeze all but the adapters, shard the model with shard(model), return an AdamW that
+trains them.
 
-1. Three lines of work: freeze, shard, build the optimizer. Two orders are wrong: which, and why?
+1. Three lines of work: freeze, shard, build the optimizer. Which must come after shard(model), and why?
 2. Freezing is `parameter.requires_grad_(False)`. shard(model) replaces the parameters by shards, so an optimizer that
    was built before it holds the old ones.
 3. In a loop over model.named_parameters(): `parameter.requires_grad_("adapter" in name)`. Then shard(model). Then AdamW
@@ -14,7 +14,7 @@ import torch
 
 
 def fine_tune(model, shard):
-    """Freeze all but the adapters, call shard(model) once, and return an AdamW over what is trained."""
+    """Freeze all but the adapters, call shard(model) once, and return an AdamW that trains them."""
     ### BEGIN SOLUTION  adapters are the parameters with "adapter" in their name
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("adapter" in name)
