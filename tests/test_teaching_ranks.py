@@ -152,11 +152,19 @@ def test_a_rank_that_hangs_after_a_message_that_nobody_waits_for_is_told_of_it(w
         ),
         ("RuntimeError: shape '[-1, 2]' is invalid for input of size 9", "whose rows and columns"),
         ("TypeError: 'int' object is not iterable", "a pair is one argument"),
+        ("TypeError: list.append() takes exactly one argument (2 given)", "`steps.append((a, b))`"),
+        ("TypeError: slice indices must be integers or None or have an __index__ method", "a tuple of endings"),
         ("ValueError: torch.cat(): expected a non-empty list of Tensors", "`x.new_empty(0)`"),
     ],
 )
 def test_an_error_of_python_or_torch_is_led_back_to_the_mistake(error, cause):
     assert cause in raised.cause_of(error)
+
+
+def test_a_shape_of_fewer_dimensions_is_told_from_a_list_of_fewer_pieces():
+    error = "IndexError: tuple index out of range"
+    assert "`x.shape[1:]`" in raised.cause_of(error, line=f"mine = torch.zeros(c, whole.shape[1])\n{error}")
+    assert "fewer pieces than ranks" in raised.cause_of(error, line=f"return whole.chunk(n)[rank]\n{error}")
 
 
 def test_none_in_a_pure_function_comes_from_no_collective():

@@ -218,16 +218,17 @@ def feedback_on_failure(exercise: Exercise, report: Failure, source: str = "") -
             cause=_UNWAITED.format(begun) if begun else _STILL_TRAINS if exercise.settings.facts_only else _BEGUN,
         )  # fmt: skip
     if report.kind == "raised":
-        cause = _cause_of_error(exercise, _error(report), source)
-        return told(f"{name} raised an error.", got=_last_frames(exercise, report), cause=cause)
+        where = _last_frames(exercise, report)
+        cause = _cause_of_error(exercise, _error(report), where, source)
+        return told(f"{name} raised an error.", got=where, cause=cause)
     if report.kind in ("hung", "timeout"):
         return told(f"{name} did not end.", cause=_TOO_BUSY)
     aborted = "SIGABRT" in got and "The last collective it entered" in got  # gloo aborts a rank that gets strange bytes
     return told(f"{name} ended the run.", cause=_MISMATCHED if aborted else _ENDED)
 
 
-def _cause_of_error(exercise: Exercise, error: str, source: str) -> str:
-    """The likely cause of an error, by its own line, the learner's source and the exercise's stub."""
+def _cause_of_error(exercise: Exercise, error: str, where: str, source: str) -> str:
+    """The likely cause of an error, by its text, the line that raised it, the source and the exercise's stub."""
     if meant := nearly(error, source):
         return f"there is no such name here; did you mean `{meant}`?"
     missing = re.search(r"NameError: name '(\w+)'", error)
@@ -235,7 +236,7 @@ def _cause_of_error(exercise: Exercise, error: str, source: str) -> str:
         return f'this is a text, and texts stand in quotes: `"{missing[1]}"`'
     if re.search(rf"{exercise.function}\(\) (missing|takes|got an unexpected)", error):
         return "the check calls it as the stub's line with `def` says: leave that line as it was"
-    return cause_of(error, exercise.pure)
+    return cause_of(error, exercise.pure, where)
 
 
 def _last_frames(exercise: Exercise, report: Failure) -> str:

@@ -13,6 +13,10 @@ from fsdplab.sessions.worker.collective_hooks import NoSuchRank
 _NONE_HERE = (
     "in some case None stands before the dot or the bracket, or in the loop, of this line: ask before, `is not None`"
 )
+_FEWER_DIMENSIONS = (
+    "a shape has a number for each dimension, and in this case the tensor has fewer: `x.shape[1:]` is what follows the"
+    " first one, however many there are"
+)
 OTHERWISE = "read the last line first: it names the error; the line above is yours"
 NOTHING = "the function returns nothing: end it with `return ...`"
 DOTS = "the stub's dots are still there: write a value in place of the dots"
@@ -127,6 +131,11 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
         " numbers with the rows and with n * c",
     ),
     (
+        r"takes exactly one argument|slice indices must be integers",
+        "several things stand where one is expected: a pair in parentheses is one, `steps.append((a, b))`, and so is a"
+        " tuple of endings, `name.endswith((a, b))`",
+    ),
+    (
         r"IndexError.*index out of range",
         "there are fewer pieces, or fewer dimensions, than this index: `torch.chunk` and `split` give fewer pieces than"
         " ranks where the rows (with `dim=1` the columns) run out, and a tensor may have one dimension only. In a list"
@@ -225,10 +234,12 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
 )  # fmt: skip
 
 
-def cause_of(error: str, pure: bool = False) -> str:
+def cause_of(error: str, pure: bool = False, line: str = "") -> str:
     """The likely cause behind the last line of a traceback: `cause_of("NameError: name 'torch' is not defined")`; a
-    `pure` function calls no collective.
+    `pure` function calls no collective, and `line` is the learner's line that raised it.
     """
+    if "tuple index out of range" in error and re.search(r"\.(shape|size\(\))\[", line):
+        return _FEWER_DIMENSIONS
     if pure and "Unreadable" not in error and re.search(r"'NoneType' object (has no attribute|is not)", error):
         return _NONE_HERE
     return next((cause for says, cause in _CAUSES if re.search(says, error)), OTHERWISE)
