@@ -61,7 +61,7 @@ def observe(guarded, whole, name, resharded):
         said = {"the message holds the name": name in str(error)}
         return {"the guard": end, **said, "the message says unshard": "unshard" in str(error).lower()}
     return {
-        "the guard": "returns",
+        "the guard": f"returns a {type(got).__name__}" if isinstance(got, Exception) else "returns",
         "it returns the tensor itself": got is whole,
         "content": None if resharded else whole,
     }

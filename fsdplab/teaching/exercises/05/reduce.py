@@ -97,6 +97,6 @@ def observe(reduce, gradient):
 
 SAYS = {
     "shape": "this rank gets its own c = ceil(rows / n) rows, as `shard` cuts them",
-    "padding": "what does the padding hold, and does it stand after the rows?",
+    "padding": "what does the padding hold? Begin with zeros, `new_zeros`, and write the gradient into the first rows",
     "hung": "some rank does not take part: every rank calls reduce_scatter, also one that gets only padding",
 }

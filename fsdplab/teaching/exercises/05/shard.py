@@ -85,7 +85,8 @@ def observe(shard, whole, rank, n):
 SAYS = {
     "shape of a row": "only dimension 0 is cut; the others stay as they are",
     "rows in all": "a shard has c = ceil(rows / n) rows: short ones are padded with zero rows",
-    "own rows": "these are not the rows r * c to (r + 1) * c",
+    "own rows": "these are not the rows r * c to (r + 1) * c: the first ranks have c rows each, the last ones what is"
+    " left",
     "padding": "this rank's rows are right, but those that pad them are not zeros: start from `new_zeros`, and write"
     " only as many rows as there are",
     "bytes behind it": "this is a view: the whole tensor stays in memory behind it; copy the rows",

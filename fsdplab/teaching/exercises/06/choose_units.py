@@ -45,9 +45,20 @@ def observe(choose_units, model):
     return {
         "bytes over the target": max(0, peak - TARGET),
         "collectives over the limit": max(0, collectives - LIMIT),
-        "_seen": f"{len(engine.units)} units, {peak:,} bytes unsharded at the peak, {collectives} collectives",
+        "_seen": f"{chosen_in(engine)}; {peak:,} bytes unsharded at the peak, {collectives} collectives",
         "_units": len(engine.units),
     }
+
+
+def chosen_in(engine):
+    """How many units there are, which of them lie in the first block, and which is the largest."""
+    inside = [unit.name for unit in reversed(engine.units) if f"{unit.name}.".startswith("blocks.0.")]
+    names = [name.removeprefix("blocks.0.") for name in inside]
+    largest = max(engine.units, key=lambda unit: unit.whole.nbytes)
+    return (
+        f"{len(engine.units)} units, in the first block {', '.join(names) or 'none'}; the largest is {largest.name},"
+        f" {largest.whole.nbytes:,} bytes"
+    )
 
 
 def too_large(got, right):

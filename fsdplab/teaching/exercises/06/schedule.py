@@ -112,9 +112,9 @@ def cases(rank, n):
 
 
 def observe(schedule, sizes):
-    from fsdplab.teaching.lessons.nb06_whole_model.schedules import MEMORY_TARGET, ScheduleError, play, shortest
+    from fsdplab.teaching.lessons.nb06_whole_model.schedules import MEMORY_TARGET, ScheduleError, play, shortest, waits
 
-    problem, late, large = NOTHING, {}, {}
+    problem, late, large, held, waited = NOTHING, {}, {}, {}, {}
     for blocks in sizes:
         try:
             played = play(schedule(blocks), blocks)
@@ -123,23 +123,38 @@ def observe(schedule, sizes):
             break
         late[f"{blocks} blocks"] = max(0, played.milliseconds - shortest(blocks))
         large[f"{blocks} blocks"] = max(0, played.peak - MEMORY_TARGET)
-    return {"what cannot run": problem, "blocks over the memory target": large, "ms over the time target": late}
+        held[f"{blocks} blocks"] = sorted((span.what, span.block) for span in played.held_at_peak)
+        waited[f"{blocks} blocks"] = [(span.block, span.start, span.end) for span in waits(played)[1:]]
+    return {
+        "what cannot run": problem,
+        "blocks over the memory target": large,
+        "ms over the time target": late,
+        "_held": held,
+        "_waits": waited,
+    }
 
 
 def too_many_blocks(got, right):
     blocks, over = next((name, more) for name, more in got["blocks over the memory target"].items() if more)
-    return (
-        f"of {blocks}, {3 + over} are in memory at once (unsharded gradients count), the target is 3: reshard a block"
-        " after its forward, unshard one block ahead and not more, and send a finished gradient's reduction before the"
-        " next unshard, or it waits in memory"
+    held = got["_held"][blocks]
+    listed = ", ".join(f"{'block' if what == 'unsharded' else 'gradient'} {block}" for what, block in held)
+    many = sum(what == "unsharded" for what, _ in held) > 2
+    return f"of {blocks}, {3 + over} are in memory at once, the target is 3 ({listed}): " + (
+        "reshard a block after its forward, and unshard one block ahead and not more"
+        if many
+        else "send a finished gradient's reduction before the next unshard, or it waits in memory"
     )
 
 
 def too_late(got, right):
     blocks, over = next((name, ms) for name, ms in got["ms over the time target"].items() if ms)
+    where = "the link sends reductions to the end"
+    if got["_waits"][blocks]:
+        where = "the rank waits for block {} from {} to {} ms".format(*got["_waits"][blocks][0])
     return (
-        f"{blocks} take {over} ms more than the target: look for the red pieces in the figure. An unshard hides behind"
-        " the computation that is listed after it; and what is resharded and unsharded again at once costs a message"
+        f"{blocks} take {over} ms more than the target: {where}; look for the red pieces in the figure. An unshard"
+        " hides behind the computation that is listed after it; and what is resharded and unsharded again at once costs"
+        " a message"
     )
 
 

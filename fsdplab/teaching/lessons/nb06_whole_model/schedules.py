@@ -53,11 +53,13 @@ class Played:
     @property
     def peak(self) -> int:
         """The most blocks and gradients that were in memory at once."""
-        return max(self.held(span.start) for span in self.memory)
+        return len(self.held_at_peak)
 
-    def held(self, time: int) -> int:
-        """Blocks and gradients in memory from this time on."""
-        return sum(span.start <= time < span.end for span in self.memory)
+    @property
+    def held_at_peak(self) -> list[Span]:
+        """The blocks and gradients in memory when they are most, for the first time."""
+        times = sorted({span.start for span in self.memory})
+        return max(([span for span in self.memory if span.start <= time < span.end] for time in times), key=len)
 
 
 def shortest(blocks: int) -> int:
