@@ -35,6 +35,7 @@ _BYTE_SLIPS = (
     Slip("counted in MiB (2**20 bytes) but written as MB (10**6 bytes)", factor=1e6 / 2**20),
     Slip("counted in MB (10**6 bytes) but written as MiB (2**20 bytes)", factor=2**20 / 1e6),
 )
+_PART_SLIPS = (Slip("that is a part of 1, and percent are asked for: 100 times as much", factor=1e-2),)
 _SCALE_SLIPS = (
     Slip("the prefix: 1000 times too large", factor=1e3),
     Slip("the prefix: 1000 times too small", factor=1e-3),
@@ -172,7 +173,7 @@ def how_far(given: float, right: float) -> str:
 
 def _wrong_numbers(item: Question, right: float, against: Any) -> Iterator[tuple[Slip, float]]:
     """The question's own slips first, then the usual ones with bytes."""
-    general = (*_BYTE_SLIPS, *_SCALE_SLIPS) if "B" in item.unit else _SCALE_SLIPS
+    general = (*(_BYTE_SLIPS if "B" in item.unit else _PART_SLIPS if item.unit == "%" else ()), *_SCALE_SLIPS)
     for slip in (*item.slips, *general):
         if slip.factor is not None:
             yield slip, right * slip.factor

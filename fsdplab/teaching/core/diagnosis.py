@@ -394,6 +394,10 @@ def _factor(right: Any, got: Any) -> float:
 def _factor_in_words(factor: float, ranks: int) -> str:
     if ranks > 1 and abs(factor - ranks) < 1e-4 * ranks:
         return f"this is {ranks} times what is expected, as a sum over the {ranks} ranks is that was not divided"
+    if ranks > 1 and abs(factor - ranks**2) < 1e-4 * ranks:
+        return (
+            f"this is {factor:.4g} times what is expected, {ranks} times {ranks}: multiplied where it is to be divided"
+        )
     if ranks > 1 and abs(factor * ranks - 1) < 1e-4:
         return f"what is expected is {ranks} times this: it was divided by the number of ranks, {ranks}, once too often"
     divisor = f"{ranks / factor:.4g}"

@@ -28,6 +28,9 @@ def complaint(choices: Any, job: dict[str, Any], names: Sequence[str]) -> str:
     if not isinstance(choices, dict):
         return f"expected a dict, got {type(choices).__name__}"
     unsupported = [str(name) for name in choices if name not in names]
+    unknown = [name for name in unsupported if name not in RunSpec.__dataclass_fields__]
+    if unknown:
+        return f"there is no setting {', '.join(unknown)}; you choose {', '.join(names)}, spelt so"
     if unsupported:
         return f"{', '.join(unsupported)} belongs to the job; you choose {', '.join(names)}"
     try:

@@ -44,7 +44,7 @@ def mesh_for(ranks, per_node, state, card):
 
 
 def cases(rank, n):
-    yield "two nodes of two, half the state fits", 4, 2, 64, 40
+    yield "two nodes of two, half the state just fits", 4, 2, 64, 32
     yield "two nodes of two, all of it would fit", 4, 2, 64, 80
     yield "two nodes of two, a quarter fits", 4, 2, 64, 20
     yield "one node of four, a quarter fits", 4, 4, 64, 20
@@ -73,7 +73,7 @@ def slow(got, right):
     if got["_spans"]:
         return (
             "a row spans nodes, so all-gathers and reductions go at the slow link's pace, and the card does not ask for"
-            " it: shorter rows"
+            " it (a shard as large as `card` fits): shorter rows, of `per_node` ranks where they fit"
         )
     return (
         "rows are shorter than a node: then more of the gradient, P/s a rank, is all-reduced over the slow link. Shard"
@@ -83,7 +83,8 @@ def slow(got, right):
 
 SAYS = {
     "mesh": lambda got, right: got["mesh"],
-    "MB over the card": "a rank keeps more of the state than its card has, state / (ranks in a row): longer rows",
+    "MB over the card": "a rank keeps more of the state than its card has, state / (ranks in a row), both in MB: longer"
+    " rows",
     "ms on the links": slow,
     "hung": "the ranks wait for each other: return the same rows on every rank",
 }

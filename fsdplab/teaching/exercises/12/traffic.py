@@ -26,6 +26,8 @@ def traffic(P, s, r):
         #: the payload of an all-gather is all of P, not the shard that a rank has
         #! "within": 6 * P * (s - 1) / s,
         #: an all-gather and a reduce-scatter count once each; only an all-reduce counts twice
+        #! "within": 3 * P * (s - 1),
+        #: a rank sends (s-1)/s of the payload in a collective: s - 1 of s parts, not s - 1 times all of it
         #! "within": 3 * P,
         #: a rank need not send what its neighbours have: (s-1)/s of P
         #! "within": 3 * P * (r - 1) / r,

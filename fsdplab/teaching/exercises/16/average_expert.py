@@ -49,4 +49,4 @@ def observe(average_expert, gradient):
     return average_expert(gradient, mesh["efsdp"].get_group())
 
 
-SAYS = {"the returned value": "sum over the ranks that hold the same experts, then divide by the number of all ranks"}
+SAYS = {"otherwise": "sum over the ranks that hold the same experts, then divide by the number of all ranks"}

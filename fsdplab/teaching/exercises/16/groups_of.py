@@ -35,6 +35,8 @@ def groups_of(rank, shape):
         groups.append([first + step * stride for step in range(size)])
         #! groups.append([first + step * stride for step in reversed(range(size))])
         #: the right ranks in another order: a group counts upwards along its axis
+        #! groups.append([other for other in range(prod(shape)) if other // stride % size == rank // stride % size])
+        #: these ranks have the same place on this axis; a group has those that differ on it, and on no other axis
         #! groups.append([first + step * stride for step in range(size + 1)])
         #: a group has as many ranks as its axis has places
         #! groups.insert(0, [first + step * stride for step in range(size)])
@@ -70,7 +72,9 @@ def on_axis(axis):
             return "the right ranks in another order: a group counts upwards along its axis"
         if len(group) != len(expected):
             return f"the group has {len(group)} ranks, the axis {len(expected)} places"
-        return "how long is a step on this axis, and where on it does the rank stand?"
+        if (stride := expected[1] - expected[0]) != group[1] - group[0]:
+            return f"neighbours on this axis are {stride} ranks apart, the product of all later sizes"
+        return f"where on the axis does the rank stand? So many strides before it its group begins, at {expected[0]}"
 
     return said
 
