@@ -57,9 +57,6 @@ def average_in_hook(parameter):
     #: the sum over the ranks must be divided by their number: ask `dist.get_world_size()`
     #! parameter.grad = None
     #: this parameter has no gradient any more: write the average into its `.grad`
-    #! if dist.get_rank() == 0:
-    #!     parameter.grad /= dist.get_world_size()
-    #: it was wrong on another rank, because only rank 0 divides, and the models have differed since
     #! parameter.grad /= dist.get_world_size()
     #! dist.all_reduce(parameter.grad)
     #! parameter.grad /= dist.get_world_size()

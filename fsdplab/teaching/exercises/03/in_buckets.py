@@ -32,15 +32,6 @@ def in_buckets(model, bucket_bytes):
         #! return
         #: as soon as the bucket is full, it leaves: it is full at `bucket_bytes` bytes, `each.grad.nbytes`, and this
         #: counts elements
-        #! bucket.append(parameter)
-        #! if sum(each.grad.nbytes for each in bucket) >= 40_000:
-        #!     send()
-        #! return
-        #: `bucket_bytes` is not what decides: a bucket leaves as soon as it holds that many bytes or more
-        #! bucket.append(parameter)
-        #! return send()
-        #: more messages than buckets: one all_reduce for the whole bucket (join it with torch.cat), and only when it is
-        #: full
         if sum(each.grad.nbytes for each in bucket) >= bucket_bytes:
             send()
         ### END SOLUTION
@@ -49,9 +40,9 @@ def in_buckets(model, bucket_bytes):
         ### BEGIN SOLUTION  one all_reduce for the whole bucket, averages back into every .grad, bucket empty
         if bucket:
             joined = torch.cat([each.grad.flatten() for each in bucket])
+            #! joined = torch.cat([each.detach().flatten() for each in bucket])
+            #: these are averages of the weights: what is to travel is each parameter's `.grad`
             dist.all_reduce(joined)
-            #! [dist.all_reduce(part) for part in joined.split([each.numel() for each in bucket])]
-            #: as above
             joined /= dist.get_world_size()
             #! pass
             #: this is the sum over the ranks: it was never divided by their number
@@ -119,7 +110,7 @@ SAYS = {
     "the largest message": "`bucket_bytes` is not what decides: a bucket leaves as soon as it holds that many bytes or"
     " more (bytes, not elements), and is empty then",
     "messages a step": "more messages than buckets: one all_reduce for the whole bucket (join it with torch.cat), and"
-    " only when it is full",
+    " only when it is full; a count of its bytes begins at 0 again once it has left",
     "hung": "deadlock: a rank waits in a collective that another rank never calls. Every rank must make the same calls"
     " in the same order: no `if rank == 0` around them, and no decision that depends on a rank's own values",
 }

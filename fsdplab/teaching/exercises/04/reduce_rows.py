@@ -27,8 +27,6 @@ def reduce_rows(parameter, mine):
     dist.reduce_scatter(mine.grad, blocks)
     #! mine.grad.copy_(blocks[dist.get_rank()])
     #: these are the rank's own rows: nothing came from the other ranks
-    #! dist.reduce_scatter(mine.grad, blocks, op=dist.ReduceOp.MAX)
-    #: this is the largest of the ranks' values, not their sum: leave `op` out
     #! mine.grad = sum(blocks)
     #: no collective was called, so nothing came from the other ranks: a reduce_scatter adds up over ranks
     #! every = [torch.empty_like(mine) for _ in blocks]

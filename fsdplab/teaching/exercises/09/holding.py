@@ -13,16 +13,12 @@ def holding(life, at):
     """The names of the units whose whole parameters take memory at instant `at`."""
     ### BEGIN SOLUTION  life: dicts with "unit", "state" and "time_ns", in order of time
     state = {}
-    #! return [row["unit"] for row in life if row["time_ns"] <= at and row["state"] == "unsharding"]
-    #: a unit is named twice, or after it was resharded: it is one unit. Remember its newest state only
-    #! return [row["unit"] for row in life if row["time_ns"] <= at and row["state"] != "sharded"]
-    #: as above
     #! state = {row["unit"]: row["state"] for row in life if row["time_ns"] < at}
     #! return [unit for unit, now in state.items() if now != "sharded"]
     #: a row at the very instant `at` counts already: compare with <=
     #! state = {row["unit"]: row["state"] for row in life}
     #! return [unit for unit, now in state.items() if now != "sharded"]
-    #: `at` was not used: rows after the instant must not count
+    #: rows after the instant must not count: those with time_ns <= at do
     #! state = {row["unit"]: row["state"] for row in life if row["time_ns"] == at}
     #! return [unit for unit, now in state.items() if now != "sharded"]
     #: the newest row of a unit may be older than `at`: all rows up to the instant count
@@ -37,7 +33,7 @@ def holding(life, at):
     #! return [unit for unit, now in state.items() if now == "sharded"]
     #: these are the units that were resharded: those with another state take memory
     #! return list(state)
-    #: a unit that was unsharded may have been resharded again: only its newest state before `at` counts
+    #: units are named that were resharded before `at`: leave out those whose newest state up to then is "sharded"
     #! return len([unit for unit, now in state.items() if now != "sharded"])
     #: return the names: a list, or a set, of texts
     ### END SOLUTION
@@ -80,8 +76,14 @@ def observe(holding, life, at):
     return {"several names": many, "units": ", ".join(sorted(map(str, got))) if many else got}
 
 
-SAYS = {
-    "several names": "return the names: a list, or a set, of texts",
-    "units": "go through the rows up to `at`, and note for each unit the newest state; it holds memory unless that is"
-    " sharded",
-}
+def which(got, right):
+    """The names that are missing or too many."""
+    ours, theirs = (facts["units"].split(", ") if facts["units"] else [] for facts in (got, right))
+    missing, more = sorted(set(theirs) - set(ours)), sorted(set(ours) - set(theirs))
+    twice = sorted({unit for unit in ours if ours.count(unit) > 1})
+    told = (("missing", missing), ("named, and without memory at that instant", more), ("named more than once", twice))
+    found = "; ".join(f"{what}: {', '.join(units)}" for what, units in told if units)
+    return f"{found}. Note for each unit its newest state up to `at`; it holds memory unless that is sharded"
+
+
+SAYS = {"several names": "return the names: a list, or a set, of texts", "units": which}
