@@ -21,13 +21,21 @@ _SIGNS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 _IS_A_RANK = re.compile(r"\b(get_rank\(\)|rank|me) == \d+")
 
 
+def _nodes(source: str) -> list[ast.AST]:
+    """All nodes of a source; none of one that Python cannot read."""
+    try:
+        return list(ast.walk(ast.parse(source)))
+    except SyntaxError:
+        return []
+
+
 def unwaited(source: str) -> str:
     """The first call that only begins a message, and whose result is dropped or waited for nowhere; else nothing.
 
     >>> unwaited("work = dist.isend(a, 1)\\nwork.wait"), unwaited("work = dist.isend(a, 1)\\nwork.wait()")
     ('dist.isend(a, 1)', '')
     """
-    nodes = list(ast.walk(ast.parse(source)))
+    nodes = _nodes(source)
     dropped = {node.value for node in nodes if isinstance(node, ast.Expr)}
     waits = any(isinstance(node, ast.Attribute) and node.attr in _WAITS and node not in dropped for node in nodes)
     begun = (node for node in nodes if isinstance(node, ast.Call) and _begins(node))
@@ -42,7 +50,7 @@ def _begins(call: ast.Call) -> bool:
 
 def one_round(source: str) -> str:
     """The first `for` whose body returns whatever happens, as text; else nothing."""
-    for loop in ast.walk(ast.parse(source)):
+    for loop in _nodes(source):
         if isinstance(loop, ast.For) and _always_returns(loop.body):
             return ast.unparse(loop).partition(":\n")[0]
     return ""
@@ -63,7 +71,7 @@ def other_text(source: str, exercise: str) -> str:
     """
     exercise = re.sub(r"(?m)^ *#!.*$", "", exercise)
     known = re.findall(r'"([\w-]+)"', exercise)
-    compared = [each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.Compare)]
+    compared = [each for each in _nodes(source) if isinstance(each, ast.Compare)]
     for text in (node.value for each in compared for node in ast.walk(each) if isinstance(node, ast.Constant)):
         if isinstance(text, str) and text not in exercise and (close := _close(text, known, 0.6)):
             return f'nothing here has the name "{text}", with which this compares: is "{close}" meant?'
@@ -88,7 +96,7 @@ def other_operation(source: str, reference: str) -> str:
 
 
 def _first_found(rules: Sequence[Callable[[ast.AST], str]], source: str, reference: str) -> str:
-    nodes, right = list(ast.walk(ast.parse(source))), list(ast.walk(ast.parse(reference)))
+    nodes, right = _nodes(source), _nodes(reference)
     found = (next(filter(None, map(rule, nodes)), "") for rule in rules if not any(map(rule, right)))
     return next(filter(None, found), "")
 
@@ -149,7 +157,7 @@ def overwritten(source: str) -> str:
     >>> overwritten("n = 0; total = 0\\nfor x in xs: n += 1; total = x * x\\nprint(n, total)")
     'total = x * x'
     """
-    blocks = (getattr(node, "body", ()) for node in ast.walk(ast.parse(source)))
+    blocks = (getattr(node, "body", ()) for node in _nodes(source))
     for block in (each for each in blocks if isinstance(each, list)):
         for place, loop in enumerate(block):
             found = _set_anew(loop, block[:place], block[place + 1 :]) if isinstance(loop, ast.For) else ""
@@ -184,7 +192,7 @@ def nearly(error: str, source: str) -> str:
         there = [name for name in dir(sys.modules.get(missing[2])) if not name.startswith("_")]
         longer = (name for name in there if set(missing[3].split("_")) <= set(name.split("_")))
         return next(longer, _close(missing[3], there, 0.8))
-    nodes = list(ast.walk(ast.parse(source)))
+    nodes = _nodes(source)
     known = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     known |= {node.arg for node in nodes if isinstance(node, ast.arg)}
     known |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
@@ -202,7 +210,7 @@ def returns_a_value(source: str) -> bool:
     >>> returns_a_value("def half(x): x / 2"), returns_a_value("half = lambda x: x / 2")
     (False, True)
     """
-    returned = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Return))
+    returned = (node.value for node in _nodes(source) if isinstance(node, ast.Return))
     return any(returned) or "lambda" in source
 
 
@@ -218,7 +226,7 @@ def never_read(source: str, reference: str, function: str) -> list[str]:
 
 def _arguments(source: str, function: str) -> dict[str, bool]:
     """The arguments of a function, and whether its body reads them."""
-    functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
+    functions = [node for node in _nodes(source) if isinstance(node, ast.FunctionDef)]
     found = next((node for node in functions if node.name == function), None)
     if found is None or found.args.vararg or found.args.kwarg:
         return {}
@@ -232,7 +240,7 @@ def kept_from_the_result(source: str) -> str:
     >>> kept_from_the_result("def f(x):\\n    y = x.clone()\\n    dist.all_reduce(y)\\n    return x")
     'y'
     """
-    nodes = list(ast.walk(ast.parse(source)))
+    nodes = _nodes(source)
     read = [node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)]
     copies = {
         ast.unparse(node.targets[0])
@@ -250,7 +258,7 @@ def kept_from_the_result(source: str) -> str:
 def other_division(source: str, reference: str) -> str:
     """The one of `/` and `//` that a source has and its reference has not, which has the other alone; else nothing."""
     mine, theirs = (
-        {type(node.op) for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.BinOp, ast.AugAssign))}
+        {type(node.op) for node in _nodes(text) if isinstance(node, (ast.BinOp, ast.AugAssign))}
         for text in (source, reference)
     )
     if ast.Div in mine - theirs and ast.FloorDiv in theirs:
