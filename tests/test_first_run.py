@@ -17,7 +17,7 @@ from fsdplab.records.summary import Comm, Profile
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.first_run import predict_from_the_first, step_here, why_no_base
 from fsdplab.sessions.prediction import predict
-from fsdplab.widgets.answers import Look, answer
+from fsdplab.widgets.answers import Look, view_of
 from fsdplab.widgets.lab_state import LabState
 from fsdplab.workloads.own.sources import name_of, source_of
 from tests.own_models import zoo
@@ -106,10 +106,10 @@ def test_the_lab_shows_it_for_strategies_that_were_not_measured() -> None:
     work = fsdplab.Workload(zoo.stack, zoo.numbers, zoo.squares)
     state = LabState({"device": "cpu"}, model=work, link="none")
     state.choose(strategies=("no_shard", "full_shard"))
-    rows = answer(state.choices, Look(), state.fixed, [base])["rows"]
+    rows = view_of(state.choices, Look(), state.fixed).answer([base])["rows"]
     assert [row["here"]["of"] for row in rows] == ["no_shard"] * 2 and rows[0]["here"]["words"] == "200 ms ±0.0 %"
     assert rows[1]["here"]["step_s"] == step_here(base, state.request.specs[1]).seconds
-    assert not any(row["here"] for row in answer(state.choices, Look(), state.fixed)["rows"])
+    assert not any(row["here"] for row in view_of(state.choices, Look(), state.fixed).answer()["rows"])
 
 
 def test_records_of_a_comparison_show_it_beside_what_was_measured(tmp_path: Path) -> None:

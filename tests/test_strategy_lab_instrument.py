@@ -13,11 +13,12 @@ from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.records import RunRecord, Summary
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.steady_card import steady
-from fsdplab.widgets import answers
-from fsdplab.widgets.answers import Guess, Look, Outcome, Step, answer, crossover, difference, judge, marks, outcome
+from fsdplab.widgets import outcomes
+from fsdplab.widgets.answers import Guess, Look, difference, judge, view_of
 from fsdplab.widgets.choices import PRESETS, Choices, check
 from fsdplab.widgets.instrument import Instrument, changes_of, look_of
 from fsdplab.widgets.lab_state import LabState
+from fsdplab.widgets.outcomes import Outcome, Step, crossover, outcome
 from fsdplab.widgets.strategy_lab import StrategyLab
 
 pytestmark = pytest.mark.quick
@@ -25,6 +26,14 @@ FIXED = {"device": "cpu"}
 JOB = RunSpec(strategy="full_shard", model="gpt-20m", batch_size=2, sequence_length=128, link="150MB/s", device="cpu")
 ENDS = PRESETS["laptop"].links
 ON_GPUS = PRESETS["8 x H100"].choices
+
+
+def answer(choices: Choices, look: Look, fixed: dict[str, Any], records: Any = ()) -> dict[str, Any]:
+    return view_of(choices, look, fixed).answer(records)
+
+
+def marks(choices: Choices, look: Look, fixed: dict[str, Any]) -> list[dict[str, Any]]:
+    return view_of(choices, look, fixed).marks()
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +53,7 @@ def test_an_outcome_is_the_steady_cards_step_and_the_predicted_memory() -> None:
     assert waited == pytest.approx(found.step.exposed * 1e3, abs=0.1)
     assert sum(end - start for start, end in found.blocks["exposed"]) == pytest.approx(waited, abs=0.1)
     late = outcome(replace(JOB, prefetch=0)).blocks["messages"][2]
-    assert late[2:6] == ["blocks.1", "forward", "all-gather", "3.55 MB"] and late[7] == answers.CAUSES["late_start"]
+    assert late[2:6] == ["blocks.1", "forward", "all-gather", "3.55 MB"] and late[7] == outcomes.CAUSES["late_start"]
 
 
 def test_what_cannot_be_simulated_says_why() -> None:
@@ -70,7 +79,7 @@ def test_no_rank_waits_between_two_units_from_the_crossover_on(strategy: str) ->
     run = replace(JOB, strategy=strategy)
     found = crossover(run, ENDS)
     for factor, waits in ((1.0, False), (0.98, True)):
-        record = steady(replace(run, link=f"{factor * found.bytes_per_s / 1e6:.3f}MB/s"))
+        record = steady(replace(run, link=f"{factor * found[0] / 1e6:.3f}MB/s"))
         spans = sorted(
             (r["start_ns"], r["end_ns"], r["phase"], r["unit"])
             for r in record.table("timeline")
@@ -82,29 +91,29 @@ def test_no_rank_waits_between_two_units_from_the_crossover_on(strategy: str) ->
         ]  # fmt: skip
         assert (sum(gaps) > 1000) is waits, f"{strategy} at {factor} of its crossover: {sum(gaps)} ns between units"
         if not waits:
-            assert record.summary.comm.exposed_s == pytest.approx(found.remains_s, rel=0.05)
+            assert record.summary.comm.exposed_s == pytest.approx(found[1], rel=0.05)
 
 
 def test_the_crossover_does_not_depend_on_the_runs_own_link() -> None:
-    answers._crossover.cache_clear()
+    outcomes._crossover.cache_clear()
     links = ("150MB/s", "4GB/s", "150MB/s,1ms")
     first, other, slow_to_begin = (crossover(replace(JOB, link=link), ENDS) for link in links)
-    assert first == other and answers._crossover.cache_info().currsize == 2, (
+    assert first == other and outcomes._crossover.cache_info().currsize == 2, (
         "a link's latency counts, its speed does not"
     )
-    assert slow_to_begin.bytes_per_s > first.bytes_per_s
-    answers._outcome.cache_clear()
+    assert slow_to_begin[0] > first[0]
+    outcomes._outcome.cache_clear()
     assert outcome(JOB) is outcome(replace(JOB, card=300_000_000)), "a dragged card costs no simulation"
     longer = crossover(replace(JOB, batch_size=4), ENDS)
-    assert longer.bytes_per_s == pytest.approx(crossover(JOB, ENDS).bytes_per_s / 2, rel=0.05), "twice the compute"
+    assert longer[0] == pytest.approx(crossover(JOB, ENDS)[0] / 2, rel=0.05), "twice the compute"
 
 
 def test_without_prefetch_no_speed_hides_all_and_a_fast_range_hides_everywhere() -> None:
-    assert crossover(replace(JOB, prefetch=0), ENDS).bytes_per_s is None
-    assert crossover(JOB, (1e9, 1e10)).bytes_per_s == 1e9
+    assert crossover(replace(JOB, prefetch=0), ENDS) is None
+    assert crossover(JOB, (1e9, 1e10))[0] == 1e9
     found = marks(Choices(prefetch=0), Look(), FIXED)
     assert [mark["words"] for mark in found] == [
-        "A from 193 MB/s: only the ends exposed, 83.2 ms",
+        "A from 193 MB/s: only the ends exposed, 83.0 ms",
         "B waits at every speed",
     ]
 

@@ -18,11 +18,10 @@ from fsdplab.records.summary import Summary
 from fsdplab.sessions import RunSpec
 from fsdplab.widgets import kept_runs
 from fsdplab.widgets.choices import Choices, check
-from fsdplab.widgets.instrument import WAITING
 from fsdplab.widgets.lab_state import Batch, LabState
-from fsdplab.widgets.running import ANOTHER_RUNS, Runner
+from fsdplab.widgets.running import ANOTHER_RUNS, WAITING, Runner
 from fsdplab.widgets.strategy_lab import StrategyLab
-from fsdplab.widgets.tabs import FAULT, TABS, Still
+from fsdplab.widgets.tabs import FAULT, TABS, still
 
 pytestmark = pytest.mark.quick
 FIXED = {"device": "cpu", "sequence_length": 32}
@@ -118,7 +117,7 @@ def test_folders_that_may_not_be_read_are_said(tmp_path: Path, monkeypatch: pyte
         and f"could not be read: {closed}: Permission denied" in lab.state.message
     )
     closed = tmp_path
-    assert f"earlier runs in {tmp_path} could not be read (Permission denied)" in kept_runs.kept_in(tmp_path).left
+    assert f"earlier runs in {tmp_path} could not be read (Permission denied)" in kept_runs.kept_in(tmp_path)[1]
     too_long = StrategyLab(FIXED, directory=tmp_path / ("x" * 300), **TINY)
     assert "File name too long" in too_long.state.message
     with pytest.raises(RuntimeError, match=r"no run can be kept in .*give StrategyLab\(directory=...\) another folder"):
@@ -151,7 +150,7 @@ def test_a_name_is_the_folders_and_a_wrong_one_is_refused(tmp_path: Path) -> Non
     assert (
         "expected at most 60 letters" in said and record.path.is_dir() and not (tmp_path.parent / "elsewhere").exists()
     )
-    assert kept_runs.kept_in(tmp_path).batches[0].name == "before prefetch"
+    assert kept_runs.kept_in(tmp_path)[0][0].name == "before prefetch"
 
 
 def test_a_batch_that_runs_keeps_its_folder(tmp_path: Path) -> None:
@@ -199,8 +198,8 @@ def test_thirty_kept_batches_are_not_all_read(tmp_path: Path) -> None:
     write_batch(tmp_path, "batch-31-<script>", "zero2")
     lab = StrategyLab(FIXED, directory=tmp_path, export_to=tmp_path, **TINY)
     assert "19 older ones stay in" in lab.state.message and lab.details.name.value == "<script>"
-    still = Still(lab.state.batch)._repr_mimebundle_()["text/html"]
-    assert "<script>" not in still and "&lt;script&gt;" in still
+    saved = still(lab.state.batch, {})["text/html"]
+    assert "<script>" not in saved and "&lt;script&gt;" in saved
     assert lab.details.export() is not None
 
 
@@ -212,7 +211,7 @@ def test_a_press_of_cancel_at_once_after_run_is_heeded(tmp_path: Path, monkeypat
     monkeypatch.setattr(running, "compare", lambda *args, **named: compared.append(args))
     state = LabState(FIXED, **TINY)
     runner = Runner(state, tmp_path)
-    state.subscribe(lambda: state.progress.runs and state.status == "running" and runner.cancel())
+    state.subscribe(lambda: state.status == "running" and runner.cancel())
     assert runner.start() and runner.wait(60) and state.status == "cancelled"
     assert compared == [] and list(tmp_path.iterdir()) == []
 
@@ -291,29 +290,43 @@ def elsewhere(act: Any) -> None:
     thread.join()
 
 
-def test_a_press_while_a_cell_runs_starts_when_the_cells_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fsdplab.widgets import strategy_lab
+@pytest.fixture
+def shell(monkeypatch: pytest.MonkeyPatch) -> Shell:
+    """A kernel that runs the cell which makes the lab, and in which runs take no time."""
+    from fsdplab.widgets import running
 
-    shell, started = Shell(), threading.Event()
-    monkeypatch.setattr(strategy_lab, "this_shell", lambda: shell)
-    lab = StrategyLab(FIXED, **TINY)
-    monkeypatch.setattr(lab.runner, "start", started.set)
+    shell = Shell()
+    monkeypatch.setattr(running, "this_shell", lambda: shell)
+    monkeypatch.setattr(running, "compare", lambda *_, **__: None)
+    return shell
+
+
+def test_a_press_while_a_cell_runs_starts_when_the_cells_have_ended(tmp_path: Path, shell: Shell) -> None:
+    lab = StrategyLab(FIXED, directory=tmp_path, **TINY)
+    said, waits = [], threading.Event()
+    lab.state.subscribe(lambda: said.append(lab.instrument.progress["message"]) or WAITING in said and waits.set())
     elsewhere(lambda: press(lab, "measure"))
-    assert lab.instrument.progress["message"] == WAITING and lab.instrument.progress["cancels"]
+    assert waits.wait(60) and lab.instrument.progress["cancels"]
     press(lab, "cancel")
-    assert lab.instrument.progress["message"] != WAITING and not started.is_set()
+    assert lab.runner.wait(60) and lab.state.status == "cancelled"
 
+    said.clear()
+    waits.clear()
     elsewhere(lambda: press(lab, "measure"))
     shell.calls["post_run_cell"]()
+    assert lab.runner._cells.busy, "Run All is about to begin the next cell"
     shell.calls["pre_run_cell"]()
-    lab._cells._do()
-    assert not started.is_set() and lab._cells.waiting, "Run All has begun the next cell"
+    assert waits.wait(60) and lab.state.message == WAITING
     shell.calls["post_run_cell"]()
-    assert started.wait(60)
+    lab.runner._thread.join(60)
+    assert lab.state.status == "done"
 
-    started.clear()
-    press(lab, "measure")
-    assert started.is_set(), "a press that comes between cells, or from a cell, starts at once"
+
+def test_a_cell_that_waits_for_runs_does_not_hold_them_up(tmp_path: Path, shell: Shell) -> None:
+    lab = StrategyLab(FIXED, directory=tmp_path, **TINY)
+    elsewhere(lambda: press(lab, "measure"))
+    assert lab.run(60) == [] and lab.state.status == "done", "they were pressed before"
+    assert lab.run(60) == [] and len(lab.state.batches) == 2, "and run() in a cell starts at once"
 
 
 # ---- large type

@@ -14,13 +14,13 @@ from fsdplab.sessions import RunSpec
 from fsdplab.sessions.changes import best_change, edits
 from fsdplab.sessions.recorded_model import plan_of_file, steady_tables, steady_work
 from fsdplab.sessions.spec import SpecError
-from fsdplab.widgets.answers import Look, answer, marks, outcome
+from fsdplab.widgets.answers import Look, view_of, what_if
 from fsdplab.widgets.choices import PRESETS, Choices
 from fsdplab.widgets.copies import copies
 from fsdplab.widgets.instrument import Instrument
 from fsdplab.widgets.lab_state import LabState
+from fsdplab.widgets.outcomes import outcome
 from fsdplab.widgets.strategy_lab import StrategyLab
-from fsdplab.widgets.what_if import what_if
 from tests.own_models import zoo
 
 FIXED = {"device": "cpu"}
@@ -58,7 +58,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def asked(state: LabState) -> dict:
-    return answer(state.choices, Look(), state.fixed, [r for batch in state.batches for r in batch.records])
+    return view_of(state.choices, Look(), state.fixed).answer(state.records)
 
 
 @pytest.mark.quick
@@ -69,7 +69,7 @@ def test_it_is_in_the_list_and_predicted_from_its_recording(mine: Path) -> None:
     whole, sharded = found["rows"]
     assert whole["peak"] > sharded["peak"] > 0 and whole["step_s"] and sharded["step_s"]
     assert found["card"] is None and "full_shard" in found["difference"] and len(found["timeline"]) == 2
-    assert all(each["at"] for each in marks(state.choices, Look(), state.fixed))
+    assert all(each["at"] for each in view_of(state.choices, Look(), state.fixed).marks())
     state.choose(model="gpt-20m", card="330MB")
     assert state.request.specs[0].batch_size == 2 and asked(state)["rows"][0]["peak"] > 100 * whole["peak"]
 
@@ -172,7 +172,7 @@ def test_it_is_planned_on_every_gpu_that_the_lab_offers(mine: Path, preset: str)
         )
         assert outcome(plan).sent == sum(bytes_by_axis(expected.traffic).values())
     assert asked(state)["clock"] == "simulated on H100 GPUs" and asked(state)["card"] == 80 * 2**30
-    assert all(each["words"] for each in marks(state.choices, Look(), state.fixed))
+    assert all(each["words"] for each in view_of(state.choices, Look(), state.fixed).marks())
     rows = what_if(state.choices, "full_shard", state.fixed)
     assert "units model" in [row["words"] for row in rows]
     text = copies(next(plan for plan in request.plans if plan.strategy == "full_shard"))

@@ -15,13 +15,12 @@ from fsdplab.figures.report.parts import PIECES, PLOTLY
 from fsdplab.figures.view import view
 from fsdplab.records import RunRecord, Summary
 from fsdplab.sessions import RunSpec
-from fsdplab.sessions.spec import ENGINES
 from fsdplab.teaching.site import outputs
-from fsdplab.widgets.choices import MODELS, TARGETS, Choices, check, label, parse_card
-from fsdplab.widgets.lab_state import Batch, BatchProgress, LabState
+from fsdplab.widgets.choices import MODELS, TARGETS, Choices, check, parse_card
+from fsdplab.widgets.lab_state import Batch, LabState
 from fsdplab.widgets.running import Runner
 from fsdplab.widgets.strategy_lab import StrategyLab
-from fsdplab.widgets.tabs import EMPTY, FAULT, TABS, Still, pieces
+from fsdplab.widgets.tabs import EMPTY, FAULT, TABS, pieces, still
 from tests.leftovers import processes_of
 
 FIXED = {"device": "cpu", "sequence_length": 32}
@@ -143,18 +142,6 @@ def test_a_card_is_read_as_it_is_written(text: str, nbytes: int | None) -> None:
     assert parse_card(text) == nbytes
 
 
-def test_runs_are_named_as_the_figures_name_them() -> None:
-    names = {
-        engine: label(RunSpec(engine=engine, strategy=able[0], world_size=2))
-        for engine, able in ENGINES.items()
-        if "deepspeed" not in engine
-    }
-    assert names == {
-        "lab": "full_shard", "torch-ddp": "torch-ddp", "torch-fsdp1": "torch-fsdp1", "torch-fsdp2": "torch-fsdp2",
-        "twin": "twin",
-    }  # fmt: skip
-
-
 # ---- the state's life
 
 
@@ -172,13 +159,14 @@ def a_record(status: str = "finished", engine: str = "lab", message: str = "Rank
 def test_a_batch_from_begin_to_done() -> None:
     state, told = a_state(strategies=("no_shard", "full_shard")), []
     state.subscribe(lambda: told.append((state.status, state.message)))
-    assert len(state.begin()) == 2 and state.busy and state.begin() == ()
-    state.started(0)
+    specs = state.begin()
+    assert len(specs) == 2 and state.busy and state.begin() == ()
+    state.stepped(specs[0])
     assert state.message == "run 1 of 2, no_shard: its ranks are starting"
-    state.stepped(0, 1, 5, 5.5)
-    assert state.message == "run 1 of 2, no_shard: step 1 of 5, loss 5.5000" and state.progress.share == 0.1
+    state.stepped(specs[0], 1, 5, 5.5)
+    assert state.message == "run 1 of 2, no_shard: step 1 of 5, loss 5.5000" and state.share == 0.1
     state.recorded(a_record())
-    state.started(1)
+    state.stepped(specs[1])
     state.recorded(a_record())
     state.ended()
     assert (state.status, state.message) == ("done", "done: 2 records of 2 runs kept")
@@ -197,7 +185,6 @@ def test_a_cancelled_batch_keeps_its_records_and_the_lab_can_run_again() -> None
     state = a_state(strategies=("no_shard", "full_shard"))
     assert state.cancel() is False
     state.begin()
-    state.started(0)
     state.recorded(a_record())
     assert state.cancel() is True and state.status == "cancelling" and state.cancel() is False
     state.ended()
@@ -209,7 +196,6 @@ def test_a_cancelled_batch_keeps_its_records_and_the_lab_can_run_again() -> None
 def test_a_failed_run_is_named_and_its_batch_goes_on() -> None:
     state = a_state()
     state.begin()
-    state.started(0)
     state.recorded(a_record("failed"))
     assert state.busy
     state.ended()
@@ -226,20 +212,11 @@ def test_an_error_of_the_runner_itself_is_said() -> None:
 
 
 @pytest.mark.parametrize(
-    "verb,arguments", [("started", (0,)), ("stepped", (0, 1, 2, 3.0)), ("recorded", (None,)), ("ended", ())]
+    "verb,arguments", [("waits", ("",)), ("stepped", (None, 1, 2, 3.0)), ("recorded", (None,)), ("ended", ())]
 )
 def test_the_verbs_of_a_run_need_one(verb: str, arguments: tuple[Any, ...]) -> None:
     with pytest.raises(RuntimeError, match=r"no batch is running \(status idle\); call begin\(\) first"):
         getattr(a_state(), verb)(*arguments)
-
-
-def test_who_unsubscribes_hears_no_more() -> None:
-    state, told = a_state(), []
-    stop = state.subscribe(lambda: told.append(state.choices.ranks))
-    state.choose(ranks=3)
-    stop()
-    state.choose(ranks=4)
-    assert told == [3]
 
 
 def test_an_unknown_choice_is_an_error_of_the_caller() -> None:
@@ -248,29 +225,25 @@ def test_an_unknown_choice_is_an_error_of_the_caller() -> None:
 
 
 def test_the_share_that_is_done_counts_the_steps_of_runs_that_take_turns() -> None:
-    assert (str(BatchProgress()), BatchProgress().share) == ("", 0.0)
     state = a_state(strategies=("no_shard", "full_shard"))
-    state.begin()
-    for run in (0, 1):
-        state.started(run)
+    whole, sharded = state.begin()
+    for run in (whole, sharded):
+        state.stepped(run)
         state.stepped(run, 1, 5, 5.5)
-    state.stepped(0, 2, 5, 5.4)
-    assert state.message == "run 1 of 2, no_shard: step 2 of 5, loss 5.4000" and state.progress.share == pytest.approx(
-        0.3
-    )
-    state.stepped(1, 2, 5, 5.4)
+    state.stepped(whole, 2, 5, 5.4)
+    assert state.message == "run 1 of 2, no_shard: step 2 of 5, loss 5.4000" and state.share == pytest.approx(0.3)
+    state.stepped(sharded, 2, 5, 5.4)
     state.recorded(a_record())
-    assert state.progress.share == pytest.approx(0.7), "of full_shard, which has ended, nothing is left to do"
+    assert state.share == pytest.approx(0.7), "of full_shard, which has ended, nothing is left to do"
     no_shard = a_record()
     no_shard.spec["strategy"] = "no_shard"
     state.recorded(no_shard)
-    assert state.progress.share == 1.0 and state.batches[-1].records[0] is no_shard, "in the order of the runs"
+    assert state.share == 1.0 and state.batches[-1].records[0] is no_shard, "in the order of the runs"
 
 
 def test_a_drift_of_runs_that_took_no_turns_is_said_at_the_end() -> None:
     state, record = a_state(), a_record()
     state.begin()
-    state.started(0)
     record.summary = Summary.from_dict({"step_time_s": {"median": 0.1, "min": 0.1}, "again_s": 0.12})
     state.recorded(record)
     state.ended()
@@ -319,7 +292,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> StrategyLab:
     lab = StrategyLab(FIXED, directory=folder, export_to=folder, engines=("lab", "twin"), **TINY)
     lab.seen = []
     lab.state.subscribe(
-        lambda: lab.seen.append((lab.state.progress.run, lab.state.progress.step, lab.instrument.progress["share"]))
+        lambda: lab.seen.append((lab.state.message.partition(", loss")[0], lab.instrument.progress["share"]))
     )
     assert lab.records == [] and lab.details.export() is None
     lab.run(PATIENCE_S)
@@ -329,9 +302,11 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> StrategyLab:
 def test_a_batch_on_real_ranks_ends_with_its_records(lab: StrategyLab) -> None:
     assert lab.state.message.startswith("done: 2 records of 2 runs kept")
     steps = 2 + 2 + 1  # warm-up, timed, profiled
-    assert [step for run, step, _ in lab.seen if run == 1 and step][:steps] == [1, 2, 3, 4, 5]
-    assert (2, steps) in [entry[:2] for entry in lab.seen]
-    bar = [share for *_, share in lab.seen]
+    said, bar = zip(*lab.seen)
+    first = [words for words in said if words.startswith("run 1 of 2, full_shard: step ")]
+    assert first[:steps] == [f"run 1 of 2, full_shard: step {step} of 5" for step in (1, 2, 3, 4, 5)]
+    assert "run 2 of 2, twin: step 5 of 5" in said
+    bar = [*bar]
     assert bar == sorted(bar) and bar[-1] == 1.0
     batch = lab.state.batch
     assert [record.status for record in batch.records] == ["finished", "finished"] and [
@@ -369,13 +344,13 @@ def test_a_figure_with_a_fault_leaves_the_tab_alive(lab: StrategyLab, monkeypatc
 
 
 def test_the_saved_notebook_keeps_a_folded_table_with_the_figures_words(lab: StrategyLab) -> None:
-    still = Still(lab.state.batch)
-    bundle = still._repr_mimebundle_()
+    bundle = still(lab.state.batch, {})
     html, drawn = bundle["text/html"], [piece for piece in bundle[PIECES] if PLOTLY in piece]
     assert html.startswith("<details>") and "<table" in html and html.count("<p>Bars of") == 2 and len(html) < 50_000
     page = outputs.shown([{"output_type": "display_data", "data": bundle}])
     assert page.count('class="plot"') == len(drawn) >= 2, "the course's static pages draw the figures"
-    assert "Bars of peak memory per rank: full_shard" in repr(still) and "to come" in repr(Still(None))
+    assert "Bars of peak memory per rank: full_shard" in bundle["text/plain"]
+    assert "to come" in still(None, {})["text/plain"]
 
 
 def test_export_writes_the_comparison_and_says_where(lab: StrategyLab, tmp_path: Path) -> None:
@@ -420,17 +395,13 @@ def test_a_lab_of_wrong_choices_is_refused() -> None:
 @pytest.mark.parametrize("moment", ["start", "step"])
 def test_cancel_ends_the_ranks_and_the_next_batch_runs(tmp_path: Path, moment: str) -> None:
     runner = Runner(a_state(steps=200 if moment == "step" else 2), tmp_path)
-    when(
-        runner.state,
-        lambda state: state.progress.step >= 1 if moment == "step" else state.progress.run == 1,
-        runner.cancel,
-    )
+    when(runner.state, lambda state: (": step" if moment == "step" else "run 1") in state.message, runner.cancel)
     assert runner.start() and runner.wait(PATIENCE_S)
     assert (
         runner.state.status == "cancelled"
         and runner.state.message == "cancelled by you: 0 records of 1 run kept; press Measure to start again"
     )
-    assert processes_of(tmp_path) == [] and runner.state.progress.step < 202
+    assert processes_of(tmp_path) == [] and runner.state.share < 1
     if moment == "start":
         runner.state.choose(card="1MB")
         assert runner.start() and runner.wait(PATIENCE_S) and runner.state.status == "done", runner.state.message

@@ -1,259 +1,35 @@
-"""What the instrument draws, as plain data: memory, step and timeline of each run, before anything runs.
+"""What the instrument draws, as plain data: bars and timeline of the runs, A beside B, and what B would gain otherwise.
 
-Memory of a run on this machine is played allocation by allocation (sessions.prediction), its step is that of the
-steady card; runs on GPUs are the planner's simulation. All of it is arithmetic, and each run's outcome is kept, so a
-control is answered within some milliseconds.
+All are functions of the choices, of what is looked at, and of the records so far.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import pairwise
-from math import sqrt
-from typing import Any, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from fsdplab.common.names import STRATEGY_ROWS
-from fsdplab.common.sizes import parse_size, seconds, size
+from fsdplab.common.sizes import parse_size, percent, seconds, size
 from fsdplab.figures.table import scattered
 from fsdplab.planning.bands import memory_band, speed_band
-from fsdplab.planning.links import LinkSpec, parse_link
+from fsdplab.planning.links import LinkSpec
 from fsdplab.planning.plan_spec import PlanSpec
-from fsdplab.planning.plan_traffic import LINK_EFFICIENCY, bytes_by_axis
-from fsdplab.planning.program import OPTIMIZER, ROOT, program_of
-from fsdplab.planning.simulation import RankLog, Span, on_links_of, simulate, simulate_program, work_of
 from fsdplab.records import RunRecord
-from fsdplab.sessions.own_plan import OwnPlan
-from fsdplab.sessions.prediction import Prediction, predict
+from fsdplab.sessions.changes import edits
 from fsdplab.sessions.spec import RunSpec
-from fsdplab.sessions.steady_card import SteadyCardError, plan_of, steady
-from fsdplab.workloads.own.sources import name_of, source_of
+from fsdplab.workloads.own.sources import name_of, reads_text
 
-from .choices import CONTROL_OF, CONTROLS, PRESETS, Choices, alone, at_bandwidth, check, parse_card
+from .choices import CONTROL_OF, CONTROLS, PRESETS, Choices, Fixed, Run, alone, check, own_model, parse_card
+from .copies import copies
+from .outcomes import Outcome, crossover, outcome, recorded_model, run_of
 
-Run: TypeAlias = RunSpec | PlanSpec
-CAUSES = {
-    "late_start": "issued only when the unit is needed",
-    "link_busy": "the link carried another message first",
-    "waiting_for_peer": "another rank came later",
-    "nothing_to_hide_behind": "too little to compute meanwhile",
-    "unknown": "unknown",
-}
 _REMAINS = " of the passes: the first gathers, the gather between forward and backward, and the last reductions"
-_ROOMY = 10**15  # bytes of a card on which all fits
-_NO_STEP = "not simulated without a link"
 _ALIKE = 0.02  # steps that differ by less are equally long, for a guess
 _EQUAL = 1e-3  # simulated steps that differ by less are equal
+_LEAST = 0.005  # of a step or of the memory: less is no change
 # Settings that change what a run takes: a measurement with other ones is not drawn over its simulation.
 _SETTINGS = ("micro_batches", *(name for name in CONTROL_OF if name not in ("card", "steps", "engine", "as_model")))
-
-
-@dataclass(frozen=True)
-class Step:
-    """Seconds of a step: computing alone, communication under computing, exposed, the optimizer computing, the rest."""
-
-    computing: float
-    hidden: float
-    exposed: float
-    optimizer: float = 0.0
-    other: float = 0.0
-
-    @property
-    def total(self) -> float:
-        """All of the step."""
-        return self.computing + self.hidden + self.exposed + self.optimizer + self.other
-
-    @property
-    def words(self) -> str:
-        """`919 ms, 65 % hidden`."""
-        communication = self.hidden + self.exposed
-        return seconds(self.total) + (f", {100 * self.hidden / communication:.0f} % hidden" if communication else "")
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a run takes: bytes by category at the peak, bytes that a rank sends, and its step with the blocks of a
-    timeline. None where it is not known, with the reason.
-    """
-
-    memory: Mapping[str, int] | None
-    sent: int | None
-    step: Step | None
-    blocks: Mapping[str, list[list[Any]]] | None = None
-    why_no_memory: str = ""
-    why_no_step: str = ""
-
-    @property
-    def peak(self) -> int | None:
-        """The sum of the categories."""
-        return sum(self.memory.values()) if self.memory else None
-
-
-def outcome(run: Run) -> Outcome:
-    """Memory, step and timeline of a run, by arithmetic; its card does not matter, so that one is dragged at no cost.
-
-    >>> outcome(RunSpec(model="gpt-20m", batch_size=2, sequence_length=128, link="150MB/s")).step.words
-    '919 ms, 65 % hidden'
-    """
-    return _outcome(_on_any_card(run), _version_of(run))
-
-
-def _own(run: Run) -> str:
-    """The model of one's own of a run or a plan; "" where it has none."""
-    if isinstance(run, PlanSpec):
-        return run.of.model if isinstance(run, OwnPlan) else ""
-    return run.model if run.own_model else ""
-
-
-def _version_of(run: Run) -> str:
-    """What tells that the file of a model of one's own was edited."""
-    model = _own(run)
-    return source_of(model).digest if model else ""
-
-
-def _on_any_card(run: Run) -> Run:
-    if isinstance(run, PlanSpec):
-        return replace(run, gpu=replace(run.gpu, memory_bytes=_ROOMY))
-    return replace(run, card=None)
-
-
-@lru_cache(maxsize=512)
-def _outcome(run: Run, version: str) -> Outcome:
-    if isinstance(run, OwnPlan):
-        plan = run.plan
-        sent = sum(bytes_by_axis(plan.traffic).values())
-        memory = {name: round(nbytes) for name, nbytes in plan.memory.peak.by_category.items()}
-        return Outcome(memory, sent, *_step_of(run.tables))
-    if isinstance(run, PlanSpec):
-        record = simulate(run)
-        steps = _step_of(record.tables)
-        return Outcome(record.summary.peak_memory_bytes.split, record.summary.comm.bytes_per_step, *steps)
-    found = _predicted(replace(run, link="1GB/s") if run.link else run, version)  # alike behind any link
-    try:
-        own = run.own_model and run.link
-        step, blocks = _step_of(recorded_model().steady_tables(run) if own else steady(run).tables)
-    except SteadyCardError:
-        return Outcome(found.by_category, found.bytes_per_step, None, None, found.why_not, _NO_STEP)
-    return Outcome(found.by_category, found.bytes_per_step, step, blocks, found.why_not)
-
-
-@lru_cache(maxsize=256)
-def _predicted(run: RunSpec, version: str) -> Prediction:
-    return predict(run)
-
-
-def recorded_model() -> Any:
-    """The module that records a model of one's own; it imports torch."""
-    from fsdplab.sessions import recorded_model as module
-
-    return module
-
-
-def _step_of(tables: Mapping[str, Sequence[Mapping[str, Any]]]) -> tuple[Step, dict[str, list[list[Any]]]]:
-    """The parts of a simulated step of its first rank, and the blocks of its timeline, in ms."""
-    (row,) = tables["breakdown"][:1]
-    alone, hidden, exposed, other = (
-        row[f"{name}_ns"] / 1e9 for name in ("compute_only", "overlapped", "exposed", "other")
-    )
-    causes = {(each["unit"], each["phase"], each["kind"]): each["cause"] for each in tables["exposed"]}
-    blocks = {
-        "compute": [
-            [_ms(each["start_ns"]), _ms(each["end_ns"]), each["unit"], each["phase"]]
-            for each in tables["timeline"] if each["lane"] == "compute" and each["rank"] == row["rank"]
-        ],
-        "messages": [
-            [_ms(each["start_ns"]), _ms(each["end_ns"]), each["unit"], each["phase"], each["kind"].replace("_", "-"),
-             size(each["wire_bytes"]), _ms(each["waited_ns"]),
-             CAUSES.get(causes.get((each["unit"], each["phase"], each["kind"]), ""), "")]
-            for each in tables["ledger"] if each["rank"] == row["rank"]
-        ],
-        "exposed": [
-            [_ms(each["start_ns"]), _ms(each["end_ns"])]
-            for each in tables["timeline"] if each["lane"] == "exposed" and each["rank"] == row["rank"]
-        ],
-    }  # fmt: skip
-    stepping = sum(end - start for start, end, _, phase in blocks["compute"] if phase == OPTIMIZER) / 1e3
-    return Step(alone - stepping, hidden, exposed, stepping, other), blocks
-
-
-def _ms(nanoseconds: int) -> float:
-    return round(nanoseconds / 1e6, 3)
-
-
-# ---- the crossover
-
-
-@dataclass(frozen=True)
-class Crossover:
-    """The least bandwidth, between two ends, at which no rank waits between two units of a forward or of a backward;
-    None where it waits at all of them.
-
-    What remains exposed has nothing to hide under: the first gathers of a step, the gather at the turn from forward to
-    backward, and the last reductions. `remains_s` are these seconds at the crossover.
-    """
-
-    bytes_per_s: float | None
-    remains_s: float = 0.0
-
-
-def crossover(run: Run, ends: tuple[float, float]) -> Crossover:
-    """By bisection on the simulated step, to 1 %; the run's own bandwidth does not count.
-
-    >>> run = RunSpec(model="gpt-20m", batch_size=2, sequence_length=128, link="150MB/s")
-    >>> round(crossover(run, (10e6, 10e9)).bytes_per_s / 1e6, -1)
-    220.0
-    """
-    version, run = _version_of(run), _on_any_card(run)
-    if isinstance(run, RunSpec):  # runs that differ in their bandwidth alone have the same crossover
-        run = replace(run, link=f"1GB/s,{parse_link(run.link or '').latency_s}s")
-    return _crossover(at_bandwidth(run, ends[1]) if isinstance(run, PlanSpec) else run, ends, version)
-
-
-@lru_cache(maxsize=256)
-def _crossover(run: Run, ends: tuple[float, float], version: str) -> Crossover:
-    steadily = isinstance(run, RunSpec)
-    if isinstance(run, RunSpec):
-        plan = plan_of(run)
-        own = recorded_model().steady_work(run) if run.own_model else None
-        work = own or work_of(plan, 1.0).shared(streams=False)
-    else:
-        plan, work = run, run.work if isinstance(run, OwnPlan) else work_of(run)
-    program = program_of(work)
-
-    def waits(bytes_per_s: float) -> tuple[float, float]:
-        reached = bytes_per_s / LINK_EFFICIENCY if steadily else bytes_per_s  # of the steady card's link all is reached
-        linked = on_links_of(at_bandwidth(plan, reached), work)
-        return _waits(simulate_program(linked, program).logs[0])
-
-    low, high = ends
-    (at_low, all_remains), (at_high, remains) = waits(low), waits(high)
-    if at_high:
-        return Crossover(None)
-    if not at_low:
-        return Crossover(low, all_remains)
-    while high / low > 1.01:
-        middle = sqrt(low * high)
-        waited, ends_wait = waits(middle)
-        low, high, remains = (middle, high, remains) if waited else (low, middle, ends_wait)
-    return Crossover(high, remains)
-
-
-def _waits(log: RankLog) -> tuple[float, float]:
-    """Seconds that a rank waits between two units of a pass, and at the ends of the passes."""
-
-    def in_one_pass(before: Span, after: Span) -> bool:
-        """Both are blocks of a forward, or of a backward; the root's own spans are at the turn between these."""
-        return before.phase == after.phase != OPTIMIZER and ROOT not in (before.unit, after.unit)
-
-    spans = sorted(log.computed, key=lambda span: span.start)
-    gaps = [(max(0.0, after.start - before.end), in_one_pass(before, after)) for before, after in pairwise(spans)]
-    between = sum(gap for gap, same in gaps if same)
-    ends = spans[0].start + sum(gap for gap, same in gaps if not same)
-    return (between if between > 1e-6 * log.end else 0.0), ends
-
-
-# ---- A and B
 
 
 @dataclass(frozen=True)
@@ -264,11 +40,6 @@ class Guess:
     given: bool = False
     faster: str = ""
     memory: str = ""
-
-    @property
-    def hides(self) -> bool:
-        """Whether the answer waits for the guess."""
-        return self.on and not self.given
 
 
 @dataclass(frozen=True)
@@ -284,168 +55,116 @@ class Look:
     more: bool = False
 
 
-def guessed_bytes(memory: str, unit: str) -> int:
-    """A typed guess in bytes; a number alone is in `unit`: `guessed_bytes("180", "MB") == 180_000_000`."""
-    return parse_size(memory + unit if memory.strip()[-1:].isdigit() else memory)
-
-
-def judge(guess: Guess, a: Outcome, b: Outcome, unit: str = "MB") -> str:
-    """The guess beside the answer, in one line; ValueError says what a guess must be."""
-    if guess.faster not in ("A", "B", "equal"):
-        raise ValueError(f"the guess of the step is {guess.faster!r}; expected A, B or equal")
-    try:
-        memory = guessed_bytes(guess.memory, unit)
-    except ValueError:
-        raise ValueError(
-            f"the guess of the memory is {guess.memory!r}; expected a number of {unit}, or a size with its unit"
-        ) from None
-    parts = []
-    if a.step and b.step:
-        least, most = sorted((a.step.total, b.step.total))
-        answer = "equal" if most - least <= _ALIKE * least else "A" if a.step.total < b.step.total else "B"
-        words = "the steps are equally long" if answer == "equal" else f"{answer} has the shorter step"
-        right = "Right" if answer == guess.faster else f"You said {guess.faster}"
-        parts.append(f"{right}: {words} (A {seconds(a.step.total)}, B {seconds(b.step.total)}).")
-    if b.peak:
-        off = memory / b.peak - 1
-        near = "within 10 %" if abs(off) <= 0.1 else f"{100 * abs(off):.0f} % too {'much' if off > 0 else 'little'}"
-        parts.append(f"You said {size(memory)} for B: it needs {size(b.peak)} ({near}).")
-    return " ".join(parts)
-
-
-def difference(a: Outcome, b: Outcome, names: tuple[str, str], precision: str = "fp32") -> str:
-    """What B takes beside A, in one sentence each on memory, step and messages."""
-    parts = []
-    if a.peak and b.peak:
-        parts.append(f"B, {names[1]}, needs {size(b.peak)} a rank, {_beside(a.peak, b.peak, size, 'less', 'more')}")
-        parts[-1] += f" than A, {names[0]}." if a.peak != b.peak else f" as A, {names[0]}."
-    if a.step and b.step:
-        longer = _beside(a.step.total, b.step.total, seconds, "shorter", "longer")
-        parts.append(f"Its step takes {seconds(b.step.total)}, {longer}.")
-    if a.sent and b.sent:
-        times = f"{b.sent / a.sent:.2g}"
-        often = "as much" if times == "1" else f"{times} times as much"
-        often += " (gathers in bf16, reductions in fp32)" if precision == "bf16" and a.sent != b.sent else ""
-        exposed = (
-            f", and {seconds(b.step.exposed)} are exposed (A: {seconds(a.step.exposed)})" if a.step and b.step else ""
-        )
-        parts.append(f"It sends {often}{exposed}.")
-    return " ".join(parts)
-
-
-def _beside(first: float, second: float, say: Callable[[float], str], less: str, more: str) -> str:
-    """`141 MB (38 %) less`."""
-    if first == second:
-        return "as much" if less == "less" else "as long"
-    part = abs(second / first - 1)
-    percent = f" ({100 * part:.0f} %)" if part >= 0.005 else ""
-    return f"{say(abs(second - first))}{percent} {less if second < first else more}"
-
-
-# ---- all that is drawn
-
-
-def answer(choices: Choices, look: Look, fixed: Mapping[str, Any], records: Sequence[RunRecord] = ()) -> dict[str, Any]:
-    """What the instrument draws for its controls: plain data, in bytes, seconds and ms; only `errors` where a choice is
-    wrong, and no figures while the answer waits for a guess.
-    """
-    compared, errors = _compared(choices, look, fixed)
-    if compared is None:
-        return {"errors": errors}
-    runs, a, b, first, name = compared.runs, compared.a, compared.b, compared.first, compared.name
-    gpu = PRESETS[choices.preset].gpu
-    unit = "GB" if gpu else "MB"  # of a guess
-    judged, error = _judged(look.guess, outcome(first), outcome(runs[b]), unit)
-    if look.guess.hides or error:
-        errors = {"guess": error} if error else {}
-        asks = f"Before you look: A is {name}, B is {b}. Whose step is shorter, and how much memory does B need?"
-        return {"hidden": True, "errors": errors, "a": a, "b": b, "asks": asks, "unit": unit}
-    card = parse_card(choices.card)
-    rows = [_row(each, run, card, records) for each, run in runs.items()]
-    if look.pinned:
-        pinned = {"name": f"{a} (A)", "pinned": True, "note": compared.note or "as it is now"}
-        rows = [_row(a, first, card, records) | pinned, *rows]
-    return {
-        "errors": {}, "a": a, "b": b, "rows": rows, "card": card, "judged": judged,
-        "guessed": guessed_bytes(look.guess.memory, unit) if judged else None,
-        "clock": f"simulated on {gpu.upper()} GPUs" if gpu else "simulated on the steady card",
-        "memory_title": _memory_title(rows, card), "step_title": _step_title(rows),
-        "difference": difference(outcome(first), outcome(runs[b]), (name, b), choices.precision),
-        "timeline": [
-            {"side": side, "name": called, "step": found.step.total * 1e3, **found.blocks}
-            for side, called, found in (("A", name, outcome(first)), ("B", b, outcome(runs[b])))
-            if found.step and found.blocks
-        ],
-    }  # fmt: skip
-
-
-def marks(choices: Choices, look: Look, fixed: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Where the crossovers of A and B stand on the link's slider. They take longer than all else, so they are sent
-    after the answer; none where a choice is wrong or the answer waits for a guess.
-    """
-    compared, _ = _compared(choices, look, fixed)
-    if compared is None or look.guess.hides:
-        return []
-    ends = PRESETS[choices.preset].links
-    return [_mark("A", compared.first, ends), _mark("B", compared.runs[compared.b], ends)]
-
-
-def shown_b(choices: Choices, look: Look, fixed: Mapping[str, Any]) -> tuple[str, Run] | None:
-    """B's strategy and run; None where a choice is wrong or the answer waits for a guess."""
-    compared, _ = _compared(choices, look, fixed)
-    return None if compared is None or look.guess.hides else (compared.b, compared.runs[compared.b])
-
-
 @dataclass(frozen=True)
-class _Compared:
-    """The runs by strategy, which of them are A and B, and A's own run with what it differs in where it is pinned."""
+class View:
+    """What is shown of the choices: the runs by strategy, or `errors`, one a control, where they cannot be compared."""
 
-    runs: Mapping[str, Run]
-    a: str
-    b: str
-    first: Run
-    note: str
+    choices: Choices
+    look: Look
+    fixed: Fixed
+    runs: Mapping[str, Run] = field(default_factory=dict)
+    errors: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def hides(self) -> bool:
+        """Whether nothing may be told: a choice is wrong, or the answer waits for a guess."""
+        return bool(self.errors) or self.look.guess.on and not self.look.guess.given
+
+    @property
+    def a(self) -> str:
+        """The strategy of A."""
+        return self.look.a if self.look.pinned or self.look.a in self.runs else [*self.runs][0]
+
+    @property
+    def b(self) -> str:
+        """The strategy of B."""
+        return self.look.b if self.look.b in self.runs else [*self.runs][-1]
+
+    @property
+    def first(self) -> Run:
+        """A's run, with its own choices where it is pinned."""
+        return alone(self.look.pinned, self.a, self.fixed).runs[0] if self.look.pinned else self.runs[self.a]
+
+    @property
+    def note(self) -> str:
+        """The settings of a pinned A that are not those of the choices: `prefetch 0, 300MB/s`."""
+        settings = {
+            name: getattr(self.look.pinned or self.choices, name) for name, row in CONTROLS.items() if row["note"]
+        }
+        other = {name: value for name, value in settings.items() if value != getattr(self.choices, name)}
+        return ", ".join(CONTROLS[name]["note"].format(value) for name, value in other.items())
 
     @property
     def name(self) -> str:
         """What A is called."""
         return f"{self.a} ({self.note})" if self.note else self.a
 
+    def answer(self, records: Sequence[RunRecord] = ()) -> dict[str, Any]:
+        """What the instrument draws: plain data, in bytes, seconds and ms; only `errors` where a choice is wrong, and
+        no figures while the answer waits for a guess.
+        """
+        if self.errors:
+            return {"errors": dict(self.errors)}
+        gpu, guess, errors, judged = PRESETS[self.choices.preset].gpu, self.look.guess, {}, ""
+        unit = "GB" if gpu else "MB"  # of a guess
+        both = outcome(self.first), outcome(self.runs[self.b])
+        try:
+            judged = judge(guess, *both, unit) if guess.on and guess.given else ""
+        except ValueError as wrong:
+            errors = {"guess": str(wrong)}
+        if self.hides or errors:
+            asks = f"Before you look: A is {self.name}, B is {self.b}. Whose step is shorter, and how much memory does"
+            return {"hidden": True, "errors": errors, "a": self.a, "b": self.b, "asks": f"{asks} B need?", "unit": unit}
+        card = parse_card(self.choices.card)
+        rows = [_row(each, run, card, records) for each, run in self.runs.items()]
+        if self.look.pinned:
+            pinned = {"name": f"{self.a} (A)", "pinned": True, "note": self.note or "as it is now"}
+            rows = [_row(self.a, self.first, card, records) | pinned, *rows]
+        return {
+            "errors": {}, "a": self.a, "b": self.b, "rows": rows, "card": card, "judged": judged,
+            "guessed": guessed_bytes(guess.memory, unit) if judged else None,
+            "clock": f"simulated on {gpu.upper()} GPUs" if gpu else "simulated on the steady card",
+            "memory_title": _memory_title(rows, card), "step_title": _step_title(rows),
+            "difference": difference(*both, (self.name, self.b), self.choices.precision),
+            "timeline": [
+                {"side": side, "name": name, "step": each.step.total * 1e3, **each.blocks}
+                for side, name, each in zip("AB", (self.name, self.b), both)
+                if each.step and each.blocks
+            ],
+        }  # fmt: skip
 
-def _compared(choices: Choices, look: Look, fixed: Mapping[str, Any]) -> tuple[_Compared | None, dict[str, str]]:
-    """What is compared; None with the errors, one a control, where it cannot be."""
+    def marks(self) -> list[dict[str, Any]]:
+        """Where the crossovers of A and B stand on the link's slider. They take longer than all else, so they are sent
+        after the answer.
+        """
+        if self.hides:
+            return []
+        ends = PRESETS[self.choices.preset].links
+        return [_mark("A", self.first, ends), _mark("B", self.runs[self.b], ends)]
+
+    def more(self) -> dict[str, Any]:
+        """What B would gain by other choices, and B as code; {} where neither is unfolded."""
+        if self.hides or not self.look.more:
+            return {}
+        found = what_if(self.choices, self.b, self.fixed)
+        return {"b": self.b, "what_if": found, "copies": copies(self.runs[self.b])}
+
+
+def view_of(choices: Choices, look: Look, fixed: Fixed) -> View:
+    """The view of choices; a model of one's own whose code raises an error is one of the errors."""
     request = check(choices, fixed)
-    if request.errors:
-        return None, dict(request.errors)
     runs: dict[str, Run] = {spec.strategy: spec for spec in request.specs if spec.engine == "lab"}
     runs |= {plan.strategy: plan for plan in request.plans}
-    if not runs:
-        return None, {"engines": "only runs of the lab's own engine are drawn here; choose it too"}
-    any_run = next(iter(runs.values()))
-    if _own(any_run):  # what its code raises leaves nothing to predict
-        found = recorded_model().recording_or_why(any_run.of if isinstance(any_run, OwnPlan) else any_run)
-        if isinstance(found, str):
-            return None, {"model" if choices.units == "auto" else "units": found}
-    b = look.b if look.b in runs else [*runs][-1]
-    a = look.a if look.pinned or look.a in runs else [*runs][0]
-    if not look.pinned:
-        return _Compared(runs, a, b, runs[a], ""), {}
-    first = alone(look.pinned, a, fixed).runs[0]
-    return _Compared(runs, a, b, first, other_settings(look.pinned, choices)), {}
+    errors = dict(request.errors)
+    if not errors and not runs:
+        errors = {"engines": "only runs of the lab's own engine are drawn here; choose it too"}
+    any_run = next((run_of(run) for run in runs.values()), None)
+    if any_run and any_run.own_model and isinstance(found := recorded_model().recording_or_why(any_run), str):
+        errors = {"model" if choices.units == "auto" else "units": found}
+    return View(choices, look, fixed, runs, errors)
 
 
-def _judged(guess: Guess, a: Outcome, b: Outcome, unit: str) -> tuple[str, str]:
-    """The guess beside the answer, where one was given, or why it is none."""
-    try:
-        return (judge(guess, a, b, unit) if guess.on and guess.given else ""), ""
-    except ValueError as wrong:
-        return "", str(wrong)
-
-
-def other_settings(pinned: Choices, now: Choices) -> str:
-    """The settings of a pinned run that are not those of the choices: `prefetch 0, 300MB/s`."""
-    other = {name: row["note"] for name, row in CONTROLS.items() if getattr(pinned, name) != getattr(now, name)}
-    return ", ".join(note.format(getattr(pinned, name)) for name, note in other.items() if note)
+# ---- the rows of the bars
 
 
 def _row(strategy: str, run: Run, card: int | None, records: Sequence[RunRecord]) -> dict[str, Any]:
@@ -453,49 +172,45 @@ def _row(strategy: str, run: Run, card: int | None, records: Sequence[RunRecord]
     found = outcome(run)
     step, peak = found.step, found.peak
     over = max(0, peak - card) if peak and card else 0
-    measured = _measured(run, records)
     return {
         "name": strategy, "strategy": strategy, "colour": STRATEGY_ROWS[strategy].colour,
         "memory": [[name, nbytes] for name, nbytes in (found.memory or {}).items() if nbytes], "peak": peak,
         "over": over, "peak_words": f"{size(peak)}: {size(over)} over" if over else size(peak) if peak else "",
         "why_no_memory": found.why_no_memory, "why_no_step": found.why_no_step,
         "step": [step.computing, step.hidden, step.exposed, step.optimizer] if step else None,
-        "step_s": step.total if step else None, "step_words": step.words if step else "", "measured": measured,
-        "here": _here(run, records), "bands": _bands(run, found),
+        "step_s": step.total if step else None, "step_words": step.words if step else "",
+        "measured": None if isinstance(run, PlanSpec) else _measured(run, records),
+        "here": None if isinstance(run, PlanSpec) else _here(run, records),
+        "bands": _bands(run, found) if type(run) is PlanSpec else [None, None],  # known runs are of published models
     }  # fmt: skip
 
 
-def _bands(run: Run, found: Outcome) -> list[dict[str, Any] | None]:
-    """Of memory and step on GPUs: the ends of the band of known runs, and the band in words; None where there is
-    none.
-    """
-    if type(run) is not PlanSpec:  # all known runs are of published models
-        return [None, None]
+def _bands(run: PlanSpec, found: Outcome) -> list[dict[str, Any]]:
+    """Of memory and step on GPUs: the ends of the band of known runs, and the band in words."""
     memory, speed = memory_band(run), speed_band(run)
-    ends = memory.around(found.peak or 0)
-    long = [found.step.total / part for part in (speed.high, speed.low)] if found.step else []
+    step_s = found.step.total if found.step else 0.0
     return [
-        {"ends": ends, "words": f"{size(ends[0])} to {size(ends[1])}", "of": memory.words} if found.peak else None,
-        {"ends": long, "words": f"{seconds(long[0])} to {seconds(long[1])}", "of": speed.words} if long else None,
+        {"ends": ends, "words": f"{words(ends[0])} to {words(ends[1])}", "of": of}
+        for ends, words, of in (
+            (memory.around(found.peak or 0), size, memory.words),
+            ([step_s / speed.high, step_s / speed.low], seconds, speed.words),
+        )
     ]
 
 
-def _measured(run: Run, records: Sequence[RunRecord]) -> dict[str, Any] | None:
+def _measured(run: RunSpec, records: Sequence[RunRecord]) -> dict[str, Any] | None:
     """Peak and median step of the last record with the settings of the run; None where it was not measured."""
-    if isinstance(run, PlanSpec):
-        return None
     wanted = {name: getattr(run, name) for name in _SETTINGS} | {"model": name_of(run.model)}
     for record in reversed(records):
         if record.spec.get("engine") == "lab" and {name: record.spec.get(name) for name in _SETTINGS} == wanted:
-            summary = record.summary
-            peak, step = summary.peak_memory_bytes.total, summary.step_time_s.median
+            peak, step = record.summary.peak_memory_bytes.total, record.summary.step_time_s.median
             return {"peak": peak, "step_s": step, "peak_words": size(peak), "step_words": seconds(step)}
     return None
 
 
-def _here(run: Run, records: Sequence[RunRecord]) -> dict[str, Any] | None:
+def _here(run: RunSpec, records: Sequence[RunRecord]) -> dict[str, Any] | None:
     """The step on this machine of a model of one's own, from the last measured run that tells it; None without one."""
-    if isinstance(run, PlanSpec) or not run.own_model:
+    if not run.own_model:
         return None
     from fsdplab.sessions.first_run import step_here
 
@@ -530,10 +245,116 @@ def _mark(side: str, run: Run, ends: tuple[float, float]) -> dict[str, Any]:
     if outcome(run).step is None:
         return {"side": side, "at": None, "words": ""}
     found = crossover(run, ends)
-    if found.bytes_per_s is None:
+    if found is None:
         return {"side": side, "at": None, "words": f"{side} waits at every speed"}
-    if found.bytes_per_s == ends[0]:
-        return {"side": side, "at": ends[0], "words": f"{side} hidden at every speed"}
-    least = LinkSpec("", float(f"{found.bytes_per_s:.3g}"), 0.0).words
-    words = f"{side} from {least}: only the ends exposed, {seconds(found.remains_s)}"
-    return {"side": side, "at": found.bytes_per_s, "words": words, "more": _REMAINS}
+    at, remains_s = found
+    if at == ends[0]:
+        return {"side": side, "at": at, "words": f"{side} hidden at every speed"}
+    least = LinkSpec("", float(f"{at:.3g}"), 0.0).words
+    words = f"{side} from {least}: only the ends exposed, {seconds(remains_s)}"
+    return {"side": side, "at": at, "words": words, "more": _REMAINS}
+
+
+# ---- A beside B
+
+
+def guessed_bytes(memory: str, unit: str) -> int:
+    """A typed guess in bytes; a number alone is in `unit`: `guessed_bytes("180", "MB") == 180_000_000`."""
+    return parse_size(memory + unit if memory.strip()[-1:].isdigit() else memory)
+
+
+def judge(guess: Guess, a: Outcome, b: Outcome, unit: str = "MB") -> str:
+    """The guess beside the answer, in one line; ValueError says what a guess must be."""
+    if guess.faster not in ("A", "B", "equal"):
+        raise ValueError(f"the guess of the step is {guess.faster!r}; expected A, B or equal")
+    try:
+        memory = guessed_bytes(guess.memory, unit)
+    except ValueError:
+        raise ValueError(
+            f"the guess of the memory is {guess.memory!r}; expected a number of {unit}, or a size with its unit"
+        ) from None
+    parts = []
+    if a.step and b.step:
+        least, most = sorted((a.step.total, b.step.total))
+        answer = "equal" if most - least <= _ALIKE * least else "A" if a.step.total < b.step.total else "B"
+        words = "the steps are equally long" if answer == "equal" else f"{answer} has the shorter step"
+        right = "Right" if answer == guess.faster else f"You said {guess.faster}"
+        parts.append(f"{right}: {words} (A {seconds(a.step.total)}, B {seconds(b.step.total)}).")
+    if b.peak:
+        off = memory / b.peak - 1
+        near = "within 10 %" if abs(off) <= 0.1 else f"{percent(abs(off))} too {'much' if off > 0 else 'little'}"
+        parts.append(f"You said {size(memory)} for B: it needs {size(b.peak)} ({near}).")
+    return " ".join(parts)
+
+
+def difference(a: Outcome, b: Outcome, names: tuple[str, str], precision: str = "fp32") -> str:
+    """What B takes beside A, in one sentence each on memory, step and messages."""
+    parts = []
+    if a.peak and b.peak:
+        than = "as" if a.peak == b.peak else "than"
+        needs = f"needs {size(b.peak)} a rank, {_beside(a.peak, b.peak, size, 'less', 'more', 'much')}"
+        parts.append(f"B, {names[1]}, {needs} {than} A, {names[0]}.")
+    if a.step and b.step:
+        longer = _beside(a.step.total, b.step.total, seconds, "shorter", "longer", "long")
+        parts.append(f"Its step takes {seconds(b.step.total)}, {longer}.")
+    if a.sent and b.sent:
+        times = f"{b.sent / a.sent:.2g}"
+        often = "as much" if times == "1" else f"{times} times as much"
+        often += " (gathers in bf16, reductions in fp32)" if precision == "bf16" and a.sent != b.sent else ""
+        if a.step and b.step:
+            often += f", and {seconds(b.step.exposed)} are exposed (A: {seconds(a.step.exposed)})"
+        parts.append(f"It sends {often}.")
+    return " ".join(parts)
+
+
+def _beside(first: float, second: float, say: Callable[[float], str], less: str, more: str, as_: str) -> str:
+    """`141 MB (38 %) less`, or `as much`."""
+    if first == second:
+        return f"as {as_}"
+    part = abs(second / first - 1)
+    share = f" ({percent(part)})" if part >= _LEAST else ""
+    return f"{say(abs(second - first))}{share} {less if second < first else more}"
+
+
+# ---- what would change if
+
+
+def what_if(choices: Choices, strategy: str, fixed: Fixed) -> list[dict[str, Any]]:
+    """Each control of a run alone at another value, predicted and simulated: a row for each that changes something,
+    with its words, the choices that it sets, and the changes of speed, memory and bytes sent. What fits the card comes
+    first, the fastest before the others; [] where a choice is wrong.
+    """
+    runs = alone(choices, strategy, fixed).runs
+    if not runs:
+        return []
+    own, settings = own_model(choices, fixed), dict(vars(choices))
+    if own and not reads_text(own):
+        del settings["tokens"]  # its batches are its own
+    rows = [
+        row
+        for edit in edits(settings)
+        for run in alone(replace(choices, **{edit.setting: edit.value}), strategy, fixed).runs
+        if (row := _change(edit.setting, edit.value, choices, outcome(runs[0]), outcome(run)))
+    ]
+    return sorted(rows, key=lambda row: (not row["fits"], -row["gain"], row["peak"]))
+
+
+def _change(name: str, value: Any, now: Choices, before: Outcome, after: Outcome) -> dict[str, Any]:
+    """One change as words; {} where nothing changes, or nothing of it is known."""
+    work, card = value / now.tokens if name == "tokens" else 1.0, parse_card(now.card)
+    gain = before.step.total * work / after.step.total - 1 if before.step and after.step else 0.0
+    lighter = after.peak / before.peak - 1 if before.peak and after.peak else 0.0
+    if max(abs(gain), abs(lighter)) < _LEAST:
+        return {}
+    return {
+        "words": CONTROLS[name]["note"].format(value), "choices": {name: value}, "gain": gain, "peak": after.peak or 0,
+        "fits": card is None or after.peak is None or after.peak <= card,
+        "speed": _signed(gain) if after.step else "", "step": seconds(after.step.total) if after.step else "",
+        "memory": f"{size(after.peak)} ({_signed(lighter)})" if after.peak else after.why_no_memory,
+        "sent": size(after.sent),
+    }  # fmt: skip
+
+
+def _signed(part: float) -> str:
+    """`+12 %`, `-3 %`, `equal`."""
+    return "equal" if abs(part) < _LEAST else f"{'+' if part > 0 else '−'}{percent(abs(part))}"

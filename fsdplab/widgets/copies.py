@@ -13,7 +13,8 @@ from fsdplab.sessions.own_plan import OwnPlan
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.workloads.own.sources import FILE, VALUE, kind_of
 
-from .answers import Run, recorded_model
+from .choices import Run
+from .outcomes import recorded_model
 
 _NO_FLAGS = ("strategy", "engine", "text", "device", "start", "time_limit", "memory", "warmup", "learning_rate")
 _PLANNED = ("gpus", "gpus_per_node", "seq", "micro_batch", "param_dtype", "checkpointing", "prefetch", "optimizer")

@@ -247,7 +247,7 @@ function render({ model, el }) {
 
   const guess = (changes) => ask({}, { guess: { ...asked.guess, ...changes } });
   const toggled = (value) => {
-    const now = asked.choices.strategies, order = presetOf().strategies;
+    const now = asked.choices.strategies, order = offers.values.strategies;
     const next = now.includes(value) ? now.filter((each) => each !== value) : order.filter((each) => each === value || now.includes(each));
     if (next.length) ask({ strategies: next });
   };
@@ -258,11 +258,11 @@ function render({ model, el }) {
   const top = [
     buttons("Preset", () => Object.keys(offers.presets), (name) => name, (state, value) => state.choices.preset === value, (value) => ask({ preset: value })),
     menu("Model", "model", () => presetOf().models, ask), menu("Ranks", "ranks", () => presetOf().ranks, ask),
-    menu("Precision", "precision", () => offers.precisions, ask),
+    menu("Precision", "precision", () => offers.values.precision, ask),
     buttons("Guess", () => ["Guess first"], (name) => name, (state) => state.guess.on, () => guess({ on: !asked.guess.on, given: false, faster: "", memory: "" })),
   ];
   const second = [
-    buttons("Strategies", (preset) => preset.strategies, (name) => name, (state, value) => state.choices.strategies.includes(value), toggled),
+    buttons("Strategies", () => offers.values.strategies, (name) => name, (state, value) => state.choices.strategies.includes(value), toggled),
     buttons("Prefetch", (preset, state) => [...new Set([0, 1, 2, state.choices.prefetch])], (value) => `prefetch ${value}`, (state, value) => state.choices.prefetch === value, (value) => ask({ prefetch: value })),
     buttons("Pin", () => ["Pin A"], (name) => name, (state) => state.pin, () => ask({}, { pin: !asked.pin })),
   ];
@@ -270,10 +270,10 @@ function render({ model, el }) {
   const tokens = slider("tokens", { label: () => "Tokens a rank and step", ends: (preset) => preset.tokens, at: (state) => state.choices.tokens, text: (value) => String(Math.round(value)), asked: Math.round, stops: ([low, high]) => Math.round(Math.log2(high / low)) }, ask);
   const sequence = slider("sequence", { label: () => "Sequence length", ends: (preset) => preset.sequences, at: (state) => state.choices.sequence, text: (value) => String(Math.round(value)), asked: Math.round, stops: ([low, high]) => Math.round(Math.log2(high / low)) }, ask);
   const more = [
-    typed("Card", "card", ask), typed("Timed steps", "steps", ask), menu("Units", "units", () => offers.units, ask), menu("Recompute", "checkpoint", () => offers.checkpoints, ask), menu("Optimizer", "optimizer", () => offers.optimizers, ask),
-    menu("Ranks a shard group", "shard_size", () => offers.shard_sizes, ask), buttons("Wind tunnel", () => ["on"], (name) => name, (state) => state.choices.link === offers.wind_tunnel, () => ask({ link: asked.choices.link === offers.wind_tunnel ? presetOf().choices.link : offers.wind_tunnel })),
-    typed("its cards", "tunnel", ask), menu("their model", "as_model", () => offers.targets, ask),
-    buttons("Engines", () => offers.engines, (name) => name, (state, value) => state.choices.engines.includes(value), engines),
+    typed("Card", "card", ask), typed("Timed steps", "steps", ask), menu("Units", "units", () => offers.values.units, ask), menu("Recompute", "checkpoint", () => offers.values.checkpoint, ask), menu("Optimizer", "optimizer", () => offers.values.optimizer, ask),
+    menu("Ranks a shard group", "shard_size", () => offers.values.shard_size, ask), buttons("Wind tunnel", () => ["on"], (name) => name, (state) => state.choices.link === offers.wind_tunnel, () => ask({ link: asked.choices.link === offers.wind_tunnel ? presetOf().choices.link : offers.wind_tunnel })),
+    typed("its cards", "tunnel", ask), menu("their model", "as_model", () => offers.values.as_model, ask),
+    buttons("Engines", () => offers.values.engines, (name) => name, (state, value) => state.choices.engines.includes(value), engines),
   ];
   const figure = element("div", { class: "fl-figure" }), tooltip = element("div", { class: "fl-tip", role: "tooltip", hidden: true });
   const handle = element("div", { class: "fl-card", role: "slider", tabindex: 0, "aria-label": "Card", "aria-valuemin": 0 });

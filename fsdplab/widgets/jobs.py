@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from fsdplab.common.sizes import percent, seconds, size
+from fsdplab.common.sizes import percent, size
 from fsdplab.common.words import plural
-from fsdplab.figures.table import scattered
-from fsdplab.records import RunRecord, Spread, core_sentence
+from fsdplab.figures.table import step_of
+from fsdplab.figures.view import view
+from fsdplab.records import RunRecord, core_sentence
 from fsdplab.records.spread import is_below
 
 from .choices import NO_LINK, PRESETS, RANKS
 
 
-def job_in(folder: str | Path) -> RunRecord:
-    """The record of a job that `fsdplab record` left in `folder`; RecordError or NothingRecorded in one line."""
-    from fsdplab.recording.assemble import open_record
-
-    return open_record(folder)
-
-
 def choices_beside(job: RunRecord, given: Mapping[str, Any]) -> dict[str, Any]:
     """The choices under which runs can be compared with a job: its ranks, and no link; {} for GPUs that are planned."""
-    preset = PRESETS.get(given.get("preset", "laptop"))
+    preset, ranks = PRESETS.get(given.get("preset", "laptop")), job.spec["world_size"]
     if preset is None or preset.gpu:
         return {}
-    ranks = job.spec["world_size"]
     return {"link": NO_LINK} | ({"ranks": ranks} if ranks in RANKS else {})
 
 
@@ -37,7 +29,7 @@ def job_words(job: RunRecord, records: Sequence[RunRecord]) -> str:
     Runs behind an emulated link do not count: the job had none.
     """
     step, peak = job.summary.step_time_s, job.summary.peak_memory_bytes.total
-    took = " and ".join([f"{_with_scatter(step)} a step"] * bool(step.median) + [size(peak)] * bool(peak))
+    took = " and ".join([f"{step_of(view(job))} a step"] * bool(step.median) + [size(peak)] * bool(peak))
     name, ranks = job.spec.get("job") or job.path.name, plural(job.spec["world_size"], "rank")
     told = f"Your job ({name}, {job.spec['engine']} {job.spec['strategy']}, {ranks}) took {took or 'no timed step'}"
     alike = [each for each in records if each.status == "finished" and _comparable(each, job)]
@@ -49,19 +41,11 @@ def job_words(job: RunRecord, records: Sequence[RunRecord]) -> str:
     faster = [each for each in alike if is_below(each.summary.step_time_s, step)]
     if not faster:
         return f"{told}; no measured run of the lab is faster beyond the spread of the steps."
-    best = min(faster, key=lambda each: each.summary.step_time_s.median or 0.0)
-    median = best.summary.step_time_s.median or 0.0
-    less = percent(1 - median / (step.median or median))
+    best = view(min(faster, key=lambda each: each.summary.step_time_s.median or 0.0))
     units = (best.environment.get("workload") or {}).get("units") or best.spec.get("units")
-    lighter = best.summary.peak_memory_bytes.total
-    memory = f" and {size(lighter)}" if lighter else ""
-    takes = f"{_with_scatter(best.summary.step_time_s)}{memory}"
-    return f"{told}; {best.spec['strategy']} in units of {units} takes {takes} in the lab, {less} less."
-
-
-def _with_scatter(step: Spread) -> str:
-    """`212 ms ±1 %`: the median and half the range of the middle half of the steps."""
-    return seconds(step.median) + scattered(step.scatter)
+    memory = f" and {size(best.peak)}" if best.peak else ""
+    less = percent(1 - (best.step_median or 0.0) / (step.median or 1.0))
+    return f"{told}; {best.strategy} in units of {units} takes {step_of(best)}{memory} in the lab, {less} less."
 
 
 def _comparable(record: RunRecord, job: RunRecord) -> bool:

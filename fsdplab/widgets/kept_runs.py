@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
@@ -26,34 +25,26 @@ _BATCH = re.compile(r"batch-(\d+)(?:-(.+))?")
 MOST_LETTERS = 60
 
 
-@dataclass(frozen=True)
-class Kept:
-    """What a folder gave back: the newest batches with their records, and one line on what was left where it is."""
-
-    batches: tuple[Batch, ...] = ()
-    left: str = ""
-
-
-def kept_in(folder: Path) -> Kept:
-    """The batches of a folder, by number; runs that left no whole record (cancelled ones) are passed over."""
+def kept_in(folder: Path) -> tuple[list[Batch], str]:
+    """The newest batches of a folder, by number, and what is said of them and of what was left where it is; runs that
+    left no whole record (cancelled ones) are passed over.
+    """
+    batches: list[Batch] = []
+    unread: list[str] = []
     try:
         places = sorted(_batches_in(folder))
     except OSError as error:
-        return Kept(left=f"earlier runs in {folder} could not be read ({error.strerror})")
-    batches: list[Batch] = []
-    unread: list[str] = []
+        return [], f"earlier runs in {folder} could not be read ({error.strerror})"
     for number, name, place in places[-MOST_BACK:]:
-        records, reasons = _records_of(place)
-        unread += reasons
-        if records:
-            taken = {batch.number for batch in batches}
-            free = next(each for each in count(number) if each not in taken)
+        if records := list(_records_of(place, unread)):
+            free = next(each for each in count(number) if each not in {batch.number for batch in batches})
             batches.append(Batch(free, (), records, name, place))
-    older = max(0, len(places) - MOST_BACK)
-    parts = [f"{older} older {'one stays' if older == 1 else 'ones stay'} in {folder}"] * bool(older)
+    parts = [f"{'1 batch' if len(batches) == 1 else f'{len(batches)} batches'} of earlier runs below"] * bool(batches)
+    if older := len(places[:-MOST_BACK]):
+        parts.append(f"{older} older {'one stays' if older == 1 else 'ones stay'} in {folder}")
     if unread:
         parts.append(f"{plural(len(unread), 'record')} in {folder} could not be read: {unread[0]}")
-    return Kept(tuple(batches), "; ".join(parts))
+    return batches, "; ".join(parts)
 
 
 def new_folder(folder: Path, number: int) -> Path:
@@ -100,19 +91,16 @@ def _batches_in(folder: Path) -> Iterator[tuple[int, str, Path]]:
             yield int(found[1]), found[2] or "", place
 
 
-def _records_of(place: Path) -> tuple[list[RunRecord], list[str]]:
-    """The records of a batch in the order of its runs, and of each that could not be read, why."""
+def _records_of(place: Path, unread: list[str]) -> Iterator[RunRecord]:
+    """The records of a batch in the order of its runs; why one could not be read goes into `unread`."""
     try:
         runs = sorted((int(found[0]), run) for run in place.iterdir() if (found := re.match(r"\d+", run.name)))
     except OSError as error:
-        return [], [f"{place}: {error.strerror}"]
-    records, unread = [], []
+        unread.append(f"{place}: {error.strerror}")
+        return
     for _, run in runs:
         try:
             if (run / "run.json").is_file():
-                records.append(RunRecord.load(run))
-        except RecordError as error:
+                yield RunRecord.load(run)
+        except (RecordError, OSError) as error:
             unread.append(str(error))
-        except OSError as error:
-            unread.append(f"{run}: {error.strerror}")
-    return records, unread

@@ -5,7 +5,7 @@
                +-> cancelling -> cancelled          and from any of the four resting states -> running again
 
 The view calls the methods of its buttons (`choose`, `begin`, `cancel`), the runner's thread those of the run
-(`started`, `stepped`, `recorded`, `ended`). After each, all subscribers are called.
+(`stepped`, `recorded`, `ended`). After each, all subscribers are called.
 """
 
 from __future__ import annotations
@@ -22,39 +22,14 @@ from fsdplab.figures.fastest import core_words
 from fsdplab.figures.view import RunView, view, with_verdicts
 from fsdplab.records import RunRecord, comparison_json, drift_sentence
 from fsdplab.sessions.spec import RunSpec
-from fsdplab.workloads.own.sources import is_own
+from fsdplab.workloads.own.sources import is_own, name_of
 
-from .choices import PRESETS, SEQUENCE, Choices, check, label, own_model
-
-BUSY = ("running", "cancelling")
-
-
-@dataclass(frozen=True)
-class BatchProgress:
-    """The progress of a batch: run `run` of `runs` (from 1), step `step` of `steps`; before its first step a run is
-    starting. Before the first run `label` says what the batch waits for. `share` is how much of all runs' steps is
-    done, 0 to 1.
-    """
-
-    run: int = 0
-    runs: int = 0
-    label: str = ""
-    step: int = 0
-    steps: int = 0
-    loss: float | None = None
-    share: float = 0.0
-
-    def __str__(self) -> str:
-        if not self.run:
-            return self.label or ("starting" if self.runs else "")
-        where = f"step {self.step} of {self.steps}" if self.step else "its ranks are starting"
-        loss = f", loss {self.loss:.4f}" if self.loss is not None else ""
-        return f"run {self.run} of {self.runs}, {self.label}: {where}{loss}"
+from .choices import PRESETS, SEQUENCE, Choices, check
 
 
 @dataclass
 class Batch:
-    """The runs of one press of Run, and their records so far; a finished twin is the reference of the others.
+    """The runs of one press of Measure, and their records so far; a finished twin is the reference of the others.
 
     Number 0 is all batches together; it has no reference, for they may have trained different things. A batch of an
     earlier kernel has records only, and no specs; `folder` is where its records lie, `name` what the user calls it.
@@ -65,6 +40,11 @@ class Batch:
     records: list[RunRecord] = field(default_factory=list)
     name: str = ""
     folder: Path | None = None
+
+    @property
+    def order(self) -> list[tuple[str, str]]:
+        """Strategy and engine of each run, which tell them apart."""
+        return [(spec.strategy, spec.engine) for spec in self.specs]
 
     @property
     def rows(self) -> list[RunRecord]:
@@ -89,28 +69,25 @@ class Batch:
 
     @property
     def title(self) -> str:
-        """A title for menus: `1: gpt-tiny, 2 ranks, fp32, prefetch 1, 2 runs`."""
+        """A title for menus: `1: gpt-tiny, 2 ranks, fp32, prefetch 1, 2 runs`; a kept record may lack any setting."""
         if not self.number:
             return f"all batches: {plural(len(self.rows), 'run')}"
-        first = self.specs[0].as_dict() if self.specs else self.records[0].spec
-        told = self.records[0].spec if self.records else first  # a spec has the path of a model of one's own
-        prefetch = first.get("prefetch")
-        parts = [self.name, str(told.get("model") or ""), plural(first["world_size"], "rank")]
-        parts += [str(first.get("precision") or ""), "" if prefetch is None else f"prefetch {prefetch}"]
-        parts += [_network(first), plural(len(self.specs or self.records), "run")]
-        return f"{self.number}: {', '.join(filter(None, parts))}"
-
-
-def _network(spec: Mapping[str, Any]) -> str:
-    """The emulated network of a spec; a kept record may lack any setting."""
-    if spec.get("link"):
-        return f"link {spec['link']}"
-    return f"as {spec.get('as_model')} on {spec['emulate']}" if spec.get("emulate") else ""
+        spec: Mapping[str, Any] = self.specs[0].as_dict() if self.specs else self.records[0].spec
+        told = self.records[0].spec if self.records else spec  # a spec has the path of a model of one's own
+        parts = [self.name, str(told.get("model") or ""), plural(spec["world_size"], "rank")]
+        parts += [str(spec.get("precision") or ""), f"prefetch {spec['prefetch']}" if "prefetch" in spec else ""]
+        if spec.get("link"):
+            parts.append(f"link {spec['link']}")
+        elif spec.get("emulate"):
+            parts.append(f"as {spec.get('as_model')} on {spec['emulate']}")
+        return f"{self.number}: {', '.join(filter(None, [*parts, plural(len(self.specs or self.records), 'run')]))}"
 
 
 class LabState:
     """Choices, status, progress, batches of records, last error; `subscribe` to be called after every change. Safe to
     use from two threads.
+
+    `share` is how much of all steps of the batch is done, 0 to 1; `message` the line under the buttons.
 
     >>> state = LabState(ranks=9)
     >>> state.begin(), state.status, state.request.errors
@@ -118,29 +95,38 @@ class LabState:
     """
 
     def __init__(self, fixed: Mapping[str, Any] | None = None, **choices: Any) -> None:
-        self.fixed, chosen = _with_own_model(dict(fixed or {}), choices)
-        self.choices = _begun_with(self.fixed, chosen)
+        self.fixed, self.choices = _begun_with(dict(fixed or {}), choices)
         self.request = check(self.choices, self.fixed)
         self.status = "idle"
-        self.progress = BatchProgress()
         self.batches: list[Batch] = []
         self.job: RunRecord | None = None  # one of one's own, beside which runs are shown
         self.kept_words = ""
         self.last_error: str | None = None
-        self._presses = 0
+        self.share = 0.0
+        self._doing = ""
         self._done: dict[int, float] = {}  # run of the batch -> the part of its steps that is done
         self._observers: list[Callable[[], None]] = []
         self._lock = threading.RLock()
 
-    def subscribe(self, observer: Callable[[], None]) -> Callable[[], None]:
-        """Call `observer()` after every change, on the thread that made it; returns what ends that."""
+    def subscribe(self, observer: Callable[[], None]) -> None:
+        """Call `observer()` after every change, on the thread that made it."""
         self._observers.append(observer)
-        return lambda: self._observers.remove(observer)
 
     @property
     def busy(self) -> bool:
         """Whether runs are going on, or being ended."""
-        return self.status in BUSY
+        return self.status in ("running", "cancelling")
+
+    @property
+    def records(self) -> list[RunRecord]:
+        """Those of all batches."""
+        return [record for batch in self.batches for record in batch.records]
+
+    @property
+    def offered(self) -> list[Batch]:
+        """The batches that have records; after several of them, all together."""
+        full = [batch for batch in self.batches if batch.records]
+        return [*full, Batch(0, (), self.records)] if len(full) > 1 else full
 
     @property
     def batch(self) -> Batch | None:
@@ -148,50 +134,45 @@ class LabState:
         return next((batch for batch in reversed(self.batches) if batch.records), None)
 
     @property
-    def offered(self) -> list[Batch]:
-        """The batches that have records; after several of them, all together."""
-        full = [batch for batch in self.batches if batch.records]
-        whole = Batch(0, (), [record for batch in full for record in batch.records])
-        return [*full, whole] if len(full) > 1 else full
+    def next_number(self) -> int:
+        """That of the next batch."""
+        return 1 + max((batch.number for batch in self.batches), default=0)
 
     @property
     def message(self) -> str:
-        """The line under the buttons: what is running, or how it ended and what is possible now."""
+        """What is running, or how it ended and what is possible now."""
         if self.status == "running":
-            return str(self.progress)
+            return self._doing
         if self.status == "cancelling":
             return "cancelling: the ranks are being ended"
         if self.status == "idle":
             return self._ready()
-        kept = f"{plural(len(self.batches[-1].records), 'record')} of {plural(len(self.batches[-1].specs), 'run')} kept"
+        latest = self.batches[-1]
+        kept = f"{plural(len(latest.records), 'record')} of {plural(len(latest.specs), 'run')} kept"
         if self.status == "cancelled":
             return f"cancelled by you: {kept}; press Measure to start again"
         if self.status == "failed":
             return f"failed: {self.last_error}; {kept}, and the lab can be used on"
-        latest = self.batches[-1]
         warnings = " ".join(filter(None, [core_words(latest.views), drift_sentence(latest.comparison)]))
         return f"done: {kept}. {warnings}" if warnings else f"done: {kept}"
 
     def _ready(self) -> str:
         if self.last_error:
             return self.last_error
-        left_out = f" ({self.request.left_out})" if self.request.left_out else ""
         if self.request.errors:
             return "not ready: see the choice marked in red"
         if self.request.plans:
             return "these GPUs are not here: their runs are simulated and cannot be measured"
+        left_out = f" ({self.request.left_out})" if self.request.left_out else ""
         return f"ready to measure {plural(len(self.request.specs), 'run')}{left_out}{self.kept_words}"
 
-    def take_back(self, batches: Sequence[Batch], left: str = "") -> None:
-        """Offer the batches of an earlier kernel, of whose runs `left` says which stayed on disk."""
-        with self._told():
-            self.batches = [*batches, *self.batches]
-            self._presses = max([self._presses, *(batch.number for batch in batches)])
-            some = "1 batch" if len(batches) == 1 else f"{len(batches)} batches"
-            parts = [f"{some} of earlier runs below"] if batches else []
-            self.kept_words = "".join(f"; {words}" for words in [*parts, *([left] if left else [])])
-
     # ---- methods of the controls and buttons
+
+    def offer(self, batches: Sequence[Batch], words: str = "") -> None:
+        """Show batches that are there already; `words` say so beside "ready"."""
+        with self._told():
+            self.batches += batches
+            self.kept_words += f"; {words}" if words else ""
 
     def choose(self, **changes: Any) -> None:
         """Change choices; errors are in `request.errors`. A running batch keeps its choices."""
@@ -208,17 +189,15 @@ class LabState:
         with self._told():
             if self.busy:
                 return ()
-            if self.request.errors:
-                self.status = "idle"
-                self.last_error = "nothing was started: " + "; ".join(self.request.errors.values())
-                return ()
             if not self.request.specs:
-                self.last_error = "nothing was started: runs on these GPUs are simulated and cannot be measured"
+                why = (
+                    "; ".join(self.request.errors.values()) or "runs on these GPUs are simulated and cannot be measured"
+                )
+                self.status, self.last_error = "idle", f"nothing was started: {why}"
                 return ()
-            self._presses += 1
-            self.batches.append(Batch(self._presses, self.request.specs))
-            self.status, self.last_error, self.kept_words, self._done = "running", None, "", {}
-            self.progress = BatchProgress(runs=len(self.request.specs))
+            self.batches.append(Batch(self.next_number, self.request.specs))
+            self.status, self.last_error, self.kept_words = "running", None, ""
+            self.share, self._doing, self._done = 0.0, "starting", {}
             return self.request.specs
 
     def cancel(self) -> bool:
@@ -229,47 +208,34 @@ class LabState:
             self.status = "cancelling"
             return True
 
-    def show_job(self, job: RunRecord) -> None:
-        """Offer a recorded job as a batch of its own, and say beside measured runs what it took."""
-        with self._told():
-            self.job = job
-            number = 1 + max((batch.number for batch in self.batches), default=0)
-            self.batches.append(Batch(number, (), [job], "your job"))
-            self._presses = max(self._presses, number)
-
     # ---- methods of the run
 
     def waits(self, words: str) -> None:
         """The batch has not begun: `words` say what it waits for."""
         with self._told():
             self._running()
-            self.progress = replace(self.progress, label=words)
+            self._doing = words
 
-    def started(self, run: int) -> None:
-        """Run number `run` (from 0) of the batch begins."""
+    def stepped(self, spec: RunSpec, step: int = 0, steps: int = 1, loss: float = 0.0) -> None:
+        """A run has done `step` of its `steps`; 0: its ranks are starting."""
         with self._told():
-            specs = self._running().specs
-            self._done[run] = 0.0
-            self._show(run, 0, specs[run].total_steps, None)
-
-    def stepped(self, run: int, step: int, steps: int, loss: float) -> None:
-        """Run number `run`, which has begun, has done `step` of its `steps`."""
-        with self._told():
-            self._running()
-            self._done[run] = min(1.0, step / steps)
-            self._show(run, step, steps, loss)
+            place, runs = self._running().order.index((spec.strategy, spec.engine)), len(self.batches[-1].specs)
+            self._count(place, step / steps)
+            told = f"step {step} of {steps}, loss {loss:.4f}" if step else "its ranks are starting"
+            name = RunView(spec.strategy, spec.engine, spec.world_size).label
+            self._doing = f"run {place + 1} of {runs}, {name}: {told}"
 
     def recorded(self, record: RunRecord) -> None:
         """A run ended, well or badly; keep its record, in the order of the runs."""
         with self._told():
             batch = self._running()
-            order = [(spec.strategy, spec.engine) for spec in batch.specs]
             batch.records.append(record)
-            batch.records.sort(key=lambda each: order.index((each.spec["strategy"], each.spec["engine"])))
-            self._done[order.index((record.spec["strategy"], record.spec["engine"]))] = 1.0
-            self.progress = replace(self.progress, share=self._share())
+            places = {run: place for place, run in enumerate(batch.order)}
+            batch.records.sort(key=lambda each: places[each.spec["strategy"], each.spec["engine"]])
+            self._count(places[record.spec["strategy"], record.spec["engine"]], 1.0)
             if record.status == "failed":
-                self.last_error = f"{view(record).label}: {_one_line(record)}"
+                message = (record.failure or {}).get("message") or "it left no report"
+                self.last_error = f"{view(record).label}: {message.splitlines()[0].rstrip('.')}"
 
     def ended(self, error: str | None = None) -> None:
         """No rank is left: the batch is done, cancelled, or failed because of a run that failed or of `error`."""
@@ -278,12 +244,9 @@ class LabState:
             self.last_error = error or self.last_error
             self.status = "cancelled" if self.status == "cancelling" else "failed" if self.last_error else "done"
 
-    def _show(self, run: int, step: int, steps: int, loss: float | None) -> None:
-        specs = self.batches[-1].specs
-        self.progress = BatchProgress(run + 1, len(specs), label(specs[run]), step, steps, loss, self._share())
-
-    def _share(self) -> float:
-        return sum(self._done.values()) / len(self.batches[-1].specs)
+    def _count(self, run: int, part: float) -> None:
+        self._done[run] = min(1.0, part)
+        self.share = sum(self._done.values()) / len(self.batches[-1].specs)
 
     def _running(self) -> Batch:
         if not self.busy:
@@ -299,30 +262,17 @@ class LabState:
                 observer()
 
 
-def _with_own_model(fixed: dict[str, Any], given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A model of one's own among the choices, a Workload or a file, is offered by its name; ModelError where it cannot
-    be read.
+def _begun_with(fixed: dict[str, Any], given: Mapping[str, Any]) -> tuple[dict[str, Any], Choices]:
+    """The fields of each RunSpec, and the preset's choices with those given. A model of one's own among these, a
+    Workload or a file, becomes a field, and is chosen by its name; ModelError where it cannot be read.
     """
-    model = given.get("model", "gpt-20m")
-    if isinstance(model, str) and not is_own(model):
-        return fixed, given
-    fixed = {**fixed, "model": RunSpec(model=model).model}
-    own = own_model(fixed)
-    assert own is not None
-    preset = PRESETS.get(given.get("preset", "laptop"))
-    emulated = {} if preset and preset.gpu else {"card": "none"}  # that of the laptop is of its own model's size
-    return fixed, {**emulated, **given, "model": own.name}
-
-
-def _begun_with(fixed: Mapping[str, Any], given: Mapping[str, Any]) -> Choices:
-    """The preset's choices with those given; `fixed` sizes of a batch say how many tokens a rank reads."""
-    preset = PRESETS.get(given.get("preset", "laptop"))
-    begun = replace(preset.choices if preset else Choices(), **given)
-    if "tokens" in given or not {"batch_size", "sequence_length"} & {*fixed}:
-        return begun
-    return replace(begun, tokens=fixed.get("batch_size", 2) * fixed.get("sequence_length", SEQUENCE))
-
-
-def _one_line(record: RunRecord) -> str:
-    message = (record.failure or {}).get("message") or "it left no report"
-    return message.splitlines()[0].rstrip(".")
+    preset = PRESETS.get(given.get("preset", ""), PRESETS["laptop"])
+    begun = replace(preset.choices, **given)
+    model: Any = begun.model
+    if not isinstance(model, str) or is_own(model):
+        fixed = {**fixed, "model": RunSpec(model=model).model}
+        card = given.get("card", begun.card if preset.gpu else "none")  # that of the laptop is of its own model's size
+        begun = replace(begun, model=name_of(fixed["model"]), card=card)
+    if "tokens" not in given and {"batch_size", "sequence_length"} & {*fixed}:
+        begun = replace(begun, tokens=fixed.get("batch_size", 2) * fixed.get("sequence_length", SEQUENCE))
+    return fixed, begun

@@ -3,9 +3,8 @@
 Cancel raises an exception in `on_look`, which the session calls about twenty times a second, also while ranks start:
 `run_ranks` ends all ranks before it lets an exception pass, so no process is left after a batch.
 
-Runs wait for the notebook's cells: those that share the cores with a cell would be measured slower than they are. A
-kernel with subshells (ipykernel 7) may hand the press of a button to another thread while a cell runs. The lab then
-answers at once, and starts when the cells have ended.
+Runs wait for other labs of the kernel, and for the notebook's cells: side by side each would be measured slower than it
+is. A kernel with subshells (ipykernel 7) may hand the press of a button to another thread while a cell runs.
 """
 
 from __future__ import annotations
@@ -13,9 +12,10 @@ from __future__ import annotations
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 from fsdplab.records import RunRecord
@@ -24,10 +24,11 @@ from fsdplab.sessions import RunSpec, compare
 from .kept_runs import FOLDER, kept_in, new_folder
 from .lab_state import LabState
 
-# labs of one kernel run one after the other: side by side each would be measured slower than it is
 _ALONE = threading.Lock()
+_LOOK_S = 0.05
 PAUSE_S = 0.3  # after a cell: Run All begins the next one much sooner
 ANOTHER_RUNS = "waiting: another strategy lab of this notebook is running"
+WAITING = "waiting for the kernel: it is running a cell, and does this when the cell has ended"
 
 
 class Cancelled(Exception):
@@ -47,14 +48,18 @@ class Runner:
         self.state = state
         self.directory = Path(directory if directory is not None else FOLDER)
         self._thread: threading.Thread | None = None
-        kept = kept_in(self.directory)
-        state.take_back(kept.batches, kept.left)
+        self._cells = RunningCells(this_shell())
+        self._awaited = False  # by a cell, for which nothing must wait
+        state.offer(*kept_in(self.directory))
 
     def start(self) -> bool:
-        """Run what is chosen, in the background; False where nothing was started (`state.message` says why)."""
+        """Run what is chosen, in the background; False where nothing was started (`state.message` says why). Pressed
+        while a cell runs, it begins when the cells have ended.
+        """
         specs = self.state.begin()
         if not specs:
             return False
+        self._awaited = threading.current_thread() is threading.main_thread()
         self._thread = threading.Thread(target=self._work, args=(specs,), daemon=True, name="fsdplab-lab")
         self._thread.start()
         return True
@@ -67,6 +72,7 @@ class Runner:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the batch has ended; False when it still runs after `timeout` seconds."""
+        self._awaited = True
         if self._thread is not None:
             self._thread.join(timeout)
         return not self.state.busy
@@ -74,14 +80,22 @@ class Runner:
     def _work(self, specs: tuple[RunSpec, ...]) -> None:
         error = None
         try:
+            self._wait_for_cells()
             with self._alone():
                 self._compare(specs)
         except Cancelled:
             pass
         # any error is shown in the lab, which stays usable; this thread has no caller
         except Exception as raised:
-            error = _one_line(raised)
+            error = (str(raised).strip() or type(raised).__name__).splitlines()[0]
         self.state.ended(error)
+
+    def _wait_for_cells(self) -> None:
+        if self._cells.busy and not self._awaited:
+            self.state.waits(WAITING)
+        while self._cells.busy and not self._awaited:
+            self._heed()
+            sleep(_LOOK_S)
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -89,7 +103,7 @@ class Runner:
         self._heed()
         if not _ALONE.acquire(blocking=False):
             self.state.waits(ANOTHER_RUNS)
-            while not _ALONE.acquire(timeout=0.05):
+            while not _ALONE.acquire(timeout=_LOOK_S):
                 self._heed()
         try:
             yield
@@ -110,7 +124,6 @@ class Runner:
                 shutil.rmtree(batch.folder, ignore_errors=True)
 
     def _run_all(self, specs: tuple[RunSpec, ...], folder: Path) -> None:
-        numbers = {(spec.strategy, spec.engine): number for number, spec in enumerate(specs)}
         warm: set[tuple[str, str]] = set()  # the runs that wait for their turns or have ended
 
         def on_ready(record: RunRecord) -> None:
@@ -118,7 +131,7 @@ class Runner:
             before = len(warm)
             warm.add((record.spec["strategy"], record.spec["engine"]))
             if before < len(warm) < len(specs):
-                self.state.started(len(warm))
+                self.state.stepped(specs[len(warm)])
 
         def on_record(record: RunRecord) -> None:
             self.state.recorded(record)
@@ -126,9 +139,9 @@ class Runner:
 
         def on_progress(spec: RunSpec, step: int, steps: int, loss: float) -> None:
             self._heed()
-            self.state.stepped(numbers[spec.strategy, spec.engine], step, steps, loss)
+            self.state.stepped(spec, step, steps, loss)
 
-        self.state.started(0)
+        self.state.stepped(specs[0])
         # without on_look Cancel works at the next step only, not while ranks start
         compare(
             specs, directory=folder, on_record=on_record, on_ready=on_ready, on_progress=on_progress, on_look=self._heed
@@ -139,58 +152,25 @@ class Runner:
             raise Cancelled
 
 
-def _one_line(error: Exception) -> str:
-    words = str(error).strip().splitlines()
-    return words[0] if words else type(error).__name__
-
-
 class RunningCells:
-    """Whether the kernel runs a cell, and one thing to be done when it runs none; outside a notebook it never does."""
+    """Whether the kernel runs a cell; outside a notebook it never does."""
 
     def __init__(self, shell: Any = None) -> None:
-        self._running = False
-        self._later: Callable[[], object] | None = None
-        self._lock = threading.Lock()
+        self._running, self._ended = shell is not None, -PAUSE_S  # the cell that makes the lab is one
         if shell is not None:
-            self._running = True  # the cell that makes the lab
             shell.events.register("pre_run_cell", self._began)
-            shell.events.register("post_run_cell", self._ended)
+            shell.events.register("post_run_cell", self._over)
 
     @property
-    def busy_elsewhere(self) -> bool:
-        """Whether a cell runs on the main thread while this is another one."""
-        return self._running and threading.current_thread() is not threading.main_thread()
-
-    @property
-    def waiting(self) -> bool:
-        """Whether something is to be done when the cells have ended."""
-        return self._later is not None
-
-    def after(self, act: Callable[[], object]) -> None:
-        """Do this when the kernel runs no cell."""
-        self._later = act
-        if not self._running:
-            self._do()
-
-    def forget(self) -> None:
-        """Cancel the postponed action."""
-        self._later = None
+    def busy(self) -> bool:
+        """Whether a cell runs, or has ended so short a time ago that the next one may follow."""
+        return self._running or monotonic() - self._ended < PAUSE_S
 
     def _began(self, *_: object) -> None:
         self._running = True
 
-    def _ended(self, *_: object) -> None:
-        self._running = False
-        if self._later is not None:
-            timer = threading.Timer(PAUSE_S, self._do)
-            timer.daemon = True
-            timer.start()
-
-    def _do(self) -> None:
-        with self._lock:
-            act, self._later = (None, self._later) if self._running else (self._later, None)
-        if act is not None:
-            act()
+    def _over(self, *_: object) -> None:
+        self._running, self._ended = False, monotonic()
 
 
 def this_shell() -> Any:

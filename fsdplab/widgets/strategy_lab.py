@@ -12,14 +12,17 @@ from typing import Any
 import ipywidgets
 from IPython.display import DisplayHandle, display
 
+from fsdplab.recording.assemble import open_record
 from fsdplab.records import RunRecord
 
 from .details import PRESENTED, Details
 from .instrument import Instrument
-from .jobs import choices_beside, job_in
+from .jobs import choices_beside
 from .lab_state import Batch, LabState
-from .running import Runner, RunningCells, this_shell
-from .tabs import Still
+from .running import Runner
+from .tabs import still
+
+_PRESSED = {"measure": "start", "cancel": "cancel"}  # methods of the runner
 
 
 class StrategyLab:
@@ -44,17 +47,17 @@ class StrategyLab:
     ) -> None:
         if fixed is not None and not isinstance(fixed, Mapping):
             fixed, choices = None, {"model": fixed, **choices}
-        recorded = None if job is None else job_in(job)
+        recorded = None if job is None else open_record(job)
         self.state = LabState(fixed, **{**(choices_beside(recorded, choices) if recorded else {}), **choices})
         if self.state.request.errors:
             raise ValueError("; ".join(self.state.request.errors.values()))
         self.runner = Runner(self.state, directory)
         if recorded is not None:
-            self.state.show_job(recorded)
-        self._cells = RunningCells(this_shell())
+            self.state.job = recorded
+            self.state.offer([Batch(self.state.next_number, (), [recorded], "your job")])
         self._stills: list[DisplayHandle] = []
         self._presented = False
-        self.instrument = Instrument(self.state, self._pressed, lambda: self._cells.waiting)
+        self.instrument = Instrument(self.state, lambda what: getattr(self.runner, _PRESSED[what])())
         self.details = Details(self.state, export_to, self._show_still)
         self.state.subscribe(self.details.refresh)
         self.instrument.observe(lambda _: self._resize(), names="width")
@@ -68,11 +71,11 @@ class StrategyLab:
         return batch.rows if batch else []
 
     def run(self, timeout: float | None = None) -> list[RunRecord]:
-        """Press Measure, wait, and return the records, for unattended notebooks. RuntimeError says why there are none; an
-        interrupt of the cell cancels the runs.
+        """Press Measure, wait, and return the records, for unattended notebooks; where runs were started before, wait for
+        them. RuntimeError says why there are no records; an interrupt of the cell cancels the runs.
         """
         try:
-            ended = self.runner.start() and self.runner.wait(timeout)
+            ended = (self.state.busy or self.runner.start()) and self.runner.wait(timeout)
         except KeyboardInterrupt:
             self.runner.cancel()
             raise
@@ -89,24 +92,12 @@ class StrategyLab:
 
     def _ipython_display_(self) -> None:
         display({**self.widget._repr_mimebundle_(), "text/plain": ""}, raw=True)
-        self._stills.append(display(self._still(self.details.batch), display_id=True))
+        saved = still(self.details.batch, self.instrument.answer)
+        self._stills.append(display(saved, raw=True, display_id=True))
 
     def _resize(self) -> None:
         self.details.sized(self._presented, self.instrument.width)
 
-    def _still(self, batch: Batch | None) -> Still:
-        return Still(batch, self.instrument.answer)
-
     def _show_still(self, batch: Batch | None) -> None:
-        for still in self._stills:
-            still.update(self._still(batch))
-
-    def _pressed(self, what: str) -> None:
-        """Do what a button says; runs start after the cells that the kernel runs now."""
-        if what == "cancel":
-            self._cells.forget()
-            self.runner.cancel()
-        elif self._cells.busy_elsewhere and not self.state.request.errors:
-            self._cells.after(self.runner.start)
-        else:
-            self.runner.start()
+        for each in self._stills:
+            each.update(still(batch, self.instrument.answer), raw=True)

@@ -10,8 +10,7 @@ static pages, which have plotly, draw the figures too.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, TypeAlias
 
@@ -20,7 +19,8 @@ from plotly.graph_objects import Figure
 from fsdplab import figures
 from fsdplab.figures import alt_text
 from fsdplab.figures.fastest import core_words
-from fsdplab.figures.report.parts import PIECES, PLOTLY, comparison_table
+from fsdplab.figures.report.parts import PIECES, PLOTLY, comparison_table, part
+from fsdplab.figures.report.parts import table as html_table
 from fsdplab.figures.table import COLUMNS, NUMBERS, SHORT, WRAPPED, brief, legend, mood, told
 from fsdplab.figures.view import RunView, provenance
 from fsdplab.profiling.findings import findings
@@ -112,82 +112,48 @@ def _findings(record: RunRecord) -> list[Piece]:
         found = findings(record)
     except ValueError as reason:
         return [note(str(reason))]
-    words = [
-        f"<b>{escape(each.title)}</b><br>{escape(each.text)}<br><i>What to do:</i> {escape(each.remedy)}"
-        for each in found
-    ]
-    lines = "".join(f"<li style='margin:10px 0'>{line}</li>" for line in words)
-    listed = f"<ol style='font-size:var(--fsdplab-type, 16px);line-height:1.5;max-width:62em'>{lines}</ol>"
-    return [listed if found else note("nothing stands out in this run")]
+    listed = "".join(part("finding", found=each) for each in found)
+    look = "font-size:var(--fsdplab-type, 16px);line-height:1.5;max-width:62em"
+    return [f"<div style='{look}'>{listed}</div>" if found else note("nothing stands out in this run")]
 
 
 # ---- as outputs of a notebook
 
 
-def outputs(piece: Piece) -> list[dict[str, Any]]:
-    """One piece as outputs of a notebook: a figure with its alternative text; HTML unchanged."""
-    if isinstance(piece, str):
-        return [_output({"text/html": piece})]
-    config = {"config": {"displaylogo": False, "responsive": False}}
-    words = {"text/html": f"<p>{escape(alt_text(piece))}</p>", "text/plain": f"[figure] {alt_text(piece)}"}
-    unseen = f"<div style='{_UNSEEN}'>{escape(alt_text(piece))}</div>"
-    return [_output({PLOTLY: json.loads(piece.to_json()) | config, **words}), _output({"text/html": unseen})]
-
-
-def _output(data: dict[str, Any]) -> dict[str, Any]:
-    return {"output_type": "display_data", "data": data, "metadata": {}}
-
-
-_UNSEEN = "position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)"  # there for screen readers only
-
-
-@dataclass(frozen=True, repr=False)
-class Still:
-    """The lab in the saved notebook, folded: what the instrument answered as a table, and of a batch the table with
-    its figure, and memory.
+def outputs(pieces: Iterable[Piece]) -> tuple[dict[str, Any], ...]:
+    """Pieces as outputs of a notebook: a figure with its alternative text, which is there for screen readers too; HTML
+    unchanged.
     """
-
-    batch: Batch | None = None
-    answer: Mapping[str, Any] = field(default_factory=dict)
-
-    def __repr__(self) -> str:
-        return "\n".join(
-            [self._headline, self._said, *(alt_text(piece) for piece in self._pieces if isinstance(piece, Figure))]
-        )
-
-    @property
-    def _pieces(self) -> list[Piece]:
-        return [*pieces("Table", self.batch), *pieces("Memory", self.batch)[:1]] if self.batch else []
-
-    @property
-    def _headline(self) -> str:
-        measured = f"; batch {self.batch.title}" if self.batch else ""
-        title = self.answer.get("memory_title", "no answer yet")
-        return f"The lab's numbers as a table, for the saved notebook: {title}{measured}"
-
-    @property
-    def _said(self) -> str:
-        said = f"{self.answer.get('difference', '')} All {self.answer.get('clock', 'is to come')}."
-        return f"{said} {self.answer.get('job', '')}".strip()
-
-    @property
-    def _table(self) -> str:
-        """Memory and step of each run, as HTML."""
-        heads = {"name": "strategy", "peak_words": "memory of a rank", "step_words": "step"}
-        lines = "".join(_line([str(row[part]) for part in heads], "td") for row in self.answer.get("rows", ()))
-        return f"<table>{_line([*heads.values()], 'th')}{lines}</table><p>{escape(self._said)}</p>"
-
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        """The folded output as HTML, and its pieces for a page that draws figures itself."""
-        inside = "".join(
-            piece if isinstance(piece, str) else f"<p>{escape(alt_text(piece))}</p>" for piece in self._pieces
-        )
-        summary = f"<summary style='opacity:.75;cursor:pointer'>{escape(self._headline)}</summary>"
-        whole = {"text/html": f"<details>{summary}{self._table}{inside}</details>", "text/plain": repr(self)}
-        drawn = [output["data"] for piece in self._pieces for output in outputs(piece)[:1]]
-        return whole | ({PIECES: [{"text/html": self._table}, *drawn]} if drawn else {})
+    found = []
+    for piece in pieces:
+        if isinstance(piece, str):
+            found.append({"text/html": piece})
+            continue
+        alt, config = alt_text(piece), {"config": {"displaylogo": False, "responsive": False}}
+        words = {"text/html": f"<p>{escape(alt)}</p>", "text/plain": f"[figure] {alt}"}
+        found.append({PLOTLY: json.loads(piece.to_json()) | config, **words})
+        found.append({"text/html": f"<div style='{_UNSEEN}'>{escape(alt)}</div>"})
+    return tuple({"output_type": "display_data", "data": data, "metadata": {}} for data in found)
 
 
-def _line(words: Sequence[str], tag: str) -> str:
-    style = "text-align:left;padding:2px 14px 2px 0"
-    return f"<tr>{''.join(f'<{tag} style={style!r}>{escape(word)}</{tag}>' for word in words)}</tr>"
+_UNSEEN = "position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)"
+
+
+def still(batch: Batch | None, answer: Mapping[str, Any]) -> dict[str, Any]:
+    """The lab in the saved notebook, folded: what the instrument answered as a table, and of a batch the table with
+    its figure, and memory. A bundle of HTML, text, and the pieces for a page that draws figures itself.
+    """
+    measured, title = f"; batch {batch.title}" if batch else "", answer.get("memory_title", "no answer yet")
+    headline = f"The lab's numbers as a table, for the saved notebook: {title}{measured}"
+    said = f"{answer.get('difference', '')} All {answer.get('clock', 'is to come')}. {answer.get('job', '')}".strip()
+    heads = {"name": "strategy", "peak_words": "memory of a rank", "step_words": "step"}
+    style = {"style": "text-align:left;padding:2px 14px 2px 0"}
+    rows = [[row[name] for name in heads] for row in answer.get("rows", ())]
+    table = f"{html_table([*heads.values()], rows, lambda *_: style)}<p>{escape(said)}</p>"
+    shown = [*pieces("Table", batch), *pieces("Memory", batch)[:1]] if batch else []
+    inside = "".join(each if isinstance(each, str) else f"<p>{escape(alt_text(each))}</p>" for each in shown)
+    summary = f"<summary style='opacity:.75;cursor:pointer'>{escape(headline)}</summary>"
+    words = "\n".join([headline, said, *(alt_text(each) for each in shown if isinstance(each, Figure))])
+    whole = {"text/html": f"<details>{summary}{table}{inside}</details>", "text/plain": words}
+    drawn = [each["data"] for piece in shown for each in outputs([piece])[:1]]
+    return whole | ({PIECES: [{"text/html": table}, *drawn]} if drawn else {})
