@@ -92,6 +92,6 @@ def test_a_workload_of_a_notebook_is_called_in_python() -> None:
 
 
 def test_a_plan_is_copied_in_the_words_of_published_models() -> None:
-    (plan,) = check(Choices("8 x H100", "llama-3.1-8b", 8, ("full_shard",), link="450GB/s", tokens=4096)).plans
+    (plan,) = check(Choices("8 x H100", "llama-3.1-8b", 8, ("full_shard",), link="450GB/s", tokens=4096)).runs
     found = copies(plan)
     assert "LlamaDecoderLayer" in found["PyTorch"] and found["Command line"].startswith("fsdplab plan --strategy")

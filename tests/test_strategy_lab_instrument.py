@@ -16,10 +16,9 @@ from fsdplab.sessions.steady_card import steady
 from fsdplab.widgets import outcomes
 from fsdplab.widgets.answers import Guess, Look, difference, judge, view_of
 from fsdplab.widgets.choices import PRESETS, Choices, check
-from fsdplab.widgets.instrument import Instrument, changes_of, look_of
 from fsdplab.widgets.lab_state import LabState
 from fsdplab.widgets.outcomes import Outcome, Step, crossover, outcome
-from fsdplab.widgets.strategy_lab import StrategyLab
+from fsdplab.widgets.strategy_lab import Instrument, StrategyLab, changes_of, look_of
 
 pytestmark = pytest.mark.quick
 FIXED = {"device": "cpu"}
@@ -63,11 +62,11 @@ def test_what_cannot_be_simulated_says_why() -> None:
 
 
 def test_a_plan_is_simulated_with_the_link_and_the_card_of_the_choices() -> None:
-    (plan,) = check(replace(ON_GPUS, strategies=("full_shard",), link="1GB/s")).plans
+    (plan,) = check(replace(ON_GPUS, strategies=("full_shard",), link="1GB/s")).runs
     assert isinstance(plan, PlanSpec) and plan.gpu.link.bytes_per_s == 1e9 and plan.gpu.memory_bytes == 80 * 2**30
-    slow, fast = (outcome(plan), outcome(check(replace(ON_GPUS, strategies=("full_shard",))).plans[0]))
+    slow, fast = (outcome(plan), outcome(check(replace(ON_GPUS, strategies=("full_shard",))).runs[0]))
     assert slow.peak == fast.peak and slow.step.exposed > 20 * fast.step.exposed
-    (wide,) = check(replace(PRESETS["two nodes"].choices, strategies=("hybrid_shard",))).plans
+    (wide,) = check(replace(PRESETS["two nodes"].choices, strategies=("hybrid_shard",))).runs
     assert wide.gpu.nic_bytes_per_s == 12.5e9 / 8, "a node's GPUs share its network"
 
 
@@ -297,6 +296,8 @@ def test_a_preset_brings_its_choices_and_cannot_be_measured() -> None:
     assert lab.state.choices == Choices() and lab.instrument.progress["what"] == "Measure 5 runs"
     with pytest.raises(ValueError, match="preset is 'cluster'; expected one of laptop"):
         StrategyLab(FIXED, preset="cluster")
+    lab.instrument.asked = {"n": 2, "choices": {"preset": "cluster"}}
+    assert list(lab.instrument.answer["errors"]) == ["preset"]
 
 
 def test_the_sizes_of_a_batch_that_are_fixed_set_the_tokens() -> None:

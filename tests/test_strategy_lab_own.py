@@ -12,15 +12,14 @@ import fsdplab
 from fsdplab.planning.plan_traffic import bytes_by_axis
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.changes import best_change, edits
-from fsdplab.sessions.recorded_model import plan_of_file, steady_tables, steady_work
+from fsdplab.sessions.recorded_model import plan_of_file, steady_work
 from fsdplab.sessions.spec import SpecError
 from fsdplab.widgets.answers import Look, view_of, what_if
 from fsdplab.widgets.choices import PRESETS, Choices
 from fsdplab.widgets.copies import copies
-from fsdplab.widgets.instrument import Instrument
 from fsdplab.widgets.lab_state import LabState
 from fsdplab.widgets.outcomes import outcome
-from fsdplab.widgets.strategy_lab import StrategyLab
+from fsdplab.widgets.strategy_lab import Instrument, StrategyLab
 from tests.own_models import zoo
 
 FIXED = {"device": "cpu"}
@@ -100,8 +99,8 @@ def test_the_steady_cards_step_holds_what_the_recording_computes() -> None:
     """Of a preset both are known: its own simulation, and that of the recording."""
     work = fsdplab.Workload(zoo.stack, zoo.numbers, zoo.squares)
     spec = RunSpec(model=work, link="1GB/s", strategy="no_shard", world_size=1)
-    (row,) = steady_tables(spec)["breakdown"]
-    assert row["exposed_ns"] == row["overlapped_ns"] == 0 and row["compute_ns"] == row["step_ns"] > 0
+    step = outcome(spec).step
+    assert step.exposed == step.hidden == step.other == 0 and step.total > 0
     two = replace(spec, strategy="full_shard", world_size=2)
     assert steady_work(two).slowed_s == 0, "as of presets: no collective takes a part of this card"
     assert steady_work(two).compute_s < steady_work(spec).compute_s, "each rank updates a half"
@@ -163,8 +162,8 @@ def test_it_is_planned_on_every_gpu_that_the_lab_offers(mine: Path, preset: str)
     """Memory and bytes are those of `fsdplab plan --model mine.py`; units and the card are controls."""
     state = LabState(FIXED, model=str(mine), preset=preset)
     request = state.request
-    assert not request.errors and [plan.strategy for plan in request.plans] == [*state.choices.strategies]
-    for row, plan in zip(asked(state)["rows"], request.plans):
+    assert not request.errors and [plan.strategy for plan in request.runs] == [*state.choices.strategies]
+    for row, plan in zip(asked(state)["rows"], request.runs):
         alike = {"gpus": plan.gpus, "strategy": plan.strategy, "param_dtype": plan.param_dtype}
         expected = plan_of_file(str(mine), "h100", **alike)
         assert (
@@ -175,7 +174,7 @@ def test_it_is_planned_on_every_gpu_that_the_lab_offers(mine: Path, preset: str)
     assert all(each["words"] for each in view_of(state.choices, Look(), state.fixed).marks())
     rows = what_if(state.choices, "full_shard", state.fixed)
     assert "units model" in [row["words"] for row in rows]
-    text = copies(next(plan for plan in request.plans if plan.strategy == "full_shard"))
+    text = copies(next(plan for plan in request.runs if plan.strategy == "full_shard"))
     assert "Block" in text["PyTorch"] and text["Command line"].startswith("fsdplab plan --strategy ")
     assert "mine.py" in text["Command line"] and "--sequence-length" not in text["Command line"]
 

@@ -10,8 +10,6 @@ from fsdplab.planning.lab_memory import MicroBatch
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.program import StepWork
 from fsdplab.planning.recorded_plan import RecordedPlan, named_shape, recorded_plan, recorded_work
-from fsdplab.planning.simulation import simulate_work
-from fsdplab.planning.simulation.simulated_step import tables_of
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.workloads.own.sources import name_of
 
@@ -40,11 +38,6 @@ class OwnPlan(PlanSpec):
     def work(self) -> StepWork:
         """What its units compute and send."""
         return recorded_work(self, self.recording)
-
-    @property
-    def tables(self) -> dict[str, list[dict[str, Any]]]:
-        """The tables of the simulated step."""
-        return tables_of([*simulate_work(self.work).logs], 1, {})
 
 
 def own_plan(of: RunSpec, gpu: Gpu, **mesh: Any) -> OwnPlan:

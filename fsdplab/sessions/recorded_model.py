@@ -14,8 +14,6 @@ from torch import nn
 from fsdplab.planning.lab_memory import MicroBatch
 from fsdplab.planning.program import StepWork
 from fsdplab.planning.recorded_plan import RecordedPlan, recorded_plan, recorded_spec, recorded_work
-from fsdplab.planning.simulation import simulate_work
-from fsdplab.planning.simulation.simulated_step import tables_of
 from fsdplab.sessions.launch.stacks import headline
 from fsdplab.sessions.micro_batch import RecordChoices, record_micro_batch
 from fsdplab.sessions.own_optimizer import OwnStep, own_step
@@ -96,8 +94,3 @@ def _recorded(
 def steady_work(spec: RunSpec) -> StepWork:
     """What a step of the run computes and sends on the steady card; raises what the model's own code raises."""
     return recorded_work(plan_of(spec), recording_of(spec), efficiency=1.0).shared(streams=False)
-
-
-def steady_tables(spec: RunSpec) -> dict[str, list[dict[str, Any]]]:
-    """The tables of a simulated step of a run with a link, as `steady_card.steady` has them of a preset."""
-    return tables_of([*simulate_work(steady_work(spec), communicators=spec.link_queues).logs], 1, {})

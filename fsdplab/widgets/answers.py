@@ -11,11 +11,14 @@ from typing import Any
 
 from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.common.sizes import parse_size, percent, seconds, size
-from fsdplab.figures.table import scattered
+from fsdplab.common.words import plural
+from fsdplab.figures.table import scattered, step_of
+from fsdplab.figures.view import view
 from fsdplab.planning.bands import memory_band, speed_band
 from fsdplab.planning.links import LinkSpec
 from fsdplab.planning.plan_spec import PlanSpec
-from fsdplab.records import RunRecord
+from fsdplab.records import RunRecord, core_sentence
+from fsdplab.records.spread import is_below
 from fsdplab.sessions.changes import edits
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.workloads.own.sources import name_of, reads_text
@@ -57,42 +60,24 @@ class Look:
 
 @dataclass(frozen=True)
 class View:
-    """What is shown of the choices: the runs by strategy, or `errors`, one a control, where they cannot be compared."""
+    """What is shown of the choices: the runs by strategy, which of them are A and B, and A's own run with what it
+    differs in where it is pinned; or `errors`, one a control, where they cannot be compared.
+    """
 
     choices: Choices
     look: Look
     fixed: Fixed
+    errors: Mapping[str, str]
     runs: Mapping[str, Run] = field(default_factory=dict)
-    errors: Mapping[str, str] = field(default_factory=dict)
+    a: str = ""
+    b: str = ""
+    first: Any = None
+    note: str = ""
 
     @property
     def hides(self) -> bool:
         """Whether nothing may be told: a choice is wrong, or the answer waits for a guess."""
         return bool(self.errors) or self.look.guess.on and not self.look.guess.given
-
-    @property
-    def a(self) -> str:
-        """The strategy of A."""
-        return self.look.a if self.look.pinned or self.look.a in self.runs else [*self.runs][0]
-
-    @property
-    def b(self) -> str:
-        """The strategy of B."""
-        return self.look.b if self.look.b in self.runs else [*self.runs][-1]
-
-    @property
-    def first(self) -> Run:
-        """A's run, with its own choices where it is pinned."""
-        return alone(self.look.pinned, self.a, self.fixed).runs[0] if self.look.pinned else self.runs[self.a]
-
-    @property
-    def note(self) -> str:
-        """The settings of a pinned A that are not those of the choices: `prefetch 0, 300MB/s`."""
-        settings = {
-            name: getattr(self.look.pinned or self.choices, name) for name, row in CONTROLS.items() if row["note"]
-        }
-        other = {name: value for name, value in settings.items() if value != getattr(self.choices, name)}
-        return ", ".join(CONTROLS[name]["note"].format(value) for name, value in other.items())
 
     @property
     def name(self) -> str:
@@ -151,17 +136,24 @@ class View:
 
 
 def view_of(choices: Choices, look: Look, fixed: Fixed) -> View:
-    """The view of choices; a model of one's own whose code raises an error is one of the errors."""
-    request = check(choices, fixed)
-    runs: dict[str, Run] = {spec.strategy: spec for spec in request.specs if spec.engine == "lab"}
-    runs |= {plan.strategy: plan for plan in request.plans}
-    errors = dict(request.errors)
-    if not errors and not runs:
-        errors = {"engines": "only runs of the lab's own engine are drawn here; choose it too"}
-    any_run = next((run_of(run) for run in runs.values()), None)
+    """The view of choices; what the code of a model of one's own raises is one of the errors."""
+    request, a, b = check(choices, fixed), look.a, look.b
+    runs: dict[str, Run] = {run.strategy: run for run in request.runs if getattr(run, "engine", "lab") == "lab"}
+    if request.errors:
+        return View(choices, look, fixed, request.errors)
+    if not runs:
+        words = "only runs of the lab's own engine are drawn here; choose it too"
+        return View(choices, look, fixed, {"engines": words})
+    any_run = run_of(next(iter(runs.values())))
     if any_run and any_run.own_model and isinstance(found := recorded_model().recording_or_why(any_run), str):
-        errors = {"model" if choices.units == "auto" else "units": found}
-    return View(choices, look, fixed, runs, errors)
+        return View(choices, look, fixed, {"model" if choices.units == "auto" else "units": found})
+    b = b if b in runs else [*runs][-1]
+    if not look.pinned:
+        a = a if a in runs else [*runs][0]
+        return View(choices, look, fixed, {}, runs, a, b, runs[a])
+    other = {name: value for name, value in vars(look.pinned).items() if value != getattr(choices, name)}
+    note = ", ".join(CONTROLS[name]["note"].format(value) for name, value in other.items() if CONTROLS[name]["note"])
+    return View(choices, look, fixed, {}, runs, a, b, alone(look.pinned, a, fixed).runs[0], note)
 
 
 # ---- the rows of the bars
@@ -358,3 +350,39 @@ def _change(name: str, value: Any, now: Choices, before: Outcome, after: Outcome
 def _signed(part: float) -> str:
     """`+12 %`, `-3 %`, `equal`."""
     return "equal" if abs(part) < _LEAST else f"{'+' if part > 0 else '−'}{percent(abs(part))}"
+
+
+# ---- a recorded job beside measured runs
+
+
+def job_words(job: RunRecord, records: Sequence[RunRecord]) -> str:
+    """What the job took, and the fastest run of the lab with as many ranks that is faster beyond the spread of both.
+
+    Runs behind an emulated link do not count: the job had none.
+    """
+    step, peak = job.summary.step_time_s, job.summary.peak_memory_bytes.total
+    took = " and ".join([f"{step_of(view(job))} a step"] * bool(step.median) + [size(peak)] * bool(peak))
+    name, ranks = job.spec.get("job") or job.path.name, plural(job.spec["world_size"], "rank")
+    told = f"Your job ({name}, {job.spec['engine']} {job.spec['strategy']}, {ranks}) took {took or 'no timed step'}"
+    alike = [each for each in records if each.status == "finished" and _comparable(each, job)]
+    if not alike:
+        return f"{told}; measure runs of {ranks} without a link to see them beside it."
+    for each in (job, *alike):
+        if each.summary.short_of_cores:
+            return f"{told}. {core_sentence(each.summary.cpu_share or 0.0, 'your job' if each is job else '')}"
+    faster = [each for each in alike if is_below(each.summary.step_time_s, step)]
+    if not faster:
+        return f"{told}; no measured run of the lab is faster beyond the spread of the steps."
+    best = view(min(faster, key=lambda each: each.summary.step_time_s.median or 0.0))
+    units = (best.environment.get("workload") or {}).get("units") or best.spec.get("units")
+    memory = f" and {size(best.peak)}" if best.peak else ""
+    less = percent(1 - (best.step_median or 0.0) / (step.median or 1.0))
+    return f"{told}; {best.strategy} in units of {units} takes {step_of(best)}{memory} in the lab, {less} less."
+
+
+def _comparable(record: RunRecord, job: RunRecord) -> bool:
+    spec = record.spec
+    return (
+        spec.get("engine") == "lab" and not any(spec.get(name) for name in ("job", "link", "emulate"))
+        and spec.get("world_size") == job.spec.get("world_size")
+    )  # fmt: skip

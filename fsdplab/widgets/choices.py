@@ -180,15 +180,14 @@ class Request:
     engine supports.
     """
 
-    specs: tuple[RunSpec, ...] = ()
-    plans: tuple[PlanSpec, ...] = ()  # in place of specs, where the runs are on GPUs that the planner simulates
+    runs: tuple[Run, ...] = ()
     errors: Mapping[str, str] = field(default_factory=dict)
     left_out: str = ""
 
     @property
-    def runs(self) -> tuple[RunSpec, ...] | tuple[PlanSpec, ...]:
-        """The runs, on this machine or on GPUs."""
-        return self.specs or self.plans
+    def specs(self) -> tuple[RunSpec, ...]:
+        """The runs that can be measured; those on GPUs are the planner's to simulate."""
+        return tuple(run for run in self.runs if isinstance(run, RunSpec))
 
 
 def alone(choices: Choices, strategy: str, fixed: Fixed) -> Request:
@@ -212,7 +211,7 @@ def check(choices: Choices, fixed: Fixed | None = None) -> Request:
         return Request(errors={"tokens": words})
     try:
         if PRESETS[choices.preset].gpu:
-            return Request(plans=tuple(_plan(choices, strategy, fixed) for strategy in choices.strategies))
+            return Request(tuple(_plan(choices, strategy, fixed) for strategy in choices.strategies))
         return _on_this_machine(choices, fixed)
     except LinkError as error:
         return Request(errors={"link": str(error)})

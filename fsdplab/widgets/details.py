@@ -17,8 +17,8 @@ import ipywidgets
 from fsdplab.figures import comparison_page
 from fsdplab.figures.style import PAGE, enlarged, on_page
 
-from .kept_runs import rename
 from .lab_state import Batch, LabState
+from .running import rename
 from .tabs import OF_ONE_RUN, TABS, note, outputs, pieces
 
 PRESENTED, WIDE = 1.35, 1.2  # how much larger type in figures is on a projector, and on a wide page

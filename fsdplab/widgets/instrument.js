@@ -136,9 +136,9 @@ function bars(answer, offers, width, tips) {
     out.push(`<text class="fl-small" x="${left[which] + room + 12}" y="${bottom + 13}">${escape(origin)}</text>`);
   rows.forEach((row, index) => {
     const y = TITLE + index * ROW + 4, high = ROW - 9, middle = y + high / 2 + 4;
-    const sides = { A: row.pinned || (row.strategy === answer.a && !answer.pinned), B: !row.pinned && row.strategy === answer.b };
+    const sides = { A: row.pinned || (row.strategy === answer.a && !answer.asked.pin), B: !row.pinned && row.strategy === answer.b };
     for (const [place, side] of ["A", "B"].entries())
-      if (!(row.pinned && side === "B") && !(answer.pinned && !row.pinned && side === "A"))
+      if (!(row.pinned && side === "B") && !(answer.asked.pin && !row.pinned && side === "A"))
         out.push(`<g class="fl-pick fl-${side}${sides[side] ? " fl-on" : ""}" role="button" tabindex="0" aria-pressed="${Boolean(sides[side])}" aria-label="${side} is ${escape(row.name)}" data-key="${side}:${row.strategy}:${row.pinned ?? ""}" data-pick="${side}" data-strategy="${row.pinned ? "" : row.strategy}"><rect x="${place * 20}" y="${y}" width="17" height="${high}" rx="4"/><text x="${place * 20 + 8.5}" y="${middle}" text-anchor="middle">${side}</text></g>`);
     out.push(`<text class="fl-name" x="43" y="${row.note ? middle - 5 : middle}">${escape(row.strategy)}</text>`);
     if (row.note) out.push(`<text class="fl-small" ${tip(`A is pinned with ${row.note}`)} x="43" y="${middle + 7}">${escape(short(row.note, 17))}</text>`);

@@ -161,7 +161,7 @@ class LabState:
             return self.last_error
         if self.request.errors:
             return "not ready: see the choice marked in red"
-        if self.request.plans:
+        if not self.request.specs:
             return "these GPUs are not here: their runs are simulated and cannot be measured"
         left_out = f" ({self.request.left_out})" if self.request.left_out else ""
         return f"ready to measure {plural(len(self.request.specs), 'run')}{left_out}{self.kept_words}"
