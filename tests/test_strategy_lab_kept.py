@@ -170,7 +170,7 @@ def test_a_cancelled_batch_without_a_record_leaves_no_folder(tmp_path: Path, mon
 
     def cancelled(specs: Any, *, directory: Path, on_look: Any, **_: Any) -> None:
         (directory / "0-full_shard-lab").mkdir()
-        runner.cancel()
+        runner.state.cancel()
         on_look()
 
     monkeypatch.setattr(running, "compare", cancelled)
@@ -208,7 +208,7 @@ def test_a_press_of_cancel_at_once_after_run_is_heeded(tmp_path: Path, monkeypat
     monkeypatch.setattr(running, "compare", lambda *args, **named: compared.append(args))
     state = LabState(FIXED, **TINY)
     runner = Runner(state, tmp_path)
-    state.subscribe(lambda: state.status == "running" and runner.cancel())
+    state.subscribe(lambda: state.status == "running" and runner.state.cancel())
     assert runner.start() and runner.wait(60) and state.status == "cancelled"
     assert compared == [] and list(tmp_path.iterdir()) == []
 
@@ -226,7 +226,7 @@ def test_two_labs_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.Mo
     said, waits = [], threading.Event()
     second.state.subscribe(lambda: said.append(second.state.message) or ANOTHER_RUNS in said and waits.set())
     assert first.start() and begun.wait(60)
-    assert second.start() and third.start() and third.cancel() and third.wait(60)
+    assert second.start() and third.start() and third.state.cancel() and third.wait(60)
     assert third.state.status == "cancelled" and waits.wait(60) and not first.wait(0) and not second.wait(0)
     go_on.set()
     assert first.wait(60) and second.wait(60) and (first.state.status, second.state.status) == ("done", "done")
@@ -241,7 +241,7 @@ def test_an_interrupted_cell_cancels_its_runs(monkeypatch: pytest.MonkeyPatch, t
 
     monkeypatch.setattr(lab.runner, "start", lambda: True)
     monkeypatch.setattr(lab.runner, "wait", wait)
-    monkeypatch.setattr(lab.runner, "cancel", lambda: cancelled.append(True))
+    monkeypatch.setattr(lab.state, "cancel", lambda: cancelled.append(True))
     with pytest.raises(KeyboardInterrupt):
         lab.run()
     assert cancelled == [True]

@@ -188,7 +188,7 @@ def test_errors_of_a_planned_model_are_said_at_the_control(mine: Path) -> None:
 
 @pytest.mark.quick
 def test_what_is_folded_is_not_computed() -> None:
-    instrument = Instrument(LabState(FIXED), lambda what: None)
+    instrument = Instrument(LabState(FIXED), lambda: None)
     assert instrument.more == {}
     instrument.asked = {"n": 1, "choices": {}, "more": True}
     assert instrument.more["b"] == "full_shard" and instrument.more["what_if"]

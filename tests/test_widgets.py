@@ -211,14 +211,6 @@ def test_an_error_of_the_runner_itself_is_said() -> None:
     assert state.status == "failed" and "the disk is full" in state.message
 
 
-@pytest.mark.parametrize(
-    "verb,arguments", [("waits", ("",)), ("stepped", (None, 1, 2, 3.0)), ("recorded", (None,)), ("ended", ())]
-)
-def test_the_verbs_of_a_run_need_one(verb: str, arguments: tuple[Any, ...]) -> None:
-    with pytest.raises(RuntimeError, match=r"no batch is running \(status idle\); call begin\(\) first"):
-        getattr(a_state(), verb)(*arguments)
-
-
 def test_an_unknown_choice_is_an_error_of_the_caller() -> None:
     with pytest.raises(TypeError, match="world_size"):
         a_state().choose(world_size=2)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.common.sizes import parse_size, percent, seconds, size
 from fsdplab.common.words import plural
 from fsdplab.figures.table import scattered, step_of
@@ -165,7 +164,7 @@ def _row(strategy: str, run: Run, card: int | None, records: Sequence[RunRecord]
     step, peak = found.step, found.peak
     over = max(0, peak - card) if peak and card else 0
     return {
-        "name": strategy, "strategy": strategy, "colour": STRATEGY_ROWS[strategy].colour,
+        "name": strategy, "strategy": strategy,
         "memory": [[name, nbytes] for name, nbytes in (found.memory or {}).items() if nbytes], "peak": peak,
         "over": over, "peak_words": f"{size(peak)}: {size(over)} over" if over else size(peak) if peak else "",
         "why_no_memory": found.why_no_memory, "why_no_step": found.why_no_step,

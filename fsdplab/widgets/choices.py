@@ -281,6 +281,8 @@ def _spec(choices: Choices, strategy: str, engine: str, fixed: Fixed) -> RunSpec
 
 def _plan(choices: Choices, strategy: str, fixed: Fixed) -> PlanSpec:
     """The planner's step, with the link and the card of the choices."""
+    if choices.link in (NO_LINK, TUNNEL):
+        raise LinkError(f"link is {choices.link!r}; expected a rate between the GPUs, such as 450GB/s")
     preset = PRESETS[choices.preset]
     mesh: dict[str, Any] = {"gpus": choices.ranks, "gpus_per_node": preset.per_node, "strategy": strategy}
     if own_model(choices, fixed):

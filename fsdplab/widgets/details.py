@@ -34,8 +34,8 @@ class Details:
 
     def __init__(self, state: LabState, export_to: str | Path, shows: Callable[[Batch | None], object]) -> None:
         self._state, self._export_to, self._shows = state, Path(export_to), shows
-        self._offered: list[tuple[int, int]] = []  # number and count of records of each batch
-        self._shown: object = None  # those of the batch that is shown
+        self._listed: list[tuple[str, int, int]] = []  # title, number and count of records of each batch
+        self._shown: object = None  # the latter two of the batch that is shown
         self._filled: object = None  # the tab that is filled, and with what
         self._drawn: dict[object, tuple[dict[str, Any], ...]] = {}  # what was drawn for the batch that is shown
         self._scale = (1.0, 1.0)  # of type, and of the figures' width
@@ -107,15 +107,15 @@ class Details:
         """Offer the batches that have records; when one gets a record, show it. Then what belongs to the one shown."""
         offered = self._state.offered
         self.menus.layout.display = self.widget.layout.display = "" if offered else "none"
-        titles, counts = [(batch.title, batch.number) for batch in offered], [_counted(batch) for batch in offered]
-        if titles != [*self.batch_menu.options]:
-            latest = self._state.batch
-            shown = self.batch_menu.value if counts == self._offered else latest.number if latest else None
-            self.batch_menu.options, self.batch_menu.value = titles, shown
-        elif counts != self._offered and self._state.batch:
-            self.batch_menu.value = self._state.batch.number
-        self._offered, batch = counts, self.batch
-        if (now := _counted(batch) if batch else None) == self._shown:
+        listed = [(batch.title, batch.number, len(batch.records)) for batch in offered]
+        if listed != self._listed:
+            grew = [each[1:] for each in listed] != [each[1:] for each in self._listed]
+            latest = self._state.batch.number if self._state.batch else None
+            shown = latest if grew else self.batch_menu.value
+            self.batch_menu.options, self.batch_menu.value = [each[:2] for each in listed], shown
+        self._listed, batch = listed, self.batch
+        now = (batch.number, len(batch.records)) if batch else None
+        if now == self._shown:
             return
         self._shown, self._drawn = now, {}
         runs = [(run.label, place) for place, run in enumerate(batch.views)] if batch else []
@@ -178,8 +178,3 @@ class Details:
         """One line below the menus, or none."""
         line = f"<div style='font-size:15px;color:{colour}'>{html}</div>"
         self.exported.outputs = outputs([line] if html else [])
-
-
-def _counted(batch: Batch) -> tuple[int, int]:
-    """A batch's number and how many records it has."""
-    return batch.number, len(batch.records)

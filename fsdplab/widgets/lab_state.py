@@ -213,13 +213,12 @@ class LabState:
     def waits(self, words: str) -> None:
         """The batch has not begun: `words` say what it waits for."""
         with self._told():
-            self._running()
             self._doing = words
 
     def stepped(self, spec: RunSpec, step: int = 0, steps: int = 1, loss: float = 0.0) -> None:
         """A run has done `step` of its `steps`; 0: its ranks are starting."""
         with self._told():
-            place, runs = self._running().order.index((spec.strategy, spec.engine)), len(self.batches[-1].specs)
+            place, runs = self.batches[-1].order.index((spec.strategy, spec.engine)), len(self.batches[-1].specs)
             self._count(place, step / steps)
             told = f"step {step} of {steps}, loss {loss:.4f}" if step else "its ranks are starting"
             name = RunView(spec.strategy, spec.engine, spec.world_size).label
@@ -228,7 +227,7 @@ class LabState:
     def recorded(self, record: RunRecord) -> None:
         """A run ended, well or badly; keep its record, in the order of the runs."""
         with self._told():
-            batch = self._running()
+            batch = self.batches[-1]
             batch.records.append(record)
             places = {run: place for place, run in enumerate(batch.order)}
             batch.records.sort(key=lambda each: places[each.spec["strategy"], each.spec["engine"]])
@@ -240,18 +239,12 @@ class LabState:
     def ended(self, error: str | None = None) -> None:
         """No rank is left: the batch is done, cancelled, or failed because of a run that failed or of `error`."""
         with self._told():
-            self._running()
             self.last_error = error or self.last_error
             self.status = "cancelled" if self.status == "cancelling" else "failed" if self.last_error else "done"
 
     def _count(self, run: int, part: float) -> None:
         self._done[run] = min(1.0, part)
         self.share = sum(self._done.values()) / len(self.batches[-1].specs)
-
-    def _running(self) -> Batch:
-        if not self.busy:
-            raise RuntimeError(f"no batch is running (status {self.status}); call begin() first")
-        return self.batches[-1]
 
     @contextmanager
     def _told(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """Runs a batch on a separate thread, so that the page and Cancel keep working.
 
-Cancel raises an exception in `on_look`, which the session calls about twenty times a second, also while ranks start:
-`run_ranks` ends all ranks before it lets an exception pass, so no process is left after a batch.
+A batch that is cancelled raises an exception in `on_look`, which the session calls about twenty times a second, also
+while ranks start: `run_ranks` ends all ranks before it lets an exception pass, so no process is left after a batch.
 
 Records are kept in a folder a batch, so that they come back after a restart of the kernel:
 
@@ -50,7 +50,7 @@ class Cancelled(Exception):
 
 
 class Runner:
-    """Starts and cancels the batches of one LabState; records go below `directory`, by default `lab-runs/` in the
+    """Runs the batches of one LabState; records go below `directory`, by default `lab-runs/` in the
     working folder, and those that are there already are offered again.
 
     >>> runner = Runner(LabState(model="gpt-tiny", steps=2))                     # doctest: +SKIP
@@ -77,12 +77,6 @@ class Runner:
         self._thread = threading.Thread(target=self._work, args=(specs,), daemon=True, name="fsdplab-lab")
         self._thread.start()
         return True
-
-    def cancel(self) -> bool:
-        """End the ranks of the running batch, within a few tenths of a second on the lab's side; False when nothing
-        runs.
-        """
-        return self.state.cancel()
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until the batch has ended; False when it still runs after `timeout` seconds."""

@@ -40,7 +40,7 @@ _HERE = Path(__file__).parent
 
 
 class Instrument(anywidget.AnyWidget):
-    """Controls, bars and timeline over a LabState; `press(what)` is called for "measure" and "cancel"."""
+    """Controls, bars and timeline over a LabState; `measure()` is called when its button is pressed."""
 
     _esm = _HERE / "instrument.js"
     _css = _HERE / "instrument.css"
@@ -54,8 +54,8 @@ class Instrument(anywidget.AnyWidget):
     width = traitlets.Int(0).tag(sync=True)
     scale = traitlets.Float(1.0).tag(sync=True)
 
-    def __init__(self, state: LabState, press: Callable[[str], object]) -> None:
-        self._state, self._press = state, press
+    def __init__(self, state: LabState, measure: Callable[[], object]) -> None:
+        self._state, self._measure = state, measure
         self.look = Look(*PRESETS[state.choices.preset].sides)
         self._answered: tuple[object, ...] = ()
         super().__init__(offers=_offers(state.fixed))
@@ -103,9 +103,8 @@ class Instrument(anywidget.AnyWidget):
         self._state.choose(**changes) if changes else self.refresh()
 
     def _was_pressed(self, change: Mapping[str, Any]) -> None:
-        if change["new"].get("what") in ("measure", "cancel"):
-            self._press(change["new"]["what"])
-        self.refresh()
+        press = {"measure": self._measure, "cancel": self._state.cancel}.get(change["new"].get("what"), self.refresh)
+        press()
 
 
 def changes_of(asked: Mapping[str, Any], now: Choices) -> dict[str, Any]:
@@ -171,9 +170,6 @@ def _offers(fixed: Fixed) -> dict[str, Any]:
 # ---- the lab
 
 
-_METHOD_OF = {"measure": "start", "cancel": "cancel"}  # of the runner, by button
-
-
 class StrategyLab:
     """An instrument to compare strategies, and the runs that it measures: `StrategyLab(preset="laptop")`; display it in
     a notebook. `StrategyLab(Workload(...))` and `StrategyLab(model="mine.py")` have a model of one's own in the list.
@@ -206,7 +202,7 @@ class StrategyLab:
             self.state.offer([Batch(self.state.next_number, (), [recorded], "your job")])
         self._stills: list[DisplayHandle] = []
         self._presented = False
-        self.instrument = Instrument(self.state, lambda what: getattr(self.runner, _METHOD_OF[what])())
+        self.instrument = Instrument(self.state, self.runner.start)
         self.details = Details(self.state, export_to, self._show_still)
         self.state.subscribe(self.details.refresh)
         self.instrument.observe(lambda _: self._resize(), names="width")
@@ -226,7 +222,7 @@ class StrategyLab:
         try:
             ended = (self.state.busy or self.runner.start()) and self.runner.wait(timeout)
         except KeyboardInterrupt:
-            self.runner.cancel()
+            self.state.cancel()
             raise
         if not ended or self.state.status == "failed":
             raise RuntimeError(self.state.message)
