@@ -387,7 +387,7 @@ def test_a_lab_of_wrong_choices_is_refused() -> None:
 @pytest.mark.parametrize("moment", ["start", "step"])
 def test_cancel_ends_the_ranks_and_the_next_batch_runs(tmp_path: Path, moment: str) -> None:
     runner = Runner(a_state(steps=200 if moment == "step" else 2), tmp_path)
-    when(runner.state, lambda state: (": step" if moment == "step" else "run 1") in state.message, runner.cancel)
+    when(runner.state, lambda state: (": step" if moment == "step" else "run 1") in state.message, runner.state.cancel)
     assert runner.start() and runner.wait(PATIENCE_S)
     assert (
         runner.state.status == "cancelled"
