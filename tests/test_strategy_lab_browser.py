@@ -145,7 +145,7 @@ def test_every_control_of_the_instrument_is_answered_on_one_screen(jupyter_lab: 
             "was => document.querySelector('.fl-figure svg').ariaLabel !== was", arg=alt, timeout=SHORT_MS
         )
         assert lab.figure != before and link.get_attribute("aria-valuetext") != "400MB/s", "pixels and words follow"
-        lab.says("A from 398 MB/s")
+        lab.says("A from 399 MB/s")
         tokens = page.get_by_label("Tokens a rank and step", exact=True)
         lab.answered(lambda: tokens.press("ArrowRight"))
         assert tokens.get_attribute("aria-valuetext") == "256"
