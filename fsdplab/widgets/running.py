@@ -20,8 +20,8 @@ import re
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from time import monotonic, sleep
@@ -50,8 +50,8 @@ class Cancelled(Exception):
 
 
 class Runner:
-    """Runs the batches of one LabState; records go below `directory`, by default `lab-runs/` in the
-    working folder, and those that are there already are offered again.
+    """Runs the batches of one LabState; records go below `directory`, by default `lab-runs/` in the working folder, and
+    those that are there already are offered again.
 
     >>> runner = Runner(LabState(model="gpt-tiny", steps=2))                     # doctest: +SKIP
     >>> runner.start(), runner.wait(60), runner.state.status                     # doctest: +SKIP
@@ -88,9 +88,12 @@ class Runner:
     def _work(self, specs: tuple[RunSpec, ...]) -> None:
         error = None
         try:
-            self._wait_for_cells()
-            with self._alone():
+            self._wait_while(lambda: self._cells.busy and not self._awaited, WAITING)
+            self._wait_while(lambda: not _ALONE.acquire(blocking=False), ANOTHER_RUNS)
+            try:
                 self._compare(specs)
+            finally:
+                _ALONE.release()
         except Cancelled:
             pass
         # any error is shown in the lab, which stays usable; this thread has no caller
@@ -98,25 +101,14 @@ class Runner:
             error = (str(raised).strip() or type(raised).__name__).splitlines()[0]
         self.state.ended(error)
 
-    def _wait_for_cells(self) -> None:
-        if self._cells.busy and not self._awaited:
-            self.state.waits(WAITING)
-        while self._cells.busy and not self._awaited:
-            self._heed()
-            sleep(_LOOK_S)
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Wait until no other lab of this kernel runs; Cancel ends the waiting too."""
+    def _wait_while(self, busy: Callable[[], bool], words: str) -> None:
+        """Say what the batch waits for, until it can begin; Cancel ends the waiting too."""
         self._heed()
-        if not _ALONE.acquire(blocking=False):
-            self.state.waits(ANOTHER_RUNS)
-            while not _ALONE.acquire(timeout=_LOOK_S):
-                self._heed()
-        try:
-            yield
-        finally:
-            _ALONE.release()
+        while busy():
+            if self.state.message != words:
+                self.state.waits(words)
+            sleep(_LOOK_S)
+            self._heed()
 
     def _compare(self, specs: tuple[RunSpec, ...]) -> None:
         batch = self.state.batches[-1]
