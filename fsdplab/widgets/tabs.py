@@ -19,7 +19,7 @@ from plotly.graph_objects import Figure
 from fsdplab import figures
 from fsdplab.figures import alt_text
 from fsdplab.figures.fastest import core_words
-from fsdplab.figures.report.parts import PIECES, PLOTLY, comparison_table, part
+from fsdplab.figures.report.parts import PIECES, PLOTLY, comparison_table
 from fsdplab.figures.report.parts import table as html_table
 from fsdplab.figures.table import COLUMNS, NUMBERS, SHORT, WRAPPED, brief, legend, mood, told
 from fsdplab.figures.view import RunView, provenance
@@ -112,9 +112,13 @@ def _findings(record: RunRecord) -> list[Piece]:
         found = findings(record)
     except ValueError as reason:
         return [note(str(reason))]
-    listed = "".join(part("finding", found=each) for each in found)
-    look = "font-size:var(--fsdplab-type, 16px);line-height:1.5;max-width:62em"
-    return [f"<div style='{look}'>{listed}</div>" if found else note("nothing stands out in this run")]
+    words = [
+        f"<b>{escape(each.title)}</b><br>{escape(each.text)}<br><i>What to do:</i> {escape(each.remedy)}"
+        for each in found
+    ]
+    lines = "".join(f"<li style='margin:10px 0'>{line}</li>" for line in words)
+    listed = f"<ol style='font-size:var(--fsdplab-type, 16px);line-height:1.5;max-width:62em'>{lines}</ol>"
+    return [listed if found else note("nothing stands out in this run")]
 
 
 # ---- as outputs of a notebook
