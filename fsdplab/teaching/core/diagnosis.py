@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .comm_log import bytes_sent, kinds_of, nothing_added_up, to_one_rank_only
-from .exercise import Call
+from .exercise import Call, Trial
 from .exercise_file import Exercise
 from .in_source import (
     kept_from_the_result,
@@ -189,7 +189,10 @@ def _alike(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right,
     def same(known: Known, case: int, rank: int, fact: str) -> bool:
         theirs, ours = (of.trials[case][rank] for of in (known.behaviour, learner))
         unlike = _differs(_facts(theirs.returned), _facts(ours.returned), fact, exercise.tolerance)
-        return theirs.nothing == ours.nothing and unlike is None
+        return both_or_none_return(theirs, ours) and unlike is None
+
+    def both_or_none_return(theirs: Trial, ours: Trial) -> bool:
+        return theirs.nothing == ours.nothing or not exercise.returns
 
     places = [(case, rank) for case, ranks in enumerate(right) for rank in range(len(ranks))]
     facts = list(_compared(right[place.case][place.rank]))
@@ -199,7 +202,7 @@ def _alike(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right,
         trial, wrong = known.behaviour.trials[case][rank], _wrong_parts(exercise, place, learner, right, case, rank)
         theirs = _parts(_facts(trial.returned).get(place.fact))
         unlike = (first_difference(theirs.get(name), got, exercise.tolerance) for name, (_, got) in wrong.items())
-        return bool(wrong) and trial.nothing == learner.trials[case][rank].nothing and not any(unlike)
+        return bool(wrong) and both_or_none_return(trial, learner.trials[case][rank]) and not any(unlike)
 
     def elsewhere_too(known: Known) -> bool:
         both = (learner, known.behaviour)

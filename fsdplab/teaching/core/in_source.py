@@ -17,6 +17,7 @@ _BEGINNING = {"isend", "irecv", "batch_isend_irecv"}
 _FILLING = {"all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter",
             "reduce_scatter_tensor", "all_to_all", "all_to_all_single"}  # fmt: skip
 _GIVING_A_NEW_ONE = {"div", "mul", "sub", "flatten", "reshape", "view_as", "to", "float", "double", "half", "bfloat16"}
+_METHODS = {"numel", "element_size", "item", "get_rank", "get_world_size"}
 _SIGNS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
 _IS_A_RANK = re.compile(r"\b(get_rank\(\)|rank|me) == \d+")
 
@@ -84,10 +85,23 @@ def slip(source: str, reference: str, on_ranks: bool = True) -> str:
     >>> slip("def half(x):\\n    x / 2\\n    return x", "")
     '`x / 2` stands alone, so its value is lost: assign it (`x /= 2` changes `x` itself)'
     """
-    rules = [_lost, _always_true, _none_assigned]
+    rules = [_lost, _always_true, _never_equal, _none_assigned]
+    if not re.search(r"\w\[\w+\] = ", source):  # a list whose places are set afterwards may begin with one tensor
+        rules.append(_one_tensor_many_times)
     if on_ranks and not re.search(r"\b(broadcast|scatter|i?send)\w*\(", source):
         rules.append(_one_rank_alone)
     return _first_found(rules, source, reference)
+
+
+def condition(source: str, reference: str) -> str:
+    """What to say of a condition that holds, or does not, whatever the values are; else nothing.
+
+    >>> condition("if storage.nbytes == 0: pass", "")
+    '`storage.nbytes` is the function itself, which equals no value: call it, `storage.nbytes()`'
+    >>> condition("return type(module) == 'Linear'", "")
+    "`type(module) == 'Linear'`: a class equals no text; its name does, `type(module).__name__`"
+    """
+    return _first_found([_always_true, _never_equal], source, reference)
 
 
 def other_operation(source: str, reference: str) -> str:
@@ -118,12 +132,38 @@ def _lost(node: ast.AST) -> str:
 
 
 def _always_true(node: ast.AST) -> str:
-    """`state == "a" or "b"`."""
-    if not (isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or) and isinstance(node.values[0], ast.Compare)):
+    """`state == "a" or "b"`, `name.endswith("a") or "b"`."""
+    if not (isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or)):
+        return ""
+    first = node.values[0]
+    if not (
+        isinstance(first, ast.Compare) or ast.unparse(first).partition("(")[0].endswith(("endswith", "startswith"))
+    ):
         return ""
     alone = [ast.unparse(each) for each in node.values[1:] if isinstance(each, ast.Constant) and each.value]
     why = f"is always true, because {alone[0]} alone is: compare with each, `in (..., {alone[0]})`" if alone else ""
     return why and f"`{ast.unparse(node)}` {why}"
+
+
+def _never_equal(node: ast.AST) -> str:
+    """`storage.nbytes == 0`, `type(module) == "Linear"`."""
+    if not isinstance(node, ast.Compare):
+        return ""
+    for side in (node.left, *node.comparators):
+        text = ast.unparse(side)
+        if isinstance(side, ast.Attribute) and (side.attr in _METHODS or re.search(r"storage(\(\))?\.nbytes$", text)):
+            return f"`{text}` is the function itself, which equals no value: call it, `{text}()`"
+    text = ast.unparse(node)
+    if re.match(r"type\(.*\) (==|!=|is|is not) ['\"]", text):
+        return f"`{text}`: a class equals no text; its name does, `{text.partition(')')[0]}).__name__`"
+    return ""
+
+
+def _one_tensor_many_times(node: ast.AST) -> str:
+    """`[torch.empty_like(x)] * n`."""
+    text = ast.unparse(node) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult) else ""
+    made = re.match(r"\[[\w.]+\.(new_)?(empty|zeros|clone)(_like)?\(.*\)\] \* ", text)
+    return f"`{text}` is one tensor many times: make each of them, `[... for _ in range(n)]`" if made else ""
 
 
 def _none_assigned(node: ast.AST) -> str:

@@ -103,7 +103,7 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
     (
         r"assign a gradient of size|assigned grad has data of a different size",
         "a gradient has the shape of what it belongs to: a parameter's is whole (`piece.view_as(parameter)`), a slice's"
-        " has the slice's rows only",
+        " has the slice's rows only, as a reduce-scatter leaves them",
     ),
     (
         r"expected a non-empty list of Tensors",
