@@ -51,6 +51,10 @@ _EDITS = {
         ],
     },
     "06.hooks": {
+        "names the arguments": [(
+            "    def after_forward():",
+            "    def before_forward():\n        unshard(mine=unit.mine, whole=unit.whole)\n\n    def after_forward():",
+        )],
         "adds to a gradient that is there": [(
             "unit.mine.grad = reduce(unit.take_gradient())",
             "new, old = reduce(unit.take_gradient()), unit.mine.grad\n"

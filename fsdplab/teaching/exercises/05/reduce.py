@@ -61,6 +61,8 @@ def reduce(gradient):
     #: a mean has fractions: `//` rounds it down, `/` does not
     #! return mine / c
     #: the sum must be divided by the number of ranks, not of rows
+    #! return mine / len(gradient)
+    #: as above
     #! return mine / n / n
     #: the sum was divided twice: once is enough, and ReduceOp.AVG divides already
     #! dist.reduce_scatter(mine, list(padded.chunk(n)), op=dist.ReduceOp.MAX)
@@ -98,5 +100,7 @@ def observe(reduce, gradient):
 SAYS = {
     "shape": "this rank gets its own c = ceil(rows / n) rows, as `shard` cuts them",
     "padding": "what does the padding hold? Begin with zeros, `new_zeros`, and write the gradient into the first rows",
+    "otherwise": "these are other rows, or another mean: rank r gets rows r * c to (r + 1) * c, as `shard` cuts them,"
+    " of the sum over all ranks, divided by n",
     "hung": "some rank does not take part: every rank calls reduce_scatter, also one that gets only padding",
 }

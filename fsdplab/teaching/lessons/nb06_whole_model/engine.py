@@ -7,6 +7,7 @@ give one tensor each, as the blocks of a GPT do.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -133,8 +134,10 @@ class MiniFSDP:
     def _watched(self, unit: MiniUnit, name: str) -> Callable[..., Any]:
         """One of the learner's functions, checked for its arguments and followed by a row of the log."""
         function = getattr(self.parts, name)
+        parameters = inspect.signature(function)
 
-        def called(*arguments: Any) -> Any:
+        def called(*given: Any, **named: Any) -> Any:
+            arguments = parameters.bind(*given, **named).args if named else given
             require_arguments(unit, name, arguments)
             with WireLog() as wire:
                 returned = function(*arguments)
