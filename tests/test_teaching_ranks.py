@@ -154,6 +154,18 @@ def test_a_rank_that_hangs_after_a_message_that_nobody_waits_for_is_told_of_it(w
         ("TypeError: 'int' object is not iterable", "a pair is one argument"),
         ("TypeError: list.append() takes exactly one argument (2 given)", "`steps.append((a, b))`"),
         ("TypeError: slice indices must be integers or None or have an __index__ method", "a tuple of endings"),
+        (
+            "RuntimeError: The size of tensor a (2) must match the size of tensor b (6) at non-singleton dimension 1",
+            "rows",
+        ),
+        (
+            "RuntimeError: The expanded size of the tensor (2) must match the existing size (0) at",
+            "as much as there is",
+        ),
+        ("TypeError: new_zeros(): argument 'size' failed to unpack the object at pos 2", "a star hands them over"),
+        ("RuntimeError: invalid output tensor list at index 0 (expected length 3, got 2)", "one tensor for each rank"),
+        ("TypeError: resize_() missing 1 required positional argument: 'nbytes'", "lacks an argument"),
+        ("TypeError: hooks returned NoneType; return before_forward", "the function returns nothing"),
         ("ValueError: torch.cat(): expected a non-empty list of Tensors", "`x.new_empty(0)`"),
     ],
 )

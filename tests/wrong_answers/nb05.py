@@ -33,6 +33,13 @@ def guarded__hands_the_error_back(whole, name):
     return whole
 
 
+def guarded__prints(whole, name):
+    """it prints a text and returns; here it must raise"""
+    if whole.untyped_storage().nbytes() == 0:
+        print(f"{name}: call unshard first")
+    return whole
+
+
 def guarded__compares_a_method(whole, name):
     """call it, `whole.untyped_storage().nbytes()`"""
     if whole.untyped_storage().nbytes == 0:

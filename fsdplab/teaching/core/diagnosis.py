@@ -162,7 +162,7 @@ def _cause(
         _alike(exercise, place, learner, right, mistakes())
         or _of_a_text(_facts(trial.returned).get(place.fact), expected.get(place.fact))
         or other_operation(learner.source, exercise.reference)
-        or _other_names(trial.returned, expected)
+        or (_other_names(trial.returned, expected) if place.difference.problem == "keys" else "")
         or _calls_missing(trial.calls, right_calls)
         or _text_for_a_number(place, learner, right)
         or _of_all_numbers(exercise, place, learner, right)

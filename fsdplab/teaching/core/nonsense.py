@@ -25,7 +25,7 @@ class NonsenseInNewMemory(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._resizing = mock.patch.object(torch.UntypedStorage, "resize_", _resized)  # no operation that a mode sees
+        self._resizing = mock.patch.object(torch.UntypedStorage, "resize_", resize_)  # no operation that a mode sees
 
     def __enter__(self) -> NonsenseInNewMemory:
         self._resizing.start()
@@ -56,7 +56,7 @@ def _spoil(tensor: torch.Tensor) -> None:
         tensor.fill_(float("nan") if inexact else tensor.dtype == torch.bool or _NUMBER)
 
 
-def _resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
+def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
     before = storage.nbytes()
     returned = _resize(storage, nbytes)
     if nbytes > before and storage.device.type != "meta":

@@ -91,6 +91,7 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
         "an assignment inside a function makes the name local to it: change the object itself (a list by `.clear()` and"
         " `.append(...)`), or declare the name `nonlocal`",
     ),
+    (r"hooks returned NoneType", NOTHING),
     (
         r"NoneType",
         "something is None here. A collective writes into the tensor that it is given and returns None, so go on with"
@@ -126,12 +127,35 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
         " whole was sent where a rank's own part belongs",
     ),
     (
+        r"size of tensor a .* must match .* dimension [1-9]",
+        "the rows of the two sides have other lengths: were they joined next to each other, and not below each other?"
+        " `torch.cat(...)` alone joins rows",
+    ),
+    (
+        r"expanded size of the tensor .* must match the existing size",
+        "what is written has another size than the part that it is written into: `x[: len(rows)] = rows` takes as much"
+        " as there is",
+    ),
+    (
+        r"failed to unpack the object",
+        "a shape stands where single sizes are expected: a star hands them over one by one, `x.new_zeros(c,"
+        " *x.shape[1:])`",
+    ),
+    (
+        r"expected length \d+, got \d+",
+        "the list has one tensor for each rank, and there are `dist.get_world_size()` ranks",
+    ),
+    (
+        r"missing \d+ required positional argument",
+        "this call lacks an argument, which the error names",
+    ),
+    (
         r"size of tensor a .* must match",
         "the two sides have different rows: padding that was not left out, or rows that are missing; compare the two"
         " numbers with the rows and with n * c",
     ),
     (
-        r"takes exactly one argument|slice indices must be integers",
+        r"takes exactly one argument|slice indices must be integers|first arg must be str or a tuple",
         "several things stand where one is expected: a pair in parentheses is one, `steps.append((a, b))`, and so is a"
         " tuple of endings, `name.endswith((a, b))`",
     ),
@@ -144,7 +168,13 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
     (
         r"after before_(forward|backward): ",
         "the hook has run and the unit still has no memory: both hooks that come before a use call"
-        " `unshard(unit.mine, unit.whole)`, unless the unit stayed unsharded",
+        " `unshard(unit.mine, unit.whole)`, unless the unit stayed unsharded; and `hooks` returns the four in the"
+        " stub's order",
+    ),
+    (
+        r"take_gradient\(\) comes after",
+        "autograd has left nothing yet, or it was taken already: once for each unit, in after_backward, which `hooks`"
+        " returns as the last of the four",
     ),
     (
         r"was called with other arguments; write",

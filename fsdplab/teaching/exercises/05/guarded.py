@@ -51,17 +51,23 @@ def cases(rank, n):
 
 
 def observe(guarded, whole, name, resharded):
+    import contextlib
+    import io
+
     whole = whole.clone()
     if resharded:
         whole.untyped_storage().resize_(0)
+    printed = io.StringIO()
     try:
-        got = guarded(whole, name)
+        with contextlib.redirect_stdout(printed):
+            got = guarded(whole, name)
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
         end = "raises RuntimeError" if isinstance(error, RuntimeError) else f"raises {type(error).__name__}"
         said = {"the message holds the name": name in str(error)}
         return {"the guard": end, **said, "the message says unshard": "unshard" in str(error).lower()}
+    end = f"returns a {type(got).__name__}" if isinstance(got, Exception) else "returns"
     return {
-        "the guard": f"returns a {type(got).__name__}" if isinstance(got, Exception) else "returns",
+        "the guard": f"prints a text and {end}" if resharded and printed.getvalue() else end,
         "it returns the tensor itself": got is whole,
         "content": None if resharded else whole,
     }

@@ -15,8 +15,8 @@ def reshard(whole):
     ### BEGIN SOLUTION  one line
     whole.untyped_storage().resize_(0)
     #! del whole
-    #: all bytes are still there: resize the storage to 0. `del` and `whole = ...` concern the name only, zeros need as
-    #: much memory as other numbers
+    #: all bytes are still there: resize the storage of `whole` itself to 0. `del` and `whole = ...` concern the name
+    #: only, a clone has other memory, zeros need as much as other numbers
     #! whole = torch.empty(0)
     #: as above
     #! whole.zero_()

@@ -63,7 +63,10 @@ def chosen_in(engine):
 
 def too_large(got, right):
     if got["_units"] == 1:
-        return "everything is one unit, the root: the whole model is unsharded at once. Return True for some modules"
+        return (
+            "everything is one unit, the root: the whole model is unsharded at once. Return True for some modules; your"
+            ' function says no to all of them, to the name "blocks.0.attention" of a "CausalAttention" too'
+        )
     return (
         f"at most {TARGET:,} bytes unsharded: a unit is unsharded while it runs, and with it the root and every unit"
         " around it; what no unit claims belongs to the root. The largest unit must be smaller"

@@ -99,7 +99,7 @@ def hooks(unit, unshard, reshard, reduce):
 # ---- check: on 3 ranks, in 60 s, facts only
 
 WORK = {"ranks": 3, "model": "gpt-tiny", "steps": 3, "batch_size": 2, "sequence_length": 32, "seed": 1}
-SGD = {"optimizer": "SGD", "learning_rate": 0.1}  # Adam hides a gradient's wrong factor
+SGD = {"optimizer": "SGD", "learning_rate": 0.13}  # Adam hides a gradient's wrong factor
 
 
 def cases(rank, n):
@@ -159,8 +159,10 @@ KEPT = (
 SAYS = {
     LOSSES: wrong_loss,
     "unshards in a step": lambda got, right: (
-        "one unshard too many: after its forward the root stays, because its backward begins at once; so it is neither"
-        " resharded there nor unsharded again"
+        "a unit is unsharded more than twice: the two functions that come before a use call `unshard`, and no other"
+        if got["unshards in a step"] > right["unshards in a step"] + 1
+        else "one unshard too many: after its forward the root stays, because its backward begins at once; so it is"
+        " neither resharded there nor unsharded again"
         if got["unshards in a step"] > right["unshards in a step"]
         else KEPT
     ),

@@ -62,7 +62,12 @@ class MiniUnit:
         return self.whole.untyped_storage().nbytes()
 
     def take_gradient(self) -> torch.Tensor:
-        """The unsharded gradient that autograd left on this rank, flat [P]; the module's parameters keep none of it."""
+        """The unsharded gradient that autograd left on this rank, flat [P]; the module's parameters keep none of it.
+
+        RuntimeError where there is none.
+        """
+        if all(parameter.grad is None for parameter in self._parameters if parameter.requires_grad):
+            raise RuntimeError(f"unit {self.name} has no gradient: take_gradient() comes after its backward, once")
         gradients = [p.new_zeros(p.shape) if p.grad is None else p.grad for p in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None
