@@ -22,7 +22,7 @@ def unshard__one_tensor_in_all_places(mine, whole):
 
 
 def reshard__to_its_own_size(whole):
-    """resize the storage to 0"""
+    """itself to 0"""
     whole.untyped_storage().resize_(whole.nbytes)
 
 
