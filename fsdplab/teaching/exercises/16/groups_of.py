@@ -68,11 +68,13 @@ def observe(groups_of, rank, shape):
 def on_axis(axis):
     def said(got, right):
         group, expected = got[f"group on axis {axis}"], right[f"group on axis {axis}"]
+        if not all(isinstance(each, (int, float)) for each in group):
+            return "a group is a list of ranks, and one is wanted for each axis: the one that the rank is in"
         if sorted(group) == expected:
             return "the right ranks in another order: a group counts upwards along its axis"
         if len(group) != len(expected):
             return f"the group has {len(group)} ranks, the axis {len(expected)} places"
-        if (stride := expected[1] - expected[0]) != group[1] - group[0]:
+        if expected[1:] and (stride := expected[1] - expected[0]) != group[1] - group[0]:
             return f"neighbours on this axis are {stride} ranks apart, the product of all later sizes"
         return f"where on the axis does the rank stand? So many strides before it its group begins, at {expected[0]}"
 
