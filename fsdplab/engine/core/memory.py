@@ -10,10 +10,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import cache, reduce
 
 import torch
-from torch._prims_common import make_contiguous_strides_for as contiguous_strides
+from torch._prims_common import make_contiguous_strides_for
 
 from fsdplab.engine import compat, events
 from fsdplab.engine.core.average import Average, Marks, half
@@ -26,6 +26,8 @@ from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.plan import UnitConfig, UnitPlan, layout_of
 from fsdplab.engine.core.transport import CollectiveLabel, SendShard, Transport
 from fsdplab.engine.core.unit import Memory, ReduceOptions
+
+_contiguous_strides = cache(make_contiguous_strides_for)  # takes longer than the view that it is for
 
 
 @dataclass(frozen=True)
@@ -384,19 +386,19 @@ class UnitMemory(Memory):
         """
         if options.hook is not None:
             options.hook(output)
-        dtypes = {compat.gradient_dtype(param.at_rest) or output.dtype for param in params}
-        cast = output.to(*dtypes) if len(dtypes) == 1 else output
+        dtypes = [compat.gradient_dtype(param.at_rest) or output.dtype for param in params]
+        cast = output.to(dtypes[0]) if len(set(dtypes)) == 1 else output
         taken = [
-            (param, slot, not lacks or options.unused)
-            for param, slot, lacks in zip(params, layout.slots, missing)
+            (param, slot, dtype, not lacks or options.unused)
+            for param, slot, dtype, lacks in zip(params, layout.slots, dtypes, missing)
             if not lacks or options.unused or nobodys is not None
         ]
-        ready = (self._gradient_of(param, slot, cast) for param, slot, _ in taken)
+        ready = (self._gradient_of(param, slot, cast, dtype) for param, slot, dtype, _ in taken)
         at_rest, self._arriving = self.config.storage.take(ready)
-        if any(at_once and param.reads_gradient_at_once for param, _, at_once in taken):
+        if any(at_once and param.reads_gradient_at_once for param, _, _, at_once in taken):
             self._arriving.wait()
         waiting: dict[ShardedParam, torch.Tensor] = {}
-        for (param, _, at_once), gradient in zip(taken, at_rest):
+        for (param, _, _, at_once), gradient in zip(taken, at_rest):
             if at_once:
                 param.give_gradient(gradient)
             else:
@@ -405,14 +407,16 @@ class UnitMemory(Memory):
             marked = [param for param, slot in zip(params, layout.slots) if slot.chunk_bytes]
             self._undecided.append(Undecided(nobodys, [(param, waiting.get(param)) for param in marked]))
 
-    def _gradient_of(self, param: ShardedParam, slot: Slot, output: torch.Tensor) -> torch.Tensor:
-        """The rows of `param` in `output`, as it has them at rest; a gradient that is kept whole takes them in."""
+    def _gradient_of(self, param: ShardedParam, slot: Slot, output: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The rows of `param` in `output`, as it has them at rest, in `dtype`; a gradient that is kept whole takes them
+        in.
+        """
         start, stop = slot.span(self.config.rank)
         shape = (stop - start, *param.shape[1:])
-        rows = output.as_strided(shape, contiguous_strides(shape), slot.offset // slot.itemsize)
+        rows = output.as_strided(shape, _contiguous_strides(shape), slot.offset // slot.itemsize)
         whole, param.unsharded_gradient = param.unsharded_gradient, None
         rows = rows if whole is None else whole[start:stop].copy_(rows)
-        return param.natural(rows.to(compat.gradient_dtype(param.at_rest) or rows.dtype)).contiguous()
+        return param.natural(rows.to(dtype)).contiguous()
 
     def take_undecided(self) -> list[Undecided]:
         """What `hand_out_undecided` has to decide, once it has arrived where its parameters rest."""

@@ -81,7 +81,7 @@ class ShardedParam:
     def show(self, parameter: nn.Parameter) -> None:
         """Make every site show `parameter`, through `__setattr__` where the class has its own: it may keep it twice."""
         for module, attribute in self._places():
-            if getattr(module.__setattr__, "__func__", None) is nn.Module.__setattr__:
+            if type(module).__setattr__ is nn.Module.__setattr__:
                 module._parameters[attribute] = parameter  # none of the checks of `nn.Module`
             else:
                 setattr(module, attribute, parameter)
@@ -107,7 +107,8 @@ class ShardedParam:
                     f"{type(module).__name__} has no parameter {attribute!r} any more, which was sharded;"
                     " parametrize it (or remove its weight norm, or its parametrization) first, then shard"
                 )
-            self.at_rest = compat.keep_gradient_dtype(self.at_rest, module._parameters[attribute])
+            if (found := module._parameters[attribute]) is not self.at_rest:
+                self.at_rest = compat.keep_gradient_dtype(self.at_rest, found)
             self.dtype, self.spec = self.at_rest.dtype, getattr(self.at_rest, "_spec", None)
             break
 
@@ -141,8 +142,7 @@ class ShardedParam:
 
         It writes through an alias: autograd may have saved the gathered form, whose version must not change.
         """
-        ranks = self.axes.shard_ranks
-        if not self.dim or ranks == 1:
+        if not self.dim or (ranks := self.axes.shard_ranks) == 1:
             return
         value, rows, chunk = local_part(self.unsharded), self.shape[0], -(-self.shape[0] // ranks)
         each, begin = chunk * self.shape[1:].numel(), value.storage_offset()

@@ -495,7 +495,9 @@ def pack_part(
             continue
         if filled > low:
             rows = gradient if layout.ranks == 1 else gradient[start:stop]
-            part = rows.reshape(-1)[low - begin : filled - begin]
+            part = rows.reshape(-1)
+            if len(part) != filled - low:
+                part = part[low - begin : filled - begin]
             scaled_copy(part, target[low - first : filled - first], scale)
         if filled < high:
             target[max(low, filled) - first : high - first].zero_()
