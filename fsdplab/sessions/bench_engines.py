@@ -82,8 +82,8 @@ class Timing:
 
 @dataclass(frozen=True)
 class Bench:
-    """The measurements of one interleaved run; `floor` (lower bound) is forward + backward + optimizer / n, in
-    seconds.
+    """The measurements of one interleaved run; `floor` (lower bound) is forward + backward + optimizer / n, in seconds:
+    of the slowest rank in each round, as an engine's steps are, then the median of rounds.
     """
 
     spec: RunSpec
@@ -168,8 +168,13 @@ def _joined(specs: Sequence[RunSpec], results: Sequence[dict[str, Any]]) -> Benc
         optimizing = tuple(max(times) for times in zip(*(result["optimizing"][index] for result in results)))
         loss = results[0]["losses"][index]
         timings.append(Timing(engine, strategy, slowest, loss, prefetch, blocked, communicating, optimizing))
-    compute, optimizer = (max(result["parts"][part] for result in results) for part in ("compute", "optimizer"))
-    return Bench(specs[0], tuple(timings), compute + optimizer / specs[0].world_size)
+    floors = zip(*(_least(result["parts"], specs[0].world_size) for result in results))
+    return Bench(specs[0], tuple(timings), statistics.median(max(by_rank) for by_rank in floors))
+
+
+def _least(parts: dict[str, list[float]], ranks: int) -> list[float]:
+    """The seconds of one rank's rounds without communication, with one nth of the optimizer's step."""
+    return [compute + optimizer / ranks for compute, optimizer in zip(parts["compute"], parts["optimizer"])]
 
 
 class Alone:
@@ -225,7 +230,7 @@ def main(folder: str) -> None:
             EmulatedNetwork(spec, context).begin(setup)
         watches = [_OptimizerWatch(setup.optimizer) for setup in setups]
         seconds, losses, waits = _take_turns(setups, specs[0], context, request["rounds"])
-        parts = {name: statistics.median(values[WARMUP_ROUNDS:]) for name, values in alone.parts.items()}
+        parts = {name: values[WARMUP_ROUNDS:] for name, values in alone.parts.items()}
         optimizing = [watch.seconds[WARMUP_ROUNDS:] for watch in watches]
         result = {"seconds": seconds, "losses": losses, "waits": waits, "parts": parts, "optimizing": optimizing}
         context.write("result", result)
