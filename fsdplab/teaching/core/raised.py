@@ -174,7 +174,7 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
     (
         r"take_gradient\(\) comes after",
         "autograd has left nothing yet, or it was taken already: once for each unit, in after_backward, which `hooks`"
-        " returns as the last of the four",
+        " returns as the last of the four, without calling it",
     ),
     (
         r"was called with other arguments; write",
