@@ -56,10 +56,12 @@ def test_an_axis_gets_the_link_of_its_ranks():
 @pytest.mark.parametrize("network", NETWORKS, ids=str)
 def test_the_reference_is_the_best_of_all_meshes_that_fit_and_the_second_best_is_far(network):
     ranks, per_node, state, card = network
-    meshes = [[list(range(first, first + s)) for first in range(0, ranks, s)] for s in (1, 2, 4) if state / s <= card]
+    sizes = [s for s in (1, 2, 4, 8, 16) if s <= ranks and state / s <= card]
+    meshes = [[list(range(first, first + s)) for first in range(0, ranks, s)] for s in sizes]
+    far = 1.2 if ranks == 4 else 1.04  # measured on four ranks, computed for more
     best, *others = sorted(meshes, key=lambda rows: on_ranks.expected_ms(rows, per_node))
     assert registry.find("12.mesh_for").module().mesh_for(*network) == best
-    assert all(on_ranks.expected_ms(rows, per_node) > 1.2 * on_ranks.expected_ms(best, per_node) for rows in others)
+    assert all(on_ranks.expected_ms(rows, per_node) > far * on_ranks.expected_ms(best, per_node) for rows in others)
 
 
 @pytest.mark.parametrize("replicas,shard_group", [(2, 2), (3, 2), (2, 4)])

@@ -384,8 +384,8 @@ def cases(rank, n):
     [
         ("rows // n", "return rows / n", "`/` makes a fraction, here 3.5"),
         ("rows / n", "return rows // n * 2", "drops all that is behind the point"),
-        ("rows / n", "return rows - 2", "never reads `n`: all ranks together have all rows"),
-        ("rows / n", "return f'{rows / n} rows'", "a number is expected, this is the text '3.5 rows'"),
+        ("rows / n", "return rows - 2", "never reads `n`; all ranks together have all rows"),
+        ("rows / n", "return f'{rows / n} rows'", "a number is expected, this is '3.5 rows'"),
         ("rows / n", "return rows * n", "all ranks together have all rows"),
     ],
 )
@@ -646,6 +646,19 @@ def test_an_error_is_shown_in_the_exercises_own_file_though_another_of_the_learn
 
 
 @pytest.mark.parametrize(
+    "source,line,says",
+    [
+        ("n = 1\nwhile n > 0:\n    n *= 2\n", 3, "nothing in it makes `while n > 0` false"),
+        ("if dist.get_rank() == 0:\n    dist.all_reduce(x)\n", 2, "`if dist.get_rank() == 0` lets some ranks alone"),
+        ("while True:\n    dist.barrier()\n", 2, "deadlock: the ranks wait for each other"),
+    ],
+)
+def test_a_call_that_does_not_return_is_led_back_to_the_statement_around_the_line_where_it_stood(source, line, says):
+    report = Failure("raised", f"StillWaiting: no return after 8 s; it stood in 16.compose.py, line {line}: here", 0)
+    assert says in checking.feedback_on_failure(registry.find("16.compose"), report, source).cause
+
+
+@pytest.mark.parametrize(
     "error,source,says",
     [
         ("SyntaxError: invalid syntax", "def f(:\n", "cannot read this line"),
@@ -654,7 +667,10 @@ def test_an_error_is_shown_in_the_exercises_own_file_though_another_of_the_learn
         ("ValueError: too many values to unpack (expected 2)", "", "fixed number of names"),
         ("Invoked with: <AllreduceOptions>, <...distributed_c10d.ProcessGroup object>", "", "name it, `group=...`"),
         ("ValueError: Global rank 0 is not part of group <ProcessGroup>", "", "numbers among all ranks"),
-        ("RuntimeError: Cannot concatenate overlapping meshes: [...]", "", "sharded over this axis already"),
+        ("RuntimeError: Cannot concatenate overlapping meshes: [...]", "", "cut over this axis already"),
+        ("ValueError: Cannot distribute a DTensor with device mesh [...]", "", "sharded already: cut the layers first"),
+        ("TypeError: 'float' object cannot be interpreted as an integer", "", "made by `/`"),
+        ("ValueError: Default process group has not been initialized", "", "runs without ranks"),
         ("AttributeError: 'GPT' object has no attribute 'layers'", "", "nothing of that name"),
         ("NameError: name 'torchh' is not defined", "import torch\n", "did you mean `torch`?"),
         ("NameError: name 'shart' is not defined", "from a import b as shard\n", "did you mean `shard`?"),

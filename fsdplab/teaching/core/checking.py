@@ -22,7 +22,7 @@ from .course_state import CheckFailed, current
 from .display import Note, present
 from .exercise import Choice, Question
 from .exercise_file import Exercise
-from .in_source import condition, nearly, unwaited
+from .in_source import condition, endless, for_some_ranks, nearly, unwaited
 from .on_ranks import LeftUnfinished, StillWaiting
 from .raised import cause_of
 from .registry import find
@@ -210,6 +210,10 @@ def feedback_on_failure(exercise: Exercise, report: Failure, source: str = "") -
     begun = "" if exercise.pure or not source else unwaited(source)
     if StillWaiting.__name__ in got:
         stood, hung = got.partition(f"{StillWaiting.__name__}: ")[2], _UNWAITED.format(begun) if begun else hung
+        if loop := endless(source, stood):
+            hung = f"a loop that never ends: nothing in it makes `{loop}` false"
+        elif condition := for_some_ranks(source, stood):
+            hung = f"deadlock: `{condition}` lets some ranks alone come to this line, and what they call waits for all"
         return told(f"{name} did not return within {exercise.time_limit:g} s.", got=stood, cause=hung)
     if LeftUnfinished.__name__ in got:
         return told(

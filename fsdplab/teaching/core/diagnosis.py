@@ -3,10 +3,11 @@
 `judge` returns the feedback on a solution, or None for a right one. The first fact that differs decides, and the cause
 is the first of these that holds: the function returned nothing; it has a loop that ends in its first round; it changes
 what it was given; its source has a slip that in_source.py knows; another dtype; a known mistake does the same there (of
-several, the one that does the same at most places); a collective does not add up; no collective was called, or none
-that adds up; all wrong numbers have another unit, or digits cut off; what the exercise says of this fact; another
-rank's value, a constant factor (of all parts, or of some), or a constant difference. Right values of a function that
-changes what it was given, or that cost more bytes, are told last.
+several, the one that does the same at most places); a text stands for a number; a collective does not add up; no
+collective was called, or none that adds up; all wrong numbers have another unit, or digits cut off; what the exercise
+says of this fact, and which arguments are never read; another rank's value, a constant factor (of all parts, or of
+some), or a constant difference. Right values of a function that changes what it was given, or that cost more bytes, are
+told last.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 from .comm_log import bytes_sent, kinds_of, nothing_added_up, to_one_rank_only
@@ -23,6 +25,7 @@ from .exercise import Call, Trial
 from .exercise_file import Exercise
 from .in_source import (
     kept_from_the_result,
+    minus_a_fraction,
     never_read,
     one_round,
     other_division,
@@ -154,17 +157,18 @@ def _cause(
         return written
     if kept := kept_from_the_result(learner.source):
         return f"the collective's result stands in `{kept}`, which nothing reads afterwards: return what is made of it"
+    if part := minus_a_fraction(learner.source, exercise.reference):
+        return f"`{part}` divides before it subtracts: parentheses around the difference, as in `(n - 1) / n`"
     if place.difference.problem == "dtype":
         return "a buffer was made with torch's default dtype: make it like the input (new_empty, empty_like)"
     sender = None if exercise.settings.facts_only else reference  # what trains sends more than the function itself
     right_calls = sender.trials[place.case][place.rank].calls if sender else ()
     return (
         _alike(exercise, place, learner, right, mistakes())
-        or _of_a_text(_facts(trial.returned).get(place.fact), expected.get(place.fact))
+        or _of_a_text(_facts(trial.returned).get(place.fact, 0), expected.get(place.fact))
         or other_operation(learner.source, exercise.reference)
         or (_other_names(trial.returned, expected) if place.difference.problem == "keys" else "")
         or _calls_missing(trial.calls, right_calls)
-        or _text_for_a_number(place, learner, right)
         or _of_all_numbers(exercise, place, learner, right)
         or _divided(exercise, place, learner)
         or _unread(exercise, place, learner, _said(exercise, place, learner, right))
@@ -272,11 +276,12 @@ def _of_all_numbers(exercise: Exercise, place: _Place, learner: Behaviour, right
 
 
 def _of_a_text(got: Any, right: Any) -> str:
-    """What a text or a value shows that is left of the stub, or of an f-string without its f."""
+    """What a text or a value shows that is left of the stub, of an f-string without its f, or no number."""
     if got == portable(...) or isinstance(got, str) and str(...) in got:
         return DOTS
-    braces = isinstance(got, str) and "{" in got and "{" not in str(right)
-    return 'what stands in braces is replaced in an f-string only: an `f` before the quotes, `f"..."`' if braces else ""
+    if isinstance(got, str) and "{" in got and "{" not in str(right):
+        return 'what stands in braces is replaced in an f-string only: an `f` before the quotes, `f"..."`'
+    return f"a number is expected, this is {got!r}" if _is_number(right) and isinstance(got, (str, NoneType)) else ""
 
 
 def _is_cut_off(pair: tuple[Any, Any]) -> bool:
@@ -298,20 +303,14 @@ def _divided(exercise: Exercise, place: _Place, learner: Behaviour) -> str:
     return ""
 
 
-def _text_for_a_number(place: _Place, learner: Behaviour, right: _Right) -> str:
-    """The cause where a text stands for a number, with a unit or without."""
-    got = _facts(learner.trials[place.case][place.rank].returned).get(place.fact)
-    numeric = _is_number(right[place.case][place.rank].get(place.fact))
-    return f"a number is expected, this is the text {got!r}" if numeric and isinstance(got, str) else ""
-
-
 def _unread(exercise: Exercise, place: _Place, learner: Behaviour, said: str) -> str:
     """What the exercise says, after the arguments that the function ignores and its reference needs."""
     names = never_read(learner.source, exercise.reference, exercise.function)
-    if not names or exercise.settings.facts_only or place.difference.problem != "value":
+    all_of_them = len(names) == len(inspect.signature(getattr(exercise.module(), exercise.function)).parameters)
+    if not names or place.difference.problem in ("type", "keys") or (exercise.settings.facts_only and not all_of_them):
         return said
     unread = f"your function never reads {' and '.join(f'`{name}`' for name in names)}"
-    return f"{unread}: {said}" if said else f"{unread}, on which the result depends"
+    return f"{unread}; {said}" if said else f"{unread}, on which the result depends"
 
 
 def _said(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right) -> str:

@@ -304,3 +304,40 @@ def other_division(source: str, reference: str) -> str:
     if ast.Div in mine - theirs and ast.FloorDiv in theirs:
         return "/"
     return "//" if ast.FloorDiv in mine - theirs and ast.Div in theirs else ""
+
+
+def minus_a_fraction(source: str, reference: str) -> str:
+    """A `s - 1 / s` of a source, which means `s - (1 / s)`, where its reference has none; else nothing."""
+    mine, theirs = (
+        [ast.unparse(node) for node in _nodes(text) if _is_minus_a_fraction(node)] for text in (source, reference)
+    )
+    return mine[0] if mine and not theirs else ""
+
+
+def _is_minus_a_fraction(node: ast.AST) -> bool:
+    minus = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) and not isinstance(node.left, ast.Constant)
+    return minus and isinstance(node.right, ast.BinOp) and ast.unparse(node.right).startswith("1 / ")
+
+
+def endless(source: str, stood: str) -> str:
+    """The `while` around the line where a call stood when its time was up, where its rounds call nothing; else nothing.
+
+    >>> endless("n = 1\\nwhile n > 0:\\n    n *= 2", "it stood in a.py, line 3: n *= 2")
+    'while n > 0'
+    """
+    loops = [node for node in _around(source, stood) if isinstance(node, ast.While)]
+    calls = any(isinstance(node, ast.Call) for loop in loops for node in ast.walk(loop))
+    return f"while {ast.unparse(loops[-1].test)}" if loops and not calls else ""
+
+
+def for_some_ranks(source: str, stood: str) -> str:
+    """The `if` about the rank around the line where a call stood when its time was up, without what follows it."""
+    asked = [node for node in _around(source, stood) if isinstance(node, ast.If) and "rank" in ast.unparse(node.test)]
+    return f"if {ast.unparse(asked[-1].test)}" if asked and not asked[-1].orelse else ""
+
+
+def _around(source: str, stood: str) -> list[ast.stmt]:
+    """The statements of a source around the line that such a sentence names: `"it stood in a.py, line 3: n *= 2"`."""
+    line = int((re.search(r"line (\d+): ", stood) or ["", "0"])[1])
+    statements = [node for node in _nodes(source) if isinstance(node, ast.stmt)]
+    return [node for node in statements if node.lineno <= line <= (node.end_lineno or 0)]

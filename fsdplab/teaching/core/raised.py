@@ -84,7 +84,8 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
     ),
     (
         r"NameError",
-        "the cell is saved as a file of its own and runs on other processes: it needs its own imports and helpers",
+        "the cell is saved as a file of its own and runs on other processes: it needs its own imports and helpers, and"
+        " everything else comes in the function's arguments, under the names that they have in its first line",
     ),
     (
         r"UnboundLocalError",
@@ -238,6 +239,14 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
     ),
     (r"[Ee]llipsis", DOTS),
     (
+        r"'float' object cannot be interpreted as an integer",
+        "a whole number is needed here, and this one was made by `/`: `//` divides whole numbers, `int(...)` cuts off",
+    ),
+    (
+        r"process group has not been initialized",
+        "this function runs without ranks: what it needs to know stands in its arguments",
+    ),
+    (
         r"values to unpack",
         "this line has a fixed number of names, and in this case there are more or fewer values: go through them in a"
         " loop, which takes any number",
@@ -253,8 +262,13 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
     ),
     (
         r"Cannot concatenate overlapping meshes",
-        "these parameters are sharded over this axis already, by the module that holds them: `fully_shard` on every"
-        " block first, on the model last",
+        "these parameters are cut over this axis already: by tensor parallelism (`fully_shard` gets the other axis"
+        " alone, `mesh[...]`), or by the module that holds them (`fully_shard` on every block first, the model last)",
+    ),
+    (
+        r"Cannot distribute a DTensor with device mesh",
+        "what is cut here is sharded already: cut the layers first, while their parameters are whole, and shard what is"
+        " left",
     ),
     (
         r"AttributeError: .* object has no attribute",

@@ -17,40 +17,11 @@ def traffic(P, s, r):
         ## "across": ...,  # the groups: an all-reduce over r ranks
         "within": 3 * P * (s - 1) / s,  # its shard group: two all-gathers and a reduce-scatter
         #! "within": 2 * P * (s - 1) / s,
-        #: two of the three: forward unshards, backward unshards again, then the gradient is reduced
-        #! "within": 3 * P * (s * r - 1) / (s * r),
-        #: the ring has the s ranks of one group, not all of them: (s-1)/s
-        #! "within": 3 * P / s,
-        #: P/s is a rank's shard; in a ring it sends s-1 of them, its own and those that it passes on
-        #! "within": 3 * (P / s) * (s - 1) / s,
-        #: the payload of an all-gather is all of P, not the shard that a rank has
-        #! "within": 6 * P * (s - 1) / s,
-        #: an all-gather and a reduce-scatter count once each; only an all-reduce counts twice
-        #! "within": 3 * P * (s - 1),
-        #: a rank sends (s-1)/s of the payload in a collective: s - 1 of s parts, not s - 1 times all of it
-        #! "within": 3 * P,
-        #: a rank need not send what its neighbours have: (s-1)/s of P
-        #! "within": 3 * P * (r - 1) / r,
-        #: the ring within a group has s ranks; r counts the groups
+        #: this is 2 x P (s-1)/s: three collectives go round, two all-gathers and a reduce-scatter, and each counts once
         "across": 2 * (P / s) * (r - 1) / r,  # the groups: an all-reduce over r ranks
-        #! "across": 2 * P * (r - 1) / r,
-        #: after the reduce-scatter a rank has 1/s of the gradient, and only that shard is all-reduced
-        #! "across": 3 * P * (r - 1) / r,
-        #: only gradients travel across, in an all-reduce, and of them only the shard P/s
-        #! "across": (P / s) * (r - 1) / r,
-        #: an all-reduce is a reduce-scatter and an all-gather: it counts twice
         #! "across": P * (r - 1) / r,
-        #: an all-reduce counts twice, and only the shard P/s is all-reduced
-        #! "across": 2 * (P / s) * (s - 1) / s,
-        #: the ring across has r ranks, one of each group
-        #! "across": 2 * (P / s) * (s * r - 1) / (s * r),
-        #: the ring across has r ranks, one of each group, not all n
-        #! "across": 2 * (P / s) * (r - 1),
-        #: a rank sends (r-1)/r of the payload once around the ring, not r-1 times all of it
-        #! "across": 2 * P / s,
-        #: a ring of r ranks sends (r-1)/r of its payload; with one group nothing travels
-        #! "across": 3 * (P / s) * (r - 1) / r,
-        #: parameters never travel across: each group unshards its own. Only gradients do, in an all-reduce
+        #: this is 1 x P (r-1)/r: an all-reduce goes round, which counts twice; it carries what a rank has after the
+        #: reduce-scatter, P/s
         #! "across": ...,
         #: a number of bytes is expected in place of the dots
         ### END SOLUTION
@@ -67,10 +38,70 @@ def traffic(P, s, r):
 
 # ---- check: pure, within 1e-9
 
+from itertools import product
+from math import isclose
+
 RULE = (
     "payload x (members of the ring - 1) / members, once for each all-gather or reduce-scatter, twice for an all-reduce"
 )
-SAYS = {"within": RULE, "across": RULE}
+SENT = {"within": (3, "P", "s", "(s-1)/s"), "across": (2, "P/s", "r", "(r-1)/r")}  # times, payload, ring, share
+WHY = {
+    "within": (
+        "three collectives go round, two all-gathers and a reduce-scatter, and each counts once",
+        "the payload of each is all of P",
+        "the ring has the s ranks of one group",
+        "a rank sends (s-1)/s of the payload, s - 1 of s parts",
+    ),
+    "across": (
+        "an all-reduce goes round, which counts twice",
+        "it carries what a rank has after the reduce-scatter, P/s",
+        "the ring has r ranks, one of each group",
+        "a rank sends (r-1)/r of the payload, and nothing where r is 1",
+    ),
+}
+
+
+def observe(traffic, P, s, r):
+    sent = traffic(P, s, r)
+    return sent | {"_given": (P, s, r)} if isinstance(sent, dict) else sent
+
+
+def readings(sent, P, s, r):
+    """(times, payload, ring, share) of all formulas of one ring that give this number."""
+    payloads, rings = {"P": P, "P/s": P / s, "P/r": P / r}, {"s": s, "r": r, "s r": s * r}
+    for (payload, size), (ring, k) in product(payloads.items(), rings.items()):
+        k_ = ring if ring in "sr" else f"({ring})"
+        shares = {f"({ring}-1)/{k_}": (k - 1) / k, f"({ring}-1)": k - 1, f"/{k_}": 1 / k, "": 1}
+        for share, part in shares.items():
+            times = round(sent / (size * part)) if part else 0
+            if times and isclose(sent, times * size * part):
+                yield times, payload, ring, share
+
+
+def differing(fact, reading):
+    """Which of times, payload, ring and share are not the right ones; the share of another ring is no further slip."""
+    wrong = [i for i, (ours, right) in enumerate(zip(reading, SENT[fact])) if ours != right]
+    right_share = SENT[fact][3].replace(SENT[fact][2], reading[2])
+    return [i for i in wrong if i != 3 or reading[3].replace("(s r)", "s r") != right_share]
+
+
+def as_read(fact):
+    def said(got, right):
+        if fact not in got:
+            return "return the dict with `within` and `across`, spelt so, and a number of bytes each"
+        if isclose(got[fact], right["within"] + right["across"]):
+            return "these are the bytes of both rings together: each stands alone"
+        found = sorted(readings(got[fact], *right["_given"]), key=lambda each: (len(differing(fact, each)), each))
+        if not found:
+            return RULE
+        times, payload, _, share = found[0]
+        formula = f"{times} x {payload} {share}".rstrip()
+        return f"this is {formula}: {'; '.join(WHY[fact][i] for i in differing(fact, found[0]))}"
+
+    return said
+
+
+SAYS = {"within": as_read("within"), "across": as_read("across")}
 
 
 def cases(rank, n):

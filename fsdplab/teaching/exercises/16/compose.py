@@ -72,6 +72,11 @@ def observe(compose):
 
 
 def resting(got, right):
+    if got[REST] == "whole on every rank":
+        return (
+            "nothing is cut in the model that is returned: `parallelize` it, `fully_shard` its blocks and then itself,"
+            " and return it, no copy"
+        )
     if "tp" not in got[REST]:
         return 'no tensor parallelism: `parallelize(model, mesh["tp"])` comes first'
     if "dp" not in got[REST]:

@@ -62,7 +62,9 @@ def observe(groups_of, rank, shape):
     groups = groups_of(rank, shape)
     if not isinstance(groups, (list, tuple)) or not all(isinstance(group, (list, tuple)) for group in groups):
         return {"groups": groups}
-    return {"groups": len(groups)} | {f"group on axis {axis}": list(group) for axis, group in enumerate(groups)}
+    return {"groups": len(groups), "_rank": rank} | {
+        f"group on axis {axis}": list(group) for axis, group in enumerate(groups)
+    }
 
 
 def on_axis(axis):
@@ -70,6 +72,8 @@ def on_axis(axis):
         group, expected = got[f"group on axis {axis}"], right[f"group on axis {axis}"]
         if not all(isinstance(each, (int, float)) for each in group):
             return "a group is a list of ranks, and one is wanted for each axis: the one that the rank is in"
+        if sorted(group) == [each for each in expected if each != right["_rank"]]:
+            return "the rank itself is missing: it takes part in its own collectives"
         if sorted(group) == expected:
             return "the right ranks in another order: a group counts upwards along its axis"
         if len(group) != len(expected):
