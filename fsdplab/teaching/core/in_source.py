@@ -315,8 +315,9 @@ def minus_a_fraction(source: str, reference: str) -> str:
 
 
 def _is_minus_a_fraction(node: ast.AST) -> bool:
-    minus = isinstance(node, ast.BinOp) and isinstance(node.op, ast.Sub) and not isinstance(node.left, ast.Constant)
-    return minus and isinstance(node.right, ast.BinOp) and ast.unparse(node.right).startswith("1 / ")
+    if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Sub) or isinstance(node.left, ast.Constant):
+        return False
+    return isinstance(node.right, ast.BinOp) and ast.unparse(node.right).startswith("1 / ")
 
 
 def endless(source: str, stood: str) -> str:
