@@ -212,8 +212,8 @@ def feedback_on_failure(exercise: Exercise, report: Failure, source: str = "") -
         stood, hung = got.partition(f"{StillWaiting.__name__}: ")[2], _UNWAITED.format(begun) if begun else hung
         if loop := endless(source, stood):
             hung = f"a loop that never ends: nothing in it makes `{loop}` false"
-        elif condition := for_some_ranks(source, stood):
-            hung = f"deadlock: `{condition}` lets some ranks alone come to this line, and what they call waits for all"
+        elif asked := for_some_ranks(source, stood):
+            hung = f"{hung}; `{asked}` lets some ranks alone come to this line, and what they call waits for all"
         return told(f"{name} did not return within {exercise.time_limit:g} s.", got=stood, cause=hung)
     if LeftUnfinished.__name__ in got:
         return told(
