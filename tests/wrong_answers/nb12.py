@@ -2,7 +2,7 @@
 
 
 def traffic__of_all_ranks(P, s, r):
-    """this is 120 x P (s-1)/s"""
+    """this is 105 x P (s-1)/s"""
     n = s * r
     return {"within": n * 3 * P * (s - 1) / s, "across": n * 2 * P / s * (r - 1) / r}
 

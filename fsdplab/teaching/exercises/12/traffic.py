@@ -68,7 +68,7 @@ def observe(traffic, P, s, r):
 
 def readings(sent, P, s, r):
     """(times, payload, ring, share) of all formulas of one ring that give this number."""
-    payloads, rings = {"P": P, "P/s": P / s, "P/r": P / r}, {"s": s, "r": r, "s r": s * r}
+    payloads, rings = {"P": P, "P/s": P / s, "P/r": P / r, "P/(s r)": P / (s * r)}, {"s": s, "r": r, "s r": s * r}
     for (payload, size), (ring, k) in product(payloads.items(), rings.items()):
         k_ = ring if ring in "sr" else f"({ring})"
         shares = {f"({ring}-1)/{k_}": (k - 1) / k, f"({ring}-1)": k - 1, f"/{k_}": 1 / k, "": 1}
@@ -105,7 +105,7 @@ SAYS = {"within": as_read("within"), "across": as_read("across")}
 
 
 def cases(rank, n):
-    yield "five groups of eight", 9600, 8, 5  # here every slip has a number of its own
+    yield "five groups of seven", 9450, 7, 5  # here every slip has a number of its own
     yield "two groups of two", 1200, 2, 2
     yield "eight groups of four", 4800, 4, 8
     yield "one group of four: full_shard", 1200, 4, 1

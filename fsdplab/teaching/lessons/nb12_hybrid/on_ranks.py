@@ -29,7 +29,7 @@ Rows = list[list[int]]
 def complaint(rows: Any, ranks: int) -> str:
     """Why these rows are no mesh of so many ranks, or nothing."""
     if not isinstance(rows, (list, tuple)) or not rows or not all(isinstance(row, (list, tuple)) for row in rows):
-        return f"expected a list of rows, each a list of ranks, got {str(rows)[:60]}"
+        return f"expected a list of rows, each a list of ranks, got {repr(rows)[:60]}"
     if len({len(row) for row in rows}) > 1:
         return f"the rows of a mesh are equally long, got {[len(row) for row in rows]}"
     if sorted(rank for row in rows for rank in row) != list(range(ranks)):
