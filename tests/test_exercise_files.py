@@ -505,6 +505,7 @@ def test_a_message_that_is_not_waited_for_is_named_whatever_the_values():
         ("optimizer.step", "called by `optimizer.step()`"),
         ("y = x == 1 or 2", "always true, because 2 alone is"),
         ("y = dist.all_reduce(x)", "`all_reduce` returns None"),
+        ("x /= dist.get_rank()", "this divides by `dist.get_rank()`"),
         ("if dist.get_rank() == 0:\n    x /= 2", "lets one rank alone do"),
         ("if dist.get_rank() == 0:\n    x /= 2\ndist.broadcast(x, src=0)", ""),
         ("if dist.get_rank() == 0:\n    print(x)", ""),

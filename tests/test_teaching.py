@@ -225,6 +225,8 @@ def test_a_question_about_runs_is_judged_by_them(course):
         (1e6, "a million times"),
         (1e9, "bytes where GB are asked for?"),
         (1.5, "too large"),
+        (3, "3 times too large"),
+        (1 / 31**2, "upside down"),
         (0.01, "more than ten times too small"),
     ],
 )

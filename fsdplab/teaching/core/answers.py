@@ -166,7 +166,12 @@ def _given_already(item: Question, given: float) -> str:
 
 
 def how_far(given: float, right: float) -> str:
-    """Of a wrong number: `how_far(1, 31) == "more than ten times too small"`."""
+    """Of a wrong number: `how_far(1, 31) == "more than ten times too small"`, or how many times, up to 16."""
+    for times in range(2, 17):
+        if close(given, right * times, _USUAL_SLIPS_WITHIN):
+            return f"{times} times too large: what is in it {times} times, or was not divided by {times}?"
+        if close(given * times, right, _USUAL_SLIPS_WITHIN):
+            return f"{times} times too small: what was divided by {times}, or not multiplied by {times}?"
     far = "more than ten times " if not right / 10 <= given <= right * 10 else ""
     return f"{far}too {'large' if given > right else 'small'}"
 
@@ -174,7 +179,8 @@ def how_far(given: float, right: float) -> str:
 def _wrong_numbers(item: Question, right: float, against: Any) -> Iterator[tuple[Slip, float]]:
     """The question's own slips first, then the usual ones with bytes."""
     general = (*(_BYTE_SLIPS if "B" in item.unit else _PART_SLIPS if item.unit == "%" else ()), *_SCALE_SLIPS)
-    for slip in (*item.slips, *general):
+    upside_down = [Slip("upside down: divide the other way round", value=1 / right)] if right else []
+    for slip in (*item.slips, *general, *upside_down):
         if slip.factor is not None:
             yield slip, right * slip.factor
         else:

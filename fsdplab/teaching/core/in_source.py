@@ -90,6 +90,8 @@ def slip(source: str, reference: str, on_ranks: bool = True) -> str:
         rules.append(_one_tensor_many_times)
     if on_ranks and not re.search(r"\b(broadcast|scatter|i?send)\w*\(", source):
         rules.append(_one_rank_alone)
+    if on_ranks:
+        rules.append(_divided_by_its_rank)
     return _first_found(rules, source, reference)
 
 
@@ -183,6 +185,16 @@ def _one_rank_alone(node: ast.AST) -> str:
     if all(ast.unparse(each).startswith("print(") for each in node.body):
         return ""
     return f"`if {ast.unparse(node.test)}:` lets one rank alone do what stands there; every rank has to"
+
+
+def _divided_by_its_rank(node: ast.AST) -> str:
+    divisor = node.value if isinstance(node, ast.AugAssign) else node.right if isinstance(node, ast.BinOp) else None
+    if divisor is None or not isinstance(getattr(node, "op", None), (ast.Div, ast.FloorDiv)):
+        return ""
+    by = ast.unparse(divisor)
+    if not re.fullmatch(r"(\w+\.)?get_rank\(\)|rank", by):
+        return ""
+    return f"this divides by `{by}`, the rank's own number: how many ranks there are says `dist.get_world_size()`"
 
 
 def _not_the_sum(node: ast.AST) -> str:

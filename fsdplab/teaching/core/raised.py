@@ -52,7 +52,7 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
     ),
     (r"Unreadable: NoneType", NOTHING),
     (
-        r"Expected parameter `\w+` of type",
+        r"Expected parameter `\w+` of type (?!.*NoneType)",
         "a tensor stands where a list of tensors belongs, or the other way round: what is written to comes first, then"
         " what is sent",
     ),
@@ -125,7 +125,7 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
     (
         r"invalid tensor size at index|Check failed: .*sizes\(\)|must have the same (size|shape)",
         "all blocks of a collective have one shape: pad the short ones, and leave the padding out afterwards; or the"
-        " whole was sent where a rank's own part belongs",
+        " whole stands where a rank's own part belongs",
     ),
     (
         r"size of tensor a .* must match .* dimension [1-9]",
@@ -153,7 +153,7 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
     (
         r"size of tensor a .* must match",
         "the two sides have different rows: padding that was not left out, or rows that are missing; compare the two"
-        " numbers with the rows and with n * c",
+        " numbers with the rows and with n * c. Or one side is flat, and `view_as` gives it the other's shape",
     ),
     (
         r"takes exactly one argument|slice indices must be integers|first arg must be str or a tuple",
@@ -195,6 +195,15 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
         r"ZeroDivisionError",
         "what is divided by is 0 in one of the cases: ask before you divide, and think of what holds there",
     ),
+    (
+        r"expected length \d+, got \d+",
+        "a list of tensors has one for each rank: as many as `dist.get_world_size()` says",
+    ),
+    (
+        r"split_with_sizes expects",
+        "the pieces do not add up to the whole: of a flat tensor a piece has `numel()` elements (`len` counts rows)",
+    ),
+    (r"'dict' object has no attribute", "what stands in a dict is read by its key: `row[\"name\"]`, not `row.name`"),
     (
         r"'(tuple|list)' object has no attribute",
         "the items of a tuple or a list have no names: `first, second = pair`, or `pair[0]`",

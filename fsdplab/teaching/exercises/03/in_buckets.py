@@ -30,8 +30,8 @@ def in_buckets(model, bucket_bytes):
         #! if sum(each.numel() for each in bucket) >= bucket_bytes:
         #!     send()
         #! return
-        #: as soon as the bucket is full, it leaves: it is full at `bucket_bytes` bytes, `each.grad.nbytes`, and this
-        #: counts elements
+        #: as soon as the bucket is full, it leaves: it is full when the bytes of all its gradients, `each.grad.nbytes`,
+        #: are `bucket_bytes` or more together (not elements or parameters, not one gradient's bytes)
         if sum(each.grad.nbytes for each in bucket) >= bucket_bytes:
             send()
         ### END SOLUTION

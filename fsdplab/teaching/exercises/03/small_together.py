@@ -29,7 +29,7 @@ def small_together(model):
         dist.all_reduce(joined)
         joined /= n
         #! # divided already?
-        #: this is the sum over the ranks: it was never divided by their number
+        #: this is the sum over the ranks: it was never divided by their number, not before it was copied into `.grad`
         #! for parameter in model.parameters():
         #!     parameter.grad /= n
         #! joined /= n

@@ -88,7 +88,10 @@ def observe(reduce_rows, gradient):
     rows = parameter.detach().chunk(dist.get_world_size())[dist.get_rank()]
     parameter.grad, mine = gradient.clone(), torch.nn.Parameter(rows)  # on the same memory
     reduce_rows(parameter, mine)
-    return {"mine.grad": mine.grad, "parameter.grad": parameter.grad, "weights": parameter.detach()}
+    whole = mine.grad is not None and mine.grad.untyped_storage().nbytes() > mine.grad.nbytes
+    kept = "the unsharded gradient's memory" if whole else "its own rows"
+    seen = {"mine.grad": mine.grad, "parameter.grad": parameter.grad, "weights": parameter.detach()}
+    return seen | {"what mine.grad keeps in memory": kept}
 
 
 SAYS = {
@@ -101,6 +104,8 @@ SAYS = {
     ),
     "parameter.grad": "the unsharded gradient is still there; set `parameter.grad = None`: that is the memory to be"
     " saved",
+    "what mine.grad keeps in memory": "`mine.grad` is a window on the unsharded gradient, whose memory stays as long as"
+    " it is there: give it memory of its own (torch.empty_like, clone)",
     "weights": "the weights themselves were written to: `mine` and `mine.data` are rows of the parameter, only"
     " `mine.grad` is to change",
     "hung": "deadlock: a rank waits in a collective that another rank never calls; every rank must make the same calls"

@@ -85,6 +85,10 @@ def fault(got, right):
     for holds, cause in (
         (len(set(map(tuple, spans))) == 1, "every rank gets the same rows: `rank` says which block is its own"),
         (min(spans)[0] < 0, "a start below 0: ranks count from 0, so rank 0 owns the first rows"),
+        (
+            spans == [[start, stop - start] for start, stop in right["(start, stop) of every rank"]],
+            "the second number is the row where the block stops, not how many rows it has",
+        ),
         (max(sizes) < 0, "every start lies behind its stop: return `start, stop`, in this order"),
         (min(sizes) < 0, "a rank with no rows must get start == stop: clamp both ends to `rows`"),
         (max(map(max, spans)) > rows, f"there are only {rows} rows: clamp the ends with min(..., rows)"),

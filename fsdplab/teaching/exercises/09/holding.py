@@ -18,7 +18,7 @@ def holding(life, at):
     #: a row at the very instant `at` counts already: compare with <=
     #! state = {row["unit"]: row["state"] for row in life}
     #! return [unit for unit, now in state.items() if now != "sharded"]
-    #: rows after the instant must not count: those with time_ns <= at do
+    #: rows after the instant must not count: those with time_ns <= at do, both in ns
     #! state = {row["unit"]: row["state"] for row in life if row["time_ns"] == at}
     #! return [unit for unit, now in state.items() if now != "sharded"]
     #: the newest row of a unit may be older than `at`: all rows up to the instant count
@@ -72,8 +72,9 @@ def cases(rank, n):
 
 def observe(holding, life, at):
     got = holding(life, at)
-    many = isinstance(got, Iterable) and not isinstance(got, (str, bytes))
-    return {"several names": many, "units": ", ".join(sorted(map(str, got))) if many else got}
+    names = list(got) if isinstance(got, Iterable) and not isinstance(got, (str, bytes)) else [None]
+    many = all(isinstance(name, str) for name in names)
+    return {"several names": many, "units": ", ".join(sorted(names)) if many else str(got)}
 
 
 def which(got, right):
