@@ -23,7 +23,7 @@ def test_golden_values(workspace):
     assert [trial.returned["mine.grad"].tolist() for trial in reduced.trials[1]] == [[111.0], [222.0], [333.0]]
     rows = stepped.trials[0][0].returned["step 1, parameter 1"]
     assert rows.tolist() == [98.0, 196.0, 294.0], "two steps of one, two and three"
-    owned = in_all_cases(registry.find("04.rows_of"))[2]
+    owned = in_all_cases(registry.find("04.rows_of"))[0]
     assert owned["(start, stop) of every rank"] == [(0, 4), (4, 8), (8, 10)]
 
 

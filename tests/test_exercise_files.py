@@ -289,6 +289,23 @@ def test_facts_are_judged_in_their_order_and_named_with_their_numbers(tmp_path, 
     assert found is None if says is None else says in found.cause, found
 
 
+def test_facts_that_end_at_a_wrong_one_are_no_names_that_the_learner_left_out(tmp_path, workspace):
+    early = FACTS.replace(
+        "value = double(x)\n", 'value = double(x)\n    if value == 9:\n        return {"it is even": False}\n'
+    )
+    found = feedback(exercise_of(tmp_path, early), workspace, "return 9")
+    assert found.cause == "an even number is twice something"
+
+
+def test_arguments_in_another_order_than_the_stubs_are_named(tmp_path, workspace):
+    pair = HEAD.replace("double(x): twice x", "double(a, b): a, then b") + "def double(a, b):\n    ### BEGIN SOLUTION\n"
+    pair += "    return a, b\n    ### END SOLUTION\n\n\n# ---- check: pure\n"
+    pair += "\n\ndef cases(rank, n):\n    yield '1 and 2', 1, 2\n"
+    path = workspace.save("78.double", "def double(b, a):\n    return a, b\n")
+    found = checking.feedback_on(exercise_of(tmp_path, pair), path, workspace)
+    assert found.cause == "the arguments come in the order of the stub: `a, b`"
+
+
 PAIR = '''"""A pair
 
 Write double(x): a dict with the count and the value.
@@ -505,6 +522,9 @@ def test_a_message_that_is_not_waited_for_is_named_whatever_the_values():
         ("optimizer.step", "called by `optimizer.step()`"),
         ("y = x == 1 or 2", "always true, because 2 alone is"),
         ("y = dist.all_reduce(x)", "`all_reduce` returns None"),
+        ("y = held.discard(x)", "changes the object itself and returns None"),
+        ("dist.all_reduce(x / 2)", "writes into `x / 2`, a new value that is lost"),
+        ("dist.all_reduce(x.data)", ""),
         ("x /= dist.get_rank()", "this divides by `dist.get_rank()`"),
         ("if dist.get_rank() == 0:\n    x /= 2", "lets one rank alone do"),
         ("if dist.get_rank() == 0:\n    x /= 2\ndist.broadcast(x, src=0)", ""),

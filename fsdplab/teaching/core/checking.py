@@ -22,7 +22,7 @@ from .course_state import CheckFailed, current
 from .display import Note, present
 from .exercise import Choice, Question
 from .exercise_file import Exercise
-from .in_source import condition, endless, for_some_ranks, nearly, unwaited
+from .in_source import ONE_ROUND, condition, endless, for_some_ranks, nearly, one_round, slip, unwaited
 from .on_ranks import LeftUnfinished, StillWaiting
 from .raised import cause_of
 from .registry import find
@@ -240,7 +240,10 @@ def _cause_of_error(exercise: Exercise, error: str, where: str, source: str) -> 
         return f'this is a text, and texts stand in quotes: `"{missing[1]}"`'
     if re.search(rf"{exercise.function}\(\) (missing|takes|got an unexpected)", error):
         return "the check calls it as the stub's line with `def` says: leave that line as it was"
-    return condition(source, exercise.reference) or cause_of(error, exercise.pure, where)
+    if loop := one_round(source):
+        return ONE_ROUND.format(loop)
+    in_place = slip(source, exercise.reference, not exercise.pure) if "NoneType" in error else ""
+    return in_place or condition(source, exercise.reference) or cause_of(error, exercise.pure, where)
 
 
 def _last_frames(exercise: Exercise, report: Failure) -> str:

@@ -24,12 +24,14 @@ from .comm_log import bytes_sent, kinds_of, nothing_added_up, to_one_rank_only
 from .exercise import Call, Trial
 from .exercise_file import Exercise
 from .in_source import (
+    ONE_ROUND,
     kept_from_the_result,
     minus_a_fraction,
     never_read,
     one_round,
     other_division,
     other_operation,
+    other_order,
     other_text,
     overwritten,
     returns_a_value,
@@ -144,8 +146,10 @@ def _cause(
             return f"in this case it returns nothing, or None: {place.difference.expected} is expected"
         printed = f"; it printed {trial.printed.split()[0]!r} ..." if trial.printed.split() else ""
         return f"the function returns nothing{printed}: end it with `return ...`"
+    if order := other_order(learner.source, exercise.reference, exercise.function):
+        return f"the arguments come in the order of the stub: `{order}`"
     if loop := one_round(learner.source):
-        return f"the `return` in the loop ends it in its first round: `{loop}` never comes to the next one"
+        return ONE_ROUND.format(loop)
     if said := other_text(learner.source, exercise.text):
         return said
     if line := overwritten(learner.source):

@@ -16,6 +16,7 @@ _WAITS = {"wait", "is_completed", "synchronize", "get_future"}
 _BEGINNING = {"isend", "irecv", "batch_isend_irecv"}
 _FILLING = {"all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter",
             "reduce_scatter_tensor", "all_to_all", "all_to_all_single"}  # fmt: skip
+_CHANGING = {"append", "extend", "insert", "remove", "discard", "clear"}
 _GIVING_A_NEW_ONE = {"div", "mul", "sub", "flatten", "reshape", "view_as", "to", "float", "double", "half", "bfloat16"}
 _METHODS = {"numel", "element_size", "item", "get_rank", "get_world_size"}
 _SIGNS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/"}
@@ -47,6 +48,9 @@ def _begins(call: ast.Call) -> bool:
     """Whether a call says `async_op=True`, or is one of those that always return before the message has gone."""
     asynchronous = any(each.arg == "async_op" and ast.unparse(each.value) == "True" for each in call.keywords)
     return asynchronous or ast.unparse(call.func).rpartition(".")[2] in _BEGINNING
+
+
+ONE_ROUND = "the `return` in the loop ends it in its first round: `{}` never comes to the next one"
 
 
 def one_round(source: str) -> str:
@@ -85,7 +89,7 @@ def slip(source: str, reference: str, on_ranks: bool = True) -> str:
     >>> slip("def half(x):\\n    x / 2\\n    return x", "")
     '`x / 2` stands alone, so its value is lost: assign it (`x /= 2` changes `x` itself)'
     """
-    rules = [_lost, _always_true, _never_equal, _none_assigned]
+    rules = [_lost, _always_true, _never_equal, _none_assigned, _summed_and_lost]
     if not re.search(r"\w\[\w+\] = ", source):  # a list whose places are set afterwards may begin with one tensor
         rules.append(_one_tensor_many_times)
     if on_ranks and not re.search(r"\b(broadcast|scatter|i?send)\w*\(", source):
@@ -173,9 +177,22 @@ def _none_assigned(node: ast.AST) -> str:
     if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)):
         return ""
     call, name = node.value, ast.unparse(node.value.func).rpartition(".")[2]
+    if name in _CHANGING:
+        return f"`{name}` changes the object itself and returns None, and `{ast.unparse(node)}` keeps that None"
     if name not in _FILLING or any(each.arg == "async_op" for each in call.keywords):
         return ""
     return f"`{name}` returns None: it writes into the tensor that it is given, so go on with that one"
+
+
+def _summed_and_lost(node: ast.AST) -> str:
+    """`dist.all_reduce(x / n)`: the result goes into a value that has no name."""
+    if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and node.value.args):
+        return ""
+    called, given = ast.unparse(node.value.func).rpartition(".")[2], node.value.args[0]
+    made = isinstance(given, ast.Call) and ast.unparse(given.func).rpartition(".")[2] in {"clone", *_GIVING_A_NEW_ONE}
+    if called not in ("all_reduce", "broadcast", "reduce") or not (made or isinstance(given, ast.BinOp)):
+        return ""
+    return f"`{called}` writes into `{ast.unparse(given)}`, a new value that is lost: give it a name, and go on with it"
 
 
 def _one_rank_alone(node: ast.AST) -> str:
@@ -192,7 +209,7 @@ def _divided_by_its_rank(node: ast.AST) -> str:
     if divisor is None or not isinstance(getattr(node, "op", None), (ast.Div, ast.FloorDiv)):
         return ""
     by = ast.unparse(divisor)
-    if not re.fullmatch(r"(\w+\.)?get_rank\(\)|rank", by):
+    if not re.fullmatch(r"((\w+\.)?get_rank\(\)|rank)( \+ 1)?", by):
         return ""
     return f"this divides by `{by}`, the rank's own number: how many ranks there are says `dist.get_world_size()`"
 
@@ -284,6 +301,12 @@ def _arguments(source: str, function: str) -> dict[str, bool]:
         return {}
     read = {node.id for node in ast.walk(found) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
     return {each.arg: each.arg in read for each in found.args.args}
+
+
+def other_order(source: str, reference: str, function: str) -> str:
+    """The arguments of a function in the order of its reference, where a source has them in another; else nothing."""
+    mine, theirs = (list(_arguments(text, function)) for text in (source, reference))
+    return ", ".join(theirs) if mine != theirs and sorted(mine) == sorted(theirs) else ""
 
 
 def kept_from_the_result(source: str) -> str:

@@ -265,6 +265,10 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
         "the group stands where another argument belongs (after the tensor comes the operation): name it, `group=...`",
     ),
     (
+        r"Invoked with",
+        "an argument is of another type than this call takes: after the tensors comes `op=`; a number of ranks is none",
+    ),
+    (
         r"is not part of group",
         "`src` and `dst` are numbers among all ranks, and this one is not in the group. Where each rank of the group"
         " needs the result, no single rank is named: `all_reduce`, `all_gather`",

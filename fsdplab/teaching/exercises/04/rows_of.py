@@ -56,7 +56,7 @@ def rows_of(rows, rank, n):
 
 
 def cases(rank, n):
-    for rows, ranks in ((8, 2), (6, 3), (10, 3), (4, 3), (2, 4), (1, 3), (257, 8)):
+    for rows, ranks in ((10, 3), (6, 3), (8, 2), (4, 3), (2, 4), (1, 3), (257, 8)):
         yield f"{rows} rows on {ranks} ranks", rows, ranks
 
 
@@ -86,7 +86,11 @@ def fault(got, right):
         (len(set(map(tuple, spans))) == 1, "every rank gets the same rows: `rank` says which block is its own"),
         (min(spans)[0] < 0, "a start below 0: ranks count from 0, so rank 0 owns the first rows"),
         (
-            spans == [[start, stop - start] for start, stop in right["(start, stop) of every rank"]],
+            all(
+                span == [start, stop - start]
+                for span, (start, stop) in zip(spans, right["(start, stop) of every rank"])
+                if start != stop - start  # which reads as no rows
+            ),
             "the second number is the row where the block stops, not how many rows it has",
         ),
         (max(sizes) < 0, "every start lies behind its stop: return `start, stop`, in this order"),
