@@ -242,7 +242,8 @@ def _cause_of_error(exercise: Exercise, error: str, where: str, source: str) -> 
         return "the check calls it as the stub's line with `def` says: leave that line as it was"
     if loop := one_round(source):
         return ONE_ROUND.format(loop)
-    in_place = slip(source, exercise.reference, not exercise.pure) if "NoneType" in error else ""
+    looks = "NoneType" in error and "Unreadable" not in error
+    in_place = slip(source, exercise.reference, not exercise.pure) if looks else ""
     return in_place or condition(source, exercise.reference) or cause_of(error, exercise.pure, where)
 
 
