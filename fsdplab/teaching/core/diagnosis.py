@@ -159,7 +159,7 @@ def _cause(
         return f"{changed[1]}: {_IN_PLACE}"
     if written := slip(learner.source, exercise.reference, not exercise.pure):
         return written
-    if kept := kept_from_the_result(learner.source):
+    if exercise.returns and (kept := kept_from_the_result(learner.source)):
         return f"the collective's result stands in `{kept}`, which nothing reads afterwards: return what is made of it"
     if part := minus_a_fraction(learner.source, exercise.reference):
         return f"`{part}` divides before it subtracts: parentheses around the difference, as in `(n - 1) / n`"
