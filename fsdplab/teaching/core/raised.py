@@ -196,10 +196,6 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
         "what is divided by is 0 in one of the cases: ask before you divide, and think of what holds there",
     ),
     (
-        r"expected length \d+, got \d+",
-        "a list of tensors has one for each rank: as many as `dist.get_world_size()` says",
-    ),
-    (
         r"split_with_sizes expects",
         "the pieces do not add up to the whole: of a flat tensor a piece has `numel()` elements (`len` counts rows)",
     ),
