@@ -27,3 +27,10 @@ def waited__what_lies_before(issued, peer_issued, taken, delivered, needed):
     second = max(issued, peer_issued)
     span = lambda a, b: max(0, min(b, needed) - a)
     return {"peer": span(issued, second), "queue": span(second, taken), "link": span(taken, delivered)}
+
+
+def waited__the_link_from_when_both_have_issued(issued, peer_issued, taken, delivered, needed):
+    """`link` is too large. It lasts from `taken` to `delivered`"""
+    both = max(issued, peer_issued)
+    spans = {"peer": (issued, both), "queue": (both, taken), "link": (both, delivered)}
+    return {name: max(0, end - max(start, needed)) for name, (start, end) in spans.items()}

@@ -20,3 +20,9 @@ def crossover__the_longer_message(parameters, ranks, flops, bandwidth, param_byt
 def crossover__of_the_recap(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):
     """`param_bytes`"""
     return 1.5 * flops / bandwidth * (ranks - 1) / ranks
+
+
+def crossover__half_of_the_products(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):
+    """Everywhere this is 4 times what is expected"""
+    sent = parameters * (ranks - 1) / ranks / bandwidth * flops / parameters
+    return max(2 * param_bytes * sent, (param_bytes + reduce_bytes) * sent)

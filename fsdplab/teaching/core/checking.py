@@ -22,7 +22,7 @@ from .course_state import CheckFailed, current
 from .display import Note, present
 from .exercise import Choice, Question
 from .exercise_file import Exercise
-from .in_source import ONE_ROUND, condition, endless, for_some_ranks, nearly, one_round, slip, unwaited
+from .in_source import ONE_ROUND, condition, endless, for_some_ranks, nearly, one_round, slip, unwaited, variables
 from .on_ranks import LeftUnfinished, StillWaiting
 from .raised import cause_of
 from .registry import find
@@ -238,6 +238,8 @@ def _cause_of_error(exercise: Exercise, error: str, where: str, source: str) -> 
     missing = re.search(r"NameError: name '(\w+)'", error)
     if missing and f'"{missing[1]}"' in exercise.stub:
         return f'this is a text, and texts stand in quotes: `"{missing[1]}"`'
+    if missing and missing[1] in variables(source):
+        return f"`{missing[1]}` belongs to another function: a function sees its own names only, so hand it over"
     if re.search(rf"{exercise.function}\(\) (missing|takes|got an unexpected)", error):
         return "the check calls it as the stub's line with `def` says: leave that line as it was"
     if loop := one_round(source):

@@ -16,7 +16,7 @@ import contextlib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import NoneType
 from typing import Any
 
@@ -171,7 +171,7 @@ def _cause(
         _alike(exercise, place, learner, right, mistakes())
         or _of_a_text(_facts(trial.returned).get(place.fact, 0), expected.get(place.fact))
         or other_operation(learner.source, exercise.reference)
-        or (_other_names(trial.returned, expected) if place.difference.problem == "keys" else "")
+        or _other_names(exercise, place, trial.returned, expected)
         or _calls_missing(trial.calls, right_calls)
         or _of_all_numbers(exercise, place, learner, right)
         or _divided(exercise, place, learner)
@@ -180,13 +180,13 @@ def _cause(
     )
 
 
-def _other_names(got: Any, right: _Facts) -> str:
-    """The names that lack in a dict that was returned, and those that are not expected."""
-    if not isinstance(got, dict) or not (missing := [name for name in right if name not in got]):
+def _other_names(exercise: Exercise, place: _Place, got: Any, right: _Facts) -> str:
+    """The name that lacks in a dict that was returned, and those that are not expected."""
+    if not isinstance(got, dict) or place.fact in got or hasattr(exercise.module(), "observe"):
         return ""
     other = [f"`{name}`" for name in got if name not in right]
     instead = f", and {', '.join(other)} stands there" if other else ""
-    return f"the names of the dict are the statement's, letter by letter: `{missing[0]}` is not there{instead}"
+    return f"the names of the dict are the statement's, letter by letter: `{place.fact}` is not there{instead}"
 
 
 def _alike(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right, mistakes: Sequence[Known]) -> str:
@@ -257,8 +257,15 @@ def _calls_missing(calls: Sequence[Call], right: Sequence[Call]) -> str:
 
 
 def _of_all_numbers(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right) -> str:
-    """What holds of all wrong numbers of this fact: digits cut off, or (of three different ones) another unit."""
-    pairs = _wrong_pairs(exercise, place, learner, right)
+    """What holds of all wrong numbers of this fact, or of all facts: digits cut off, or (of three different ones)
+    another unit.
+    """
+    facts = [place, *(replace(place, fact=other) for other in right[place.case][place.rank] if other != place.fact)]
+    of_each = [_wrong_pairs(exercise, each, learner, right) for each in facts]
+    return _cut_off(exercise, of_each[0]) or _cut_off(exercise, [pair for pairs in of_each for pair in pairs])
+
+
+def _cut_off(exercise: Exercise, pairs: Sequence[tuple[Any, Any]]) -> str:
     if pairs and all(map(_is_cut_off, pairs)):
         return _WHOLE
     if not pairs or not all(map(_is_number, (each for pair in pairs for each in pair))):

@@ -89,7 +89,7 @@ def slip(source: str, reference: str, on_ranks: bool = True) -> str:
     >>> slip("def half(x):\\n    x / 2\\n    return x", "")
     '`x / 2` stands alone, so its value is lost: assign it (`x /= 2` changes `x` itself)'
     """
-    rules = [_lost, _always_true, _never_equal, _none_assigned, _summed_and_lost]
+    rules = [_lost, _always_true, _never_equal, _none_assigned, _summed_and_lost, _no_attribute]
     if not re.search(r"\w\[\w+\] = ", source):  # a list whose places are set afterwards may begin with one tensor
         rules.append(_one_tensor_many_times)
     if on_ranks and not re.search(r"\b(broadcast|scatter|i?send)\w*\(", source):
@@ -195,6 +195,16 @@ def _summed_and_lost(node: ast.AST) -> str:
     return f"`{called}` writes into `{ast.unparse(given)}`, a new value that is lost: give it a name, and go on with it"
 
 
+def _no_attribute(node: ast.AST) -> str:
+    """`parameter.require_grad = False`."""
+    if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store) or node.attr == "requires_grad":
+        return ""
+    if node.attr == "requires_grad_":
+        return "`requires_grad_` is a method, and `= ...` only hides it: call it, `.requires_grad_(False)`"
+    close = _close(node.attr, ["requires_grad"], 0.8)
+    return close and f"no tensor has an attribute `{node.attr}`, so Python makes a new one that nobody reads: `{close}`"
+
+
 def _one_rank_alone(node: ast.AST) -> str:
     """`if dist.get_rank() == 0:` around more than a print."""
     if not isinstance(node, ast.If) or node.orelse or not _IS_A_RANK.search(ast.unparse(node.test)):
@@ -249,11 +259,14 @@ def _names(parts: Sequence[ast.AST], context: type[ast.expr_context]) -> set[str
 
 
 def nearly(error: str, source: str) -> str:
-    """A name that resembles the one that a NameError, or a module, misses; else nothing.
+    """A name that resembles the one that a NameError, a KeyError, or a module misses; else nothing.
 
     >>> nearly("AttributeError: module 'torch.distributed' has no attribute 'world_size'", "")
     'get_world_size'
     """
+    if key := re.search(r"KeyError: '(.+)'", error):
+        texts = (node.value for node in _nodes(source) if isinstance(node, ast.Constant))
+        return _close(key[1], [text for text in texts if isinstance(text, str) and text != key[1]], 0.8)
     missing = re.search(r"NameError: name '(?P<name>\w+)' is not defined|module '(.+)' has no attribute '(\w+)'", error)
     if missing is None:
         return ""
@@ -262,11 +275,17 @@ def nearly(error: str, source: str) -> str:
         longer = (name for name in there if set(missing[3].split("_")) <= set(name.split("_")))
         return next(longer, _close(missing[3], there, 0.8))
     nodes = _nodes(source)
-    known = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    known |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    known = variables(source) - {missing["name"]}  # that one is another function's
     known |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}
     known |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)} | set(dir(builtins))
     return _close(missing["name"], sorted(known), 0.8)
+
+
+def variables(source: str) -> set[str]:
+    """The names that a source assigns to, and those of its functions' arguments."""
+    nodes = _nodes(source)
+    assigned = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    return assigned | {node.arg for node in nodes if isinstance(node, ast.arg)}
 
 
 def _close(name: str, known: Sequence[str], cutoff: float) -> str:

@@ -52,6 +52,11 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
     ),
     (r"Unreadable: NoneType", NOTHING),
     (
+        r"class '(int|float)'> instead|must be Tensor, not (int|float)",
+        "a plain number stands where a tensor is expected: `torch.tensor(x)` makes one. `sum` of nothing is the number"
+        " 0, so begin with a tensor, `torch.zeros(())`",
+    ),
+    (
         r"Expected parameter `\w+` of type (?!.*NoneType)",
         "a tensor stands where a list of tensors belongs, or the other way round: what is written to comes first, then"
         " what is sent",
@@ -254,8 +259,23 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
     (
         r"values to unpack",
         "this line has a fixed number of names, and in this case there are more or fewer values: go through them in a"
-        " loop, which takes any number",
+        " loop, which takes any number. A loop over `parameters()` has one value a round, over `named_parameters()` two",
     ),
+    (
+        r"takes \d+ positional arguments? but \d+ (was|were) given",
+        "this function takes fewer arguments: several things can be handed over as one list, `f([a, b])`, and some only"
+        " by their names, `f(a, name=b)`",
+    ),
+    (
+        r"optimizer.* was built before the model was sharded",
+        "sharding replaces the parameters: build the optimizer behind the call that shards, and take the parameters for"
+        " it from the model there, too",
+    ),
+    (
+        r"optimizer got an empty parameter list",
+        "nothing is left to train: no name, or no `requires_grad`, meets the condition; print the names that do",
+    ),
+    (r"'Parameter' object has no attribute", "a parameter stands where a module is expected: the one that holds it"),
     (
         r"Invoked with: .*ProcessGroup",
         "the group stands where another argument belongs (after the tensor comes the operation): name it, `group=...`",

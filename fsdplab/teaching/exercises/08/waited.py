@@ -21,8 +21,6 @@ def waited(issued, peer_issued, taken, delivered, needed):
     #: the wait for the peer is missing: it lasts until the last rank has issued, max(issued, peer_issued)
     #! spans = {"peer": (issued, complete), "queue": (taken, taken), "link": (complete, delivered)}
     #: the time in the queue was given to the link: the message queues from when both have issued until it is taken
-    #! spans = {"peer": (issued, complete), "queue": (complete, taken), "link": (issued, delivered)}
-    #: the link carries the message only from `taken` on
     return {name: max(0, end - max(start, needed)) for name, (start, end) in spans.items()}
     #! return {name: end - start for name, (start, end) in spans.items()}
     #: before `needed` the rank computed: cut every span at `needed`
@@ -32,6 +30,12 @@ def waited(issued, peer_issued, taken, delivered, needed):
     #: a part begins where the one before ends: a span that starts behind `needed` counts from its own start
     #! return {name: end - max(start, needed) for name, (start, end) in spans.items()}
     #: a part is below zero: where a span ends before the wait begins, none of it counts (max(0, ...))
+    #! return {name: max(0, end - start - needed) for name, (start, end) in spans.items()}
+    #: `needed` is an instant and no length: a span counts from there if it began before, end - max(start, needed)
+    #! return {name: end - start if start >= needed else 0 for name, (start, end) in spans.items()}
+    #: of a span that begins before `needed` the part behind it counts
+    #! return {name: max(0, max(start, needed) - end) for name, (start, end) in spans.items()}
+    #: the other way round: how long a span lasts is its end minus its start
     #! return {name: abs(end - max(start, needed)) for name, (start, end) in spans.items()}
     #: where a span ends before the wait begins, none of it counts: max(0, ...), where abs(...) makes a wait of it
     #! return sum(max(0, end - max(start, needed)) for start, end in spans.values())
@@ -58,6 +62,13 @@ def cases(rank, n):
         yield f"{name}: {', '.join(f'{instant} {time}' for instant, time in named)}", *times
 
 
+SPANS = {
+    "peer": "from `issued` until both have issued",
+    "queue": "from when both have issued until `taken`",
+    "link": "from `taken` to `delivered`",
+}
+
+
 def said(got, right):
     """What is wrong with a part, by the sum of all."""
     parts = [got.get(name) for name in right]
@@ -69,7 +80,8 @@ def said(got, right):
         name = next(name for name in right if got[name] != right[name])
         return (
             f"the parts sum to {sum(parts)}, and the rank waited for {sum(right.values())}, from needed to delivered:"
-            f" `{name}` is too {'large' if got[name] > right[name] else 'small'}"
+            f" `{name}` is too {'large' if got[name] > right[name] else 'small'}. It lasts {SPANS[name]}, and of that"
+            " what lies behind `needed` counts"
         )
     return "the sum is right, but a part has another's time: peer until both have issued, queue until taken, then link"
 

@@ -62,6 +62,8 @@ def crossover(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):
     #: Python reads `a / 2 * b / c` from left to right: put what is divided by, `(2 * b / c)`, in brackets
     #! return max(forward, backward) / flops**2
     #: as above
+    #! return ranks * max(forward, backward)
+    #: these are the tokens of all ranks together: a rank's own compute hides its own messages
     #! return max(1 / forward, 1 / backward)
     #: upside down: messages over compute
     #! return forward, backward
@@ -74,8 +76,8 @@ def crossover(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):
 
 def cases(rank, n):
     yield "a block of Llama 3.1 8B on 8 H100", 218_103_808, 8, 733e12, 380e9, 2, 4
-    yield "a block four times as large, in fp32", 872_415_232, 8, 733e12, 380e9, 4, 4
-    yield "reductions in bf16", 218_103_808, 8, 733e12, 380e9, 2, 2
+    yield "a block four times as large, in fp32 on 4", 872_415_232, 4, 733e12, 380e9, 4, 4
+    yield "reductions in bf16, on 16", 218_103_808, 16, 733e12, 380e9, 2, 2
     yield "all-gathers in fp32, reductions in bf16", 218_103_808, 8, 733e12, 380e9, 4, 2
     yield "all-gathers in fp8, reductions in fp32", 218_103_808, 8, 733e12, 380e9, 1, 4
     yield "two cards on a slow bus", 218_103_808, 2, 100e12, 26e9, 2, 4

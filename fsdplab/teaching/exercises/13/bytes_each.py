@@ -38,8 +38,6 @@ def bytes_each(cut, n):
         #: 2 bytes is what backward leaves in bf16; the ranks average in fp32, and that average is what is kept
         #! "gradient": 4,
         #: the gradient is whole here: what is in `cut` is divided by n, what is not stays whole
-        #! "gradient": 4 * share["optimizer"],
-        #: the gradient is cut here: what is in `cut` is divided by n, what is not stays whole
         "master": 4 * share["optimizer"],
         #! "master": 4 * share["parameters"],
         #: the master belongs to the optimizer: only the optimizer reads and writes it, so it is cut when the optimizer
@@ -49,12 +47,8 @@ def bytes_each(cut, n):
         #! "master": ...,
         #: a number of bytes is expected in place of the dots
         "moments": 8 * share["optimizer"],
-        #! "moments": 8,
-        #: the moments are whole here: what is in `cut` is divided by n, what is not stays whole
         #! "moments": 4 * share["optimizer"],
         #: Adam keeps two moments a parameter, 4 bytes each
-        #! "moments": 12 * share["optimizer"],
-        #: the master has a line of its own; the moments are two numbers of 4 bytes
         ### END SOLUTION
     }
 
@@ -73,8 +67,9 @@ def cases(rank, n):
     yield "full_shard on 8 ranks", ["parameters", "gradients", "optimizer"], 8
 
 
-SAYS = dict.fromkeys(
-    ("gradient", "master", "moments"),
-    "count the bytes of its format (fp32 4), then multiply by the share that a rank keeps",
-)
-SAYS["working copy"] = "2 bytes where it must rest: where the rank could not make it again from the masters that it has"
+SAYS = {
+    "working copy": "2 bytes where it must rest: where the rank could not make it again from the masters that it has",
+    "gradient": "one fp32 number (4 bytes), times the share of the gradients that a rank keeps",
+    "master": "one fp32 number (4 bytes), times the share of the optimizer's state that a rank keeps",
+    "moments": "two fp32 numbers (8 bytes), times the share of the optimizer's state that a rank keeps",
+}

@@ -46,8 +46,7 @@ def global_norm(gradients):
     #! every = [None] * dist.get_world_size()
     #! dist.all_gather_object(every, [gradient.tolist() for gradient in gradients])
     #! total = sum((torch.tensor(values).square().sum() for one in every for values in one), torch.zeros(()))
-    #: the ranks need to exchange one number only: add up the squares of all tensors first, then all_reduce that sum
-    #: once
+    #: an object is pickled and takes two collectives, one for its length: all_reduce the sum as a tensor
     return total.sqrt()
     #! return total
     #: this is the sum of squares; take the root in the end
@@ -61,6 +60,8 @@ def global_norm(gradients):
 
 
 # ---- check: on 3 ranks, within 1e-5
+
+import math
 
 
 def cases(rank, n):
@@ -79,19 +80,30 @@ def observe(global_norm, gradients):
     number = norm.item() if isinstance(norm, torch.Tensor) and norm.numel() == 1 else norm
     too_many = len(sent) > 1 or sum(call.nbytes for call in sent) > 64
     seen = {"norm": number, "more than one number sent": too_many, "gradients afterwards": gradients}
-    return {**seen, "_bf16": any(gradient.dtype == torch.bfloat16 for gradient in gradients)}
+    pickled = [call.kind for call in sent] == ["all_gather"] * 2 and sent[0].nbytes == 8 * dist.get_world_size()
+    return {**seen, "_pickled": pickled, "_bf16": any(gradient.dtype == torch.bfloat16 for gradient in gradients)}
 
 
 def wrong_norm(got, right):
-    if isinstance(got["norm"], float) and got["_bf16"] and 0.5 < got["norm"] / right["norm"] < 1:
+    norm = got["norm"] if isinstance(got["norm"], float) else 0.0
+    in_bf16 = got["_bf16"] or math.isclose(norm**2, torch.tensor(norm**2).bfloat16().item(), rel_tol=1e-6)
+    if in_bf16 and 0.5 < norm / right["norm"] < 1:
         return "the squares were summed or sent in bf16, which keeps 8 bits: convert with .float() first"
     return "sum of squares over all tensors and all ranks, then the root"
 
 
+def sent_too_much(got, right):
+    if got["_pickled"]:
+        return "an object is pickled and takes two collectives, one for its length: all_reduce the sum as a tensor"
+    return (
+        "the ranks need to exchange one number only: add up the squares of all tensors first, then all_reduce that sum"
+        " once"
+    )
+
+
 SAYS = {
     "norm": wrong_norm,
-    "more than one number sent": "the ranks need to exchange one number only: add up the squares of all tensors first,"
-    " then all_reduce that sum once",
+    "more than one number sent": sent_too_much,
     "gradients afterwards": "the gradients were changed: only their norm is asked for; scaling them is the next step",
     "hung": "a rank waits in a collective that another never calls: a rank without gradients must take part too, with a"
     " sum of 0",

@@ -36,6 +36,11 @@ def shard_tied(model):
     #: call fully_shard(model) last
 
 
+#! def shard_tied(model):
+#!     fully_shard(list(model.blocks))
+#!     fully_shard(model)
+#: a list makes one unit of all
+
 # ---- check: on 3 ranks, within 1e-5, in 20 s, facts only
 
 import torch.distributed as dist
@@ -61,6 +66,7 @@ def observe(shard_tied):
     return {
         "blocks that are units": units,
         "the model is a unit": isinstance(model, FSDPModule),
+        "units that blocks are in": len({each.unit for each in in_forward if each.unit.startswith("blocks.")}),
         "head and embedding show one parameter": model.head.weight is model.token_embedding.weight,
         "bytes unsharded in the forward": payload_bytes(in_forward, "all_gather"),
         "gradient of the tied weight": gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient,
@@ -75,6 +81,7 @@ def unsharded_wrongly(got, right):
 
 SAYS = {
     "blocks that are units": "every block stays a unit of its own: call fully_shard(block) for each",
+    "units that blocks are in": "every block stays a unit of its own: one call for each, a list makes one unit of all",
     "the model is a unit": "call fully_shard(model) last: it holds what no unit below it holds",
     "head and embedding show one parameter": "head and embedding have weights of their own now: they began equal, and"
     " from the first update on they differ. Keep the one parameter, in one unit",
