@@ -259,7 +259,7 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
     (
         r"values to unpack",
         "this line has a fixed number of names, and in this case there are more or fewer values: go through them in a"
-        " loop, which takes any number. A loop over `parameters()` has one value a round, over `named_parameters()` two",
+        " loop, which takes any number. A loop over `parameters()` has one value a round, `named_parameters()` two",
     ),
     (
         r"takes \d+ positional arguments? but \d+ (was|were) given",
