@@ -30,12 +30,8 @@ def waited(issued, peer_issued, taken, delivered, needed):
     #: a part begins where the one before ends: a span that starts behind `needed` counts from its own start
     #! return {name: end - max(start, needed) for name, (start, end) in spans.items()}
     #: a part is below zero: where a span ends before the wait begins, none of it counts (max(0, ...))
-    #! return {name: max(0, end - start - needed) for name, (start, end) in spans.items()}
-    #: `needed` is an instant and no length: a span counts from there if it began before, end - max(start, needed)
     #! return {name: end - start if start >= needed else 0 for name, (start, end) in spans.items()}
     #: of a span that begins before `needed` the part behind it counts
-    #! return {name: max(0, max(start, needed) - end) for name, (start, end) in spans.items()}
-    #: the other way round: how long a span lasts is its end minus its start
     #! return {name: abs(end - max(start, needed)) for name, (start, end) in spans.items()}
     #: where a span ends before the wait begins, none of it counts: max(0, ...), where abs(...) makes a wait of it
     #! return sum(max(0, end - max(start, needed)) for start, end in spans.values())
