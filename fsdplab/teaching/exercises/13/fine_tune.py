@@ -23,11 +23,11 @@ def fine_tune(model, shard):
         #! parameter.requires_grad_("adapter" not in name)
         #: adapters are frozen or not in the optimizer
         #! parameter.requires_grad_("adapter_up" in name)
-        #: as above
+        #: is "adapter" meant?
         #! parameter.requires_grad_("adapter" in name or name.endswith("bias"))
         #: weights outside the adapters are trained too
         #! parameter.requires_grad_(False)
-        #: raises: read the last line
+        #: raises: nothing is left to train
     shard(model)
     #! optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
     #! shard(model)

@@ -34,7 +34,7 @@ GATHER_MS, LATENCY_MS = 40.0, 20.0
 BYTES_PER_S = PARTS * WIDTH * WIDTH * 2 / 2 / (GATHER_MS / 1e3)
 TARGET_MS = 300
 MOST_SEQUENCES = 2  # that the card's memory holds
-STEPS = 4  # that are looked at, after one in which the engine learns the order of the units, until one is good enough
+STEPS = 6  # that are looked at, after one in which the engine learns the order of the units, until one is good enough
 SETTINGS: dict[str, tuple[str, ...] | tuple[int, ...]] = {
     "units": ("linear", "block", "model"),
     "prefetch": (0, 1, 2),
