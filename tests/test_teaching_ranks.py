@@ -169,6 +169,12 @@ def test_a_rank_that_hangs_after_a_message_that_nobody_waits_for_is_told_of_it(w
         ("RuntimeError: invalid output tensor list at index 0 (expected length 3, got 2)", "one tensor for each rank"),
         ("TypeError: resize_() missing 1 required positional argument: 'nbytes'", "lacks an argument"),
         ("TypeError: hooks returned NoneType; return before_forward", "the function returns nothing"),
+        ("ValueError: trying to initialize the default process group twice!", "leave `init_process_group` out"),
+        ("RuntimeError: [enforce fail at pair.cc:801] Pair is not connected", "a rank names itself"),
+        ("RuntimeError: Read error [127.0.0.1]:46317: Connection reset by peer.", "the same collective calls"),
+        ("but got <class 'int'> instead.", "a tensor is expected"),
+        ("TypeError: recv() got an unexpected keyword argument 'dst'", "no argument of that name"),
+        ('TypeError: can only concatenate str (not "int") to str', "an f-string"),
         ("ValueError: torch.cat(): expected a non-empty list of Tensors", "`x.new_empty(0)`"),
     ],
 )

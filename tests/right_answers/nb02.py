@@ -1,6 +1,7 @@
 """Right answers to the exercises of notebook 02, besides the references."""
 
 import math
+from fractions import Fraction
 from math import ceil
 
 import numpy as np
@@ -48,3 +49,9 @@ def largest_batch__by_halving_in_numpy(card, moments):
         else:
             high = middle
     return np.int32(low)
+
+
+def model_state_bytes__in_fractions(strategy, parameters, ranks, param_dtype):
+    size, optimizer = (4, 8) if param_dtype == "fp32" else (2, 12)
+    whole = {"no_shard": 16, "zero1": 2 * size, "zero2": size, "full_shard": 0}[strategy]
+    return parameters * (whole + Fraction(2 * size + optimizer - whole, ranks))

@@ -22,7 +22,18 @@ from .course_state import CheckFailed, current
 from .display import Note, present
 from .exercise import Choice, Question
 from .exercise_file import Exercise
-from .in_source import ONE_ROUND, condition, endless, for_some_ranks, nearly, one_round, slip, unwaited, variables
+from .in_source import (
+    ONE_ROUND,
+    condition,
+    endless,
+    for_some_ranks,
+    nearly,
+    one_round,
+    set_outside,
+    slip,
+    unwaited,
+    variables,
+)
 from .on_ranks import LeftUnfinished, StillWaiting
 from .raised import cause_of
 from .registry import find
@@ -203,7 +214,11 @@ def waited_for(feedback: Feedback | None, source: str) -> Feedback | None:
 
 def feedback_on_failure(exercise: Exercise, report: Failure, source: str = "") -> Feedback:
     """The feedback on a solution that did not return on all ranks: it raised, waits for a message, or ended a rank."""
-    who, hung = ("every rank", exercise.hung) if not exercise.pure else ("the call", "a loop that never ends")
+    who, hung = (
+        ("every rank", exercise.hung)
+        if not exercise.pure
+        else ("the call", "a loop that never ends: what its condition asks for stays true in one of the cases")
+    )
     name, got = exercise.function, report.message.splitlines()[0]
     step = None if report.step is None else str(report.step)
     told = partial(Feedback, expected=f"{who} returns from {name}", got=got, rank=report.rank, step=step)
@@ -235,6 +250,9 @@ def _cause_of_error(exercise: Exercise, error: str, where: str, source: str) -> 
     """The likely cause of an error, by its text, the line that raised it, the source and the exercise's stub."""
     if meant := nearly(error, source):
         return f"there is no such name here; did you mean `{meant}`?"
+    unset = re.search(r"UnboundLocalError.*variable '(\w+)'", error)
+    if unset and not set_outside(source, unset[1]):
+        return f"in this case `{unset[1]}` was given no value: it is set in a branch or loop that is left out"
     missing = re.search(r"NameError: name '(\w+)'", error)
     if missing and f'"{missing[1]}"' in exercise.stub:
         return f'this is a text, and texts stand in quotes: `"{missing[1]}"`'

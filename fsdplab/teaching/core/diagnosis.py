@@ -290,6 +290,12 @@ def _of_a_text(got: Any, right: Any) -> str:
     """What a text or a value shows that is left of the stub, of an f-string without its f, or no number."""
     if got == portable(...) or isinstance(got, str) and str(...) in got:
         return DOTS
+    if got == "<generator>":
+        return (
+            "`yield` makes a generator of the function, which gives back nothing yet: `return` ends it with its value"
+        )
+    if isinstance(got, str) and "<function " in got:
+        return "a function stands in this text and is not called: `name()` calls it"
     if isinstance(got, str) and "{" in got and "{" not in str(right):
         return 'what stands in braces is replaced in an f-string only: an `f` before the quotes, `f"..."`'
     return f"a number is expected, this is {got!r}" if _is_number(right) and isinstance(got, (str, NoneType)) else ""

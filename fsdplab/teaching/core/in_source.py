@@ -8,9 +8,11 @@ from __future__ import annotations
 import ast
 import builtins
 import difflib
+import inspect
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 _WAITS = {"wait", "is_completed", "synchronize", "get_future"}
 _BEGINNING = {"isend", "irecv", "batch_isend_irecv"}
@@ -78,7 +80,7 @@ def other_text(source: str, exercise: str) -> str:
     known = re.findall(r'"([\w-]+)"', exercise)
     compared = [each for each in _nodes(source) if isinstance(each, ast.Compare)]
     for text in (node.value for each in compared for node in ast.walk(each) if isinstance(node, ast.Constant)):
-        if isinstance(text, str) and text not in exercise and (close := _close(text, known, 0.6)):
+        if isinstance(text, str) and text not in exercise and (close := _close(text.lower(), known, 0.6)):
             return f'nothing here has the name "{text}", with which this compares: is "{close}" meant?'
     return ""
 
@@ -179,6 +181,8 @@ def _none_assigned(node: ast.AST) -> str:
     call, name = node.value, ast.unparse(node.value.func).rpartition(".")[2]
     if name in _CHANGING:
         return f"`{name}` changes the object itself and returns None, and `{ast.unparse(node)}` keeps that None"
+    if name == "recv":
+        return f"`recv` fills its tensor, and returns the number of the sender: not so `{ast.unparse(node)}`"
     if name not in _FILLING or any(each.arg == "async_op" for each in call.keywords):
         return ""
     return f"`{name}` returns None: it writes into the tensor that it is given, so go on with that one"
@@ -258,6 +262,34 @@ def _names(parts: Sequence[ast.AST], context: type[ast.expr_context]) -> set[str
     return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, context)}
 
 
+def holds_number(function: Callable[..., Any], number: int) -> bool:
+    """Whether a number stands in a function's own code, alone or in a text; its docstring is not looked at."""
+    function = inspect.unwrap(function)
+    constants = getattr(getattr(function, "__code__", None), "co_consts", ())
+    texts = (str(each) for each in constants if isinstance(each, (int, str)) and each != function.__doc__)
+    return any(str(number) in re.findall(r"\d+", text) for text in texts)
+
+
+def set_outside(source: str, name: str) -> bool:
+    """Whether more than one function of a source, or one and the file itself, sets a name or takes it."""
+    places = (node for node in _nodes(source) if isinstance(node, (ast.Module, ast.FunctionDef)))
+    return sum(name in map(_set_by, _own(place)) for place in places) > 1
+
+
+def _own(place: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function or file without those of the functions in it."""
+    for node in ast.iter_child_nodes(place):
+        yield node
+        if not isinstance(node, ast.FunctionDef):
+            yield from _own(node)
+
+
+def _set_by(node: ast.AST) -> str:
+    if isinstance(node, ast.arg):
+        return node.arg
+    return node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else ""
+
+
 def nearly(error: str, source: str) -> str:
     """A name that resembles the one that a NameError, a KeyError, or a module misses; else nothing.
 
@@ -273,7 +305,7 @@ def nearly(error: str, source: str) -> str:
     if missing["name"] is None:
         there = [name for name in dir(sys.modules.get(missing[2])) if not name.startswith("_")]
         longer = (name for name in there if set(missing[3].split("_")) <= set(name.split("_")))
-        return next(longer, _close(missing[3], there, 0.8))
+        return min(longer, key=len, default=_close(missing[3], there, 0.8))
     nodes = _nodes(source)
     known = variables(source) - {missing["name"]}  # that one is another function's
     known |= {node.asname or node.name for node in nodes if isinstance(node, ast.alias)}

@@ -7,6 +7,8 @@ is in the question's own unit, a text carries its unit, and the two must measure
 from __future__ import annotations
 
 import re
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -75,13 +77,15 @@ def single_number(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The value with numpy's numbers as Python's own, also inside lists, tuples, sets and dicts.
+    """The value with numpy's numbers as Python's own and fractions as floats, also in lists, tuples, sets and dicts.
 
     `plain({"steps": np.int64(3)}) == {"steps": 3}`. A learner's settings may come from numpy, and a rank can only send
     plain values back. Tensors and arrays stay as they are.
     """
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, (Fraction, Decimal)):
+        return float(value)
     if type(value) in (list, tuple, set):
         return type(value)(map(plain, value))
     if type(value) is dict:

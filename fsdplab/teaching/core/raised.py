@@ -197,6 +197,29 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
         "this module only holds others and is never called itself: choose the modules in it",
     ),
     (
+        r"default process group twice",
+        "the ranks have a group already when your function is called: leave `init_process_group` out",
+    ),
+    (
+        r"Pair is not connected",
+        "a rank names itself in send or recv: `dst` and `src` are other ranks, and differ from rank to rank",
+    ),
+    (
+        r"Connection (reset|closed) by peer",
+        "a rank still waits in a call that this one has left behind: every rank makes the same collective calls, so no"
+        " `if rank == 0` around one",
+    ),
+    (r"but got <class '", "a tensor is expected in this place, and something else was handed over"),
+    (
+        r"unexpected keyword argument",
+        "this function has no argument of that name: `help(...)` in a cell lists those that it has",
+    ),
+    (
+        r"not enough arguments for format|not all arguments converted|Replacement index",
+        "the text has another number of places than there are values for it; behind `%` several stand in parentheses",
+    ),
+    (r"can only concatenate str", "a number is joined to a text: `str(number)` makes it one, and so does an f-string"),
+    (
         r"ZeroDivisionError",
         "what is divided by is 0 in one of the cases: ask before you divide, and think of what holds there",
     ),

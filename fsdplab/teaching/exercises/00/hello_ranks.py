@@ -16,10 +16,8 @@ def hello_ranks():
     return f"rank {dist.get_rank()} of {dist.get_world_size()}"
     #! return f"rank {dist.get_rank() + 1} of {dist.get_world_size()}"
     #: ranks count from 0
-    #! return f"rank {dist.get_rank()} of 2"
-    #: the number of ranks is written down as a constant; this check starts another: ask `dist.get_world_size()`
-    #! return f"rank 0 of {dist.get_world_size()}"
-    #: the rank is written down as a constant, but every rank runs this same code: ask `dist.get_rank()`
+    #! return f"rank {dist.get_rank()} of 3"
+    #: the number of ranks is written down, and this runs on any number: ask `dist.get_world_size()`
     #! return f"rank {dist.get_world_size()} of {dist.get_rank()}"
     #: the two numbers are swapped: `get_rank()` says who, `get_world_size()` says how many
     #! print("rank", dist.get_rank())
@@ -43,15 +41,26 @@ def cases(rank, n):
 
 
 def observe(hello_ranks):
+    from fsdplab.teaching.core.in_source import holds_number
+
     said = hello_ranks()
     words = said.split() if isinstance(said, str) else []
-    return {"the returned value": said, "_rank": words[1:2], "_ranks": words[3:]}
+    asked = "written down" if holds_number(hello_ranks, dist.get_world_size()) else "asked for"
+    return {"the returned value": said, "the number of ranks": asked, "_words": words + [""] * (4 - len(words))}
+
+
+def say(got, right):
+    """Which of the four words is another one."""
+    (first, rank, of, ranks), (_, own, _, all) = got["_words"][:4], right["_words"]
+    if (first, of) == ("rank", "of") and rank != own:
+        return f"the second word is this rank's number, what `dist.get_rank()` returns: {own}, and not {rank}"
+    if (first, of) == ("rank", "of") and ranks != all:
+        return f"the fourth word is the number of ranks, what `dist.get_world_size()` returns: {all}, and not {ranks}"
+    return 'return one text that reads exactly like "rank 0 of 2": a word, a number, a word, a number'
 
 
 SAYS = {
-    "the returned value": lambda got, right: (
-        "the number of ranks is written down as a constant: ask `dist.get_world_size()`"
-        if got["_rank"] == right["_rank"] and got["_ranks"] != right["_ranks"]
-        else 'return one text that reads exactly like "rank 0 of 2": a word, a number, a word, a number'
-    )
+    "the returned value": say,
+    "the number of ranks": "the number of ranks is written down, and this runs on any number: ask"
+    " `dist.get_world_size()`",
 }

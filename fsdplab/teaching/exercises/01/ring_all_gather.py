@@ -30,21 +30,9 @@ def ring_all_gather(mine):
         sending = dist.isend(whole[(rank - step) % n], dst=(rank + 1) % n)
         #! sending = isend(whole[(rank - step) % n], dst=(rank + 1) % n)
         #: raises: it needs its own imports and helpers
-        #! sending = dist.isend(mine, dst=(rank + 1) % n)
-        #: the same block arrives at every step: after the first, forward the block that you have just received, not
-        #: your own
-        #! if step == n - 2:
-        #!     continue
-        #! sending = dist.isend(whole[(rank - step) % n], dst=(rank + 1) % n)
-        #: a block never arrived: count your steps, n - 1 of them, and see that each brings another block: pass on
-        #: what you have just received
-        #! continue
-        #: no block has arrived: the loop neither sends nor receives, or receives into something that is not returned
         #! sending = dist.isend(whole[(rank - step) % n], dst=rank + 1)
         #: raises: the ring is not closed
         dist.recv(whole[(rank - step - 1) % n], src=(rank - 1) % n)
-        #! dist.recv(whole[(rank - step + 1) % n], src=(rank - 1) % n)
-        #: blocks lie in the wrong places: what arrives at step s is owned by rank `(r - s - 1) % n`
         #! dist.recv(whole[(rank - step - 1) % n], src=rank - 1)
         #: raises: the ring is not closed
         sending.wait()
@@ -55,10 +43,6 @@ def ring_all_gather(mine):
     #! sending.wait()
     #! return whole.flatten(0, 1)
     #: more messages than needed: after n - 1 steps everybody has every block
-    #! return whole.flip(0).flatten(0, 1)
-    #: blocks lie in the wrong places: what arrives at step s is owned by rank `(r - s - 1) % n`
-    #! return torch.cat([whole[(rank - step) % n] for step in range(n)])
-    #: blocks lie in the order of their arrival, the own one first; the result wants them in rank order
     #! return whole
     #: the blocks are stacked or one is missing: join them along the first dimension, [n * k, ...]
     #! return list(whole)
@@ -66,17 +50,6 @@ def ring_all_gather(mine):
     #! print(whole)
     #: the function returns nothing
 
-
-#! def ring_all_gather(mine):
-#!     rank, n = dist.get_rank(), dist.get_world_size()
-#!     blocks, incoming = [mine], torch.empty_like(mine)
-#!     for step in range(n - 1):
-#!         out = dist.isend(blocks[-1].clone(), dst=(rank + 1) % n)
-#!         dist.recv(incoming, src=(rank - 1) % n)
-#!         out.wait()
-#!         blocks.append(incoming)
-#!     return torch.cat([blocks[(rank - owner) % n] for owner in range(n)])
-#: one receive buffer was used for all steps, and the last block overwrote the others: receive into a fresh buffer
 
 #! def ring_all_gather(mine):
 #!     rank, n = dist.get_rank(), dist.get_world_size()
@@ -127,34 +100,72 @@ def ring_all_gather(mine):
 
 
 def cases(rank, n):
-    yield "floats [2, 3] a rank", 100.0 * rank + torch.arange(6.0).reshape(2, 3)  # every element says whose it is
-    yield "whole numbers [4] a rank", 1000 * rank + torch.arange(4)
+    yield "floats [2, 3] a rank", 100, 100.0 * rank + torch.arange(6.0).reshape(2, 3)  # an element says whose it is
+    yield "whole numbers [4] a rank", 1000, 1000 * rank + torch.arange(4)
 
 
-def observe(ring_all_gather, mine):
+def observe(ring_all_gather, apart, mine):
     from fsdplab.teaching.core.comm_log import WireLog, kinds_of
+    from fsdplab.teaching.core.in_source import holds_number
 
     rank, n = dist.get_rank(), dist.get_world_size()
+    given = [mine + apart * (owner - rank) for owner in range(n)]
     with WireLog() as log:
         whole = ring_all_gather(mine)
     tensor = isinstance(whole, torch.Tensor)
-    facts = {"shape": f"a tensor {list(whole.shape)}" if tensor else f"a {type(whole).__name__}"}
+    facts = {"`mine` afterwards": "as it was given" if torch.equal(mine, given[rank]) else "changed"}
+    facts |= {"shape": f"a tensor {list(whole.shape)}" if tensor else f"a {type(whole).__name__}"}
     if tensor:
         blocks = [whole[owner * len(mine) : (owner + 1) * len(mine)] for owner in range(n)]
         facts["the own block"] = blocks[rank]
         facts |= {f"the block that step {step} brings": blocks[(rank - step - 1) % n] for step in range(n - 1)}
+        facts["_owners"] = [next((i for i in range(n) if torch.equal(block, given[i])), None) for block in blocks]
     facts["collectives"] = ", ".join(kind for kind in kinds_of(log.calls) if kind not in ("send", "recv")) or "none"
-    facts["ranks to which this one sends"] = len({call.peer for call in log.calls if call.kind == "send"})
-    return facts
+    peers = [call.peer for call in log.calls if call.kind == "send"]
+    facts["ranks to which this one sends"] = len(set(peers)) or 1  # a thread's messages are not seen
+    facts["the number of ranks"] = "written down" if holds_number(ring_all_gather, n) else "asked for"
+    return facts | {"_rank": rank, "_peers": peers, "_received": sum(call.kind == "recv" for call in log.calls)}
+
+
+def wrong_place(got, right):
+    """What lies in the first wrong place, and how it may have come there."""
+    rank, owners, n = got["_rank"], got["_owners"], len(got["_owners"])
+    if not got["_peers"] and not got["_received"]:
+        return "this rank neither sends nor receives, so nothing comes from the others"
+    place = next(far for far in ((rank - step) % n for step in range(n)) if owners[far] != far)
+    if got["_received"] < n - 1:
+        return f"{n - 1} messages (n - 1) bring the others' blocks, and {got['_received']} came: count the loop's steps"
+    if (rank - 1) % n in got["_peers"]:
+        return (
+            "blocks go round the other way here, to rank - 1: `dst` is `(rank + 1) % n`, and `src` is `(rank - 1) % n`"
+        )
+    if owners == [(rank - step) % n for step in range(n)]:
+        return "blocks lie in the order of their arrival, the own one first; the result wants them in rank order"
+    if place == rank:
+        return (
+            "the own block is not in its place, `whole[rank]`: another was received into it, or it was never put there"
+        )
+    if owners[place] is None:
+        return (
+            f"no block lies in the place of rank {place}: what arrives belongs into `whole[(rank - step - 1) % n]`."
+            " Or the left neighbour sent a row that was still empty: what it has by then is `whole[(rank - step) % n]`"
+        )
+    said = f"in the place of rank {place} lies the block of rank {owners[place]}: "
+    if owners.count(owners[place]) == 1:
+        return said + "what arrives at step s is owned by rank `(r - s - 1) % n`"
+    if owners[place] == (rank - 1) % n:
+        return said + "the same one came at every step. After the first, forward the block that you have just received"
+    return said + "it came last, and all messages were received into the same memory: each needs its own place"
 
 
 SAYS = {
+    "`mine` afterwards": "a message was received into `mine`, the caller's tensor, perhaps while it was being sent:"
+    " take another place",
+    "the number of ranks": "the number of ranks is written down, and this runs on any number: take `n`",
     "shape": "one tensor is expected, every rank's rows in rank order: join the blocks along the first dimension",
-    "the own block": "blocks lie in the wrong places: rank r's own rows begin at row r * k",
-    "the block that step 0 brings": "this block is not what the left neighbour sent at step 0, its own: was it"
-    " received into the place of rank `(r - 1) % n`?",
-    "the block that step 1 brings": "what arrives at step s is owned by rank `(r - s - 1) % n`: forward the block that"
-    " you have just received, and receive each into its own place",
+    "the own block": wrong_place,
+    "the block that step 0 brings": wrong_place,
+    "the block that step 1 brings": wrong_place,
     "collectives": "a collective does the whole work; the exercise is to do it with isend and recv",
     "ranks to which this one sends": "in a ring a rank sends to one neighbour only, and forwards what it received",
     "hung": "deadlock: a rank waits for a message, or for a receiver, that never comes. Begin the send with isend,"

@@ -16,7 +16,7 @@ def largest_batch(card, moments):
     ### BEGIN SOLUTION
     batch = 0
     #! return max(0, int(min((card - fixed) // each for fixed, each in moments)))
-    #: raises: read the last line
+    #: raises: what is divided by is 0
     #! return max(0, int(min((card - fixed) // each for fixed, each in moments if each)))
     #: 0 is the answer wherever an instant is over the card with no sequence at all, also one without activations
     #! return int(min((card - fixed) // each for fixed, each in moments if each))
@@ -38,6 +38,12 @@ def largest_batch(card, moments):
     #: all instants must fit, not only the first
     #! batch, moments = 0, [(sum(fixed for fixed, _ in moments), sum(each for _, each in moments))]
     #: the instants follow each other: they do not hold their bytes at the same time, so they are not added up
+    #! batch, moments = 0, [(max(fixed for fixed, _ in moments), max(each for _, each in moments))]
+    #: the largest MB of one instant and the most MB a sequence of another do not come together: look at each instant
+    #! return min(int(card // (fixed + each)) for fixed, each in moments)
+    #: the MB that do not depend on the batch are there once, not with each sequence: take them off the card first
+    #! batch, moments = 0, [(each, fixed) for fixed, each in moments]
+    #: the pairs are (MB that do not depend on the batch, MB a sequence), in this order
     #! batch, moments = 0, [(0, each) for _, each in moments]
     #: MB that do not depend on the batch come first
     while all(fixed + (batch + 1) * each <= card for fixed, each in moments):
@@ -52,7 +58,7 @@ def largest_batch(card, moments):
 
 
 def cases(rank, n):
-    yield "one instant", 105, [(40, 10)]
+    yield "one instant", 113, [(25, 10)]
     yield "an instant that is filled to the last MB", 100, [(40, 10)]
     yield "three instants", 300, [(130, 20), (200, 2), (148, 21)]
     yield "an instant without activations", 300, [(130, 20), (250, 0)]
@@ -71,7 +77,10 @@ def say(got, right):
     if not isinstance(batch, (int, float)):
         return "return one whole number: sequences"
     if batch < right["the returned value"]:
-        return f"one sequence more still fits at every instant of {moments}"
+        peak = max(fixed + (batch + 1) * each for fixed, each in moments)
+        return f"one sequence more still fits: with {batch + 1:g} the highest instant needs {peak:g} MB of {moments}"
+    if batch > 1000 * (right["the returned value"] + 1):
+        return "far too many sequences: is everything in MB? `card` and both numbers of `moments` are"
     fixed, each = max(moments, key=lambda moment: moment[0] + batch * moment[1])
     return f"with {batch:g} sequences an instant needs {fixed:g} + {batch:g} x {each:g} = {fixed + batch * each:g} MB"
 

@@ -22,47 +22,21 @@ def model_state_bytes(strategy, parameters, ranks, param_dtype):
     master = 4 if param_dtype == "bf16" else 0
     #! master = 0
     #: beside bf16 parameters the optimizer keeps fp32 numbers: two moments and a master of each, 12 bytes
-    #! master = 4
-    #: an fp32 parameter is its own master: no second copy is kept
     divided = {"no_shard": 0, "zero1": 1, "zero2": 2, "full_shard": 3}[strategy]
-    #! divided = {"no_shard": 0, "zero1": 2, "zero2": 2, "full_shard": 3}[strategy]
-    #: zero1 divides the optimizer state only; parameters and gradients stay whole
-    #! divided = {"no_shard": 0, "zero1": 3, "zero2": 2, "full_shard": 3}[strategy]
-    #: as above
     #! divided = {"no_shard": 0, "zero1": 0, "zero2": 2, "full_shard": 3}[strategy]
-    #: as above
-    #! divided = {"no_shard": 0, "zero1": 1, "zero2": 1, "full_shard": 3}[strategy]
-    #: zero2 divides the optimizer state and the gradients; parameters stay whole
-    #! divided = {"no_shard": 0, "zero1": 1, "zero2": 3, "full_shard": 3}[strategy]
-    #: as above
+    #: zero1 divides the optimizer state only; parameters and gradients stay whole
     #! divided = {"no_shard": 0, "zero1": 1, "zero2": 2, "full_shard": 2}[strategy]
     #: full_shard divides all three: optimizer state, gradients and parameters
-    #! divided = {"no_shard": 3, "zero1": 1, "zero2": 2, "full_shard": 3}[strategy]
-    #: no_shard divides nothing: every rank keeps all states whole
-    #! divided = {"no_shard": 1, "zero1": 1, "zero2": 2, "full_shard": 3}[strategy]
-    #: as above
     #! divided = {"no_shard": 0, "zero-1": 1, "zero2": 2, "full_shard": 3}[strategy]
     #: raises: there is no such key
+    #! return parameters * {"no_shard": 16, "zero1": 8 + 8 / ranks, "zero2": 4 + 12 / ranks}.get(strategy, 16 / ranks)
+    #: these are the bytes of fp32: with bf16 parameters and gradients are 2 bytes each, and a master comes with them
     states = [master + 8, size, size]  # optimizer state, gradient, parameter: divided in this order
     #! states = [master + 4, size, size]
     #: Adam keeps two moments of every parameter, 8 bytes
-    #! states = [2 * size, size, size]
-    #: beside bf16 parameters the optimizer keeps fp32 numbers: two moments and a master of each, 12 bytes
-    #! states = [0, size, size]
-    #: the optimizer state is missing: Adam's two moments, 8 bytes a parameter
-    #! states = [master + 8, 0, size]
-    #: the gradients are missing
-    #! states = [master + 8, size, 0]
-    #: the parameters themselves are missing
     return parameters * sum(each / ranks if place < divided else each for place, each in enumerate(states))
-    #! states[0] = 8
-    #! rest = sum(each / ranks if place < divided else each for place, each in enumerate(states))
-    #! return parameters * (master + rest)
-    #: the master is part of the optimizer state, and is divided with it
-    #! return 1e-9 * parameters * sum(each / ranks if place < divided else each for place, each in enumerate(states))
-    #: this is in GB; bytes are asked for
-    #! return 1e-6 * parameters * sum(each / ranks if place < divided else each for place, each in enumerate(states))
-    #: this is in MB; bytes are asked for
+    #! return parameters * sum(each // ranks if place < divided else each for place, each in enumerate(states))
+    #: `//` cuts off the fraction of the few bytes of one parameter: divide with `/`, or the bytes of all parameters
     #! return ranks * parameters * sum(each / ranks if place < divided else each for place, each in enumerate(states))
     #: this is the sum over all ranks; one rank is asked for
     #! return sum(each / ranks if place < divided else each for place, each in enumerate(states))
@@ -73,6 +47,9 @@ def model_state_bytes(strategy, parameters, ranks, param_dtype):
 
 
 # ---- check: on 1 rank, within 1e-6, pure
+
+from itertools import product
+from math import isclose
 
 
 def cases(rank, n):
@@ -97,10 +74,43 @@ DIVIDED = {
 }
 
 
-def observe(model_state_bytes, strategy, *more):
-    return {"the returned value": model_state_bytes(strategy, *more), "_divided": DIVIDED[strategy]}
+def observe(model_state_bytes, *given):
+    return {"the returned value": model_state_bytes(*given), "_given": given}
 
 
-SAYS = {
-    "the returned value": lambda got, right: f"{right['_divided']}. Write down the bytes of each state, and then divide"
-}
+def say(got, right):
+    """The rule of the strategy, and how the states were counted where few changes lead to this number."""
+    if not isinstance(got["the returned value"], (int, float)):
+        return "return one number: the bytes of all model states on one rank"
+    strategy, count, ranks, dtype = right["_given"]
+    stage, size = list(DIVIDED).index(strategy), 4 if dtype == "fp32" else 2
+    due = [(size, stage > 2), (size, stage > 1), (8, stage > 0), (8 - 2 * size, stage > 0 and size == 2)]
+    ways = [[(0, False), *product(sizes, (False, True))] for sizes in ((2, 4), (2, 4), (4, 8), (2, 4))]
+    found = {}
+    for each in product(*ways):
+        total = count * sum(nbytes / (ranks if cut else 1) for nbytes, cut in each)
+        if isclose(total, got["the returned value"], rel_tol=1e-9):
+            other = [now for now in zip(STATES, due, each) if now[1] != now[2]]
+            cut = {"optimizer" if name[0] == "m" else name for name, was, now in other if was[1] != now[1]}
+            cost = sum(was[0] != now[0] for _, was, now in other) + len(cut) / 2
+            found.setdefault(cost, []).append(" and ".join(_as(*now) for now in other))
+    if got["the returned value"] > 16 * count * (1 + 1e-6):
+        return (
+            f"{DIVIDED[strategy]}. This is more than all states of all parameters, 16 bytes each: divide by the ranks"
+        )
+    if not found or min(found) > 1.5:
+        return f"{DIVIDED[strategy]}. Write down the bytes of each state, and then divide"
+    return f"{DIVIDED[strategy]}. This number comes out where {', or where '.join(found[min(found)][:2])}"
+
+
+STATES = "parameters", "gradients", "moments", "masters"
+
+
+def _as(name, due, counted):
+    nbytes, cut = counted
+    size = f"are {nbytes} bytes" if nbytes != due[0] else "are"
+    where = "" if cut == due[1] else " divided" if cut else " kept whole"
+    return f"the {name} {size}{where}" if nbytes else f"the {name} are not counted"
+
+
+SAYS = {"the returned value": say}

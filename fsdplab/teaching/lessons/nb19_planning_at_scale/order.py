@@ -6,13 +6,14 @@ check an exercise, so torch and numpy are enough.
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 from fsdplab.common.names import STRATEGIES
 from fsdplab.common.sizes import size
 from fsdplab.planning import HardwareError, PlanError
 from fsdplab.planning.memory import FRAMEWORK_BYTES
-from fsdplab.planning.planner import Plan, plan, shortfall
+from fsdplab.planning.planner import Plan, plan
 
 MODEL, SEQUENCE = "llama-3.1-70b", 4096
 TOKENS, DAYS, BUDGET = 100e9, 21, 102_000
@@ -24,6 +25,13 @@ CHOICES = {
     "strategy": STRATEGIES,
     "micro_batch": int,
     "checkpointing": ("none", "selective", "full"),
+}
+_REMEDIES: dict[str, dict[str, Any]] = {  # of an order that does not fit: what to say of a change, where it helps
+    "full_shard, which keeps no state whole": {"strategy": "full_shard"},
+    "one sequence at a time": {"micro_batch": 1},
+    "selective checkpointing": {"checkpointing": "selective"},
+    "full checkpointing": {"checkpointing": "full"},
+    "more GPUs": {"gpus": 512},
 }
 GOOD = "fits the cards, ends in time, within the budget"
 
@@ -67,7 +75,7 @@ def verdict(order: Any) -> str:
         found = ordered(**order)
     except (PlanError, HardwareError) as error:
         return str(error)
-    return _judged(found, order["gpu"])
+    return _judged(found, order)
 
 
 def _complaint(order: Any) -> str:
@@ -76,7 +84,7 @@ def _complaint(order: Any) -> str:
         return f"expected a dict, got {type(order).__name__}"
     wrong = [*(name for name in CHOICES if name not in order), *(str(name) for name in order if name not in CHOICES)]
     if wrong:
-        return f"expected the choices {', '.join(CHOICES)}; missing or unknown: {', '.join(wrong)}"
+        return f"missing or unknown choices: {', '.join(wrong)}; expected {', '.join(CHOICES)}"
     for name, known in CHOICES.items():
         value = order[name]
         if isinstance(known, tuple) and value not in known:
@@ -93,15 +101,17 @@ def _is_whole(value: Any) -> bool:
     return float(value) == float(value) // 1 > 0
 
 
-def _judged(found: Plan, gpu: str) -> str:
-    """The first of the job's four conditions that a plan does not meet."""
-    spec = found.spec
+def _judged(found: Plan, order: dict[str, Any]) -> str:
+    """The first of the job's four conditions that a plan does not meet, and what to change: `it takes ...: ...`."""
+    spec, peak = found.spec, found.memory.peak
+    card, (most, nbytes) = size(spec.gpu.memory_bytes), max(peak.by_category.items(), key=lambda each: each[1])
     if not found.fits:
-        return f"it does not fit: {shortfall(found)}"
+        part = f"and the largest part of it is {most.replace('_', ' ')}, {size(nbytes)}"
+        return f"it does not fit: {size(peak.total)} on a card of {card}, {part}. It does with {_remedy(order)}"
     if not roomy(found):
         return (
-            f"{size(found.memory.peak.total)} in use would fit, but the allocator is likely to reserve"
-            f" {size(reserved(found))} of {size(spec.gpu.memory_bytes)}: more GPUs, or recompute more"
+            f"{size(peak.total)} in use would fit, but the allocator is likely to reserve {size(reserved(found))} of"
+            f" {card}: it fits with {_remedy(order)}"
         )
     if spec.step_tokens > STEP_TOKENS:
         return (
@@ -110,10 +120,23 @@ def _judged(found: Plan, gpu: str) -> str:
         )
     if days(found) > DAYS:
         return f"it takes {days(found):.1f} days, and {DAYS} are left: more GPUs, or faster ones"
-    bill = dollars(found, gpu)
+    bill = dollars(found, order["gpu"])
     if bill > BUDGET:
         return f"it costs ${bill:,.0f}, and the budget is ${BUDGET:,}: {_dear(found)}"
     return GOOD
+
+
+def _remedy(order: dict[str, Any]) -> str:
+    """The fewest changes of an order with which what is reserved fits: `full checkpointing, or more GPUs`."""
+    for count in range(1, len(_REMEDIES) + 1):
+        sets = combinations(_REMEDIES, count)
+        if helps := [", and ".join(words) for words in sets if roomy(ordered(**order | _changes(words)))]:
+            return ", or ".join(helps)
+    return "other choices"
+
+
+def _changes(words: tuple[str, ...]) -> dict[str, Any]:
+    return {name: value for each in words for name, value in _REMEDIES[each].items()}
 
 
 def _dear(found: Plan) -> str:
@@ -122,4 +145,7 @@ def _dear(found: Plan) -> str:
         return "full checkpointing computes every forward twice, and all of it is paid for"
     time = found.time
     share = time.exposed_s / time.step_s if time else 0.0
-    return f"{share:.0%} of each step is exposed communication, and {size(found.memory.peak.total)} are in use"
+    return (
+        f"fewer GPUs cost less. {share:.0%} of each step is exposed communication, and what is hidden takes processors"
+        " and memory from the compute beside it"
+    )
