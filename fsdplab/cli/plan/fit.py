@@ -13,12 +13,11 @@ from fsdplab.cli.plan.step import check_tokens, provenance
 from fsdplab.common.sizes import percent, seconds, size, three_digits
 from fsdplab.common.words import MISSING, plural
 from fsdplab.planning.plan_spec import PlanSpec
-from fsdplab.planning.planner import Plan, fewest_gpus, plan_of, plan_spec
+from fsdplab.planning.planner import fewest_gpus, plan_spec
 from fsdplab.planning.search import Fit, Pick, fit
 from fsdplab.planning.search.answers import NOT_TRIED, WHY, changes_in_words, flags, in_short, runner_up
-from fsdplab.planning.search.candidates import Candidate, copies_s
+from fsdplab.planning.search.candidates import Candidate
 
-NAMES = tuple(WHY)
 _BILLION = 1e9
 
 
@@ -28,20 +27,12 @@ class Asked:
 
     tokens: float | None
     price: float | None
-    begin: str  # of the command that plans an answer: the model, the GPU and the sequence length
 
     def gpu_hours(self, found: Candidate) -> float | None:
         """GPU-hours of the training, or of a billion tokens."""
-        plan = plan_of(found.spec)
-        if plan.time is None:
+        if found.step_s is None:
             return None
-        step_s = plan.time.step_s + copies_s(found.spec)
-        return (self.tokens or _BILLION) / found.spec.step_tokens * step_s / 3600 * found.spec.gpus
-
-    @property
-    def what(self) -> str:
-        """What the GPU-hours are of."""
-        return f"{self.tokens:,.0f} tokens" if self.tokens else "a billion tokens"
+        return (self.tokens or _BILLION) / found.spec.step_tokens * found.step_s / 3600 * found.spec.gpus
 
 
 def fit_answer(
@@ -52,30 +43,29 @@ def fit_answer(
     if price is not None and not 0 < price < 1e6:
         refuse(f"--price is {price!r}; expected dollars of a GPU-hour above 0, such as 2.5")
     kept = [name for part in keep.split(",") if (name := part.strip().lstrip("-"))]
-    spec = plan_spec(**settings)
+    spec, asked = plan_spec(**settings), Asked(tokens, price)
     found = fit(spec, global_batch, kept)
     begin = f"fsdplab plan --model {settings['model']} --gpu {settings['gpu']} --sequence-length {spec.seq}"
-    asked = Asked(tokens, price, begin)
-    parts: list[Part] = [_table(found, asked), *_reasons(found, asked), *_next(found)]
+    parts: list[Part] = [_table(found, asked), *_reasons(found, begin), *_next(found)]
     if found.others:
         note = "the fastest plan with each" + (
             "" if found.instead else ", with the degrees of parallelism of the fastest answer"
         )
         parts += [_others(found), Line(note, mood="dim")]
-    parts += [*_tried(found), provenance([plan_of(found.own.spec)])]
+    parts += [*_tried(found), provenance([found.own.plan])]
     return Answer(parts, _as_dict(found, asked))
 
 
 def _picks(found: Fit) -> dict[str, Pick]:
-    named = {name: getattr(found, name) for name in NAMES}
-    return {name: pick for name, pick in named.items() if pick is not None}
+    return {name: pick for name in WHY if (pick := getattr(found, name)) is not None}
 
 
 # ---- the table
 
 
 def _table(found: Fit, asked: Asked) -> Table:
-    cost = f"$ of {asked.what}" if asked.price else f"GPU-hours of {asked.what}"
+    what = f"{asked.tokens:,.0f} tokens" if asked.tokens else "a billion tokens"
+    cost = f"{'$' if asked.price else 'GPU-hours'} of {what}"
     columns = ("", "GPUs", "plan", "peak", "fits", "step", "tokens/s a GPU", cost)
     rows = [("as given", found.own), *((name, pick.chosen) for name, pick in _picks(found).items())]
     rows += [("bolder", found.bolder)] if found.bolder else []
@@ -85,26 +75,23 @@ def _table(found: Fit, asked: Asked) -> Table:
 
 
 def _row(name: str, each: Candidate, found: Fit, asked: Asked) -> tuple[str, ...]:
-    plan, hours = plan_of(each.spec), asked.gpu_hours(each)
-    cost = f"{hours * (asked.price or 1):,.0f}" if hours else MISSING
-    time = seconds(plan.time.step_s + copies_s(each.spec)) if plan.time else MISSING
+    hours = asked.gpu_hours(each)
+    cost = f"{hours * (asked.price or 1):,.0f}" if hours and each.plan.fits else MISSING
     return (
-        name, str(each.spec.gpus), in_short(each.spec, found.own.spec), size(each.peak), plan.fitness, time,
-        _speed(each, plan), cost if plan.fits else MISSING,
+        name, str(each.spec.gpus), in_short(each.spec, found.own.spec), size(each.peak), each.plan.fitness,
+        seconds(each.step_s), _speed(each), cost,
     )  # fmt: skip
 
 
-def _speed(each: Candidate, plan: Plan) -> str:
-    """Tokens/s a GPU; with offload the copies of states are counted, and none of them as hidden."""
-    if plan.time is None:
-        return MISSING
-    return three_digits(each.spec.step_tokens / (plan.time.step_s + copies_s(each.spec)) / each.spec.gpus)
+def _speed(each: Candidate) -> str:
+    """Tokens/s a GPU."""
+    return three_digits(each.spec.step_tokens / each.step_s / each.spec.gpus) if each.step_s else MISSING
 
 
 # ---- sentences
 
 
-def _reasons(found: Fit, asked: Asked) -> Iterator[Line]:
+def _reasons(found: Fit, begin: str) -> Iterator[Line]:
     own = found.own.spec
     if found.fastest is None:
         yield Line(f"nothing fits on {own.gpus} GPUs or fewer, whatever was tried", mood="bad")
@@ -118,7 +105,7 @@ def _reasons(found: Fit, asked: Asked) -> Iterator[Line]:
         yield Line(f"{WHY[name](found, pick)}.", name, "good")
         yield Line(runner_up(pick, own, name == "cheapest"), "  runner-up", "dim")
         if name == "fastest" or pick.chosen.spec != found.fastest.chosen.spec:
-            yield Line(f"{asked.begin} {flags(pick.chosen.spec)}", "  command", "dim")
+            yield Line(f"{begin} {flags(pick.chosen.spec)}", "  command", "dim")
     if found.bolder:
         faster = found.fastest.chosen.expected_s / found.bolder.expected_s - 1
         yield Line(f"{percent(faster)} faster than the fastest, and only likely to fit", "bolder")
@@ -139,12 +126,11 @@ def _more_gpus(own: PlanSpec) -> Iterator[Line]:
 def _next(found: Fit) -> Iterator[Line]:
     """The best single change of the plan that was given."""
     own, single = found.own, found.single
-    fits = own.peak <= own.spec.gpu.memory_bytes
     if single is None:
-        words = "none is faster" if fits else "none makes it fit"
+        words = "none is faster" if own.fits else "none makes it fit"
     else:
         gain = own.expected_s / single.candidate.expected_s - 1
-        effect = f"{percent(gain)} faster" if fits else "makes it fit"
+        effect = f"{percent(gain)} faster" if own.fits else "makes it fit"
         words = f"{changes_in_words(single.changes)}: {effect}, {size(single.candidate.peak)} at the peak"
     yield Line(f"{words} (of {plural(len(found.singles), 'change')} tried)", "best single change")
 
@@ -158,9 +144,8 @@ def _others(found: Fit) -> Table:
         if best is None:
             rows.append((words, "nothing fits", MISSING, MISSING, MISSING))
             continue
-        plan = plan_of(best.spec)
         change = f"{base.expected_s / best.expected_s:.2f}" if base else MISSING
-        rows.append((words, in_short(best.spec, best.spec), size(best.peak), _speed(best, plan), change))
+        rows.append((words, in_short(best.spec, best.spec), size(best.peak), _speed(best), change))
     columns = ("other arithmetic", "plan", "peak", "tokens/s a GPU", "of the fastest")
     return Table(columns, rows, words=("other arithmetic", "plan"), folds=("plan",))
 
@@ -188,16 +173,19 @@ def _counts(counted: Counter[str]) -> str:
 
 
 def _as_dict(found: Fit, asked: Asked) -> dict[str, Any]:
-    tried = found.tried
-    single = found.single
+    tried, single = found.tried, found.single
     return {
-        "as_given": _candidate(found.own, found, asked),
-        "answers": {name: _pick(name, pick, found, asked) for name, pick in _picks(found).items()},
-        "bolder": found.bolder and _candidate(found.bolder, found, asked),
-        "fewest_gpus": found.fewest and _candidate(found.fewest, found, asked),
-        "best_single_change": single and {"changes": single.changes, **_candidate(single.candidate, found, asked)},
+        "as_given": _candidate(found.own, asked),
+        "answers": {
+            name: _candidate(pick.chosen, asked)
+            | {"reason": WHY[name](found, pick), "runner_up": pick.runner_up and _candidate(pick.runner_up, asked)}
+            for name, pick in _picks(found).items()
+        },
+        "bolder": found.bolder and _candidate(found.bolder, asked),
+        "fewest_gpus": found.fewest and _candidate(found.fewest, asked),
+        "best_single_change": single and {"changes": single.changes, **_candidate(single.candidate, asked)},
         "other_arithmetic": {
-            each.other.words: {"plans": each.plans, "best": each.best and _candidate(each.best, found, asked)}
+            each.other.words: {"plans": each.plans, "best": each.best and _candidate(each.best, asked)}
             for each in found.others
         },
         "answers_change": list(found.instead),
@@ -211,13 +199,8 @@ def _as_dict(found: Fit, asked: Asked) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _pick(name: str, pick: Pick, found: Fit, asked: Asked) -> dict[str, Any]:
-    runner = pick.runner_up and _candidate(pick.runner_up, found, asked)
-    return _candidate(pick.chosen, found, asked) | {"reason": WHY[name](found, pick), "runner_up": runner}
-
-
-def _candidate(each: Candidate, found: Fit, asked: Asked) -> dict[str, Any]:
+def _candidate(each: Candidate, asked: Asked) -> dict[str, Any]:
     hours = asked.gpu_hours(each)
     cost = {"gpu_hours": hours, "dollars": hours * asked.price if hours and asked.price else None}
     chosen = {"checkpointing": each.spec.checkpointing, "grad_accum": each.spec.grad_accum, "flags": flags(each.spec)}
-    return plan_of(each.spec).as_dict() | chosen | cost | {"gpu_hours_of_tokens": asked.tokens or _BILLION}
+    return each.plan.as_dict() | chosen | cost | {"gpu_hours_of_tokens": asked.tokens or _BILLION}

@@ -19,10 +19,9 @@ from typing import Any
 
 from fsdplab.common.sizes import percent, size
 from fsdplab.planning.plan_spec import CHECKPOINTINGS, PlanError, PlanSpec, changed, flag_of
-from fsdplab.planning.planner import Plan, plan_of
 
 from .axes import BATCH, DEGREES, IN_A_STEP, MESH, OTHERS, Changes, Other, check_kept, micro_batches
-from .candidates import Candidate, Grid, Tried, peak_of
+from .candidates import Candidate, Grid, Tried, candidate_of
 
 USUAL_TOKENS = 2**22  # of a step where no batch is given: a usual one of pretraining
 EQUAL = 0.02  # of a step's seconds: a smaller difference tells nothing
@@ -37,11 +36,6 @@ class Pick:
     chosen: Candidate
     runner_up: Candidate | None
 
-    @property
-    def plan(self) -> Plan:
-        """The chosen plan in full."""
-        return plan_of(self.chosen.spec)
-
 
 @dataclass(frozen=True)
 class SingleChange:
@@ -49,7 +43,6 @@ class SingleChange:
 
     changes: Changes
     candidate: Candidate
-    fits: bool
 
 
 @dataclass(frozen=True)
@@ -90,10 +83,10 @@ class Fit:
         fit.
         """
         found = next(iter(self.singles), None)
-        if found is None or not found.fits:
+        if found is None or not found.candidate.fits:
             return None
-        own_fits = self.own.peak <= self.own.spec.gpu.memory_bytes
-        return None if own_fits and found.candidate.expected_s >= (1 - EQUAL) * self.own.expected_s else found
+        slower = found.candidate.expected_s >= (1 - EQUAL) * self.own.expected_s
+        return None if self.own.fits and slower else found
 
 
 def fit(spec: PlanSpec, global_batch: int | None = None, keep: Collection[str] = ()) -> Fit:
@@ -109,7 +102,7 @@ def fit(spec: PlanSpec, global_batch: int | None = None, keep: Collection[str] =
     fitting, instead = _fitting(grid, others)
     fastest, cheapest = (order.best(_surest(fitting), by_gpus=each) for each in (False, True))
     return Fit(
-        own=Candidate(spec, peak_of(spec)[0]), sequences=sequences, fastest=fastest, cheapest=cheapest,
+        own=candidate_of(spec), sequences=sequences, fastest=fastest, cheapest=cheapest,
         safest=_safest(fitting, fastest, order), bolder=_bolder(fitting, fastest, order),
         fewest=_fewest(grid, order), singles=_singles(spec, sequences, keep), others=_other_choices(others, order),
         instead=instead, tried=grid.tried, timed=order.timed, kept=tuple(keep),
@@ -240,10 +233,9 @@ def _singles(spec: PlanSpec, sequences: int, keep: Collection[str]) -> tuple[Sin
         other = changed(spec, grad_accum=1, **{"micro_batch": spec.micro_batch} | changes)
         passes, rest = divmod(sequences, other.micro_batch * other.data_ranks) if other else (0, 0)
         if other and passes and not rest:
-            other = replace(other, grad_accum=passes)
-            candidate = Candidate(other, peak_of(other)[0])
-            found.append(SingleChange(changes, candidate, candidate.peak <= spec.gpu.memory_bytes))
-    return tuple(sorted(found, key=lambda each: (not each.fits, each.candidate.expected_s if each.fits else 0)))
+            found.append(SingleChange(changes, candidate_of(replace(other, grad_accum=passes))))
+    fits = [(each, each.candidate.fits) for each in found]
+    return tuple(each for each, _ in sorted(fits, key=lambda row: (not row[1], row[1] and row[0].candidate.expected_s)))
 
 
 def _single_changes(spec: PlanSpec, sequences: int, keep: Collection[str]) -> Iterator[Changes]:
@@ -354,10 +346,9 @@ def changes_in_words(changes: Changes) -> str:
 
 def why_fastest(found: Fit, pick: Pick) -> str:
     """What the step of the fastest plan is made of, and what keeps it from being faster."""
-    plan = pick.plan
-    computed, limit = _recomputed(plan.spec), _limit(plan.spec)
-    facts = "; ".join(each for each in (computed, _waits(plan), limit) if each)
-    fits = "certainly fits" if pick.chosen.certain else "is likely to fit"
+    best = pick.chosen
+    facts = "; ".join(filter(None, (_recomputed(best.spec), _waits(best), _limit(best.spec))))
+    fits = "certainly fits" if best.certain else "is likely to fit"
     return f"No plan that {fits} is more than {percent(EQUAL)} faster: {facts}"
 
 
@@ -367,21 +358,22 @@ def _recomputed(spec: PlanSpec) -> str:
     return f"{'all' if spec.checkpointing == 'full' else 'some'} activations are computed twice"
 
 
-def _waits(plan: Plan) -> str:
-    if plan.time is None:
+def _waits(found: Candidate) -> str:
+    if found.plan.time is None:
         return "its times are not known, so it is the one that needs least memory"
-    return f"{percent(_exposed(plan))} of a step waits for communication"
+    return f"{percent(_exposed(found))} of a step waits for communication"
 
 
-def _exposed(plan: Plan) -> float:
-    return max(0.0, plan.time.exposed_s / plan.time.step_s) if plan.time else 0.0
+def _exposed(found: Candidate) -> float:
+    time = found.plan.time
+    return max(0.0, time.exposed_s / time.step_s) if time else 0.0
 
 
 def _limit(spec: PlanSpec) -> str:
     """The next choice that would save compute or collectives, if memory forbids it: `needs 96 GB of 85.9 GB`."""
     card = spec.gpu.memory_bytes
     for words, other in _bolder_choices(spec):
-        candidate = Candidate(other, peak_of(other)[0])
+        candidate = candidate_of(other)
         if not candidate.certain:
             return f"with {words} it would need up to {size(candidate.needed)} of {size(card)}"
     return ""
@@ -407,7 +399,7 @@ def why_cheapest(found: Fit, pick: Pick) -> str:
         return "It is the fastest one: on no fewer GPUs does a token take less GPU time, within what a plan can tell"
     saved = 1 - cheap.expected_s * cheap.spec.gpus / (fast.expected_s * fast.spec.gpus)
     longer = cheap.expected_s / fast.expected_s
-    waits, waited = _exposed(pick.plan), _exposed(found.fastest.plan)
+    waits, waited = _exposed(cheap), _exposed(fast)
     because = ""
     if waited - waits > _TELLING:
         because = f", since {percent(waits)} of a step in place of {percent(waited)} waits for communication"

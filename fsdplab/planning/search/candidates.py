@@ -26,6 +26,7 @@ from fsdplab.planning.bands import memory_band, speed_band
 from fsdplab.planning.links import HOST_LINK
 from fsdplab.planning.memory import host_crossing, memory_of, needed_bytes, resting_bytes
 from fsdplab.planning.plan_spec import PlanError, PlanSpec
+from fsdplab.planning.planner import Plan, plan_of
 from fsdplab.planning.stages import stages, waiting
 from fsdplab.planning.step_time import has_known_flops, least_compute_s, least_step_s, step_time
 
@@ -159,7 +160,7 @@ BUBBLE = "in a pipeline that computes, with its bubble, for longer than a plan t
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that fits, and its bytes at the peak."""
+    """The spec of a plan, and its bytes at the peak."""
 
     spec: PlanSpec
     peak: float
@@ -181,9 +182,24 @@ class Candidate:
             return self.peak
         return (seconds(self.spec) + copies_s(self.spec)) / speed_band(self.spec).middle
 
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan in full."""
+        return plan_of(self.spec)
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of its step as planned, with the copies of offload, none of them hidden."""
+        return self.plan.time.step_s + copies_s(self.spec) if self.plan.time else None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the card holds its peak."""
+        return self.peak <= self.spec.gpu.memory_bytes
+
     @property
     def certain(self) -> bool:
-        """Whether it fits for certain: `fits` is yes."""
+        """Whether it fits for certain: `fits` of its plan is yes."""
         return self.needed <= self.spec.gpu.memory_bytes
 
     @property
@@ -197,6 +213,11 @@ class Candidate:
         spec = self.spec
         mesh = (getattr(spec, name) for name in ("gpus", "strategy", "shard_size", *DEGREES))
         return (*mesh, spec.checkpointing)
+
+
+def candidate_of(spec: PlanSpec) -> Candidate:
+    """The candidate of any plan."""
+    return Candidate(spec, peak_of(spec)[0])
 
 
 def copies_s(spec: PlanSpec) -> float:
