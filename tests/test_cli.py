@@ -21,7 +21,7 @@ import fsdplab
 from fsdplab import cli
 from fsdplab.cli.doctor import verdict_lines
 from fsdplab.cli.options import names, parse_card
-from fsdplab.cli.outputs import Detail
+from fsdplab.cli.outputs import Outputs
 from fsdplab.cli.progress import ProgressTable
 from fsdplab.cli.render import show
 from fsdplab.cli.runs import parts_of_runs
@@ -462,7 +462,7 @@ def test_progress_that_is_piped_prints_a_row_when_it_is_complete(comparison):
         and "measuring" not in row
     )
     quiet = Console(width=170, file=io.StringIO())
-    with ProgressTable(quiet, two_runs(record), detail=Detail.QUIET) as progress:
+    with ProgressTable(quiet, two_runs(record), Outputs(quiet=True)) as progress:
         progress.note("Their timed steps take turns.")
         progress.finished(record)
     assert quiet.file.getvalue() == ""
@@ -472,7 +472,7 @@ def test_a_step_of_one_of_two_runs_of_a_strategy_says_which_one(comparison):
     record = RunRecord.load(sorted((comparison[1] / "records").iterdir())[1])
     ahead, none = (replace(RunSpec(**record.spec), prefetch=depth) for depth in (1, 0))
     console = Console(width=100, file=io.StringIO())
-    with ProgressTable(console, {record.path: ahead, record.path / "none": none}, Detail.VERBOSE) as progress:
+    with ProgressTable(console, {record.path: ahead, record.path / "none": none}, Outputs(verbose=True)) as progress:
         progress.step(none, 1, 6, 5.25)
     assert console.file.getvalue() == "full_shard, prefetch 0: warm-up step 1 of 2, loss 5.2500\n"
 
@@ -483,13 +483,13 @@ def test_a_terminal_of_80_columns_breaks_no_number_from_its_unit():
     view = RunView("shard_grad_op", "lab", 2, summary, spec={"card": 330_000_000}, matches=True)
     console = Console(width=80, file=io.StringIO())
     both = [view, replace(view, strategy="full_shard", note="prefetch 0")]
-    show(console, parts_of_runs(both, None, Detail.QUIET))
+    show(console, parts_of_runs(both, None, Outputs(quiet=True)))
     shown = console.file.getvalue()
     for whole in ("shard_grad_op ", "129 MB ", " 1.48 s ", " 65 % ", "1.35 s ±14 %", "Losses agree with the unsharded"):
         assert whole in shown, shown
     assert max(map(len, shown.splitlines())) <= 80
     console = Console(width=80, file=io.StringIO())
-    show(console, parts_of_runs([view, replace(view, matches=False)], None, Detail.QUIET))
+    show(console, parts_of_runs([view, replace(view, matches=False)], None, Outputs(quiet=True)))
     assert "Losses agree" not in console.file.getvalue() and "its losses differ" in console.file.getvalue()
 
 

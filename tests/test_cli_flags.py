@@ -15,7 +15,7 @@ import typer
 from fsdplab.cli import main
 from fsdplab.cli.app import app
 from fsdplab.cli.old_names import RENAMED, WITHOUT_VALUE, as_today
-from fsdplab.cli.options import PLAN, RUN
+from fsdplab.cli.options import PLAN, RUN, function_of
 from fsdplab.cli.plan.commands import app as plan
 from fsdplab.planning.plan_spec import AS_IN_A_RUN
 from fsdplab.records import RunRecord, Summary
@@ -124,6 +124,18 @@ def test_what_a_plan_has_of_a_run_has_the_flag_of_the_run() -> None:
                        ("run", "plan step"))  # fmt: skip
     for own, name in AS_IN_A_RUN.items():
         assert of_plan[own] == of_run[name]
+
+
+@pytest.mark.quick
+def test_the_function_of_a_command_takes_its_flags() -> None:
+    rows = [each.callback.row for each in (*app.registered_commands, *plan.registered_commands)
+            if hasattr(each.callback, "row")]  # fmt: skip
+    assert len(rows) == 14
+    for does, every in rows:
+        parameters = set(inspect.signature(function_of(does)).parameters)
+        own = {name for name, flag in every.items() if not flag.into}
+        spec = {flag.into for flag in every.values() if flag.into}
+        assert own <= parameters and parameters - own <= spec and spec - parameters <= {"outputs"}, does
 
 
 # ---- names of before

@@ -151,8 +151,8 @@ def machine(monkeypatch):
 
 def test_a_machine_that_is_ready_says_so_in_one_line(machine):
     machine(deepspeed=False, GPUs=False)
-    ready, answer = doctor.room_answer()
-    assert ready and len(answer.parts) == 1 and answer.parts[0].label == "READY"
+    answer = doctor.room_answer()
+    assert answer.code == 0 and len(answer.parts) == 1 and answer.parts[0].label == "READY"
     assert "two ranks trained in" in answer.parts[0].text
 
 
@@ -166,6 +166,6 @@ def test_a_machine_that_is_ready_says_so_in_one_line(machine):
 )
 def test_a_machine_that_is_not_says_what_to_do(machine, status, absent, says):
     machine(status, **absent)
-    ready, answer = doctor.room_answer()
-    assert not ready and says in answer.parts[0].text and answer.parts[0].label == "NOT READY"
+    answer = doctor.room_answer()
+    assert answer.code == 1 and says in answer.parts[0].text and answer.parts[0].label == "NOT READY"
     assert json.dumps(answer.data)

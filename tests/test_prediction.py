@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from dataclasses import replace
 
 import pytest
-from rich.console import Console
 
 from fsdplab import cli, figures
-from fsdplab.cli.calibrate import calibrate_if_needed
-from fsdplab.cli.outputs import Detail
+from fsdplab.cli.doctor import calibrate_if_needed
+from fsdplab.cli.outputs import Outputs
 from fsdplab.common.names import CATEGORIES, STRATEGIES
 from fsdplab.common.words import MISSING
 from fsdplab.figures.conclusion import gaps
@@ -358,8 +356,8 @@ def test_the_figure_says_how_far_the_worst_is_off():
 @pytest.mark.quick
 def test_the_command_keeps_what_ranks_measured(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr("fsdplab.cli.app.begin_warm", lambda start: None)
-    monkeypatch.setattr("fsdplab.cli.calibrate.calibrate", lambda ranks, on_progress: calibration(ranks))
+    monkeypatch.setattr("fsdplab.cli.doctor.begin_warm", lambda start: None)
+    monkeypatch.setattr("fsdplab.cli.doctor.measure", lambda ranks, on_progress: calibration(ranks))
     with pytest.raises(SystemExit) as ended:
         cli.main(["doctor", "--calibrate", "-n", "3"])
     said = capsys.readouterr().out
@@ -370,20 +368,19 @@ def test_the_command_keeps_what_ranks_measured(tmp_path, monkeypatch, capsys):
     assert ended.value.code == 2 and "--world-size is 0" in capsys.readouterr().err
 
 
-def test_a_comparison_that_needs_a_calibration_makes_one_once(tmp_path, monkeypatch):
+def test_a_comparison_that_needs_a_calibration_makes_one_once(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     asked: list[int] = []
-    monkeypatch.setattr("fsdplab.cli.calibrate.calibrate", lambda ranks: asked.append(ranks) or calibration(ranks))
-    console = Console(file=io.StringIO(), width=150)
+    monkeypatch.setattr("fsdplab.cli.doctor.measure", lambda ranks: asked.append(ranks) or calibration(ranks))
     tiny = RunSpec(model="gpt-tiny", device="cpu")
     linked, peer = replace(tiny, link="150MB/s"), replace(tiny, engine="torch-ddp", strategy="no_shard", memory=False)
-    calibrate_if_needed([linked, peer], console, Detail.NORMAL)
-    assert asked == [] and console.file.getvalue() == "", "behind a link the steady card tells the time"
+    calibrate_if_needed([linked, peer], Outputs())
+    assert asked == [] and capsys.readouterr().out == "", "behind a link the steady card tells the time"
     for _ in range(2):
-        calibrate_if_needed([tiny, linked], console, Detail.NORMAL)
-    assert asked == [2] and "calibrating 2 ranks of this machine" in console.file.getvalue()
+        calibrate_if_needed([tiny, linked], Outputs())
+    assert asked == [2] and "calibrating 2 ranks of this machine" in capsys.readouterr().out
     assert find_calibration(2).calibration == calibration(2)
 
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    calibrate_if_needed([tiny], console, Detail.NORMAL)
-    assert "no step time is predicted: " in console.file.getvalue(), "and the runs go on"
+    calibrate_if_needed([tiny], Outputs())
+    assert "no step time is predicted: " in capsys.readouterr().out, "and the runs go on"

@@ -45,9 +45,10 @@ Part: TypeAlias = "Table | Line"
 class Answer:
     """What a command found: tables and lines in the order in which they are shown, and the content of `--json`.
 
-    `page` returns the HTML of the page or figure; it is called only where one was asked for.
+    `page` returns the HTML of the page or figure; it is called only where one was asked for. `code` is the exit code.
     """
 
     parts: Sequence[Part]
     data: Mapping[str, Any]
     page: Callable[[], str] | None = None
+    code: int = 0

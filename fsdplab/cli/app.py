@@ -1,13 +1,12 @@
-"""The command line: `fsdplab <command>`, one short function a command.
+"""The command line: `fsdplab <command>`, a row for each command; `does` names the function that answers.
 
-An invalid request prints one line on stderr and exits with 2; a failed run prints its report and exits with 1. Commands
-import what they need when they run, so that `fsdplab --help` is quick.
+An invalid request prints one line on stderr and exits with 2; a failed run prints its report and exits with 1. The
+function is imported when its command runs, so that `fsdplab --help` is quick.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,19 +19,17 @@ from fsdplab.cli.errors import USAGE_ERROR, failed, interrupted, one_line, refus
 from fsdplab.cli.old_names import as_today
 from fsdplab.cli.options import (
     OF_A_RUN,
-    SETTINGS,
-    card_of,
-    check_strategies,
-    examples,
+    OUTPUTS,
+    RUN,
+    Flag,
+    add_command,
     in_flags,
-    link_of,
+    known_strategy,
     names,
-    one_strategy,
-    outputs_of,
-    settings_of,
+    strategies,
+    taken,
     whole_numbers,
 )
-from fsdplab.cli.outputs import Outputs
 from fsdplab.cli.plan.commands import app as plan
 from fsdplab.cli.terminal import show_what_can_be_shown, signals_as_exceptions
 from fsdplab.common.errors import RunError, UserError
@@ -54,25 +51,6 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
 
-Card = Annotated[
-    str,
-    typer.Option(
-        help="Memory of an emulated card: 300MB, 1.5GB, none, or auto (the wind tunnel's; else 330MB to compare, none"
-        " to run)."
-    ),
-]
-
-
-def begin_warm(start: str, strategies: Sequence[str] = ()) -> None:
-    """Start the warm starter before heavy imports, so that both processes import torch at the same time; a strategy
-    that does not exist is refused before, as these take seconds.
-    """
-    check_strategies(strategies)
-    if start in ("auto", "warm"):
-        from fsdplab.sessions.launch import warm
-
-        warm.begin()
-
 
 @app.callback(invoke_without_command=True)
 def top(
@@ -84,274 +62,201 @@ def top(
         print(context.get_help())
 
 
-@app.command(
-    epilog=examples(
+CARD = Flag(
+    str, "auto",
+    "Memory of an emulated card: 300MB, 1.5GB, none, or auto (the wind tunnel's; else 330MB to compare, none to run).",
+)  # fmt: skip
+
+add_command(
+    app, "compare", "compare:compare_runs",
+    "Train one model on one text under several strategies, and compare time, memory, traffic and losses.",
+    {
+        "strategies": Flag(
+            str, ",".join([*OVER_ALL_RANKS, "full_shard:prefetch=0"]),
+            f"Strategies, comma-separated: {STRATEGIES_IN_WORDS}. Settings of one run may follow it:"
+            " full_shard:prefetch=0.",
+            read=strategies, more={"show_default": "all but hybrid_shard, and full_shard:prefetch=0"},
+        ),
+        "engines": Flag(
+            str, "lab",
+            f"Engines, comma-separated: lab, {', '.join(PEERS)}. Each runs those of the strategies that it does; a note"
+            " says what is left out.",
+            read=names,
+        ),
+    },
+    taken(RUN, *OF_A_RUN, profile=2, sequence_length=128, link="auto"),
+    {"card": CARD},
+    taken(OUTPUTS, "json", "html", "keep", "force", "quiet", "verbose"),
+    shown=(
         "fsdplab compare",
         "fsdplab compare --strategies zero2,full_shard --engines lab,torch-fsdp2 --link eth10",
         "fsdplab compare --world-size 4 --strategies full_shard,hybrid_shard --shard-size 2 --html page.html",
-    )
-)
-@outputs_of("json", "html", "keep", "force", "quiet", "verbose")
-@settings_of(*OF_A_RUN, profile=2, sequence_length=128, link="auto")
-def compare(
-    strategies: Annotated[
-        str,
-        typer.Option(
-            help=f"Strategies, comma-separated: {STRATEGIES_IN_WORDS}. Settings of one run may follow it:"
-            " full_shard:prefetch=0.",
-            show_default="all but hybrid_shard, and full_shard:prefetch=0",
+    ),
+)  # fmt: skip
+
+add_command(
+    app, "run", "compare:record_run",
+    "Run one strategy and record it in a folder, for `fsdplab report` and the notebooks.",
+    {
+        "named": Flag(
+            str | None, None, "The strategy; the same as --strategy.", one_of=tuple(STRATEGIES), argument=True,
+            read=lambda given: given and known_strategy(given), more={"metavar": "STRATEGY"},
         ),
-    ] = ",".join([*OVER_ALL_RANKS, "full_shard:prefetch=0"]),
-    engines: Annotated[
-        str,
-        typer.Option(
-            help=f"Engines, comma-separated: lab, {', '.join(PEERS)}. Each runs those of the strategies that it does;"
-            " a note says what is left out."
+    },
+    {"strategy": replace(RUN["strategy"], read=known_strategy, into="settings")},
+    taken(RUN, "engine", *OF_A_RUN, "checkpoint", "offload", "transport", profile=2),
+    {
+        "nodes": Flag(
+            int, 1, "Nodes: more than one are network namespaces with a real, rate-limited link between them."
         ),
-    ] = "lab",
-    settings: dict[str, Any] = SETTINGS,
-    card: Card = "auto",
-    outputs: Outputs = Outputs(),
-) -> None:
-    """Train one model on one text under several strategies, and compare time, memory, traffic and losses."""
-    begin_warm(settings["start"], names(strategies))
-    from fsdplab.cli.compare import compare_runs
-
-    settings["card"] = card_of(card, settings, "330MB")
-    settings["link"] = link_of(settings, names(engines), "150MB/s")
-    compare_runs(names(strategies), names(engines), settings, outputs)
-
-
-@app.command(
-    epilog=examples(
+        "ranks_per_node": Flag(int | None, None, "Ranks of each node; default: world size / nodes."),
+        "card": CARD,
+        "out": Flag(Path | None, None, "Folder of the record; default: a new one, runs/<strategy>-<engine>."),
+    },
+    taken(OUTPUTS, "json", "force", "quiet", "verbose"),
+    shown=(
         "fsdplab run full_shard",
         "fsdplab run hybrid_shard -n 4 --shard-size 2 --link nvlink4 --link-across eth10",
         "fsdplab run zero2 --nodes 2 --ranks-per-node 2 --link 200mbit --out runs/two-nodes",
-    )
-)
-@outputs_of("json", "force", "quiet", "verbose")
-@settings_of("strategy", "engine", *OF_A_RUN, "checkpoint", "offload", "transport", profile=2)
-def run(
-    named: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="STRATEGY", help="The strategy; the same as --strategy.", autocompletion=lambda: list(STRATEGIES)
+    ),
+)  # fmt: skip
+
+add_command(
+    app, "record", "record:record_job",
+    "Run a training job of your own as it would run, and record a few of its steps: times, memory, a trace.",
+    {
+        "command": Flag(
+            list[str] | None, None, "The command that starts the job, behind --.", argument=True,
+            more={"metavar": "COMMAND"},
         ),
-    ] = None,
-    settings: dict[str, Any] = SETTINGS,
-    nodes: Annotated[
-        int,
-        typer.Option(help="Nodes: more than one are network namespaces with a real, rate-limited link between them."),
-    ] = 1,
-    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks of each node; default: world size / nodes.")] = None,
-    card: Card = "auto",
-    out: Annotated[
-        Path | None, typer.Option(help="Folder of the record; default: a new one, runs/<strategy>-<engine>.")
-    ] = None,
-    outputs: Outputs = Outputs(),
-) -> None:
-    """Run one strategy and record it in a folder, for `fsdplab report` and the notebooks."""
-    strategy = settings["strategy"] = one_strategy(named, settings["strategy"])
-    begin_warm(settings["start"], [strategy])
-    from fsdplab.cli.compare import record_on_nodes, record_run
-
-    settings["card"] = card_of(card, settings, "none")
-    outputs = replace(outputs, keep=out)
-    if nodes != 1 or ranks_per_node is not None:
-        record_on_nodes(settings, nodes, ranks_per_node, outputs)
-    else:
-        record_run(settings, outputs)
-
-
-@app.command(
-    epilog=examples(
+        "out": Flag(Path, Path("runs/recorded"), "Folder of the record."),
+        "steps": Flag(
+            str, "10:13", "Optimizer steps to profile, FIRST:END counted from 0; memory is measured in the one before."
+        ),
+        "ranks": Flag(
+            str | None, None,
+            "Ranks to measure, such as 0,1,8; default: all of at most 16, else those of the first node. The steps of"
+            " every rank are timed.",
+        ),
+        "print_env": Flag(
+            bool, False, "Run nothing: print the environment in which ranks record themselves, for other nodes.",
+            ("--print-env",),
+        ),
+    },
+    taken(OUTPUTS, "json", "html", "force", "quiet", "verbose"),
+    shown=(
         "fsdplab record --out mine -- torchrun --nproc-per-node 2 train.py --lr 1e-4",
         "fsdplab record --out mine --steps 100:102 -- accelerate launch train.py",
         "fsdplab report mine --html page.html",
     ),
-    context_settings={"allow_interspersed_args": False},
-)
-@outputs_of("json", "html", "force", "quiet", "verbose")
-def record(
-    command: Annotated[
-        list[str] | None, typer.Argument(help="The command that starts the job, behind --.", metavar="COMMAND")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Folder of the record.")] = Path("runs/recorded"),
-    steps: Annotated[
-        str,
-        typer.Option(
-            help="Optimizer steps to profile, FIRST:END counted from 0; memory is measured in the one before."
-        ),
-    ] = "10:13",
-    ranks: Annotated[
-        str | None,
-        typer.Option(
-            help="Ranks to measure, such as 0,1,8; default: all of at most 16, else those of the first node. The steps"
-            " of every rank are timed."
-        ),
-    ] = None,
-    print_env: Annotated[
-        bool,
-        typer.Option(
-            "--print-env", help="Run nothing: print the environment in which ranks record themselves, for other nodes."
-        ),
-    ] = False,
-    outputs: Outputs = Outputs(),
-) -> None:
-    """Run a training job of your own as it would run, and record a few of its steps: times, memory, a trace."""
-    from fsdplab.cli.record import print_environment, record_job
+    allow_interspersed_args=False,
+)  # fmt: skip
 
-    if print_env:
-        print_environment(command or [], out, steps, ranks)
-    elif not command:
-        refuse("record got no command; give the one that starts the job behind --")
-    else:
-        raise typer.Exit(record_job(command, out, steps, ranks, outputs))
-
-
-@app.command(
-    epilog=examples(
+add_command(
+    app, "report", "report:report_records",
+    "Show recorded runs, or traces, as a table with findings, a standalone page or JSON; a record of the twin serves as"
+    " the reference.",
+    {
+        "records": Flag(
+            list[Path], ...,
+            "Folders that `fsdplab run` or `compare --keep` wrote, or traces of PyTorch's profiler, one a rank, or a"
+            " folder of them.",
+            argument=True,
+        ),
+    },
+    taken(OUTPUTS, "html", "json", "quiet", "verbose", "tensorboard", "perfetto", "csv", "snapshot"),
+    {
+        "tables": Flag(
+            bool, False,
+            "Print what the traces tell: critical path, idle time, bandwidth by size, operators, launches.",
+            ("--tables",),
+        ),
+        "ranks": Flag(
+            str | None, None, "The ranks of the traces, in the files' order, where they do not tell: 0,1,2.",
+            read=lambda given: whole_numbers("--ranks", given) if given else None,
+        ),
+        "comm_pattern": Flag(
+            list[str] | None, None,
+            "A kernel that communicates beside NCCL's: a part of its name, =collective behind it where the name does"
+            " not say which (my_dispatch=all_to_all). May be given several times.",
+        ),
+    },
+    shown=(
         "fsdplab report runs/full_shard-lab --html page.html",
         "fsdplab report rank0.json rank1.json",
         "fsdplab report folder/of/traces --comm-pattern my_dispatch=all_to_all",
         "fsdplab report runs/full_shard-lab --perfetto trace.json.gz",
-    )
-)
-@outputs_of("html", "json", "quiet", "verbose", "tensorboard", "perfetto", "csv", "snapshot")
-def report(
-    records: Annotated[
-        list[Path],
-        typer.Argument(
-            help="Folders that `fsdplab run` or `compare --keep` wrote, or traces of PyTorch's profiler, one a rank, or"
-            " a folder of them."
-        ),
-    ],
-    outputs: Outputs = Outputs(),
-    tables: Annotated[
-        bool,
-        typer.Option(
-            "--tables",
-            help="Print what the traces tell: critical path, idle time, bandwidth by size, operators, launches.",
-        ),
-    ] = False,
-    ranks: Annotated[
-        str | None, typer.Option(help="The ranks of the traces, in the files' order, where they do not tell: 0,1,2.")
-    ] = None,
-    comm_pattern: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="A kernel that communicates beside NCCL's: a part of its name, =collective behind it where the name"
-            " does not say which (my_dispatch=all_to_all). May be given several times."
-        ),
-    ] = None,
-) -> None:
-    """Show recorded runs, or traces, as a table with findings, a standalone page or JSON; a record of the twin serves
-    as the reference.
-    """
-    from fsdplab.cli.report import report_records
-    from fsdplab.profiling.traces.import_traces import TraceOptions
-
-    options = TraceOptions(whole_numbers("--ranks", ranks) if ranks else None, comm_pattern or [])
-    report_records(records, outputs, options, tables)
-
-
-@app.command(
-    epilog=examples("fsdplab bench", "fsdplab bench --link 400MB/s --prefetch 0,1", "fsdplab bench --compile blocks")
-)
-@outputs_of("json")
-@settings_of(
-    "world_size", "model", "batch_size", "sequence_length", "precision", "optimizer", "compile", "transport", "link",
-    "device", "start", "time_limit", model="gpt-25m", batch_size=4, sequence_length=256, time_limit=900.0,
+    ),
 )  # fmt: skip
-def bench(
-    strategies: Annotated[
-        str, typer.Option(help=f"Strategies of the lab's own engine, comma-separated: {STRATEGIES_IN_WORDS}.")
-    ] = ",".join(reversed(OVER_ALL_RANKS)),
-    engines: Annotated[str, typer.Option(help="Other engines in the same run.")] = "torch-ddp,torch-fsdp2",
-    settings: dict[str, Any] = SETTINGS,
-    rounds: Annotated[int, typer.Option(help="Timed rounds: in each, every engine does one step.")] = 10,
-    peer_transport: Annotated[
-        str, typer.Option(help="Of the other engines: auto (gloo or nccl), or shm for torch's own.")
-    ] = "auto",
-    prefetch: Annotated[str, typer.Option(help="Units gathered ahead; several numbers give a row each: 0,1.")] = "1",
-    outputs: Outputs = Outputs(),
-) -> None:
-    """Time engines in turn in one run, and report ratios of medians."""
-    begin_warm(settings["start"], names(strategies))
-    from fsdplab.cli.bench import bench_engines
 
-    settings |= {"memory": False}
-    bench_engines(names(strategies), names(engines), settings, rounds, outputs, peer_transport, prefetch)
-
+add_command(
+    app, "bench", "bench:bench_engines", "Time engines in turn in one run, and report ratios of medians.",
+    {
+        "strategies": Flag(
+            str, ",".join(reversed(OVER_ALL_RANKS)),
+            f"Strategies of the lab's own engine, comma-separated: {STRATEGIES_IN_WORDS}.", read=strategies,
+        ),
+        "engines": Flag(str, "torch-ddp,torch-fsdp2", "Other engines in the same run.", read=names),
+    },
+    taken(
+        RUN, "world_size", "model", "batch_size", "sequence_length", "precision", "optimizer", "compile", "transport",
+        "link", "device", "start", "time_limit",
+        model="gpt-25m", batch_size=4, sequence_length=256, time_limit=900.0,
+    ),
+    {
+        "rounds": Flag(int, 10, "Timed rounds: in each, every engine does one step."),
+        "peer_transport": Flag(str, "auto", "Of the other engines: auto (gloo or nccl), or shm for torch's own."),
+        "prefetch": Flag(
+            str, "1", "Units gathered ahead; several numbers give a row each: 0,1.",
+            read=lambda given: whole_numbers("--prefetch", given),
+        ),
+    },
+    taken(OUTPUTS, "json"),
+    shown=("fsdplab bench", "fsdplab bench --link 400MB/s --prefetch 0,1", "fsdplab bench --compile blocks"),
+)  # fmt: skip
 
 app.add_typer(plan, name="plan")
 
+add_command(
+    app, "doctor", "doctor:doctor", "Show what this machine can do, and what is real, emulated or simulated on it.",
+    taken(OUTPUTS, "json"),
+    {
+        "calibrate": Flag(
+            bool, False, "Measure this machine, so that compare predicts step times; 10 s.", ("--calibrate",)
+        ),
+        "world_size": Flag(int, 2, "Of --calibrate: ranks that work at once.", ("--world-size", "-n")),
+        "room": Flag(
+            bool, False, "One line for a class: train on two ranks, and say whether the course runs here.",
+            ("--room",),
+        ),
+    },
+    shown=("fsdplab doctor", "fsdplab doctor --json -"),
+)  # fmt: skip
 
-@app.command(epilog=examples("fsdplab doctor", "fsdplab doctor --json -"))
-@outputs_of("json")
-def doctor(
-    outputs: Outputs = Outputs(),
-    calibrate: Annotated[
-        bool, typer.Option("--calibrate", help="Measure this machine, so that compare predicts step times; 10 s.")
-    ] = False,
-    world_size: Annotated[int, typer.Option("--world-size", "-n", help="Of --calibrate: ranks that work at once.")] = 2,
-    room: Annotated[
-        bool,
-        typer.Option("--room", help="One line for a class: train on two ranks, and say whether the course runs here."),
-    ] = False,
-) -> None:
-    """Show what this machine can do, and what is real, emulated or simulated on it."""
-    if calibrate:
-        begin_warm("auto")
-        from fsdplab.cli.calibrate import calibrate_here
+add_command(
+    app, "calibrate", "doctor:write_own_card",
+    "Measure this machine's GPU, or its CPU, and write it as a file for plan --gpu.",
+    {
+        "file": Flag(Path, ..., "The JSON file to write.", argument=True),
+        "seconds": Flag(float, 10.0, "How long to measure, in all."),
+    },
+    taken(OUTPUTS, "json"),
+    shown=("fsdplab calibrate mine.json", "fsdplab plan --gpu mine.json"),
+)  # fmt: skip
 
-        calibrate_here(world_size, outputs)
-    elif room:
-        from fsdplab.cli.doctor import room_answer
-
-        ready, answer = room_answer()
-        outputs.give(answer)
-        raise typer.Exit(0 if ready else 1)
-    else:
-        from fsdplab.cli.doctor import capabilities_answer
-
-        outputs.give(capabilities_answer())
-
-
-@app.command(epilog=examples("fsdplab calibrate mine.json", "fsdplab plan --gpu mine.json"))
-@outputs_of("json")
-def calibrate(
-    file: Annotated[Path, typer.Argument(help="The JSON file to write.")],
-    seconds: Annotated[float, typer.Option(help="How long to measure, in all.")] = 10.0,
-    outputs: Outputs = Outputs(),
-) -> None:
-    """Measure this machine's GPU, or its CPU, and write it as a file for plan --gpu."""
-    from fsdplab.cli.calibrate import write_own_card
-
-    write_own_card(file, seconds, outputs)
-
-
-@app.command(epilog=examples("fsdplab lab", "fsdplab lab --edition teacher --no-browser --port 8899"))
-def lab(
-    notebooks: Annotated[
-        Path | None, typer.Option(help="Open this folder of notebooks as it is, instead of an edition.")
-    ] = None,
-    edition: Annotated[
-        str, typer.Option(help="learner: exercises to solve, in course-learner/; teacher: the sources.")
-    ] = "learner",
-    browser: Annotated[
-        bool, typer.Option("--browser/--no-browser", help="Open a browser, or only print the address.")
-    ] = True,
-    port: Annotated[
-        int | None,
-        typer.Option(help="Port of the server; 0: any that is free; default: JupyterLab's choice.", min=0, max=65535),
-    ] = None,
-) -> None:
-    """Open JupyterLab on the course's notebooks."""
-    from fsdplab.cli.lab import open_lab
-
-    raise typer.Exit(open_lab(notebooks, browser, port, edition))
-
+add_command(
+    app, "lab", "lab:open_lab", "Open JupyterLab on the course's notebooks.",
+    {
+        "notebooks": Flag(Path | None, None, "Open this folder of notebooks as it is, instead of an edition."),
+        "edition": Flag(str, "learner", "learner: exercises to solve, in course-learner/; teacher: the sources."),
+        "browser": Flag(bool, True, "Open a browser, or only print the address.", ("--browser/--no-browser",)),
+        "port": Flag(
+            int | None, None, "Port of the server; 0: any that is free; default: JupyterLab's choice.",
+            more={"min": 0, "max": 65535},
+        ),
+    },
+    shown=("fsdplab lab", "fsdplab lab --edition teacher --no-browser --port 8899"),
+)  # fmt: skip
 
 # what a module's own parser reads, its --help too
 _AS_GIVEN = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}

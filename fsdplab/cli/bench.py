@@ -10,12 +10,12 @@ from rich.progress import Progress
 
 from fsdplab.cli.answer import Answer, Line, Table
 from fsdplab.cli.errors import refuse
-from fsdplab.cli.options import whole_numbers
 from fsdplab.cli.outputs import Outputs
 from fsdplab.cli.terminal import look_for_signals
 from fsdplab.common.names import OVER_ALL_RANKS
 from fsdplab.common.words import MISSING
 from fsdplab.records import FORMAT
+from fsdplab.sessions import bf16_speed
 from fsdplab.sessions.spec import ENGINES, PEERS
 
 if TYPE_CHECKING:
@@ -25,21 +25,23 @@ BESIDE = ("alone", "torch-ddp", "torch-fsdp2")  # ratios are to the medians of t
 
 
 def bench_engines(
-    strategies: list[str], engines: list[str], common: dict[str, Any], rounds: int, outputs: Outputs,
-    peer_transport: str = "auto", prefetches: str = "1",
-) -> None:  # fmt: skip
-    """Run the lab's strategies and the other engines in turn, and give the ratios."""
+    strategies: list[str], engines: list[str], rounds: int, peer_transport: str, prefetch: list[int],
+    settings: dict[str, Any], outputs: Outputs,
+) -> Answer:  # fmt: skip
+    """Run the lab's strategies and the other engines in turn; their ratios."""
     from fsdplab.sessions import RunSpec, bench
 
-    common, told = _sized(common)
-    transport, ahead = common.pop("transport"), whole_numbers("--prefetch", prefetches)
+    common, told = _sized(settings | {"memory": False})
+    transport = common.pop("transport")
     peers = [
         RunSpec(engine=name, strategy=strategy, transport=peer_transport, **common)
         for name in engines
         for strategy in _strategies(name)
     ]
     ours = [
-        RunSpec(strategy=name, transport=transport, prefetch=count, **common) for name in strategies for count in ahead
+        RunSpec(strategy=name, transport=transport, prefetch=count, **common)
+        for name in strategies
+        for count in prefetch
     ]
     with Progress(console=outputs.console(), transient=True) as progress:
         task = progress.add_task("rounds", total=None)
@@ -49,24 +51,22 @@ def bench_engines(
             on_look=look_for_signals,
             on_round=lambda done, total: progress.update(task, completed=done, total=total),
         )
-    outputs.give(_answer(result, rounds, told))
+    return _answer(result, rounds, told)
 
 
 def _sized(common: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """The settings with a batch that bf16 can compute on this CPU, and what to say of that ("" where nothing)."""
-    from fsdplab.sessions.bf16_speed import bf16_slowdown, smaller_batch
-
     if common["precision"] != "bf16" or common["device"] == "cuda":
         return common, ""
     asked = common["batch_size"], common["sequence_length"]
-    batch, length = smaller_batch(*asked)
+    batch, length = bf16_speed.smaller_batch(*asked)
     if (batch, length) == asked:
         return common, ""
-    slow = f"bf16 takes {bf16_slowdown():.0f} times as long as fp32 on this processor, so batches of {batch} x {length}"
-    return common | {
-        "batch_size": batch,
-        "sequence_length": length,
-    }, f"{slow} tokens were timed, not of {asked[0]} x {asked[1]}"
+    told = (
+        f"bf16 takes {bf16_speed.bf16_slowdown():.0f} times as long as fp32 on this processor, so batches of {batch} x"
+        f" {length} tokens were timed, not of {asked[0]} x {asked[1]}"
+    )
+    return common | {"batch_size": batch, "sequence_length": length}, told
 
 
 def _strategies(name: str) -> tuple[str, ...]:

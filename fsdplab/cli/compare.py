@@ -9,15 +9,16 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fsdplab.cli.answer import Line
-from fsdplab.cli.calibrate import calibrate_if_needed
+from fsdplab.cli.doctor import calibrate_if_needed
 from fsdplab.cli.errors import refuse
-from fsdplab.cli.outputs import Detail, Outputs
+from fsdplab.cli.options import RUN, card_of, link_of
+from fsdplab.cli.outputs import Outputs
 from fsdplab.cli.progress import ProgressTable, headline
-from fsdplab.cli.render import show
 from fsdplab.cli.runs import answer_of_runs, end_if_failed, recorded_in
 from fsdplab.cli.terminal import look_for_signals
 from fsdplab.common.names import IN_GROUPS
@@ -25,17 +26,22 @@ from fsdplab.common.temporary import folder_of_this_process
 from fsdplab.common.words import harmless
 from fsdplab.figures.conclusion import change_words
 from fsdplab.figures.view import SETTINGS, views
+from fsdplab.planning.links import parse_link
 from fsdplab.records import RunRecord
+from fsdplab.records.folder import claim_folder, claim_free_folder
 from fsdplab.sessions.spec import ENGINES, PEERS, STRATEGIES, RunSpec, SpecError, near_matches
 
 COMPARED = ("lab", *PEERS)  # the twin takes part by itself
 
 
-def compare_runs(strategies: list[str], engines: list[str], common: dict[str, Any], outputs: Outputs) -> None:
+def compare_runs(
+    strategies: list[str], engines: list[str], card: str, settings: dict[str, Any], outputs: Outputs
+) -> None:
     """Run every strategy on every engine that does it, and the twin; then show and write the comparison.
 
     Pairs that cannot be are left out with a note. Raises RunError with the reports of the runs that failed.
     """
+    common = settings | {"card": card_of(card, settings, "330MB"), "link": link_of(settings, engines, "150MB/s")}
     specs, left_out = _pairs(strategies, engines, common)
     if not specs:
         why = f" ({'; '.join(left_out)})" if left_out else ""
@@ -48,13 +54,12 @@ def compare_runs(strategies: list[str], engines: list[str], common: dict[str, An
     from fsdplab.sessions import compare
     from fsdplab.sessions.compare_runs import folders_of
 
-    console = outputs.console()
-    if outputs.detail is not Detail.QUIET:
-        show(console, [headline(twin, common["card"])])
+    if not outputs.quiet:
+        outputs.show([headline(twin, common["card"])])
     with _folder(outputs, [*specs, twin]) as folder:
-        calibrate_if_needed(specs, console, outputs.detail)
+        calibrate_if_needed(specs, outputs)
         planned = dict(zip(folders_of([*specs, twin], folder), [*specs, twin]))
-        with ProgressTable(console, planned, outputs.detail) as progress:
+        with ProgressTable(outputs.console(), planned, outputs) as progress:
             records = compare(
                 [*specs, twin],
                 directory=folder,
@@ -66,8 +71,8 @@ def compare_runs(strategies: list[str], engines: list[str], common: dict[str, An
                 on_look=look_for_signals,
             )
         reference = records[-1] if records[-1].status == "finished" else None
-        next_steps = [] if outputs.detail is Detail.QUIET else [*_next_steps(records[:-1], outputs)]
-        outputs.give(answer_of_runs(records[:-1], reference, outputs.detail, next_steps))
+        next_steps = [] if outputs.quiet else [*_next_steps(records[:-1], outputs)]
+        outputs.give(answer_of_runs(records[:-1], reference, outputs, next_steps))
         end_if_failed(records)
 
 
@@ -127,7 +132,6 @@ def own(strategy: str, common: dict[str, Any]) -> dict[str, Any]:
 @contextmanager
 def _folder(outputs: Outputs, specs: Sequence[RunSpec]) -> Iterator[Path]:
     """The folder of a comparison's records: the one to keep, or one that is deleted afterwards."""
-    from fsdplab.records.folder import claim_folder
     from fsdplab.sessions.compare_runs import folders_of
 
     if outputs.keep is not None:
@@ -153,51 +157,53 @@ def _next_steps(records: Sequence[RunRecord], outputs: Outputs) -> Iterator[Line
 # ---- one run
 
 
-def record_run(settings: dict[str, Any], outputs: Outputs, runner: Callable[..., RunRecord] | None = None) -> None:
-    """Run one spec into a folder, which `fsdplab report` reads, and show its row; `runner` is `sessions.run` unless
-    given.
-    """
-    from fsdplab.sessions import RunSpec, run
+def record_run(
+    named: str | None, nodes: int, ranks_per_node: int | None, card: str, out: Path | None,
+    settings: dict[str, Any], outputs: Outputs,
+) -> None:  # fmt: skip
+    """Run one spec into a folder, which `fsdplab report` reads, and show its row.
 
-    console, spec, detail = outputs.console(), RunSpec(**settings), outputs.detail
-    folder = _claimed(outputs, Path("runs") / f"{spec.strategy}-{spec.engine}")
-    if detail is not Detail.QUIET:
-        show(console, [headline(spec, spec.card)])
-    with ProgressTable(console, {folder: spec}, detail) as progress:
+    More than one node are network namespaces, or an emulated link between all ranks where they cannot be made.
+    """
+    if named and settings["strategy"] not in (named, RUN["strategy"].default):
+        refuse(f"{named} and --strategy {settings['strategy']} were given; expected one strategy")
+    settings |= {"strategy": named or settings["strategy"], "card": card_of(card, settings, "none")}
+    runner = None if nodes == 1 and ranks_per_node is None else _on_nodes(settings, nodes, ranks_per_node)
+    spec = RunSpec(**settings)
+    from fsdplab.sessions import run
+
+    folder = _claimed(outputs, out, Path("runs") / f"{spec.strategy}-{spec.engine}")
+    if not outputs.quiet:
+        outputs.show([headline(spec, spec.card)])
+    with ProgressTable(outputs.console(), {folder: spec}, outputs) as progress:
         progress.begins(spec)
         record = (runner or run)(
             spec, directory=folder, on_progress=lambda *where: progress.step(spec, *where), on_look=look_for_signals
         )
-    outputs.give(answer_of_runs([record], None, detail))
-    show(console, [recorded_in(folder)])
+    outputs.give(answer_of_runs([record], None, outputs))
+    outputs.show([recorded_in(folder)])
 
 
-def record_on_nodes(common: dict[str, Any], nodes: int, ranks_per_node: int | None, outputs: Outputs) -> None:
-    """Record one run on `nodes` network namespaces, or behind an emulated link if namespaces cannot be made."""
-    from fsdplab.planning.links import parse_link
+def _on_nodes(settings: dict[str, Any], nodes: int, ranks_per_node: int | None) -> Callable[..., RunRecord] | None:
+    """What runs a spec on so many namespaces with the link between them, to which the settings are changed; None where
+    they cannot be made, with a note.
+    """
     from fsdplab.sessions.virtual_nodes import run_nodes, why_no_nodes
 
-    each = _ranks_of_a_node(common["world_size"], nodes, ranks_per_node)
-    settings = dict(common, world_size=nodes * each)
+    each = _ranks_of_a_node(settings["world_size"], nodes, ranks_per_node)
+    settings["world_size"] = nodes * each
     if (why := why_no_nodes()) is not None:
         instead = "the link between all ranks is emulated instead"
         print(f"fsdplab: no nodes can be made here ({why}); {instead}", file=sys.stderr)
-        record_run(settings, outputs)
-        return
-    link = parse_link(common["link"]) if common["link"] else None
-
-    def on_nodes(spec: RunSpec, **how: Any) -> RunRecord:
-        return run_nodes(spec, nodes, each, link, **how)
-
-    record_run(dict(settings, link=None), outputs, on_nodes)
+        return None
+    link = settings.pop("link")
+    return partial(run_nodes, nodes=nodes, ranks_per_node=each, link=parse_link(link) if link else None)
 
 
-def _claimed(outputs: Outputs, usual: Path) -> Path:
+def _claimed(outputs: Outputs, out: Path | None, usual: Path) -> Path:
     """The folder that was asked for, or a new one: `usual`, or one beside it. Only `--force` replaces a record."""
-    from fsdplab.records.folder import claim_folder, claim_free_folder
-
-    if outputs.keep or outputs.force:
-        return claim_folder(outputs.keep or usual, replace=outputs.force)
+    if out or outputs.force:
+        return claim_folder(out or usual, replace=outputs.force)
     return claim_free_folder(usual)
 
 

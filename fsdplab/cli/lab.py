@@ -23,25 +23,19 @@ from fsdplab.common.pythons import run_of, with_this_checkout
 _SETTINGS = Path(__file__).with_name("jupyter")
 
 
-def find_notebooks(folder: Path | None) -> Path:
-    """The given folder, or else the course of the working folder or of this installation."""
-    place = folder or course_folder()
-    if place.is_dir() and any(place.rglob("*.ipynb")):
-        return place
-    refuse(f"no notebooks in {place}; run this in a clone of the repository, or give --notebooks FOLDER")
-
-
-def open_lab(folder: Path | None, browser: bool, port: int | None, edition: str) -> int:
-    """Start JupyterLab on the notebooks and wait for it; returns its exit code."""
+def open_lab(notebooks: Path | None, browser: bool, port: int | None, edition: str) -> int:
+    """Start JupyterLab on the notebooks of the folder, or else on those of the course, and wait for its exit code."""
     if edition not in ("learner", "teacher"):
         refuse(f"--edition is {edition!r}; expected learner (exercises to solve) or teacher (with solutions)")
-    place = find_notebooks(folder)
+    place = notebooks or course_folder()
+    if not place.is_dir() or not any(place.rglob("*.ipynb")):
+        refuse(f"no notebooks in {place}; run this in a clone of the repository, or give --notebooks FOLDER")
     if importlib.util.find_spec("jupyterlab") is None:
         refuse(f"JupyterLab is not installed; run: {how_to_install('lab')}")
     if port is not None:
         _check_free(port)
     first = ""
-    if folder is None and edition == "learner":
+    if notebooks is None and edition == "learner":
         place, first = learner_edition(place)
     command = [str(place), *([f"--LabApp.default_url=/lab/tree/{first}"] if first else [])]
     command += [] if browser else ["--no-browser"]

@@ -1,6 +1,7 @@
-"""Flags that are fields of a `RunSpec` or of a `PlanSpec`: their types, defaults and help are written there, once.
+"""A command as a row: its name, its help, its flags, and the function that answers.
 
-A command takes some with `@settings_of("world_size", "model", profile=2)`, and gets them as one dict, `settings`.
+Most flags are fields of a `RunSpec`, a `PlanSpec` or `Outputs`: their types, defaults and help are written there, once.
+A command takes some with `taken(RUN, "world_size", "model", profile=2)`, and its function gets them together.
 
 At the end are flags whose text is not the value: sizes, links, comma-separated names and numbers.
 """
@@ -10,28 +11,30 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import wraps
+from dataclasses import dataclass, field, fields, replace
+from importlib import import_module
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from fsdplab.cli.answer import Answer
 from fsdplab.cli.errors import refuse
 from fsdplab.cli.outputs import Outputs
 from fsdplab.common.names import STRATEGIES
 from fsdplab.common.sizes import parse_size
 from fsdplab.planning.plan_spec import AS_IN_A_RUN, PlanSpec, flag_of
-from fsdplab.sessions.spec import Network, Placement, RunSpec, SpecError, WorkloadPart, near_matches
+from fsdplab.sessions.spec import Network, Placement, RunSpec, SpecError, WorkloadPart
+from fsdplab.sessions.spec.choices import ON_SHARED_MEMORY
 from fsdplab.sessions.spec.rules import check_value
-
-SETTINGS: dict[str, Any] = {}  # marks the place of the flags in a command's parameters; never passed on
 
 
 @dataclass(frozen=True)
 class Flag:
     """One flag: its type, its default, its help, and its names where it has others than that of the field.
 
-    `one_of` are its known values; `read` makes the field's value of the flag's; `metavar` stands for the value in help.
+    `one_of` are its known values; `read` makes the command's value of the flag's; `into` is the parameter that gets it
+    together with others. An `argument` is given without a name, and must be given if its default is `...`. `more` is
+    what else typer takes: `{"metavar": "FILE"}`.
     """
 
     type: Any
@@ -40,7 +43,19 @@ class Flag:
     names: tuple[str, ...] = ()
     one_of: Sequence[Any] = ()
     read: Callable[[Any], Any] = lambda given: given
-    metavar: str | None = None
+    into: str = ""
+    argument: bool = False
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+    def parameter(self, name: str) -> inspect.Parameter:
+        """The parameter that typer makes the flag of."""
+        complete = (lambda: [str(word) for word in self.one_of]) if self.one_of else None
+        kind = typer.Argument if self.argument else typer.Option
+        made = kind(*self.names, help=self.help, autocompletion=complete, **self.more)
+        default = inspect.Parameter.empty if self.default is ... else self.default
+        return inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[self.type, made]
+        )
 
 
 def _fields(spec: type, names: Mapping[str, tuple[str, ...]] = {}) -> dict[str, Flag]:
@@ -51,7 +66,7 @@ def _fields(spec: type, names: Mapping[str, tuple[str, ...]] = {}) -> dict[str, 
             types[each.name], each.default, each.metadata["help"],
             names.get(each.name, each.metadata.get("flags", ())),
             each.metadata.get("one_of", each.metadata.get("known", ())),
-            metavar=each.metadata.get("metavar"),
+            more={"metavar": each.metadata.get("metavar")},
         )
         for each in fields(spec)
         if "help" in each.metadata
@@ -92,7 +107,7 @@ PLAN = {
     "strategy": replace(_PLAN["strategy"], one_of=STRATEGIES),
 }  # fmt: skip
 
-_OUTPUTS = _fields(Outputs)
+OUTPUTS = _fields(Outputs)
 
 # Flags of all commands that run; the order is that of `--help`.
 OF_A_RUN = (
@@ -115,47 +130,64 @@ def in_flags(error: SpecError) -> str:
 
 
 def examples(*lines: str) -> str:
-    """The examples below a command's flags."""
+    """The examples below the flags of a command or a group."""
     return "Examples:\n\n" + "\n\n".join(lines)
 
 
-def settings_of(
-    *names: str, of: Mapping[str, Flag] = RUN, into: str = "settings", made: Callable[..., Any] = dict, **defaults: Any
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let a command take these fields as flags; it gets them together as `settings`, or as what is `made` of them.
+def taken(of: Mapping[str, Flag], *names: str, **defaults: Any) -> dict[str, Flag]:
+    """These flags of a spec, or all of them; `defaults` replace those of the spec."""
+    into = "outputs" if of is OUTPUTS else "settings"
+    return {name: replace(of[name], default=defaults.get(name, of[name].default), into=into) for name in names or of}
 
-    `defaults` replace those of the spec. A `--card` is not among them: as a flag it is a text ("300MB").
+
+def add_command(
+    app: typer.Typer, name: str, does: str, told: str, *flags: Mapping[str, Flag], shown: Sequence[str],
+    **context: Any,
+) -> None:  # fmt: skip
+    """Add a command: `told` is its help, `shown` are examples below. `does` names its function in this package, such as
+    `"report:report_records"`, which is imported when the command runs, after what it writes is known to be writable.
+
+    The function gets its flags by their names, those of a spec together as `settings`, and `outputs` if it takes them.
+    An Answer that it returns is shown; a number is the exit code.
     """
+    every = {key: flag for part in flags for key, flag in part.items()}
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        @wraps(command)
-        def wrapper(**given: Any) -> None:
-            command(**{into: made(**{name: of[name].read(given.pop(name)) for name in names})}, **given)
+    def command(**given: Any) -> None:
+        own, settings, written = (
+            {key: flag.read(given[key]) for key, flag in every.items() if flag.into == into}
+            for into in ("", "settings", "outputs")
+        )
+        outputs = Outputs(**written).check()
+        if "start" in settings:
+            begin_warm(settings["start"])
+        function = function_of(does)
+        own |= {"settings": settings} if settings else {}
+        own |= {"outputs": outputs} if "outputs" in inspect.signature(function).parameters else {}
+        made = function(**own)
+        if isinstance(made, Answer):
+            outputs.give(made)
+        raise typer.Exit(made.code if isinstance(made, Answer) else made or 0)
 
-        own = inspect.signature(command, eval_str=True).parameters
-        flags = {name: _parameter(name, of[name], defaults.get(name, of[name].default)) for name in names}
-        parameters: dict[str, inspect.Parameter] = {}
-        for name, parameter in own.items():
-            keyword = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-            parameters |= flags if name == into else {name: keyword}
-        wrapper.__signature__ = inspect.Signature(list(parameters.values()))  # type: ignore[attr-defined]
-        wrapper.__annotations__ = {name: parameter.annotation for name, parameter in parameters.items()}
-        return wrapper
-
-    return decorate
+    parameters = [flag.parameter(key) for key, flag in every.items()]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {each.name: each.annotation for each in parameters}
+    command.row = does, every  # type: ignore[attr-defined]  # a test compares them
+    app.command(name, help=told, epilog=examples(*shown), context_settings=context or None)(command)
 
 
-def outputs_of(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Let a command take these targets as flags; it gets them as `outputs`, known to be writable."""
-    return settings_of(*names, of=_OUTPUTS, into="outputs", made=lambda **given: Outputs(**given).check())
+def function_of(does: str) -> Callable[..., Any]:
+    """The function of a row: `function_of("doctor:doctor")`."""
+    module, _, name = does.partition(":")
+    found: Callable[..., Any] = getattr(import_module(f"fsdplab.cli.{module}"), name)
+    return found
 
 
-def _parameter(name: str, flag: Flag, default: Any) -> inspect.Parameter:
-    complete = (lambda: [str(word) for word in flag.one_of]) if flag.one_of else None
-    option = typer.Option(*flag.names, help=flag.help, metavar=flag.metavar, autocompletion=complete)
-    return inspect.Parameter(
-        name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[flag.type, option]
-    )
+def begin_warm(start: str) -> None:
+    """Start the warm starter before heavy imports, so that both processes import torch at the same time."""
+    if start in ("auto", "warm"):
+        from fsdplab.sessions.launch import warm
+
+        warm.begin()
 
 
 # ---- texts that are not the value
@@ -184,8 +216,6 @@ def card_of(text: str, common: dict[str, Any], otherwise: str) -> int | None:
 
 def link_of(common: dict[str, Any], engines: list[str], otherwise: str) -> str | None:
     """The emulated link; `none` is none, and `auto` is `otherwise` between CPU ranks that can be put behind it."""
-    from fsdplab.sessions.spec.choices import ON_SHARED_MEMORY
-
     link = common["link"]
     if link != "auto":
         return None if link is None or link.strip().lower() == "none" else str(link)
@@ -199,19 +229,15 @@ def names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",") if part.strip()]
 
 
-def check_strategies(found: Sequence[str]) -> None:
-    """Refuse an unknown strategy; settings may follow a name, as in `full_shard:prefetch=0`."""
-    for name in (text.partition(":")[0].strip() for text in found):
-        if name not in STRATEGIES:
-            near = near_matches(name, tuple(STRATEGIES))
-            refuse(f"unknown strategy {name!r}{near}; expected one of {', '.join(STRATEGIES)}")
+def known_strategy(text: str) -> str:
+    """The text itself; an unknown strategy is an error. Settings may follow its name: `full_shard:prefetch=0`."""
+    check_value("strategy", text.partition(":")[0].strip(), RUN["strategy"].default, one_of=STRATEGIES)
+    return text
 
 
-def one_strategy(named: str | None, flag: str) -> str:
-    """The strategy of `run zero1` or of `run --strategy zero1`; two different ones are an error."""
-    if named and flag not in (named, RUN["strategy"].default):
-        refuse(f"{named} and --strategy {flag} were given; expected one strategy")
-    return named or flag
+def strategies(text: str) -> list[str]:
+    """`"zero1, full_shard:prefetch=0"` -> its parts, each a known strategy."""
+    return [known_strategy(part) for part in names(text)]
 
 
 def whole_numbers(flag: str, text: str) -> list[int]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fsdplab.cli.answer import Answer
+from fsdplab.cli.answer import Answer, Part
 from fsdplab.cli.errors import refuse
 from fsdplab.common.fields import option
 from fsdplab.common.files import try_folder, try_output, write_output
@@ -19,14 +18,6 @@ from fsdplab.common.places import how_to_install
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-
-class Detail(Enum):
-    """How much is printed: the result (-q); also progress, legend and findings; or also every step and the ranks'
-    output (-v).
-    """
-
-    QUIET, NORMAL, VERBOSE = range(3)
 
 
 @dataclass(frozen=True)
@@ -58,19 +49,11 @@ class Outputs:
         for flag, path in (("--html", self.html), ("--figure", self.figure)):
             if path and importlib.util.find_spec("plotly") is None:
                 refuse(f"{flag} needs plotly; run: {how_to_install('lab')}")
-        written = Path(self.json) if self.json and self.json != "-" else None
-        files = {"html": self.html, "figure": self.figure, "json": written, "perfetto": self.perfetto}
-        folders = {name: getattr(self, name) for name in ("keep", "tensorboard", "csv", "snapshot")}
-        for check, targets in ((_check_file, files), (_check_folder, folders)):
-            for name, target in targets.items():
-                if target:
-                    check(f"--{name}", target)
+        for name in ("html", "figure", "json", "perfetto", *_FOLDERS):
+            target = getattr(self, name)
+            if target and target != "-":
+                _check(name, Path(target))
         return self
-
-    @property
-    def detail(self) -> Detail:
-        """How much is printed."""
-        return Detail.QUIET if self.quiet else Detail.VERBOSE if self.verbose else Detail.NORMAL
 
     def console(self) -> Console:
         """stdout, or stderr where stdout carries the JSON."""
@@ -78,11 +61,15 @@ class Outputs:
 
         return console_of(stderr=self.json == "-")
 
-    def give(self, answer: Answer) -> None:
-        """Print an answer, and write the files that were asked for."""
+    def show(self, parts: Iterable[Part]) -> None:
+        """Print tables and lines in their order."""
         from fsdplab.cli.render import show
 
-        show(self.console(), answer.parts)
+        show(self.console(), parts)
+
+    def give(self, answer: Answer) -> None:
+        """Print an answer, and write the files that were asked for."""
+        self.show(answer.parts)
         text = json.dumps(answer.data, indent=1) + "\n" if self.json else ""
         if self.json == "-":
             sys.stdout.write(text)
@@ -93,20 +80,17 @@ class Outputs:
             write_output(page, answer.page())
 
 
-def _check_file(flag: str, path: Path) -> None:
-    """Refuse a file that is not writable, before a command takes its time."""
-    _check(flag, path, try_output, "expected a file name in an existing folder that is writable")
+_FOLDERS = ("keep", "tensorboard", "csv", "snapshot")  # targets that are folders; the others are files
 
 
-def _check_folder(flag: str, path: Path) -> None:
-    """Refuse a folder in which no file can be made."""
-    if path.exists() and not path.is_dir():
-        refuse(f"{flag} {path} is a file; expected a folder")
-    _check(flag, path, try_folder, "expected a folder, or a name for one, where there is free space")
-
-
-def _check(flag: str, path: Path, attempt: Callable[[Path], None], expected: str) -> None:
+def _check(name: str, path: Path) -> None:
+    """Refuse a file, or a folder, that is not writable, before a command takes its time."""
+    attempt, expected = try_output, "expected a file name in an existing folder that is writable"
+    if name in _FOLDERS:
+        attempt, expected = try_folder, "expected a folder, or a name for one, where there is free space"
+        if path.exists() and not path.is_dir():
+            refuse(f"--{name} {path} is a file; expected a folder")
     try:
         attempt(path)
     except (OSError, ValueError) as error:  # ValueError: a name with a null byte
-        refuse(f"{flag} {path} cannot be written ({getattr(error, 'strerror', None) or error}); {expected}")
+        refuse(f"--{name} {path} cannot be written ({getattr(error, 'strerror', None) or error}); {expected}")

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
 from fsdplab.cli.answer import Line
-from fsdplab.cli.outputs import Detail
+from fsdplab.cli.outputs import Outputs
 from fsdplab.cli.render import drawn
 from fsdplab.cli.runs import board
 from fsdplab.common.sizes import size
@@ -21,11 +19,9 @@ from fsdplab.common.words import plural
 from fsdplab.figures.table import peak_of, step_of
 from fsdplab.figures.view import RunView, view, views
 from fsdplab.records import RunRecord, Summary
+from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.steady_card import steady_step
 from fsdplab.workloads.own.sources import name_of
-
-if TYPE_CHECKING:
-    from fsdplab.sessions import RunSpec
 
 WAITING, MEASURING = "waits", "measuring"  # in the place of the step time: of a run to come, and of one in its turns
 
@@ -33,16 +29,17 @@ WAITING, MEASURING = "waits", "measuring"  # in the place of the step time: of a
 class ProgressTable:
     """A row for each planned run, by the folder of its record, and the progress of the current run.
 
-    A row has its simulated step at once, and its measured values when they are known. `detail` is how much is printed.
+    A row has its simulated step at once, and its measured values when they are known. The twin has no row: it is the
+    reference.
     """
 
-    def __init__(self, console: Console, planned: Mapping[Path, RunSpec], detail: Detail = Detail.NORMAL) -> None:
-        self._console, self._detail = console, detail
-        self._rows = {folder: _to_come(spec) for folder, spec in planned.items() if spec.engine != "twin"}
-        labels = [row.label for row in self._shown]
-        self._labels = dict(zip([spec for spec in planned.values() if spec.engine != "twin"], labels))
-        self._now = Text("starting the first ranks", style="dim")
-        live = console.is_terminal and detail is not Detail.QUIET
+    def __init__(self, console: Console, planned: Mapping[Path, RunSpec], outputs: Outputs = Outputs()) -> None:
+        self._console, self._outputs = console, outputs
+        own = {folder: spec for folder, spec in planned.items() if spec.engine != "twin"}
+        self._rows = {folder: _to_come(spec) for folder, spec in own.items()}
+        self._labels = dict(zip(own.values(), (row.label for row in self._shown)))
+        self._now = "starting the first ranks"
+        live = console.is_terminal and not outputs.quiet
         self._live = Live(self._draw(), console=console, transient=True, refresh_per_second=4) if live else None
 
     def __enter__(self) -> ProgressTable:
@@ -50,9 +47,7 @@ class ProgressTable:
             self._live.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         if self._live:
             self._live.stop()
 
@@ -71,56 +66,54 @@ class ProgressTable:
 
     def note(self, sentence: str) -> None:
         """Show a sentence about how the runs continue."""
-        if self._live:
-            self._now = Text(sentence, style="dim")
-            self._live.update(self._draw())
-        elif self._detail is not Detail.QUIET:
-            self._console.print(sentence, highlight=False, markup=False)
+        self._draw_again(sentence)
+        if not self._live and not self._outputs.quiet:
+            self._print(sentence)
 
     def ready(self, record: RunRecord) -> None:
         """A run has warmed up: its row appears, without the times that are still measured."""
         self._put(record, replace(view(record), status=MEASURING))
 
     def finished(self, record: RunRecord) -> None:
-        """A run ended: its row appears, or is completed. The twin has no row: it is the reference."""
+        """A run ended: its row appears, or is completed."""
         self._put(record, view(record))
-        if not self._live and self._detail is not Detail.QUIET and record.path in self._rows:
+        if not self._live and not self._outputs.quiet and record.path in self._rows:
             row = self._shown[[*self._rows].index(record.path)]
             told = f"{row.label}: step {step_of(row)}, peak {peak_of(row)}"
-            self._console.print(f"{told} ({self._done} of {len(self._rows)} runs)", highlight=False, markup=False)
+            self._print(f"{told} ({self._done} of {len(self._rows)} runs)")
 
     def begins(self, spec: RunSpec) -> None:
         """The ranks of a run start: until their first step they build their model, which may take long."""
-        if spec.own_model:
-            self._now = Text(f"{self._name(spec)}: building the model", style="dim")
-        if self._live:
-            self._live.update(self._draw())
+        self._draw_again(f"{self._name(spec)}: building the model" if spec.own_model else self._now)
+
+    def step(self, spec: RunSpec, step: int, steps: int, loss: float) -> None:
+        """Rank 0 of the current run finished a step."""
+        told = f"{self._name(spec)}: {_which(spec, step, steps)}, loss {loss:.4f}"
+        measuring = sum(row.status == MEASURING for row in self._rows.values())
+        others = f", {measuring} being measured" if measuring else ""
+        self._draw_again(f"{told}  ({self._done} of {plural(len(self._rows), 'run')} done{others})")
+        if self._outputs.verbose:
+            self._print(told)
 
     def _name(self, spec: RunSpec) -> str:
         own = RunView(spec.strategy, spec.engine, spec.world_size).label
         return "the twin, for reference" if spec.engine == "twin" else self._labels.get(spec, own)
 
-    def step(self, spec: RunSpec, step: int, steps: int, loss: float) -> None:
-        """Rank 0 of the current run finished a step."""
-        name = self._name(spec)
-        at = _which(spec, step, steps)
-        done = f"{self._done} of {plural(len(self._rows), 'run')} done"
-        measuring = sum(row.status == MEASURING for row in self._rows.values())
-        others = f", {measuring} being measured" if measuring else ""
-        self._now = Text(f"{name}: {at}, loss {loss:.4f}  ({done}{others})", style="dim")
-        if self._live:
-            self._live.update(self._draw())
-        if self._detail is Detail.VERBOSE:
-            self._console.print(f"{name}: {at}, loss {loss:.4f}", highlight=False)
-
     def _put(self, record: RunRecord, row: RunView) -> None:
         if record.spec["engine"] != "twin":
             self._rows[record.path] = row
+        self._draw_again(self._now)
+
+    def _draw_again(self, now: str) -> None:
+        self._now = now
         if self._live:
             self._live.update(self._draw())
 
     def _draw(self) -> Group:
-        return Group(drawn(board(self._shown)), self._now)
+        return Group(drawn(board(self._shown)), Text(self._now, style="dim"))
+
+    def _print(self, sentence: str) -> None:
+        self._console.print(sentence, highlight=False, markup=False)
 
 
 def _which(spec: RunSpec, step: int, steps: int) -> str:

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from fsdplab.cli.errors import refuse
 from fsdplab.cli.options import whole_numbers
 from fsdplab.cli.outputs import Outputs
-from fsdplab.cli.render import show
 from fsdplab.cli.runs import answer_of_runs, recorded_in
 from fsdplab.recording.assemble import NothingRecorded, assemble, wait_for_ranks
 from fsdplab.recording.launch import clear, prepare, run_job
@@ -18,9 +18,20 @@ from fsdplab.recording.settings import RecordingError, Settings, environment, st
 from fsdplab.records.folder import release_folder
 
 
-def record_job(command: Sequence[str], out: Path, steps: str, ranks: str | None, outputs: Outputs) -> int:
-    """Run and record the command; the job's own exit code."""
-    settings = _settings(command, out, steps, ranks)
+def record_job(
+    command: Sequence[str] | None, out: Path, steps: str, ranks: str | None, print_env: bool, outputs: Outputs
+) -> int:
+    """Run and record the command, or print the variables that make its ranks record themselves; its exit code."""
+    if not command and not print_env:
+        refuse("record got no command; give the one that starts the job behind --")
+    command = command or []
+    chosen = tuple(whole_numbers("--ranks", ranks)) if ranks else None
+    settings = Settings(str(out.absolute()), *steps_of(steps), ranks=chosen, job=_name(command))
+    if print_env:
+        above = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
+        for name, value in environment(settings, above.items()).items():
+            print(f"export {name}={shlex.quote(value)}")
+        return 0
     prepare(settings, outputs.force)
     try:
         code = run_job(command, settings)
@@ -36,21 +47,9 @@ def record_job(command: Sequence[str], out: Path, steps: str, ranks: str | None,
         raise
     finally:
         release_folder(out)
-    outputs.give(answer_of_runs([record], None, outputs.detail))
-    show(outputs.console(), [recorded_in(out)])
+    outputs.give(answer_of_runs([record], None, outputs))
+    outputs.show([recorded_in(out)])
     return code
-
-
-def print_environment(command: Sequence[str], out: Path, steps: str, ranks: str | None) -> None:
-    """Print the two variables as lines of a shell."""
-    above = {name: os.environ[name] for name in ("PYTHONPATH",) if name in os.environ}
-    for name, value in environment(_settings(command, out, steps, ranks), above.items()).items():
-        print(f"export {name}={shlex.quote(value)}")
-
-
-def _settings(command: Sequence[str], out: Path, steps: str, ranks: str | None) -> Settings:
-    chosen = tuple(whole_numbers("--ranks", ranks)) if ranks else None
-    return Settings(str(out.absolute()), *steps_of(steps), ranks=chosen, job=_name(command))
 
 
 def _name(command: Sequence[str]) -> str:

@@ -6,59 +6,57 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from fsdplab.cli import answer as shown
 from fsdplab.cli.answer import Line, Part
-from fsdplab.cli.answer import Table as AnswerTable
 from fsdplab.cli.errors import refuse
-from fsdplab.cli.outputs import Detail, Outputs
-from fsdplab.cli.render import show
+from fsdplab.cli.outputs import Outputs
 from fsdplab.cli.runs import answer_of_runs, end_if_failed
 from fsdplab.common.words import harmless
 from fsdplab.figures.trace_tables import cells, left_out
-from fsdplab.figures.view import views
+from fsdplab.figures.view import view, views
+from fsdplab.profiling import exports
 from fsdplab.profiling.tables import Table, tables_of_pair, tables_of_record
 from fsdplab.profiling.traces.import_traces import TraceOptions, load_all
 from fsdplab.records import RunRecord
 
 
 def report_records(
-    paths: Sequence[Path], outputs: Outputs, options: TraceOptions | None = None, tables: bool = False
+    records: Sequence[Path], tables: bool, ranks: list[int] | None, comm_pattern: list[str] | None, outputs: Outputs
 ) -> None:
     """Load recorded runs, show them, and write the requested files. A finished record of the twin is the reference.
 
     Raises RunError with the reports of the runs that failed.
     """
     from fsdplab.recording.assemble import has_parts, open_record
+    from fsdplab.sessions.device_peak import peak_of
 
-    progress = None if outputs.detail is Detail.QUIET else _print_progress
-    parts = [path for path in paths if has_parts(path)]  # a recorded job whose command is gone
-    whole = [path for path in paths if path not in parts]
-    loaded = load_all(whole, options or TraceOptions(), progress) + [open_record(path) for path in parts]
+    parts = [path for path in records if has_parts(path)]  # a recorded job whose command is gone
+    whole = [path for path in records if path not in parts]
+    loaded = load_all(whole, TraceOptions(ranks, comm_pattern or []), None if outputs.quiet else _print_progress)
+    loaded += [open_record(path) for path in parts]
     twins = [record for record in loaded if record.spec.get("engine") == "twin"]
-    records = [record for record in loaded if record not in twins] or loaded
+    runs = [record for record in loaded if record not in twins] or loaded
     reference = next((twin for twin in twins if twin.status == "finished"), None)
-    made = _tables_of(records) if tables else {}
-    shown = [*_shown_tables(records, made)] if tables else []
-    tables_of = (lambda record: made[id(record)]) if tables else None
-    outputs.give(answer_of_runs(records, reference, outputs.detail, shown, tables_of))
-    show(outputs.console(), exported(outputs, records))
+    if tables:  # they take long to make, and the page shows them too
+        made = {id(record): tables_of_record(record, peak_of(record)) for record in runs}
+        answer = answer_of_runs(
+            runs, reference, outputs, [*_of_traces(runs, [*made.values()])], lambda record: made[id(record)]
+        )
+    else:
+        answer = answer_of_runs(runs, reference, outputs)
+    outputs.give(answer)
+    outputs.show(exported(outputs, runs))
     end_if_failed(loaded)
 
 
-def _tables_of(records: Sequence[RunRecord]) -> dict[int, list[Table]]:
-    """The tables of every record's traces, by the record's id: they take long to make, and the page shows them too."""
-    from fsdplab.sessions.device_peak import peak_of
-
-    return {id(record): tables_of_record(record, peak_of(record)) for record in records}
-
-
-def _shown_tables(records: Sequence[RunRecord], made: Mapping[int, Sequence[Table]]) -> Iterator[Part]:
-    """The tables of each record, then those of each other record beside the first."""
-    labels = [shown.label for shown in views(records)]
-    for label, record in zip(labels, records):
-        yield from _shown(label, made[id(record)])
+def _of_traces(records: Sequence[RunRecord], made: Sequence[Sequence[Table]]) -> Iterator[Part]:
+    """The tables of each record's traces, then those of each other record beside the first."""
+    labels = [each.label for each in views(records)]
+    for label, tables in zip(labels, made):
+        yield from _shown(label, tables)
     for label, record in zip(labels[1:], records[1:]):
         yield from _shown(f"{label} beside {labels[0]}", tables_of_pair(records[0], record))
 
@@ -70,7 +68,7 @@ def _shown(name: str, tables: Sequence[Table]) -> Iterator[Part]:
         if table.rows:
             headings = [column.heading for column in table.columns]
             words = [column.heading for column in table.columns if not column.unit]
-            yield AnswerTable(headings, cells(table), words, folds=headings)
+            yield shown.Table(headings, cells(table), words, folds=headings)
         for note in filter(None, (left_out(table), *table.notes)):
             yield Line(note, mood="dim")
 
@@ -83,35 +81,32 @@ def _print_progress(done: int, of: int, path: Path) -> None:
 # ---- exports
 
 
+# a target of an export, what writes it for one record, and how it is opened
+_EXPORTS = (
+    ("tensorboard", exports.export_tensorboard,
+     "TensorBoard: tensorboard --logdir {}   (pip install torch-tb-profiler)"),
+    ("perfetto", exports.export_perfetto, "Perfetto: open {} in https://ui.perfetto.dev or chrome://tracing"),
+    ("csv", exports.export_csv, "tables: {}"),
+    ("snapshot", exports.export_snapshots, "memory snapshots: {}, to open in https://pytorch.org/memory_viz"),
+)  # fmt: skip
 _ODD = re.compile(r"[^\w.]+")  # in the name of a folder; a record may have any text for its strategy
 _LONGEST_NAME = 80
 
 
 def exported(outputs: Outputs, records: Sequence[RunRecord]) -> Iterator[Line]:
-    """Write the exports that were asked for and yield how to open each; a record without a trace is an error."""
-    from fsdplab.profiling.exports import export_csv, export_perfetto, export_snapshots, export_tensorboard
+    """Write the exports that were asked for and yield how to open each; a record without a trace is an error.
 
-    if outputs.tensorboard:
-        _export(records, outputs.tensorboard, export_tensorboard)
-        yield Line(f"TensorBoard: tensorboard --logdir {outputs.tensorboard}   (pip install torch-tb-profiler)")
-    if outputs.perfetto:
-        if len(records) > 1:
+    One record is written into the target itself, each of several into a subfolder named after its run.
+    """
+    for name, export, opened in _EXPORTS:
+        target = getattr(outputs, name)
+        if target is None:
+            continue
+        if name == "perfetto" and len(records) > 1:
             refuse(f"--perfetto writes one trace, but {len(records)} records were given; give one at a time")
-        export_perfetto(records[0], outputs.perfetto)
-        yield Line(f"Perfetto: open {outputs.perfetto} in https://ui.perfetto.dev or chrome://tracing")
-    if outputs.csv:
-        _export(records, outputs.csv, export_csv)
-        yield Line(f"tables: {outputs.csv}")
-    if outputs.snapshot:
-        _export(records, outputs.snapshot, export_snapshots)
-        yield Line(f"memory snapshots: {outputs.snapshot}, to open in https://pytorch.org/memory_viz")
-
-
-def _export(records: Sequence[RunRecord], folder: Path, export: Callable[[RunRecord, Path], object]) -> None:
-    """Export one record into the folder itself, and each of several records into a subfolder named after its run."""
-    from fsdplab.figures.view import view
-
-    folder.mkdir(parents=True, exist_ok=True)
-    for number, record in enumerate(records):
-        name = f"{number}-{_ODD.sub('-', view(record).label)[:_LONGEST_NAME]}"
-        export(record, folder if len(records) == 1 else folder / name)
+        if name != "perfetto":
+            target.mkdir(parents=True, exist_ok=True)
+        for number, record in enumerate(records):
+            run = f"{number}-{_ODD.sub('-', view(record).label)[:_LONGEST_NAME]}"
+            export(record, target if len(records) == 1 else target / run)
+        yield Line(opened.format(target))

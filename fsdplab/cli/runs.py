@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from fsdplab import figures
 from fsdplab.cli.answer import Answer, Line, Part, Table
-from fsdplab.cli.outputs import Detail
+from fsdplab.cli.outputs import Outputs
 from fsdplab.common.errors import RunError
 from fsdplab.common.words import plural
-from fsdplab.figures.conclusion import clock_words, conclusion, step_sources
+from fsdplab.figures.conclusion import clock_words, conclusion, costliest, findings_by_run, step_sources
 from fsdplab.figures.fastest import core_words, step_words
 from fsdplab.figures.table import EVERY_COLUMN, NUMBERS, SPLIT, WRAPPED, brief, cells, legend
 from fsdplab.figures.view import RunView, provenance, view, views, with_verdicts
+from fsdplab.profiling.findings import profiling_cost
+from fsdplab.profiling.tables import TablesOf
 from fsdplab.records import RunRecord, comparison_json, drift_sentence
-
-if TYPE_CHECKING:
-    from fsdplab.profiling.tables import TablesOf
 
 _MOST_WHOLE = 7  # a table of so few columns fits 80 characters, and breaks names there but no number from its unit
 
 
 def answer_of_runs(
-    records: Sequence[RunRecord], reference: RunRecord | None, detail: Detail, more: Sequence[Part] = (),
+    records: Sequence[RunRecord], reference: RunRecord | None, outputs: Outputs, more: Sequence[Part] = (),
     tables_of: TablesOf | None = None,
 ) -> Answer:  # fmt: skip
     """The runs beside their reference (the finished record of the twin), then `more`; findings unless quiet.
@@ -32,24 +31,20 @@ def answer_of_runs(
     """
     comparison = comparison_json(records, reference)
     shown = with_verdicts(records, comparison)
-    parts: list[Part] = [*parts_of_runs(shown, reference, detail)]
+    parts: list[Part] = [*parts_of_runs(shown, reference, outputs)]
     if drift := drift_sentence(comparison):
         parts.append(Line(drift, mood="bold"))
-    if detail is not Detail.QUIET:
-        parts += [*_notes(records), *_findings(records, detail)]
+    if not outputs.quiet:
+        parts += [*_notes(records), *_findings(records, outputs.verbose)]
     parts += more
-    if detail is Detail.VERBOSE:
+    if outputs.verbose:
         parts += _output_of_ranks(records)
-
-    def page() -> str:
-        from fsdplab.figures import comparison_page
-
-        return comparison_page(comparison, shown, records=records, tables_of=tables_of)
-
-    return Answer(parts, comparison, page)
+    return Answer(
+        parts, comparison, lambda: figures.comparison_page(comparison, shown, records=records, tables_of=tables_of)
+    )
 
 
-def parts_of_runs(shown: Sequence[RunView], reference: RunRecord | None, detail: Detail) -> Iterator[Part]:
+def parts_of_runs(shown: Sequence[RunView], reference: RunRecord | None, outputs: Outputs) -> Iterator[Part]:
     """What the ranks lacked of cores, the answer in one sentence, the table, and what its times are; verbose also every
     column, the legend, and what was measured, emulated or simulated.
     """
@@ -61,9 +56,9 @@ def parts_of_runs(shown: Sequence[RunView], reference: RunRecord | None, detail:
     yield board(shown)
     if shown and all(run.matches for run in shown):
         yield Line("Losses agree with the unsharded twin's.")
-    if detail is not Detail.QUIET:
+    if not outputs.quiet:
         yield from _clocks(shown, measured=not core)
-    if detail is Detail.VERBOSE:
+    if outputs.verbose:
         yield from _explained(shown, reference)
     for run in shown:
         if run.matches is False:
@@ -118,11 +113,9 @@ def _notes(records: Sequence[RunRecord]) -> Iterator[Line]:
             yield Line(note, "note")
 
 
-def _findings(records: Sequence[RunRecord], detail: Detail) -> Iterator[Line]:
+def _findings(records: Sequence[RunRecord], verbose: bool) -> Iterator[Line]:
     """Of several runs the three costliest findings in all; verbose, or of one run, at most five a run."""
-    from fsdplab.figures.conclusion import costliest
-
-    if len(records) == 1 or detail is Detail.VERBOSE:
+    if len(records) == 1 or verbose:
         yield from _all_findings(records)
         return
     for number, (label, finding) in enumerate(costliest(records), start=1):
@@ -131,9 +124,6 @@ def _findings(records: Sequence[RunRecord], detail: Detail) -> Iterator[Line]:
 
 
 def _all_findings(records: Sequence[RunRecord]) -> Iterator[Line]:
-    from fsdplab.figures.conclusion import findings_by_run
-    from fsdplab.profiling.findings import profiling_cost
-
     costs = {shown.label: profiling_cost(record) for shown, record in zip(views(records), records)}
     for label, found in findings_by_run(records):
         memory = ", and what fills its memory" if any(finding.of == "memory" for finding in found) else ""
@@ -162,12 +152,10 @@ def recorded_in(folder: Path) -> Line:
 
 def end_if_failed(records: Sequence[RunRecord]) -> None:
     """Raise a RunError with the reports of the runs that failed; do nothing where none did."""
-    failed = [record for record in records if record.status == "failed"]
-    reports = [f"{view(record).label}: {_report(record.failure or {})}" for record in failed]
+    reports = []
+    for record in records:
+        if record.status == "failed":
+            told = map((record.failure or {}).get, ("message", "traceback"))
+            reports.append(f"{view(record).label}: " + "\n".join(filter(None, told)))
     if reports:
         raise RunError("\n\n".join(reports))
-
-
-def _report(failure: Mapping[str, Any]) -> str:
-    """The report of a failed run: the message, then the traceback."""
-    return "\n".join(text for text in (failure.get("message"), failure.get("traceback")) if text)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from fsdplab.cli.answer import Answer, Line, Part, Table
+from fsdplab.figures.plots.plans import answer_figure, page_of
 from fsdplab.planning.planner import plan_spec
 from fsdplab.planning.questions import LISTED, QUESTIONS, ask
 
 
-def questions_answer() -> Answer:
-    """Every question with its name."""
+def _every_question() -> Answer:
     more = [name for name in QUESTIONS if name not in LISTED]
     parts = (
         _questions(LISTED, [str(number) for number in range(1, len(LISTED) + 1)]),
@@ -28,9 +28,11 @@ def _questions(names: Sequence[str], numbers: Sequence[str]) -> Table:
     return Table(("number", "name", "question"), rows, words=("name", "question"), folds=("question",), header=False)
 
 
-def question_answer(name: str, settings: dict[str, Any]) -> Answer:
-    """The answer to one question about a plan."""
-    found = ask(name, plan_spec(**settings))
+def question_answer(question: str | None, settings: dict[str, Any]) -> Answer:
+    """The answer to one question about a plan, or every question."""
+    if question is None:
+        return _every_question()
+    found = ask(question, plan_spec(**settings))
     words = [column.name for column in found.columns if column.kind in ("words", "verdict")]
     parts: list[Part] = [
         Line(found.asked, mood="bold"),
@@ -39,10 +41,4 @@ def question_answer(name: str, settings: dict[str, Any]) -> Answer:
         *([Line(found.note, "note")] if found.note else []),
         Line(found.provenance, "provenance"),
     ]
-
-    def page() -> str:
-        from fsdplab.figures.plots.plans import answer_figure, page_of
-
-        return page_of(answer_figure(found))
-
-    return Answer(parts, found.as_dict(), page)
+    return Answer(parts, found.as_dict(), lambda: page_of(answer_figure(found)))

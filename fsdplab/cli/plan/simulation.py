@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from fsdplab import figures
 from fsdplab.cli.answer import Answer, Line, Table
 from fsdplab.cli.plan.step import provenance
 from fsdplab.common.places import shared_folder
@@ -34,37 +35,31 @@ _NOT_SIMULATED = (
 _FIELDS = ("step_time_s", "tokens_per_s", "peak_memory_bytes", "comm", "formula_bytes_per_step", "simulated")
 
 
-def simulation_answer(settings: dict[str, Any], own: Path | None = None) -> Answer:
+def simulation_answer(settings: dict[str, Any], record: Path | None) -> Answer:
     """One step of a plan, simulated, beside the closed form, and measured steps simulated; the page has the timeline.
 
-    `own` is the folder of a recorded run to take in place of those of `data/`.
+    `record` is the folder of a recorded run to take in place of those of `data/`.
     """
     spec = plan_spec(**settings)
     peak_flops(spec.gpu)
     began = time.perf_counter()
-    found, record = plan_of(spec), simulate(spec)
+    found, simulated = plan_of(spec), simulate(spec)
     took = time.perf_counter() - began
     columns = ("of one step", "simulated", "closed form", "difference")
     where = "the first column is simulated, the second predicted in closed form"
-    published, recorded = _published(spec), _recorded(own)
+    published, recorded = _published(spec), _recorded(record)
     parts = (
-        Table(columns, [_row(*pair) for pair in _pairs(found, record)], words=("of one step",)),
-        Line(_how(record, took), "simulated"),
+        Table(columns, [_row(*pair) for pair in _pairs(found, simulated)], words=("of one step",)),
+        Line(_how(simulated, took), "simulated"),
         provenance([found], where),
-        *_beside_measured(published, recorded, own is not None),
+        *_beside_measured(published, recorded, record is not None),
     )
-    simulated = {name: part for name, part in record.summary.as_dict().items() if name in _FIELDS}
-
-    def page() -> str:
-        from fsdplab.figures import comparison_page
-
-        return comparison_page(comparison_json([record]), [record])
-
     data = {
-        "simulated": simulated, "closed_form": found.as_dict(), "provenance": record.provenance,
+        "simulated": {name: part for name, part in simulated.summary.as_dict().items() if name in _FIELDS},
+        "closed_form": found.as_dict(), "provenance": simulated.provenance,
         "measured": [each.as_dict() for each in (*published, *recorded)],
     }  # fmt: skip
-    return Answer(parts, data, page)
+    return Answer(parts, data, lambda: figures.comparison_page(comparison_json([simulated]), [simulated]))
 
 
 def _published(spec: PlanSpec) -> list[Measured]:

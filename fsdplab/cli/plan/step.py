@@ -7,11 +7,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fsdplab.cli.answer import Answer, Line, Table
+from fsdplab.cli.answer import Answer, Line, Part, Table
 from fsdplab.cli.errors import refuse
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import MISSING, plural
+from fsdplab.figures.plots.plans import page_of, sweep_figure
 from fsdplab.planning.bands import memory_band, speed_band
 from fsdplab.planning.links import HOST_LINK
 from fsdplab.planning.memory import host_crossing
@@ -196,23 +197,18 @@ def _host(spec: PlanSpec) -> str:
 # ---- sweeps
 
 
-def sweep_answer(settings: dict[str, Any], text: str) -> Answer:
+def sweep_answer(settings: dict[str, Any], values: str) -> Answer:
     """Plan for each value of one choice; the figure shows memory and throughput."""
-    name, values = parse_sweep(text)
+    name, tried = parse_sweep(values)
     if name == "gpus":
-        settings = settings | {"gpus": values[0]}
-    plans = sweep(plan_spec(**settings), name, values)
-    labelled = [(f"{name} {value:,}", each) for value, each in zip(values, plans)]
+        settings = settings | {"gpus": tried[0]}
+    plans = sweep(plan_spec(**settings), name, tried)
+    labelled = [(f"{name} {value:,}", each) for value, each in zip(tried, plans)]
     lacking = [(label, shortfall(each)) for label, each in labelled]
     missing = [Line(words, f"{label}: does not fit", "bad") for label, words in lacking if words]
-    rows = [{name: value} | each.as_dict() for value, each in zip(values, plans)]
-
-    def page() -> str:
-        from fsdplab.figures.plots.plans import page_of, sweep_figure
-
-        return page_of(sweep_figure(name, values, plans))
-
-    return Answer((_table(labelled), *missing, provenance(plans)), {"sweep": name, "rows": rows}, page)
+    rows = [{name: value} | each.as_dict() for value, each in zip(tried, plans)]
+    parts: list[Part] = [_table(labelled), *missing, provenance(plans)]
+    return Answer(parts, {"sweep": name, "rows": rows}, lambda: page_of(sweep_figure(name, tried, plans)))
 
 
 def _table(labelled: Sequence[tuple[str, Plan]]) -> Table:

@@ -11,6 +11,7 @@ from fsdplab.cli.errors import refuse
 from fsdplab.common.places import shared_folder
 from fsdplab.common.sizes import three_digits
 from fsdplab.common.words import MISSING, plural
+from fsdplab.figures.plots.plans import page_of, validation_figure
 from fsdplab.planning.validate import (
     ARITHMETIC,
     AT_REST,
@@ -35,14 +36,9 @@ def validation_answer(file: Path | None) -> Answer:
     if file is None and not _TABLE.exists():
         refuse(f"{_TABLE} is not there; give a file of measurements: fsdplab plan validate FILE.csv")
     found = validate(file or _TABLE)
-
-    def page() -> str:
-        from fsdplab.figures.plots.plans import page_of, validation_figure
-
-        return page_of(validation_figure([_point(row) for row in found.rows], _finding(found)))
-
     parts = (*_rows(found), _sources(found), _parts(found), _ranges(found), *_notes(found))
-    return Answer(parts, found.as_dict(), page)
+    points = [_point(row) for row in found.rows]
+    return Answer(parts, found.as_dict(), lambda: page_of(validation_figure(points, _finding(found))))
 
 
 def _finding(found: Validation) -> str:
