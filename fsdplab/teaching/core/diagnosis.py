@@ -64,14 +64,61 @@ class Known:
     cause: str
 
 
-@dataclass(frozen=True)
-class _Place:
-    """The first place where a solution differs: the case and rank by number, the fact, and how."""
+_Facts = Mapping[str, Any]
+_Right = Sequence[Sequence[_Facts]]  # [case][rank]
 
+
+@dataclass(frozen=True)
+class _Wrong:
+    """A wrong solution: what it did, the right facts, and the first place where it differs: the case and rank by
+    number, the fact, and how.
+    """
+
+    exercise: Exercise
+    learner: Behaviour
+    right: _Right
     case: int
     rank: int
     fact: str
     difference: Difference
+
+    @property
+    def trial(self) -> Trial:
+        """What it did at the place."""
+        return self.learner.trials[self.case][self.rank]
+
+    @property
+    def facts(self) -> _Facts:
+        """Its facts at the place."""
+        return _facts(self.trial.returned)
+
+    @property
+    def expected(self) -> _Facts:
+        """The right facts at the place."""
+        return self.right[self.case][self.rank]
+
+    @property
+    def got(self) -> Any:
+        """Its value of the fact that differs; None where it has none."""
+        return self.facts.get(self.fact)
+
+    def parts(self, case: int, rank: int, behaviour: Behaviour | None = None) -> dict[str, tuple[Any, Any]]:
+        """(right, got) of the parts of the fact that differ in a case on a rank, by their names; of this solution, or
+        of another behaviour.
+        """
+        ours = _parts(_facts((behaviour or self.learner).trials[case][rank].returned).get(self.fact))
+        pairs = {name: (value, ours.get(name)) for name, value in _parts(self.right[case][rank].get(self.fact)).items()}
+        return {name: pair for name, pair in pairs.items() if first_difference(*pair, self.exercise.tolerance)}
+
+    def pairs(self) -> list[tuple[Any, Any]]:
+        """(right, got) of the fact, wherever it is wrong."""
+        return [
+            pair
+            for case, ranks in enumerate(self.right)
+            for rank, expected in enumerate(ranks)
+            if self.fact in expected
+            for pair in self.parts(case, rank).values()
+        ]
 
 
 def judge(
@@ -81,19 +128,12 @@ def judge(
 
     `reference` may be None where the exercise says what is EXPECTED.
     """
-    right = _expected(exercise, learner, reference)
-    place = _first_place(learner, right, exercise.tolerance)
-    if place is None and (changed := _changed(exercise, learner, reference)):
+    if wrong := _first_wrong(exercise, learner, _expected(exercise, learner, reference)):
+        return _feedback(wrong, _cause(wrong, reference, mistakes) + _how_many(wrong))
+    if changed := _changed(exercise, learner, reference):
         headline = f"The values are right, but {exercise.function} changes what it was given."
         return Feedback(headline, *changed, _IN_PLACE, None if exercise.world_size == 1 else 0)
-    if place is None:
-        return None if exercise.settings.facts_only else _feedback_on_bytes(exercise, learner, reference, mistakes)
-    cause = _cause(exercise, place, learner, right, reference, mistakes)
-    return _feedback(exercise, place, learner, cause + _how_many(exercise, place, learner, right))
-
-
-_Facts = Mapping[str, Any]
-_Right = Sequence[Sequence[_Facts]]  # [case][rank]
+    return None if exercise.settings.facts_only else _feedback_on_bytes(exercise, learner, reference, mistakes)
 
 
 def _expected(exercise: Exercise, learner: Behaviour, reference: Behaviour | None) -> _Right:
@@ -119,31 +159,28 @@ def _differs(right: _Facts, got: _Facts, fact: str, tolerance: float) -> Differe
     return first_difference(right.get(fact), got.get(fact), tolerance, fact)
 
 
-def _first_place(learner: Behaviour, right: _Right, tolerance: float) -> _Place | None:
+def _first_wrong(exercise: Exercise, learner: Behaviour, right: _Right) -> _Wrong | None:
+    """The first place where a solution, or a known mistake, differs; None where it differs nowhere."""
     for case, ranks in enumerate(right):
         for rank, expected in enumerate(ranks):
             got = _facts(learner.trials[case][rank].returned)
             for fact in _compared(expected):
+                found = _differs(expected, got, fact, exercise.tolerance)
                 if fact not in got:
-                    whole = first_difference(dict(expected), learner.trials[case][rank].returned, tolerance, VALUE)
-                    return _Place(case, rank, fact, whole or Difference(fact, "keys", fact, "nothing of this name"))
-                if found := _differs(expected, got, fact, tolerance):
-                    return _Place(case, rank, fact, found)
+                    whole = first_difference(
+                        dict(expected), learner.trials[case][rank].returned, exercise.tolerance, VALUE
+                    )
+                    found = whole or Difference(fact, "keys", fact, "nothing of this name")
+                if found:
+                    return _Wrong(exercise, learner, right, case, rank, fact, found)
     return None
 
 
-def _cause(
-    exercise: Exercise,
-    place: _Place,
-    learner: Behaviour,
-    right: _Right,
-    reference: Behaviour | None,
-    mistakes: Callable[[], Sequence[Known]],
-) -> str:
-    trial, expected = learner.trials[place.case][place.rank], right[place.case][place.rank]
+def _cause(wrong: _Wrong, reference: Behaviour | None, mistakes: Callable[[], Sequence[Known]]) -> str:
+    exercise, learner, trial = wrong.exercise, wrong.learner, wrong.trial
     if trial.nothing and exercise.returns:
         if returns_a_value(learner.source) and not all(each.nothing for ranks in learner.trials for each in ranks):
-            return f"in this case it returns nothing, or None: {place.difference.expected} is expected"
+            return f"in this case it returns nothing, or None: {wrong.difference.expected} is expected"
         printed = f"; it printed {trial.printed.split()[0]!r} ..." if trial.printed.split() else ""
         return f"the function returns nothing{printed}: end it with `return ...`"
     if order := other_order(learner.source, exercise.reference, exercise.function):
@@ -154,7 +191,7 @@ def _cause(
         return said
     if line := overwritten(learner.source):
         last = f"every round of the loop sets `{line}` anew, so only the last one counts: `+=` adds to what is there"
-        return "; ".join(filter(None, (last, exercise.says(place.fact, _facts(trial.returned), expected))))
+        return "; ".join(filter(None, (last, exercise.says(wrong.fact, wrong.facts, wrong.expected))))
     if changed := _changed(exercise, learner, reference):
         return f"{changed[1]}: {_IN_PLACE}"
     if written := slip(learner.source, exercise.reference, not exercise.pure):
@@ -163,69 +200,70 @@ def _cause(
         return f"the collective's result stands in `{kept}`, which nothing reads afterwards: return what is made of it"
     if part := minus_a_fraction(learner.source, exercise.reference):
         return f"`{part}` divides before it subtracts: parentheses around the difference, as in `(n - 1) / n`"
-    if place.difference.problem == "dtype":
+    if wrong.difference.problem == "dtype":
         return "a buffer was made with torch's default dtype: make it like the input (new_empty, empty_like)"
     sender = None if exercise.settings.facts_only else reference  # what trains sends more than the function itself
-    right_calls = sender.trials[place.case][place.rank].calls if sender else ()
     return (
-        _alike(exercise, place, learner, right, mistakes())
-        or _of_a_text(_facts(trial.returned).get(place.fact, 0), expected.get(place.fact))
+        _alike(wrong, mistakes())
+        or _of_a_text(wrong.facts.get(wrong.fact, 0), wrong.expected.get(wrong.fact))
         or other_operation(learner.source, exercise.reference)
-        or _other_names(exercise, place, trial.returned, expected)
-        or _calls_missing(trial.calls, right_calls)
-        or _of_all_numbers(exercise, place, learner, right)
-        or _divided(exercise, place, learner)
-        or _unread(exercise, place, learner, _said(exercise, place, learner, right))
-        or _relation(exercise, place, learner, right)
+        or _other_names(wrong)
+        or _calls_missing(trial.calls, sender.trials[wrong.case][wrong.rank].calls if sender else ())
+        or _of_all_numbers(wrong)
+        or _divided(wrong)
+        or _unread(wrong, _said(wrong))
+        or _relation(wrong)
     )
 
 
-def _other_names(exercise: Exercise, place: _Place, got: Any, right: _Facts) -> str:
+def _other_names(wrong: _Wrong) -> str:
     """The name that lacks in a dict that was returned, and those that are not expected."""
-    if not isinstance(got, dict) or place.fact in got or hasattr(exercise.module(), "observe"):
+    got = wrong.trial.returned
+    if not isinstance(got, dict) or wrong.fact in got or hasattr(wrong.exercise.module(), "observe"):
         return ""
-    other = [f"`{name}`" for name in got if name not in right]
+    other = [f"`{name}`" for name in got if name not in wrong.expected]
     instead = f", and {', '.join(other)} stands there" if other else ""
-    return f"the names of the dict are the statement's, letter by letter: `{place.fact}` is not there{instead}"
+    return f"the names of the dict are the statement's, letter by letter: `{wrong.fact}` is not there{instead}"
 
 
-def _alike(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right, mistakes: Sequence[Known]) -> str:
+def _alike(wrong: _Wrong, mistakes: Sequence[Known]) -> str:
     """The cause of the known mistake that does the same here, in this fact's wrong parts and the facts before it, and
     of a pure function at half of the wrong places; of several, at most places, then in most facts.
     """
+    exercise, right = wrong.exercise, wrong.right
+    here = wrong.case, wrong.rank
+    places = [(case, rank) for case, ranks in enumerate(right) for rank in range(len(ranks))]
+    facts = list(_compared(wrong.expected))
 
-    def same(known: Known, case: int, rank: int, fact: str) -> bool:
-        theirs, ours = (of.trials[case][rank] for of in (known.behaviour, learner))
-        unlike = _differs(_facts(theirs.returned), _facts(ours.returned), fact, exercise.tolerance)
-        return both_or_none_return(theirs, ours) and unlike is None
-
-    def both_or_none_return(theirs: Trial, ours: Trial) -> bool:
+    def both_or_none_return(known: Known, case: int, rank: int) -> bool:
+        theirs, ours = (of.trials[case][rank] for of in (known.behaviour, wrong.learner))
         return theirs.nothing == ours.nothing or not exercise.returns
 
-    places = [(case, rank) for case, ranks in enumerate(right) for rank in range(len(ranks))]
-    facts = list(_compared(right[place.case][place.rank]))
-    before = facts[: facts.index(place.fact)]
+    def same(known: Known, case: int, rank: int, fact: str) -> bool:
+        theirs, ours = (_facts(of.trials[case][rank].returned) for of in (known.behaviour, wrong.learner))
+        return both_or_none_return(known, case, rank) and _differs(theirs, ours, fact, exercise.tolerance) is None
 
     def alike_at(known: Known, case: int, rank: int) -> bool:
-        trial, wrong = known.behaviour.trials[case][rank], _wrong_parts(exercise, place, learner, right, case, rank)
-        theirs = _parts(_facts(trial.returned).get(place.fact))
-        unlike = (first_difference(theirs.get(name), got, exercise.tolerance) for name, (_, got) in wrong.items())
-        return bool(wrong) and both_or_none_return(trial, learner.trials[case][rank]) and not any(unlike)
+        parts, theirs = (
+            wrong.parts(case, rank),
+            _parts(_facts(known.behaviour.trials[case][rank].returned).get(wrong.fact)),
+        )
+        unlike = (first_difference(theirs.get(name), got, exercise.tolerance) for name, (_, got) in parts.items())
+        return bool(parts) and both_or_none_return(known, case, rank) and not any(unlike)
 
     def elsewhere_too(known: Known) -> bool:
-        both = (learner, known.behaviour)
-        wrong = [at for at in places if any(_wrong_parts(exercise, place, each, right, *at) for each in both)]
-        return sum(alike_at(known, *at) for at in wrong) >= _ALIKE * len(wrong)
+        either = [at for at in places if wrong.parts(*at) or wrong.parts(*at, known.behaviour)]
+        return sum(alike_at(known, *at) for at in either) >= _ALIKE * len(either)
 
     def score(known: Known) -> tuple[int, int]:
-        at_places = sum(same(known, *at, place.fact) for at in places)
+        at_places = sum(same(known, *at, wrong.fact) for at in places)
         return at_places, sum(same(known, *at, fact) for at in places for fact in facts)
 
     alike = [
         known
         for known in mistakes
-        if alike_at(known, place.case, place.rank)
-        and all(same(known, place.case, place.rank, fact) for fact in before)
+        if alike_at(known, *here)
+        and all(same(known, *here, fact) for fact in facts[: facts.index(wrong.fact)])
         and (not exercise.pure or elsewhere_too(known))
     ]
     return max(alike, key=score).cause if alike else ""
@@ -256,16 +294,16 @@ def _calls_missing(calls: Sequence[Call], right: Sequence[Call]) -> str:
     return to_one_rank_only(calls) or (nothing_added_up(calls) if wanted & _ADDING else "")
 
 
-def _of_all_numbers(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right) -> str:
+def _of_all_numbers(wrong: _Wrong) -> str:
     """What holds of all wrong numbers of this fact, or of all facts: digits cut off, or (of three different ones)
     another unit.
     """
-    facts = [place, *(replace(place, fact=other) for other in right[place.case][place.rank] if other != place.fact)]
-    of_each = [_wrong_pairs(exercise, each, learner, right) for each in facts]
-    return _cut_off(exercise, of_each[0]) or _cut_off(exercise, [pair for pairs in of_each for pair in pairs])
+    others = [replace(wrong, fact=fact).pairs() for fact in wrong.expected if fact != wrong.fact]
+    pairs, tolerance = wrong.pairs(), wrong.exercise.tolerance
+    return _cut_off(pairs, tolerance) or _cut_off([*pairs, *(pair for each in others for pair in each)], tolerance)
 
 
-def _cut_off(exercise: Exercise, pairs: Sequence[tuple[Any, Any]]) -> str:
+def _cut_off(pairs: Sequence[tuple[Any, Any]], tolerance: float) -> str:
     if pairs and all(map(_is_cut_off, pairs)):
         return _WHOLE
     if not pairs or not all(map(_is_number, (each for pair in pairs for each in pair))):
@@ -275,7 +313,7 @@ def _cut_off(exercise: Exercise, pairs: Sequence[tuple[Any, Any]]) -> str:
             return "the numbers are rounded: give them as they are"
         if len(pairs) > 1 and all(got in (math.floor(expected), math.ceil(expected)) for expected, got in pairs):
             return _WHOLE
-    if len({expected for expected, _ in pairs}) < 3 or not (factor := _constant_factor(pairs, exercise.tolerance)):
+    if len({expected for expected, _ in pairs}) < 3 or not (factor := _constant_factor(pairs, tolerance)):
         return ""
     times = max(factor, 1 / factor)
     if not any(abs(times / unit - 1) < 1e-6 for unit in (100, 1e3, 1e6, 1e9, 2**10, 2**20, 2**30)):
@@ -309,10 +347,10 @@ def _is_cut_off(pair: tuple[Any, Any]) -> bool:
     return bool(right.is_floating_point()) and bool((got == right.floor()).all()) and len(got.unique()) > 1
 
 
-def _divided(exercise: Exercise, place: _Place, learner: Behaviour) -> str:
+def _divided(wrong: _Wrong) -> str:
     """The cause where the wrong one of `/` and `//` made a fraction of a whole number, or the other way round."""
-    expected, got = (text.lstrip("-") for text in (place.difference.expected, place.difference.got))
-    operator = other_division(learner.source, exercise.reference)
+    expected, got = (text.lstrip("-") for text in (wrong.difference.expected, wrong.difference.got))
+    operator = other_division(wrong.learner.source, wrong.exercise.reference)
     if operator == "/" and expected.isdigit() and not got.isdigit():
         return f"`/` makes a fraction, here {got}, where a whole number is expected: `//` divides whole numbers"
     if operator == "//" and got.isdigit() and not expected.isdigit():
@@ -320,23 +358,22 @@ def _divided(exercise: Exercise, place: _Place, learner: Behaviour) -> str:
     return ""
 
 
-def _unread(exercise: Exercise, place: _Place, learner: Behaviour, said: str) -> str:
+def _unread(wrong: _Wrong, said: str) -> str:
     """What the exercise says, after the arguments that the function ignores and its reference needs."""
-    names = never_read(learner.source, exercise.reference, exercise.function)
+    exercise, problem = wrong.exercise, wrong.difference.problem
+    names = never_read(wrong.learner.source, exercise.reference, exercise.function)
     all_of_them = len(names) == len(inspect.signature(getattr(exercise.module(), exercise.function)).parameters)
-    if not names or place.difference.problem in ("type", "keys") or (exercise.settings.facts_only and not all_of_them):
+    if not names or problem in ("type", "keys") or (exercise.settings.facts_only and not all_of_them):
         return said
     unread = f"your function never reads {' and '.join(f'`{name}`' for name in names)}"
     return f"{unread}; {said}" if said else f"{unread}, on which the result depends"
 
 
-def _said(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right) -> str:
+def _said(wrong: _Wrong) -> str:
     """What the exercise says of this fact, with the factor by which all of several wrong numbers are too large."""
-    got = _facts(learner.trials[place.case][place.rank].returned)
-    said = exercise.says(place.fact, got, right[place.case][place.rank])
-    pairs = _wrong_pairs(exercise, place, learner, right)
+    said, pairs = wrong.exercise.says(wrong.fact, wrong.facts, wrong.expected), wrong.pairs()
     several = len({expected for expected, _ in pairs if _is_number(expected)}) > 2
-    factor = _constant_factor(pairs, exercise.tolerance) if said and several else 0.0
+    factor = _constant_factor(pairs, wrong.exercise.tolerance) if said and several else 0.0
     return f"{said.rstrip('.')}. Everywhere this is {factor:.4g} times what is expected" if factor else said
 
 
@@ -344,25 +381,25 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _relation(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right) -> str:
+def _relation(wrong: _Wrong) -> str:
     """What any wrong value may be to the right one: of another type, another rank's, a multiple; else what to do."""
-    if place.difference.problem in ("type", "keys", "length"):
-        return f"{place.difference.expected} is expected, this is {place.difference.got}"
-    case, ours = right[place.case], _facts(learner.trials[place.case][place.rank].returned).get(place.fact)
-    if _is_number(case[place.rank].get(place.fact)) and not (_is_number(ours) or hasattr(ours, "sum")):
-        return f"a number is expected, this is {ours!r}"
-    own = {place.fact: ours}
-    for rank, theirs in enumerate(case):
-        unlike = _differs(case[place.rank], theirs, place.fact, exercise.tolerance)
-        if unlike and _differs(theirs, own, place.fact, exercise.tolerance) is None:
+    exercise, ranks, tolerance = wrong.exercise, wrong.right[wrong.case], wrong.exercise.tolerance
+    if wrong.difference.problem in ("type", "keys", "length"):
+        return f"{wrong.difference.expected} is expected, this is {wrong.difference.got}"
+    if _is_number(wrong.expected.get(wrong.fact)) and not (_is_number(wrong.got) or hasattr(wrong.got, "sum")):
+        return f"a number is expected, this is {wrong.got!r}"
+    own = {wrong.fact: wrong.got}
+    for rank, theirs in enumerate(ranks):
+        unlike = _differs(wrong.expected, theirs, wrong.fact, tolerance)
+        if unlike and _differs(theirs, own, wrong.fact, tolerance) is None:
             return f"this is what rank {rank} must give"
-    pairs = _wrong_pairs(exercise, place, learner, right)
-    if factor := _constant_factor(pairs, exercise.tolerance):
-        return _factor_in_words(factor, 1 if exercise.pure else len(case))
-    here = list(_wrong_parts(exercise, place, learner, right, place.case, place.rank).values())
+    pairs = wrong.pairs()
+    if factor := _constant_factor(pairs, tolerance):
+        return _factor_in_words(factor, 1 if exercise.pure else len(ranks))
+    here = list(wrong.parts(wrong.case, wrong.rank).values())
     alike = [pair for pair in here if abs(_factor(*pair) - _factor(*here[0])) < 1e-4 * abs(_factor(*here[0]))]
-    if 1 < len(alike) < len(here) and (factor := _constant_factor(alike, exercise.tolerance)):
-        return f"{_factor_in_words(factor, len(case))}; this holds for {len(alike)} of those that differ, not for all"
+    if 1 < len(alike) < len(here) and (factor := _constant_factor(alike, tolerance)):
+        return f"{_factor_in_words(factor, len(ranks))}; this holds for {len(alike)} of those that differ, not for all"
     if len(pairs) > 2 and all(map(_is_number, (each for pair in pairs for each in pair))):
         more, *others = {round(got - expected, 9) for expected, got in pairs}
         if not others:
@@ -373,27 +410,6 @@ def _relation(exercise: Exercise, place: _Place, learner: Behaviour, right: _Rig
 def _parts(value: Any) -> Mapping[str, Any]:
     """The parts of a fact that is a dict; else the value as the only part."""
     return value if isinstance(value, dict) else {"": value}
-
-
-def _wrong_parts(
-    exercise: Exercise, place: _Place, learner: Behaviour, right: _Right, case: int, rank: int
-) -> dict[str, tuple[Any, Any]]:
-    """(right, got) of the parts of the place's fact that differ in this case on this rank, by their names."""
-    ours = _parts(_facts(learner.trials[case][rank].returned).get(place.fact))
-    theirs = _parts(right[case][rank].get(place.fact))
-    pairs = {name: (value, ours.get(name)) for name, value in theirs.items()}
-    return {name: pair for name, pair in pairs.items() if first_difference(*pair, exercise.tolerance)}
-
-
-def _wrong_pairs(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right) -> list[tuple[Any, Any]]:
-    """(right, got) of this fact, wherever it is wrong."""
-    return [
-        pair
-        for case, ranks in enumerate(right)
-        for rank, expected in enumerate(ranks)
-        if place.fact in expected
-        for pair in _wrong_parts(exercise, place, learner, right, case, rank).values()
-    ]
 
 
 def _constant_factor(pairs: Sequence[tuple[Any, Any]], tolerance: float) -> float:
@@ -424,31 +440,30 @@ def _factor_in_words(factor: float, ranks: int) -> str:
     return f"this is {factor:.4g} times what is expected{divided if ranks > 1 else ''}"
 
 
-def _how_many(exercise: Exercise, place: _Place, learner: Behaviour, right: _Right) -> str:
+def _how_many(wrong: _Wrong) -> str:
     """How many parts of a fact differ, where it has several: ` (22 of 35 differ, all of them 1-D)`."""
-    expected = _parts(right[place.case][place.rank].get(place.fact))
-    got = _facts(learner.trials[place.case][place.rank].returned).get(place.fact)
-    if len(expected) == 1 or not isinstance(got, dict):
+    expected = _parts(wrong.expected.get(wrong.fact))
+    if len(expected) == 1 or not isinstance(wrong.got, dict):
         return ""
-    wrong = _wrong_parts(exercise, place, learner, right, place.case, place.rank)
-    dimensions = {value.dim() for value, _ in wrong.values() if hasattr(value, "dim")}
+    parts = wrong.parts(wrong.case, wrong.rank)
+    dimensions = {value.dim() for value, _ in parts.values() if hasattr(value, "dim")}
     alike = f", all of them {dimensions.pop()}-D" if len(dimensions) == 1 else ""
-    return f" ({len(wrong)} of {len(expected)} differ{alike})"
+    return f" ({len(parts)} of {len(expected)} differ{alike})"
 
 
-def _feedback(exercise: Exercise, place: _Place, learner: Behaviour, cause: str) -> Feedback:
-    difference, trial = place.difference, learner.trials[place.case][place.rank]
-    if trial.nothing and exercise.returns:
-        headline = f"{exercise.function} returns nothing (case: {learner.cases[place.case]})."
+def _feedback(wrong: _Wrong, cause: str) -> Feedback:
+    exercise, difference, case = wrong.exercise, wrong.difference, wrong.learner.cases[wrong.case]
+    if wrong.trial.nothing and exercise.returns:
+        headline = f"{exercise.function} returns nothing (case: {case})."
     else:
-        verb = "returns" if place.fact == VALUE else "leads to"
+        verb = "returns" if wrong.fact == VALUE else "leads to"
         what = {"keys": "a dict with other keys", "type": "something of another type"}.get(
             difference.problem, f"a wrong {difference.problem}"
         )
-        where = "" if exercise.world_size == 1 else f" {'for' if exercise.pure else 'on'} rank {place.rank}"
-        headline = f"{exercise.function} {verb} {what}{where} (case: {learner.cases[place.case]})."
-    named = difference.index is not None or place.fact != VALUE or "[" in difference.tensor
-    rank, tensor = None if exercise.world_size == 1 else place.rank, difference.tensor if named else None
+        where = "" if exercise.world_size == 1 else f" {'for' if exercise.pure else 'on'} rank {wrong.rank}"
+        headline = f"{exercise.function} {verb} {what}{where} (case: {case})."
+    named = difference.index is not None or wrong.fact != VALUE or "[" in difference.tensor
+    rank, tensor = None if exercise.world_size == 1 else wrong.rank, difference.tensor if named else None
     return Feedback(headline, difference.expected, difference.got, cause, rank, None, tensor, difference.index)
 
 
@@ -469,8 +484,7 @@ def _feedback_on_bytes(
     known = (
         known.cause
         for known in mistakes()
-        if _calls(known.behaviour) == _calls(learner)
-        and _first_place(known.behaviour, right, exercise.tolerance) is None
+        if _calls(known.behaviour) == _calls(learner) and _first_wrong(exercise, known.behaviour, right) is None
     )
     otherwise = "fewer bytes bring the same values: what does every rank need, and what does it have already?"
     if alike and abs(sent(learner) / sent(reference) - 2) < 0.01:
