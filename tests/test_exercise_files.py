@@ -212,7 +212,7 @@ def feedback(exercise: Exercise, workspace, body: str):
         ("return ...", "write a value in place of the dots"),
         ("return np.float64(2) * x", "its own imports"),
         ("twice = 2 * x\n    return twic", "did you mean `twice`?"),
-        ("return {'double': 2}['doubel'] * x", "did you mean `double`?"),
+        ("return {'double': 2}['doubel'] * x", "there is no such key in the dict; `double`, which is nearly it"),
         ("def twice():\n    return 2 * x\n\n\ndef double(x):\n    return twice()\n", "belongs to another function"),
         ("y = x + 0\n    y.require_grad = False\n    return y", "no tensor has an attribute `require_grad`"),
         ("if len(x) > 1:\n        return 2 * x", "in this case it returns nothing, or None"),

@@ -34,7 +34,7 @@ def traffic__whole_parts(P, s, r):
 
 
 def traffic__another_key(P, s, r):
-    """`across` is not there, and `accross` stands there"""
+    """spelt so, and a number of bytes each"""
     return {"within": 3 * P * (s - 1) / s, "accross": 2 * (P / s) * (r - 1) / r}
 
 

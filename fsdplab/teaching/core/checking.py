@@ -249,6 +249,8 @@ def feedback_on_failure(exercise: Exercise, report: Failure, source: str = "") -
 def _cause_of_error(exercise: Exercise, error: str, where: str, source: str) -> str:
     """The likely cause of an error, by its text, the line that raised it, the source and the exercise's stub."""
     if meant := nearly(error, source):
+        if error.startswith("KeyError"):
+            return f"there is no such key in the dict; `{meant}`, which is nearly it, stands in the source"
         return f"there is no such name here; did you mean `{meant}`?"
     unset = re.search(r"UnboundLocalError.*variable '(\w+)'", error)
     if unset and not set_outside(source, unset[1]):

@@ -167,9 +167,10 @@ def _first_wrong(exercise: Exercise, learner: Behaviour, right: _Right) -> _Wron
             for fact in _compared(expected):
                 found = _differs(expected, got, fact, exercise.tolerance)
                 if fact not in got:
-                    whole = first_difference(
-                        dict(expected), learner.trials[case][rank].returned, exercise.tolerance, VALUE
-                    )
+                    returned = learner.trials[case][rank].returned
+                    shown = {name: got[name] for name in _compared(got)} if isinstance(returned, dict) else returned
+                    named = {name: expected[name] for name in _compared(expected)}
+                    whole = first_difference(named, shown, exercise.tolerance, VALUE)
                     found = whole or Difference(fact, "keys", fact, "nothing of this name")
                 if found:
                     return _Wrong(exercise, learner, right, case, rank, fact, found)
