@@ -20,7 +20,7 @@ def bytes_each__another_name(cut, n):
 
 
 def bytes_each__texts(cut, n):
-    """a number is expected, this is the text '4 bytes'"""
+    """a number is expected, this is '4 bytes'"""
     share = {state: 1 / n if state in cut else 1 for state in ("gradients", "optimizer")}
     copy = 2 if "optimizer" in cut and "parameters" not in cut else 0
     kept = {"gradient": f"{4 * share['gradients']} bytes", "master": 4 * share["optimizer"]}

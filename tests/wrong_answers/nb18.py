@@ -32,7 +32,7 @@ def ratio__the_bytes(parameter_bytes, reduce_bytes, ddp_bytes, root=0.0):
 
 
 def ratio__of_one_dtype(parameter_bytes, reduce_bytes, ddp_bytes, root=0.0):
-    """is each of the four used, and as it is given"""
+    """never reads `parameter_bytes` and `reduce_bytes` and `ddp_bytes`"""
     return 1.5 - root / 2
 
 
