@@ -45,7 +45,7 @@ def exposed(communication, compute):
     #: as above
     #! held = lambda spans: {t for a, b in spans for t in range(a, b)}
     #! return len(held(communication) - held(compute))
-    #: raises: read the last line first
+    #: raises: a whole number is needed here
     total = 0
     #! hidden = lambda a, b, spans: sum(max(0, min(b, d) - max(a, c)) for c, d in spans)
     #! moving = [(a, b) for a, b in zip(edges, edges[1:]) if any(c <= a and b <= d for c, d in communication)]

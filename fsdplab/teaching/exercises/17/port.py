@@ -32,7 +32,7 @@ def port(model, steps):
         fully_shard(block)
     fully_shard(model)
     #! model = model
-    #: raises: read the last line
+    #: raises: this object has nothing of that name
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     #! optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     #: the optimizer is SGD(lr=0.1)
