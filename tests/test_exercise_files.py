@@ -500,6 +500,8 @@ MEANS = {
     "dist.all_reduce(x)\n    dist.all_reduce(x)\n    return x / 4": "fewer bytes bring the same values",
     "exact = x.double()\n    dist.all_reduce(exact)\n    return (exact / 2).float()": None,
     "work = dist.all_reduce(x, async_op=True)\n    return x / 2": "only begins the message",
+    "dist.all_reduce(x)\n    if dist.get_rank() == 0:\n        return x / 2": "lets one rank alone do",
+    "dist.all_reduce(x)\n    if dist.get_rank() < 1:\n        return x / 2": "and rank 0 a value: every rank",
     "y = torch.stack([*x.double(), *x.double()[:0]])\n    dist.all_reduce(y)\n    return (y / 2).float()": None,
     "every = [torch.empty_like(x) for _ in range(2)]\n    dist.all_gather(every, x)\n    return sum(every) / 2": None,
 }
@@ -538,6 +540,13 @@ def test_a_message_that_is_not_waited_for_is_named_whatever_the_values():
         ("if dist.get_rank() == 0:\n    print(x)", ""),
         ("work = dist.all_reduce(x, async_op=True)", ""),
         ("x.add_(2)", ""),
+        ("def f(x):\n    y = x / 2", "`y = x / 2` makes a new value that nothing reads afterwards"),
+        ("def f(x):\n    x = x / 2", "`x /= 2` changes `x` itself"),
+        ("def f(xs):\n    for x in xs:\n        y = x.grad\n        y = y / 2\n    return xs", "nothing reads"),
+        ("def f(xs):\n    y = 0\n    for x in xs:\n        y = y + x\n    return y", ""),
+        ("def f(xs):\n    for x in xs:\n        y = 1\n        y = y + x\n    return y", ""),
+        ("def f(x):\n    nonlocal y\n    y = y + x", ""),
+        ("def f(g):\n    y = 1\n    g(lambda: y)\n    y = y + 1", ""),
     ],
 )
 def test_what_a_source_does_that_can_hardly_be_meant(written, says):

@@ -32,3 +32,9 @@ def hello_ranks__cards():
 def hello_ranks__a_generator():
     """`yield` makes a generator"""
     yield f"rank {dist.get_rank()} of {dist.get_world_size()}"
+
+
+def hello_ranks__on_rank_0_alone():
+    """`if dist.get_rank() == 0:` lets one rank alone do what stands there"""
+    if dist.get_rank() == 0:
+        return f"rank {dist.get_rank()} of {dist.get_world_size()}"

@@ -75,3 +75,41 @@ def ring_all_gather__its_own_at_every_step(mine):
         dist.recv(whole[(rank - step - 1) % n], src=(rank - 1) % n)
         sending.wait()
     return whole.flatten(0, 1)
+
+
+def ring_all_gather__a_barrier_in_each_step(mine):
+    """no collective may be called, and barrier is one: leave it out"""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    whole = mine.new_zeros((n, *mine.shape))
+    whole[rank] = mine
+    for step in range(n - 1):
+        sending = dist.isend(whole[(rank - step) % n], dst=(rank + 1) % n)
+        dist.recv(whole[(rank - step - 1) % n], src=(rank - 1) % n)
+        sending.wait()
+        dist.barrier()
+    return whole.flatten(0, 1)
+
+
+def ring_all_gather__an_all_reduce_to_wait(mine):
+    """no collective may be called, and all_reduce is one: leave it out"""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    whole = mine.new_zeros((n, *mine.shape))
+    whole[rank] = mine
+    for step in range(n - 1):
+        sending = dist.isend(whole[(rank - step) % n], dst=(rank + 1) % n)
+        dist.recv(whole[(rank - step - 1) % n], src=(rank - 1) % n)
+        sending.wait()
+    dist.all_reduce(torch.zeros(1))
+    return whole.flatten(0, 1)
+
+
+def ring_all_gather__rows_the_other_way_round(mine):
+    """what step s brings is owned by rank `(r - s - 1) % n`"""
+    rank, n = dist.get_rank(), dist.get_world_size()
+    whole = mine.new_zeros((n, *mine.shape))
+    whole[rank] = mine
+    for step in range(n - 1):
+        sending = dist.isend(whole[(rank + step) % n], dst=(rank + 1) % n)
+        dist.recv(whole[(rank + step + 1) % n], src=(rank - 1) % n)
+        sending.wait()
+    return whole.flatten(0, 1)

@@ -47,3 +47,27 @@ def largest_batch__pairs_the_other_way_round(card, moments):
 def largest_batch__in_bytes(card, moments):
     """is everything in MB?"""
     return min(int((1e6 * card - fixed) // each) for fixed, each in moments if each)
+
+
+def model_state_bytes__a_master_beside_fp32(strategy, parameters, ranks, param_dtype):
+    """where a master is counted, which fp32 parameters do not have"""
+    size = {"fp32": 4, "bf16": 2}[param_dtype]
+    divided = {"no_shard": 0, "zero1": 1, "zero2": 2, "full_shard": 3}[strategy]
+    return parameters * sum(each / (ranks if place < divided else 1) for place, each in enumerate((12, size, size)))
+
+
+def model_state_bytes__whole_masters(strategy, parameters, ranks, param_dtype):
+    """or the masters are kept whole"""
+    size, master = {"fp32": (4, 0), "bf16": (2, 4)}[param_dtype]
+    cut = {"no_shard": (1, 1, 1), "zero1": (ranks, 1, 1), "zero2": (ranks, ranks, 1), "full_shard": (ranks,) * 3}
+    moments, gradient, parameter = cut[strategy]
+    master /= ranks if strategy == "full_shard" else 1
+    return parameters * (8 / moments + size / gradient + size / parameter + master)
+
+
+def largest_batch__the_first_that_does_not_fit(card, moments):
+    """the first batch that a loop finds too large"""
+    batch = 0
+    while all(fixed + batch * each <= card for fixed, each in moments):
+        batch += 1
+    return batch

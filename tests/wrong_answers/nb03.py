@@ -81,3 +81,10 @@ def in_buckets__counts_on_after_it_has_sent(model, bucket_bytes):
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(ready)
     return send
+
+
+def average_in_hook__a_quotient_that_nothing_reads(parameter):
+    """makes a new value that nothing reads afterwards"""
+    grad = parameter.grad
+    dist.all_reduce(grad)
+    grad = grad / dist.get_world_size()

@@ -180,6 +180,10 @@ def _first_wrong(exercise: Exercise, learner: Behaviour, right: _Right) -> _Wron
 def _cause(wrong: _Wrong, reference: Behaviour | None, mistakes: Callable[[], Sequence[Known]]) -> str:
     exercise, learner, trial = wrong.exercise, wrong.learner, wrong.trial
     if trial.nothing and exercise.returns:
+        others = [rank for rank, each in enumerate(learner.trials[wrong.case]) if not each.nothing]
+        if others:
+            some = f"rank {wrong.rank} returns nothing, or None, and rank {others[0]} a value: every rank returns one"
+            return slip(learner.source, exercise.reference, not exercise.pure) or some
         if returns_a_value(learner.source) and not all(each.nothing for ranks in learner.trials for each in ranks):
             return f"in this case it returns nothing, or None: {wrong.difference.expected} is expected"
         printed = f"; it printed {trial.printed.split()[0]!r} ..." if trial.printed.split() else ""

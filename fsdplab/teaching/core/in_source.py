@@ -91,7 +91,7 @@ def slip(source: str, reference: str, on_ranks: bool = True) -> str:
     >>> slip("def half(x):\\n    x / 2\\n    return x", "")
     '`x / 2` stands alone, so its value is lost: assign it (`x /= 2` changes `x` itself)'
     """
-    rules = [_lost, _always_true, _never_equal, _none_assigned, _summed_and_lost, _no_attribute]
+    rules = [_lost, _always_true, _never_equal, _none_assigned, _summed_and_lost, _no_attribute, _never_read]
     if not re.search(r"\w\[\w+\] = ", source):  # a list whose places are set afterwards may begin with one tensor
         rules.append(_one_tensor_many_times)
     if on_ranks and not re.search(r"\b(broadcast|scatter|i?send)\w*\(", source):
@@ -197,6 +197,29 @@ def _summed_and_lost(node: ast.AST) -> str:
     if called not in ("all_reduce", "broadcast", "reduce") or not (made or isinstance(given, ast.BinOp)):
         return ""
     return f"`{called}` writes into `{ast.unparse(given)}`, a new value that is lost: give it a name, and go on with it"
+
+
+def _never_read(node: ast.AST) -> str:
+    """`grad = grad / n` where a function ends, or a round of its loop that begins with another `grad`."""
+    if not isinstance(node, ast.FunctionDef):
+        return ""
+    own = list(_own(node))
+    inner = [each for each in own if isinstance(each, (ast.FunctionDef, ast.Lambda))]
+    shared = {name for each in own if isinstance(each, (ast.Global, ast.Nonlocal)) for name in each.names}
+    blocks: list[ast.FunctionDef | ast.For] = [node, *(each for each in own if isinstance(each, ast.For))]
+    for block in blocks:
+        last = block.body[-1]
+        if not (isinstance(last, ast.Assign) and isinstance(last.value, ast.BinOp)):
+            continue
+        name, sign, before = ast.unparse(last.targets[0]), _SIGNS.get(type(last.value.op)), block.body[:-1]
+        anew = block is node or name in _names([each for each in before if isinstance(each, ast.Assign)], ast.Store)
+        behind = [each for each in own if getattr(each, "lineno", 0) > last.lineno]
+        if name.isidentifier() and anew and name not in shared | _names([*inner, *behind], ast.Load):
+            itself = sign and ast.unparse(last.value.left) == name
+            instead = f"`{name} {sign}= {ast.unparse(last.value.right)}` changes `{name}` itself" if itself else ""
+            told = f"`{ast.unparse(last)}` makes a new value that nothing reads afterwards: "
+            return told + (instead or "put it where it belongs")
+    return ""
 
 
 def _no_attribute(node: ast.AST) -> str:

@@ -105,7 +105,7 @@ def cases(rank, n):
 
 
 def observe(ring_all_gather, apart, mine):
-    from fsdplab.teaching.core.comm_log import WireLog, kinds_of
+    from fsdplab.teaching.core.comm_log import WireLog
     from fsdplab.teaching.core.in_source import holds_number
 
     rank, n = dist.get_rank(), dist.get_world_size()
@@ -120,7 +120,8 @@ def observe(ring_all_gather, apart, mine):
         facts["the own block"] = blocks[rank]
         facts |= {f"the block that step {step} brings": blocks[(rank - step - 1) % n] for step in range(n - 1)}
         facts["_owners"] = [next((i for i in range(n) if torch.equal(block, given[i])), None) for block in blocks]
-    facts["collectives"] = ", ".join(kind for kind in kinds_of(log.calls) if kind not in ("send", "recv")) or "none"
+    others = dict.fromkeys(call.kind for call in log.calls if call.kind not in ("send", "recv"))
+    facts["collectives"] = ", ".join(others) or "none"
     peers = [call.peer for call in log.calls if call.kind == "send"]
     facts["ranks to which this one sends"] = len(set(peers)) or 1  # a thread's messages are not seen
     facts["the number of ranks"] = "written down" if holds_number(ring_all_gather, n) else "asked for"
@@ -140,7 +141,10 @@ def wrong_place(got, right):
             "blocks go round the other way here, to rank - 1: `dst` is `(rank + 1) % n`, and `src` is `(rank - 1) % n`"
         )
     if owners == [(rank - step) % n for step in range(n)]:
-        return "blocks lie in the order of their arrival, the own one first; the result wants them in rank order"
+        return (
+            "blocks lie in the order of their arrival, the own one first; the result wants them in rank order, and what"
+            " step s brings is owned by rank `(r - s - 1) % n`"
+        )
     if place == rank:
         return (
             "the own block is not in its place, `whole[rank]`: another was received into it, or it was never put there"
@@ -158,6 +162,16 @@ def wrong_place(got, right):
     return said + "it came last, and all messages were received into the same memory: each needs its own place"
 
 
+def not_to_be_called(got, right):
+    """Whether the collective did the work, or came besides isend and recv."""
+    if not got["_received"]:
+        return "a collective does the whole work; the exercise is to do it with isend and recv"
+    return (
+        f"no collective may be called, and {got['collectives']} is one: leave it out. `recv` waits for the block of its"
+        " step, and nothing else has to be waited for but `sending`"
+    )
+
+
 SAYS = {
     "`mine` afterwards": "a message was received into `mine`, the caller's tensor, perhaps while it was being sent:"
     " take another place",
@@ -166,7 +180,7 @@ SAYS = {
     "the own block": wrong_place,
     "the block that step 0 brings": wrong_place,
     "the block that step 1 brings": wrong_place,
-    "collectives": "a collective does the whole work; the exercise is to do it with isend and recv",
+    "collectives": not_to_be_called,
     "ranks to which this one sends": "in a ring a rank sends to one neighbour only, and forwards what it received",
     "hung": "deadlock: a rank waits for a message, or for a receiver, that never comes. Begin the send with isend,"
     " receive, then wait for the send; `dst` is rank + 1 and `src` is rank - 1, both modulo n",

@@ -28,7 +28,7 @@ def largest_batch(card, moments):
     #! return max(0, round(min((card - fixed) / each for fixed, each in moments if each)))
     #: rounded to the nearest: a part of a sequence does not fit, so round down
     #! return max(0, -int(-min((card - fixed) / each for fixed, each in moments if each) // 1))
-    #: rounded up: the last sequence does not fit whole
+    #: one too many: the last sequence does not fit whole. Rounded up, or the first batch that a loop finds too large
     #! batch = 0
     #! while all(fixed + (batch + 1) * each < card for fixed, each in moments):
     #!     batch += 1
@@ -50,7 +50,7 @@ def largest_batch(card, moments):
         batch += 1
     return batch
     #! return batch + 1
-    #: one too many, as if rounded up: the last sequence does not fit whole
+    #: one too many: the last sequence does not fit whole. Rounded up, or the first batch that a loop finds too large
     ### END SOLUTION
 
 

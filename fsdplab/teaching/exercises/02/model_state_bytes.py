@@ -30,7 +30,8 @@ def model_state_bytes(strategy, parameters, ranks, param_dtype):
     #! divided = {"no_shard": 0, "zero-1": 1, "zero2": 2, "full_shard": 3}[strategy]
     #: raises: there is no such key
     #! return parameters * {"no_shard": 16, "zero1": 8 + 8 / ranks, "zero2": 4 + 12 / ranks}.get(strategy, 16 / ranks)
-    #: these are the bytes of fp32: with bf16 parameters and gradients are 2 bytes each, and a master comes with them
+    #: these are the bytes of fp32, or the masters are kept whole: with bf16 parameters and gradients are 2 bytes each,
+    #: and the master that comes with them is divided as the moments are
     states = [master + 8, size, size]  # optimizer state, gradient, parameter: divided in this order
     #! states = [master + 4, size, size]
     #: Adam keeps two moments of every parameter, 8 bytes
@@ -108,6 +109,8 @@ STATES = "parameters", "gradients", "moments", "masters"
 
 def _as(name, due, counted):
     nbytes, cut = counted
+    if not due[0]:
+        return "a master is counted, which fp32 parameters do not have"
     size = f"are {nbytes} bytes" if nbytes != due[0] else "are"
     where = "" if cut == due[1] else " divided" if cut else " kept whole"
     return f"the {name} {size}{where}" if nbytes else f"the {name} are not counted"
