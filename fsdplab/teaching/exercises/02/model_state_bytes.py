@@ -85,8 +85,9 @@ def say(got, right):
         return "return one number: the bytes of all model states on one rank"
     strategy, count, ranks, dtype = right["_given"]
     stage, size = list(DIVIDED).index(strategy), 4 if dtype == "fp32" else 2
-    due = [(size, stage > 2), (size, stage > 1), (8, stage > 0), (8 - 2 * size, stage > 0 and size == 2)]
-    ways = [[(0, False), *product(sizes, (False, True))] for sizes in ((2, 4), (2, 4), (4, 8), (2, 4))]
+    due = [(size, stage > 2), (size, stage > 1), (8, stage > 0), (8 - 2 * size, stage > 0)]
+    sizes = (2, 4), (2, 4), (4, 8), (2, 4)
+    ways = [[(0, cut), *product(each, (False, True))] for each, (_, cut) in zip(sizes, due)]
     found = {}
     for each in product(*ways):
         total = count * sum(nbytes / (ranks if cut else 1) for nbytes, cut in each)
