@@ -44,12 +44,12 @@ def unshard(mine, whole):
     ### BEGIN SOLUTION
     whole.copy_(padded[: len(whole)])
     #! pass
-    #: `whole` has memory, but no gathered rows in it: what is copied before the resize is lost, `whole = ...` gives the
-    #: name to another tensor. Write what `all_gather` has filled into the memory, `whole.copy_(...)`
+    #: `whole` has memory, but not the rows of all ranks in it: what is copied before the resize is lost, `whole = ...`
+    #: gives the name to another tensor. Write what `all_gather` has filled into the memory, `whole.copy_(...)`
     #! whole = padded[: len(whole)]
     #: as above
     #! whole.zero_()
-    #: `whole` has memory, but no gathered rows in it
+    #: `whole` has memory, but not the rows of all ranks in it
     #! whole.copy_(padded[len(padded) - len(whole) :])
     #: the first rows are not those of rank 0: join the shards in rank order, 0 first, and leave the padding out at
     #: the end
