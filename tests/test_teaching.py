@@ -235,6 +235,11 @@ def test_slips_that_any_number_of_bytes_invites(factor, cause):
     assert cause in (answers.slip_behind(question, 31 * factor) or answers.how_far(31 * factor, 31))
 
 
+def test_a_wrong_prefix_is_named_of_every_number_that_would_be_right_without_it():
+    question = Question("78.time", "?", "ms", 322.4, hints=("a", "b", "c"), tolerance=0.03)
+    assert "the prefix" in answers.slip_behind(question, 0.32) and not answers.slip_behind(question, 0.35)
+
+
 @pytest.mark.parametrize(
     "value,says",
     [(..., "Not answered yet"), ("lots", "cannot be read"), ("3 s", "measures seconds"), (None, "cannot be read")],

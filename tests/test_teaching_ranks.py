@@ -135,6 +135,8 @@ def test_a_rank_that_hangs_after_a_message_that_nobody_waits_for_is_told_of_it(w
         ("RuntimeError: attempting to assign a gradient of size '[6192]' to a tensor of size", "view_as"),
         ("RuntimeError: Tensors must have same number of dimensions: got 2 and 1", "flatten each one"),
         ("ValueError: torch.cat(): expected a non-empty list of Tensors", "ask before whether there is anything"),
+        ("RuntimeError: stack expects a non-empty TensorList", "begins with `torch.zeros(())`"),
+        ("ValueError: Parameter 'head.weight' is shared with a parameter already managed by", "one unit for both"),
         ("RuntimeError: ProcessGroupGloo::allgather: invalid tensor size at index 2", "pad the short ones"),
         ("TypeError: Expected parameter `output` of type torch.Tensor but got <class 'NoneType'>", "something is None"),
         ("RuntimeError: split_with_sizes expects split_sizes to sum exactly to 9", "`len` counts rows"),

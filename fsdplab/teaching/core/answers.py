@@ -154,7 +154,8 @@ def slip_behind(item: Question, given: float, against: Any = None) -> str:
     """The cause of the known slip whose number is the one given; "" where no such slip is known."""
     right = item.right(against)
     for slip, wrong in _wrong_numbers(item, right, against):
-        if close(given, wrong, item.tolerance if slip in item.slips else min(item.tolerance, _USUAL_SLIPS_WITHIN)):
+        own = slip in item.slips or slip in _SCALE_SLIPS
+        if close(given, wrong, item.tolerance if own else min(item.tolerance, _USUAL_SLIPS_WITHIN)):
             return slip.cause
     return ""
 

@@ -113,6 +113,16 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
         " has the slice's rows only, as a reduce-scatter leaves them",
     ),
     (
+        r"stack expects a non-empty TensorList",
+        "the list is empty in this case, and there is nothing to stack: a sum that begins with `torch.zeros(())` has a"
+        " value then, too",
+    ),
+    (
+        r"is shared with a parameter already managed",
+        "a weight that two modules share would be cut by two units. Choose one unit for both: a list,"
+        " `fully_shard([a, b])`, or no call for either, and the call for the model takes them",
+    ),
+    (
         r"expected a non-empty list of Tensors",
         "the list is empty here: this was called before anything was ready, or once more when all had left, so ask"
         " before whether there is anything; or a rank has nothing to send, and joins it with an empty tensor,"

@@ -41,7 +41,7 @@ def crossover(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):
     return max(forward, backward)
     #! return forward
     #: this hides the forward only. A backward computes twice as much, but it unshards the block again and reduces its
-    #: gradient: does that fit as well?
+    #: gradient, in numbers of `reduce_bytes`: does that fit as well?
     #! return min(forward, backward)
     #: this is the sooner of the two phases: the later one counts, so that both hide
     #! return backward

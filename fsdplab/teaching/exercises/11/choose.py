@@ -30,7 +30,7 @@ def choose():
         "link_queues": 1,  # 2: reductions have a communicator of their own
         "units": "auto",  # "auto" (a block), "linear", "model"
         #! "units": "model", "strategy": "shard_grad_op",
-        #: beyond the card
+        #: that is all of the model
         #! "card": 10**12,
         #: card belongs to the job
         #! "link": "nvlink4",
@@ -56,13 +56,20 @@ def observe(choose):
     return tried(choose())
 
 
+def too_much(got, right):
+    remedy = "Shard more"
+    if got["_units"] == "model":
+        remedy = 'One unit is unsharded as a whole: with `"units": "model"` that is all of the model'
+    return (
+        f"{got['bytes over the card'] / 1e6:.0f} MB beyond the card: a run that does not fit is no choice, however"
+        f" fast. {remedy} ({got['_seen']})"
+    )
+
+
 EXPECTED = {"choices": "", "bytes over the card": 0, "ms on the link too many": 0, "all-gathers are hidden": True}
 SAYS = {
     "choices": lambda got, right: got["choices"],
-    "bytes over the card": lambda got, right: (
-        f"{got['bytes over the card'] / 1e6:.0f} MB beyond the card: a run that does not fit is no choice, however"
-        f" fast. Shard more ({got['_seen']})"
-    ),
+    "bytes over the card": too_much,
     "ms on the link too many": lambda got, right: (
         f"it fits, but the link is busy for {got['ms on the link too many']} ms a step more than need be: parameters"
         f" are sent twice, because they are resharded in between. The card has room to keep something ({got['_seen']})"

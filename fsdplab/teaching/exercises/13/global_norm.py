@@ -24,6 +24,10 @@ def global_norm(gradients):
     #: hangs: a rank without gradients must take part too, with a sum of 0
     for gradient in gradients:
         total += gradient.float().square().sum()
+        #! square = gradient.float().square().sum()
+        #! dist.all_reduce(square)
+        #! total += square
+        #: hangs: behind the loop over its gradients
         #! total += gradient.float().norm()
         #: the tensors' norms were added; squares add, norms do not
         #! total += gradient.float().abs().sum()
@@ -106,5 +110,5 @@ SAYS = {
     "more than one number sent": sent_too_much,
     "gradients afterwards": "the gradients were changed: only their norm is asked for; scaling them is the next step",
     "hung": "a rank waits in a collective that another never calls: a rank without gradients must take part too, with a"
-    " sum of 0",
+    " sum of 0. And one call a rank: behind the loop over its gradients, for they are not equally many",
 }

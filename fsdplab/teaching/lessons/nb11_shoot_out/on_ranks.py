@@ -26,7 +26,7 @@ def tried(choices: Any) -> dict[str, Any]:
     peak = training.measured().peak_total
     over, seen = training.most_of_ranks(max(0, peak - CARD)), f"peak {peak / 1e6:.0f} MB"
     if over:
-        return {"choices": "", "bytes over the card": over, "_seen": seen}
+        return {"choices": "", "bytes over the card": over, "_seen": seen, "_units": spec.units}
     # the others send an all-gather once, after the optimizer: no setting moves that
     gathers_units = STRATEGIES[spec.strategy].shard_parameters
     on_the_link, hidden = training.clocked(steps=3 if gathers_units else 1)
