@@ -201,7 +201,16 @@ def feedback(exercise: Exercise, workspace, body: str):
     [
         ("return x + x", None),
         ("print(2 * x)", "the function returns nothing; it printed 'tensor"),
-        ("return x / 0 + [1][2]", "there are fewer pieces"),
+        ("return x / 0 + [1][2]", "a list has nothing behind its last place"),
+        (
+            "at, made = 0, []\n    for _ in x:\n        made.append(2 * x[at : at + 1])\n    return torch.cat(made)",
+            "from `at` on, which stays 0",
+        ),
+        (
+            "at, made = 0, []\n    for _ in x:\n        made.append(2 * x[at : at + 1])\n        at += 1\n"
+            "    return torch.cat(made) + 1",
+            "compare the two",
+        ),
         ("return (2 * x).double()", "torch's default dtype"),
         ("return x * 3", "this is three times"),
         ("return x.clone()", "nothing was doubled"),

@@ -155,6 +155,10 @@ def test_a_rank_that_hangs_after_a_message_that_nobody_waits_for_is_told_of_it(w
             "RuntimeError: [enforce fail at /x/alltoall.cc:29] in->size % context->size == 0.",
             "all blocks are equally long",
         ),
+        (
+            "RuntimeError: [enforce fail at /x/alltoallv.cc:138] inLengthPerRank[myRank] == outLengthPerRank[myRank].",
+            "is as long as what that rank expects",
+        ),
         ("RuntimeError: shape '[-1, 2]' is invalid for input of size 9", "whose rows and columns"),
         ("TypeError: 'int' object is not iterable", "a pair is one argument"),
         ("TypeError: list.append() takes exactly one argument (2 given)", "`steps.append((a, b))`"),

@@ -41,3 +41,21 @@ def back__added_to_the_parts(updates, parts, owners):
         p += blocks[o][: p.numel()].view_as(p)
         blocks[o] = blocks[o][p.numel() :]
     return parts
+
+
+def to_owners__always_the_first_piece(parts, owners):
+    """from `at` on, which stays 0"""
+    n, rank = dist.get_world_size(), dist.get_rank()
+    send = [
+        torch.cat([parts[0].new_empty(0), *[p.flatten() for p, o in zip(parts, owners) if o == r]]) for r in range(n)
+    ]
+    mine = [p for p, o in zip(parts, owners) if o == rank]
+    size = sum(p.numel() for p in mine)
+    received = parts[0].new_empty(n * size)
+    dist.all_to_all_single(received, torch.cat(send), [size] * n, [len(s) for s in send])
+    rows = received.view(n, size)
+    whole, at = [], 0
+    for p in mine:
+        piece = rows[:, at : at + p.numel()]
+        whole.append(piece.reshape(n * p.shape[0], p.shape[1]))
+    return whole

@@ -29,6 +29,7 @@ from .in_source import (
     for_some_ranks,
     nearly,
     one_round,
+    rounded_down,
     set_outside,
     slip,
     unwaited,
@@ -264,6 +265,8 @@ def _cause_of_error(exercise: Exercise, error: str, where: str, source: str) -> 
         return "the check calls it as the stub's line with `def` says: leave that line as it was"
     if loop := one_round(source):
         return ONE_ROUND.format(loop)
+    if "must match the size" in error and (down := rounded_down(source, exercise.reference)):
+        return f"`{down}` rounds down, and a shard has its rows rounded up, the last what is left: `-(-a // b)`"
     looks = "NoneType" in error and "Unreadable" not in error
     in_place = slip(source, exercise.reference, not exercise.pure) if looks else ""
     return in_place or condition(source, exercise.reference) or cause_of(error, exercise.pure, where)

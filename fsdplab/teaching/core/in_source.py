@@ -91,7 +91,8 @@ def slip(source: str, reference: str, on_ranks: bool = True) -> str:
     >>> slip("def half(x):\\n    x / 2\\n    return x", "")
     '`x / 2` stands alone, so its value is lost: assign it (`x /= 2` changes `x` itself)'
     """
-    rules = [_lost, _always_true, _never_equal, _none_assigned, _summed_and_lost, _no_attribute, _never_read]
+    rules = [_lost, _always_true, _never_equal, _none_assigned, _summed_and_lost, _no_attribute]
+    rules += [_never_read, _stands_still]
     if not re.search(r"\w\[\w+\] = ", source):  # a list whose places are set afterwards may begin with one tensor
         rules.append(_one_tensor_many_times)
     if on_ranks and not re.search(r"\b(broadcast|scatter|i?send)\w*\(", source):
@@ -230,6 +231,18 @@ def _no_attribute(node: ast.AST) -> str:
         return "`requires_grad_` is a method, and `= ...` only hides it: call it, `.requires_grad_(False)`"
     close = _close(node.attr, ["requires_grad"], 0.8)
     return close and f"no tensor has an attribute `{node.attr}`, so Python makes a new one that nobody reads: `{close}`"
+
+
+def _stands_still(node: ast.AST) -> str:
+    """`at = 0`, and in a loop `x[at : at + n]`, where nothing else sets `at`."""
+    inner, text = list(ast.walk(node)), ast.unparse(node) if isinstance(node, ast.FunctionDef) else ""
+    stored = [each.id for each in inner if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)]
+    for loop in (ast.unparse(each) for each in inner if text and isinstance(each, ast.For)):
+        for name in re.findall(r"\b(\w+):\1 \+ ", loop):
+            zero = rf"\b{name} = (0|\(.*, 0\))$|^ *{name}, .* = \(0, "
+            if stored.count(name) == 1 and re.search(zero, text, re.MULTILINE):
+                return f"every round takes its piece from `{name}` on, which stays 0: add each piece's length to it"
+    return ""
 
 
 def _one_rank_alone(node: ast.AST) -> str:
@@ -413,6 +426,17 @@ def other_division(source: str, reference: str) -> str:
     if ast.Div in mine - theirs and ast.FloorDiv in theirs:
         return "/"
     return "//" if ast.FloorDiv in mine - theirs and ast.Div in theirs else ""
+
+
+def rounded_down(source: str, reference: str) -> str:
+    """The first `a // b` of a source that rounds down, where its reference only rounds up, by `-(-a // b)`."""
+    mine, theirs = (
+        [node for node in _nodes(text) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.FloorDiv)]
+        for text in (source, reference)
+    )
+    if not theirs or not all(isinstance(node.left, ast.UnaryOp) for node in theirs):
+        return ""
+    return next((ast.unparse(node) for node in mine if not isinstance(node.left, (ast.UnaryOp, ast.BinOp))), "")
 
 
 def minus_a_fraction(source: str, reference: str) -> str:

@@ -176,10 +176,14 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
         " tuple of endings, `name.endswith((a, b))`",
     ),
     (
+        r"list index out of range",
+        "a list has nothing behind its last place, and in this case it is shorter than the places that are asked for:"
+        " another list may be longer, and `torch.chunk` and `split` may give fewer pieces than ranks",
+    ),
+    (
         r"IndexError.*index out of range",
         "there are fewer pieces, or fewer dimensions, than this index: `torch.chunk` and `split` give fewer pieces than"
-        " ranks where the rows (with `dim=1` the columns) run out, and a tensor may have one dimension only. In a list"
-        " there is nothing behind the last place, and a slice, `a[i:j]`, may end there",
+        " ranks where the rows (with `dim=1` the columns) run out, and a tensor may have one dimension only",
     ),
     (
         r"after before_(forward|backward): ",
@@ -256,6 +260,11 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
         r"Split sizes doesn't match",
         "the sizes do not add up to the tensor: the first list says how many elements come from each rank, and adds up"
         " to what receives them; the second how many go to each, and adds up to what is sent",
+    ),
+    (
+        r"alltoallv.*inLengthPerRank\[myRank\]",
+        "a rank sends itself another number of elements than it expects from itself: what goes to each rank is as long"
+        " as what that rank expects, so see which rows go where, and compare the two lists of sizes",
     ),
     (
         r"alltoall.*size % context",

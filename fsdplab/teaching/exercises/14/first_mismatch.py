@@ -2,7 +2,8 @@
 
 Write first_mismatch(calls): how many calls all ranks made alike, and the ranks whose next call is another than that of
 most ranks, as a list. `calls[rank]` is a list of (kind, bytes). A list may end early: a rank that waits has made fewer
-calls, and that is no difference. Where no call differs, the list of ranks is empty.
+calls, and that is no difference: compare as far as the shortest list goes. Where no call differs, the list of ranks is
+empty.
 
 1. Ranks make the same calls, in the same order. Go through the places: which calls stand there?
 2. Compare as far as the shortest list goes: `for place, there in enumerate(zip(*calls))`.

@@ -48,6 +48,8 @@ def from_meta(make, read_rows):
             #: rounded to bf16
             #! mine.copy_(read_rows(name, start, start + -(-parameter.shape[0] // n)))
             #: raises: stop is where they end
+            #! mine.copy_(read_rows(name, rank * (parameter.shape[0] // n), (rank + 1) * (parameter.shape[0] // n)))
+            #: raises: `parameter.shape[0] // n` rounds down, and a shard has its rows rounded up
     return model
     #! pass
     #: the function returns nothing

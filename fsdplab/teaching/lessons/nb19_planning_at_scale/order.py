@@ -6,6 +6,7 @@ check an exercise, so torch and numpy are enough.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import combinations
 from typing import Any
 
@@ -26,12 +27,17 @@ CHOICES = {
     "micro_batch": int,
     "checkpointing": ("none", "selective", "full"),
 }
-_REMEDIES: dict[str, dict[str, Any]] = {  # of an order that does not fit: what to say of a change, where it helps
+Changes = dict[str, dict[str, Any]]  # what to say of each change of an order, where it helps
+_ROOM: Changes = {
     "full_shard, which keeps no state whole": {"strategy": "full_shard"},
     "one sequence at a time": {"micro_batch": 1},
     "selective checkpointing": {"checkpointing": "selective"},
     "full checkpointing": {"checkpointing": "full"},
     "more GPUs": {"gpus": 512},
+}
+_LESS_WORK: Changes = {
+    "selective checkpointing": {"checkpointing": "selective"},
+    "more sequences at a time": {"micro_batch": 4},
 }
 GOOD = "fits the cards, ends in time, within the budget"
 
@@ -107,11 +113,12 @@ def _judged(found: Plan, order: dict[str, Any]) -> str:
     card, (most, nbytes) = size(spec.gpu.memory_bytes), max(peak.by_category.items(), key=lambda each: each[1])
     if not found.fits:
         part = f"and the largest part of it is {most.replace('_', ' ')}, {size(nbytes)}"
-        return f"it does not fit: {size(peak.total)} on a card of {card}, {part}. It does with {_remedy(order)}"
+        others = _remedy(order, _ROOM, _fits)
+        return f"it does not fit: {size(peak.total)} on a card of {card}, {part}. It does with {others}"
     if not roomy(found):
         return (
             f"{size(peak.total)} in use would fit, but the allocator is likely to reserve {size(reserved(found))} of"
-            f" {card}: it fits with {_remedy(order)}"
+            f" {card}: it fits with {_remedy(order, _ROOM, _fits)}"
         )
     if spec.step_tokens > STEP_TOKENS:
         return (
@@ -119,24 +126,38 @@ def _judged(found: Plan, order: dict[str, Any]) -> str:
             f" allows {STEP_TOKENS:,}: fewer GPUs, or a smaller micro-batch"
         )
     if days(found) > DAYS:
-        return f"it takes {days(found):.1f} days, and {DAYS} are left: more GPUs, or faster ones"
+        others = _remedy(order, {"more GPUs": {"gpus": 192}} | _LESS_WORK, _good)
+        return f"it takes {days(found):.1f} days, and {DAYS} are left: it is in time, and in the budget, with {others}"
     bill = dollars(found, order["gpu"])
     if bill > BUDGET:
-        return f"it costs ${bill:,.0f}, and the budget is ${BUDGET:,}: {_dear(found)}"
+        others = _remedy(order, _LESS_WORK | {"fewer GPUs": {"gpus": 160}}, _good)
+        return (
+            f"it costs ${bill:,.0f}, and the budget is ${BUDGET:,}: {_dear(found)}. It is in the budget with {others}"
+        )
     return GOOD
 
 
-def _remedy(order: dict[str, Any]) -> str:
-    """The fewest changes of an order with which what is reserved fits: `full checkpointing, or more GPUs`."""
-    for count in range(1, len(_REMEDIES) + 1):
-        sets = combinations(_REMEDIES, count)
-        if helps := [", and ".join(words) for words in sets if roomy(ordered(**order | _changes(words)))]:
-            return ", or ".join(helps)
+def _fits(order: dict[str, Any]) -> bool:
+    return roomy(ordered(**order))
+
+
+def _good(order: dict[str, Any]) -> bool:
+    """Whether an order meets all four of the job's conditions."""
+    found = ordered(**order)
+    may = roomy(found) and found.spec.step_tokens <= STEP_TOKENS
+    return may and days(found) <= DAYS and dollars(found, order["gpu"]) <= BUDGET
+
+
+def _remedy(order: dict[str, Any], changes: Changes, helps: Callable[[dict[str, Any]], bool]) -> str:
+    """The fewest changes after which an order is one that `helps`: `full checkpointing, or more GPUs`."""
+    for count in range(1, len(changes) + 1):
+        sets = {
+            words: {name: value for each in words for name, value in changes[each].items()}
+            for words in combinations(changes, count)
+        }
+        if found := [", and ".join(words) for words, changed in sets.items() if helps(order | changed)]:
+            return ", or ".join(found)
     return "other choices"
-
-
-def _changes(words: tuple[str, ...]) -> dict[str, Any]:
-    return {name: value for each in words for name, value in _REMEDIES[each].items()}
 
 
 def _dear(found: Plan) -> str:
