@@ -21,6 +21,8 @@ def back(updates, parts, owners):
     ### BEGIN SOLUTION  what goes to each rank? one all_to_all_single; then the rows in the order of `parts`
     none = parts[0].new_empty(0)  # a rank that owns no matrix sends nothing
     send = [torch.cat([none, *(each.chunk(n)[rank].flatten() for each in updates)]) for rank in range(n)]
+    #! send = [torch.cat([none, *(each.flatten() for each in updates)]) for _ in range(n)]
+    #: raises: what goes to each rank is as long as what that rank expects
     comes = [sum(part.numel() for part, of in zip(parts, owners) if of == owner) for owner in range(n)]
     received = parts[0].new_empty(sum(comes))
     dist.all_to_all_single(received, torch.cat(send), comes, [len(each) for each in send])
