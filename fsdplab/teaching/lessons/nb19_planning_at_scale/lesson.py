@@ -164,8 +164,9 @@ def searched(gpu: str, gpus: int) -> Table:
     rows = []
     for name, why in WHY.items():
         pick = getattr(found, name)
-        words = [in_short(pick.chosen.spec, spec), f"{pick.chosen.peak / 1e9:.1f}", f"{days(pick.plan):.1f}"]
-        rows.append([name, *words, f"{dollars(pick.plan, gpu):,.0f}", why(found, pick)])
+        chosen = pick.chosen
+        words = [in_short(chosen.spec, spec), f"{chosen.peak / 1e9:.1f}", f"{days(chosen.plan):.1f}"]
+        rows.append([name, *words, f"{dollars(chosen.plan, gpu):,.0f}", why(found, pick)])
     header = ["", "plan", "in use, GB", "days", "bill, $", "why"]
     caption = f"Predicted: {found.tried.total:,} plans on {gpus} {gpu.upper()}, of which {found.tried.fitting:,} fit."
     return table(header, rows, caption)
