@@ -182,6 +182,13 @@ def test_a_rank_that_hangs_after_a_message_that_nobody_waits_for_is_told_of_it(w
         ("TypeError: recv() got an unexpected keyword argument 'dst'", "no argument of that name"),
         ('TypeError: can only concatenate str (not "int") to str', "an f-string"),
         ("ValueError: torch.cat(): expected a non-empty list of Tensors", "`x.new_empty(0)`"),
+        ("ValueError: Invalid usage of tensors with different dtypesFound torch.float32 and torch.int64", "one dtype"),
+        (
+            "RuntimeError: Check failed: outputTensors[i].dtype() == inputTensors[i].dtype() (float vs. long",
+            "one dtype",
+        ),
+        ("RuntimeError: ProcessGroupGloo::allgather: invalid tensor type at index 0", "one dtype"),
+        ("IndexError: list index out of range", "behind a list's last place there is nothing"),
     ],
 )
 def test_an_error_of_python_or_torch_is_led_back_to_the_mistake(error, cause):

@@ -138,6 +138,11 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
         " resized",
     ),
     (
+        r"different dtypes|invalid tensor type at index|Check failed: .*dtype\(\)",
+        "all tensors of a collective have one dtype, and one made without is float32: make it like what is sent,"
+        " `x.new_empty(...)` or `torch.empty_like(x)`",
+    ),
+    (
         r"invalid tensor size at index|Check failed: .*sizes\(\)|must have the same (size|shape)",
         "all blocks of a collective have one shape: pad the short ones, and leave the padding out afterwards; or the"
         " whole stands where a rank's own part belongs",
@@ -184,6 +189,11 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
         r"IndexError.*index out of range",
         "there are fewer pieces, or fewer dimensions, than this index: `torch.chunk` and `split` give fewer pieces than"
         " ranks where the rows (with `dim=1` the columns) run out, and a tensor may have one dimension only",
+    ),
+    (
+        r"after before_backward: unit root ",
+        "the root stays from forward to backward: after_forward reshards the blocks alone, `if not unit.is_root:`, and"
+        " then its backward need not unshard it again",
     ),
     (
         r"after before_(forward|backward): ",

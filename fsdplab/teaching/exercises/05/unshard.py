@@ -19,6 +19,9 @@ def unshard(mine, whole):
     ### BEGIN SOLUTION  all-gather n shards of c rows: n * c rows, which may be more than `whole` has
     padded = mine.new_empty(n * len(mine), *mine.shape[1:])
     dist.all_gather(list(padded.chunk(n)), mine)
+    #! padded = torch.empty(n * len(mine), *mine.shape[1:])
+    #! dist.all_gather(list(padded.chunk(n)), mine)
+    #: raises: all tensors of a collective have one dtype
     #! padded.zero_()
     #! padded[: len(mine)] = mine
     #: no collective was called, so nothing came from the other ranks

@@ -30,7 +30,9 @@ def hooks(unit, unshard, reshard, reduce):
             #: blocks stay unsharded from forward to backward, so the whole model is in memory
             #! reshard(unit.whole)
             #! if False:
-            #: raises: the hook has run and the unit still has no memory
+            #: raises: the root stays from forward to backward
+            #! if unit.is_root:
+            #: as above
             reshard(unit.whole)
         ### END SOLUTION
 
