@@ -32,7 +32,7 @@ def hooks(unit, unshard, reshard, reduce):
             #! if False:
             #: raises: the root stays from forward to backward
             #! if unit.is_root:
-            #: as above
+            #: raises: the root stays from forward to backward
             reshard(unit.whole)
         ### END SOLUTION
 
