@@ -182,8 +182,8 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
     ),
     (
         r"list index out of range",
-        "a list has nothing behind its last place, and in this case it is shorter than the places that are asked for:"
-        " another list may be longer, and `torch.chunk` and `split` may give fewer pieces than ranks",
+        "behind a list's last place there is nothing, and in this case it is shorter than the places that are asked"
+        " for: another list may be longer, and `torch.chunk` and `split` may give fewer pieces than ranks",
     ),
     (
         r"IndexError.*index out of range",
