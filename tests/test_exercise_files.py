@@ -201,7 +201,7 @@ def feedback(exercise: Exercise, workspace, body: str):
     [
         ("return x + x", None),
         ("print(2 * x)", "the function returns nothing; it printed 'tensor"),
-        ("return x / 0 + [1][2]", "a list has nothing behind its last place"),
+        ("return x / 0 + [1][2]", "behind a list's last place there is nothing"),
         (
             "at, made = 0, []\n    for _ in x:\n        made.append(2 * x[at : at + 1])\n    return torch.cat(made)",
             "from `at` on, which stays 0",
