@@ -16,15 +16,15 @@ CROSSOVER = registry.find("10.crossover")
 
 def test_the_expected_tokens_are_right():
     """The parameters cancel: bytes a number, times FLOP/s over bytes a second, times (n-1)/n, over 2 or 4."""
-    rate = 7 / 8 * 733e12 / 380e9
+    rate = 733e12 / 380e9
     tokens = [
-        6 / 4 * rate,
-        6 / 4 * rate,
-        rate,
-        2 * rate,
-        5 / 4 * rate,
+        6 / 4 * rate * 7 / 8,
+        8 / 4 * rate * 3 / 4,
+        rate * 15 / 16,
+        2 * rate * 7 / 8,
+        5 / 4 * rate * 7 / 8,
         6 / 4 * 100e12 / 26e9 / 2,
-        6 / 4 * 4000 * 63 / 64,
+        2 / 4 * 4000 * 63 / 64,
     ]
     assert in_all_cases(CROSSOVER) == pytest.approx(tokens)
 

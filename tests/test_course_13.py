@@ -50,7 +50,7 @@ def test_worked_examples(ranks):
     assert ranks(2, norms) == [pytest.approx([13, 5, small])] * 2
     for facts, gradient, nbytes in ranks(2, sharded_beside_whole):
         torch.testing.assert_close(facts.pop("gradient of the tied weight"), gradient)
-        assert list(facts.values()) == [on_ranks.TIED.layers, True, True, nbytes]
+        assert list(facts.values()) == [on_ranks.TIED.layers, True, on_ranks.TIED.layers, True, nbytes]
     for facts, nbytes in ranks(2, adapters_trained):
         assert list(facts.values()) == [True, True, [], [], nbytes, nbytes]  # two moments, of half the rows
 

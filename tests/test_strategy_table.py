@@ -178,7 +178,7 @@ print(json.dumps({
     "widget": [spec.strategy for spec in check(Choices(strategies=(new,))).specs],
     "question": new in ask("strategy", plan_spec("llama-3.1-8b", "h100")).column("strategy"),
     "help": [new in console.invoke(app, f"{words} --help").output for words in ("plan step", "run", "compare")],
-    "refused": console.invoke(app, ["run", "kept_shart"]).output,
+    "refused": str(console.invoke(app, ["run", "kept_shart"]).exception),
 }))
 """
 

@@ -182,8 +182,9 @@ _CAUSES = (  # (what the error's line says, the likely cause), the first that fi
     ),
     (
         r"list index out of range",
-        "behind a list's last place there is nothing, and in this case it is shorter than the places that are asked"
-        " for: another list may be longer, and `torch.chunk` and `split` may give fewer pieces than ranks",
+        "behind a list's last place there is nothing, and a slice, `a[i:j]`, may end there. In this case there are"
+        " fewer than this index says: another list may be longer, and `torch.chunk` and `split` may give fewer pieces"
+        " than ranks",
     ),
     (
         r"IndexError.*index out of range",
