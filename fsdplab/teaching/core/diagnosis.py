@@ -355,7 +355,8 @@ def _is_cut_off(pair: tuple[Any, Any]) -> bool:
 def _divided(wrong: _Wrong) -> str:
     """The cause where the wrong one of `/` and `//` made a fraction of a whole number, or the other way round."""
     expected, got = (text.lstrip("-") for text in (wrong.difference.expected, wrong.difference.got))
-    operator = other_division(wrong.learner.source, wrong.exercise.reference)
+    written = not wrong.exercise.settings.facts_only  # what a training shows is no quotient that stands in the source
+    operator = other_division(wrong.learner.source, wrong.exercise.reference) if written else ""
     if operator == "/" and expected.isdigit() and not got.isdigit():
         return f"`/` makes a fraction, here {got}, where a whole number is expected: `//` divides whole numbers"
     if operator == "//" and got.isdigit() and not expected.isdigit():
@@ -367,7 +368,9 @@ def _unread(wrong: _Wrong, said: str) -> str:
     """What the exercise says, after the arguments that the function ignores and its reference needs."""
     exercise, problem = wrong.exercise, wrong.difference.problem
     names = never_read(wrong.learner.source, exercise.reference, exercise.function)
-    all_of_them = len(names) == len(inspect.signature(getattr(exercise.module(), exercise.function)).parameters)
+    all_of_them = len(names) == len(
+        inspect.signature(getattr(exercise.written_as.module(), exercise.function)).parameters
+    )
     if not names or problem in ("type", "keys") or (exercise.settings.facts_only and not all_of_them):
         return said
     unread = f"your function never reads {' and '.join(f'`{name}`' for name in names)}"
