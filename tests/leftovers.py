@@ -31,19 +31,31 @@ def left_of(folder: Path, patience_s: float = 60.0) -> list[str]:
 def processes_of(folder: Path) -> list[str]:
     """Command lines of the living processes that name a folder or have a file of it open: the launcher and the ranks of
     its run.
+
+    A process that another thread of the caller has just forked has the caller's command line and open files, and closes
+    them as it becomes another program: it is looked at once it has.
     """
     if not Path("/proc").exists():  # as on macOS, where only the command lines are told
         return [line for line in output_of("ps", "-A", "-ww", "-o", "command=").splitlines() if str(folder) in line]
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
+        if entry.name == str(os.getpid()):
+            continue
+        until(lambda: not _is_a_fork(entry), 10.0)
         try:
             command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:  # ended while we looked
             continue
-        files = _open_files(entry) if entry.name != str(os.getpid()) else []
-        if any(str(folder) in text for text in (command, *files)):
+        if any(str(folder) in text for text in (command, *_open_files(entry))):
             found.append(command)
     return found
+
+
+def _is_a_fork(process: Path) -> bool:
+    """Whether a process still has the command line of this one, which forked it."""
+    with suppress(OSError):
+        return (process / "cmdline").read_bytes() == Path("/proc/self/cmdline").read_bytes()
+    return False
 
 
 def _open_files(process: Path) -> list[str]:
