@@ -15,7 +15,6 @@ from fsdplab.engine.core.buffers import UnshardedBuffer, chunks, cut_out, pack, 
 from fsdplab.engine.core.layout import SHARDS_ALIGNED, Layout
 from fsdplab.engine.core.policy import STRATEGIES, Strategy, strategy_named
 from fsdplab.engine.core.step import Schedule
-from fsdplab.engine.transport.gloo import sum_in_rank_order
 from fsdplab.planning import UnitShapes, step_traffic
 from fsdplab.workloads.shapes import model
 
@@ -161,7 +160,7 @@ def test_sums_run_in_rank_order_in_float32(ranks: int, dtype: torch.dtype) -> No
     for part in parts[1:]:
         expected = expected + part.float()
     output = torch.empty(1000, dtype=dtype)
-    sum_in_rank_order(parts, output, Average(2.0))
+    Average(2.0).sum_up(parts.unbind(), output)
     assert torch.equal(output, (expected / 2.0).to(dtype))
 
 

@@ -64,6 +64,12 @@ def reduce_scatter_single(output: torch.Tensor, source: torch.Tensor, **options:
     return call(output, source, **options)
 
 
+def collectives_are_watched() -> bool:
+    """Whether a profiler, a dispatch mode, or who has replaced the function sees a collective that is called now."""
+    seen = torch._C._autograd._profiler_enabled() or torch._C._len_torch_dispatch_stack() > 0
+    return seen or collectives_are_replaced()
+
+
 def collectives_are_replaced() -> bool:
     """Whether somebody has replaced a collective of `torch.distributed` by a function that may look at its buffers."""
     for name in _COLLECTIVES:
@@ -177,8 +183,8 @@ def outside_transforms(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor around `local` itself: no copy, no autograd, none of `from_local`'s checks."""
-    return DTensor(local, spec, requires_grad=local.requires_grad)
+    """A DTensor around `local` itself: no copy, no autograd, neither `from_local`'s checks nor an empty `__init__`."""
+    return DTensor.__new__(DTensor, local, spec, requires_grad=local.requires_grad)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -200,7 +206,9 @@ def keep_gradient_dtype(source: torch.Tensor, target: torch.Tensor) -> torch.Ten
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype | None:
     """The dtype of the gradients of `parameter`: its own unless another was set; None where any will do."""
-    return parameter.grad_dtype if _has_gradient_dtype(parameter) else parameter.dtype
+    if not hasattr(torch.Tensor, "grad_dtype") or not getattr(parameter, "_has_grad_dtype_override", True):
+        return parameter.dtype
+    return parameter.grad_dtype
 
 
 def _has_gradient_dtype(parameter: torch.Tensor) -> bool:

@@ -43,9 +43,11 @@ class Marks:
         """Add `marks`, zeros of either sign, in place: 0.0 turns -0.0 into 0.0, and nothing else changes a value."""
         tensor.index_copy_(-1, self.places, tensor.index_select(-1, self.places).add_(marks))
 
-    def found_in(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What `put` adds to carry the marks of `tensor` elsewhere."""
-        found = tensor.index_select(-1, self.places)
+    def found_in(self, *terms: torch.Tensor) -> torch.Tensor:
+        """What `put` adds to carry the marks of the sum of `terms` elsewhere."""
+        found, *others = [term.index_select(-1, self.places) for term in terms]
+        for other in others:
+            found = found + other
         return found.masked_fill_(found != 0, 0.0)
 
     def missing(self, total: torch.Tensor) -> torch.Tensor:
@@ -84,13 +86,33 @@ class Average:
         if self.marks is not None:
             self.marks.put(packed, self.given)
 
+    def sum_up(self, terms: Sequence[torch.Tensor], output: torch.Tensor) -> None:
+        """Leave the average of `terms` in `output`, which may be the first of them: added in that order, low precisions
+        in float32. To divide by a power of two is exact before a sum too, and takes no pass of its own there.
+        """
+        first, *others = terms
+        wide = torch.promote_types(output.dtype, torch.float32) if output.is_floating_point() else output.dtype
+        if others and wide is output.dtype is others[0].dtype and output.is_floating_point() and self._is_power_of_two:
+            self.carry(terms, output, lambda: _add_scaled(terms, 1.0 / self.factor, output))
+            return
+        total = output if wide == output.dtype else torch.empty_like(output, dtype=wide)
+        if total is not first:
+            total.copy_(first)
+        for other in others:
+            total.add_(other)
+        self.finish(total, output)
+
+    @property
+    def _is_power_of_two(self) -> bool:
+        return math.frexp(self.factor)[0] == 0.5
+
     def finish(self, total: torch.Tensor, output: torch.Tensor) -> None:
         """Leave the average of `total`, a whole sum, in `output`, which may be the same memory."""
         cast = (lambda: output.copy_(total)) if total is not output else (lambda: output)
         if self.factor == 1.0:  # no sum is small enough for a cast to round it to zero
             cast()
         else:
-            self.carry(total, output, lambda: (total.div_(self.factor), cast()))
+            self.carry([total], output, lambda: (total.div_(self.factor), cast()))
 
     def finish_once(self, total: torch.Tensor) -> Callable[[], object]:
         """What divides `total` when it is first called: who waits again after an interrupt must not divide twice."""
@@ -111,12 +133,12 @@ class Average:
 
         return finish
 
-    def carry(self, source: torch.Tensor, target: torch.Tensor, scale: Callable[[], object]) -> None:
-        """Run `scale`, which fills `target` from `source`, and may round, without losing marks that are kept."""
+    def carry(self, terms: Sequence[torch.Tensor], target: torch.Tensor, scale: Callable[[], object]) -> None:
+        """Run `scale`, which fills `target` from the sum of `terms` and may round; marks that are kept are not lost."""
         if self.marks is None or not self.keeps:
             scale()
             return
-        found = self.marks.found_in(source)
+        found = self.marks.found_in(*terms)
         scale()
         self.marks.put(target, found)
 
@@ -135,6 +157,16 @@ class Average:
         marks, inside = self.marks.within(first, count)
         given = self.given if isinstance(self.given, float) else self.given[inside]
         return replace(self, marks=marks, given=given).keeping()
+
+
+def _add_scaled(terms: Sequence[torch.Tensor], scale: float, output: torch.Tensor) -> None:
+    """`output = scale * terms[0] + scale * terms[1] + ...` for two terms or more; the first two in one pass."""
+    first, second, *others = (term.view(1, -1) for term in terms)
+    total = output.view(1, -1)
+    # the outer product with one number is the sum of two scaled vectors (axpby), which torch has no other name for
+    torch.addr(first, first.new_ones(1), second[0], beta=scale, alpha=scale, out=total)
+    for other in others:
+        total.add_(other, alpha=scale)
 
 
 def half(divide: float) -> float:

@@ -185,9 +185,9 @@ def chunks(shard: torch.Tensor, layout: Layout, dtypes: Dtypes) -> list[torch.Te
     return [shard[slot.offset : slot.offset + slot.chunk_bytes].view(dtype) for slot, dtype in filled]
 
 
-def mark_missing(part: torch.Tensor) -> None:
-    """Fill the place of a gradient that is missing."""
-    part.fill_(-0.0)
+def missing(like: torch.Tensor) -> torch.Tensor:
+    """One element of what is sent in place of a gradient that is missing."""
+    return like.new_full((1,), -0.0)
 
 
 def pack(layout: Layout, gradients: Sequence[torch.Tensor | None], send: torch.Tensor) -> None:
@@ -203,15 +203,13 @@ def pack(layout: Layout, gradients: Sequence[torch.Tensor | None], send: torch.T
             columns.append(next(zeros))
         else:
             gradient = given[piece.slot]
-            columns.append(_missing(layout, piece.slot, send) if gradient is None else gradient)
+            columns.append(_every_row(layout, piece.slot, missing(send)) if gradient is None else gradient)
     if len({column.dtype for column in columns}) > 1:
         columns = [column.to(send.dtype) for column in columns]
     if columns:
         torch._chunk_cat(columns, dim=0, num_chunks=layout.ranks, out=send.view(layout.ranks, -1))
 
 
-def _missing(layout: Layout, slot: Slot, like: torch.Tensor) -> torch.Tensor:
-    """Negative zeros for every row that travels, those that are padding too."""
-    marked = like.new_empty(1)
-    mark_missing(marked)
-    return marked.expand(layout.ranks * slot.chunk, *slot.shape[1:])
+def _every_row(layout: Layout, slot: Slot, element: torch.Tensor) -> torch.Tensor:
+    """`element` in every row that travels, those that are padding too."""
+    return element.expand(layout.ranks * slot.chunk, *slot.shape[1:])

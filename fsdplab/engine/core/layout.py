@@ -109,6 +109,16 @@ class Layout:
         """Bytes in `total_bytes` that hold no parameter."""
         return self.total_bytes - sum(slot.nbytes for slot in self.slots)
 
+    def spans(self, rank: int) -> Sequence[tuple[int, int]]:
+        """First and last-plus-one row that `rank` holds of each parameter."""
+        if rank not in self._spans:
+            self._spans[rank] = [slot.span(rank) for slot in self.slots]
+        return self._spans[rank]
+
+    @cached_property
+    def _spans(self) -> dict[int, list[tuple[int, int]]]:
+        return {}
+
     @cached_property
     def word(self) -> int:
         """Widest word (1, 2, 4 or 8 bytes) that divides every offset and chunk: copies move such words."""

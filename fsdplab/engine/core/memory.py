@@ -120,6 +120,8 @@ class UnitMemory(Memory):
         return self._versions != [param.version for param in self.params]
 
     def find_replaced(self) -> bool:
+        if self._settled and all(param.is_untouched() for param in self.params):
+            return False
         for param in self.params:
             param.find()
         self.params[:] = [in_its_form(param) for param in self.params]
@@ -329,7 +331,8 @@ class UnitMemory(Memory):
         of one further unit. So do the two halves of an all-reduce between CPU ranks.
         """
         shard, replicate = self.config.shard, self.config.replicate if all_reduce else None
-        label, padding = CollectiveLabel(self.name, "backward"), self._padding(layout)
+        label = CollectiveLabel(self.name, "backward")
+        padding = self._padding(layout) if replicate else 0
         first, second = self._divisions(average, output.dtype)
         earlier, self._partial_sum = self._partial_sum, None
         over_replicas = None
@@ -365,8 +368,8 @@ class UnitMemory(Memory):
         """Bytes of what is all-reduced that hold no gradient."""
         if self.config.shard is None:
             return layout.padding_bytes
-        spans = [(slot, *slot.span(self.config.rank)) for slot in layout.slots]
-        return layout.shard_bytes - sum((stop - start) * slot.row_bytes for slot, start, stop in spans)
+        spans = zip(layout.slots, layout.spans(self.config.rank))
+        return layout.shard_bytes - sum((stop - start) * slot.row_bytes for slot, (start, stop) in spans)
 
     def _hand_out(
         self,
@@ -388,17 +391,18 @@ class UnitMemory(Memory):
             options.hook(output)
         dtypes = [compat.gradient_dtype(param.at_rest) or output.dtype for param in params]
         cast = output.to(dtypes[0]) if len(set(dtypes)) == 1 else output
+        spans = layout.spans(self.config.rank)
         taken = [
-            (param, slot, dtype, not lacks or options.unused)
-            for param, slot, dtype, lacks in zip(params, layout.slots, dtypes, missing)
+            (param, not lacks or options.unused, (slot.offset // slot.itemsize, *span, dtype))
+            for param, slot, span, dtype, lacks in zip(params, layout.slots, spans, dtypes, missing)
             if not lacks or options.unused or nobodys is not None
         ]
-        ready = (self._gradient_of(param, slot, cast, dtype) for param, slot, dtype, _ in taken)
+        ready = (_gradient_of(param, cast, *place) for param, _, place in taken)
         at_rest, self._arriving = self.config.storage.take(ready)
-        if any(at_once and param.reads_gradient_at_once for param, _, _, at_once in taken):
+        if self.config.storage.away and any(at_once and param.reads_gradient_at_once for param, at_once, _ in taken):
             self._arriving.wait()
         waiting: dict[ShardedParam, torch.Tensor] = {}
-        for (param, _, _, at_once), gradient in zip(taken, at_rest):
+        for (param, at_once, _), gradient in zip(taken, at_rest):
             if at_once:
                 param.give_gradient(gradient)
             else:
@@ -406,17 +410,6 @@ class UnitMemory(Memory):
         if nobodys is not None:
             marked = [param for param, slot in zip(params, layout.slots) if slot.chunk_bytes]
             self._undecided.append(Undecided(nobodys, [(param, waiting.get(param)) for param in marked]))
-
-    def _gradient_of(self, param: ShardedParam, slot: Slot, output: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The rows of `param` in `output`, as it has them at rest, in `dtype`; a gradient that is kept whole takes them
-        in.
-        """
-        start, stop = slot.span(self.config.rank)
-        shape = (stop - start, *param.shape[1:])
-        rows = output.as_strided(shape, _contiguous_strides(shape), slot.offset // slot.itemsize)
-        whole, param.unsharded_gradient = param.unsharded_gradient, None
-        rows = rows if whole is None else whole[start:stop].copy_(rows)
-        return param.natural(rows.to(dtype)).contiguous()
 
     def take_undecided(self) -> list[Undecided]:
         """What `hand_out_undecided` has to decide, once it has arrived where its parameters rest."""
@@ -435,6 +428,22 @@ class UnitMemory(Memory):
         for param in self.params:
             if param.gathered is not None:
                 param.gathered.grad = None
+
+
+def _gradient_of(
+    param: ShardedParam, output: torch.Tensor, first: int, start: int, stop: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Rows [start, stop) of `param`, which begin at element `first` of `output`, as it has them at rest, in `dtype`; a
+    gradient that is kept whole takes them in.
+    """
+    shape = (stop - start, *param.shape[1:])
+    rows = output.as_strided(shape, _contiguous_strides(shape), first)
+    whole, param.unsharded_gradient = param.unsharded_gradient, None
+    if whole is not None:
+        rows = whole[start:stop].copy_(rows)
+    if rows.dtype is not dtype:
+        rows = rows.to(dtype)
+    return param.natural(rows).contiguous() if param.dim else rows
 
 
 def hand_out_undecided(memories: Iterable[UnitMemory]) -> None:

@@ -43,6 +43,10 @@ class ShardedParam:
         self.unsharded_gradient: torch.Tensor | None = None  # rows first
         self._whole_at_rest = dim is None
         self._sites = [(weakref.ref(module), attribute) for module, attribute in sites]
+        plain = [type(module).__setattr__ is nn.Module.__setattr__ for module, _ in sites]
+        self._entries = [(site[0]._parameters, site[1]) for site, is_plain in zip(sites, plain) if is_plain]
+        self._setters = [site for site, is_plain in zip(self._sites, plain) if not is_plain]
+        self._held: torch.Tensor | None = None  # the local tensor of a DTensor, since `settle`
         self._address = 0  # address of the shard inside its unit's buffer; 0: not there yet, or nothing to hold
 
     def rows_first(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -80,10 +84,10 @@ class ShardedParam:
 
     def show(self, parameter: nn.Parameter) -> None:
         """Make every site show `parameter`, through `__setattr__` where the class has its own: it may keep it twice."""
-        for module, attribute in self._places():
-            if type(module).__setattr__ is nn.Module.__setattr__:
-                module._parameters[attribute] = parameter  # none of the checks of `nn.Module`
-            else:
+        for parameters, attribute in self._entries:
+            parameters[attribute] = parameter  # none of the checks of `nn.Module`
+        for reference, attribute in self._setters:
+            if (module := reference()) is not None:
                 setattr(module, attribute, parameter)
 
     @property
@@ -98,6 +102,16 @@ class ShardedParam:
         if gathered.requires_grad != self.at_rest.requires_grad:  # `torch.func` lets nobody set it
             gathered.requires_grad_(self.at_rest.requires_grad)
         self.show(gathered)
+
+    def is_untouched(self) -> bool:
+        """Whether nobody has replaced the parameter or its shard since `settle`; False also where nothing tells."""
+        shown = not self._setters and all(names.get(attribute) is self.at_rest for names, attribute in self._entries)
+        if self._held is None or not shown:
+            return False
+        local = self.at_rest._local_tensor
+        if local is not self._held or compat.address_of(local) != self._address:
+            return False
+        return not hasattr(local, "fsdp_pre_all_gather")  # which it may be given at any time
 
     def find(self) -> None:
         """Take over the parameter that the sites show now: `to_empty`, `to` and assigned state dicts replace it."""
@@ -126,7 +140,7 @@ class ShardedParam:
         if isinstance(self.at_rest, DTensor):
             if self.at_rest.device != held.device:  # a DTensor has a device too, which must be that of its gradient
                 self.at_rest.data = compat.dtensor_of(held, self.at_rest._spec)
-            self.at_rest._local_tensor = held
+            self.at_rest._local_tensor = self._held = held
         else:
             self.at_rest.data = held
         self._address = compat.address_of(place) if place.numel() else 0

@@ -91,7 +91,7 @@ class UnitPlan:
         """Whether one of the unit's `params` has another dtype now, or travels in another form."""
         return [param.dtype for param in params if not isinstance(param, PartedParam)] != self.rest_dtypes
 
-    @property
+    @cached_property
     def travels_as_it_rests(self) -> bool:
         """Whether a gather may read the shards where they rest: nothing is cast, parted or cut out of a whole, and no
         gap is between them.
@@ -105,7 +105,7 @@ class UnitPlan:
         one_each = len(set(self.rest_dtypes)) == len(set(self.compute_dtypes)) == 1
         return one_each and not self.parted and same_order(self.rest_layout, self.layout)
 
-    @property
+    @cached_property
     def wire_dtype(self) -> torch.dtype:
         """What travels: the one dtype of all parameters, or bytes."""
         return self.compute_dtypes[0] if len(set(self.compute_dtypes)) == 1 and not self.parted else _BYTES

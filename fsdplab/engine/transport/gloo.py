@@ -7,7 +7,7 @@ order, moves the textbook's bytes and gives the same bits in every run. Whatever
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ class GlooTransport(StagedTransport):
             announce("reduce_scatter", self._announced, lambda: (torch.empty_like(output), send))
             return self._backend.alltoall_base(received, send, [], [])
 
-        return issue, lambda: sum_in_rank_order(received.view(self.ranks, -1), output, average), received
+        return issue, lambda: average.sum_up(received.view(self.ranks, -1).unbind(), output), received
 
 
 def announce(
@@ -45,8 +45,10 @@ def announce(
     """Show a collective, without moving anything, to whatever watches `torch.distributed` and the profiler.
 
     Whoever has replaced the function is shown `buffers` (output, source) of the true size and dtype, on the CPU; nobody
-    else pays for them. The output is written to.
+    else pays for them. The output is written to. Where nobody watches, nothing is called.
     """
+    if not compat.collectives_are_watched():
+        return
     nothing = torch.empty(0, device="cpu")  # the group is the CPU's, whatever the default device is
     output, source = buffers() if buffers is not None and compat.collectives_are_replaced() else (nothing, nothing)
     if kind == "all_gather":
@@ -55,16 +57,3 @@ def announce(
         compat.reduce_scatter_single(output, source, group=group)
     else:
         dist.all_reduce(output, group=group)
-
-
-def sum_in_rank_order(parts: Iterable[torch.Tensor], output: torch.Tensor, average: Average) -> None:
-    """`output = (parts[0] + parts[1] + ...) / average.factor`, always in that order, low precisions in float32.
-
-    `parts` yields one tensor of the shape of `output` a rank.
-    """
-    whole_numbers = not (output.is_floating_point() or output.is_complex())
-    wide = output.dtype if whole_numbers else torch.promote_types(output.dtype, torch.float32)
-    total = output if wide == output.dtype else torch.empty_like(output, dtype=wide)
-    for rank, part in enumerate(parts):
-        total.add_(part) if rank else total.copy_(part)
-    average.finish(total, output)

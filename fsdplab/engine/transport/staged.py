@@ -78,8 +78,12 @@ class StagedTransport(Transport):
             average.mark(send.view(self.ranks, -1))
         issue, sum_up, received = self._reduction(send, output, average.after(before))
         departure = self.depart(label, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
-        sum_up = events.span("reduce_scatter", label.unit)(sum_up)
-        return self._reduce_stream.run(Job(issue, sum_up, departure, (send, received, output)))
+
+        def complete() -> None:
+            with events.span("reduce_scatter", label.unit):
+                sum_up()
+
+        return self._reduce_stream.run(Job(issue, complete, departure, (send, received, output)))
 
     def all_reduce(
         self,
@@ -95,7 +99,7 @@ class StagedTransport(Transport):
         def issue(asynchronous: bool) -> Any:
             with events.span("all_reduce", label.unit):
                 if before != 1.0:
-                    average.keeping().carry(buffer, buffer, lambda: buffer.div_(before))
+                    average.keeping().carry([buffer], buffer, lambda: buffer.div_(before))
                 return dist.all_reduce(buffer, group=self.group, async_op=asynchronous)
 
         departure = self.depart(label, "all_reduce", buffer.nbytes, padding, buffer.dtype)

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from fsdplab.engine import compat
 from fsdplab.engine.core.average import Average
-from fsdplab.engine.transport.gloo import sum_in_rank_order
 from fsdplab.engine.transport.shared_memory.arena import SharingRefused
 from fsdplab.engine.transport.shared_memory.slots import Buffers, Slots
 
@@ -339,7 +338,7 @@ class Moves:
             for part in parts:
                 _LIKE_MAX[operation](output, part, out=output)
         else:
-            sum_in_rank_order(parts, output, Average(self._ranks if operation == "AVG" else 1.0))
+            Average(self._ranks if operation == "AVG" else 1.0).sum_up(list(parts), output)
 
 
 def operation_of(opts: Any, tensor: torch.Tensor) -> str:

@@ -14,7 +14,6 @@ rank stays where it is until they have said the same.
 from __future__ import annotations
 
 import itertools
-import math
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,8 +25,8 @@ import torch.distributed as dist
 
 from fsdplab.engine import compat, events
 from fsdplab.engine.core.average import Average
-from fsdplab.engine.core.buffers import ShardStorage, UnshardedBuffer, mark_missing, pack, unpack_from
-from fsdplab.engine.core.layout import Layout
+from fsdplab.engine.core.buffers import ShardStorage, UnshardedBuffer, missing, pack, unpack_from
+from fsdplab.engine.core.layout import Layout, Slot
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.transport import CollectiveLabel, Departure, Gradients, SendShard, Transport
 from fsdplab.engine.transport.gloo import announce
@@ -325,15 +324,13 @@ class SharedTransport(Transport):
     ) -> Pending:
         """Publish what peers need of the gradients; on waiting, average this rank's shard over the ranks."""
         departure = self.depart(label, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
-        before = _before(gradients, output.dtype, average.factor)
 
         def write(peer: int, target: torch.Tensor) -> None:
-            pack_part(layout, gradients, peer, target, 1.0 / before)
+            pack_part(layout, gradients, peer, target)
             average.mark(target)
 
         shown = lambda: _reduce_buffers(layout, gradients, output)  # noqa: E731
-        parts, after = [output] * self.ranks, average.after(before)
-        return self._reduce("reduce_scatter", label, departure, write, parts, after, shown)
+        return self._reduce("reduce_scatter", label, departure, write, [output] * self.ranks, average, shown)
 
     def all_reduce(
         self,
@@ -345,29 +342,24 @@ class SharedTransport(Transport):
     ) -> Pending:
         """Publish what peers need of `buffer`; on waiting, sum one nth of it and gather the others' sums."""
         pieces = buffer.tensor_split(self.ranks)
-        before, parts = power_of_two(average.factor), self._parts(buffer, average)
 
         def write(peer: int, target: torch.Tensor) -> None:
-            source = pieces[peer]
-            if before == 1.0:
-                target.copy_(source)
-            else:
-                parts[peer].carry(source, target, lambda: torch.mul(source, 1.0 / before, out=target))
+            if peer != self.rank:  # this rank's own part is where its sum will be
+                target.copy_(pieces[peer])
 
-        return self._all_reduce(write, buffer, label, parts[self.rank].after(before), padding)
+        return self._all_reduce(write, buffer, label, self._parts(buffer, average)[self.rank], padding)
 
     def all_reduce_packed(
         self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, average: Average
     ) -> Pending:
         """As `pack` and `all_reduce`, in one pass over the gradients."""
-        firsts = _firsts(output, self.ranks)
-        before, parts = _before(gradients, output.dtype, average.factor), self._parts(output, average)
+        firsts, parts = _firsts(output, self.ranks), self._parts(output, average)
 
         def write(peer: int, target: torch.Tensor) -> None:
-            pack_part(layout, gradients, 0, target, 1.0 / before, firsts[peer])
+            pack_part(layout, gradients, 0, target, firsts[peer])
             parts[peer].mark(target)
 
-        return self._all_reduce(write, output, label, parts[self.rank].after(before), layout.padding_bytes)
+        return self._all_reduce(write, output, label, parts[self.rank], layout.padding_bytes)
 
     def _parts(self, buffer: torch.Tensor, average: Average) -> list[Average]:
         """How each rank averages the part of `buffer` that it sums."""
@@ -421,19 +413,15 @@ class SharedTransport(Transport):
     def _sum(self, sent: PendingReduction, output: torch.Tensor, average: Average) -> None:
         """`output`, which holds this rank's own part, becomes the average over all ranks, summed in rank order."""
 
-        def part(peer: int) -> torch.Tensor:
-            return sent.part(self._read(sent, peer), peer, self.rank, output)
-
-        wide = torch.promote_types(output.dtype, torch.float32)
-        total = output.to(wide)  # `output` itself, where it is wide enough
-        if self.rank:
-            earlier = part(0).to(wide)
-            for peer in range(1, self.rank):
-                earlier = earlier + part(peer)
-            total.add_(earlier)  # the sum of the ranks before this one, plus this one's: two terms, in either order
-        for peer in range(self.rank + 1, self.ranks):
-            total.add_(part(peer))
-        average.finish(total, output)
+        parts = [
+            output if peer == self.rank else sent.part(self._read(sent, peer), peer, self.rank, output)
+            for peer in range(self.ranks)
+        ]
+        before = parts[: self.rank]
+        if len(before) > 1:  # the sum of the ranks before this one, plus this one's: two terms, in either order
+            wide = torch.promote_types(output.dtype, torch.float32)
+            before = [sum(before[1:], start=before[0].to(wide))]
+        average.sum_up([output, *before, *parts[self.rank + 1 :]], output)
 
     def _share(self, sent: PendingReduction, mine: torch.Tensor) -> None:
         """Put this rank's sum behind the parts of its buffer, where nobody reads before it says so."""
@@ -464,59 +452,35 @@ def _firsts(buffer: torch.Tensor, ranks: int) -> list[int]:
     return [piece.storage_offset() - buffer.storage_offset() for piece in buffer.tensor_split(ranks)]
 
 
-def _before(gradients: Gradients, dtype: torch.dtype, divide: float) -> float:
-    """As `power_of_two`; gradients that are cast as they are packed are divided after the sum, which takes one nth of a
-    pass and rounds nothing twice.
-    """
-    cast = any(gradient is not None and gradient.dtype != dtype for gradient in gradients)
-    return 1.0 if cast else power_of_two(divide)
-
-
 # ---- gradients packed for one peer at a time: no buffer holds the shards of all ranks
 
 
-def pack_part(
-    layout: Layout, gradients: Gradients, rank: int, target: torch.Tensor, scale: float, first: int = 0
-) -> None:
-    """Copy elements [first, first + len(target)) of the shard of `rank` out of unsharded gradients, times `scale`.
-
-    Padding becomes zeros, None negative zeros.
+def pack_part(layout: Layout, gradients: Gradients, rank: int, target: torch.Tensor, first: int = 0) -> None:
+    """Copy elements [first, first + len(target)) of the shard of `rank` out of unsharded gradients, in the dtype of
+    `target`. Padding becomes zeros, None negative zeros.
     """
-    size, last = target.element_size(), first + target.numel()
+    size, columns = target.element_size(), []
     for slot, gradient in zip(layout.slots, gradients, strict=True):
-        begin = slot.offset // size
-        low, high = max(first, begin), min(last, begin + slot.chunk_bytes // size)
-        if low >= high:
-            continue
-        start, stop = slot.span(rank)
-        filled = min(high, begin + (stop - start) * slot.row_bytes // slot.itemsize)  # then comes padding
-        if gradient is None:
-            mark_missing(target[low - first : high - first])
-            continue
-        if filled > low:
-            rows = gradient if layout.ranks == 1 else gradient[start:stop]
-            part = rows.reshape(-1)
-            if len(part) != filled - low:
-                part = part[low - begin : filled - begin]
-            scaled_copy(part, target[low - first : filled - first], scale)
-        if filled < high:
-            target[max(low, filled) - first : high - first].zero_()
+        begin, length = slot.offset // size - first, slot.chunk_bytes // size
+        low, high = max(0, -begin), min(length, len(target) - begin)
+        if low < high:
+            columns += _columns(slot, gradient, rank, slice(low, high), target)
+    if len({column.dtype for column in columns}) > 1:
+        columns = [column.to(target.dtype) for column in columns]
+    if columns:
+        torch._chunk_cat(columns, dim=0, num_chunks=1, out=target.view(1, -1))
 
 
-def scaled_copy(source: torch.Tensor, target: torch.Tensor, scale: float) -> None:
-    """`target = source * scale`, in one pass where the dtypes agree."""
-    if scale == 1.0:
-        target.copy_(source)
-    elif source.dtype == target.dtype:
-        torch.mul(source, scale, out=target)
-    else:
-        target.copy_(source).mul_(scale)
-
-
-def power_of_two(divide: float) -> float:
-    """`divide` where that is a power of two, which is exact before a sum and costs no pass; otherwise 1.
-
-    >>> power_of_two(4.0), power_of_two(3.0)
-    (4.0, 1.0)
-    """
-    return divide if math.frexp(divide)[0] == 0.5 else 1.0
+def _columns(
+    slot: Slot, gradient: torch.Tensor | None, rank: int, part: slice, like: torch.Tensor
+) -> list[torch.Tensor]:
+    """The elements `part` of what the shard of `rank` holds of one gradient, padding behind it."""
+    if gradient is None:
+        return [missing(like).expand(part.stop - part.start)]
+    start, stop = slot.span(rank)
+    rows = gradient[start:stop]
+    filled = rows.numel()
+    if part.start or part.stop < filled:
+        rows = rows.reshape(-1)[part]
+    padding = part.stop - max(part.start, filled)
+    return [*([rows] if rows.numel() else []), *([like.new_zeros(padding)] if padding > 0 else [])]
