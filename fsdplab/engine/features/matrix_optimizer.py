@@ -26,7 +26,7 @@ from torch.optim import _muon
 from torch.optim.optimizer import Optimizer
 
 from fsdplab.engine import compat
-from fsdplab.engine.core.owners import BUCKET_BYTES, Bucket, Matrix, buckets_of, newton_schulz_flops
+from fsdplab.engine.core.owners import BUCKET_BYTES, Matrix, buckets_of, newton_schulz_flops
 from fsdplab.engine.core.transport import Link
 from fsdplab.engine.features.matrix_exchange import Arriving, Exchange
 
@@ -53,12 +53,11 @@ class _Place:
 
 
 @dataclass(frozen=True)
-class _Share:
-    """The matrices of one exchange, and its buckets."""
+class _Bucket:
+    """Matrices that travel together."""
 
     exchange: Exchange
     places: tuple[_Place, ...]
-    buckets: tuple[Bucket, ...]
 
 
 class MatrixOptimizer(Optimizer):
@@ -80,7 +79,7 @@ class MatrixOptimizer(Optimizer):
     _replicas: dist.ProcessGroup | None = None
     _bucket_bytes: int = BUCKET_BYTES
     _link_of: LinkOf | None = None
-    _plan: tuple[tuple[Any, ...], list[_Share]] | None = None
+    _plan: tuple[tuple[Any, ...], list[_Bucket]] | None = None
 
     def __init__(
         self, params: Any, defaults: dict[str, Any], *, rest: Optimizer | None = None,
@@ -138,39 +137,35 @@ class MatrixOptimizer(Optimizer):
                 loss = closure()
         self._step_matrices()
         if self._rest is not None:
-            own = {parameter for group in self._rest.param_groups for parameter in group["params"]}
             self._rest.state = self.state
-            self._rest.param_groups = [g for g in self.param_groups if g["params"] and g["params"][0] in own]
+            self._rest.param_groups = [group for group in self.param_groups if self._is_of_rest(group)]
             self._rest.step()
         return loss
 
     def _step_matrices(self) -> None:
-        jobs = [(share, bucket) for share in self._shares() for bucket in share.buckets]
-        there = self._send(*jobs[0]) if jobs else None
-        back: Arriving | None = None
-        for number, (share, bucket) in enumerate(jobs):
-            following = self._send(*jobs[number + 1]) if number + 1 < len(jobs) else None
-            assert there is not None
-            results = self._compute(share, bucket, there)
-            if back is not None:
-                self._apply(*jobs[number - 1], back)
-            back, there = share.exchange.back(bucket, results), following
-        if back is not None:
-            self._apply(*jobs[-1], back)
+        buckets = self._buckets()
+        there = [self._send(bucket) for bucket in buckets[:1]]
+        back: list[tuple[_Bucket, Arriving]] = []
+        for number, bucket in enumerate(buckets, 1):
+            there += [self._send(following) for following in buckets[number : number + 1]]
+            results = self._compute(bucket, there.pop(0))
+            self._apply(back)
+            back = [(bucket, bucket.exchange.back(results))]
+        self._apply(back)
 
-    def _send(self, share: _Share, bucket: Bucket) -> Arriving:
-        return share.exchange.to_owners(bucket, (self._prepared(share.places[number]) for number in bucket.numbers))
+    def _send(self, bucket: _Bucket) -> Arriving:
+        return bucket.exchange.to_owners(self._prepared(place) for place in bucket.places)
 
     def _prepared(self, place: _Place) -> torch.Tensor:
         gradient = place.of(_gradient(place.parameter))
         state = {name: place.of(self._state(place.parameter, name)) for name in self.states}
         return self.prepare(gradient, state, self.param_groups[place.group])
 
-    def _compute(self, share: _Share, bucket: Bucket, there: Arriving) -> list[torch.Tensor]:
-        rank = share.exchange.rank
-        mine = [share.places[number] for number, owner in zip(bucket.numbers, bucket.owners) if owner == rank]
+    def _compute(self, bucket: _Bucket, there: Arriving) -> list[torch.Tensor]:
+        exchange = bucket.exchange
+        mine = [place for place, owner in zip(bucket.places, exchange.owners) if owner == exchange.rank]
         results = []
-        for place, matrix in zip(mine, share.exchange.assemble(bucket, there)):
+        for place, matrix in zip(mine, exchange.assemble(there)):
             shape, dtype = matrix.shape, matrix.dtype
             result = self.whole(matrix, self.param_groups[place.group])
             if result.shape != shape or result.dtype != dtype:
@@ -181,13 +176,13 @@ class MatrixOptimizer(Optimizer):
             results.append(result)
         return results
 
-    def _apply(self, share: _Share, bucket: Bucket, back: Arriving) -> None:
-        updates = share.exchange.parts_in(bucket, back)
-        for number, update in zip(bucket.numbers, updates):
-            place = share.places[number]
-            if update.numel():
-                part = place.of(place.parameter)
-                self.apply(part, update.to(part.device), place.matrix.shape, self.param_groups[place.group])
+    def _apply(self, back: Sequence[tuple[_Bucket, Arriving]]) -> None:
+        for bucket, arriving in back:
+            arriving.work.wait()
+            for place, update in zip(bucket.places, arriving.pieces):
+                if update.numel():
+                    part = place.of(place.parameter)
+                    self.apply(part, update.to(part.device), place.matrix.shape, self.param_groups[place.group])
 
     def _state(self, parameter: nn.Parameter, name: str) -> torch.Tensor:
         state = self.state[parameter]
@@ -197,8 +192,8 @@ class MatrixOptimizer(Optimizer):
 
     # ---- who owns what
 
-    def _shares(self) -> list[_Share]:
-        """The matrices that have a gradient, by exchange: planned once for each set of them."""
+    def _buckets(self) -> list[_Bucket]:
+        """The matrices that have a gradient: planned once for each set of them."""
         given = [
             (number, p)
             for number, group in enumerate(self.param_groups)
@@ -217,22 +212,22 @@ class MatrixOptimizer(Optimizer):
             for each in self._rest.param_groups
         )
 
-    def _planned(self, given: Sequence[tuple[int, nn.Parameter]]) -> Iterator[_Share]:
-        places: dict[Exchange, list[_Place]] = {}
+    def _planned(self, given: Sequence[tuple[int, nn.Parameter]]) -> Iterator[_Bucket]:
+        found: dict[tuple[Any, ...], list[_Place]] = {}  # by what an exchange goes over
         for number, parameter in given:
             group = self._group_of(parameter)
             gradient = compat.local_of(_gradient(parameter))
             device = gradient.device if group is None else compat.device_for(group, gradient.device)
             link = None if group is None or self._link_of is None else self._link_of(group, device)
-            exchange = Exchange(group, (), self.sent_dtype(gradient), device, link)
-            places.setdefault(exchange, []).extend(_places_of(parameter, number, group))
-        for exchange, own in places.items():
-            costs = [self.cost(place.matrix.shape, self.param_groups[place.group]) for place in own]
-            matrices = tuple(place.matrix for place in own)
-            elements = self._bucket_bytes // exchange.dtype.itemsize
-            buckets = buckets_of(matrices, costs, exchange.ranks, elements)
-            made = Exchange(exchange.group, matrices, exchange.dtype, exchange.device, exchange.link)
-            yield _Share(made, tuple(own), tuple(buckets))
+            over = (group, self.sent_dtype(gradient), device, link)
+            found.setdefault(over, []).extend(_places_of(parameter, number, group))
+        for over, places in found.items():
+            matrices = [place.matrix for place in places]
+            costs = [self.cost(place.matrix.shape, self.param_groups[place.group]) for place in places]
+            ranks = 1 if over[0] is None else over[0].size()
+            for bucket in buckets_of(matrices, costs, ranks, self._bucket_bytes // over[1].itemsize):
+                exchange = Exchange(*over, tuple(matrices[number] for number in bucket.numbers), bucket.owners)
+                yield _Bucket(exchange, tuple(places[number] for number in bucket.numbers))
 
     def _group_of(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
         """The ranks that hold parts of `parameter`, or equal copies; None where this rank computes alone."""
@@ -263,15 +258,6 @@ class Muon(MatrixOptimizer, torch.optim.Muon):
     """
 
     states = ("momentum_buffer",)
-
-    def __init__(
-        self, params: Any, *, rest: Optimizer | None = None, replicas: dist.ProcessGroup | None = None,
-        bucket_bytes: int = BUCKET_BYTES, **options: Any,
-    ) -> None:  # fmt: skip
-        checked = torch.optim.Muon([nn.Parameter(torch.empty(1, 1))], **options)  # torch's own checks, and its defaults
-        MatrixOptimizer.__init__(
-            self, params, checked.defaults, rest=rest, replicas=replicas, bucket_bytes=bucket_bytes
-        )
 
     def prepare(self, gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]) -> torch.Tensor:
         momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
@@ -311,7 +297,8 @@ def whole_matrices(
     `MatrixOptimizer` for those.
     """
     if optimizer is torch.optim.Muon:
-        return Muon(params, rest=rest, replicas=replicas, bucket_bytes=bucket_bytes, **options)
+        checked = torch.optim.Muon([nn.Parameter(torch.empty(1, 1))], **options)  # torch's own checks, and its defaults
+        return Muon(params, checked.defaults, rest=rest, replicas=replicas, bucket_bytes=bucket_bytes)
     if type(optimizer) is not torch.optim.Muon:
         raise ValueError(
             f"whole_matrices takes torch.optim.Muon, as an object or a class, got {optimizer!r}; an update of another"
