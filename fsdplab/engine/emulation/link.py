@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
@@ -226,6 +226,20 @@ class Channel:
         return transfer.deliver
 
 
+def channel(
+    link: Link, group: dist.ProcessGroup, streams: torch.device | None, ranks: int | None = None
+) -> Channel | StreamChannel:
+    """This rank's end of `link`, on the host or on the streams of a device; the host's is collective over `group`."""
+    if streams is None:
+        return Channel(link, group, ranks)
+    if link.queues != 1:
+        raise ValueError(
+            "a link between CUDA ranks has one queue (the driver runs its waits one after the other), got"
+            f" {link.queues}; give queues=1"
+        )
+    return StreamChannel(partial(link.carry, ranks=ranks or group.size()), HostFunctionHold(streams))
+
+
 def behind(transport: core.Transport, link: Link, ranks: int | None = None) -> core.Transport:
     """`transport` with `link` in front of it, in place of one that was there; its other users are not slowed.
     Collective over its group.
@@ -233,15 +247,7 @@ def behind(transport: core.Transport, link: Link, ranks: int | None = None) -> c
     With `ranks`, collectives take as long as those of so many ranks do: a group of one can imitate a larger one. Raises
     `ValueError` for two queues on CUDA.
     """
-    if transport.streams is None:
-        return transport.behind(Channel(link, transport.group, ranks))
-    if link.queues != 1:
-        raise ValueError(
-            "a link between CUDA ranks has one queue (the driver runs its waits one after the other), got"
-            f" {link.queues}; give queues=1"
-        )
-    carry = partial(link.carry, ranks=ranks or transport.ranks)
-    return transport.behind(StreamChannel(carry, HostFunctionHold(transport.streams)))
+    return transport.behind(channel(link, transport.group, transport.streams, ranks))
 
 
 def emulate(model: nn.Module, *, shard: Link | None = None, replicate: Link | None = None) -> None:
@@ -271,17 +277,10 @@ def emulate(model: nn.Module, *, shard: Link | None = None, replicate: Link | No
 
 def emulate_exchange(optimizer: MatrixOptimizer, link: Link | None) -> None:
     """Put a link between the owners of an optimizer's matrices; None takes it away. Collective at the next step."""
-    made: dict[tuple[dist.ProcessGroup, torch.device], core.Link] = {}
-
-    def link_of(group: dist.ProcessGroup, device: torch.device) -> core.Link:
-        assert link is not None
-        if (group, device) not in made:
-            streams = compat.has_streams(device)
-            carry = partial(link.carry, ranks=group.size())
-            made[group, device] = StreamChannel(carry, HostFunctionHold(device)) if streams else Channel(link, group)
-        return made[group, device]
-
-    optimizer.behind(None if link is None else link_of)
+    if link is None:
+        optimizer.behind(None)
+    else:  # one link a group and device
+        optimizer.behind(cache(lambda group, on: channel(link, group, on if compat.has_streams(on) else None)))
 
 
 def emulate_group(group: SharedMemoryGroup, link: Link | None) -> None:
