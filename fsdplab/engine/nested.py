@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields, is_dataclass
+from operator import setitem
 from typing import Any
 
 import torch
@@ -44,33 +45,22 @@ def _opened(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     if len(children) != 1 or children[0] is not tree:
         return children, lambda new: tree_unflatten(new, shape)
     if isinstance(tree, dict):
-        return list(tree.values()), lambda new: _refilled(tree, zip(tree, new))
+        return list(tree.values()), lambda new: _changed(tree, zip(tree, new), setitem)
     if isinstance(tree, list):
-        return list(tree), lambda new: _refilled(tree, enumerate(new))
-    if _is_data(tree):
+        return list(tree), lambda new: _changed(tree, enumerate(new), setitem)
+    if is_dataclass(tree) and not isinstance(tree, type):
         names = [each.name for each in fields(tree) if hasattr(tree, each.name)]
-        return [getattr(tree, name) for name in names], lambda new: _replaced(tree, zip(names, new))
+        # `object`'s: frozen ones too
+        return [getattr(tree, name) for name in names], lambda new: _changed(tree, zip(names, new), object.__setattr__)
     return [], lambda _: tree
 
 
-def _refilled(tree: Any, items: Iterable[tuple[Any, Any]]) -> Any:
-    """A copy with other items: of a kind of dict or list that only its own class can make."""
+def _changed(tree: Any, items: Iterable[tuple[Any, Any]], put: Callable[[Any, Any, Any], None]) -> Any:
+    """A copy with other items or fields: only its own class can make one, and `__post_init__` is not run again."""
     copied = copy.copy(tree)
     for key, value in items:
-        copied[key] = value
+        put(copied, key, value)
     return copied
-
-
-def _replaced(data: Any, items: Iterable[tuple[str, Any]]) -> Any:
-    """A copy with other fields: also of frozen ones, and without running __post_init__ again."""
-    copied = copy.copy(data)
-    for name, value in items:
-        object.__setattr__(copied, name, value)
-    return copied
-
-
-def _is_data(leaf: Any) -> bool:
-    return is_dataclass(leaf) and not isinstance(leaf, type)
 
 
 def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
