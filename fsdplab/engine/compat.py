@@ -277,5 +277,5 @@ def register_state(module: nn.Module, state: Any) -> None:
 
 
 def registered_state(module: nn.Module) -> Any:
-    """What `register_state` was given for `module`, or None."""
+    """What `register_state` was given for `module`; None for a module that is no unit."""
     return module.__dict__.get(STATE_KEY, {}).get(torch_fully_shard.__wrapped__)

@@ -24,8 +24,9 @@ from fsdplab.engine.core.hooks import (
     hooks_of,
     units_under,
 )
+from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.unit import UNSHARDED, Unit
-from fsdplab.engine.features.misuse_checks import left_empty, meta_buffers, warn_before_forward
+from fsdplab.engine.features.misuse_checks import watching_meta_buffers
 from fsdplab.engine.torch_api import custom_collectives, torch_interop
 
 _classes: dict[type, type] = {}
@@ -219,10 +220,10 @@ class FSDPModule(TorchFSDPModule):
 
         With `async_op` a handle to wait on. Nothing happens before the first forward.
         """
-        runtime = self._unit_hooks.runtime or bind_root(self)
+        runtime = bound(self)
         if runtime.has_run:
             runtime.finalize_backward()
-        return GradientReductionHandle() if async_op else None
+        return Pending(lambda: None) if async_op else None  # the gradients are there already
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Whether unsharded parameters keep their memory, and its addresses, when they are dropped (for CUDA graphs).
@@ -243,7 +244,7 @@ class FSDPModule(TorchFSDPModule):
     # ---- what torch looks for
 
     def _get_fsdp_state(self) -> torch_interop.State | None:
-        return torch_interop.state_of(self)
+        return compat.registered_state(self)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted for compatibility: gathers are always asynchronous."""
@@ -251,19 +252,11 @@ class FSDPModule(TorchFSDPModule):
     def _apply(self, *args: Any, **kwargs: Any) -> nn.Module:
         for unit in units_under(self, recurse=True):
             unit.reshard_by_hand()
-        were_meta = list(meta_buffers(below(self)))
-        module = super(TorchFSDPModule, self)._apply(*args, **kwargs)
-        for unit in units_under(self, recurse=True):
-            unit.settle()
-        warn_before_forward(self, left_empty(were_meta))
+        with watching_meta_buffers(self, below(self)):
+            module = super(TorchFSDPModule, self)._apply(*args, **kwargs)
+            for unit in units_under(self, recurse=True):
+                unit.settle()
         return module
-
-
-class GradientReductionHandle:
-    """A reduction that `finalize_backward(async_op=True)` has done already."""
-
-    def wait(self) -> None:
-        """Return: the gradients are there."""
 
 
 class UnshardHandle(TorchUnshardHandle):

@@ -68,18 +68,17 @@ def fully_shard(
     after = partial(_after_forward, reshard_after_forward)
     keeps = after(axes) is False
     row = STRATEGIES["no_shard" if not axes.shards else "shard_grad_op" if keeps else "full_shard"]
-    config = _config(row, axes, mp_policy, offload_policy, transport)
+    config_of = partial(_config, row, policy=mp_policy, offload=offload_policy, wanted=transport)
     modules = [module] if isinstance(module, nn.Module) else list(module)
-    over = lambda other: _config(row, other, mp_policy, offload_policy, transport)  # noqa: E731
-    for unit in _make_units(modules, config, after, shard_placement_fn, ignored_params or (), over):
+    for unit in _make_units(modules, config_of(axes), after, ignored_params or (), shard_placement_fn, config_of):
         if (ranks := unit.reshard_after_forward) not in (True, False, None):
             near = smaller_mesh(unit.memory.config.axes.mesh, ranks)
-            over_few = transport_of(near.get_group(1), config.device, transport)
+            over_few = transport_of(near.get_group(1), unit.memory.config.device, transport)
             unit.memory.fewer_ranks = ShardsOverFewerRanks(unit.memory.params, near, over_few)
     return module
 
 
-fully_shard.__dict__["state"] = torch_interop.state_of  # `fully_shard.state(module)`, as torch's own has it
+fully_shard.__dict__["state"] = compat.registered_state  # `fully_shard.state(module)`, as torch's own has it
 
 
 def shard_model(
@@ -114,7 +113,7 @@ def shard_model(
     for module in [*reversed(select_units(model, units)), model]:
         if recompute is not None and module is not model:
             module.__class__ = recomputing(module.__class__, recompute)
-        _make_units([module], config, lambda _: row.reshard_after_forward, None, ignored_params or ())
+        _make_units([module], config, lambda _: row.reshard_after_forward, ignored_params or ())
     bind_root(model, prefetch)
     return model
 
@@ -162,12 +161,12 @@ def _make_units(
     modules: Sequence[nn.Module],
     config: UnitConfig,
     after: Callable[[Axes], bool | int | None],
-    place: PlacementFn | None,
     ignored: Collection[nn.Parameter],
-    over: Callable[[Axes], UnitConfig] | None = None,
+    place: PlacementFn | None = None,
+    config_of: Callable[[Axes], UnitConfig] | None = None,
 ) -> list[Unit]:
-    """One unit of `modules`; one more for each further mesh that `place` names, configured by `over`. `after` says what
-    units do after their forward.
+    """One unit of `modules`; one more for each further mesh that `place` names, configured by `config_of`. `after` says
+    what units do after their forward.
     """
     watch_optimizers()
     for module in modules:
@@ -179,8 +178,8 @@ def _make_units(
     for original, (name, sites) in owned.items():
         _check_shape(name, original)
         dim, axes = _placed(name, original, config, place)
-        if axes not in configs and over is not None:
-            configs[axes], held[axes] = over(axes), []
+        if axes not in configs and config_of is not None:
+            configs[axes], held[axes] = config_of(axes), []
         held[axes].append(_sharded_param(name, sites, original, configs[axes], dim))
     if len(held) > 1 and not held[config.axes]:
         del held[config.axes]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -60,37 +61,35 @@ def warn_of_low_masters(params: Iterable[tuple[str, torch.Tensor]], policy: Mixe
         )
 
 
-def meta_buffers(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, nn.Module, str]]:
-    """(name, module, attribute) of every buffer on the meta device."""
-    for prefix, module in modules:
-        for attribute, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                yield prefix + attribute, module, attribute
-
-
-def left_empty(were_meta: Iterable[tuple[str, nn.Module, str]]) -> Unwritten:
-    """Those buffers that have memory now, and nobody's values."""
-    now = [(name, module._buffers[attribute]) for name, module, attribute in were_meta]
-    return [
+@contextmanager
+def watching_meta_buffers(module: nn.Module, below: Iterable[tuple[str, nn.Module]]) -> Iterator[None]:
+    """Have the next forward of `module` warn of buffers of `below`, named by their prefixes, that get memory here
+    (`to_empty`), and that nobody has written to by then.
+    """
+    were_meta = [
+        (prefix + attribute, each, attribute)
+        for prefix, each in below
+        for attribute, buffer in each._buffers.items()
+        if buffer is not None and buffer.is_meta
+    ]
+    yield
+    now = [(name, each._buffers[attribute]) for name, each, attribute in were_meta]
+    unwritten = [
         (name, weakref.ref(buffer), buffer._version)
         for name, buffer in now
         if buffer is not None and not buffer.is_meta
     ]
 
-
-def warn_before_forward(module: nn.Module, buffers: Unwritten) -> None:
-    """Have the next forward of `module` warn of those `buffers` that nobody has written to by then."""
-
     @compat.not_compiled
     def warn_once(module: nn.Module, _: Any) -> None:
         hook.remove()
-        warn_of_unwritten(buffers, module.modules())
+        _warn_of_unwritten(unwritten, module.modules())
 
-    if buffers:
+    if unwritten:
         hook = module.register_forward_pre_hook(warn_once, prepend=True)
 
 
-def warn_of_unwritten(buffers: Unwritten, modules: Iterable[nn.Module]) -> None:
+def _warn_of_unwritten(buffers: Unwritten, modules: Iterable[nn.Module]) -> None:
     """Warn of buffers that still hold what `to_empty` left in them."""
     shown = {id(buffer) for module in modules for buffer in module._buffers.values()}
     names = [

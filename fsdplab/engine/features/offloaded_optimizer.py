@@ -150,8 +150,8 @@ class OffloadedOptimizer(Optimizer):
             for param in group["params"]:
                 if param.grad is None and not all_of_them:
                     continue
-                held = [item.local.nbytes for item in self._items([param])]
-                own = _nbytes(param) + (sum(held) if held else 2 * _nbytes(param))  # before the first step: as Adam's
+                size, held = compat.local_of(param).nbytes, [item.local.nbytes for item in self._items([param])]
+                own = size + (sum(held) if held else 2 * size)  # before the first step: as Adam's
                 if run and nbytes + own > self._offloading.part_bytes:
                     yield _Part(group, run)
                     run, nbytes = [], 0
@@ -263,10 +263,6 @@ class _Lift:
         """Return once everything has left: the host may read it."""
         self._stream.synchronize()
         self._leaving.clear()
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return compat.local_of(tensor).nbytes
 
 
 def _like(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

@@ -36,10 +36,6 @@ class State:
             compat.register_state(module, self)
 
     @property
-    def _runtime(self) -> Runtime:
-        return self._hooks.runtime or bind_root(self._module())
-
-    @property
     def _state_ctx(self) -> Context:
         return Context(self._hooks)
 
@@ -66,7 +62,8 @@ class State:
         return groups[0] if groups else None
 
     def _lazy_init(self) -> None:
-        self._runtime  # noqa: B018  binding is all there is to do
+        if self._hooks.runtime is None:
+            bind_root(self._module())
 
     def _pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         args, kwargs = before_forward(module, args, kwargs)
@@ -80,11 +77,6 @@ class State:
     def _root_post_backward_final_callback(self) -> None:
         if self._hooks.runtime is not None:
             self._hooks.runtime.end_backward()
-
-
-def state_of(module: nn.Module) -> State | None:
-    """The state that `fully_shard.state(module)` answers; None for a module that is no unit."""
-    return compat.registered_state(module)
 
 
 class Context:
@@ -149,11 +141,11 @@ class Group:
 
     def pre_backward(self, *_: Any) -> None:
         """Gather, and the next units behind it."""
-        self._runtime.before_backward(self._unit)
+        Runtime.before_backward(self._runtime, self._unit)  # also where the runtime's is a detour through this
 
     def post_backward(self, *_: Any) -> None:
         """Collect this unit's gradients and, if they are to be synchronised, begin to reduce them."""
-        self._runtime.after_backward(self._unit)
+        Runtime.after_backward(self._runtime, self._unit)
 
     @property
     def _runtime(self) -> Runtime:
@@ -170,23 +162,17 @@ class Group:
 
 
 class _Detours:
-    """A method of a runtime that calls, for some units, another function, which calls it in turn."""
+    """A method of a runtime that calls, for some units, what stands in place of their groups'."""
 
     def __init__(self, method: Callable[[Unit], None]) -> None:
         self._method = method
-        self._inside: set[Unit] = set()
         self.instead: dict[Unit, Callable[[], None] | None] = {}
 
     def __call__(self, unit: Unit) -> None:
-        instead = self.instead.get(unit)
-        if instead is None or unit in self._inside:
+        if (instead := self.instead.get(unit)) is None:
             self._method(unit)
-            return
-        self._inside.add(unit)
-        try:
+        else:
             instead()
-        finally:
-            self._inside.discard(unit)
 
 
 class Param:
