@@ -31,7 +31,7 @@ from fsdplab.engine.core import transport as core
 from fsdplab.engine.core.hooks import units_under
 from fsdplab.engine.emulation.stream_link import HostFunctionHold, StreamChannel
 from fsdplab.engine.features.matrix_optimizer import MatrixOptimizer
-from fsdplab.engine.transport.shared_memory.arena import SharingRefused, opened
+from fsdplab.engine.transport.shared_memory.arena import PeerMemory, SharingRefused
 from fsdplab.engine.transport.shared_memory.process_group import SharedMemoryGroup
 
 _START = 64  # bytes of a header before the board
@@ -88,8 +88,8 @@ class Board:
     def __init__(self, group: dist.ProcessGroup) -> None:
         numbers = ctypes.c_int64 * (2 * _RING)  # no tensors: they would count as memory of the training
         try:
-            arenas = opened(group, _START + ctypes.sizeof(numbers)).arenas
-            self._all = [numbers.from_buffer(arena.header.memory, _START) for arena in arenas]
+            arenas = PeerMemory(group, _START + ctypes.sizeof(numbers)).arenas
+            self._all = [numbers.from_buffer(arena.header, _START) for arena in arenas]
             self._mine = self._all[group.rank()]
         except SharingRefused:
             self._mine = numbers()

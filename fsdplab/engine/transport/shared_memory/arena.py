@@ -19,10 +19,12 @@ import sys
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from mmap import PAGESIZE as PAGE
-from typing import NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +35,7 @@ _SEGMENT = 64 << 20  # bytes of address space by which an arena grows at least; 
 _READ_WRITE, _SHARED, _FAILED = 1 | 2, 1, ctypes.c_void_p(-1).value  # PROT_READ | PROT_WRITE, MAP_SHARED, MAP_FAILED
 COOKIE = 16  # bytes at the beginning of an arena's header
 T = TypeVar("T")
+Memory = ctypes.Array[ctypes.c_uint8]
 _PUNCH_HOLE = 1 | 2  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 
 
@@ -47,38 +50,24 @@ def _libc() -> ctypes.CDLL:
     return libc
 
 
-class Place(NamedTuple):
+class Place(ctypes.Structure):
     """Where bytes lie in an arena's file, and in which of its segments: what peers are told."""
 
-    offset: int
-    segment: int  # where it begins
-    length: int  # of the segment
+    # from the beginning of the file: the bytes, and the segment; then how long the segment is
+    _fields_ = (("offset", ctypes.c_uint64), ("segment", ctypes.c_uint64), ("length", ctypes.c_uint64))
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A part of a file as memory of this process: mapped while anybody holds `memory` or a tensor over it."""
-
-    start: int
-    memory: ctypes.Array[ctypes.c_uint8]
-
-    @classmethod
-    def mapped(cls, descriptor: int, start: int, length: int) -> Segment:
-        """Bytes [start, start + length) of the file; `OSError` where the system does not map them."""
-        address = _libc().mmap(None, length, _READ_WRITE, _SHARED, descriptor, start)
-        if address == _FAILED:
-            raise _error(f"mapping {length} bytes of shared memory")
-        memory = (ctypes.c_uint8 * length).from_address(address)
-        weakref.finalize(memory, _libc().munmap, address, length).atexit = False
-        return cls(start, memory)
-
-    @property
-    def address(self) -> int:
-        return ctypes.addressof(self.memory)
-
-    def part(self, offset: int, nbytes: int) -> torch.Tensor:
-        """`nbytes` bytes from `offset` of the file on."""
-        return torch.frombuffer(self.memory, dtype=torch.uint8, count=nbytes, offset=offset - self.start)
+def _mapped(descriptor: int, start: int, length: int) -> Memory:
+    """Bytes [start, start + length) of a file, mapped while anybody holds them or a tensor over them; `OSError` where
+    the system does not map them.
+    """
+    address = _libc().mmap(None, length, _READ_WRITE, _SHARED, descriptor, start)
+    if address == _FAILED:
+        number = ctypes.get_errno()
+        raise OSError(number, f"mapping {length} bytes of shared memory: {os.strerror(number)}")
+    memory = (ctypes.c_uint8 * length).from_address(address)
+    weakref.finalize(memory, _libc().munmap, address, length).atexit = False
+    return memory
 
 
 class SharedFile:
@@ -90,15 +79,16 @@ class SharedFile:
     def __init__(self, descriptor: int, header: int) -> None:
         self.descriptor = descriptor
         weakref.finalize(self, os.close, descriptor)
-        self._segments: dict[int, Segment] = {}
-        self.header = Segment.mapped(descriptor, 0, _pages(header))
+        self._segments: dict[int, Memory] = {}  # by where they begin
+        self.header = _mapped(descriptor, 0, pages(header))
 
     def part(self, place: Place, nbytes: int) -> torch.Tensor:
         """`nbytes` bytes at `place`; `OSError` where the system does not map them."""
-        segment = self._segments.get(place.segment)
+        start = place.segment
+        segment = self._segments.get(start)
         if segment is None:
-            segment = self._segments[place.segment] = Segment.mapped(self.descriptor, place.segment, place.length)
-        return segment.part(place.offset, nbytes)
+            segment = self._segments[start] = _mapped(self.descriptor, start, place.length)
+        return torch.frombuffer(segment, dtype=torch.uint8, count=nbytes, offset=place.offset - start)
 
 
 class Arena(SharedFile):
@@ -109,28 +99,27 @@ class Arena(SharedFile):
     """
 
     def __init__(self, header: int) -> None:
-        self._size = _pages(header)
+        self._size = pages(header)
         self._free: list[tuple[int, int]] = []  # (start, length) of what may be handed out, by start
         self._given_back: deque[tuple[int, int]] = deque()  # the same, from finalizers: these take no lock
         self._lock = threading.Lock()
         self._closed = False
         super().__init__(os.memfd_create("fsdplab-arena"), header)
         os.posix_fallocate(self.descriptor, 0, self._size)
-        self._add_free(*self._grow_for(_SEGMENT))
+        self._grow_for(_SEGMENT)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """`nbytes` zeroed bytes, a storage of their own; the range is free again when the last tensor over it is gone.
 
         The pages are taken from the system now: where there are none, this is an error here and no signal later.
         """
-        length = _pages(nbytes)
+        length = pages(nbytes)
         with self._lock:
             start = self._take(length)
         try:
             os.posix_fallocate(self.descriptor, start, length)
-            segment = next(each for each in self._segments.values() if 0 <= start - each.start < len(each.memory))
-            first = start - segment.start
-            part = memoryview(segment.memory)[first : first + nbytes]
+            segment = max(each for each in tuple(self._segments) if each <= start)
+            part = memoryview(self._segments[segment])[start - segment :][:nbytes]
         except BaseException:
             self._give_back(start, length, os.getpid())
             raise
@@ -139,10 +128,11 @@ class Arena(SharedFile):
 
     def place_of(self, tensor: torch.Tensor) -> Place | None:
         """Where `tensor` lies in this arena; None where it lies elsewhere."""
-        for segment in self._segments.values():
-            offset = tensor.data_ptr() - segment.address
-            if 0 <= offset < len(segment.memory):
-                return Place(segment.start + offset, segment.start, len(segment.memory))
+        address = tensor.data_ptr()
+        for start, segment in self._segments.items():
+            offset = address - ctypes.addressof(segment)
+            if 0 <= offset < len(segment):
+                return Place(start + offset, start, len(segment))
         return None
 
     def close(self) -> None:
@@ -158,23 +148,23 @@ class Arena(SharedFile):
                 if free >= length:
                     self._free[index : index + 1] = [(start + length, free - length)] if free > length else []
                     return start
-            self._add_free(*self._grow_for(length))
+            self._grow_for(length)
 
-    def _grow_for(self, length: int) -> tuple[int, int]:
-        """Start and length of a new segment, zeroed: longer the more there are already, and only as long as asked for
-        where that is refused.
+    def _grow_for(self, length: int) -> None:
+        """A new segment, zeroed: longer the more there are already, and only as long as asked for where that is
+        refused.
         """
         try:
-            return self._grow(max(length, _SEGMENT, self._size // 2 // PAGE * PAGE))
+            self._grow(max(length, _SEGMENT, self._size // 2 // PAGE * PAGE))
         except OSError:
-            return self._grow(length)
+            self._grow(length)
 
-    def _grow(self, length: int) -> tuple[int, int]:
+    def _grow(self, length: int) -> None:
         start = self._size
         os.ftruncate(self.descriptor, start + length)
-        self._segments[start] = Segment.mapped(self.descriptor, start, length)
+        self._segments[start] = _mapped(self.descriptor, start, length)
         self._size += length
-        return start, length
+        self._add_free(start, length)
 
     def _add_free(self, start: int, length: int) -> None:
         """Put a range among the free ones, joined with its neighbours in the same segment."""
@@ -203,21 +193,15 @@ class SharedStorage(ShardStorage):
         self._arena = arena
 
     def make(self, nbytes: int, unit: str) -> torch.Tensor:
-        if nbytes == 0:
-            return super().make(nbytes, unit)
-        try:
-            return self._arena.allocate(nbytes)
-        except OSError:
-            return super().make(nbytes, unit)
+        if nbytes:
+            with suppress(OSError):
+                return self._arena.allocate(nbytes)
+        return super().make(nbytes, unit)
 
 
-def _pages(nbytes: int) -> int:
+def pages(nbytes: int) -> int:
+    """`nbytes`, rounded up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
-
-
-def _error(what: str) -> OSError:
-    number = ctypes.get_errno()
-    return OSError(number, f"{what}: {os.strerror(number)}")
 
 
 # ---- the ranks of one machine open each other's arenas: all of them do, or none
@@ -274,79 +258,61 @@ def machine_of_this_rank() -> tuple[str, ...] | None:
 
 @dataclass(frozen=True)
 class ArenaHandle:
-    """What a rank's peers open its arena with, or why it has none."""
+    """What a rank's peers open its arena with."""
 
     process: int
-    machine: tuple[str, ...] | None
-    descriptor: int = -1
-    cookie: bytes = b""
-    refused: str = ""
+    machine: tuple[str, ...]
+    descriptor: int
+    cookie: bytes
 
 
-@dataclass(frozen=True)
 class PeerMemory:
-    """This rank's arena and those of all ranks, by rank, with the processes that they belong to."""
+    """This rank's arena (`own`), and those of all ranks by rank, with the processes that they belong to.
 
-    own: Arena
-    arenas: list[SharedFile]
-    processes: list[Process]
-
-
-def opened(group: dist.ProcessGroup, header: int) -> PeerMemory:
-    """An arena of this rank with a header of that many bytes, and its peers'; every member of `group` must call it.
-
-    A rank tells its peers which descriptor of which process its arena is, and a number drawn for it that stands at its
-    beginning: what a peer opens is the file that was meant, also where descriptors are used again, and where ranks are
-    threads of one process. Raises `SharingRefused` on all ranks where one of them may not share, or not all are on one
-    machine.
+    Every member of `group` must make it, with headers of so many bytes. A rank tells its peers which descriptor of
+    which process its arena is, and a number drawn for it that stands at its beginning: what a peer opens is the file
+    that was meant, also where descriptors are used again, and where ranks are threads of one process. Raises
+    `SharingRefused` on all ranks where one of them may not share, or not all are on one machine.
     """
-    arena, mine = _own(header)
-    handles = _from_all(group, mine)
-    _refuse_together([each.refused for each in handles])
-    machines = {each.machine for each in handles}
-    if len(machines) > 1:
-        raise SharingRefused(f"got {len(machines)} machines")
-    assert arena is not None
-    arenas: list[SharedFile] = []
-    processes: list[Process] = []
-    refused = ""
-    try:
-        for rank, each in enumerate(handles):
-            arenas.append(arena if rank == group.rank() else _peers(each, header))
-            processes.append(Process.of(each.process))
-    except OSError as error:
-        refused = f"may not open its peers' memory: {error}"
-    _refuse_together(_from_all(group, refused))  # also: everybody has opened everything
-    return PeerMemory(arena, arenas, processes)
+
+    def __init__(self, group: dist.ProcessGroup, header: int) -> None:
+        handles = _from_all(group, "got no memory to share", lambda: self._offer(header))
+        machines = {each.machine for each in handles}
+        if len(machines) > 1:
+            raise SharingRefused(f"got {len(machines)} machines")
+        open_all = lambda: self._open(handles, group.rank(), header)  # noqa: E731
+        _from_all(group, "may not open its peers' memory", open_all)  # nobody goes on before everybody has
+
+    def _offer(self, header: int) -> ArenaHandle:
+        machine = machine_of_this_rank()
+        if machine is None:
+            raise OSError("it is not on an x86-64 Linux, or has no descriptor left")
+        self.own, cookie = Arena(header), os.urandom(COOKIE)
+        ctypes.memmove(self.own.header, cookie, COOKIE)
+        return ArenaHandle(os.getpid(), machine, self.own.descriptor, cookie)
+
+    def _open(self, handles: list[ArenaHandle], rank: int, header: int) -> None:
+        self.arenas = [self.own if peer == rank else _opened(handle, header) for peer, handle in enumerate(handles)]
+        self.processes = [Process.of(handle.process) for handle in handles]
 
 
-def _own(header: int) -> tuple[Arena | None, ArenaHandle]:
-    process, machine = os.getpid(), machine_of_this_rank()
-    if machine is None:
-        return None, ArenaHandle(process, None, refused="is not on an x86-64 Linux, or has no descriptor left")
-    try:
-        arena = Arena(header)
-    except OSError as error:
-        return None, ArenaHandle(process, machine, refused=f"got no memory to share: {error}")
-    cookie = os.urandom(COOKIE)
-    ctypes.memmove(arena.header.memory, cookie, COOKIE)
-    return arena, ArenaHandle(process, machine, arena.descriptor, cookie)
-
-
-def _peers(handle: ArenaHandle, header: int) -> SharedFile:
+def _opened(handle: ArenaHandle, header: int) -> SharedFile:
     arena = SharedFile(os.open(f"/proc/{handle.process}/fd/{handle.descriptor}", os.O_RDWR), header)
-    if bytes(memoryview(arena.header.memory)[:COOKIE]) != handle.cookie:
+    if bytes(memoryview(arena.header)[:COOKIE]) != handle.cookie:
         raise OSError(errno.ESTALE, f"descriptor {handle.descriptor} of process {handle.process} is another file")
     return arena
 
 
-def _from_all(group: dist.ProcessGroup, mine: T) -> list[T]:
+def _from_all(group: dist.ProcessGroup, failure: str, act: Callable[[], T]) -> list[T]:
+    """What `act` returns on every rank; `SharingRefused` on all of them where the system refuses it to one."""
+    mine: Any
+    try:
+        mine = act()
+    except OSError as error:
+        mine = SharingRefused(f"rank {group.rank()} {failure}: {error}")
     answers = [mine] * group.size()
     dist.all_gather_object(answers, mine, group=group)
+    for answer in answers:
+        if isinstance(answer, SharingRefused):
+            raise answer
     return answers
-
-
-def _refuse_together(answers: list[str]) -> None:
-    for rank, answer in enumerate(answers):
-        if answer:
-            raise SharingRefused(f"rank {rank} {answer}")

@@ -14,31 +14,25 @@ next use says so, until all ranks come to `recover` and begin anew behind the la
 from __future__ import annotations
 
 import ctypes
-import struct
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from fsdplab.engine import compat, events
-from fsdplab.engine.transport.shared_memory.arena import PAGE, Place, Segment, opened
+from fsdplab.engine.transport.shared_memory.arena import COOKIE, Memory, PeerMemory, Place, pages
 
-_LINE = 64  # bytes
-_LABEL = 64  # bytes of a label
-_REASON = struct.Struct("640s")
-_BROKEN, _STOPPED, _STOPPED_AT, _REASON_AT, _SLOTS_AT = (line * _LINE for line in (1, 2, 3, 4, 16))  # 0: the cookie
-_SLOT = 4 * _LINE
-_WHAT = struct.Struct(f"<5Q16x{_LABEL}s")  # an operation's number and size, a place, and in the next line its label
 _FUTEX, _WAIT, _WAKE = 202, 0, 1  # the x86-64 system call and its operations, for memory shared between processes
 # how long a sleeper sleeps at most (seconds, nanoseconds): then it looks whether the awaited rank lives
 _POLL = (ctypes.c_long * 2)(0, 50_000_000)
 _NEW_GROUP = "destroy the process group on every rank and make a new one"
-_NOWHERE = Place(0, 0, 0)
+_NOWHERE = Place()
+_LINE, _LABEL, _REASON = 64, 80, 656  # bytes of a cache line, a label and a reason
 
 
 @cache
@@ -47,92 +41,68 @@ def _call() -> Callable[..., int]:
     return ctypes.CDLL(None, use_errno=True).syscall
 
 
-class Word:
+class Word(ctypes.Structure):
     """A number that only grows; whoever waits for it sleeps in the kernel (futex)."""
 
-    def __init__(self, memory: ctypes.Array[ctypes.c_uint8], offset: int) -> None:
-        self._value = ctypes.c_uint64.from_buffer(memory, offset)
-        self._low = ctypes.byref(self._value)  # a futex is 32 bits; little-endian, so these are the lower ones
-
-    @property
-    def value(self) -> int:
-        return self._value.value
+    _fields_ = (("value", ctypes.c_uint64),)
+    value: int
 
     def raise_to(self, number: int) -> None:
         """Store, unless it is there already, and wake whoever sleeps on it."""
-        if self._value.value < number:
-            self._value.value = number
-            _call()(_FUTEX, self._low, _WAKE, ctypes.c_int(2**31 - 1), None, None, 0)
+        if self.value < number:
+            self.value = number
+            _call()(_FUTEX, ctypes.byref(self), _WAKE, ctypes.c_int(2**31 - 1), None, None, 0)
 
     def sleep(self, seen: int) -> None:
         """Sleep until it is no longer `seen`, or for a while."""
-        _call()(_FUTEX, self._low, _WAIT, ctypes.c_uint32(seen % 2**32), ctypes.byref(_POLL), None, 0)
+        # a futex is 32 bits; little-endian, so these are the lower ones
+        _call()(_FUTEX, ctypes.byref(self), _WAIT, ctypes.c_uint32(seen % 2**32), ctypes.byref(_POLL), None, 0)
 
 
-class Described(NamedTuple):
+class Claim(ctypes.Structure):
     """What a slot's operation is."""
 
-    number: int
-    nbytes: int
-    label: str
+    _fields_ = (("number", ctypes.c_uint64), ("nbytes", ctypes.c_uint64), ("_label", ctypes.c_char * _LABEL))
 
-    @classmethod
-    def of(cls, number: int, nbytes: int, label: str) -> Described:
-        """With the label as long as peers read it."""
-        return cls(number, nbytes, label.encode()[:_LABEL].decode(errors="ignore"))
+    @property
+    def label(self) -> str:
+        """As much of it as fits."""
+        return str(self._label, errors="ignore")
+
+
+class State(ctypes.Structure):
+    """How a rank is: in which epoch it is broken, and why; in which it has stopped, and at which operation, kept until
+    it stops in the epoch after the next.
+    """
+
+    _fields_ = (
+        ("cookie", ctypes.c_uint8 * COOKIE), ("broken", Word), ("stopped", Word), ("stopped_at", ctypes.c_uint64 * 2),
+        ("reason", ctypes.c_char * _REASON),
+    )  # fmt: skip
+
+
+class Slot(ctypes.Structure):
+    """What a rank says of a slot: `ready` and what it holds, `done`, `summed`. Each begins a cache line."""
+
+    _fields_ = (
+        ("ready", Word), ("place", Place), ("claim", Claim),
+        ("done", Word), ("_done", ctypes.c_uint8 * (_LINE - 8)),
+        ("summed", Word), ("_summed", ctypes.c_uint8 * (_LINE - 8)),
+    )  # fmt: skip
 
 
 class Words:
-    """The words of one rank over `count` slots, in the header of its arena; it alone writes them.
+    """What one rank, and it alone, writes into the header of its arena, of `count` slots.
 
-    Some are the rank's (in which epoch it is broken, or has stopped and where), four lines belong to each slot: `ready`
-    with what the slot's operation is, its label, `done`, and `summed`. A word is 64 bits in a cache line of its own and
-    only grows. Plain stores are ordered on x86-64 only, so sharing is offered there and nowhere else.
+    Words only grow. Plain stores are ordered on x86-64 only, so sharing is offered there and nowhere else.
     """
 
-    def __init__(self, header: Segment, count: int) -> None:
-        self._memory = header.memory
-        self.broken, self.stopped = Word(self._memory, _BROKEN), Word(self._memory, _STOPPED)
-        self.ready, self.done, self.summed = (
-            [Word(self._memory, _SLOTS_AT + slot * _SLOT + line * _LINE) for slot in range(count)] for line in (0, 2, 3)
-        )
-
-    @staticmethod
-    def nbytes(count: int) -> int:
-        """Bytes of a header for `count` slots."""
-        return _SLOTS_AT + count * _SLOT
-
-    def describe(self, slot: int, what: Described, place: Place) -> None:
-        """Say what the slot is about to hold, and where it lies; `ready` is raised after it."""
-        at = _SLOTS_AT + slot * _SLOT + 8
-        _WHAT.pack_into(self._memory, at, what.number, what.nbytes, *place, what.label.encode())
-
-    def described(self, slot: int) -> tuple[Described, Place]:
-        """What `describe` said."""
-        number, nbytes, *place, label = _WHAT.unpack_from(self._memory, _SLOTS_AT + slot * _SLOT + 8)
-        return Described(number, nbytes, _text(label)), Place(*place)
-
-    def stop(self, epoch: int, sequence: int) -> None:
-        """Say at which operation this rank has stopped in `epoch`; kept until it stops in the one after the next."""
-        struct.pack_into("<Q", self._memory, _STOPPED_AT + epoch % 2 * 8, sequence)
-        self.stopped.raise_to(epoch)
-
-    def stopped_at(self, epoch: int) -> int:
-        """What `stop` said."""
-        return int(struct.unpack_from("<Q", self._memory, _STOPPED_AT + epoch % 2 * 8)[0])
-
-    @property
-    def reason(self) -> str:
-        """Why this rank is broken."""
-        return _text(*_REASON.unpack_from(self._memory, _REASON_AT))
-
-    @reason.setter
-    def reason(self, text: str) -> None:
-        _REASON.pack_into(self._memory, _REASON_AT, text.encode()[: _REASON.size])
-
-
-def _text(raw: bytes) -> str:
-    return raw.rstrip(b"\0").decode(errors="ignore")
+    def __init__(self, header: Memory, count: int) -> None:
+        self.state = State.from_buffer(header)
+        self.slots = list((Slot * count).from_buffer(header, ctypes.sizeof(State)))
+        self.broken, self.stopped = self.state.broken, self.state.stopped
+        # looked up once: ctypes makes a new object each time
+        self.ready, self.done, self.summed = zip(*((slot.ready, slot.done, slot.summed) for slot in self.slots))
 
 
 class Broken(RuntimeError):
@@ -154,14 +124,14 @@ class Slots:
         self.rank, self.ranks, self.count = group.rank(), group.size(), count
         self.sequence, self.epoch, self._over = 0, 1, 0  # `_over`: the last epoch in which this rank has stopped
         self._patience_s, self._remedy = compat.seconds_before_giving_up(group), remedy
-        memory = opened(group, Words.nbytes(count))
+        memory = PeerMemory(group, ctypes.sizeof(State) + count * ctypes.sizeof(Slot))
         self.arena, self._arenas = memory.own, memory.arenas
         # this rank, then the next ones: ranks do not all read the same owner at once
         self.nearest_first = [(self.rank + step) % self.ranks for step in range(self.ranks)]
         self._processes = memory.processes
         self._words = [Words(arena.header, count) for arena in memory.arenas]
         weakref.finalize(self, self.arena.close).atexit = False
-        self._claimed = [Described(0, 0, "")] * count
+        self._claimed = [Claim()] * count
 
     # ---- what the owner of a slot does
 
@@ -170,7 +140,7 @@ class Slots:
         self.check()
         number = self.sequence + 1
         self.await_read(number - self.count)
-        self._claimed[number % self.count] = Described.of(number, nbytes, label)
+        self._claimed[number % self.count] = Claim(number, nbytes, label.encode()[:_LABEL])
         return number
 
     def allocate(self, nbytes: int, label: str) -> torch.Tensor:
@@ -185,9 +155,10 @@ class Slots:
         slot = number % self.count
         with self.unrepeatable("telling its peers of an operation"):
             place = self.arena.place_of(source) if source.numel() else None
-            self._words[self.rank].describe(slot, self._claimed[slot], place or _NOWHERE)
+            words = self._words[self.rank]
+            words.slots[slot].place, words.slots[slot].claim = place or _NOWHERE, self._claimed[slot]
             self.sequence = number
-            self._words[self.rank].ready[slot].raise_to(number)
+            words.ready[slot].raise_to(number)
 
     def await_read(self, number: int) -> None:
         """Return once every peer is done with operation `number`."""
@@ -216,14 +187,15 @@ class Slots:
         """Return where operation `number` of `peer` lies, once it has published it; errors as those of `read`."""
         slot = number % self.count
         self._await(self._words[peer].ready[slot], number, peer, "write")
-        (theirs, place), ours = self._words[peer].described(slot), self._claimed[slot]
-        if theirs != ours:
+        published, ours = self._words[peer].slots[slot], self._claimed[slot]
+        theirs = published.claim
+        if bytes(theirs) != bytes(ours):
             self._fail(
                 f"ranks are out of step: as operation {number} rank {self.rank} runs {ours.label or 'one'}"
                 f" ({ours.nbytes} bytes), rank {peer} runs {theirs.label or 'another'} ({theirs.nbytes} bytes); every"
                 " rank must run the same units in the same order, so look for one that is skipped on some ranks"
             )
-        return place
+        return published.place
 
     def done(self, number: int) -> None:
         """This rank has read everything of operation `number`, or will not; to say it again changes nothing."""
@@ -235,16 +207,7 @@ class Slots:
 
     def await_summed(self, peer: int, number: int) -> None:
         """Return once `peer` has written the second half; `GivenUp` where it has dropped the operation."""
-        words, slot = self._words[peer], number % self.count
-
-        def check() -> None:
-            if words.done[slot].value >= number > words.summed[slot].value:
-                raise GivenUp(
-                    f"rank {peer} has dropped operation {number} ({self._claimed[slot].label}), for which rank"
-                    f" {self.rank} waits; every rank must complete it, or none: {self._remedy}"
-                )
-
-        self._await(words.summed[slot], number, peer, "sum its part of", check)
+        self._await(self._words[peer].summed[number % self.count], number, peer, "sum its part of")
 
     # ---- trouble
 
@@ -253,7 +216,8 @@ class Slots:
         if self._over >= self.epoch:
             raise Broken(f"rank {self.rank} has left its step unfinished and not begun anew: {self._remedy}")
         if self.broken:
-            told = [f"rank {rank}: {words.reason}" for rank, words in enumerate(self._words) if words.reason]
+            reasons = {rank: words.state.reason.decode(errors="ignore") for rank, words in enumerate(self._words)}
+            told = [f"rank {rank}: {reason}" for rank, reason in reasons.items() if reason]
             raise Broken(f"these ranks cannot go on sharing memory ({'; '.join(told)}): {self._remedy}")
 
     @contextmanager
@@ -279,49 +243,49 @@ class Slots:
         own, self._over = self._words[self.rank], self.epoch
         for word in own.done:
             word.raise_to(self.sequence)
-        own.stop(self.epoch, self.sequence)
+        own.state.stopped_at[self.epoch % 2] = self.sequence
+        own.stopped.raise_to(self.epoch)
         for peer, words in enumerate(self._words):
             if words.stopped.value < self.epoch:
                 self._sleep_until(words.stopped, self.epoch, peer, "begin anew", lambda: None)
-        last = max(words.stopped_at(self.epoch) for words in self._words)
+        last = max(words.state.stopped_at[self.epoch % 2] for words in self._words)
         for word in (*own.ready, *own.done, *own.summed):
             word.raise_to(last)
-        own.reason = ""
+        own.state.reason = b""
         self.sequence, self.epoch = last, self.epoch + 1
 
-    def _await(self, word: Word, number: int, peer: int, what: str, check: Callable[[], None] = lambda: None) -> None:
-        """Return once a word of `peer` is `number`; `check` raises where it never will be."""
+    def _await(self, word: Word, number: int, peer: int, what: str) -> None:
+        """Return once a word of `peer` is `number`; an error where it never will be."""
         if word.value >= number:
             return
+        words, label = self._words[peer], self._claimed[number % self.count].label
+        what = f"{what} operation {number}" + (f" ({label})" if label else "")
 
-        def both() -> None:
+        def check() -> None:
             self.check()
-            check()
-            if self._words[peer].stopped.value >= self.epoch and word.value < number:
+            if words.done[number % self.count].value >= number > word.value:
+                raise GivenUp(
+                    f"rank {self.rank} waits for rank {peer} to {what}, but rank {peer} has dropped it; every rank must"
+                    f" complete it, or none: {self._remedy}"
+                )
+            if words.stopped.value >= self.epoch and word.value < number:
                 raise Broken(
-                    f"rank {self.rank} waited for rank {peer} to {what} operation {number}"
-                    f" ({self._claimed[number % self.count].label}), but rank {peer} has left its step unfinished and"
-                    f" begins anew: {self._remedy}"
+                    f"rank {self.rank} waited for rank {peer} to {what}, but rank {peer} has left its step unfinished"
+                    f" and begins anew: {self._remedy}"
                 )
 
-        self._sleep_until(word, number, peer, f"{what} operation {number}", both)
+        self._sleep_until(word, number, peer, what, check)
 
     def _sleep_until(self, word: Word, number: int, peer: int, what: str, check: Callable[[], None]) -> None:
+        waited = f"rank {self.rank} waited for rank {peer} to {what}"
         deadline = time.monotonic() + self._patience_s
         while (seen := word.value) < number:
             check()
             word.sleep(seen)
             if word.value < number and self._processes[peer].ended():
-                self._fail(
-                    f"rank {self.rank} waited for rank {peer} to {what}, but rank {peer} has died; look for its own"
-                    " error in its log"
-                )
+                self._fail(f"{waited}, but rank {peer} has died; look for its own error in its log")
             if time.monotonic() > deadline:
-                label = self._claimed[number % self.count].label or "unnamed"
-                self._fail(
-                    f"rank {self.rank} waited {self._patience_s:.0f} s for rank {peer} to {what} ({label}); rank {peer}"
-                    " lives but has not come to it"
-                )
+                self._fail(f"{waited}; after {self._patience_s:.0f} s rank {peer} lives but has not come to it")
 
     def _no_memory(self, what: str, error: OSError) -> NoReturn:
         self._fail(
@@ -337,7 +301,7 @@ class Slots:
     def _break(self, reason: str) -> None:
         own = self._words[self.rank]
         if own.broken.value < self.epoch:
-            own.reason = reason
+            own.state.reason = reason.encode()[:_REASON]
             own.broken.raise_to(self.epoch)
 
 
@@ -352,7 +316,7 @@ class Buffers:
         """Buffer `index` (bytes), whose last contents nobody needs."""
         if nbytes > len(self._memory[index]):
             self._memory[index] = torch.empty(0, dtype=torch.uint8)  # gone before the larger one comes
-            self._memory[index] = self._slots.allocate(-(-nbytes // PAGE) * PAGE, label)
+            self._memory[index] = self._slots.allocate(pages(nbytes), label)
             self.announce()
         return self._memory[index][:nbytes]
 
