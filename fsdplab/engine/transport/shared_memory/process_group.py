@@ -11,7 +11,7 @@ link, when the link has delivered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +27,8 @@ NAME = "fsdplab_shm"
 _CPU, _GLOO = torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO
 _create_work_from_future = torch._C._distributed_c10d._create_work_from_future
 Tensors = Sequence[torch.Tensor]
+# of outputs and inputs in one dimension: what the algorithm of a kind is called with, each time that it is
+Calls = Callable[[Tensors, Tensors], Iterable[tuple[Any, ...]]]
 # An operation of a kind, with these outputs, sets out on a link; what is returned takes the result once its bytes are
 # there, and makes a future that holds it from the time on at which the link delivers.
 Depart = Callable[[str, Tensors], Callable[[list[torch.Tensor]], torch.futures.Future]]
@@ -78,21 +80,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Reduce one tensor in place."""
-        return self._all_reduce(self._silent.allreduce, [_only("all_reduce", tensors)], opts)
+        return self._all_reduce("allreduce", [_only("all_reduce", tensors)], opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Reduce several tensors in place."""
-        return self._all_reduce(self._silent.allreduce_coalesced, tensors, opts)
+        return self._all_reduce("allreduce_coalesced", tensors, opts)
 
-    def _all_reduce(self, announce: Any, tensors: Tensors, opts: Any) -> dist.Work:
+    def _all_reduce(self, call: str, tensors: Tensors, opts: Any) -> dist.Work:
         operations = [operation_of(opts, tensor) for tensor in tensors]
-        announce(_traces(tensors))
-
-        def move(flats: Tensors) -> None:
-            for flat, operation in zip(flats, operations):
-                self._moves.all_reduce(flat, operation)
-
-        return self._moved("all_reduce", tensors, move)
+        return self._moved("all_reduce", call, [tensors], tensors, [], lambda flats, _: zip(flats, operations))
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         """Fill a list with every rank's tensor; they may differ in size."""
@@ -102,29 +98,20 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 f"all_gather: outputs {_shown(*output)} for this rank's input {_shown(source)}; expected {self._ranks},"
                 " its own like its input"
             )
-        self._silent.allgather([_traces(output)], _traces(inputs))
-        (mine,) = _flat("all_gather", inputs)
-        return self._moved("all_gather", output, lambda flats: self._moves.all_gather(flats, mine))
+        once = lambda flats, sources: [(flats, *sources)]  # noqa: E731
+        return self._moved("all_gather", "allgather", [outputs, inputs], output, inputs, once)
 
     def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
-        return self._gather_whole(self._silent._allgather_base, [output], [source], *_traces([output, source]))
+        return self._gather_whole("_allgather_base", [output, source], [output], [source])
 
     def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         """Gather several tensors, each into one output."""
-        return self._gather_whole(
-            self._silent.allgather_into_tensor_coalesced, outputs, inputs, _traces(outputs), _traces(inputs)
-        )
+        return self._gather_whole("allgather_into_tensor_coalesced", [outputs, inputs], outputs, inputs)
 
-    def _gather_whole(self, announce: Any, outputs: Tensors, inputs: Tensors, *traces: Any) -> dist.Work:
+    def _gather_whole(self, call: str, arguments: Sequence[Any], outputs: Tensors, inputs: Tensors) -> dist.Work:
         self._check_whole("all_gather", outputs, inputs)
-        announce(*traces)
-        sources = _flat("all_gather", inputs)
-
-        def move(flats: Tensors) -> None:
-            for flat, source in zip(flats, sources):
-                self._moves.all_gather(flat.tensor_split(self._ranks), source)
-
-        return self._moved("all_gather", outputs, move)
+        each = lambda flats, sources: zip(self._split(flats), sources)  # noqa: E731
+        return self._moved("all_gather", call, arguments, outputs, inputs, each)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
         """Reduce a list with one tensor a rank and keep this rank's; they may differ in size."""
@@ -136,33 +123,23 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 " its own like the output"
             )
         operation = operation_of(opts, output)
-        self._silent.reduce_scatter(_traces(outputs), [_traces(sources)])
-        parts = _flat("reduce_scatter", sources)
-        move = lambda flats: self._moves.reduce_scatter(flats[0], parts, operation)  # noqa: E731
-        return self._moved("reduce_scatter", outputs, move)
+        once = lambda flats, parts: [(*flats, parts, operation)]  # noqa: E731
+        return self._moved("reduce_scatter", "reduce_scatter", [outputs, inputs], outputs, sources, once)
 
     def _reduce_scatter_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
-        return self._scatter_whole(
-            self._silent._reduce_scatter_base, [output], [source], opts, *_traces([output, source])
-        )
+        return self._scatter_whole("_reduce_scatter_base", [output, source], [output], [source], opts)
 
     def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
         """Reduce and scatter several tensors."""
-        return self._scatter_whole(
-            self._silent.reduce_scatter_tensor_coalesced, outputs, inputs, opts, _traces(outputs), _traces(inputs)
-        )
+        return self._scatter_whole("reduce_scatter_tensor_coalesced", [outputs, inputs], outputs, inputs, opts)
 
-    def _scatter_whole(self, announce: Any, outputs: Tensors, inputs: Tensors, opts: Any, *traces: Any) -> dist.Work:
+    def _scatter_whole(
+        self, call: str, arguments: Sequence[Any], outputs: Tensors, inputs: Tensors, opts: Any
+    ) -> dist.Work:
         self._check_whole("reduce_scatter", inputs, outputs)
         operations = [operation_of(opts, output) for output in outputs]
-        announce(*traces)
-        sources = _flat("reduce_scatter", inputs)
-
-        def move(flats: Tensors) -> None:
-            for flat, source, operation in zip(flats, sources, operations):
-                self._moves.reduce_scatter(flat, source.tensor_split(self._ranks), operation)
-
-        return self._moved("reduce_scatter", outputs, move)
+        each = lambda flats, sources: zip(flats, self._split(sources), operations)  # noqa: E731
+        return self._moved("reduce_scatter", call, arguments, outputs, inputs, each)
 
     # their names since torch 2.13
     all_gather_single, all_gather_single_coalesced = _allgather_base, allgather_into_tensor_coalesced
@@ -170,32 +147,38 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
         """Give the root's tensor to all."""
-        tensor, root = _only("broadcast", tensors), 0 if opts is None else opts.rootRank
-        self._silent.broadcast(_traces([tensor]))
-        return self._moved("broadcast", [tensor], lambda flats: self._moves.broadcast(flats[0], root))
+        _only("broadcast", tensors)
+        root = 0 if opts is None else opts.rootRank
+        return self._moved("broadcast", "broadcast", [tensors], tensors, [], lambda flats, _: [(*flats, root)])
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Return when all ranks have come."""
-        self._silent.barrier()
-        return self._moved("barrier", [torch.empty(0)], lambda flats: self._moves.meet())
+        return self._moved("barrier", "barrier", [], [torch.empty(0)], [], lambda *_: [()])
 
     def put_behind(self, depart: Depart | None) -> None:
         """Have the operations of all tensors pass an emulated link; None takes it away."""
         self._depart = depart
 
-    def _moved(self, kind: str, outputs: Tensors, move: Callable[[Tensors], None]) -> dist.Work:
-        """Have `outputs` written, one-dimensional, by `move`, which no rank can go on after if it was interrupted on
-        one; in a profiler range that names the transport, as gloo's own do.
+    def _moved(
+        self, kind: str, call: str, arguments: Sequence[Any], outputs: Tensors, inputs: Tensors, calls: Calls
+    ) -> dist.Work:
+        """Show a call of torch's to whoever watches, then have the algorithm of that kind write `outputs`; no rank can
+        go on after it was interrupted on one. A profiler range names the transport, as gloo's own do.
         """
-        flats = _flat(kind, outputs)
+        getattr(self._silent, call)(*_traces(arguments))
+        sources, flats = _flat(kind, inputs), _flat(kind, outputs)
         arrive = self._depart(kind, flats) if self._depart is not None and kind in _ROUNDS else _arrived
         with torch.profiler.record_function(f"shm:{kind}"):
             with self._moves.slots.unrepeatable(kind):
-                move(flats)
+                for each in calls(flats, sources):
+                    getattr(self._moves, kind)(*each)
             for flat, output in zip(flats, outputs):
                 if not output.is_contiguous():
                     output.data.copy_(flat.view(output.shape))
         return _create_work_from_future(arrive(list(outputs)))
+
+    def _split(self, wholes: Tensors) -> Iterable[Tensors]:
+        return (whole.tensor_split(self._ranks) for whole in wholes)
 
     def _check_whole(self, kind: str, wholes: Tensors, parts: Tensors) -> None:
         for whole, part in zip(wholes, parts, strict=True):
@@ -230,11 +213,11 @@ def _arrived(result: list[torch.Tensor]) -> torch.futures.Future:
     return future
 
 
-def _traces(tensors: Tensors) -> list[torch.Tensor]:
-    """Nothing of the tensors but their storage: the profiler sees which buffers move, and announcing them moves
-    nothing.
+def _traces(given: Any) -> Any:
+    """Nothing of the tensors in these lists but their storage: the profiler sees which buffers move, and announcing
+    them moves nothing.
     """
-    return [tensor.data.as_strided((0,), (1,)) for tensor in tensors]
+    return given.data.as_strided((0,), (1,)) if isinstance(given, torch.Tensor) else [_traces(each) for each in given]
 
 
 # ---- algorithms: which rank writes and reads what, in which slot, in which order
@@ -311,7 +294,7 @@ class Moves:
                 part.copy_(self.slots.read(root, number, part.nbytes))
             self.slots.done(number)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Return when all ranks are here."""
         number = self._publish([], 1, "barrier")
         for peer in self.slots.nearest_first:
