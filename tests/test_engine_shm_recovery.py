@@ -253,6 +253,27 @@ def test_who_waits_for_a_rank_that_begins_anew_is_told(ranks) -> None:
     assert "rank 0 has left its step unfinished and begins anew: call reset_iter_state()" in second
 
 
+def begins_anew_alone() -> str:
+    """Rank 0 begins anew; rank 1 has just gathered, and never comes to it."""
+    slots = transport_of(dist.new_group(), CPU)._slots
+    number = slots.claim(4096, "all_gather of blocks.0")
+    slots.publish(number, slots.allocate(4096, ""))
+    slots.done(number)
+    said = ""
+    if dist.get_rank() == 0:
+        slots._patience_s = 0.1
+        with pytest.raises(RuntimeError) as caught:
+            slots.recover()
+        said = str(caught.value)
+    dist.barrier()
+    return said
+
+
+def test_who_waits_in_vain_for_a_new_beginning_names_no_operation(ranks) -> None:
+    said, _ = ranks(2, begins_anew_alone)
+    assert "rank 0 waited for rank 1 to begin anew; after 0 s rank 1 lives but has not come to it" in said
+
+
 def left_behind_by_another() -> None:
     """A gather that a forward has left behind, and another model's new beginning: by hand it is gathered again."""
     model, other = built(3, prefetch=3), built(4)
