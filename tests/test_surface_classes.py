@@ -305,10 +305,28 @@ def made_in_forward(fsdp: Any) -> Any:
     return [loss.detach() for loss in losses], type(gain).__name__, gain.grad, data(0).shape
 
 
+def forward_replaced(fsdp: Any) -> Any:
+    """Libraries with faster kernels replace a class's `forward`, after it was sharded or between two models."""
+
+    class Scaled(nn.Linear):
+        pass
+
+    def sharded() -> nn.Module:
+        torch.manual_seed(0)
+        return fsdp.fully_shard(Scaled(8, 8), mesh=mesh_of())
+
+    first = sharded()
+    answers = [first(data()).detach()]
+    Scaled.forward = lambda self, x: 2 * nn.Linear.forward(self, x)
+    answers += [model(data()).detach() for model in (first, sharded())]
+    torch.testing.assert_close(answers[1:], [2 * answers[0]] * 2)
+    return answers
+
+
 def test_classes(ranks):
     on_both(
         ranks, 2, own_setattr, recurrent, slots_and_properties, parametrized, parametrized_and_cached, spectral, tied,
-        made_late, made_after_sharding, made_in_forward,
+        made_late, made_after_sharding, made_in_forward, forward_replaced,
     )  # fmt: skip
 
 

@@ -304,17 +304,19 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
     if cls not in _classes:
         body: dict[str, str | Callable[..., Any]] = {"__module__": cls.__module__}
         if cls.forward is not nn.Module.forward:
-            body["forward"] = _guarded(cls.forward)
+            body["forward"] = _guarded_forward_of(cls)
         _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), body)
     return _classes[cls]
 
 
-def _guarded(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _guarded_forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
+    """The `forward` that `cls` has when it is called: libraries with faster kernels replace it, before or after."""
+
     @compat.frame_not_compiled
-    @wraps(forward, updated=())
+    @wraps(cls.forward, updated=())
     def guarded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if _is_gathered(self):
-            return forward(self, *args, **kwargs)
+            return cls.forward(self, *args, **kwargs)
         return self(*args, **kwargs)  # `model.forward(x)`: nobody has gathered the parameters
 
     return guarded
