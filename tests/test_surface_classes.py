@@ -338,5 +338,14 @@ def parametrized_too_late(_):
         model(data())
 
 
-def test_parametrized_after_sharding(ranks):
+def replaced_by_a_whole_one(_):
+    """PyTorch's engine trains the old parameter without a word; ours says what to do."""
+    model = lab_engine.fully_shard(nn.Linear(8, 8), mesh=mesh_of())
+    model.weight = nn.Parameter(torch.ones(8, 8))
+    with pytest.raises(RuntimeError, match="'weight' of FSDPLinear.*replaced by a plain tensor.*before fully_shard"):
+        model(data())
+
+
+def test_parameters_changed_too_late(ranks):
     ranks(2, parametrized_too_late, None)
+    ranks(2, replaced_by_a_whole_one, None)

@@ -48,6 +48,17 @@ def divided_by(fsdp: Any, factor: float, force_sum: bool, **options: Any) -> dic
     return gradients(model)
 
 
+def divided_by_zero(fsdp: Any) -> str:
+    """Refused at the latest in the backward, as PyTorch's engine does; gradients are never infinite without a word."""
+    try:
+        model = fsdp.fully_shard(Net(), mesh=mesh_of())
+        model.set_gradient_divide_factor(0)
+        loss_of(model).backward()
+    except ZeroDivisionError as error:
+        return type(error).__name__
+    return "none"
+
+
 def divide_factors(fsdp: Any) -> Any:
     answers = [divided_by(fsdp, factor, force_sum=True) for factor in (1.0, 2.0, 3.0)]
     answers.append(divided_by(fsdp, float(dist.get_world_size()), force_sum=False))

@@ -134,6 +134,8 @@ class FSDPModule(TorchFSDPModule):
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by `factor` instead of by the number of ranks."""
+        if factor == 0:
+            raise ZeroDivisionError("a gradient divide factor of 0 divides gradients by zero")
         for unit in units_under(self, recurse=False):
             unit.reduce_options = replace(unit.reduce_options, divide=float(factor))
 

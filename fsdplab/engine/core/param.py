@@ -122,6 +122,11 @@ class ShardedParam:
                     " parametrize it (or remove its weight norm, or its parametrization) first, then shard"
                 )
             if (found := module._parameters[attribute]) is not self.at_rest:
+                if self.spec is not None and not isinstance(found, DTensor):
+                    raise RuntimeError(
+                        f"parameter {attribute!r} of {type(module).__name__}, which was sharded, was replaced by a"
+                        " plain tensor; replace it before fully_shard, or by a DTensor with its mesh and placements"
+                    )
                 self.at_rest = compat.keep_gradient_dtype(self.at_rest, found)
             self.dtype, self.spec = self.at_rest.dtype, getattr(self.at_rest, "_spec", None)
             break
