@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from fsdplab.engine import fully_shard
+from fsdplab.engine import MixedPrecisionPolicy, fully_shard
 from tests.surface import Net, close, data, gradients, mesh_of, sharded, twin_gradients
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch 2.10 brought grad_dtype")
@@ -58,3 +59,37 @@ def kept(transport: str, wanted: torch.dtype | None) -> None:
 def test_gradients_keep_the_dtype_that_was_set(ranks, wanted: torch.dtype | None) -> None:
     for transport in ("gloo", "shm"):
         ranks(2, kept, transport, wanted)
+
+
+class Complex(nn.Module):
+    """A complex weight, beside a real one or alone."""
+
+    def __init__(self, beside: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(6, 8, dtype=torch.complex64))
+        self.real = nn.Linear(8, 8) if beside else nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.real(x).to(torch.complex64) @ self.weight.T).abs()
+
+
+def complex_kept(transport: str) -> None:
+    """Reduced at once and accumulated; PyTorch's engine refuses the first and drops imaginary parts in the second."""
+    for beside in (False, True):
+        model, twin = Complex(beside), Complex(beside)
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        fully_shard(model, mesh=mesh_of(), mp_policy=policy, transport=transport)
+        for seeds in ((0,), (0, 1)):
+            for seed in seeds:
+                model.set_requires_gradient_sync(seed == seeds[-1])
+                model(data(seed)).square().mean().backward()
+                twin(data(seed)).square().mean().backward()
+            dist.all_reduce(expected := twin.weight.grad / dist.get_world_size())
+            torch.testing.assert_close(gradients(model)["weight"], expected)
+            model.zero_grad(), twin.zero_grad()
+
+
+def test_complex_gradients_keep_their_imaginary_parts(ranks) -> None:
+    for transport in ("gloo", "shm"):
+        ranks(2, complex_kept, transport)

@@ -285,6 +285,13 @@ class UnitMemory(Memory):
             if param.unsharded_gradient is not None:
                 events.tag("unsharded_gradients", param.unsharded_gradient, self.name)
 
+    def _reduced_in(self, held: set[torch.dtype]) -> torch.dtype:
+        """The policy's dtype, or what holds all gradients: a real one would drop imaginary parts of complex ones."""
+        wanted = self.config.policy.reduce_dtype
+        if wanted is None:
+            return reduce(torch.promote_types, held)
+        return reduce(torch.promote_types, held, wanted) if any(each.is_complex for each in held) else wanted
+
     def _trainable(self) -> list[ShardedParam]:
         return [param for param in self.params if param.at_rest.requires_grad]
 
@@ -294,7 +301,7 @@ class UnitMemory(Memory):
     def reduce(self, options: ReduceOptions) -> Iterator[Pending]:
         params = self._trainable()
         missing = [param.unsharded_gradient is None for param in params]
-        dtype = self.config.policy.reduce_dtype or reduce(torch.promote_types, {each.gradient_dtype for each in params})
+        dtype = self._reduced_in({each.gradient_dtype for each in params})
         lying = self._gradients_in(params, dtype)
         output = torch.empty(lying.layout.shard_bytes // dtype.itemsize, dtype=dtype, device=self.config.device)
         events.tag("sharded_gradients" if self.config.shard else "unsharded_gradients", output, self.name)

@@ -196,7 +196,8 @@ class ShardedParam:
         gathered.grad = None
         gradient = self.rows_first(local_gradient(gradient, self.whole_spec, self.axes))
         if self.unsharded_gradient is None:
-            self.unsharded_gradient = gradient if accumulate_in is None else gradient.to(accumulate_in)
+            as_it_is = accumulate_in is None or gradient.is_complex()
+            self.unsharded_gradient = gradient if as_it_is else gradient.to(accumulate_in)
         else:
             self.unsharded_gradient.add_(gradient)
 
