@@ -248,8 +248,12 @@ def must_name_each_slip(question: Question, against: object = None) -> None:
         assert answers.grade_answer(question.id, value, against).passed
     for slip in question.slips:
         value = slip.value(against) if callable(slip.value) else slip.value
-        verdict = answers.grade_answer(question.id, right * slip.factor if slip.factor else value, against)
-        assert not verdict.passed and slip.cause in str(verdict)
-        number = f" {right:.4g} {question.unit}"
-        told = question.unit and number not in question.statement and number in str(verdict)
-        assert not told, "a failed answer must not give the number away"
+        value = right * slip.factor if slip.factor else value
+        several = isinstance(value, list)  # of which some may be those of another slip
+        causes = [each.cause for each in question.slips] if several else [slip.cause]
+        for wrong in value if several else [value]:
+            verdict = answers.grade_answer(question.id, wrong, against)
+            assert not verdict.passed and any(cause in str(verdict) for cause in causes)
+            number = f" {right:.4g} {question.unit}"
+            told = question.unit and number not in question.statement and number in str(verdict)
+            assert not told, "a failed answer must not give the number away"

@@ -6,13 +6,25 @@ import pytest
 
 from fsdplab.figures import alt_text
 from fsdplab.teaching import sizing
-from fsdplab.teaching.core import registry
+from fsdplab.teaching.core import answers, registry
 from fsdplab.teaching.lessons.nb19_planning_at_scale import order as ordering
 from tests.solutions import must_name_each_slip
 
 
 def test_the_question_accepts_the_right_number_and_names_each_slip(course):
     must_name_each_slip(registry.find("19.late"), sizing.published())
+
+
+def test_another_row_of_the_table_is_told(course):
+    """The second row says 1.56."""
+    verdict = answers.grade_answer("19.late", 31.2, sizing.published())
+    assert "another row of the table" in str(verdict)
+
+
+def test_what_is_said_of_the_worst_row_is_true_of_it():
+    worst, *_, last = sizing.published_rows(sizing.published()).rows
+    assert worst[0] == "mbridge-2511-qwen3-30b" and float(worst[3]) > 2 > 1 > float(last[3])
+    assert "a mixture of experts in 8 bits" in registry.find("19.late").explanation
 
 
 def test_the_stub_does_not_pass():

@@ -185,7 +185,8 @@ def _wrong_numbers(item: Question, right: float, against: Any) -> Iterator[tuple
         if slip.factor is not None:
             yield slip, right * slip.factor
         else:
-            yield slip, float(slip.value(against) if callable(slip.value) else slip.value)
+            found = slip.value(against) if callable(slip.value) else slip.value
+            yield from ((slip, float(number)) for number in (found if isinstance(found, list) else [found]))
 
 
 # ---- on the page

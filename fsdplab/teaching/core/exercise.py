@@ -33,7 +33,8 @@ or wrong. The file, `exercises/02/questions.md`, is Markdown that reads like the
       > activations fall with the batch.
 
 What stands between backticks after `Right:` and before a slip's cause is Python: it may use the names of the block at
-the top, `it` (what the question is about, `answer(id, value, against=it)`) and `right`. Of a choice the bold option is
+the top, `it` (what the question is about, `answer(id, value, against=it)`) and `right`; that of a slip may be a list of
+wrong numbers with one cause. Of a choice the bold option is
 right, and under each stands why it is right or wrong.
 """
 
@@ -80,10 +81,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class Slip:
-    """A known wrong number, as a value in the question's unit or as a factor of the right one, and its cause."""
+    """A known wrong number, or several, as values in the question's unit or as a factor of the right one, and the
+    cause.
+    """
 
     cause: str
-    value: float | Callable[[Any], float] | None = None
+    value: float | Callable[[Any], float | list[float]] | None = None
     factor: float | None = None
 
 
@@ -170,13 +173,13 @@ def _question(id: str, parts: list[str], names: str) -> Question:
 
     def slip(source: str, cause: str) -> Slip:
         wrong = _expression(source, names)
-        return Slip(cause, lambda it: wrong(it, expected(it, None)))
+        return Slip(cause, lambda it: wrong(it, float(expected(it, None))))
 
     return Question(
         id=id,
         statement=" ".join(parts[:given]),
         unit=right[2] or "",
-        expected=(lambda it: expected(it, None)) if about_data else expected(None, None),
+        expected=(lambda it: float(expected(it, None))) if about_data else float(expected(None, None)),
         slips=tuple(slip(each[1], each[2]) for each in slips),
         hints=hints,  # three, as was checked
         tolerance=float(right[3]) / 100,
@@ -204,12 +207,12 @@ def _flat(text: str) -> str:
     return " ".join(text.split())
 
 
-_Expression = Callable[[Any, float | None], float]
+_Expression = Callable[[Any, float | None], Any]  # a number, or of a slip a list of numbers
 
 
 def _expression(source: str, names: str) -> _Expression:
     code = compile(source, source, "eval")
-    return lambda it, right: float(eval(code, {**_names(names), "it": it, "right": right}))
+    return lambda it, right: eval(code, {**_names(names), "it": it, "right": right})
 
 
 @lru_cache

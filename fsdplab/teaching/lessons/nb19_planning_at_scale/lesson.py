@@ -236,3 +236,8 @@ def _unseen(found: Validation, gpu: str) -> Sequence[Row]:
 def worst_ratio(found: Validation, gpu: str = "H100 SXM 80GB") -> float:
     """The largest predicted over published among the held-out rows of a GPU."""
     return max(row.ratio for row in _unseen(found, gpu))
+
+
+def other_ratios(found: Validation, gpu: str = "H100 SXM 80GB") -> list[float]:
+    """Predicted over published of the other held-out rows of a GPU, the largest first."""
+    return sorted((row.ratio for row in _unseen(found, gpu)), reverse=True)[1:]
