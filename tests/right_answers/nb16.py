@@ -17,6 +17,13 @@ def groups_of__by_a_tensor_of_ranks(rank, shape):
     return [mesh[around(axis)].tolist() for axis in range(len(shape))]
 
 
+def average_expert__counts_the_ranks(gradient, efsdp):
+    ranks = torch.ones(1)
+    dist.all_reduce(ranks)
+    dist.all_reduce(gradient, group=efsdp)
+    return gradient / ranks
+
+
 def compose__the_model_first_units_afterwards(model, mesh):
     for block in model.blocks:
         parallelize_module(block, mesh["tp"], block_plan(block))
