@@ -14,6 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from fsdplab.sessions import RanksFailed
 from fsdplab.teaching.core import answers, checking, diagnosis, run_submission
 from fsdplab.teaching.core.exercise import Question
 from fsdplab.teaching.core.exercise_file import Exercise, Mistake
@@ -186,7 +187,12 @@ def _try_together(todo: Sequence[Solution], workspace: Workspace, folder: Path) 
     paths = [
         Workspace(folder / f"solution-{index}").save(each.exercise.id, each.source) for index, each in enumerate(todo)
     ]
-    seen = run_submission.behaviours([(each.exercise, path) for each, path in zip(todo, paths)], workspace)
+    try:
+        seen = run_submission.behaviours([(each.exercise, path) for each, path in zip(todo, paths)], workspace)
+    except RanksFailed:
+        for exercise in dict.fromkeys(each.exercise for each in todo):
+            checking.must_return(exercise, workspace)  # tells which mistake it was
+        raise
     by_key = {each.key: behaviour for each, behaviour in zip(todo, seen, strict=True)}
     found = {}
     for each in todo:
@@ -200,6 +206,9 @@ def _try_together(todo: Sequence[Solution], workspace: Workspace, folder: Path) 
         reference = by_key[exercise.id, "the reference"] if exercise.expected is None else None
         feedback = diagnosis.judge(exercise, learner, reference, lambda known=known: known)
         found[each.key] = checking.waited_for(feedback, learner.source)
+        if found[each.key] is None:
+            path = paths[todo.index(each)]
+            found[each.key] = checking.feedback_on_other_ranks(exercise, path, workspace)
     return found
 
 

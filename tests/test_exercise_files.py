@@ -17,6 +17,7 @@ from fsdplab.teaching.core.exercise_file import Exercise, ExerciseError
 from fsdplab.teaching.core.in_source import slip
 from fsdplab.teaching.core.nonsense import NonsenseInNewMemory
 from fsdplab.teaching.core.quantities import QuantityError, quantity
+from tests.solutions import solutions_of, try_all
 
 HEAD = '''"""Twice as much
 
@@ -669,6 +670,61 @@ def test_units_are_read_as_words_too(written, unit, value):
 def test_words_are_no_units_where_the_question_has_one():
     with pytest.raises(QuantityError, match="unknown unit"):
         quantity("8 messages", "MB")
+
+
+def test_a_mistake_that_raises_and_does_not_say_so_is_told_its_author(tmp_path, workspace):
+    """Together with the exercise's other solutions, all of which it would end."""
+    silent = exercise_of(tmp_path, DOUBLE.replace("#: raises: ZeroDivisionError", "#: ZeroDivisionError"))
+    silent.path.write_text(silent.text.replace("#! return made / 0", "#! return made + [1][2]"))
+    silent = Exercise(silent.path)
+    with pytest.raises(
+        ExerciseError, match="double.py, line 25: this known mistake raises: IndexError: list index out"
+    ):
+        try_all(solutions_of([silent]), workspace)
+    with pytest.raises(ExerciseError, match="Begin its cause with `#: raises: `"):
+        checking.must_return(silent, workspace)
+
+
+def test_a_value_that_a_check_cannot_read_is_shown_as_what_was_returned(tmp_path, workspace):
+    reads = "\n\ndef observe(double, x):\n    return {'rows': len(double(x))}\n"
+    counted = exercise_of(tmp_path, DOUBLE + reads)
+    found = feedback(counted, workspace, "2 * x")
+    assert found.got == "None: nothing is returned" and "end it with `return ...`" in found.cause
+    found = feedback(counted, workspace, "return 2")
+    assert found.got == "a value of type int: TypeError: object of type 'int' has no len()"
+
+
+SCALED = (
+    HEAD.replace("double(x): twice", "double(x, n): n times")
+    + """def double(x, n):
+    ### BEGIN SOLUTION
+    return x * n
+    #! return x
+    #: nothing was multiplied
+    ### END SOLUTION
+
+
+# ---- check: on 3 ranks, also on 2, pure
+
+
+def cases(rank, n):
+    yield "a number", 10 + rank, n
+"""
+)
+
+
+@pytest.mark.parametrize("body,passes", [("x * n * 5 // 5", True), ("x * 3", False), ("sum([x] * 3)", False)])
+def test_a_number_of_ranks_that_is_written_down_is_refused_where_it_is_wrong_on_others(
+    tmp_path, workspace, body, passes
+):
+    found = feedback(exercise_of(tmp_path, SCALED), workspace, f"def double(x, n):\n    return {body}\n")
+    assert (found is None) == passes
+    if found:
+        assert found.headline == "double is right on 3 ranks, and not on 2." and found.rank == 0
+        assert (found.expected, found.got) == ("20", "30")
+        assert found.cause == (
+            "the number of ranks is written down, and this runs on any number: take the argument that holds it"
+        )
 
 
 @pytest.mark.parametrize(

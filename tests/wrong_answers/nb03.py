@@ -88,3 +88,56 @@ def average_in_hook__a_quotient_that_nothing_reads(parameter):
     grad = parameter.grad
     dist.all_reduce(grad)
     grad = grad / dist.get_world_size()
+
+
+def average_in_hook__three_written_down(parameter):
+    """the number of ranks is written down, and this runs on any number: take `dist.get_world_size()`"""
+    dist.all_reduce(parameter.grad)
+    parameter.grad /= 3
+
+
+def small_together__three_written_down(model):
+    """the number of ranks is written down"""
+    small, n = [], dist.get_world_size()
+
+    def ready(parameter):
+        if parameter.dim() == 1:
+            small.append(parameter)
+        else:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= n
+
+    def finish():
+        joined = torch.cat([parameter.grad for parameter in small])
+        dist.all_reduce(joined)
+        joined = joined / 3.0
+        for parameter, piece in zip(small, joined.split([len(each) for each in small])):
+            parameter.grad.copy_(piece)
+        small.clear()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(ready)
+    return finish
+
+
+def in_buckets__three_written_down(model, bucket_bytes):
+    """the number of ranks is written down"""
+    bucket, world_size = [], 3
+
+    def ready(parameter):
+        bucket.append(parameter)
+        if sum(each.grad.nbytes for each in bucket) >= bucket_bytes:
+            send()
+
+    def send():
+        if bucket:
+            joined = torch.cat([each.grad.flatten() for each in bucket])
+            dist.all_reduce(joined)
+            joined /= world_size
+            for each, piece in zip(bucket, joined.split([each.numel() for each in bucket])):
+                each.grad.copy_(piece.view_as(each))
+            bucket.clear()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(ready)
+    return send

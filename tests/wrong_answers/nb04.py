@@ -60,3 +60,18 @@ def step_and_gather__names_the_step(pairs, optimizer):
     optimizer.step
     for parameter, mine in pairs:
         dist.all_gather(list(parameter.detach().chunk(dist.get_world_size())), mine.detach())
+
+
+def reduce_rows__three_written_down(parameter, mine):
+    """the number of ranks is written down"""
+    mine.grad = torch.empty_like(mine)
+    dist.reduce_scatter(mine.grad, list(parameter.grad.chunk(dist.get_world_size())))
+    mine.grad /= 3
+    parameter.grad = None
+
+
+def step_and_gather__three_written_down(pairs, optimizer):
+    """the number of ranks is written down"""
+    optimizer.step()
+    for parameter, mine in pairs:
+        dist.all_gather(list(parameter.detach().chunk(3)), mine.detach())

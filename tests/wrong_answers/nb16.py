@@ -72,3 +72,15 @@ def compose__a_copy(model, mesh):
         fully_shard(block, mesh=mesh["dp"])
     fully_shard(cut, mesh=mesh["dp"])
     return model
+
+
+def average_expert__four_written_down(gradient, efsdp):
+    """the number of ranks is written down"""
+    dist.all_reduce(gradient, group=efsdp)
+    return gradient / 4
+
+
+def average_expert__twice_its_group(gradient, efsdp):
+    """the number of ranks is written down"""
+    dist.all_reduce(gradient, group=efsdp)
+    return gradient / (2 * dist.get_world_size(efsdp))

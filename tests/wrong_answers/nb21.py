@@ -59,3 +59,31 @@ def to_owners__always_the_first_piece(parts, owners):
         piece = rows[:, at : at + p.numel()]
         whole.append(piece.reshape(n * p.shape[0], p.shape[1]))
     return whole
+
+
+def to_owners__three_written_down(parts, owners):
+    """the number of ranks is written down"""
+    rank, send = dist.get_rank(), []
+    for other in range(3):
+        send.append(torch.cat([parts[0].new_empty(0), *(p.flatten() for p, of in zip(parts, owners) if of == other)]))
+    own = [part for part, of in zip(parts, owners) if of == rank]
+    received = send[rank].new_empty(3, len(send[rank]))
+    sizes = [len(each) for each in send]
+    dist.all_to_all_single(received.view(-1), torch.cat(send), [len(send[rank])] * 3, sizes)
+    pieces = received.split([part.numel() for part in own], dim=1)
+    return [piece.reshape(-1, part.shape[1]) for piece, part in zip(pieces, own)]
+
+
+def back__three_written_down(updates, parts, owners):
+    """the number of ranks is written down"""
+    n = 3
+    none = parts[0].new_empty(0)
+    send = [torch.cat([none, *(each.chunk(n)[rank].flatten() for each in updates)]) for rank in range(n)]
+    comes = [sum(part.numel() for part, of in zip(parts, owners) if of == owner) for owner in range(n)]
+    received = parts[0].new_empty(sum(comes))
+    dist.all_to_all_single(received, torch.cat(send), comes, [len(each) for each in send])
+    blocks, rows = list(received.split(comes)), []
+    for part, owner in zip(parts, owners):
+        rows.append(blocks[owner][: part.numel()].view_as(part))
+        blocks[owner] = blocks[owner][part.numel() :]
+    return rows

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from . import diagnosis
 from .course_state import CheckFailed, current
 from .display import Note, present
 from .exercise import Choice, Question
-from .exercise_file import Exercise
+from .exercise_file import Exercise, ExerciseError
 from .in_source import (
     ONE_ROUND,
     condition,
@@ -29,13 +29,14 @@ from .in_source import (
     for_some_ranks,
     nearly,
     one_round,
+    other_numbers,
     rounded_down,
     set_outside,
     slip,
     unwaited,
     variables,
 )
-from .on_ranks import LeftUnfinished, StillWaiting
+from .on_ranks import LeftUnfinished, StillWaiting, Unreadable
 from .raised import cause_of
 from .registry import find
 from .run_submission import behaviours
@@ -185,7 +186,38 @@ def feedback_on(exercise: Exercise, path: Path, workspace: Workspace) -> Feedbac
     except RanksFailed as failure:
         return feedback_on_failure(exercise, failure.report, path.read_text(encoding="utf-8"))
     right, mistakes = references[0] if references else None, partial(known_mistakes, exercise, workspace)
-    return waited_for(diagnosis.judge(exercise, learner, right, mistakes), learner.source)
+    found = waited_for(diagnosis.judge(exercise, learner, right, mistakes), learner.source)
+    return found or feedback_on_other_ranks(exercise, path, workspace)
+
+
+@dataclass(frozen=True)
+class _OnOtherRanks(Exercise):
+    """The exercise on the second number of ranks that its file names."""
+
+    @property
+    def world_size(self) -> int:
+        return self.settings.also_on
+
+
+def feedback_on_other_ranks(exercise: Exercise, path: Path, workspace: Workspace) -> Feedback | None:
+    """The feedback on a right solution that holds numbers of its own, where it is wrong on another number of ranks."""
+    source, elsewhere = path.read_text(encoding="utf-8"), _OnOtherRanks(exercise.path)
+    if not elsewhere.world_size or not other_numbers(source, exercise.reference):
+        return None
+    reference = Workspace(workspace.path / "reference").save(exercise.id, exercise.reference)
+    try:
+        right, learner = behaviours([(elsewhere, reference), (elsewhere, path)], workspace)
+        found = diagnosis.judge(elsewhere, learner, right, lambda: ())
+    except RanksFailed as failure:
+        if failure.report.kind in ("hung", "timeout"):  # a busy machine
+            return None
+        found = feedback_on_failure(elsewhere, failure.report, source)
+    if found is None:
+        return None
+    headline = f"{exercise.function} is right on {exercise.world_size} ranks, and not on {elsewhere.world_size}."
+    ask = "`dist.get_world_size()`" if "get_world_size" in exercise.reference else "the argument that holds it"
+    cause = f"the number of ranks is written down, and this runs on any number: take {ask}"
+    return replace(found, headline=headline, cause=cause, rank=found.rank or 0)
 
 
 def known_mistakes(exercise: Exercise, workspace: Workspace) -> list[diagnosis.Known]:
@@ -200,6 +232,24 @@ def known_mistakes(exercise: Exercise, workspace: Workspace) -> list[diagnosis.K
     except RanksFailed:
         return []  # a busy machine; the verdict stands without them, and other causes are looked for
     return [diagnosis.Known(behaviour, mistake.cause) for behaviour, mistake in zip(seen, known, strict=True)]
+
+
+def must_return(exercise: Exercise, workspace: Workspace) -> None:
+    """ExerciseError where a known mistake raises or hangs and its cause does not say so: in a launch with others it
+    would end them all. Each is tried alone, which takes long.
+    """
+    for mistake in exercise.mistakes:
+        path = Workspace(workspace.path / "reference" / "mistake-alone").save(exercise.id, mistake.source)
+        try:
+            if mistake.ends == "returns":
+                behaviours([(exercise, path)], workspace)
+        except RanksFailed as failure:
+            hangs = StillWaiting.__name__ in failure.report.message or failure.report.kind in ("hung", "timeout")
+            ends = "hangs" if hangs else "raises"
+            raise ExerciseError(
+                f"{exercise.path}, line {mistake.line}: this known mistake {ends}: {_error(failure.report)}. Begin its"
+                f" cause with `#: {ends}: `, so that it is tried alone and ends no other solution's launch"
+            ) from failure
 
 
 def waited_for(feedback: Feedback | None, source: str) -> Feedback | None:
@@ -279,7 +329,19 @@ def _last_frames(exercise: Exercise, report: Failure) -> str:
     learners = [index for index, line in enumerate(lines) if line.startswith("File") and "my_fsdp" in line]
     own = [index for index in learners if f"/{exercise.written_as.id}.py" in lines[index]] or learners
     there = lines[own[-1] : own[-1] + 2] if own else []
-    return "\n".join([*there, _error(report)])
+    return "\n".join([*there, _as_learners_read_it(_error(report))])
+
+
+def _as_learners_read_it(error: str) -> str:
+    """An error as it is shown: where what was returned cannot be read, that is said instead of the check's own error.
+
+    >>> _as_learners_read_it("on_ranks.Unreadable: NoneType: TypeError: object of type 'NoneType' has no len()")
+    'None: nothing is returned'
+    """
+    unread = re.search(rf"{Unreadable.__name__}: (\w+): (.*)", error)
+    if unread is None:
+        return error
+    return "None: nothing is returned" if unread[1] == "NoneType" else f"a value of type {unread[1]}: {unread[2]}"
 
 
 def _error(report: Failure) -> str:

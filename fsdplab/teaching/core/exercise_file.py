@@ -12,10 +12,10 @@ follows the mark as a comment. Three signs in the margin add what Python does no
 its own stands after a blank line behind the reference. `#: raises: ...` and `#: hangs: ...` are mistakes that do not
 return; `#: as above` repeats the cause before. `##` is a line of the stub, where the stub is working code.
 
-After `# ---- check: on 3 ranks, within 1e-6` come `cases(rank, n)`, which yields (name, *arguments), and perhaps
-`observe(function, *arguments) -> {fact: value}`, `SAYS = {fact: what to say where it is the first that differs}` and
-`EXPECTED = {fact: value}` where running the reference takes long. Otherwise the reference's results are expected. SAYS
-has two more names: "hung", for a check that does not end, and "otherwise", where no cause is found.
+After `# ---- check: on 3 ranks, also on 2, within 1e-6` come `cases(rank, n)`, which yields (name, *arguments), and
+perhaps `observe(function, *arguments) -> {fact: value}`, `SAYS = {fact: what to say where it is the first that
+differs}` and `EXPECTED = {fact: value}` where running the reference takes long. Otherwise the reference's results are
+expected. SAYS has two more names: "hung", for a check that does not end, and "otherwise", where no cause is found.
 
 A function that is written in stages has a file for each stage with docstring and check alone: `# ---- check: of
 fully_shard, on 2 ranks` checks what is written in the exercise `fully_shard` of the same folder.
@@ -38,13 +38,20 @@ from .workspace import checked_id, loaded
 _CHECK = re.compile(r"^# ---- check(?:: (.*?))? *$", re.MULTILINE)
 _SETTINGS = {
     "world_size": r"on (\d+) ranks?",
+    "also_on": r"also on (\d+)",
     "tolerance": r"within ([\d.e+-]+)",
     "time_limit": r"in (\d+) s",
     "pure": r"(pure)",
     "facts_only": r"(facts only)",
     "part_of": r"of (\w+)",
 }
-_KINDS: Mapping[str, Callable[[str], Any]] = {"world_size": int, "pure": bool, "facts_only": bool, "part_of": str}
+_KINDS: Mapping[str, Callable[[str], Any]] = {
+    "world_size": int,
+    "also_on": int,
+    "pure": bool,
+    "facts_only": bool,
+    "part_of": str,
+}
 _ENDS = re.compile(r"(raises|hangs): *")
 _MARGIN = ("#! ", "#: ", "## ")
 HUNG = "deadlock: the ranks wait for each other, because some rank receives what no rank sends"
@@ -70,10 +77,13 @@ class Settings:
 
     A `pure` function sends nothing: it is called in the notebook's process, once for each rank's arguments. With
     `facts_only` the mistakes are not run to find the cause (an exercise that trains), only in the tests. `part_of`
-    names the exercise of the same folder whose function a stage checks.
+    names the exercise of the same folder whose function a stage checks. A right solution with numbers of its own is
+    tried `also_on` another number of ranks, so that no number of ranks is written down in it; 0 for an exercise where
+    that number plays no part.
     """
 
     world_size: int = 1
+    also_on: int = 0
     tolerance: float = 0.0
     time_limit: float = 12.0
     pure: bool = False
@@ -140,8 +150,8 @@ class Exercise:
             fitting = [(name, match[1]) for name, form in _SETTINGS.items() if (match := re.fullmatch(form, words))]
             if not fitting:
                 raise ExerciseError(
-                    f"{self.path}: {words!r} in the line of the check; expected `on 3 ranks`, `within 1e-6`, `in 30 s`,"
-                    " `pure`, `facts only` or `of another_exercise`"
+                    f"{self.path}: {words!r} in the line of the check; expected `on 3 ranks`, `also on 2`,"
+                    " `within 1e-6`, `in 30 s`, `pure`, `facts only` or `of another_exercise`"
                 )
             name, value = fitting[0]
             chosen[name] = _KINDS.get(name, float)(value)

@@ -8,11 +8,9 @@ from __future__ import annotations
 import ast
 import builtins
 import difflib
-import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 _WAITS = {"wait", "is_completed", "synchronize", "get_future"}
 _BEGINNING = {"isend", "irecv", "batch_isend_irecv"}
@@ -298,12 +296,22 @@ def _names(parts: Sequence[ast.AST], context: type[ast.expr_context]) -> set[str
     return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, context)}
 
 
-def holds_number(function: Callable[..., Any], number: int) -> bool:
-    """Whether a number stands in a function's own code, alone or in a text; its docstring is not looked at."""
-    function = inspect.unwrap(function)
-    constants = getattr(getattr(function, "__code__", None), "co_consts", ())
-    texts = (str(each) for each in constants if isinstance(each, (int, str)) and each != function.__doc__)
-    return any(str(number) in re.findall(r"\d+", text) for text in texts)
+def other_numbers(source: str, reference: str) -> bool:
+    """Whether a number stands in a source, alone or in a text, that its reference does not hold; 0 and 1 do not count,
+    and docstrings are not read.
+
+    >>> other_numbers("def mean(x): return x / 3", "def mean(x): return x / n()"), other_numbers("x[0] + 1", "x")
+    (True, False)
+    """
+    return not _numbers(source) <= _numbers(reference) | {"0", "1"}
+
+
+def _numbers(source: str) -> set[str]:
+    nodes = _nodes(source)
+    docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+    constants = (node.value for node in nodes if isinstance(node, ast.Constant) and node not in docstrings)
+    texts = (f"{each:g}" if isinstance(each, float) else str(each) for each in constants if each is not None)
+    return {number for text in texts for number in re.findall(r"\d+", text)}
 
 
 def set_outside(source: str, name: str) -> bool:

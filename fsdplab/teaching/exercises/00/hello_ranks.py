@@ -33,7 +33,7 @@ def hello_ranks():
     ### END SOLUTION
 
 
-# ---- check: on 3 ranks
+# ---- check: on 3 ranks, also on 2
 
 
 def cases(rank, n):
@@ -41,12 +41,9 @@ def cases(rank, n):
 
 
 def observe(hello_ranks):
-    from fsdplab.teaching.core.in_source import holds_number
-
     said = hello_ranks()
     words = said.split() if isinstance(said, str) else []
-    asked = "written down" if holds_number(hello_ranks, dist.get_world_size()) else "asked for"
-    return {"the returned value": said, "the number of ranks": asked, "_words": words + [""] * (4 - len(words))}
+    return {"the returned value": said, "_words": words + [""] * (4 - len(words))}
 
 
 def say(got, right):
@@ -59,8 +56,4 @@ def say(got, right):
     return 'return one text that reads exactly like "rank 0 of 2": a word, a number, a word, a number'
 
 
-SAYS = {
-    "the returned value": say,
-    "the number of ranks": "the number of ranks is written down, and this runs on any number: ask"
-    " `dist.get_world_size()`",
-}
+SAYS = {"the returned value": say}

@@ -96,7 +96,7 @@ def ring_all_gather(mine):
 #: hangs: as above
 
 
-# ---- check: on 3 ranks
+# ---- check: on 3 ranks, also on 2
 
 
 def cases(rank, n):
@@ -106,7 +106,6 @@ def cases(rank, n):
 
 def observe(ring_all_gather, apart, mine):
     from fsdplab.teaching.core.comm_log import WireLog
-    from fsdplab.teaching.core.in_source import holds_number
 
     rank, n = dist.get_rank(), dist.get_world_size()
     given = [mine + apart * (owner - rank) for owner in range(n)]
@@ -124,7 +123,6 @@ def observe(ring_all_gather, apart, mine):
     facts["collectives"] = ", ".join(others) or "none"
     peers = [call.peer for call in log.calls if call.kind == "send"]
     facts["ranks to which this one sends"] = len(set(peers)) or 1  # a thread's messages are not seen
-    facts["the number of ranks"] = "written down" if holds_number(ring_all_gather, n) else "asked for"
     return facts | {"_rank": rank, "_peers": peers, "_received": sum(call.kind == "recv" for call in log.calls)}
 
 
@@ -175,7 +173,6 @@ def not_to_be_called(got, right):
 SAYS = {
     "`mine` afterwards": "a message was received into `mine`, the caller's tensor, perhaps while it was being sent:"
     " take another place",
-    "the number of ranks": "the number of ranks is written down, and this runs on any number: take `n`",
     "shape": "one tensor is expected, every rank's rows in rank order: join the blocks along the first dimension",
     "the own block": wrong_place,
     "the block that step 0 brings": wrong_place,

@@ -54,7 +54,7 @@ def small_together(model):
     return finish
 
 
-# ---- check: on 3 ranks, within 1e-4, in 25 s
+# ---- check: on 3 ranks, also on 2, within 1e-4, in 25 s
 
 
 def cases(rank, n):

@@ -68,7 +68,7 @@ def step_and_gather(pairs, optimizer):
 #: these rows were stepped twice: one optimizer.step() for all pairs, not one a pair
 
 
-# ---- check: on 3 ranks
+# ---- check: on 3 ranks, also on 4
 
 STEPS = 2
 
@@ -76,8 +76,8 @@ STEPS = 2
 def cases(rank, n):
     import torch
 
-    wholes = [100.0 * torch.arange(1, 13).reshape(6, 2), 100.0 * torch.arange(1, 4)]
-    yield "a matrix [6, 2] and a bias [3]", wholes, rank + 1.0  # every rank lowers its rows by one, two, three
+    wholes = [100.0 * torch.arange(1, 4 * n + 1).reshape(2 * n, 2), 100.0 * torch.arange(1, n + 1)]
+    yield f"a matrix [{2 * n}, 2] and a bias [{n}]", wholes, rank + 1.0  # every rank lowers its rows by one, two, three
 
 
 def observe(step_and_gather, wholes, gradient):

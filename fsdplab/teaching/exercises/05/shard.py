@@ -61,7 +61,7 @@ def shard(whole, rank, n):
     ### END SOLUTION
 
 
-# ---- check: on 3 ranks, pure
+# ---- check: on 3 ranks, also on 2, pure
 
 
 def cases(rank, n):
