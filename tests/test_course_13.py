@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +19,7 @@ from fsdplab.teaching.core import registry
 from fsdplab.teaching.lessons.nb13_trading import on_ranks
 from fsdplab.workloads import build_model, loss_of
 from fsdplab.workloads.twin import replay_gradients
+from tests.solutions import right_answers
 
 BYTES = registry.find("13.bytes_each").module().bytes_each
 
@@ -174,3 +176,10 @@ def test_what_rests_elsewhere_is_left_out_of_a_measurement():
                 optimizer.zero_grad()
     assert totals[False]["sharded_parameters"] == 40_000 and totals[False]["optimizer_state"] >= 80_000
     assert totals[True]["sharded_parameters"] == totals[True]["optimizer_state"] == 0
+
+
+def test_the_lesson_says_where_freezing_may_stand():
+    """`right_answers/nb13.py` freezes on either side, and the check takes both."""
+    lesson = next((Path(__file__).parents[1] / "notebooks").glob("13_*.ipynb")).read_text(encoding="utf-8")
+    assert "Freezing may come before sharding or after it" in lesson and "three lines are in" not in lesson
+    assert "freezes after sharding" in right_answers(registry.find("13.fine_tune"))
