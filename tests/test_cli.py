@@ -20,7 +20,7 @@ from rich.console import Console
 import fsdplab
 from fsdplab import cli
 from fsdplab.cli.doctor import verdict_lines
-from fsdplab.cli.options import names, parse_card
+from fsdplab.cli.options import card_of, names
 from fsdplab.cli.outputs import Outputs
 from fsdplab.cli.progress import ProgressTable
 from fsdplab.cli.render import show
@@ -520,7 +520,7 @@ def test_progress_in_a_terminal_shows_finished_rows_and_the_step_of_the_next(com
 
 def test_sizes_and_names():
     texts = ["300MB", "1.5GB", " 2 GiB ", "300_000_000", "64kb", "none", "None"]
-    assert [parse_card(text) for text in texts] == [
+    assert [card_of(text, {}, "330MB") for text in texts] == [
         300_000_000,
         1_500_000_000,
         2 * 2**30,
@@ -532,7 +532,7 @@ def test_sizes_and_names():
     assert names(" a, b,,c ") == ["a", "b", "c"]
     for wrong in ("", "MB", "3 apples", "-1MB", "0"):
         with pytest.raises(SystemExit):
-            parse_card(wrong)
+            card_of(wrong, {}, "330MB")
 
 
 def test_a_folder_that_cannot_be_written_is_one_line_and_exit_code_2(capsys):

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from plotly.graph_objects import Figure
 
+from fsdplab.common.sizes import parse_card
 from fsdplab.figures.report.parts import PIECES, PLOTLY
 from fsdplab.figures.view import view
 from fsdplab.records import RunRecord, Summary
 from fsdplab.sessions import RunSpec
 from fsdplab.teaching.site import outputs
-from fsdplab.widgets.choices import MODELS, TARGETS, Choices, check, parse_card
+from fsdplab.widgets.choices import MODELS, TARGETS, Choices, check
 from fsdplab.widgets.lab_state import Batch, LabState
 from fsdplab.widgets.running import Runner
 from fsdplab.widgets.strategy_lab import StrategyLab

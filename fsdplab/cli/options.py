@@ -21,7 +21,7 @@ from fsdplab.cli.answer import Answer
 from fsdplab.cli.errors import refuse
 from fsdplab.cli.outputs import Outputs
 from fsdplab.common.names import STRATEGIES
-from fsdplab.common.sizes import parse_size
+from fsdplab.common.sizes import parse_card, parse_size
 from fsdplab.planning.plan_spec import AS_IN_A_RUN, PlanSpec, flag_of
 from fsdplab.sessions.spec import Network, Placement, RunSpec, SpecError, WorkloadPart
 from fsdplab.sessions.spec.choices import ON_SHARED_MEMORY
@@ -193,25 +193,19 @@ def begin_warm(start: str) -> None:
 # ---- texts that are not the value
 
 
-def parse_card(text: str) -> int | None:
-    """Bytes of `300MB`, `1.5GB`, `2GiB` or a plain number; None for `none`. Anything else is an error."""
-    if text.strip().lower() == "none":
-        return None
-    try:
-        return parse_size(text)
-    except ValueError:
-        refuse(f"--card is {text!r}; expected a size such as 300MB, 1.5GB or 2GiB, or none")
-
-
 def card_of(text: str, common: dict[str, Any], otherwise: str) -> int | None:
-    """Bytes of the emulated card; `auto` is the wind tunnel's card where there is one, else `otherwise`."""
-    if text != "auto":
-        return parse_card(text)
-    if not (common["emulate"] and common["as_model"]):
-        return parse_card(otherwise)
-    network = Network(emulate=common["emulate"], as_model=common["as_model"])
-    ranks = Placement(world_size=common["world_size"]).world_size
-    return network.scaled_card(WorkloadPart(model=common["model"]), ranks)
+    """Bytes of the emulated card; `auto` is the wind tunnel's card where there is one, else `otherwise`. An empty text
+    is refused: a shell's variable that is not set.
+    """
+    if text == "auto" and common["emulate"] and common["as_model"]:
+        network = Network(emulate=common["emulate"], as_model=common["as_model"])
+        ranks = Placement(world_size=common["world_size"]).world_size
+        return network.scaled_card(WorkloadPart(model=common["model"]), ranks)
+    given = otherwise if text == "auto" else text
+    try:
+        return parse_card(given) if given.strip() else parse_size(given)
+    except ValueError:
+        refuse(f"--card is {given!r}; expected a size such as 300MB, 1.5GB or 2GiB, or none")
 
 
 def link_of(common: dict[str, Any], engines: list[str], otherwise: str) -> str | None:

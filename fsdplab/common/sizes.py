@@ -40,6 +40,16 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * scale)
 
 
+def parse_card(text: str) -> int | None:
+    """Bytes of an emulated card; None for an empty text or `none`; ValueError says what was expected."""
+    if text.strip().lower() in ("", "none"):
+        return None
+    try:
+        return parse_size(text)
+    except ValueError:
+        raise ValueError(f"card is {text!r}; expected a size such as 300MB, 1.5GB or 2GiB, or none") from None
+
+
 def seconds(value: float | None) -> str:
     """A duration, three digits: `seconds(0.0153) == "15.3 ms"`, `seconds(1.4) == "1.40 s"`."""
     if value is None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fsdplab.common.sizes import parse_size, percent, seconds, size
+from fsdplab.common.sizes import parse_card, parse_size, percent, seconds, size
 from fsdplab.common.words import plural
 from fsdplab.figures.table import scattered, step_of
 from fsdplab.figures.view import view
@@ -22,7 +22,7 @@ from fsdplab.sessions.changes import edits
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.workloads.own.sources import name_of, reads_text
 
-from .choices import CONTROL_OF, CONTROLS, PRESETS, Choices, Fixed, Run, alone, check, own_model, parse_card
+from .choices import CONTROL_OF, CONTROLS, PRESETS, Choices, Fixed, Run, alone, check, own_model
 from .copies import copies
 from .outcomes import Outcome, crossover, outcome, recorded_model, run_of
 

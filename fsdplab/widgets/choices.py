@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any, TypeAlias
 
 from fsdplab.common.names import IN_GROUPS, OVER_ALL_RANKS
-from fsdplab.common.sizes import parse_size
+from fsdplab.common.sizes import parse_card
 from fsdplab.planning.hardware import find_gpu
 from fsdplab.planning.links import LinkError, parse_link
 from fsdplab.planning.plan_spec import PlanError, PlanSpec
@@ -45,16 +45,6 @@ _NOT_OF_THE_TWIN = ("card", "checkpoint", "prefetch")
 
 Run: TypeAlias = RunSpec | PlanSpec
 Fixed = Mapping[str, Any]  # further fields of each RunSpec; `model` is a model of one's own, which the list offers
-
-
-def parse_card(text: str) -> int | None:
-    """Bytes of `300MB`, `1.5GB` or `2GiB`; None for an empty text or `none`; ValueError says what was expected."""
-    if text.strip().lower() in ("", "none"):
-        return None
-    try:
-        return parse_size(text)
-    except ValueError:
-        raise ValueError(f"card is {text!r}; expected a size such as 300MB, 1.5GB or 2GiB, or nothing") from None
 
 
 # ---- the table of choices

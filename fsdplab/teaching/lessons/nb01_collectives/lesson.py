@@ -14,6 +14,7 @@ from fsdplab.common.sizes import size, three_digits
 from fsdplab.figures.lines import line
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import COLLECTIVE_COLOURS, STRATEGY_COLOURS, mark_level, titled
+from fsdplab.profiling.traces.skew import bus_factor
 from fsdplab.teaching.core.checking import solution
 from fsdplab.teaching.core.diagrams import HeldCell, cells_in_time
 from fsdplab.teaching.core.display import HasTable, Table, table
@@ -142,33 +143,27 @@ def ring_figure(ranks: int = 3) -> go.Figure:
 RANKS = (2, 3, 4, 8, 16, 64, 512)
 
 
-def bus_factor(kind: str, ranks: int) -> float:
-    """Bytes that one rank sends, over P: `bus_factor("all_reduce", 4) == 1.5`, 0.75 for the other two."""
-    rounds = 2 if kind == "all_reduce" else 1
-    return rounds * (ranks - 1) / ranks
-
-
 def sent_figure(megabytes: float, ranks: int) -> go.Figure:
     """MB that one rank sends in each collective on a payload of P = `megabytes` MB, for few and many ranks; `ranks` is
     marked. Dashed: what it comes near to with ever more ranks, P and 2 P.
     """
-    kinds = ("all_gather, reduce_scatter", "all_reduce")
+    kinds = {"all_gather": "all_gather, reduce_scatter", "all_reduce": "all_reduce"}  # two of them send the same
     figure = go.Figure(
         [
             line(
-                name, COLLECTIVE_COLOURS[name.partition(",")[0]],
-                [str(count) for count in RANKS], [megabytes * bus_factor(name, count) for count in RANKS],
+                name, COLLECTIVE_COLOURS[kind],
+                [str(count) for count in RANKS], [megabytes * bus_factor(kind, count) for count in RANKS],
                 mode="lines+markers", marker_size=[18 if count == ranks else 7 for count in RANKS],
                 hovertemplate=name + " on %{x} ranks: %{y:.2f} MB<extra></extra>",
             )
-            for name in kinds
+            for kind, name in kinds.items()
         ]
     )  # fmt: skip
     for rounds, label in ((1, "P"), (2, "2 P")):
         mark_level(figure, rounds * megabytes, label, "y", colour="#808488")
     figure.update_xaxes(title="ranks", type="category")
     figure.update_yaxes(title="MB sent by one rank", range=[0, 2.3 * megabytes])
-    one, both = (three_digits(megabytes * bus_factor(name, ranks)) for name in kinds)
+    one, both = (three_digits(megabytes * bus_factor(kind, ranks)) for kind in kinds)
     title = f"P = {megabytes:g} MB on {ranks} ranks: all_gather and reduce_scatter {one} MB, all_reduce {both} MB"
     alt = f"Two lines of MB sent by one rank over the number of ranks, which rise towards P and 2 P. {title}."
     return titled(figure, title, "Computed: P (n-1)/n, and 2 P (n-1)/n for all_reduce", alt, 270)
