@@ -12,7 +12,7 @@ import pytest
 from fsdplab.figures.plots.plans import validation_figure
 from fsdplab.planning import hardware
 from fsdplab.planning import step_time as times
-from fsdplab.planning.bands import EIGHT_BIT, EXPERTS, PLAIN, kind_of, memory_band, speed_band
+from fsdplab.planning.bands import EIGHT_BIT, EXPERTS, PLAIN, kind_of, memory_band, speed_band, speed_kind_of
 from fsdplab.planning.efficiency import FITTED_ON, MATMUL_EFFICIENCY
 from fsdplab.planning.memory import RESERVED_OVER_USED
 from fsdplab.planning.planner import plan
@@ -180,10 +180,12 @@ def test_other_fitted_constants_are_near_their_best(name, monkeypatch):
 
 
 def test_bands_are_those_of_the_known_runs(found):
-    by_kind = {kind_of(case.spec): case.spec for case in read_published(TABLE)[0]}
-    assert set(found.bands(SPEED)) == set(by_kind) and set(found.bands(MEMORY)) == set(by_kind) - {EIGHT_BIT, EXPERTS}
-    for kind, spec in by_kind.items():
+    cases, _ = read_published(TABLE)
+    by_kind, by_speed = ({kind(case.spec): case.spec for case in cases} for kind in (kind_of, speed_kind_of))
+    assert set(found.bands(SPEED)) == set(by_speed) and set(found.bands(MEMORY)) == set(by_kind) - {EIGHT_BIT, EXPERTS}
+    for kind, spec in by_speed.items():
         assert speed_band(spec)[:2] + (speed_band(spec).runs,) == found.bands(SPEED)[kind]
+    for kind, spec in by_kind.items():
         of_memory = found.bands(MEMORY)[PLAIN if kind in (EIGHT_BIT, EXPERTS) else kind]
         assert memory_band(spec)[:2] + (memory_band(spec).runs,) == of_memory
 

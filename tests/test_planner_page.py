@@ -47,6 +47,7 @@ CHOICES: tuple[dict[str, str], ...] = (
     {"gpu": "a10g"},
     {"model": "llama-3b", "gpu": "4090", "strategy": "zero2", "loss": "fused"},
     {"model": "qwen2.5-7b", "gpu": "a100-80gb", "gpus": "32", "tensor_parallel": "4", "optimizer": "adamw-8bit"},
+    {"gpu": "4090", "gpus": "8", "offload": "cpu", "checkpointing": "full"},
 )
 
 

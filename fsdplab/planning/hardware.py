@@ -8,7 +8,8 @@ instead of guessing.
 A GPU of one's own is a JSON file with the figures of its data sheet:
 `{"name": "B300", "memory_gib": 268, "bf16_tflops": 2250, "hbm_tb_per_s": 8.0, "link": "nvlink5", "nic_gbit": 800}`;
 `nic_gbit` is what the network cards of a node give each GPU. Only the name, the memory, its rate and the link are
-needed: without `bf16_tflops` no time is predicted, without `nic_gbit` a plan is for one node.
+needed: without `bf16_tflops` no time is predicted, without `nic_gbit` a plan is for one node, and without `host_link`
+(`"pcie5"`) PCIe 4 is assumed where states rest in host memory.
 
 Of networks data sheets give a rate a card. Collectives reach a part of it, and less the more nodes a ring passes: their
 bytes meet on the links of switches, and each step waits for the slowest. `SPREAD` is fitted to MosaicML's 18 runs on
@@ -46,7 +47,8 @@ class Gpu:
     direction.
 
     `nic_bytes_per_s` is what the node's network cards give to each GPU of it, typically. `die`: the chip that computes,
-    where several cards have it. `product_flops`: what large matrix products alone were measured to reach.
+    where several cards have it. `product_flops`: what large matrix products alone were measured to reach. `host_link`:
+    the PCIe to its host, as its data sheet says; None where that is not known.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Gpu:
     source: str
     die: str = ""
     product_flops: float | None = None
+    host_link: LinkSpec | None = None
 
 
 # seven links of 64 GB/s: one peer alone sees one; latency assumed NVLink's
@@ -66,31 +69,38 @@ _LINKS = PRESETS | {"xgmi": LinkSpec("xgmi", 448e9, PRESETS["nvlink4"].latency_s
 
 def _gpu(
     name: str, memory_gib: float, tflops: float | None, hbm_tb: float, link: str | LinkSpec, nic_gbit: float | None,
-    source: str, die: str = "", product_tflops: float | None = None,
+    source: str, die: str = "", product_tflops: float | None = None, host_link: str | None = None,
 ) -> Gpu:  # fmt: skip
-    """A row of the table, or a file, in the units of data sheets."""
+    """A row of the table, or a file, in the units of data sheets. What joins GPUs by PCIe joins them to their host."""
     flops, nic, products = tflops and tflops * 1e12, nic_gbit and nic_gbit * 1e9 / 8, product_tflops
-    rates = flops, hbm_tb * 1e12, _LINKS[link] if isinstance(link, str) else link, nic
-    return Gpu(name, int(memory_gib * _GIB), *rates, source, die, products and products * 1e12)
+    joined = _LINKS[link] if isinstance(link, str) else link
+    host = parse_link(host_link) if host_link else joined if joined.name.startswith("pcie") else None
+    rates = flops, hbm_tb * 1e12, joined, nic
+    return Gpu(name, int(memory_gib * _GIB), *rates, source, die, products and products * 1e12, host)
 
 
 _QUOTED = "stas00/ml-engineering, compute/accelerator and network, quoting the vendor's page"
 # Rates of products alone: the same source's measurements of its own (mamf-finder).
 
 # Memory: as seen by a program where that is known (MI300X, H200, H100 96GB), else the label.
+# The host's link: PCIe of 16 lanes, as data sheets say; the H100 96GB, which has none, has the H100 80GB's.
 GPUS: dict[str, Gpu] = {
     gpu.name: gpu
     for gpu in (
         _gpu("H100 SXM 80GB", 80, 989, 3.35, "nvlink4", 400,
-             "nvidia.com/data-center/h100 (prints 1979 with sparsity); DGX H100 user guide", "GH100", 794.5),
+             "nvidia.com/data-center/h100 (prints 1979 with sparsity); DGX H100 user guide", "GH100", 794.5, "pcie5"),
         _gpu("H100 SXM 96GB", 95.04, None, 2.4, "nvlink4", 400, "torchtitan's benchmarks; no public data sheet",
-             "GH100"),
-        _gpu("H200 SXM 141GB", 139, 989, 4.8, "nvlink4", 400, f"nvidia.com/data-center/h200; {_QUOTED}", "GH100"),
+             "GH100", None, "pcie5"),
+        _gpu("H200 SXM 141GB", 139, 989, 4.8, "nvlink4", 400, f"nvidia.com/data-center/h200; {_QUOTED}", "GH100",
+             None, "pcie5"),
         _gpu("A100 SXM 40GB", 40, 312, 1.555, "nvlink3", 50,
-             "NVIDIA A100 whitepaper; network of an AWS p4d: 4 x 100 Gb/s for 8 GPUs", "GA100"),
+             "NVIDIA A100 whitepaper; network of an AWS p4d: 4 x 100 Gb/s for 8 GPUs", "GA100", None,
+             "pcie4"),
         _gpu("A100 SXM 80GB", 80, 312, 2.0, "nvlink3", 200,
-             "nvidia.com/data-center/a100; network of HDR class, varies from 50 to 200 Gb/s", "GA100", 271.2),
-        _gpu("B200 SXM", 180, 2250, 8.0, "nvlink5", 400, f"NVIDIA DGX B200 data sheet; {_QUOTED}", "GB100", 1745),
+             "nvidia.com/data-center/a100; network of HDR class, varies from 50 to 200 Gb/s", "GA100", 271.2,
+             "pcie4"),
+        _gpu("B200 SXM", 180, 2250, 8.0, "nvlink5", 400, f"NVIDIA DGX B200 data sheet; {_QUOTED}", "GB100", 1745,
+             "pcie5"),
         _gpu("RTX 4090", 24, 165.2, 1.008, "pcie4", None,
              "NVIDIA Ada whitepaper v2.1, appendix A (BF16 with FP32 accumulate)"),
         _gpu("RTX 3090", 24, 71, 0.936, "pcie4", None,
@@ -99,7 +109,8 @@ GPUS: dict[str, Gpu] = {
         _gpu("A10G", 24, None, 0.6, "pcie4", None,
              "AWS G5; sources for bf16 disagree (62.5 to 125): measure it"),
         _gpu("T4", 16, None, 0.32, "pcie3", None, "NVIDIA T4 data sheet: no bf16, 65 TFLOP/s in fp16"),
-        _gpu("MI300X", 191.98, 1307.4, 5.3, "xgmi", 400, f"amd.com/instinct/mi300x; {_QUOTED}", "", 668.4),
+        _gpu("MI300X", 191.98, 1307.4, 5.3, "xgmi", 400, f"amd.com/instinct/mi300x; {_QUOTED}", "", 668.4,
+             "pcie5"),
     )
 }  # fmt: skip
 # Usual short names, squeezed, and their rows.
@@ -219,7 +230,7 @@ def _squeezed(name: str) -> str:
 
 
 _NEEDED = ("name", "memory_gib", "hbm_tb_per_s", "link")
-_KNOWN = (*_NEEDED, "bf16_tflops", "nic_gbit", "die", "measured_bf16_tflops")
+_KNOWN = (*_NEEDED, "bf16_tflops", "nic_gbit", "die", "measured_bf16_tflops", "host_link")
 _LARGEST_FILE = 10**5
 
 
@@ -240,12 +251,13 @@ def _read(path: Path) -> Gpu:
     if wrong:
         raise HardwareError(f"{path}: missing or unknown: {', '.join(wrong)[:80]}; expected {', '.join(_KNOWN)}")
     try:
-        link = parse_link(row["link"])
+        link, host = parse_link(row["link"]), row.get("host_link")
+        host = None if host is None else parse_link(host).name
     except LinkError as error:
         raise HardwareError(f"{path}: {error}") from None
     numbers = ("memory_gib", "hbm_tb_per_s", "bf16_tflops", "nic_gbit", "measured_bf16_tflops")
     memory, hbm, tflops, nic, measured = (_number(path, row, key) for key in numbers)
-    about = str(path), str(row.get("die", "")), measured
+    about = str(path), str(row.get("die", "")), measured, host
     return _gpu(str(row["name"])[:40], memory or 0.0, tflops, hbm or 0.0, link, nic, *about)
 
 

@@ -79,7 +79,7 @@ PRESETS: dict[str, LinkSpec] = {
     )
 }
 
-HOST_LINK = PRESETS["pcie4"]  # of a GPU to its host: an assumption where states rest in host memory
+HOST_LINK = PRESETS["pcie4"]  # of a GPU to its host: an assumption where its row says nothing
 
 # The usual spellings, squeezed: lower case, no blanks, dashes, underscores or dots; `{}` is the figure.
 _ALIASES = (

@@ -430,13 +430,3 @@ def host_bytes(spec: PlanSpec) -> float:
         return 0.0
     every = all_units(spec)
     return every.sharded_parameters + every.sharded_gradients + every.optimizer_state
-
-
-def host_crossing(spec: PlanSpec) -> float:
-    """Bytes of a rank over the host's link in a step whose states rest in host memory: slices go to the card for every
-    gather of a micro-batch, cast where they rest; gradients come back.
-    """
-    states = all_units(replace(spec, offload=False))
-    cast = 1.0 if spec.lora_rank else spec.param_bytes / spec.rest_bytes
-    gathers = 2 if spec.row.reshards_after_forward else 1
-    return spec.grad_accum * (gathers * cast * states.sharded_parameters + states.sharded_gradients)

@@ -23,7 +23,8 @@ from fsdplab.workloads.shapes import ModelShape
 from .bands import memory_band, speed_band
 from .efficiency import Efficiency, efficiency_of
 from .hardware import gpu_named
-from .memory import Memory, fits_card, host_bytes, host_crossing, memory_of
+from .host import host_crossing, host_link
+from .memory import Memory, fits_card, host_bytes, memory_of
 from .plan_spec import CHECKPOINTINGS, PlanError, PlanSpec, changed, flag_of, under_each_strategy
 from .plan_traffic import AxisTraffic, bytes_by_axis, part_of_network, plan_traffic
 from .stages import bubble
@@ -102,7 +103,7 @@ class Plan:
             "peak_moment": peak.name,
             "card_bytes": self.spec.gpu.memory_bytes,
             "host_bytes": round(host_bytes(self.spec)),
-            "host_crossing_bytes_per_step": round(host_crossing(self.spec)) if self.spec.offload else 0,
+            "host_crossing_bytes_per_step": round(host_crossing(self.spec)),
             "fits": self.fitness,
             "comm_bytes_per_step": bytes_by_axis(self.traffic),
             "network": self._network(),
@@ -111,6 +112,7 @@ class Plan:
             "compute_s": time and time.compute_s,
             "communication_s": time and time.communication_s,
             "exposed_s": time and time.exposed_s,
+            **(_host_times(self.spec, time) if time and self.spec.offload else {}),
             "tokens_per_s_per_gpu": self.tokens_per_s_per_gpu,
             "tokens_per_s_band": speed and list(speed_band(self.spec).around(speed)),
             "mfu": self.mfu,
@@ -119,6 +121,17 @@ class Plan:
         }
         hours = self.hours(tokens) if tokens else None
         return found | ({"hours": hours, "gpu_hours": hours * self.spec.gpus} if hours else {})
+
+
+def _host_times(spec: PlanSpec, time: StepTime) -> dict[str, Any]:
+    """What states in host memory take of a step, for `--json`."""
+    link = host_link(spec)
+    return {
+        "host_link": {"name": link.name, "bytes_per_s": link.bytes_per_s, "assumed": spec.gpu.host_link is None},
+        "copies_s": time.copies_s,
+        "exposed_copies_s": time.exposed_copies_s,
+        "host_optimizer_s": time.host_optimizer_s,
+    }
 
 
 def plan_spec(model: str | ModelShape, gpu: str, **choices: Any) -> PlanSpec:

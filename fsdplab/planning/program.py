@@ -29,6 +29,9 @@ KEPT = "kept_gradients"  # unsharded, kept for later micro-batches or for the op
 SENT = "reduction"  # the packed gradients that a reduction reads
 REDUCED = "sharded_gradients"  # the result of a reduction
 
+# copies between the memory where shards rest and the device: issued and waited for as collectives are
+TO_DEVICE, TO_HOST = "copy_to_device", "copy_to_host"
+
 
 @dataclass(frozen=True)
 class Sharing:
@@ -61,6 +64,11 @@ class Sharing:
         return "gradients" not in self.cuts or self.no_sync
 
     @property
+    def copies(self) -> bool:
+        """Whether shards are copied to the device that computes, and gradients back, beside its compute."""
+        return self.offloads and self.streams
+
+    @property
     def aliased(self) -> bool:
         """Whether shards at rest are views of the unsharded parameters."""
         needs_no_gather = "parameters" not in self.cuts or not self.shards and not self.offloads
@@ -88,6 +96,7 @@ class PlannedMemory(Memory):
         self.written = True  # whether the optimizer has stepped since the unit was unsharded
         self._over_fewer = False  # whether it keeps shards over fewer ranks
         self._handed_out = False  # whether the optimizer has got gradients in this step
+        self.leaving: list[Pending] = []  # gradients on their way to host memory, at most one unit's
 
     @abstractmethod
     def change(self, buffer: str, sign: int) -> None: ...  # it takes one of its buffers (1), or gives it back (-1)
@@ -116,9 +125,11 @@ class PlannedMemory(Memory):
             self.take(GATHERED)
         if self._over_fewer:
             self.take(ARRIVING)
+        # what is gathered from shards over fewer ranks is on the device already
+        copied = self.issue(TO_DEVICE, phase) if sharing.copies and not self._over_fewer else None
         if sharing.shards:
-            return self.issue("all_gather", phase)
-        return None if sharing.aliased else Pending(lambda: None)  # a cast, or a copy from the host
+            return self.issue("all_gather", phase, copied)
+        return copied or (None if sharing.aliased else Pending(lambda: None))  # a cast
 
     def arrived(self) -> None:
         if self._over_fewer:
@@ -160,10 +171,20 @@ class PlannedMemory(Memory):
         self.hand_out()
 
     def hand_out(self) -> None:
-        """Give the optimizer the result, which is added to an earlier one."""
+        """Give the optimizer the result, which is added to an earlier one: at once, also on the host."""
+        if self.sharing.copies:
+            self.await_copies()  # whoever computes takes the memory of the last ones again
+            self.leaving.append(self.issue(TO_HOST, "backward"))
+            if self._handed_out:
+                self.await_copies()
         if self._handed_out or self.gives_back_reduced:
             self.give_back(REDUCED)
         self._handed_out = True
+
+    def await_copies(self) -> None:
+        """Gradients that left for host memory are there."""
+        while self.leaving:
+            self.leaving.pop().wait()
 
 
 def planned_order(
@@ -190,7 +211,9 @@ def begin_micro_batch(order: StepOrder, sharing: Sharing, last: bool) -> None:
 
 
 class Issue(NamedTuple):
-    """A collective is issued. It begins when the one numbered `after` is complete, if there is one."""
+    """A collective is issued, or a copy from or to host memory. It begins when the one numbered `after` is complete, if
+    there is one.
+    """
 
     number: int
     unit: str
@@ -200,7 +223,7 @@ class Issue(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Whoever computes waits for the collective of this number."""
+    """Whoever computes waits for the collective or the copy of this number."""
 
     number: int
 
@@ -305,6 +328,9 @@ def record_step(
     """
     log: list[Operation] = []
     ahead, memories = schedule(prefetch), {name: RecordedMemory(name, sharing, holds, log) for name, holds in units}
+    leaving: list[Pending] = []  # of all units: there is one stream for it
+    for memory in memories.values():
+        memory.leaving = leaving
     order = planned_order(memories, sharing, ahead, in_flight)
     ahead.begin()
     for name, _ in units:  # an earlier step has taught it the order
@@ -349,7 +375,8 @@ OPTIMIZER = "optimizer"  # beside them: what its step sends, and its phase
 
 @dataclass(frozen=True)
 class Transfer:
-    """One collective on an otherwise free link: the latency of all its steps, then the bytes that one rank sends.
+    """One collective, or a copy between a rank and its host's memory, on an otherwise free link: the latency of all its
+    steps, then the bytes that one rank sends.
 
     `link` is what it passes: axes with the same one share its bandwidth. Without a name its axis has it for itself.
     """
@@ -402,7 +429,8 @@ class UnitWork:
 class StepWork:
     """A step of a rank: blocks in the forward's order inside a root, whose own compute follows them (the head).
     `exchange` is what the optimizer's step sends, of which nothing is hidden; `slowed_s` are seconds by which all
-    passes together take longer since collectives run beside them.
+    passes together take longer since collectives run beside them. The seconds of the optimizer are the CPU's where
+    states rest in host memory: it steps when all gradients are there, and the next gather begins behind it.
     """
 
     root: UnitWork
@@ -439,6 +467,11 @@ class StepWork:
         name = OPTIMIZER if self.exchange else ""
         return UnitWork(name, 0.0, self.optimizer_s, inline_backward=self.exchange)
 
+    @property
+    def without_copies(self) -> StepWork:
+        """The same step with copies that take no time."""
+        return self.on_links(lambda each: replace(each, wire_bytes=0.0) if each.kind in (TO_DEVICE, TO_HOST) else each)
+
     def shared(self, **choices: bool) -> StepWork:
         """The same step with other choices of `sharing`."""
         return replace(self, sharing=replace(self.sharing, **choices))  # type: ignore[arg-type]
@@ -466,11 +499,28 @@ def program_of(work: StepWork, schedule: Callable[[int], Schedule] = Schedule) -
 
 
 def step_seconds(work: StepWork) -> float:
-    """Seconds of a step, of whose micro-batches those between the first and the last are alike."""
-    count, units = work.micro_batches, {unit.name: unit for unit in work.units}
-    program = program_of(replace(work, micro_batches=min(count, 3)))
-    each = [seconds_of(operations, units) for operations in program]
-    return sum(each) + (count - len(each)) * each[len(each) // 2] + work.slowed_s + work.optimizer_s + work.exchange_s
+    """Seconds of a step."""
+    units = {unit.name: unit for unit in work.units}
+    passes_s = _over_micro_batches(work, lambda operations: seconds_of(operations, units))
+    return passes_s + work.slowed_s + work.optimizer_s + work.exchange_s
+
+
+def copies_seconds(work: StepWork) -> float:
+    """Seconds of a step's copies from and to host memory, as if alone and one after the other."""
+    units, kinds = {unit.name: unit for unit in work.units}, (TO_DEVICE, TO_HOST)
+
+    def copies(operations: Sequence[Operation]) -> float:
+        issued = (each for each in operations if isinstance(each, Issue) and each.kind in kinds)
+        return sum(units[each.unit].sent[each.kind].seconds for each in issued)
+
+    return _over_micro_batches(work, copies)
+
+
+def _over_micro_batches(work: StepWork, seconds: Callable[[Sequence[Operation]], float]) -> float:
+    """The sum over the micro-batches of a step, of which those between the first and the last are alike."""
+    count = work.micro_batches
+    each = [seconds(operations) for operations in program_of(replace(work, micro_batches=min(count, 3)))]
+    return sum(each) + (count - len(each)) * each[len(each) // 2]
 
 
 def seconds_of(operations: Sequence[Operation], units: Mapping[str, UnitWork]) -> float:

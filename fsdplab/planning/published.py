@@ -125,7 +125,6 @@ def _case(name: str, row: Mapping[str, str]) -> Case:
     )  # fmt: skip
     words = "" if gpu else "the GPU is not named"
     words = "the rate of its link is not stated" if "not stated" in row["interconnect"] else words
-    words = "copies to host memory are not in a predicted step" if spec.offload else words
     return Case(name, _source(row), spec, scale, memory, speed, words, recomputed, ran_out)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from fsdplab.workloads.shapes import ModelShape
 
 from .hardware import find_gpu
+from .host import copies, host_optimizer_s
 from .lab_memory import MicroBatch, StepChoices, rest_and_peak
 from .memory import FRAMEWORK_BYTES, Memory, Moment
 from .muon import OwnersStep
@@ -161,13 +162,17 @@ def recorded_work(spec: PlanSpec, recording: MicroBatch, efficiency: float | Non
     units = []
     for name, stored in recording.units.items():
         holds = Holds(bool(stored), any(each.trained for each in stored))
-        units.append(unit_work(spec, traffic, name, (seconds((name, "forward")), seconds((name, "backward"))), holds))
+        computes_s = seconds((name, "forward")), seconds((name, "backward"))
+        held = (sum(each.count for each in stored), sum(each.count for each in stored if each.trained))
+        copied = copies(spec, *(spec.rest_bytes * count / spec.shards for count in held)) if spec.offload else {}
+        units.append(unit_work(spec, traffic, name, computes_s, holds, copied))
     trained = sum(each.count for unit in recording.units.values() for each in unit if each.trained)
     own = trained / (spec.shards if spec.row.cuts else 1)
     once = (2 * spec.optimizer_bytes + 3 * ITEMSIZES[spec.master_dtype]) * own
     moved = 3 * once if spec.optimizer == "adamw-foreach" else once
     low = rates_of(replace(spec, param_dtype="bf16"), efficiency)
-    optimizer_s = moved / rates.bytes_per_s + (muon.flops / low.flops if muon else 0.0)
+    moved_s = host_optimizer_s(spec, moved) if spec.offload else moved / rates.bytes_per_s
+    optimizer_s = moved_s + (muon.flops / low.flops if muon else 0.0)
     # collectives of a GPU take its kernels' place; the steady card, whose efficiency is given, has none
     longer_s = sum(slowed_s(spec, traffic, unit) for unit in units) if efficiency is None else 0.0
     return planned_work(spec, traffic, units, optimizer_s, longer_s)

@@ -4,6 +4,8 @@ Compute of a block: its matrix products at a fraction of the GPU's peak, plus th
 move at the memory's rate (Williams et al. 2009, Roofline). A backward is twice the forward; attention's is 2.5 times,
 because flash attention computes its scores again (Dao 2023, section 4.1).
 
+Where states rest in host memory the optimizer is the CPU's, and copies are operations of the step (host.py).
+
 Overlap: operations come in the order of the engine's own program of a step (`planning/program.py`). Collectives
 of the shard axis run one after the other, and so do those across replicas. Tensor and context parallelism's collectives
 stand in the way of the next product, so no compute hides them; the others, on links of their own, go on meanwhile.
@@ -11,8 +13,9 @@ stand in the way of the next product, so no compute hides them; the others, on l
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from .efficiency import (
@@ -27,6 +30,7 @@ from .efficiency import (
     efficiency_of,
 )  # fmt: skip
 from .hardware import Gpu
+from .host import copied_bytes, copies, host_optimizer_s
 from .memory import adapters, all_units
 from .plan_spec import BASE_BYTES, PlanError, PlanSpec
 from .plan_traffic import (
@@ -39,7 +43,7 @@ from .plan_traffic import (
     plan_traffic,
     transfer_of,
 )  # fmt: skip
-from .program import BLOCK, ROOT, Holds, StepWork, Transfer, UnitWork, step_seconds
+from .program import BLOCK, ROOT, Holds, StepWork, Transfer, UnitWork, copies_seconds, step_seconds
 from .stages import bubble, stages
 
 _MOST_PASSES = 10_000  # of a simulated step: each costs some milliseconds, and thousands of bytes of its record
@@ -50,12 +54,18 @@ _ASSUMED_FLOPS = {"H100 SXM 96GB": 989e12}
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step of one rank, and its parts: compute; communication as if alone; what of it was waited for."""
+    """Seconds of a step of one rank, and its parts: compute, of which `host_optimizer_s` on the CPU; communication and
+    copies from and to host memory, each as if alone; what of both was waited for, and how much of that without copies
+    would not be.
+    """
 
     step_s: float
     compute_s: float
     communication_s: float
     exposed_s: float
+    host_optimizer_s: float = 0.0
+    copies_s: float = 0.0
+    exposed_copies_s: float = 0.0
 
 
 def step_time(spec: PlanSpec) -> StepTime:
@@ -86,7 +96,11 @@ def _of_stage(spec: PlanSpec, stage: PlanSpec) -> StepTime:
 def time_of(spec: PlanSpec, work: StepWork, rows: Sequence[AxisTraffic]) -> StepTime:
     """The seconds of a step of `work`, which sends `rows`."""
     step_s, alone_s = step_seconds(work), sum(row.count * transfer_of(spec, row).seconds for row in rows)
-    return StepTime(step_s, work.compute_s, alone_s, step_s - work.compute_s)
+    found = StepTime(step_s, work.compute_s, alone_s, step_s - work.compute_s)
+    if not spec.offload:
+        return found
+    exposed_s = step_s - step_seconds(work.without_copies)
+    return replace(found, host_optimizer_s=work.optimizer_s, copies_s=copies_seconds(work), exposed_copies_s=exposed_s)
 
 
 def work_of(spec: PlanSpec, efficiency: float | None = None, in_flight: int = 1) -> StepWork:
@@ -114,8 +128,12 @@ def _units(spec: PlanSpec, rows: Sequence[AxisTraffic], compute: Compute) -> tup
     """The root, one of the blocks, and the seconds by which a step is longer since collectives run beside compute."""
     has = bool(spec.model.root)  # a stage in the middle has no root of its own
     head_s = compute.head_forward_s, compute.head_backward_s
-    root = unit_work(spec, rows, ROOT, head_s, Holds(has, has and not spec.lora_rank))
-    block = unit_work(spec, rows, BLOCK, compute.block_s, Holds())
+    root, block = (
+        unit_work(spec, rows, unit, computes_s, holds, copies(spec, *copied_bytes(spec, unit)) if spec.offload else {})
+        for unit, computes_s, holds in (
+            (ROOT, head_s, Holds(has, has and not spec.lora_rank)), (BLOCK, compute.block_s, Holds())
+        )
+    )  # fmt: skip
     longer_s = slowed_s(spec, rows, root) + slowed_s(spec, rows, block, spec.model.layers) if compute.fitted else 0.0
     return root, block, longer_s
 
@@ -174,10 +192,11 @@ def planned_work(
 
 
 def unit_work(
-    spec: PlanSpec, rows: Sequence[AxisTraffic], unit: str, computes_s: tuple[float, float], holds: Holds
-) -> UnitWork:
-    """A unit with seconds of its forward and backward, and what it sends of `rows`."""
-    sent: dict[str, Transfer] = {}
+    spec: PlanSpec, rows: Sequence[AxisTraffic], unit: str, computes_s: tuple[float, float], holds: Holds,
+    copied: Mapping[str, Transfer] = MappingProxyType({}),
+) -> UnitWork:  # fmt: skip
+    """A unit with seconds of its forward and backward, what it sends of `rows`, and its copies from and to the host."""
+    sent = dict(copied)
     inline: tuple[list[Transfer], list[Transfer]] = [], []
     for row in (each for each in rows if each.unit == unit):
         transfer = transfer_of(spec, row)
@@ -226,7 +245,7 @@ def launch_s(parameters: int) -> float:
 def on_links_of(spec: PlanSpec, work: StepWork) -> StepWork:
     """The same work with the bandwidths of `spec`, which may differ from the work's own plan in these alone."""
     rates = {axis: axis_link(spec, axis).bytes_per_s for axis in AXES}
-    return work.on_links(lambda each: replace(each, bytes_per_s=rates[each.axis]))
+    return work.on_links(lambda each: replace(each, bytes_per_s=rates.get(each.axis, each.bytes_per_s)))
 
 
 def peak_flops(gpu: Gpu) -> float:
@@ -310,7 +329,8 @@ class Compute:
         self.backward_s += (spec.checkpointing != "none") * (moved + restored) + restored
         self.forward_s += restored
         self.head_forward_s, self.head_backward_s = self._head_s()
-        self.optimizer_s = _optimizer_bytes(spec) / self.bytes_per_s
+        moved = _optimizer_bytes(spec)
+        self.optimizer_s = host_optimizer_s(spec, moved) if spec.offload else moved / self.bytes_per_s
         if spec.optimizer == "muon":  # Newton-Schulz in bfloat16
             self.optimizer_s += owners_step(spec).flops / rates_of(replace(spec, param_dtype="bf16"), reached).flops
 

@@ -70,7 +70,7 @@ def step_traffic(
     shards = ranks // replicas
     rows: list[Traffic] = []
     for unit in units:
-        gathers, reductions = _counts(row, micro_batches, is_root=unit.name == "root")
+        gathers, reductions = counts(row, micro_batches, is_root=unit.name == "root")
         if not row.cuts:
             rows.append(_traffic(unit, "all_reduce", reductions, 1, ranks, reduce_itemsize))
             continue
@@ -82,7 +82,7 @@ def step_traffic(
     return rows
 
 
-def _counts(row: StrategyRow, micro_batches: int, is_root: bool) -> tuple[int, int]:
+def counts(row: StrategyRow, micro_batches: int, is_root: bool) -> tuple[int, int]:
     """Gathers and reductions of a unit in a step. A unit that is resharded is gathered again for its backward; the root
     never is.
     """

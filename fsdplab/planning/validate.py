@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .bands import EIGHT_BIT, MEMORY_SHARE, PLAIN, SPEED_SHARE, kind_of
+from .bands import EIGHT_BIT, MEMORY_SHARE, PLAIN, SPEED_SHARE, kind_of, speed_kind_of
 from .memory import FRAMEWORK_BYTES, fits_card, memory_of
 from .plan_spec import PlanSpec
 from .published import Case, LeftOut, read_published
@@ -237,7 +237,7 @@ def _row(case: Case, name: str, quantity: str, predicted: float, published: floa
     part = FIT if case.source in SEEN[SPEED if quantity == SPEED else MEMORY] else HELD_OUT
     spec = case.spec
     sizes = spec.seq, spec.gpus, round(spec.model.parameters * case.scale)
-    kind = kind_of(spec)
+    kind = speed_kind_of(spec) if quantity == SPEED else kind_of(spec)
     if quantity != SPEED and kind == EIGHT_BIT:  # products in 8 bits change no memory
         kind = PLAIN
     return Row(name, case.source, quantity, spec.gpu.name, predicted, published, part, *sizes, kind)

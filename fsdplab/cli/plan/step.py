@@ -13,9 +13,8 @@ from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import MISSING, plural
 from fsdplab.figures.plots.plans import page_of, sweep_figure
-from fsdplab.planning.bands import memory_band, speed_band
-from fsdplab.planning.links import HOST_LINK
-from fsdplab.planning.memory import host_crossing
+from fsdplab.planning.bands import ADAPTERS_OFFLOADED, memory_band, speed_band
+from fsdplab.planning.host import OPTIMIZER_SOURCE, host_crossing, host_link
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import latency_s, part_of_network
 from fsdplab.planning.planner import Plan, parse_sweep, plan_of, plan_spec, shortfall, sweep
@@ -160,21 +159,22 @@ def _times(found: Plan, tokens: float | None) -> Iterator[tuple[str, str]]:
         yield "step time", f"unknown: no bf16 FLOP/s are known for {found.spec.gpu.name}"
         yield "provenance", PREDICTED
         return
-    least = "at least " if found.spec.offload else ""
-    yield "step", f"{least}{seconds(time.step_s)}: compute {seconds(time.compute_s)}, exposed {_exposed(time)}"
+    yield "step", f"{seconds(time.step_s)}: compute {seconds(time.compute_s)}, exposed {_exposed(time)}"
     yield "communication alone", _communication(found, time)
     if found.spec.pipeline_parallel > 1:
         yield "bubble of the pipeline", f"{bubble(found.spec):.1%} of a stage's compute, counted as exposed"
     if found.spec.offload:
-        yield "not in the step", _host(found.spec)
+        yield "copies to and from the host", _copies(found.spec, time)
+        yield "optimizer on the CPU", f"{seconds(time.host_optimizer_s)} of the compute; {OPTIMIZER_SOURCE}"
     speed, mfu = found.tokens_per_s_per_gpu or 0.0, found.mfu or 0.0
-    yield "tokens/s a GPU", f"{'at most ' * bool(least)}{three_digits(speed)} (MFU {mfu:.1%})"
+    yield "tokens/s a GPU", f"{three_digits(speed)} (MFU {mfu:.1%})"
     band = speed_band(found.spec)
     low, high = map(three_digits, band.around(speed))
-    yield "", f"{low} to {high} {band.words}"
+    unlike = ", none of which offloads" if found.spec.offload and band.kind != ADAPTERS_OFFLOADED else ""
+    yield "", f"{low} to {high} {band.words}{unlike}"
     hours = found.hours(tokens) if tokens else None
     if hours:
-        yield f"{tokens:,.0f} tokens", f"{least}{hours:,.1f} hours, {hours * found.spec.gpus:,.0f} GPU-hours"
+        yield f"{tokens:,.0f} tokens", f"{hours:,.1f} hours, {hours * found.spec.gpus:,.0f} GPU-hours"
     yield "matrix products reach", reached_words(found)
     yield "provenance", PREDICTED
 
@@ -188,10 +188,15 @@ def _communication(found: Plan, time: StepTime) -> str:
     return f"{seconds(time.communication_s)}{rings}, exposed {max(0.0, time.exposed_s) / time.step_s:.1%} of a step"
 
 
-def _host(spec: PlanSpec) -> str:
-    crossing = host_crossing(spec)
-    took, rate = seconds(crossing / HOST_LINK.bytes_per_s), size(HOST_LINK.bytes_per_s)
-    return f"{size(crossing)} over the host's link, {took} at {rate}/s (PCIe 4, assumed); the CPU's optimizer"
+def _copies(spec: PlanSpec, time: StepTime) -> str:
+    """Bytes over the host's link and their seconds as if alone, and by how much a step is longer for them."""
+    link, assumed = host_link(spec), ", assumed" if spec.gpu.host_link is None else ""
+    longer = seconds(time.exposed_copies_s) if time.exposed_copies_s > _NOTHING_S else "nothing"
+    took = seconds(time.copies_s)
+    return (
+        f"{size(host_crossing(spec))} over {link.name} ({size(link.bytes_per_s)}/s each way, of its"
+        f" specification{assumed}): {took} alone, {longer} of it exposed"
+    )
 
 
 # ---- sweeps

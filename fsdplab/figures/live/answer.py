@@ -12,6 +12,7 @@ from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import MISSING
 from fsdplab.planning.bands import Band, memory_band, speed_band
 from fsdplab.planning.copy_as import accelerate_yaml, of_plan, pytorch
+from fsdplab.planning.host import OPTIMIZER_SOURCE, host_link
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.planner import Plan, plan_of, shortfall
 from fsdplab.planning.simulation import simulate
@@ -86,9 +87,13 @@ def _quantities(found: Plan, memory: Band) -> Iterator[tuple[str, str, str]]:
     )
     mfu = found.mfu or 0.0
     yield "MFU", f"{mfu:.1%}", f"{mfu * band.low:.1%} to {mfu * band.high:.1%}, by the band of tokens/s"
+    if found.spec.offload:
+        yield "optimizer on the CPU", seconds(time.host_optimizer_s), f"of the step's compute; {OPTIMIZER_SOURCE}"
+        words = f"{seconds(time.exposed_copies_s)} exposed, {seconds(time.copies_s)} alone"
+        yield "copies to and from the host", words, f"over {host_link(found.spec).name}, at its specification's rate"
     exposed = max(0.0, time.exposed_s)
     yield (
-        "exposed communication",
+        "exposed communication and copies" if found.spec.offload else "exposed communication",
         f"{exposed / time.step_s:.1%}",
         f"{seconds(exposed)} of a step; no published run says it, so no band is known",
     )

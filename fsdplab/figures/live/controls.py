@@ -61,6 +61,7 @@ def controls() -> tuple[Control, ...]:
         _of_a_field("grad_accum", "Micro-batches of a step", _powers(1, 64), folded=True),
         _of_a_field("prefetch", "Units gathered ahead", tuple(map(str, range(5))), folded=True),
         _of_a_field("optimizer", "Optimizer", tuple(OPTIMIZERS), folded=True),
+        Control("offload", "States in host memory", ("none", "cpu"), "none", folded=True),
         _of_a_field("reduce_dtype", "Gradients travel in", ("fp32", "bf16"), folded=True),
     )
 
@@ -86,7 +87,8 @@ def settings_of(choice: Mapping[str, str]) -> dict[str, Any]:
     """A choice as `plan_spec` takes it; what is not chosen has the control's default."""
     chosen = {each.name: choice.get(each.name, each.default) for each in controls()}
     plain = {name: int(value) if value.isdigit() and name != "gpu" else value for name, value in chosen.items()}
-    return plain | {"network": None if plain["network"] == USUAL else plain["network"]}
+    network = None if plain["network"] == USUAL else plain["network"]
+    return plain | {"network": network, "offload": plain["offload"] == "cpu"}
 
 
 def spec_of(choice: Mapping[str, str]) -> PlanSpec:

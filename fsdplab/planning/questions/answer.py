@@ -13,8 +13,8 @@ from typing import TypeAlias
 
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import MISSING
-from fsdplab.planning.links import HOST_LINK
-from fsdplab.planning.memory import Memory, all_units, host_bytes, host_crossing, memory_of
+from fsdplab.planning.host import host_crossing, host_link
+from fsdplab.planning.memory import Memory, all_units, host_bytes, memory_of
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import AxisTraffic, plan_traffic, transfer_of
 from fsdplab.planning.program import StepWork
@@ -171,7 +171,7 @@ _COLUMNS: dict[str, tuple[str, Callable[[Case], Value] | None]] = {
     "gather of a block": ("seconds", _gather_s),
     "host memory of a rank": ("bytes", _host),
     "crosses a step": ("bytes", lambda case: case.crossing),
-    "on the host's link": ("seconds", lambda case: case.crossing / HOST_LINK.bytes_per_s or None),
+    "on the host's link": ("seconds", lambda case: case.crossing / host_link(case.spec).bytes_per_s or None),
     **dict.fromkeys(("saved", "sent by zero1", "at the peak"), ("bytes", None)),
     **dict.fromkeys(("full_shard", "hybrid_shard"), ("seconds", None)),
     **dict.fromkeys(("more at the peak", "of the card"), ("share", None)),

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds
-from fsdplab.planning.links import HOST_LINK
+from fsdplab.planning.host import host_link
 from fsdplab.planning.memory import fits_card, memory_of
 from fsdplab.planning.plan_spec import CHECKPOINTINGS, POLICIES, PlanError, PlanSpec, changed
 from fsdplab.planning.plan_traffic import plan_traffic
@@ -194,7 +194,7 @@ OPTIMIZER_ON_CPU = Question(
     sentence=_saved_on_card,
     base=lambda spec: (
         replace(spec, offload=False),
-        f"the host's link is assumed to be {HOST_LINK.name} ({HOST_LINK.words}); the CPU's optimizer is not timed",
+        f"the host's link is {host_link(spec).name} ({host_link(spec).words}); the CPU's optimizer is not timed here",
     ),
     beside=("host memory of a rank",),
     timed=False,

@@ -23,8 +23,7 @@ from typing import NamedTuple
 
 from fsdplab.planning.activations import Activations, LossBytes
 from fsdplab.planning.bands import memory_band, speed_band
-from fsdplab.planning.links import HOST_LINK
-from fsdplab.planning.memory import host_crossing, memory_of, needed_bytes, resting_bytes
+from fsdplab.planning.memory import memory_of, needed_bytes, resting_bytes
 from fsdplab.planning.plan_spec import PlanError, PlanSpec
 from fsdplab.planning.planner import Plan, plan_of
 from fsdplab.planning.stages import stages, waiting
@@ -180,7 +179,7 @@ class Candidate:
     def _expected(self, seconds: Callable[[PlanSpec], float]) -> float:
         if not has_known_flops(self.spec.gpu):
             return self.peak
-        return (seconds(self.spec) + copies_s(self.spec)) / speed_band(self.spec).middle
+        return seconds(self.spec) / speed_band(self.spec).middle
 
     @cached_property
     def plan(self) -> Plan:
@@ -189,8 +188,8 @@ class Candidate:
 
     @property
     def step_s(self) -> float | None:
-        """Seconds of its step as planned, with the copies of offload, none of them hidden."""
-        return self.plan.time.step_s + copies_s(self.spec) if self.plan.time else None
+        """Seconds of its step as planned."""
+        return self.plan.time.step_s if self.plan.time else None
 
     @property
     def fits(self) -> bool:
@@ -218,11 +217,6 @@ class Candidate:
 def candidate_of(spec: PlanSpec) -> Candidate:
     """The candidate of any plan."""
     return Candidate(spec, peak_of(spec)[0])
-
-
-def copies_s(spec: PlanSpec) -> float:
-    """Seconds of the copies from and to host memory in a step, which a plan's time leaves out: none of them hidden."""
-    return host_crossing(spec) / HOST_LINK.bytes_per_s if spec.offload else 0.0
 
 
 @dataclass

@@ -294,6 +294,7 @@ class Rank:
 
     def _micro_batch(self, operations: Sequence[Operation]) -> Pauses:
         issued: dict[int, Collective] = {}
+        behind = {each.number: each.after for each in operations if isinstance(each, Issue) and each.after is not None}
         last = -1  # the collective that was issued last, if nothing was computed since
         self.log.passed = []
         for each in operations:
@@ -301,6 +302,8 @@ class Rank:
                 last = each.number
                 self._begin(each, issued)
             elif isinstance(each, Wait):
+                if each.number not in issued:  # it begins behind another one, which is under way
+                    yield from self._wait(issued[behind[each.number]])
                 issued[each.number].on_demand |= (
                     each.number == last and issued[each.number].transfer.kind == "all_gather"
                 )

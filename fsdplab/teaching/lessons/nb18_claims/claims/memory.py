@@ -7,8 +7,8 @@ from typing import Any
 from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.common.sizes import seconds, size
 from fsdplab.planning import plan
+from fsdplab.planning.host import host_crossing
 from fsdplab.planning.links import parse_link
-from fsdplab.planning.memory import host_crossing
 from fsdplab.planning.planner import Plan
 
 from .claim import Finding, Measured, Subject, conditional_if, confirmed_if, in_mb
