@@ -14,18 +14,22 @@ from fsdplab.sessions.prediction import predict
 from fsdplab.sessions.spec import SpecError
 from fsdplab.workloads.shapes import model
 
-SHORT = {"model": "gpt-20m", "world_size": 2, "batch_size": 1, "sequence_length": 32, "steps": 1, "profile": 0}
+# small matrices: on CPUs without products in bfloat16 those take forty times what they take in float32
+SHORT = {"model": "gpt-tiny", "world_size": 2, "steps": 1, "profile": 0}
 
 
+@pytest.mark.parametrize(("tokens", "within"), [((1, 32), 0.035), ((4, 64), 1e-3)], ids=["optimizer", "activations"])
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
-def test_memory_and_bytes_are_predicted(strategy: str) -> None:
-    spec = RunSpec(optimizer="muon", strategy=strategy, **SHORT)
+def test_memory_and_bytes_are_predicted(strategy: str, tokens: tuple[int, int], within: float) -> None:
+    """Where the peak is the optimizer's exchange of a few matrices, the pages of its buffers count."""
+    batch, length = tokens
+    spec = RunSpec(optimizer="muon", strategy=strategy, batch_size=batch, sequence_length=length, **SHORT)
     record, said = run(spec), predict(spec)
     summary = record.summary
     assert summary.comm.bytes_per_step == summary.formula_bytes_per_step == said.bytes_per_step
     measured = summary.peak_memory_bytes
-    assert said.peak_bytes == pytest.approx(measured.total, rel=0.03)
-    assert said.by_category["optimizer_state"] == pytest.approx(measured.by_category["optimizer_state"], rel=1e-4)
+    assert said.peak_bytes == pytest.approx(measured.total, rel=within)
+    assert said.by_category["optimizer_state"] == pytest.approx(measured.by_category["optimizer_state"], rel=2e-4)
 
 
 @pytest.mark.quick
