@@ -28,11 +28,6 @@ if TYPE_CHECKING:
 # interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A Python that is told to write no bytecode would compile the test files anew in each worker of each call: 5 s of
-# processor time for the quick ones, 12 s for all.
-_TOLD_TO_WRITE_NO_BYTECODE = sys.dont_write_bytecode
-sys.dont_write_bytecode = False
-
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """`pytest -m quick` does not even import the files that have no quick test."""
@@ -48,10 +43,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_finish() -> None:
     """What the tests have imported stays: a collection that looked at all of it would take a second each time.
 
-    Bytecode is written from here on only if Python may. And torch computes on one thread, as ranks do: other cores have
-    tests of their own, and threads that wait spin.
+    And torch computes on one thread, as ranks do: other cores have tests of their own, and threads that wait spin.
     """
-    sys.dont_write_bytecode = _TOLD_TO_WRITE_NO_BYTECODE
     gc.collect()
     gc.freeze()
     if torch := sys.modules.get("torch"):
