@@ -3,7 +3,8 @@
     python -m tests.step_account data/step_account.json [--world-size 2] [--precision fp32] [--batch-size 4]
         [--sequence-length 256] [--rounds 12] [--floor-ms MS]
 
-CPU time of ranks and page faults, not wall time: other work on the machine delays a step and costs it little. Ranks
+CPU time of ranks, page faults and instructions (of user code, where the kernel counts them), not wall time: other work
+on the machine delays a step and costs it little CPU time and no instruction. Ranks
 train alone (`Alone`, the floor of `fsdplab bench`) and with the engine in turn; each part is a function of the engine
 that is timed around its calls, without what other parts took inside of it. It is measured twice: with the C library's
 heap as it is, and told to keep what is freed (as `MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_THRESHOLD_` do). What the
@@ -16,8 +17,10 @@ import argparse
 import ctypes
 import functools
 import json
+import os
 import resource
 import statistics
+import struct
 import sys
 import time
 from collections import defaultdict
@@ -64,9 +67,9 @@ OPTIMIZER, REST = "optimizer: DTensors to their shards", "what no part holds: ot
 
 @dataclass
 class Clock:
-    """Milliseconds and page faults by part, each without the parts inside of it."""
+    """Milliseconds, page faults and millions of instructions by part, each without the parts inside of it."""
 
-    parts: dict[str, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0]))
+    parts: dict[str, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0] * 3))
     _open: list[list[float]] = field(default_factory=list)
 
     def around(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,7 +77,7 @@ class Clock:
 
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            inside = [0.0, 0.0]
+            inside = [0.0] * 3
             self._open.append(inside)
             before = _used()
             try:
@@ -89,9 +92,23 @@ class Clock:
         return timed
 
 
-def _used() -> tuple[float, float]:
-    """Milliseconds of CPU time and page faults of this thread."""
-    return 1e3 * time.thread_time(), resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+def _used() -> tuple[float, float, float]:
+    """Milliseconds of CPU time, page faults and millions of instructions of this thread."""
+    faults = resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+    counted = struct.unpack("<Q", os.read(_counter(), 8))[0] if _counter() >= 0 else 0
+    return 1e3 * time.thread_time(), faults, counted / 1e6
+
+
+@functools.cache
+def _counter() -> int:
+    """A descriptor that counts this thread's instructions outside of the kernel, below 0 where the kernel offers none
+    (`perf_event_open`, x86-64).
+    """
+    attributes = bytearray(128)
+    struct.pack_into(
+        "<IIQQQQQ", attributes, 0, 0, len(attributes), 1, 0, 0, 0, 1 << 5 | 1 << 6
+    )  # no kernel, no hypervisor
+    return ctypes.CDLL(None).syscall(298, (ctypes.c_char * 128).from_buffer(attributes), 0, -1, -1, 0)
 
 
 def main() -> None:
@@ -155,33 +172,38 @@ def rank(folder: str) -> None:
         optimizing = [1e3 * seconds for seconds in watch.seconds[WARMUP:]]
         alone_optimizing = [1e3 * seconds for seconds in alone.parts["optimizer"][WARMUP:]]
         floors = [
-            ms - own * (1 - 1 / spec.world_size) for (ms, _), own in zip(taken["floor"][WARMUP:], alone_optimizing)
+            ms - own * (1 - 1 / spec.world_size) for (ms, *_), own in zip(taken["floor"][WARMUP:], alone_optimizing)
         ]
         parts = {part: [each / rounds for each in used] for part, used in clock.parts.items()}
-        parts[OPTIMIZER] = [statistics.mean(optimizing) - statistics.mean(alone_optimizing) / spec.world_size, 0.0]
-        steps = [ms for ms, _ in taken["step"][WARMUP:]]
+        parts[OPTIMIZER] = [statistics.mean(optimizing) - statistics.mean(alone_optimizing) / spec.world_size, 0.0, 0.0]
+        steps = [ms for ms, *_ in taken["step"][WARMUP:]]
         over = statistics.mean(steps) - statistics.mean(floors)
-        parts[REST] = [over - sum(ms for ms, _ in parts.values()), 0.0]
+        parts[REST] = [over - sum(ms for ms, *_ in parts.values()), 0.0, 0.0]
         context.write("result", {
             "floor_ms": statistics.mean(floors), "step_ms": statistics.mean(steps),
             "over_floor": sorted(mine / floor for mine, floor in zip(steps, floors)),
-            "floor_faults": statistics.mean(faults for _, faults in taken["floor"][WARMUP:]),
-            "step_faults": statistics.mean(faults for _, faults in taken["step"][WARMUP:]),
+            "floor_faults": statistics.mean(faults for _, faults, _ in taken["floor"][WARMUP:]),
+            "step_faults": statistics.mean(faults for _, faults, _ in taken["step"][WARMUP:]),
             "parts": parts,
         })  # fmt: skip
 
 
 def rows(record: dict[str, Any]) -> list[str]:
-    """The table in docs/speed.md: milliseconds of a step above the floor, and page faults, by part and heap."""
+    """The table in docs/speed.md: milliseconds of a step above the floor by part and heap, instructions, page faults.
+    The optimizer's and the rest's instructions are not told apart from the model's.
+    """
     heaps, of = [record["heaps"][heap] for heap in HEAPS], record["of_ms"]
     over = [heap["step_ms"] - heap["floor_ms"] for heap in heaps]
     parts = {part: [heap["parts"][part][0] for heap in heaps] for part in (*_PARTS, OPTIMIZER, REST)}
+    counted = {part: f"{heaps[-1]['parts'][part][2]:.1f}" for part in _PARTS}
     faults = " | ".join(f"{heap['step_faults']:,.0f} ({heap['floor_faults']:,.0f}) |" for heap in heaps)
     return [
-        "| part | heap as it is, ms | per mille | heap kept, ms | per mille |",
-        "|---|---|---|---|---|",
+        "| part | heap as it is, ms | per mille | heap kept, ms | per mille | million instructions |",
+        "|---|---|---|---|---|---|",
         *(
-            f"| {part} | " + " | ".join(f"{ms:.1f} | {1e3 * ms / of:.1f}" for ms in found) + " |"
+            f"| {part} | "
+            + " | ".join(f"{ms:.1f} | {1e3 * ms / of:.1f}" for ms in found)
+            + f" | {counted.get(part, '')} |"
             for part, found in (parts | {"all of it": over}).items()
         ),
         f"| page faults of a step (of the floor's) | {faults} |",

@@ -16,8 +16,6 @@ def hello_ranks():
     return f"rank {dist.get_rank()} of {dist.get_world_size()}"
     #! return f"rank {dist.get_rank() + 1} of {dist.get_world_size()}"
     #: ranks count from 0
-    #! return f"rank {dist.get_rank()} of 3"
-    #: the number of ranks is written down, and this runs on any number: ask `dist.get_world_size()`
     #! return f"rank {dist.get_world_size()} of {dist.get_rank()}"
     #: the two numbers are swapped: `get_rank()` says who, `get_world_size()` says how many
     #! print("rank", dist.get_rank())
