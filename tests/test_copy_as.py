@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,13 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 import fsdplab
-from fsdplab.planning.copy_as import Sharded, accelerate_yaml, pytorch
+from fsdplab.planning.copy_as import Sharded, accelerate_yaml, of_plan, pytorch
+from fsdplab.planning.hardware import find_gpu
+from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.sessions import RunSpec
 from fsdplab.widgets.choices import Choices, check
 from fsdplab.widgets.copies import command, copies
+from fsdplab.workloads.shapes import model
 from tests.own_models import zoo
 
 pytestmark = pytest.mark.quick
@@ -46,6 +50,19 @@ def test_the_code_shards_and_trains(alone: None, strategy: str, optimizer: str) 
         model(torch.randn(3, 32)).float().square().mean().backward()
         trained.step()
         trained.zero_grad()
+
+
+def test_a_plan_with_offload_is_copied_with_its_policy(alone: None) -> None:
+    plan = PlanSpec(model=model("llama-3.1-8b"), gpu=find_gpu("4090"), gpus=8, offload=True)
+    what = replace(of_plan(plan), ranks=1, units=("Block",), device="cpu", optimizer="adamw")
+    assert "  fsdp_offload_params: true" in accelerate_yaml(what).splitlines()
+    code, without = pytorch(what), replace(what, offload=False)
+    assert code.count("offload_policy=CPUOffloadPolicy(pin_memory=False)") == 2
+    assert pytorch(replace(what, device="cuda")).count("offload_policy=CPUOffloadPolicy()") == 2
+    names = {"model": zoo.stack(), "Block": zoo.Block}
+    exec(compile(code, "copied", "exec"), names)
+    names["model"](torch.randn(3, 32)).float().square().mean().backward()
+    assert "offload" not in pytorch(without) + accelerate_yaml(without)
 
 
 def test_recomputed_blocks_are_units(alone: None) -> None:

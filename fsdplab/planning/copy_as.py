@@ -25,6 +25,7 @@ class Sharded:
     prefetch: int = 1
     optimizer: str = "adamw"
     device: str = "cuda"
+    offload: bool = False  # shards rest in host memory
 
     @property
     def kind(self) -> str:
@@ -45,7 +46,7 @@ def of_plan(spec: PlanSpec) -> Sharded:
     """What of a plan the code depends on."""
     return Sharded(
         spec.strategy, spec.gpus, (BLOCKS[spec.model.gated][1],), spec.shard_size or spec.gpus_per_node,
-        spec.param_dtype, spec.checkpointing, spec.prefetch, spec.optimizer,
+        spec.param_dtype, spec.checkpointing, spec.prefetch, spec.optimizer, offload=spec.offload,
     )  # fmt: skip
 
 
@@ -88,12 +89,14 @@ def _fully_sharded(what: Sharded) -> Iterator[str]:
         shape, axes = f"({what.replicas}, {what.shard_size})", '("replicate", "shard")'
     yield f'mesh = init_device_mesh("{what.device}", {shape}, mesh_dim_names={axes})'
     settings = f"mesh=mesh, reshard_after_forward={STRATEGY_ROWS[what.strategy].reshards_after_forward}"
+    policies = ["CPUOffloadPolicy"] * what.offload + ["MixedPrecisionPolicy"] * (what.precision == "bf16")
+    yield f"from torch.distributed.fsdp import {', '.join([*policies, 'fully_shard'])}"
     if what.precision == "bf16":
-        yield "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard"
         yield "policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)"
         settings += ", mp_policy=policy"
-    else:
-        yield "from torch.distributed.fsdp import fully_shard"
+    if what.offload:
+        pins = "pin_memory=False" if what.device == "cpu" else ""  # pinning asks for an accelerator
+        settings += f", offload_policy=CPUOffloadPolicy({pins})"
     if what.units:
         kind = what.kind if what.checkpoint == "none" else "CheckpointWrapper"
         yield f"units = [module for module in model.modules() if isinstance(module, {kind})]"
@@ -163,6 +166,7 @@ def _fsdp_config(what: Sharded) -> list[str]:
     else:
         lines.append("  fsdp_auto_wrap_policy: NO_WRAP")
     lines.append(f"  fsdp_activation_checkpointing: {str(what.checkpoint != 'none').lower()}")
+    lines += ["  fsdp_offload_params: true"] * what.offload
     if what.replicas > 1:
         lines += [
             "parallelism_config:",

@@ -38,7 +38,7 @@ def sharded_of(run: Run) -> Sharded:
         return replace(found, units=_units_of(run.of)) if isinstance(run, OwnPlan) else found
     return Sharded(
         run.strategy, run.world_size, _units_of(run), run.shard_size, run.precision, run.checkpoint, run.prefetch,
-        run.optimizer, run.device_type,
+        run.optimizer, run.device_type, run.offload != "none",
     )  # fmt: skip
 
 
