@@ -4,9 +4,12 @@ communicators and memory for collectives, and other composable functions around 
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_engine
@@ -388,6 +391,39 @@ def watched_by_the_lab() -> None:
 
 def test_only_others_are_shown_buffers(ranks) -> None:
     ranks(1, watched_by_the_lab)
+
+
+def counted_by_the_lab(transport: str) -> list[str]:
+    """The collectives of a step that the lab's hooks see: what a rank stood in when it hung is told by them."""
+    seen: list[str] = []
+    model = sharded(lab_over(transport))
+    with watch_collectives(lambda name, nbytes: seen.append(name.partition("_")[0])):
+        loss_of(model).backward()
+    return seen
+
+
+@pytest.mark.parametrize("transport", ["gloo", "shm"])
+def test_who_only_counts_is_shown_every_collective(ranks, transport: str) -> None:
+    for seen in ranks(2, counted_by_the_lab, transport):
+        assert {"all", "reduce"} == set(seen) and len(seen) > 4
+
+
+def observed_without_the_profiler(folder: str) -> list[str]:
+    """What torch's execution trace, which needs no profiler, has of a step."""
+    path = f"{folder}/{dist.get_rank()}.json"
+    model, observer = sharded(lab_over("shm")), torch.profiler.ExecutionTraceObserver()
+    observer.register_callback(path)
+    observer.start()
+    loss_of(model).backward()
+    observer.stop()
+    observer.unregister_callback()
+    return [node["name"] for node in json.loads(Path(path).read_text())["nodes"]]
+
+
+def test_an_observer_without_the_profiler_sees_ranges_and_collectives(ranks, tmp_path: Path) -> None:
+    for names in ranks(2, observed_without_the_profiler, str(tmp_path)):
+        assert any(name.startswith("FSDP::all_gather") for name in names)
+        assert any("_allgather_base_" in name for name in names), names
 
 
 def read_before_the_first_forward(fsdp: Any) -> Any:

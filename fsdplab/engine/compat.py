@@ -64,12 +64,6 @@ def reduce_scatter_single(output: torch.Tensor, source: torch.Tensor, **options:
     return call(output, source, **options)
 
 
-def collectives_are_watched() -> bool:
-    """Whether a profiler, a dispatch mode, or who has replaced the function sees a collective that is called now."""
-    seen = torch._C._autograd._profiler_enabled() or torch._C._len_torch_dispatch_stack() > 0
-    return seen or collectives_are_replaced()
-
-
 def collectives_are_replaced() -> bool:
     """Whether somebody has replaced a collective of `torch.distributed` by a function that may look at its buffers."""
     for name in _COLLECTIVES:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,16 +107,12 @@ def tag(category: str, tensor: torch.Tensor, unit: str) -> None:
         emit(Tag(category, storage.data_ptr(), storage.nbytes(), time.time_ns(), unit))
 
 
-def span(label: str, unit: str = "") -> AbstractContextManager[Any]:
+def span(label: str, unit: str = "") -> torch.profiler.record_function:
     """A profiler range under FSDP2's name: `span("all_gather", "blocks.3")` is `FSDP::all_gather (blocks.3)`."""
-    name = f"FSDP::{label} ({unit})" if unit else f"FSDP::{label}"
-    if _edge_watchers:
-        return _WatchedSpan(name)
-    # the fast kind costs a hundredth of the other; profilers that run on demand, outside of Python, see it too
-    return (torch.profiler.record_function if torch._C._autograd._profiler_enabled() else _Fast)(name)
+    kind = _WatchedSpan if _edge_watchers else torch.profiler.record_function
+    return kind(f"FSDP::{label} ({unit})" if unit else f"FSDP::{label}")
 
 
-_Fast = torch._C._profiler._RecordFunctionFast
 _edge_watchers: list[Callable[[], None]] = []
 
 

@@ -45,10 +45,8 @@ def announce(
     """Show a collective, without moving anything, to whatever watches `torch.distributed` and the profiler.
 
     Whoever has replaced the function is shown `buffers` (output, source) of the true size and dtype, on the CPU; nobody
-    else pays for them. The output is written to. Where nobody watches, nothing is called.
+    else pays for them. The output is written to.
     """
-    if not compat.collectives_are_watched():
-        return
     nothing = torch.empty(0, device="cpu")  # the group is the CPU's, whatever the default device is
     output, source = buffers() if buffers is not None and compat.collectives_are_replaced() else (nothing, nothing)
     if kind == "all_gather":

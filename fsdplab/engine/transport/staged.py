@@ -78,12 +78,8 @@ class StagedTransport(Transport):
             average.mark(send.view(self.ranks, -1))
         issue, sum_up, received = self._reduction(send, output, average.after(before))
         departure = self.depart(label, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
-
-        def complete() -> None:
-            with events.span("reduce_scatter", label.unit):
-                sum_up()
-
-        return self._reduce_stream.run(Job(issue, complete, departure, (send, received, output)))
+        sum_up = events.span("reduce_scatter", label.unit)(sum_up)
+        return self._reduce_stream.run(Job(issue, sum_up, departure, (send, received, output)))
 
     def all_reduce(
         self,
