@@ -50,8 +50,8 @@ WARMUP = 3
 PYTHON = "the engine's Python: hooks, order, slots"
 _PARTS: dict[str, tuple[tuple[Any, str], ...]] = {  # what is timed: functions by part
     "all-gather: copy the shards of all ranks": ((transport, "unpack_from"), (memory.UnitMemory, "_fill")),
-    "reduce-scatter: pack gradients, scaled": ((transport, "pack_part"),),
-    "reduce-scatter: sum": ((transport.SharedTransport, "_sum"),),
+    "reduce-scatter: pack gradients": ((transport, "pack_part"),),
+    "reduce-scatter: sum, scaled": ((transport.SharedTransport, "_sum"),),
     "free unsharded parameters": ((buffers.UnshardedBuffer, "free"),),
     "show collectives to who watches them": ((transport, "announce"),),
     PYTHON: (
