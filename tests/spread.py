@@ -1,4 +1,4 @@
-"""How `pytest -n 2` spreads tests over its workers: whole files, those that take longest first.
+"""How `pytest -n 3` spreads tests over its workers: whole files, those that take longest first.
 
 A file stays on one worker, whatever --dist says: a notebook's cells follow each other, and a module's runs are made
 once. A long file that came last would keep one worker busy while the other one has nothing left.
