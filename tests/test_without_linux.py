@@ -29,7 +29,7 @@ REFUSED = "ranks do not run on Windows itself; run fsdplab in WSL 2"
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="takes away what only Linux has")
 
 
-def python(what: str, *arguments: str, folder: Path | None = None, limit: float = 170.0) -> subprocess.CompletedProcess:
+def python(what: str, *arguments: str, folder: Path | None = None, limit: float = 280.0) -> subprocess.CompletedProcess:
     """A Python without what only Linux has ("linux") or without what Windows lacks too ("posix")."""
     return subprocess.run(
         arguments, env=without(what, with_this_checkout(os.environ)), cwd=folder, capture_output=True, text=True,
