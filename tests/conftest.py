@@ -17,7 +17,7 @@ import pytest
 from tests.browser import jupyter_lab  # noqa: F401 (fixture)
 from tests.on_linux import pytest_runtest_call, pytest_runtest_setup  # noqa: F401 (hooks)
 from tests.ranks import RankPool
-from tests.spread import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401 (hooks)
+from tests.spread import pytest_collection_modifyitems, pytest_report_header, pytest_xdist_make_scheduler  # noqa: F401
 
 if TYPE_CHECKING:
     from fsdplab.teaching.core.course_state import Course

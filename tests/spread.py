@@ -7,6 +7,7 @@ once. A long file that came last would keep one worker busy while the other one 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -37,8 +38,22 @@ LONGEST = (
 )  # fmt: skip
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The order of LONGEST, then that of collection; the tests of a file keep theirs."""
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """That a whole run is not quite whole."""
+    return "without the tests marked soak: `pytest -m soak` runs them" if _is_whole(config) else None
+
+
+def _is_whole(config: pytest.Config) -> bool:
+    """Whether nobody said which tests to run."""
+    chosen = config.option.markexpr or config.option.keyword
+    return not chosen and [Path(each).name for each in config.args] == config.getini("testpaths")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The order of LONGEST, then that of collection; the tests of a file keep theirs. A whole run has no soak tests."""
+    if _is_whole(config):
+        config.hook.pytest_deselected(items=[each for each in items if each.get_closest_marker("soak")])
+        items[:] = [each for each in items if not each.get_closest_marker("soak")]
     place = {name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 

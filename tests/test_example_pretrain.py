@@ -135,6 +135,7 @@ def facts_of(process: int) -> tuple[int, int, int]:
     return 1024 * resident, len(os.listdir(f"/proc/{process}/fd")), threads
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_twenty_saves_in_five_hundred_steps_leave_memory_files_and_threads_as_they_were(tmp_path: Path) -> None:
     """Looked at from outside, every 25 steps, half-way between two saves."""

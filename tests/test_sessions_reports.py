@@ -235,7 +235,7 @@ def test_a_lost_launcher_is_blamed_unless_a_rank_failed_by_itself(
 
 
 @pytest.mark.filterwarnings("ignore:.*It is tried once more")
-@pytest.mark.parametrize("which", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("which", [pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGKILL])
 def test_a_launcher_killed_at_both_tries_is_not_reported_as_the_exit_of_a_rank(
     tmp_path: Path, which: signal.Signals
 ) -> None:

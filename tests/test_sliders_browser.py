@@ -64,6 +64,7 @@ def is_code(cell: dict[str, Any]) -> bool:
 
 
 @needs_chromium
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_every_slider_of_the_course_changes_the_picture_on_the_screen(tmp_path: Path) -> None:
     with run_in_lab(tmp_path, [source for _, source in course()]) as page:

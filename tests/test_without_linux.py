@@ -155,6 +155,7 @@ def test_what_has_no_second_way_says_so(code: str, sentence: str) -> None:
     assert said("linux", code) == [sentence]
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(CLONE is None, reason="runs notebooks of the clone")
 @pytest.mark.timeout(900)
 def test_the_first_notebook_passes_in_both_editions() -> None:
