@@ -13,6 +13,7 @@ from fsdplab.engine.core.owners import buckets_of, newton_schulz_flops
 from fsdplab.figures import alt_text
 from fsdplab.planning.muon import OwnersStep
 from fsdplab.sessions import RunSpec
+from fsdplab.sessions.prediction import predict
 from fsdplab.teaching import matrices
 from fsdplab.teaching.core import registry
 from fsdplab.teaching.core.exercise_file import Exercise
@@ -131,3 +132,14 @@ def test_pytorchs_own_sends_many_messages_and_owners_two(course):
     assert found["owners"] == {"all-to-all": 2} and sum(found["torch.optim.Muon"].values()) > 12 * 5
     table = matrices.collectives(found)
     assert table.rows[1][1] == "2" and "all-gathers" in table.rows[0][2]
+
+
+@pytest.mark.parametrize(
+    ("model", "adamw", "muon", "more"), [("gpt-tiny", 564e3, 368e3, 98e3), ("gpt-20m", 86.4e6, 44e6, 21.2e6)]
+)
+def test_what_the_notebook_says_of_state_and_messages(model: str, adamw: float, muon: float, more: float) -> None:
+    job = RunSpec(model=model, world_size=2, batch_size=1, sequence_length=32)
+    of_adamw, of_muon = (predict(replace(job, optimizer=each)) for each in ("adamw", "muon"))
+    states = [each.by_category["optimizer_state"] for each in (of_adamw, of_muon)]
+    assert states == [pytest.approx(adamw, rel=0.005), pytest.approx(muon, rel=0.005)]
+    assert of_muon.bytes_per_step - of_adamw.bytes_per_step == pytest.approx(more, rel=0.005)

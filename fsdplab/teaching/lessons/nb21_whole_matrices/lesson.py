@@ -34,7 +34,6 @@ from fsdplab.workloads.shapes import model as shape_of
 
 from .on_ranks import gradients, orthogonalised
 
-MB = 1e6
 SENT = 2  # bytes of an element that travels
 MATRICES = ("down", "up", "query")
 BF16_FLOPS = 2 * GIGAFLOPS * 1e9  # of the steady card
@@ -237,8 +236,8 @@ def beside(runs: Sequence[RunRecord]) -> Table:
             (known(said.peak_bytes), known(peak.total)),
             (known(said.bytes_per_step), known(summary.comm.bytes_per_step)),
         ]
-        rows.append([spec.optimizer, *(f"{nbytes / MB:.1f}" for pair in pairs for nbytes in pair)])
-    both = (f"{what}, {how}" for what in ("state MB", "peak MB", "MB sent") for how in ("predicted", "measured"))
+        rows.append([spec.optimizer, *(f"{nbytes / 1e3:.0f}" for pair in pairs for nbytes in pair)])
+    both = (f"{what}, {how}" for what in ("state kB", "peak kB", "kB sent") for how in ("predicted", "measured"))
     return table(
         ["optimizer", *both], rows, "A rank of 2 CPU ranks; sent in one step. Predicted by arithmetic, before the run."
     )
