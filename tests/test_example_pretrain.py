@@ -52,11 +52,11 @@ def printed(ranks: Any, number: int, words: list[str], engine: str = "lab", mach
     "machines,options",
     [
         (1, {}),
-        (1, {"bf16": True}),
+        pytest.param(1, {"bf16": True}, marks=pytest.mark.soak),
         (1, {"tied": True}),
-        (1, {"strategy": "shard_grad_op"}),
-        (1, {"strategy": "no_shard"}),
-        (2, {"strategy": "hybrid_shard"}),
+        pytest.param(1, {"strategy": "shard_grad_op"}, marks=pytest.mark.soak),
+        pytest.param(1, {"strategy": "no_shard"}, marks=pytest.mark.soak),
+        pytest.param(2, {"strategy": "hybrid_shard"}, marks=pytest.mark.soak),
     ],
     ids=lambda value: "-".join(map(str, value.values())) or "full_shard" if isinstance(value, dict) else "",
 )

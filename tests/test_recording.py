@@ -143,6 +143,7 @@ def test_the_labs_own_engine_says_what_it_sends(keeps, strategy, gathers, tmp_pa
     assert not any("bytes sent" in note for note in record.summary.notes)
 
 
+@SOAK
 def test_ranks_that_torch_spawns_and_an_optimizer_that_shards_its_state(tmp_path):
     done = recorded(tmp_path / "out", JOBS / "spawned.py", MEETING=str(tmp_path / "meeting"))
     record = RunRecord.load(tmp_path / "out")
@@ -204,6 +205,7 @@ wait ${tasks[0]} && wait ${tasks[1]}
 """
 
 
+@SOAK
 def test_tasks_of_a_stand_in_for_srun(tmp_path):
     """No launcher of torch's: the job itself makes torch's variables of Slurm's."""
     (tmp_path / "srun").write_text(SRUN)

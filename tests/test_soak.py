@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.soak import others_soak
 from tests.spread import pytest_collection_modifyitems, pytest_report_header
 
 pytestmark = pytest.mark.quick
@@ -50,3 +51,11 @@ def test_a_whole_run_says_that_it_has_no_soak_tests(args: list[str]) -> None:
 )
 def test_who_says_what_to_run_gets_it(args: list[str], more: dict[str, str]) -> None:
     assert left_of(args, **more) == (["long", "short"], [])
+
+
+def test_some_parameters_are_kept_and_all_are_there() -> None:
+    first, second, third = others_soak(["a", ("b", 1), "c"], ["a"])
+    assert first == "a" and (second.values, third.values) == (("b", 1), ("c",))
+    assert {mark.name for each in (second, third) for mark in each.marks} == {"soak"}
+    with pytest.raises(AssertionError, match="are to be kept"):
+        others_soak(["a"], ["misspelt"])
