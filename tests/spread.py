@@ -21,12 +21,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Files of more than 24 seconds, the longest first.
 LONGEST = (
-    "test_without_linux", "test_course_exercises", "test_recording", "test_warm_starts", "test_own_model_ranks",
-    "07_overlap", "test_findings", "test_sliders_browser", "test_gpu_check", "test_course_20",
+    "test_course_exercises", "test_recording", "test_without_linux", "test_warm_starts", "test_own_model_ranks",
+    "07_overlap", "test_findings", "test_gpu_check", "test_course_20",
     "test_as_fresh", "test_example_elastic", "test_example_pretrain",
-    "test_crash", "test_recorded_memory", "test_strategy_lab_browser", "test_engine_matrices", "test_example_finetune",
+    "test_recorded_memory", "test_strategy_lab_browser", "test_engine_matrices", "test_example_finetune",
     "test_engine_state", "test_sessions_runs", "13_precision_checkpointing_offload", "test_course_11",
-    "test_staying_ranks", "test_sessions_reports", "test_sessions_nodes", "test_compose_tensor",
+    "test_staying_ranks", "test_sessions_reports", "test_sessions_nodes", "test_compose_tensor", "test_sliders_browser",
     "11_strategy_shoot_out", "test_course_site", "test_sessions_call", "test_engine_numbers",
     "test_lab_browser", "09_memory_timelines", "test_prediction", "test_compose_experts",
     "test_course_09", "test_installed",
