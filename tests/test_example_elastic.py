@@ -1,7 +1,7 @@
 """docs/examples/pretrain.py under torchrun: a machine is lost, the other goes on, and both when it is back.
 
-Tried on two machines of a network (namespaces, 25 MB/s between them) of which one disappears with its end of the
-cable, so that no process of it says goodbye; on two agents that share the loopback where namespaces cannot be made.
+Tried on two agents that share the loopback, and on two machines of a network (namespaces, 25 MB/s between them) of
+which one disappears with its end of the cable, so that no process of it says goodbye.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ from pathlib import Path
 import pytest
 
 from fsdplab.checkpoint import published
-from fsdplab.sessions.virtual_nodes import why_no_nodes
 from tests.crash_test import _children
 from tests.examples import EXAMPLES, tiny_llama
 from tests.forking_starter import _free_port
 from tests.one_node import Switch, address, enter_new_network, node_command
+from tests.soak import others_soak
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="transformers 5.23 needs Python 3.11")
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_S = 240.0
+# a run of everything tries one of the networks
+KEPT = ["namespaces"] if os.geteuid() == 0 else ["loopback"]
 CONF = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
 
 
@@ -131,9 +133,10 @@ def until(come: Callable[[], object], machines: list[Machine]) -> None:
 
 
 @pytest.mark.timeout(900)
-def test_a_lost_machine_is_done_without_and_taken_back(tmp_path: Path) -> None:
-    """In network namespaces; over loopback where there are none, or another user than root would have to join them."""
-    kind = "loopback" if why_no_nodes() or os.geteuid() != 0 else "namespaces"
+@pytest.mark.parametrize("kind", others_soak(["loopback", "namespaces"], KEPT))
+def test_a_lost_machine_is_done_without_and_taken_back(tmp_path: Path, kind: str) -> None:
+    if kind == "namespaces" and os.geteuid() != 0:
+        pytest.skip("only root connects network namespaces that other processes live in")
     (tmp_path / "text.txt").write_bytes(Path(__file__).read_bytes())
     newest = lambda: max(published(tmp_path / "checkpoints"), default=0)  # noqa: E731
     with network_of(kind) as network, machine(tmp_path, network, 0) as first, machine(tmp_path, network, 1) as second:

@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 
 from fsdplab.checkpoint import published
 from tests.examples import EXAMPLES, losses, run_on_this_rank, tiny_llama
+from tests.soak import others_soak
 from tests.test_works_with import ImportedByTheMother
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="transformers 5.23 needs Python 3.11")
@@ -50,14 +51,17 @@ def printed(ranks: Any, number: int, words: list[str], engine: str = "lab", mach
 
 @pytest.mark.parametrize(
     "machines,options",
-    [
-        (1, {}),
-        pytest.param(1, {"bf16": True}, marks=pytest.mark.soak),
-        (1, {"tied": True}),
-        pytest.param(1, {"strategy": "shard_grad_op"}, marks=pytest.mark.soak),
-        pytest.param(1, {"strategy": "no_shard"}, marks=pytest.mark.soak),
-        pytest.param(2, {"strategy": "hybrid_shard"}, marks=pytest.mark.soak),
-    ],
+    others_soak(
+        [
+            (1, {}),
+            (1, {"bf16": True}),
+            (1, {"tied": True}),
+            (1, {"strategy": "shard_grad_op"}),
+            (1, {"strategy": "no_shard"}),
+            (2, {"strategy": "hybrid_shard"}),
+        ],
+        [(1, {}), (1, {"tied": True})],
+    ),
     ids=lambda value: "-".join(map(str, value.values())) or "full_shard" if isinstance(value, dict) else "",
 )
 def test_losses_equal_those_of_pytorch_s_engine(ranks: Any, tmp_path: Path, machines: int, options: dict) -> None:

@@ -23,10 +23,10 @@ from fsdplab.recording.rank import Round
 from fsdplab.recording.settings import BOOTSTRAP, RecordingError, Settings, steps_of
 from fsdplab.records import RecordError, RunRecord
 from fsdplab.sessions.staying.ranks import StayingRanks
+from tests.soak import others_soak
 
 JOBS = Path(__file__).parent / "jobs"
 ROOT = Path(__file__).parents[1]
-SOAK = pytest.mark.soak
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 
 
@@ -107,12 +107,12 @@ def test_an_fsdp2_loop_trains_as_it_would_and_becomes_a_record(tmp_path):
     assert "Where a step of fsdp2_loop.py goes" in (tmp_path / "page.html").read_text(encoding="utf-8")
 
 
+DDP = ("ddp_loop.py", "torch-ddp", "no_shard")
+ALL = ("", "full_shard", 2)
+
+
 @pytest.mark.parametrize(
-    "job,engine,strategy",
-    [
-        ("ddp_loop.py", "torch-ddp", "no_shard"),
-        pytest.param("fsdp1_loop.py", "torch-fsdp1", "shard_grad_op", marks=SOAK),
-    ],
+    "job,engine,strategy", others_soak([DDP, ("fsdp1_loop.py", "torch-fsdp1", "shard_grad_op")], [DDP])
 )
 def test_other_engines_of_torch(job, engine, strategy, tmp_path):
     done = recorded(tmp_path / "out", *TORCHRUN, JOBS / job)
@@ -125,8 +125,7 @@ def test_other_engines_of_torch(job, engine, strategy, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "keeps,strategy,gathers",
-    [("", "full_shard", 2), pytest.param(", reshard_after_forward=False", "shard_grad_op", 1, marks=SOAK)],
+    "keeps,strategy,gathers", others_soak([ALL, (", reshard_after_forward=False", "shard_grad_op", 1)], [ALL])
 )
 def test_the_labs_own_engine_says_what_it_sends(keeps, strategy, gathers, tmp_path):
     text = (JOBS / "fsdp2_loop.py").read_text(encoding="utf-8")
@@ -143,7 +142,7 @@ def test_the_labs_own_engine_says_what_it_sends(keeps, strategy, gathers, tmp_pa
     assert not any("bytes sent" in note for note in record.summary.notes)
 
 
-@SOAK
+@pytest.mark.soak
 def test_ranks_that_torch_spawns_and_an_optimizer_that_shards_its_state(tmp_path):
     done = recorded(tmp_path / "out", JOBS / "spawned.py", MEETING=str(tmp_path / "meeting"))
     record = RunRecord.load(tmp_path / "out")
@@ -171,7 +170,7 @@ def with_a_callback(tmp_path: Path, name: str, job: str, *words: object) -> RunR
     return open_record(tmp_path / "out")
 
 
-@pytest.mark.parametrize("shards,engine", [pytest.param(1, "torch-ddp", marks=SOAK), (2, "torch-fsdp2")])
+@pytest.mark.parametrize("shards,engine", others_soak([(1, "torch-ddp"), (2, "torch-fsdp2")], [(2, "torch-fsdp2")]))
 def test_a_callback_of_transformers_trainer(shards, engine, tmp_path):
     """Two micro-batches a step; everything that it sends is known, with the counts of tokens that it gathers."""
     pytest.importorskip("transformers")
@@ -205,7 +204,7 @@ wait ${tasks[0]} && wait ${tasks[1]}
 """
 
 
-@SOAK
+@pytest.mark.soak
 def test_tasks_of_a_stand_in_for_srun(tmp_path):
     """No launcher of torch's: the job itself makes torch's variables of Slurm's."""
     (tmp_path / "srun").write_text(SRUN)
@@ -277,9 +276,7 @@ def test_a_job_that_never_steps_leaves_nothing(tmp_path):
     assert isolated.returncode == 0 and "nothing was recorded" in isolated.stderr
 
 
-@pytest.mark.parametrize(
-    "steps,earlier", [pytest.param(8, "4:5", marks=SOAK), (9, "4:5"), pytest.param(11, "5:6", marks=SOAK)]
-)
+@pytest.mark.parametrize("steps,earlier", others_soak([(8, "4:5"), (9, "4:5"), (11, "5:6")], [(9, "4:5")]))
 def test_a_job_that_is_too_short_says_what_to_record(steps, earlier, tmp_path):
     """It may end while its memory is measured, in the step after that, or while it is profiled."""
     done = recorded(tmp_path / "out", JOBS / "plain.py", "--steps", steps, "--ends-by", "exit")
@@ -380,7 +377,7 @@ def test_the_jobs_own_profiler_comes_first(tmp_path):
     assert any("the job's own profiler began in step 10" in note for note in record.summary.notes)
 
 
-@pytest.mark.parametrize("how", [pytest.param("--compile", marks=SOAK), "--in-backward"])
+@pytest.mark.parametrize("how", others_soak(["--compile", "--in-backward"], ["--in-backward"]))
 def test_compiled_steps_and_steps_inside_the_backward(how, tmp_path):
     done = recorded(tmp_path / "out", JOBS / "plain.py", how)
     alone = run(JOBS / "plain.py", how, cwd=tmp_path)

@@ -158,8 +158,9 @@ def test_what_has_no_second_way_says_so(code: str, sentence: str) -> None:
 @pytest.mark.soak
 @pytest.mark.skipif(CLONE is None, reason="runs notebooks of the clone")
 @pytest.mark.timeout(900)
-def test_the_first_notebook_passes_in_both_editions() -> None:
-    words = ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "notebooks/00_setup_and_tour.ipynb"]
+@pytest.mark.parametrize("notebook", ["00_setup_and_tour", "05_one_sharded_unit"])
+def test_a_notebook_passes_in_both_editions(notebook: str) -> None:
+    words = ["-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", f"notebooks/{notebook}.ipynb"]
     done = python("linux", sys.executable, *words, folder=CLONE, limit=800.0)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-4000:]
 
