@@ -296,6 +296,17 @@ def test_a_strategy_that_is_none_is_refused_before_torch_is_imported(command):
     assert done.returncode == 2 and done.stdout == "False\n" and "did you mean full_shard" in done.stderr
 
 
+@pytest.mark.skipif(torch.version.cuda is not None, reason="a CUDA build of torch is asked for its GPUs")
+def test_who_compares_does_not_import_torch_itself(tmp_path):
+    """The starter and the ranks do: on two cores a second import would take the first one's time."""
+    page = str(tmp_path / "page.html")
+    arguments = ["compare", *TINY, "--strategies", "full_shard", "--html", page]
+    called = "import sys; from fsdplab.cli import main\ntry: main(sys.argv[1:])\nfinally: print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", called, *arguments], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == "False", done.stdout + done.stderr
+    assert os.path.getsize(page) > 100_000
+
+
 def test_quiet_prints_the_table_only_and_verbose_every_step(tmp_path, capsys):
     out = ["--out", str(tmp_path / "run")]
     code, quiet, _ = ended(["run", "zero1", *TINY, *out, "-q"], capsys)

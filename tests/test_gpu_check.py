@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,7 @@ def started_and_hanging(folder: Path) -> tuple[subprocess.Popen[bytes], int, int
     """
     code = f"""
 import signal, sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from fsdplab.common.processes import interrupt_by
 from fsdplab.gpu_check import commands
@@ -290,6 +292,23 @@ def test_the_digest_tells_sources_apart(tmp_path):
 def test_a_driver_that_is_too_old_is_a_sentence(driver, torch_cuda, words):
     said = gpus.driver_complaint(driver, torch_cuda)
     assert words in said if words else said == ""
+
+
+@pytest.mark.parametrize(
+    "cuda,others,for_cpu",
+    [
+        (": Optional[str] = None", "hip: Optional[str] = None", True), (" = None", "", True),
+        (": Optional[str] = '12.8'", "hip: Optional[str] = None", False), (" = '13.0'", "", False),
+        (": Optional[str] = None", "hip: Optional[str] = '6.4.4'", False), ("_is_not_said = 1", "", False),
+    ],
+)  # fmt: skip
+def test_what_torch_was_built_for_is_read_without_importing_it(tmp_path, monkeypatch, cuda, others, for_cpu):
+    (tmp_path / "version.py").write_text(f"__version__ = '2.13.0'\ncuda{cuda}\n{others}\nxpu: Optional[str] = None\n")
+    spec = ModuleSpec("torch", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(gpus, "find_spec", lambda name: spec)
+    assert gpus._is_built_for_cpu.__wrapped__() is for_cpu
+    (tmp_path / "version.py").unlink()
+    assert not gpus._is_built_for_cpu.__wrapped__()
 
 
 CUDA_13 = ("sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120")

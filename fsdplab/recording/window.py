@@ -24,6 +24,7 @@ from fsdplab.profiling.profiler import prepare_profiler
 from fsdplab.recording.rows import Place, StepRows
 from fsdplab.recording.settings import Settings
 from fsdplab.recording.subject import LAB, Subject, subject_of, together
+from fsdplab.sessions.trace_tables import MEMORY_TRACE, TRACE, leave_analysis
 from fsdplab.sessions.worker import profiler
 from fsdplab.sessions.worker.core_share import core_time, waited_s
 from fsdplab.sessions.worker.environment import capture_environment
@@ -130,7 +131,7 @@ class Window:
         self._units.step = self._memory_step
         self._memory = MemoryRecorder(
             model=found.model, optimizer=together(self._optimizers), engine=found.engine, device=self._place.device,
-            tags=self._tags, save_trace=mailbox.of(rank, profiler.MEMORY_TRACE), unfinished=mailbox.folder,
+            tags=self._tags, save_trace=mailbox.of(rank, MEMORY_TRACE), unfinished=mailbox.folder,
         )  # fmt: skip
         self._open.enter_context(self._memory)
         self._open.enter_context(ended_with_the_profile())
@@ -156,9 +157,9 @@ class Window:
 
     def _end_profile(self, ended: profiler.StepProfiler) -> None:
         mailbox, rank = self._settings.mailbox, self._place.rank
-        profiled = ended.save(mailbox.of(rank, profiler.TRACE), mailbox.folder)
-        for kind in (profiler.TRACE, profiler.MEMORY_TRACE):
-            profiler.leave_analysis(mailbox, rank, kind, [])
+        profiled = ended.save(mailbox.of(rank, TRACE), mailbox.folder)
+        for kind in (TRACE, MEMORY_TRACE):
+            leave_analysis(mailbox, rank, kind, [])
         content: dict[str, Any] = {"profiled_s": profiled, "life": self._units.rows, "sent": None}
         if self._sent is not None:
             steps = self._settings.end - self._settings.first + self._warmup

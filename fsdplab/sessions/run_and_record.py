@@ -25,7 +25,6 @@ from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.spec.run_spec import spec_for
 from fsdplab.sessions.summary import summarise
 from fsdplab.sessions.trace_tables import tables_of
-from fsdplab.sessions.worker.environment import capture_environment
 from fsdplab.workloads.own.sources import FILE, kind_of, name_of, source_of
 
 OnProgress = Callable[[int, int, float], None]
@@ -248,7 +247,11 @@ def _samples(mailbox: Mailbox) -> int | None:
 def _environment(spec: RunSpec, mailbox: Mailbox) -> dict[str, Any]:
     """The environment of rank 0; this process's if the ranks did not get that far."""
     seen, told = mailbox.reports("environment").get(0), mailbox.reports("workload").get(0)
-    return (seen or capture_environment(spec.device_type)) | ({"workload": told} if told else {})
+    if seen is None:
+        from fsdplab.sessions.worker.environment import capture_environment  # which imports torch
+
+        seen = capture_environment(spec.device_type)
+    return seen | ({"workload": told} if told else {})
 
 
 def _provenance(spec: RunSpec) -> dict[str, str]:

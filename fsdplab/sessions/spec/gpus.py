@@ -7,7 +7,12 @@ ranks of an EXCLUSIVE_PROCESS cluster out.
 from __future__ import annotations
 
 import ctypes
+import re
+import sys
 from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
 from fsdplab.common.sizes import size
 
@@ -20,13 +25,28 @@ _LEAST_DRIVER = {12: "525", 13: "580"}  # by the major version of CUDA
 
 
 def usable_gpus() -> int:
-    """How many GPUs torch can use; 0 where something is in the way, which `why_no_gpu` names."""
+    """How many GPUs torch can use; 0 where something is in the way, which `why_no_gpu` names. A build for the CPU can
+    use none, so that it is not imported to be asked: that takes seconds.
+    """
+    if "torch" not in sys.modules and _is_built_for_cpu():
+        return 0
     import torch
 
     # asked first: torch would print a warning of its own
     if torch.version.hip is None and driver_complaint(driver_cuda(), torch.version.cuda):
         return 0
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+@cache
+def _is_built_for_cpu() -> bool:
+    """Whether the installed torch says of itself, in its `version.py`, that it was built for the CPU alone."""
+    spec = find_spec("torch")
+    versions = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
+    if versions is None or not versions.exists():
+        return False
+    told = dict(re.findall(r"^(cuda|hip)\b[^=\n]*= *(.+)$", versions.read_text(), re.MULTILINE))
+    return told.get("cuda") == "None" and told.get("hip", "None") == "None"
 
 
 def why_no_gpu() -> str:

@@ -3,15 +3,12 @@
 Timed steps are never profiled, so a profile costs nothing but its own steps; how much slower those were is stated in
 the record. On CUDA the profiler has one step to warm up. The engine's ranges carry FSDP2's names, so whatever reads
 traces of PyTorch's FSDP2 reads these.
-
-Each rank analyses its own trace, all ranks at once: it takes half a second of a core, and the starter has imported the
-analysis. The caller adds what one rank cannot know (trace_tables.py): whether it waited for another.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +16,11 @@ import torch
 from torch.profiler import ProfilerAction, profile
 
 from fsdplab.engine import events
-from fsdplab.profiling import AccountingError, MemoryTimeline, StepAnalysis, TraceAnalysis, TraceError, analyse_trace
-from fsdplab.profiling.intervals import EMPTY, Intervals, pairs
+from fsdplab.profiling import MemoryTimeline
 from fsdplab.profiling.profiler import activities_on, await_gloo_threads, save_trace
 from fsdplab.profiling.traces.overlap import MARK
-from fsdplab.profiling.traces.steps import NoStep
-from fsdplab.sessions.launch.mailbox import Mailbox
 
 RANGE = "ProfilerStep#"  # the profiler's own name for a step
-TRACE, MEMORY_TRACE = "pt.trace.json.gz", "memory.trace.json.gz"
-_SUFFIX, _WAITS = ".analysis", ".core_waits"
-# bytes: about two seconds. The caller waits for a larger trace itself, so that no rank seems to hang over it
-_LARGEST = 8_000_000
 
 
 class StepProfiler:
@@ -112,47 +102,3 @@ def written_memory(timeline: MemoryTimeline, rank: int, step: int) -> dict[str, 
         "resident_growth": timeline.resident_growth,
         "workspaces": timeline.workspaces,
     }
-
-
-def leave_analysis(
-    mailbox: Mailbox, rank: int, kind: str, ledger: Sequence[dict[str, Any]], core_waits: Intervals = EMPTY
-) -> None:
-    """Analyse this rank's trace of one kind and write the rows; a large or bad trace is left to the caller.
-    `core_waits`: when the rank waited for a core.
-    """
-    trace = mailbox.of(rank, kind)
-    mailbox.of(rank, kind + _WAITS).write_text(json.dumps(core_waits.tolist()))
-    if not trace.exists() or trace.stat().st_size > _LARGEST:
-        return
-    try:
-        found = analyse_trace(trace, ledger=ledger, rank=rank, core_waits=core_waits)
-    except (AccountingError, TraceError):
-        return
-    steps = [vars(step) for step in found.steps]
-    mailbox.of(rank, kind + _SUFFIX).write_text(
-        json.dumps([found.world_size, found.device, steps, vars(found.no_step)], default=lambda value: value.tolist())
-    )
-
-
-def analysis_of(mailbox: Mailbox, rank: int, kind: str, trace: Path, ledger: Sequence[dict[str, Any]]) -> TraceAnalysis:
-    """The rank's analysis of `trace`; the trace is read here if the rank wrote none."""
-    left = mailbox.of(rank, kind + _SUFFIX)
-    if not left.exists():
-        noted = mailbox.of(rank, kind + _WAITS)
-        waits = pairs(json.loads(noted.read_text())) if noted.exists() else EMPTY
-        return analyse_trace(trace, ledger=ledger, rank=rank, core_waits=waits)
-    world_size, device, steps, no_step = json.loads(left.read_text())
-    rows = ("timeline", "exposed", "collectives")
-    return TraceAnalysis(
-        trace,
-        rank,
-        world_size,
-        device,
-        tuple(
-            StepAnalysis(
-                **{**step, **{name: tuple(step[name]) for name in rows}, "computing": pairs(step["computing"])}
-            )
-            for step in steps
-        ),
-        NoStep(**{**no_step, "empty_steps": tuple(no_step["empty_steps"])}),
-    )

@@ -29,6 +29,7 @@ from fsdplab.sessions.launch.mailbox import NOT_FORKED, RANKS_STORE
 from fsdplab.sessions.launch.stacks import of_exception, of_own_code
 from fsdplab.sessions.launch.turns import OwnTurns
 from fsdplab.sessions.spec import MEMORY_STEP, RunSpec
+from fsdplab.sessions.trace_tables import MEMORY_TRACE, TRACE, leave_analysis
 from fsdplab.sessions.worker import profiler
 from fsdplab.sessions.worker.core_share import core_time, waited_s
 from fsdplab.sessions.worker.emulated_network import EmulatedNetwork
@@ -120,9 +121,9 @@ class Training:
         self.ledger.write()
         result = {"life": self.unit_states.rows, "profiled_s": profiled, "link": self.network.as_dict()}
         self.context.write("result", result)
-        for kind in (profiler.TRACE, profiler.MEMORY_TRACE) if profiled else ():
-            waits = self.core_waits if kind == profiler.TRACE else EMPTY
-            profiler.leave_analysis(self.context.mailbox, self.context.rank, kind, self.ledger.kept, waits)
+        for kind in (TRACE, MEMORY_TRACE) if profiled else ():
+            waits = self.core_waits if kind == TRACE else EMPTY
+            leave_analysis(self.context.mailbox, self.context.rank, kind, self.ledger.kept, waits)
 
     def _is_traced(self, step: int) -> bool:
         return bool(self.spec.profile) and (step == MEMORY_STEP or step >= self.spec.untimed + self.spec.steps)
@@ -164,7 +165,7 @@ class Training:
         self.unit_states.step = None
         unwatch()
         self.core_waits = waits.close()
-        return self.profiler.save(self.context.mailbox.of(self.context.rank, profiler.TRACE))
+        return self.profiler.save(self.context.mailbox.of(self.context.rank, TRACE))
 
     def _step(self, step: int, timed: bool, around: AbstractContextManager[Any] = nullcontext()) -> float:
         self.context.heartbeat.enter("data", step)
@@ -218,7 +219,7 @@ class Training:
         recorder = MemoryRecorder(
             model=self.setup.model, optimizer=self.setup.optimizer, engine=self.spec.engine, device=self.context.device,
             tags=self.tags, ignore=self.workload.data(), offloaded=self.spec.offload != "none",
-            save_trace=self.context.mailbox.of(self.context.rank, profiler.MEMORY_TRACE) if self.spec.profile else None,
+            save_trace=self.context.mailbox.of(self.context.rank, MEMORY_TRACE) if self.spec.profile else None,
         )  # fmt: skip
         around = ExitStack()
         snapshot = self.context.mailbox.of(self.context.rank, "snapshot.pickle.gz") if self.spec.profile else None
