@@ -13,7 +13,11 @@ from pathlib import Path
 import pytest
 
 from fsdplab.cli import main
+from fsdplab.cli.answer import Line, Table
+from fsdplab.cli.bench import _answer
 from fsdplab.records import RunRecord
+from fsdplab.sessions import RunSpec
+from fsdplab.sessions.bench_engines import Bench, Timing
 from tests.test_cli import ended
 
 
@@ -120,6 +124,43 @@ def test_requests_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "whole numbers" in refused(["bench", "--prefetch", "0,x"], capsys)
     assert "give both" in refused(["compare", "--emulate", "8xH100"], capsys)
     assert not (tmp_path / "a").exists()
+
+
+def made_bench(floors: list[float], **over_floor: float) -> Bench:
+    """Engines that take so many times the floor of each round, alternately 1 % more and less."""
+    timings = (
+        Timing("alone" if name == "alone" else "lab", name, tuple(
+            floor * over * (0.99 if number % 2 else 1.01) for number, floor in enumerate(floors)
+        ), 3.4)
+        for name, over in over_floor.items()
+    )  # fmt: skip
+    return Bench(RunSpec(device="cpu"), tuple(timings), tuple(floors))
+
+
+STEADY = [3.0] * 10
+
+
+@pytest.mark.parametrize(
+    "floors,others,words",
+    [
+        (STEADY, {"zero1": 1.30}, "lab full_shard is fastest."),
+        ([3.0, 4.5] * 5, {"zero1": 1.15}, "lab full_shard is fastest. | The floor itself took 3,000 to 4,500 ms:"),
+        (STEADY, {"zero1": 1.06}, "No difference between lab full_shard and lab zero1 is seen in 10 rounds (their"),
+        ([3.0, 3.0], {"zero1": 1.30}, "No engine is called fastest, as too few rounds were timed (4 are needed)."),
+        (STEADY, {}, ""),
+    ],
+)
+def test_a_bench_calls_an_engine_fastest_only_beyond_its_rounds(
+    floors: list[float], others: dict[str, float], words: str
+) -> None:
+    """A machine that becomes half slower for a round slows engine and floor alike."""
+    found = _answer(made_bench(floors, alone=1.01, full_shard=1.05, **others), len(floors))
+    table, *lines = found.parts
+    assert isinstance(table, Table) and ("±" in table.columns) == (len(floors) > 2)
+    said = " | ".join(line.text for line in lines[:-1] if isinstance(line, Line))
+    assert said.startswith(words) and (bool(said) == bool(words))
+    assert found.data["floors_s"] == tuple(floors)
+    assert found.data["rows"][1]["over_floor_by_round"]["median"] == pytest.approx(1.05, rel=0.011)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler for CPU")

@@ -26,6 +26,7 @@ from torch import nn
 from fsdplab.common.files import write_whole
 from fsdplab.common.temporary import temporary_folder
 from fsdplab.engine import events
+from fsdplab.records import Spread
 from fsdplab.sessions.launch.launcher import once_more, run_ranks
 from fsdplab.sessions.launch.mailbox import Mailbox, Tail
 from fsdplab.sessions.launch.stacks import of_exception, of_own_code
@@ -82,13 +83,22 @@ class Timing:
 
 @dataclass(frozen=True)
 class Bench:
-    """The measurements of one interleaved run; `floor` (lower bound) is forward + backward + optimizer / n, in seconds:
-    of the slowest rank in each round, as an engine's steps are, then the median of rounds.
+    """The measurements of one interleaved run; `floors` (lower bounds) are forward + backward + optimizer / n, in
+    seconds: of the slowest rank in each round, as an engine's steps are.
     """
 
     spec: RunSpec
     timings: tuple[Timing, ...]
-    floor: float
+    floors: tuple[float, ...]
+
+    @property
+    def floor(self) -> float:
+        """The median floor in seconds."""
+        return statistics.median(self.floors)
+
+    def beside_floor(self, timing: Timing) -> Spread:
+        """Each step over the floor of its own round: what slows a whole round down is in neither."""
+        return Spread.of([step / floor for step, floor in zip(timing.seconds, self.floors)])
 
     def ratio(self, timing: Timing, engine: str) -> float | None:
         """Median of `timing` over the median of the first row of `engine`; None if it took no part."""
@@ -169,7 +179,7 @@ def _joined(specs: Sequence[RunSpec], results: Sequence[dict[str, Any]]) -> Benc
         loss = results[0]["losses"][index]
         timings.append(Timing(engine, strategy, slowest, loss, prefetch, blocked, communicating, optimizing))
     floors = zip(*(_least(result["parts"], specs[0].world_size) for result in results))
-    return Bench(specs[0], tuple(timings), statistics.median(max(by_rank) for by_rank in floors))
+    return Bench(specs[0], tuple(timings), tuple(max(by_rank) for by_rank in floors))
 
 
 def _least(parts: dict[str, list[float]], ranks: int) -> list[float]:
