@@ -8,6 +8,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from fsdplab.cli import bench
 from fsdplab.sessions import RunSpec, bf16_speed, capabilities
@@ -36,6 +37,18 @@ def measured(monkeypatch):
 def test_it_is_measured_in_a_fraction_of_a_second():
     bf16_slowdown.cache_clear()
     assert 0.01 < bf16_slowdown() < 1000 and bf16_slowdown.cache_info().misses == 1
+
+
+def test_it_is_measured_on_one_thread_as_threads_that_wait_for_a_core_hide_it(monkeypatch):
+    seen, threads = [], torch.get_num_threads()
+    monkeypatch.setattr(bf16_speed, "fastest", lambda work, times: seen.append(torch.get_num_threads()) or 1.0)
+    bf16_slowdown.cache_clear()
+    torch.set_num_threads(2)
+    try:
+        assert bf16_slowdown() == 1.0 and seen == [1, 1] and torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+        bf16_slowdown.cache_clear()
 
 
 @pytest.mark.parametrize(

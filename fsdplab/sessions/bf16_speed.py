@@ -18,13 +18,17 @@ _SIDE, _ROUNDS = 256, 5
 def bf16_slowdown() -> float:
     """How many times as long a product of matrices takes in bfloat16 as in float32 on this CPU; 0.5 is twice as fast.
 
-    The best of a few products each, so that other programs hardly count.
+    The best of a few products each, on one thread: where other programs have the cores, threads wait for each other
+    longer than a product in float32 takes, and the slowdown would look like a tenth of what it is.
     """
     import torch
 
+    from fsdplab.sessions.scratch import one_thread
+
     numbers = torch.randn(_SIDE, _SIDE, generator=torch.Generator().manual_seed(0))
     low = numbers.bfloat16()
-    return fastest(lambda: low @ low, _ROUNDS) / fastest(lambda: numbers @ numbers, _ROUNDS)
+    with one_thread():
+        return fastest(lambda: low @ low, _ROUNDS) / fastest(lambda: numbers @ numbers, _ROUNDS)
 
 
 def bf16_is_slow() -> bool:
