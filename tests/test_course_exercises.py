@@ -77,12 +77,24 @@ def test_a_right_number_is_accepted_however_it_is_written_and_slips_are_named(co
     must_name_each_slip(item)
 
 
+def test_a_narrow_tolerance_is_told_in_full(course):
+    assert "(Right within 0.1 %.)" in str(answers.grade_answer("02.cards", 13.9))
+    assert "(Right within 1 %.)" in str(answers.grade_answer("07.least", 290))
+
+
+def test_what_differs_is_not_called_a_tensor_where_it_is_a_number(tried):
+    rows = dict(feedback_on_the_mistake(tried, "07.exposed", "return max(0, length").rows())
+    assert rows["what"] == "ms" and "tensor" not in rows
+
+
 @pytest.mark.parametrize("item", CHOICES, ids=lambda item: item.id)
 def test_choices_accept_the_right_letter_and_explain_every_one(course, item):
     for letter in item.options:
         for written in (f" {letter.upper()} ", f"{letter})"):
             verdict = answers.grade_answer(item.id, written)
-            assert verdict.passed == (letter == item.right) and item.because[letter] in str(verdict)
+            because = item.because[letter]
+            said = because[0].upper() + because[1:] if letter == item.right else because  # "passed." ends a sentence
+            assert verdict.passed == (letter == item.right) and said in str(verdict)
     words = item.options[item.right]
     assert all(
         answers.grade_answer(item.id, said).passed

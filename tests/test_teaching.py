@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import signal
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import plotly.graph_objects as go
@@ -37,6 +38,7 @@ from fsdplab.teaching.core.exercise import Choice, Question
 from fsdplab.teaching.core.figure_below import FigureBelow
 from fsdplab.teaching.core.on_ranks import with_plain_numbers
 from fsdplab.teaching.core.predictions import Prediction, PredictionLocked, calibration_of
+from fsdplab.teaching.core.provenance import origins
 from fsdplab.teaching.core.quantities import QuantityError, plain, quantity
 from fsdplab.teaching.core.verdicts import Feedback, Verdict, first_difference
 from fsdplab.teaching.core.workspace import Workspace, WorkspaceError, checked_id, load_function
@@ -724,6 +726,11 @@ def test_the_number_of_ranks_is_checked():
     for wrong in ("0", "-1", "two", "17", "2 3"):
         with pytest.raises(UsageError, match="from 1 to 16"):
             ranks_wanted(wrong)
+
+
+def test_quantities_are_named_in_words():
+    simulated = SimpleNamespace(provenance={"comm": "simulated", "exposed_s": "simulated"})
+    assert dict(origins([simulated], {}))["simulated"] == "communication, exposed time"
 
 
 def test_every_public_name_loads():

@@ -126,7 +126,8 @@ def _grade_choice(item: Choice, value: Any) -> Verdict:
             item.id, Feedback("That is not one of the letters.", _form(item), repr(value), "answer with one letter")
         )
     if letter == item.right:
-        return Verdict(item.id, None, item.because[letter])
+        because = item.because[letter]
+        return Verdict(item.id, None, because[:1].upper() + because[1:])  # a sentence of its own after "passed."
     return Verdict(item.id, Feedback("That is not it.", "", item.options[letter], item.because[letter]))
 
 
@@ -141,7 +142,7 @@ def _grade_number(item: Question, value: Any, against: Any, hints: int) -> Verdi
         return Verdict(item.id, None, f"{shown(given, item.unit)}{exactly}. {item.explanation}".strip())
     cause = slip_behind(item, given, against) or _given_already(item, given)
     got = shown(given, item.unit) + ("" if cause else f": {how_far(given, right)}")
-    feedback = Feedback(f"{item.statement} (Right within {item.tolerance:.0%}.)", "", got, cause)
+    feedback = Feedback(f"{item.statement} (Right within {100 * item.tolerance:g} %.)", "", got, cause)
     return failed(item, feedback, current().workspace, hints)
 
 

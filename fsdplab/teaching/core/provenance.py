@@ -20,6 +20,7 @@ _WORDS = {
     "ledger": "bytes sent",
     "formula_bytes_per_step": "the formula's bytes",
     "exposed_s": "exposed time",
+    "comm": "communication",
 }
 
 

@@ -34,7 +34,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Feedback:
-    """Why a check failed: what was expected and got, where (rank, step, tensor, first index), and the likely cause.
+    """Why a check failed: what was expected and got, where (rank, step, what of it, first index), and the likely cause.
 
     `untouched`: the learner has not tried yet, so that nothing is wrong.
     """
@@ -53,7 +53,7 @@ class Feedback:
         """(label, text) pairs in reading order, leaving out what does not apply."""
         index = None if self.index is None else str(list(self.index))
         rank = None if self.rank is None else str(self.rank)
-        pairs = [("rank", rank), ("step", self.step), ("tensor", self.tensor), ("first differing index", index)]
+        pairs = [("rank", rank), ("step", self.step), ("what", self.tensor), ("first differing index", index)]
         pairs += [("expected", self.expected), ("got", self.got), ("likely cause", self.cause)]
         return ((label, text) for label, text in pairs if text)
 

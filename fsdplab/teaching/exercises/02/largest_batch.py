@@ -15,6 +15,8 @@ def largest_batch(card, moments):
     """
     ### BEGIN SOLUTION
     batch = 0
+    #! batch = -1
+    #: a batch cannot be negative: 0 is the answer wherever an instant is over the card with no sequence at all
     #! return max(0, int(min((card - fixed) // each for fixed, each in moments)))
     #: raises: what is divided by is 0
     #! return max(0, int(min((card - fixed) // each for fixed, each in moments if each)))
@@ -76,6 +78,10 @@ def say(got, right):
     batch, moments = got["the returned value"], right["_moments"]
     if not isinstance(batch, (int, float)):
         return "return one whole number: sequences"
+    if batch < 0:
+        return (
+            "a batch cannot be negative: 0 is the answer wherever an instant is over the card with no sequence at all"
+        )
     if batch < right["the returned value"]:
         peak = max(fixed + (batch + 1) * each for fixed, each in moments)
         return f"one sequence more still fits: with {batch + 1:g} the highest instant needs {peak:g} MB of {moments}"
