@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from fsdplab.common.names import OVER_ALL_RANKS
 from fsdplab.figures import alt_text
+from fsdplab.figures.style import page, words_width
 from fsdplab.planning.planner import plan_of, plan_spec
 from fsdplab.profiling import MemoryRecorder
 from fsdplab.sessions import RunSpec, SpecError, run
@@ -148,9 +149,9 @@ def test_offload_is_emulated_on_cpu_ranks_and_said_so(small_runs):
     table = str(trading.prices(list(small_runs.values())))
     assert "full checkpoint" in table and "offload" in table
     figure = trading.memory_figure(list(small_runs.values()))
-    assert (
-        "fp32, full checkpoint" in alt_text(figure) and "a host memory beside it" in figure.layout.title.subtitle.text
-    )
+    below = figure.layout.title.subtitle.text
+    assert "fp32, full checkpoint" in alt_text(figure) and "a host memory beside it" in below.replace("<br>", " ")
+    assert words_width(below) <= page(), "the words added are broken into lines, not cut at the figure's end"
     twice = [view.label for view in trading.named([small_runs["plain"]] * 2)]
     assert twice == ["fp32", "fp32 (again)"], "bars of one name would be drawn as one"
 

@@ -267,6 +267,8 @@ def test_timeline_finds_the_peak_of_the_rank(runs):
     assert figure.layout.title.text == "<b>full_shard: rank 1 peaks at 72.0 MB after 2 ms</b>"
     assert [trace.name for trace in figure.data] == ["optimizer state", "activations", "peak"]
     assert (figure.data[-1].x[0], figure.data[-1].y[0]) == (2, 72)
+    card = next(note for note in figure.layout.annotations if note.text.startswith("card "))
+    assert card.bgcolor, "the name of the card's line lies on the bands"
     with pytest.raises(ValueError, match=r"no memory timeline of rank 2; the record has ranks \[0, 1\]"):
         figures.memory_timeline(runs[2], rank=2)
 

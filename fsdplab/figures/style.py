@@ -145,6 +145,15 @@ def titled(figure: go.Figure, title: str, subtitle: str, alt: str, height: int =
     return figure
 
 
+def said_further(figure: go.Figure, words: str) -> go.Figure:
+    """The figure with words added to its subtitle, which is broken into lines anew and gets the room that they need."""
+    title, subtitle = (
+        text.replace("<br>", " ") for text in (figure.layout.title.text, figure.layout.title.subtitle.text)
+    )
+    plain = title.removeprefix("<b>").removesuffix("</b>")
+    return titled(figure, plain, subtitle + words, alt_text(figure), figure.layout.height - figure.layout.margin.t)
+
+
 def _legend_rows(figure: go.Figure) -> int:
     """Rows that a figure's legend takes: one, or columns as wide as its longest name beside the labels of the rows."""
     names = legend_of(figure)

@@ -138,7 +138,8 @@ def memory_timeline(record: RunRecord, rank: int = 0) -> go.Figure:
     words = dict(text=f"<b>peak {size(totals[top])}</b>", showarrow=False, yshift=18, font=dict(color=ALARM))
     figure.add_annotation(x=times[top], y=totals[top] / MB, **words)
     if run.card:
-        mark_level(figure, run.card / MB, card_words(run.card, run.card_emulated), "y")
+        behind = "rgba(255, 255, 255, 0.85)"  # the name lies on the bands, whose colours it could not be read on
+        mark_level(figure, run.card / MB, card_words(run.card, run.card_emulated), "y", bgcolor=behind)
     figure.update_layout(xaxis_title="time since the step began (ms)", yaxis_title="live memory (MB)")
     figure.update_xaxes(range=[times[0], times[-1]], showgrid=False)
     figure.update_yaxes(range=[0, 1.18 * max(totals[top], run.card or 0) / MB])

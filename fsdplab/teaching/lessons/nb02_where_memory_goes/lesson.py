@@ -124,7 +124,7 @@ def predicted_beside(record: RunRecord) -> go.Figure:
     measured: dict[str, float] = dict(record.summary.peak_memory_bytes.split)
     bars = {"predicted": _predicted(record.spec["batch_size"]), "measured": measured}
     first, second = (sum(split.values()) for split in bars.values())
-    title = f"Predicted {size(first)}, measured {size(second)}: {first / second:.0%} of it"
+    title = f"Predicted {size(first)}, measured {size(second)}: {100 * first / second:.1f} % of it"
     subtitle = (
         "Worst of two CPU ranks, full_shard, fp32, each bar at its own highest instant; predicted in closed form,"
         " measured by the record"

@@ -12,7 +12,7 @@ from fsdplab.common.names import OVER_ALL_RANKS, STRATEGY_ROWS
 from fsdplab.figures import memory_by_category
 from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.style import CATEGORY_COLOURS, titled
+from fsdplab.figures.style import CATEGORY_COLOURS, said_further, titled
 from fsdplab.figures.view import RunView, view
 from fsdplab.records import RunRecord, known
 from fsdplab.sessions import RunSpec, run
@@ -69,7 +69,7 @@ def memory_figure(runs: Sequence[RunRecord]) -> go.Figure:
     """
     figure = memory_by_category(named(runs))
     if any("host_memory_beside_the_card" in run.provenance for run in runs):
-        figure.layout.title.subtitle.text += ", and so is a host memory beside it"
+        return said_further(figure, ", and so is a host memory beside it")
     return figure
 
 
