@@ -83,6 +83,11 @@ def peak_mb() -> float:
     return peak / 1e6
 
 
+def activations_of_a_sequence_mb() -> float:
+    """MB that a sequence adds at the end of the forward, in lesson 02's table of instants."""
+    return float(next(row[2] for row in accounting.moments_table().rows if row[0] == "end of the forward"))
+
+
 def unit_mb(name: str) -> float:
     """MB of a unit of lesson 06's larger model, where every block is a unit."""
     planned = units.plan("gpt-20m", units.CHOICES["every block"])
@@ -116,7 +121,8 @@ SOURCES: dict[str, dict[str, Source]] = {
         "8.03 billion": LLAMA / 1e9, "8 billion": LLAMA / 1e9, "2 bytes": BF16, "16 GB": mb(LLAMA, BF16) / 1e3,
         "80 GB": given(80, "the card's name"), "80 GiB": H100.memory_bytes / 2**30, "85.9 GB": H100.memory_bytes / 1e9,
         "4 bytes": FP32, "16 bytes": STATES, "8 bytes": ADAM, "21.6 million": SMALL / 1e6, "199 MB": peak_mb,
-        "320 MB": accounting.CARD / 1e6, "128 GB": 8 * STATES,
+        "320 MB": accounting.CARD / 1e6, "128 GB": 8 * STATES, "173 MB": mb(SMALL, STATES) / 2,
+        "19 MB": activations_of_a_sequence_mb, "38 MB": lambda: 2 * activations_of_a_sequence_mb(),
     },
     "03": {
         "25 MB": given(25, "torch's DDP: bucket_cap_mb"), "1 MB": given(1, "torch's DDP: its first bucket"),
