@@ -116,6 +116,8 @@ class UnitHooks:
             self.handles[0].append(before)
             self.handles[1].append(module.register_forward_hook(self.after_forward, prepend=False))
             module.register_forward_hook(self._after_exception, always_call=True)
+        showing = [each for param in unit.memory.params for each, _ in param.sites()]
+        for module in dict.fromkeys([*modules, *showing]):
             module.register_state_dict_pre_hook(self._before_state_dict)
             module.register_load_state_dict_pre_hook(self._before_state_dict)
 
@@ -290,7 +292,7 @@ def bind_root(root: nn.Module, prefetch: int = 1) -> Runtime:
                 f" the root module first: unit {names[0]!r} already ran under another root; run the outermost sharded"
                 " module first, so that it becomes the root of all units"
             )
-        hooks.unit.memory.places = names
+        hooks.unit.memory.module_names = names
         hooks.unit.memory.name = "+".join(names) or ("(root)" if ["root"] in found.values() else "root")
     for hooks in found:
         for number, other in enumerate(hooks.beside, 2):

@@ -66,7 +66,7 @@ class UnitMemory(Memory):
     def __init__(self, name: str, params: list[ShardedParam], config: UnitConfig) -> None:
         self.name, self.config = name, config
         self.params: list[ShardedParam] = params
-        self.places: Sequence[str] = ()  # what the root calls the modules; empty until there is a root
+        self.module_names: Sequence[str] = ()  # what the root calls the modules; empty until there is a root
         self.fewer_ranks: ShardsOverFewerRanks | None = None  # where it goes after its forward instead of to its shards
         self.keep_storage = False  # whether the unsharded parameters keep their memory when they are freed
         self._versions: list[int] = []  # of the shards, when they were unsharded
@@ -160,7 +160,7 @@ class UnitMemory(Memory):
 
     def prepare(self) -> None:
         if not self._settled:
-            prefix = f"{self.places[0]}." if len(self.places) == 1 and self.places[0] else ""
+            prefix = f"{self.module_names[0]}." if len(self.module_names) == 1 and self.module_names[0] else ""
             names = [prefix + param.name for param in self.params if param.local.is_meta]
             raise RuntimeError(
                 "FSDP parameters should be materialized from meta device before training, but the following were still"

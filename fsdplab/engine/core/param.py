@@ -115,7 +115,7 @@ class ShardedParam:
 
     def find(self) -> None:
         """Take over the parameter that the sites show now: `to_empty`, `to` and assigned state dicts replace it."""
-        for module, attribute in self._places():
+        for module, attribute in self.sites():
             if attribute not in module._parameters:
                 raise RuntimeError(
                     f"{type(module).__name__} has no parameter {attribute!r} any more, which was sharded;"
@@ -215,7 +215,8 @@ class ShardedParam:
         for hook in (getattr(self.at_rest, "_post_accumulate_grad_hooks", None) or {}).values():
             hook(self.at_rest)
 
-    def _places(self) -> Iterator[tuple[nn.Module, str]]:
+    def sites(self) -> Iterator[tuple[nn.Module, str]]:
+        """The (module, attribute) pairs that show it, of modules that are alive."""
         for reference, attribute in self._sites:
             module = reference()
             if module is not None:

@@ -77,8 +77,8 @@ class PartedParam(ShardedParam):
                 f"Invalid fsdp_pre_all_gather: {type(inner).__name__}'s takes {wanted} arguments. Expects"
                 " fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy)"
             )
-        place = next(iter(self._places()))[0]
-        more = () if wanted == 1 else (self._size, self._stride, place, policy)
+        module = next(self.sites())[0]
+        more = () if wanted == 1 else (self._size, self._stride, module, policy)
         self._parts, self._remembered = ask(mesh, *more)
         self._dtype_wanted = policy.param_dtype or self.dtype
         return [self._entry(number, part) for number, part in enumerate(self._parts)]

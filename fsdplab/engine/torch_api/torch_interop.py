@@ -111,15 +111,15 @@ class Group:
 
     @property
     def _module_fqn(self) -> str | None:
-        return ", ".join(self._unit.memory.places) if self._hooks.runtime is not None else None
+        return ", ".join(self._unit.memory.module_names) if self._hooks.runtime is not None else None
 
     def _name_from_root(self, name: str) -> str | None:
         """The name of a parameter in the root; modules that form a unit together are in the order of the tree."""
         if self._hooks.runtime is None:
             return None
-        places = self._unit.memory.places
-        number, dot, rest = name.partition(".") if len(places) > 1 else ("0", ".", name)
-        return f"{places[int(number)]}{dot}{rest}".lstrip(".")
+        modules = self._unit.memory.module_names
+        number, dot, rest = name.partition(".") if len(modules) > 1 else ("0", ".", name)
+        return f"{modules[int(number)]}{dot}{rest}".lstrip(".")
 
     @property
     def is_unsharded(self) -> bool:
