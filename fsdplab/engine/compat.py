@@ -163,11 +163,16 @@ def is_transformed() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
-def outside_transforms(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which sees plain tensors also where `torch.func` transforms (jvp, vmap) what calls it."""
+def outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, which sees and makes plain tensors also where `torch.func` transforms (jvp, vmap) what calls it, or
+    in inference mode: what it makes is kept, and nobody may write to an inference tensor later, or train with it.
+    """
 
     @wraps(function)
     def outside(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():  # the first alone would record gradients
+                return outside(*args, **kwargs)
         if not is_transformed():
             return function(*args, **kwargs)
         with torch._C._DisableFuncTorch():

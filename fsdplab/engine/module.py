@@ -53,6 +53,7 @@ class FSDPModule(TorchFSDPModule):
 
     # ---- by hand
 
+    @compat.outside_modes
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters; with `async_op`, returns a handle to wait on."""
         units, runtime = units_under(self, recurse=False), self._unit_hooks.runtime
@@ -267,6 +268,7 @@ class UnshardHandle(TorchUnshardHandle):
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
 
+    @compat.outside_modes
     def wait(self) -> None:
         """Return once the parameters may be read."""
         for unit in self._units:

@@ -29,7 +29,7 @@ class Runtime(StepOrder):
         self.post_optimizer_event: torch.Event | None = None
         self.raised: Unit | None = None  # whose forward an exception has left last
 
-    @compat.outside_transforms
+    @compat.outside_modes
     def before_forward(self, unit: Unit) -> None:
         if compat.inside_backward():  # activation checkpointing computes a larger region a second time
             self.unshard_again(unit)
@@ -43,7 +43,7 @@ class Runtime(StepOrder):
             self.post_optimizer_event = None
         super()._begin_forward(unit)
 
-    @compat.outside_transforms
+    @compat.outside_modes
     def after_forward(self, unit: Unit, will_backward: bool) -> None:
         if not compat.inside_backward():
             super().after_forward(unit, will_backward)
@@ -52,18 +52,18 @@ class Runtime(StepOrder):
         """Whether a forward of `unit` now is activation checkpointing's second one, inside its backward."""
         return unit.backward is RUNNING and compat.inside_backward()
 
-    @compat.outside_transforms
+    @compat.outside_modes
     def unshard_again(self, unit: Unit) -> None:
         """A forward is computed again inside the backward of `unit`; an earlier backward may have resharded it."""
         unit.start_unshard("backward")
         unit.finish_unshard("backward")
 
-    @compat.outside_transforms
+    @compat.outside_modes
     def before_backward(self, unit: Unit) -> None:
         self._queue_end()
         super().before_backward(unit)
 
-    @compat.outside_transforms
+    @compat.outside_modes
     @torch.no_grad()  # a backward with create_graph=True records what its hooks do
     def after_backward(self, unit: Unit) -> None:
         if compat.inside_backward():

@@ -119,6 +119,7 @@ class UnitMemory(Memory):
     def changed(self) -> bool:
         return self._versions != [param.version for param in self.params]
 
+    @compat.outside_modes
     def find_replaced(self) -> bool:
         if self._settled and all(param.is_untouched() for param in self.params):
             return False

@@ -78,9 +78,10 @@ class ShardedParam:
 
     @property
     def version(self) -> int:
-        """Changes whenever somebody writes to the parameter at rest, through the DTensor or its local tensor."""
-        inner = self.at_rest._local_tensor._version if isinstance(self.at_rest, DTensor) else 0
-        return self.at_rest._version + inner
+        """Changes whenever somebody writes to the parameter at rest, through the DTensor or its local tensor; inference
+        tensors count nothing.
+        """
+        return sum(each._version for each in (self.at_rest, compat.local_of(self.at_rest)) if not each.is_inference())
 
     def show(self, parameter: nn.Parameter) -> None:
         """Make every site show `parameter`, through `__setattr__` where the class has its own: it may keep it twice."""
