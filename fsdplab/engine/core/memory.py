@@ -282,6 +282,7 @@ class UnitMemory(Memory):
         """Gradients that are only packed are cast then, those that are kept or added to are cast here."""
         accumulate_in = self.config.policy.reduce_dtype if keep else None
         for param in self.params:
+            param.to_reduce = param.to_reduce or param.at_rest.requires_grad
             param.take_gradient(accumulate_in)
             if param.unsharded_gradient is not None:
                 events.tag("unsharded_gradients", param.unsharded_gradient, self.name)
@@ -293,14 +294,14 @@ class UnitMemory(Memory):
             return reduce(torch.promote_types, held)
         return reduce(torch.promote_types, held, wanted) if any(each.is_complex for each in held) else wanted
 
-    def _trainable(self) -> list[ShardedParam]:
-        return [param for param in self.params if param.at_rest.requires_grad]
+    def _to_reduce(self) -> list[ShardedParam]:
+        return [param for param in self.params if param.to_reduce]
 
     def has_gradients(self, or_zeros: bool) -> bool:
-        return any(or_zeros or param.unsharded_gradient is not None for param in self._trainable())
+        return any(or_zeros or param.unsharded_gradient is not None for param in self._to_reduce())
 
     def reduce(self, options: ReduceOptions) -> Iterator[Pending]:
-        params = self._trainable()
+        params = self._to_reduce()
         missing = [param.unsharded_gradient is None for param in params]
         dtype = self._reduced_in({each.gradient_dtype for each in params})
         lying = self._gradients_in(params, dtype)
@@ -428,7 +429,7 @@ class UnitMemory(Memory):
 
     def forget_gradients(self) -> None:
         for param in self.params:
-            param.unsharded_gradient = None
+            param.unsharded_gradient, param.to_reduce = None, False
 
     def abandon_gradients(self) -> None:
         self._partial_sum, self._undecided = None, []

@@ -41,6 +41,7 @@ class ShardedParam:
         self.at_rest = original
         self.gathered: nn.Parameter | None = None
         self.unsharded_gradient: torch.Tensor | None = None  # rows first
+        self.to_reduce = False  # whether it was trained when gradients were collected: then it is on all ranks
         self._whole_at_rest = dim is None
         self._sites = [(weakref.ref(module), attribute) for module, attribute in sites]
         plain = [type(module).__setattr__ is nn.Module.__setattr__ for module, _ in sites]
