@@ -15,11 +15,13 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 from tests.surface import (
+    Block,
     Net,
     close,
     data,
     error_of,
     gradients,
+    look,
     loss_of,
     mesh_of,
     no_warnings,
@@ -403,4 +405,110 @@ def test_around_a_step(ranks) -> None:
     on_both(
         ranks, 2, hooks_that_change_what_passes, prefetch_lists_without_sense, an_optimizer_in_the_backward,
         optimizers_with_a_closure, saved_elsewhere, autocast_around_it, steps_without_a_backward,
+    )  # fmt: skip
+
+
+# ---- parts of a model, modules that call themselves, inference mode
+
+
+def states_of_a_part(fsdp: Any) -> Any:
+    """A layer of the root alone is saved and loaded while the root is gathered."""
+    model = sharded(fsdp)
+    doubled = {name: 2 * value for name, value in model.last.state_dict().items()}
+    loss_of(model)
+    saved = {name: look(value) for name, value in model.last.state_dict().items()}
+    loss_of(model)
+    model.last.load_state_dict(doubled)
+    return saved, loss_of(model).detach(), wholes([*model.last.state_dict().values()])
+
+
+class Again(Net):
+    """Calls itself before it uses its own layers, and has a method that does."""
+
+    def forward(self, x: torch.Tensor, again: bool = True) -> torch.Tensor:
+        return super().forward(self(x, again=False) if again else x)
+
+    def generate(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self(self.last(x), again=False))
+
+
+class Deeper(Block):
+    """Calls itself after it has used its layers."""
+
+    def forward(self, x: torch.Tensor, depth: int = 2) -> torch.Tensor:
+        x = super().forward(x)
+        return self(x, depth - 1) if depth else x
+
+
+def calling_themselves(fsdp: Any) -> Any:
+    model = Net()
+    model.blocks = nn.ModuleList(Deeper(8, 4) for _ in range(2))
+    sharded(fsdp, model)
+    with torch.no_grad():
+        evaluated = model(data(5))
+    return evaluated, stepped(model)
+
+
+def evaluating_themselves(fsdp: Any) -> Any:
+    model = sharded(fsdp, Again())
+    fsdp.register_fsdp_forward_method(model, "generate")
+    with torch.no_grad():
+        return model(data()), model.generate(data())
+
+
+def training_through_themselves(fsdp: Any) -> None:
+    """Torch's engine drops the parameters of a root that goes on after a backward of what it called."""
+    if fsdp is torch_engine:
+        return
+    model, twin = sharded(fsdp, Again()), Again()
+    fsdp.register_fsdp_forward_method(model, "generate")
+    generated: LossOf = lambda model, step: model.generate(data(step)).square().mean()  # noqa: E731
+    for step, loss in enumerate((loss_of, generated, loss_of, generated)):
+        loss(model, step).backward()
+        close(gradients(model), twin_gradients(twin, loss=lambda twin, f=loss, s=step: f(twin, s)))
+        model.zero_grad(), twin.zero_grad()
+
+
+def made_in_inference_mode(fsdp: Any) -> Any:
+    with torch.inference_mode():
+        model = sharded(fsdp)
+        answers = [model(data()).clone() for _ in range(2)]
+        model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()})
+        answers.append(model(data()).clone())
+    other = sharded(fsdp)
+    with torch.inference_mode():
+        other.to(torch.float64)
+        return [*answers, *(other(data().double()).clone() for _ in range(2))]
+
+
+def trained_after_inference_mode(fsdp: Any) -> Any:
+    """Torch's engine keeps buffers of its first forward that nobody may write to later."""
+    policy = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for options in ({}, {"mp_policy": policy}) if fsdp is not torch_engine else ():
+        model, other = (sharded(fsdp, **options) for _ in range(2))
+        with torch.inference_mode():
+            model(data())
+        model.unshard(), model.reshard()
+        for each in (model, other):
+            loss_of(each, 1).backward()
+        close(gradients(model), gradients(other))
+
+
+def frozen_between_micro_batches(fsdp: Any) -> Any:
+    """What earlier micro-batches trained keeps its gradient, as it would in an unsharded model."""
+    model = sharded(fsdp)
+    model.set_requires_gradient_sync(False)
+    loss_of(model).backward()
+    model.set_requires_gradient_sync(True)
+    model.blocks[1].requires_grad_(False)
+    loss_of(model, 1).backward()
+    first = gradients(model)
+    model.zero_grad()
+    return first, stepped(model, steps=1)
+
+
+def test_parts_and_modes(ranks) -> None:
+    on_both(
+        ranks, 2, states_of_a_part, calling_themselves, evaluating_themselves, training_through_themselves,
+        made_in_inference_mode, trained_after_inference_mode, frozen_between_micro_batches,
     )  # fmt: skip

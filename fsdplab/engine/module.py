@@ -289,7 +289,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     @wraps(original, updated=())
     def hooked(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = before_forward(self, args, kwargs)
-        return after_forward(self, args, original(*args, **kwargs))
+        return after_forward(self, args, self._unit_hooks.run(self, original, *args, **kwargs))
 
     setattr(module, method_name, MethodType(hooked, module))
 
@@ -320,7 +320,7 @@ def _guarded_forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
     @wraps(cls.forward, updated=())
     def guarded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if _is_gathered(self):
-            return cls.forward(self, *args, **kwargs)
+            return self._unit_hooks.run(self, cls.forward, self, *args, **kwargs)
         return self(*args, **kwargs)  # `model.forward(x)`: nobody has gathered the parameters
 
     return guarded

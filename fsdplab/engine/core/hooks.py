@@ -8,7 +8,7 @@ never counted down: those of unused parameters never arrive.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class Runtime(StepOrder):
 
     @compat.outside_modes
     def unshard_again(self, unit: Unit) -> None:
-        """A forward is computed again inside the backward of `unit`; an earlier backward may have resharded it."""
+        """A forward of `unit` runs within its backward, or within another; it may have been resharded meanwhile."""
         unit.start_unshard("backward")
         unit.finish_unshard("backward")
 
@@ -109,6 +109,9 @@ class UnitHooks:
         self.policy = unit.memory.config.policy
         self.runtime: Runtime | None = None
         self._all = frozenset(id(module) for module in modules)
+        self._running: list[int] = []  # the modules whose forwards run, one twice that has called itself
+        for each in beside:
+            each._running = self._running
         self.handles: tuple[list[Any], list[Any]] = [], []  # of the hooks before forwards, and of those after them
         for module in modules:
             module.__dict__["_unit_hooks"] = self
@@ -132,7 +135,7 @@ class UnitHooks:
         runtime, unit = self.runtime or bind_root(module), self.unit
         if self.policy.cast_forward_inputs and self.policy.param_dtype:
             args, kwargs = cast_floats((args, kwargs), self.policy.param_dtype)
-        if runtime.recomputes(unit):
+        if id(module) in self._running or runtime.recomputes(unit):
             runtime.unshard_again(unit)
             return args, kwargs
         first = len(self._all) == 1 or id(module) not in unit.to_run
@@ -155,9 +158,10 @@ class UnitHooks:
                 output = map_tensors(output, self._ask_through)
             elif torch.is_grad_enabled() and not wanting:
                 unit.hidden = unit.hidden or self._trains(args)
-            unit.to_run.discard(id(module))
-            if not unit.to_run:
-                self._bound.after_forward(unit, will_backward=torch.is_grad_enabled())
+            if id(module) not in self._running:
+                unit.to_run.discard(id(module))
+                if not unit.to_run:
+                    self._bound.after_forward(unit, will_backward=torch.is_grad_enabled())
         return cast_floats(output, self.policy.output_dtype) if self.policy.output_dtype else output
 
     def _trains(self, args: tuple) -> bool:
@@ -166,9 +170,26 @@ class UnitHooks:
             each.requires_grad for each in (*tensors_in(args), *(param.at_rest for param in self.unit.memory.params))
         )
 
+    @compat.frame_not_compiled
+    def run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a forward of `module`: a forward of itself that it calls is a part of it."""
+        self._running.append(id(module))
+        raised = True
+        try:
+            output = forward(*args, **kwargs)
+            raised = False
+        finally:  # after an interrupt too, when nobody calls hooks
+            self._running.remove(id(module))
+            if raised:
+                self._after_exception(module)
+        return output
+
+    @compat.not_compiled
     def _after_exception(self, module: nn.Module, *_: Any) -> None:
         """Note that the forward raised: otherwise `after_forward` has been called before this."""
-        if self.runtime is not None and id(module) in self.unit.to_run and not compat.inside_backward():
+        if self.runtime is None or id(module) in self._running or compat.inside_backward():
+            return
+        if id(module) in self.unit.to_run:
             self.runtime.raised = self.unit
 
     def _ask(self, output: torch.Tensor) -> None:
