@@ -104,7 +104,7 @@ def test_what_is_cut_out_of_a_whole_comes_back() -> None:
 def test_gathered_memory_comes_with_its_first_use_and_goes() -> None:
     layout = Layout.of([("w", (4, 4), 4)], 2)
     whole = UnshardedBuffer(layout, torch.device("cpu"))
-    assert not whole.exists
+    assert whole._tensor is None
     (place,) = whole.places()
     storage = whole.tensor.untyped_storage()
     assert storage.nbytes() == layout.whole_bytes == place.nbytes

@@ -741,11 +741,11 @@ def test_a_gradient_that_is_read_too_early_is_noticed(ranks) -> None:
         ranks(2, read_too_early)
 
 
-def test_slices_are_settled_before_the_optimizer_writes_to_them(ranks) -> None:
-    ranks(2, settles_when_writing_may_begin)
+def test_copies_are_awaited_before_the_optimizer_writes_to_shards(ranks) -> None:
+    ranks(2, awaits_copies_when_writing_may_begin)
 
 
-def settles_when_writing_may_begin() -> None:
+def awaits_copies_when_writing_may_begin() -> None:
     log: list[str] = []
 
     class Noting(HostStorage):
@@ -753,8 +753,8 @@ def settles_when_writing_may_begin() -> None:
             log.append("send")
             return super().send(write, target)
 
-        def settle(self) -> None:
-            log.append("settle")
+        def await_copies(self) -> None:
+            log.append("await")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shard, "storage_of", lambda *_: Noting(pin=False))
@@ -762,15 +762,15 @@ def settles_when_writing_may_begin() -> None:
     x = torch.ones(3, 6)
     with torch.no_grad():
         model(x)
-    assert log.count("send") == 2 and log[-1] == "settle", "after a forward that no backward follows"
+    assert log.count("send") == 2 and log[-1] == "await", "after a forward that no backward follows"
     log.clear()
     loss = model(x).sum()
     assert log == ["send", "send"], "the host goes on to the backward"
     loss.backward()
-    assert log.count("send") == 4 and log[-1] == "settle"
+    assert log.count("send") == 4 and log[-1] == "await"
     log.clear()
     model.state_dict()
-    assert "settle" in log
+    assert "await" in log
 
 
 # ---- on a GPU

@@ -66,7 +66,7 @@ class FSDPModule(TorchFSDPModule):
         return None
 
     def reshard(self) -> None:
-        """Drop this unit's unsharded parameters and show the shards."""
+        """Free this unit's unsharded parameters and show the shards."""
         for unit in units_under(self, recurse=False):
             unit.reshard_by_hand()
 
@@ -103,7 +103,7 @@ class FSDPModule(TorchFSDPModule):
         (hooks.runtime.root if hooks.runtime else hooks.unit).is_last_backward = is_last_backward
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether units drop their parameters after a forward; False keeps them through evaluation too."""
+        """Whether units reshard after a forward; False keeps them unsharded through evaluation too."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(
                 f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}: {reshard_after_forward!r};"
@@ -114,7 +114,7 @@ class FSDPModule(TorchFSDPModule):
             unit.keep_unsharded = not reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether units drop their parameters after a backward; keeping them saves gathers between micro-batches."""
+        """Whether units reshard after a backward; False saves gathers between micro-batches."""
         for unit in units_under(self, recurse):
             unit.reshard_after_backward = reshard_after_backward
 
@@ -218,7 +218,7 @@ class FSDPModule(TorchFSDPModule):
             raise RuntimeError("set_manual_backward_finalization must be called on the root module")
 
     def finalize_backward(self, *, async_op: bool = False) -> Any:
-        """Reduce what the backwards since the last reduction have accumulated, and drop what is gathered, as the
+        """Reduce what the backwards since the last reduction have accumulated, and reshard, as the
         settings now say.
 
         With `async_op` a handle to wait on. Nothing happens before the first forward.
@@ -229,8 +229,8 @@ class FSDPModule(TorchFSDPModule):
         return Pending(lambda: None) if async_op else None  # the gradients are there already
 
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Whether unsharded parameters keep their memory, and its addresses, when they are dropped (for CUDA graphs).
-        False counts from the next time that they are dropped.
+        """Whether unsharded parameters keep their memory, and its addresses, when they are resharded (for CUDA graphs).
+        False counts from the next time that they are.
         """
         for unit in units_under(self, recurse):
             unit.memory.keep_storage = keep
@@ -258,7 +258,7 @@ class FSDPModule(TorchFSDPModule):
         with watching_meta_buffers(self, below(self)):
             module = super(TorchFSDPModule, self)._apply(*args, **kwargs)
             for unit in units_under(self, recurse=True):
-                unit.settle()
+                unit.take_over_replaced()
         return module
 
 
@@ -276,7 +276,7 @@ class UnshardHandle(TorchUnshardHandle):
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Have `module.<method_name>` gather and drop parameters as `forward` does; nothing happens to other modules."""
+    """Have `module.<method_name>` unshard and reshard as `forward` does; nothing happens to other modules."""
     if not isinstance(module, FSDPModule):
         return
     if not hasattr(module, method_name):

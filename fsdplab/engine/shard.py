@@ -54,10 +54,10 @@ def fully_shard(
 
     Same arguments and effect as `torch.distributed.fsdp.fully_shard` (default mesh: all ranks): apply it to the blocks
     first, then to the root; parameters become `Shard(0)` DTensors, the class becomes `FSDP<Name>`. On a 2-D mesh shards
-    are cut over dimension 1 and replicated over dimension 0. `reshard_after_forward=None` drops every unit but the root
-    after its forward, an int keeps shards over that many ranks. Raises `ValueError` for containers without a forward,
-    meshes of more dimensions, and parameters that another unit holds. Example: Linear(4, 5) on 2 ranks leaves 3 and 2
-    weight rows.
+    are cut over dimension 1 and replicated over dimension 0. `reshard_after_forward=None` reshards every unit but
+    the root after its forward, an int keeps shards over that many ranks. Raises `ValueError` for containers without a
+    forward, meshes of more dimensions, and parameters that another unit holds. Example: Linear(4, 5) on 2 ranks leaves
+    3 and 2 weight rows.
     """
     axes = axes_of(mesh or _default_mesh(), dp_mesh_dims)
     if dp_mesh_dims is None and axes.mesh.ndim == 2 and axes.mesh.mesh_dim_names is None:

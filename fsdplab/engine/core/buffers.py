@@ -47,7 +47,7 @@ class ShardStorage:
         """
         return Pending(lambda: None, write(target))
 
-    def settle(self) -> None:
+    def await_copies(self) -> None:
         """Return once `send` has read the shards at rest: the host may write to them."""
 
     def take(self, gradients: Iterable[torch.Tensor]) -> tuple[Iterable[torch.Tensor], Pending]:
@@ -88,11 +88,6 @@ class UnshardedBuffer:
         self._unit = unit
         if self._tensor is not None:
             events.tag(self._category, self._tensor, unit)
-
-    @property
-    def exists(self) -> bool:
-        """Whether it has ever been allocated."""
-        return self._tensor is not None
 
     def free(self) -> None:
         """Give the memory back; parameters and views keep naming their places in it."""

@@ -100,7 +100,7 @@ class Runtime(StepOrder):
 class UnitHooks:
     """Binds a unit to its modules; holds no reference to them, so that deleting a model frees it at once.
 
-    Several modules may form one unit. It is gathered before the first of them runs and dropped once all have run.
+    Several modules may form one unit. It is unsharded before the first of them runs and resharded once all have run.
     Modules whose parameters are cut over several meshes have a unit for each: `beside` are the hooks of the others.
     """
 
@@ -131,7 +131,7 @@ class UnitHooks:
 
     @compat.not_compiled
     def before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Gather, cast the inputs, and plant the end of this unit's backward on them."""
+        """Unshard, cast the inputs, and plant the end of this unit's backward on them."""
         runtime, unit = self.runtime or bind_root(module), self.unit
         if self.policy.cast_forward_inputs and self.policy.param_dtype:
             args, kwargs = cast_floats((args, kwargs), self.policy.param_dtype)
@@ -148,7 +148,7 @@ class UnitHooks:
 
     @compat.not_compiled
     def after_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
-        """Drop the unit once all its modules ran, and ask to be called before its backward."""
+        """Reshard the unit once all its modules ran, and ask to be called before its backward."""
         unit = self.unit
         if not self._bound.recomputes(unit):
             wanting = [tensor for tensor in tensors_in(output) if tensor.requires_grad]

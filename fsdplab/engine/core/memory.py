@@ -114,13 +114,13 @@ class UnitMemory(Memory):
         rows = layout_of(self.params, [param.dtype for param in self.params], self.config.ranks)
         for param, slot in zip(self.params, rows.slots):
             param.cut(*slot.span(self.config.rank))
-        self.find_replaced()
+        self.take_over_replaced()
 
     def changed(self) -> bool:
         return self._versions != [param.version for param in self.params]
 
     @compat.outside_modes
-    def find_replaced(self) -> bool:
+    def take_over_replaced(self) -> bool:
         if self._settled and all(param.is_untouched() for param in self.params):
             return False
         for param in self.params:
@@ -267,10 +267,10 @@ class UnitMemory(Memory):
 
     def await_peers(self) -> None:
         if self.config.shard is not None:
-            self.config.shard.settle()
+            self.config.shard.await_peers()
 
     def await_copies(self) -> None:
-        self.config.storage.settle()
+        self.config.storage.await_copies()
         self._arriving.wait()
 
     # ---- gradients

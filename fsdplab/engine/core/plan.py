@@ -54,7 +54,7 @@ def layout_of(params: Sequence[ShardedParam], dtypes: Sequence[torch.dtype], ran
 class UnitPlan:
     """The layouts and dtypes of a unit, at rest and gathered.
 
-    `aliased`: the shards at rest are views of the whole buffer. `keeps_whole`: that buffer is never dropped.
+    `aliased`: the shards at rest are views of the whole buffer. `keeps_whole`: that buffer is never freed.
     """
 
     plain: Sequence[ShardedParam]

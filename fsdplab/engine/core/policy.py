@@ -18,7 +18,7 @@ __all__ = ["STRATEGIES", "CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPol
 
 @dataclass(frozen=True)
 class Strategy:
-    """One row of the table: what a rank keeps only a shard of, and whether a unit is dropped after its forward.
+    """One row of the table: what a rank keeps only a shard of, and whether a unit is resharded after its forward.
 
     `reshard_after_forward=None` means: yes, except the root, whose parameters the backward needs at once. `in_groups`:
     shards are cut inside groups of ranks, so the mesh has two dimensions, replicas x shards.

@@ -148,7 +148,7 @@ class Transport(ABC):
         """Where shards rest that no offload policy sends elsewhere."""
         return ShardStorage(device)
 
-    def settle(self) -> None:
+    def await_peers(self) -> None:
         """Return once peers have read what they read in place; nothing is, here."""
 
     def recover(self) -> None:

@@ -73,7 +73,7 @@ class Memory(ABC):
 
     # what only tensors need
 
-    def find_replaced(self) -> bool:  # take over shards that were replaced from outside; whether there were any
+    def take_over_replaced(self) -> bool:  # shards that were replaced from outside; whether there were any
         return False
 
     def has_new_gradients(self) -> bool:  # whether autograd has left any that were not collected
@@ -144,12 +144,12 @@ class Unit(Generic[M]):
             return
         self.abandon_unshard()
         self.reshard("forward")
-        self.settle()
+        self.take_over_replaced()
         self._gathered = self._gathered and accumulating and unchanged
 
-    def settle(self) -> None:
+    def take_over_replaced(self) -> None:
         """Take over shards that were replaced from outside (`to_empty`, `to`, an assigned state dict)."""
-        if self.state is SHARDED and self.memory.find_replaced():
+        if self.state is SHARDED and self.memory.take_over_replaced():
             self._gathered = False
 
     def unshard_by_hand(self, afresh: bool) -> None:
@@ -159,7 +159,7 @@ class Unit(Generic[M]):
         if afresh and not self._by_hand or self._gathering is not None and self._gathering.lost:
             self.abandon_unshard()
             self.reshard("forward")
-        self.settle()
+        self.take_over_replaced()
         if self.state is SHARDED:
             self._gathered = False
             self._by_hand = True

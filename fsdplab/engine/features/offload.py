@@ -44,7 +44,7 @@ class HostStorage(ShardStorage):
     """Host memory, page-locked if `pin` and there is an accelerator to copy to.
 
     Shards and gradients are copied beside what computes, on one stream for each direction. The host waits for them in
-    `settle` and in the `Pending` of `take` only: at the end of a backward, before an optimizer on the host reads
+    `await_copies` and in the `Pending` of `take` only: at the end of a backward, before an optimizer on the host reads
     gradients and writes to shards.
     """
 
@@ -79,7 +79,7 @@ class HostStorage(ShardStorage):
             self._sent = sent = stream.record_event()
         return Pending(lambda: torch.cuda.current_stream(target.device).wait_event(sent), event=sent)
 
-    def settle(self) -> None:
+    def await_copies(self) -> None:
         if self._sent is not None:
             self._sent.synchronize()
             self._sent = None

@@ -183,7 +183,7 @@ def _gather(group: dist.ProcessGroup, nbytes: int) -> Callable[[], float]:
     def once() -> float:
         seconds = timed(lambda: transport.all_gather(shard, whole, _LABEL).wait())
         whole.free()
-        transport.settle()
+        transport.await_peers()
         return seconds
 
     return once

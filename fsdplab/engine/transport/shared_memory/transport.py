@@ -208,7 +208,7 @@ class Operations:
             self.slots.publish(operation.number, source)
         return pending
 
-    def settle(self) -> None:
+    def await_peers(self) -> None:
         """Return once this rank has completed, and every peer has read, all that was to be read in place so far."""
         for number in sorted(self._in_place):
             self._complete(number)
@@ -274,9 +274,9 @@ class SharedTransport(Transport):
         """Memory that peers read in place."""
         return self._operations.storage
 
-    def settle(self) -> None:
+    def await_peers(self) -> None:
         """Return once every peer has read this rank's shards: their owner may write to them again."""
-        self._operations.settle()
+        self._operations.await_peers()
 
     def recover(self) -> None:
         """Begin anew with all ranks where one has failed in the middle; else nobody waits."""
