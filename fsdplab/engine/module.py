@@ -19,6 +19,7 @@ from fsdplab.engine.core.hooks import (
     Runtime,
     UnitHooks,
     after_forward,
+    all_hooks_of,
     before_forward,
     bind_root,
     hooks_of,
@@ -53,13 +54,11 @@ class FSDPModule(TorchFSDPModule):
 
     # ---- by hand
 
-    @compat.outside_modes
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather this unit's parameters; with `async_op`, returns a handle to wait on."""
-        units, runtime = units_under(self, recurse=False), self._unit_hooks.runtime
-        for unit in units:
-            unit.unshard_by_hand(afresh=runtime is not None and runtime.left_unfinished)
-        handle = UnshardHandle(units)
+        for hooks in all_hooks_of(self):
+            hooks.unshard()
+        handle = UnshardHandle(units_under(self, recurse=False))
         if async_op:
             return handle
         handle.wait()

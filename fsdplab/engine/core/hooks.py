@@ -125,9 +125,15 @@ class UnitHooks:
             module.register_load_state_dict_pre_hook(self._before_state_dict)
 
     @property
-    def _bound(self) -> Runtime:
+    def bound(self) -> Runtime:
+        """The runtime, once there is one."""
         assert self.runtime is not None, "no forward has begun"
         return self.runtime
+
+    @compat.outside_modes
+    def unshard(self) -> None:
+        """Begin to unshard outside a forward."""
+        self.unit.unshard_by_hand(afresh=self.runtime is not None and self.runtime.left_unfinished)
 
     @compat.not_compiled
     def before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -150,7 +156,7 @@ class UnitHooks:
     def after_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Reshard the unit once all its modules ran, and ask to be called before its backward."""
         unit = self.unit
-        if not self._bound.recomputes(unit):
+        if not self.bound.recomputes(unit):
             wanting = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
             for tensor in wanting:
                 self._ask(tensor)
@@ -161,7 +167,7 @@ class UnitHooks:
             if id(module) not in self._running:
                 unit.to_run.discard(id(module))
                 if not unit.to_run:
-                    self._bound.after_forward(unit, will_backward=torch.is_grad_enabled())
+                    self.bound.after_forward(unit, will_backward=torch.is_grad_enabled())
         return cast_floats(output, self.policy.output_dtype) if self.policy.output_dtype else output
 
     def _trains(self, args: tuple) -> bool:
@@ -174,14 +180,13 @@ class UnitHooks:
     def run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Call a forward of `module`: a forward of itself that it calls is a part of it."""
         self._running.append(id(module))
-        raised = True
         try:
             output = forward(*args, **kwargs)
-            raised = False
-        finally:  # after an interrupt too, when nobody calls hooks
+        except BaseException:  # an interrupt too, after which nobody calls hooks
             self._running.remove(id(module))
-            if raised:
-                self._after_exception(module)
+            self._after_exception(module)
+            raise
+        self._running.remove(id(module))
         return output
 
     @compat.not_compiled
@@ -206,17 +211,17 @@ class UnitHooks:
 
     @compat.not_compiled
     def _before_backward_of_base(self, gradients: tuple[torch.Tensor, ...]) -> None:
-        if not self._bound.in_backward or self.unit.backward is not DONE:  # it may come after the view's backward
-            self._bound.before_backward(self.unit)
+        if not self.bound.in_backward or self.unit.backward is not DONE:  # it may come after the view's backward
+            self.bound.before_backward(self.unit)
 
     @compat.not_compiled
     def _before_backward(self, gradient: torch.Tensor) -> torch.Tensor:
-        self._bound.before_backward(self.unit)
+        self.bound.before_backward(self.unit)
         return gradient
 
     def after_backward(self) -> None:
         """The gradients of the unit's inputs are complete."""
-        self._bound.after_backward(self.unit)
+        self.bound.after_backward(self.unit)
 
     def _before_state_dict(self, *_: Any) -> None:
         """A state dict reads and writes shards, also when a forward has left the unit gathered."""

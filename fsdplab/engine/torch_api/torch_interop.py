@@ -128,8 +128,7 @@ class Group:
 
     def unshard(self, async_op: bool = False) -> None:
         """Begin to gather."""
-        runtime = self._hooks.runtime
-        self._unit.unshard_by_hand(afresh=runtime is not None and runtime.left_unfinished)
+        self._hooks.unshard()
 
     def wait_for_unshard(self) -> None:
         """Finish gathering."""
@@ -141,23 +140,19 @@ class Group:
 
     def pre_backward(self, *_: Any) -> None:
         """Gather, and the next units behind it."""
-        Runtime.before_backward(self._runtime, self._unit)  # also where the runtime's is a detour through this
+        Runtime.before_backward(self._hooks.bound, self._unit)  # also where the runtime's is a detour through this
 
     def post_backward(self, *_: Any) -> None:
         """Collect this unit's gradients and, if they are to be synchronised, begin to reduce them."""
-        Runtime.after_backward(self._runtime, self._unit)
-
-    @property
-    def _runtime(self) -> Runtime:
-        assert self._hooks.runtime is not None, "no forward has begun"
-        return self._hooks.runtime
+        Runtime.after_backward(self._hooks.bound, self._unit)
 
     def _take_part(self) -> None:
         """Have the runtime call what somebody has put in place of these two methods."""
+        runtime = self._hooks.bound
         for name, call in (("pre_backward", "before_backward"), ("post_backward", "after_backward")):
-            if name in self.__dict__ and not isinstance(getattr(self._runtime, call), _Detours):
-                setattr(self._runtime, call, _Detours(getattr(self._runtime, call)))
-            if isinstance(detours := getattr(self._runtime, call), _Detours):
+            if name in self.__dict__ and not isinstance(getattr(runtime, call), _Detours):
+                setattr(runtime, call, _Detours(getattr(runtime, call)))
+            if isinstance(detours := getattr(runtime, call), _Detours):
                 detours.instead[self._unit] = self.__dict__.get(name)
 
 
