@@ -1,12 +1,14 @@
 """Where the CPU time of a `full_shard` step goes that no communication at all would not take, by part of the engine.
 
     python -m tests.step_account data/step_account.json [--world-size 2] [--precision fp32] [--batch-size 4]
-        [--sequence-length 256] [--rounds 12]
+        [--sequence-length 256] [--rounds 12] [--floor-ms MS]
 
 CPU time of ranks, page faults and instructions (of user code, where the kernel counts them), not wall time: other work
-on the machine delays a step and costs it little CPU time and no instruction. Ranks train alone (`Alone`, the floor of
-`fsdplab bench`) and with the engine in turn; each part is a function of the engine that is timed around its calls,
-without what other parts took inside of it.
+on the machine delays a step and costs it little CPU time and no instruction. Ranks
+train alone (`Alone`, the floor of `fsdplab bench`) and with the engine in turn; each part is a function of the engine
+that is timed around its calls, without what other parts took inside of it. It is measured twice: with the C library's
+heap as it is, and told to keep what is freed (as `MALLOC_TRIM_THRESHOLD_` and `MALLOC_MMAP_THRESHOLD_` do). What the
+parts take hardly depends on the batch, so a small one measures them; the per mille are of `--floor-ms`, a larger one's.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.worker.engines import build, micro_batches, workload_of
 from fsdplab.sessions.worker.rank_process import rank_process
 
+HEAPS = ("as it is", "kept")
+_TRIM, _MMAP = -1, -3  # of mallopt
 WARMUP = 3
 PYTHON = "the engine's Python: hooks, order, slots"
 _PARTS: dict[str, tuple[tuple[Any, str], ...]] = {  # what is timed: functions by part
@@ -115,16 +119,19 @@ def main() -> None:
         ("rounds", int, 12),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=kind, default=default)
+    parser.add_argument("--floor-ms", type=float)
     asked = vars(parser.parse_args())
-    output, rounds = asked.pop("output"), asked.pop("rounds")
-    record = {"spec": {"model": "gpt-25m", **asked}, **_measured(RunSpec(model="gpt-25m", **asked), rounds)}
+    output, rounds, floor = (asked.pop(name) for name in ("output", "rounds", "floor_ms"))
+    spec = RunSpec(model="gpt-25m", **asked)
+    found = {heap: _measured(spec, rounds, heap) for heap in HEAPS}
+    record = {"spec": {"model": "gpt-25m", **asked}, "of_ms": floor or found["kept"]["floor_ms"], "heaps": found}
     write_output(Path(output), json.dumps(record, indent=1) + "\n")
     print("\n".join(rows(record)))
 
 
-def _measured(spec: RunSpec, rounds: int) -> dict[str, Any]:
+def _measured(spec: RunSpec, rounds: int, heap: str) -> dict[str, Any]:
     folder = temporary_folder("account")
-    (folder / "asked.json").write_text(json.dumps({"spec": reachable(spec), "rounds": rounds}))
+    (folder / "asked.json").write_text(json.dumps({"spec": reachable(spec), "rounds": rounds, "heap": heap}))
     mailbox = Mailbox(folder)
     run_ranks([str(Path(__file__).resolve()), str(folder)], mailbox, world_size=spec.world_size, time_limit=3600)
     return mailbox.reports("result")[0]
@@ -134,6 +141,9 @@ def rank(folder: str) -> None:
     """As one rank; figures are means over all rounds, so that the parts add up."""
     asked = json.loads(Path(folder, "asked.json").read_text())
     spec, rounds = RunSpec(**asked["spec"]), asked["rounds"]
+    if asked["heap"] == "kept":
+        libc = ctypes.CDLL(None)
+        assert libc.mallopt(_TRIM, 10**9) == libc.mallopt(_MMAP, 32 << 20) == 1
     clock = Clock()
     patches = [
         mock.patch.object(owner, name, clock.around(part, getattr(owner, name)))
@@ -179,19 +189,24 @@ def rank(folder: str) -> None:
 
 
 def rows(record: dict[str, Any]) -> list[str]:
-    """The table in docs/speed.md: milliseconds of a step above the floor by part, per mille of the floor, instructions.
+    """The table in docs/speed.md: milliseconds of a step above the floor by part and heap, instructions, page faults.
     The optimizer's and the rest's instructions are not told apart from the model's.
     """
-    over, parts = record["step_ms"] - record["floor_ms"], record["parts"]
-    shown = {part: parts[part][0] for part in (*_PARTS, OPTIMIZER, REST)} | {"all of it": over}
-    counted = {part: f"{parts[part][2]:.1f}" for part in _PARTS}
+    heaps, of = [record["heaps"][heap] for heap in HEAPS], record["of_ms"]
+    over = [heap["step_ms"] - heap["floor_ms"] for heap in heaps]
+    parts = {part: [heap["parts"][part][0] for heap in heaps] for part in (*_PARTS, OPTIMIZER, REST)}
+    counted = {part: f"{heaps[-1]['parts'][part][2]:.1f}" for part in _PARTS}
+    faults = " | ".join(f"{heap['step_faults']:,.0f} ({heap['floor_faults']:,.0f}) |" for heap in heaps)
     return [
-        "| part | ms | per mille | million instructions |",
-        "|---|---|---|---|",
+        "| part | heap as it is, ms | per mille | heap kept, ms | per mille | million instructions |",
+        "|---|---|---|---|---|---|",
         *(
-            f"| {part} | {ms:.1f} | {1e3 * ms / record['floor_ms']:.1f} | {counted.get(part, '')} |"
-            for part, ms in shown.items()
+            f"| {part} | "
+            + " | ".join(f"{ms:.1f} | {1e3 * ms / of:.1f}" for ms in found)
+            + f" | {counted.get(part, '')} |"
+            for part, found in (parts | {"all of it": over}).items()
         ),
+        f"| page faults of a step (of the floor's) | {faults} |",
     ]
 
 

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.step_account import rows
+from tests.step_account import HEAPS, rows
 
 ROOT = Path(__file__).parents[1]
 RECORD = json.loads((ROOT / "data" / "step_account.json").read_text())
 
 
-def test_parts_add_up_to_what_a_step_takes_over_the_floor() -> None:
-    over = RECORD["step_ms"] - RECORD["floor_ms"]
-    assert sum(ms for ms, *_ in RECORD["parts"].values()) == pytest.approx(over)
+@pytest.mark.parametrize("heap", HEAPS)
+def test_parts_add_up_to_what_a_step_takes_over_the_floor(heap: str) -> None:
+    found = RECORD["heaps"][heap]
+    assert sum(ms for ms, *_ in found["parts"].values()) == pytest.approx(found["step_ms"] - found["floor_ms"])
 
 
 def test_the_page_has_the_table_of_the_record() -> None:
