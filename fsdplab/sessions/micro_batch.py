@@ -175,7 +175,7 @@ class _NoMemory(Memory):
 
     def __init__(self, name: str, parameters: Iterable[nn.Parameter], policy: MixedPrecisionPolicy) -> None:
         self.name, self.config = name, SimpleNamespace(policy=policy, device=CPU)
-        self.params = [SimpleNamespace(at_rest=parameter) for parameter in parameters]
+        self.params = [SimpleNamespace(at_rest=parameter, sites=lambda: ()) for parameter in parameters]
 
     def changed(self) -> bool:
         return False
