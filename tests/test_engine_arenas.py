@@ -54,7 +54,7 @@ def written_after_a_forward(with_gradients: bool, settled: bool) -> bool:
         fully_shard(block)
     fully_shard(model)
     if not settled:
-        SharedTransport.settle, kept = lambda self: None, SharedTransport.settle
+        SharedTransport.await_peers, kept = lambda self: None, SharedTransport.await_peers
     with torch.no_grad():
         model(x)  # from now on units are gathered ahead, so rank 0 can be a block ahead of rank 1
     with torch.set_grad_enabled(with_gradients):
@@ -63,7 +63,7 @@ def written_after_a_forward(with_gradients: bool, settled: bool) -> bool:
         for parameter in model.parameters():
             parameter.detach().to_local().zero_()
     if not settled:
-        SharedTransport.settle = kept
+        SharedTransport.await_peers = kept
     dist.barrier()
     return torch.equal(out.detach(), expected.detach())
 

@@ -47,9 +47,9 @@ def allowed(case: Case) -> set[str]:
     may: set[str] = set()
     if case.offload != "none":
         for batch in range(case.batches):  # every backward reduces
-            may |= {f"backward {batch}: offload.py settle", f"backward {batch}: offload.py finish"}
+            may |= {f"backward {batch}: offload.py await_copies", f"backward {batch}: offload.py finish"}
         may |= {"clipping: clipping.py _combine"} if case.clip else set()
-        may |= {"evaluating: offload.py settle"} if case.evaluate else set()
+        may |= {"evaluating: offload.py await_copies"} if case.evaluate else set()
     if case.optimizer:
         may |= {"optimizer: offloaded_optimizer.py put_away", "optimizer: offloaded_optimizer.py finish"}
     return may
@@ -63,11 +63,11 @@ def test_a_wait_that_is_left_out_is_noticed(found, case: Case) -> None:
     unnoticed = {what for what, *conflict in seen["left_out"] if not conflict}
     noticed = {what for what, *conflict in seen["left_out"] if conflict}
     assert unnoticed <= covered(case)
-    assert unnoticed - noticed <= ({SETTLE} if not case.evaluate else set()), "the last of a kind covers nothing"
+    assert unnoticed - noticed <= ({COPIED} if not case.evaluate else set()), "the last of a kind covers nothing"
 
 
-SETTLE, ARRIVED, REDUCED, HOOKED, BOUNDED = (
-    "offload.py settle synchronize",
+COPIED, ARRIVED, REDUCED, HOOKED, BOUNDED = (
+    "offload.py await_copies synchronize",
     "offload.py finish synchronize",
     "streams.py __call__ wait_event",
     "custom_collectives.py hooked wait_stream",
@@ -78,11 +78,11 @@ SETTLE, ARRIVED, REDUCED, HOOKED, BOUNDED = (
 def covered(case: Case) -> set[str]:
     """Waits that a later one of the same kind covers, because what they wait for is in order on one stream and nobody
     looks before: gradients that arrive in host memory, and gradients that are reduced in place, are first read by the
-    optimizer. When the last gradient has arrived, all slices have been sent that its backward needed (`SETTLE`); a
+    optimizer. When the last gradient has arrived, all slices have been sent that its backward needed (`COPIED`); a
     forward alone has no gradients. State that has come from host memory lies in memory of the stream that takes it
     back, so only the wait for state that an optimizer has just made (`BOUNDED`) is one for its order.
     """
-    may = {ARRIVED, SETTLE} if case.offload != "none" else set()
+    may = {ARRIVED, COPIED} if case.offload != "none" else set()
     may |= {BOUNDED} if case.optimizer else set()
     if case.strategy == "no_shard":
         may |= {HOOKED} if case.hook else {REDUCED}
