@@ -95,8 +95,9 @@ def _answer(result: Bench, rounds: int, told: str = "") -> Answer:
         f"median of {rounds} rounds, engines in turn, {compiled}{result.spec.optimizer} optimizer; alone: no"
         f" communication at all; floor: forward + backward + optimizer / {result.spec.world_size} ="
         f" {result.floor * 1e3:.0f} ms"
-        + ("; ±: half the spread of the middle half of steps over the floors of their rounds" * ("±" in columns))
     )
+    if "±" in columns:
+        how += "; ±: half the spread of the middle half of steps over the floors of their rounds"
     table = Table(columns, [[row[name] for name in columns] for row in rows], words=("engine", "strategy"))
     said = [Line(told, "smaller")] if told else []
     return Answer((table, *_judged(result), Line(how, "measured"), *said), _as_dict(result))
