@@ -19,8 +19,8 @@ from nbval.plugin import IPyNbCell, IPyNbFile
 
 from fsdplab.teaching.authoring.course import read, tags_of
 from fsdplab.teaching.core.workspace import Workspace
-from tests.busy import pytest_addoption, pytest_runtestloop  # noqa: F401 (hooks)
-from tests.spread import pytest_collection_modifyitems, pytest_xdist_make_scheduler  # noqa: F401 (hooks)
+from tests.busy import pytest_runtestloop  # noqa: F401 (hook)
+from tests.tiers import pytest_addoption, pytest_collection_modifyitems, pytest_configure, pytest_xdist_make_scheduler  # noqa: F401 (hooks)
 
 NOTEBOOKS = Path(__file__).resolve().parent
 SCRATCH = tempfile.TemporaryDirectory(prefix="fsdplab-notebooks-")

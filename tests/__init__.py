@@ -1,0 +1,1 @@
+"""The tests: real ranks, real processes, real traces."""

@@ -12,9 +12,11 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -36,57 +38,116 @@ def address_of(server: subprocess.Popen[str], within_s: float) -> str:
         raise AssertionError(f"JupyterLab printed no address within {within_s:.0f} s:\n{''.join(seen)}") from None
 
 
-@pytest.fixture
-def jupyter_lab(tmp_path: Path) -> Iterator[str]:
-    """The address of a running `fsdplab lab` on the learner edition, ended with everything it started."""
-    server = subprocess.Popen(
-        [sys.executable, "-m", "fsdplab", "lab", "--no-browser", "--port", "0"],
-        cwd=tmp_path, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        start_new_session=True, env={**os.environ, "JUPYTER_CONFIG_DIR": str(tmp_path / "config")},
-    )  # fmt: skip
-    try:
-        yield address_of(server, within_s=180)  # on a busy machine building the edition takes most of it
-    finally:
-        os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
+@dataclass(frozen=True)
+class Server:
+    """A running JupyterLab: its address with the token, and the folder whose notebooks it shows."""
+
+    address: str
+    folder: Path
+
+    def page_of(self, notebook: str) -> str:
+        """The address of a notebook in its folder, without the tabs that an earlier test has left open."""
+        return self.address.replace("/lab?", f"/lab/tree/{notebook}?reset&")
+
+    def end_kernels(self) -> None:
+        """End the kernels that a test has left running."""
+        sessions = self.address.replace("/lab?", "/api/sessions?")
+        with urlopen(sessions, timeout=60) as answer:
+            running = json.load(answer)
+        for session in running:
+            address = sessions.replace("/api/sessions?", f"/api/sessions/{session['id']}?")
+            urlopen(Request(address, method="DELETE"), timeout=60).close()
 
 
 @contextmanager
-def run_in_lab(folder: Path, sources: Sequence[str], width: int = 1280) -> Iterator[Any]:
-    """A browser's page on a notebook of these cells in a JupyterLab of its own, all of them set going."""
-    from playwright.sync_api import sync_playwright
-
-    cells = [
-        {"cell_type": "code", "execution_count": None, "id": f"cell-{number}", "metadata": {}, "outputs": [],
-         "source": source}
-        for number, source in enumerate(sources)
-    ]  # fmt: skip
-    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    notebook = {"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}
-    (folder / "cells.ipynb").write_text(json.dumps(notebook))
-    settings = folder / "settings" / "@jupyterlab" / "notebook-extension"
-    settings.mkdir(parents=True)
-    (settings / "tracker.jupyterlab-settings").write_text(
-        '{"windowingMode": "none"}'
-    )  # else cells out of sight are not drawn
+def served(command: Sequence[str], folder: Path, shows: Path, within_s: float) -> Iterator[Server]:
+    """A JupyterLab in its own process group, ended with everything it started."""
     server = subprocess.Popen(
-        [sys.executable, "-m", "jupyterlab", "--no-browser", "--port=0", "--ip=127.0.0.1", "--allow-root",
-         f"--LabApp.user_settings_dir={folder / 'settings'}"],
+        [sys.executable, "-m", *command],
         cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         start_new_session=True, env={**os.environ, "JUPYTER_CONFIG_DIR": str(folder / "config")},
     )  # fmt: skip
     try:
-        address = address_of(server, within_s=120)
-        with sync_playwright() as driver:
-            browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-            page = browser.new_page(viewport={"width": width, "height": 900})
-            page.goto(address.replace("/lab?", "/lab/tree/cells.ipynb?"))
-            page.get_by_text("(ipykernel) | Idle").wait_for(timeout=120_000)
-            page.add_style_tag(content=".Toastify { display: none }")
-            page.get_by_role("menuitem", name="Run", exact=True).click()
-            page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
-            yield page
-            browser.close()
+        yield Server(address_of(server, within_s), shows)
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
+
+
+@pytest.fixture(scope="session")
+def course_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One `fsdplab lab` on the learner edition for all tests of a worker."""
+    folder = tmp_path_factory.mktemp("lab")
+    command = ("fsdplab", "lab", "--no-browser", "--port", "0")
+    with served(command, folder, folder / "course-learner", within_s=180) as server:  # it builds the edition first
+        yield server
+
+
+@pytest.fixture
+def course_lab(course_server: Server) -> Iterator[Server]:
+    """The running `fsdplab lab`, without the kernels of earlier tests."""
+    yield course_server
+    course_server.end_kernels()
+
+
+@pytest.fixture(scope="session")
+def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """One JupyterLab on an empty folder for all tests of a worker, in which cells out of sight are drawn too."""
+    folder = tmp_path_factory.mktemp("jupyter")
+    settings = folder / "settings" / "@jupyterlab" / "notebook-extension"
+    settings.mkdir(parents=True)
+    (settings / "tracker.jupyterlab-settings").write_text('{"windowingMode": "none"}')
+    command = ("jupyterlab", "--no-browser", "--port=0", "--ip=127.0.0.1", "--allow-root",
+               f"--LabApp.user_settings_dir={folder / 'settings'}")  # fmt: skip
+    with served(command, folder, folder, within_s=120) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Any]:
+    """One Chromium for the tests of a file. Its driver's event loop must not outlive the file: other tests have one."""
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Runs cells in a notebook of their own, in `folder`, where their kernel works."""
+
+    server: Server
+    chromium: Any
+    folder: Path
+
+    @contextmanager
+    def run(self, sources: Sequence[str], width: int = 1280) -> Iterator[Any]:
+        """A browser's page on a notebook of these cells, all of them set going."""
+        cells = [
+            {"cell_type": "code", "execution_count": None, "id": f"cell-{number}", "metadata": {}, "outputs": [],
+             "source": source}
+            for number, source in enumerate(sources)
+        ]  # fmt: skip
+        kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+        notebook = {"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}
+        (self.folder / "cells.ipynb").write_text(json.dumps(notebook))
+        context = self.chromium.new_context(viewport={"width": width, "height": 900})
+        page = context.new_page()
+        page.goto(self.server.page_of(f"{self.folder.name}/cells.ipynb"))
+        page.get_by_text("(ipykernel) | Idle").wait_for(timeout=120_000)
+        page.add_style_tag(content=".Toastify { display: none }")
+        page.get_by_role("menuitem", name="Run", exact=True).click()
+        page.get_by_role("menuitem", name="Run All Cells", exact=True).click()
+        yield page
+        context.close()
+
+
+@pytest.fixture
+def lab_cells(plain_server: Server, chromium: Any, request: pytest.FixtureRequest) -> Iterator[Cells]:
+    """`lab_cells.run(sources)` in the running JupyterLab, in a folder of the test's own."""
+    folder = plain_server.folder / request.node.name
+    folder.mkdir()
+    yield Cells(plain_server, chromium, folder)
+    plain_server.end_kernels()

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.browser import jupyter_lab  # noqa: F401 (fixture)
+from tests.browser import chromium, course_lab, course_server, lab_cells, plain_server  # noqa: F401 (fixtures)
 from tests.on_linux import pytest_runtest_call, pytest_runtest_setup  # noqa: F401 (hooks)
 from tests.ranks import RankPool
-from tests.spread import pytest_collection_modifyitems, pytest_report_header, pytest_xdist_make_scheduler  # noqa: F401
+from tests.tiers import pytest_addoption, pytest_collection_modifyitems, pytest_configure, pytest_xdist_make_scheduler  # noqa: F401 (hooks)
 
 if TYPE_CHECKING:
     from fsdplab.teaching.core.course_state import Course

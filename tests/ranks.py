@@ -60,6 +60,12 @@ class RankPool:
 
     def __init__(self) -> None:
         self._mother: tuple[Any, Connection] | None = None
+        self._largest_call = 0
+
+    def largest_call(self) -> int:
+        """The largest number of ranks that was asked for since this was last asked."""
+        largest, self._largest_call = self._largest_call, 0
+        return largest
 
     def __call__(self, world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
         answers = self._answers(world_size, _OTHERS_FOLLOW_S, function, arguments)
@@ -75,6 +81,7 @@ class RankPool:
     def _answers(
         self, world_size: int, others_follow_s: float, function: Callable[..., Any], arguments: tuple[Any, ...]
     ) -> list[tuple[bool, Any]]:
+        self._largest_call = max(self._largest_call, world_size)
         process, connection = self._begun()
         with tempfile.TemporaryDirectory() as folder:
             call = pickle.dumps((function, arguments))

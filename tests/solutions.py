@@ -200,7 +200,7 @@ def _try_together(todo: Sequence[Solution], workspace: Workspace, folder: Path) 
         known = [
             diagnosis.Known(by_key[exercise.id, f"line {mistake.line}"], mistake.cause)
             for mistake in exercise.mistakes
-            if mistake.ends == "returns" and not exercise.settings.facts_only
+            if (exercise.id, f"line {mistake.line}") in by_key and not exercise.settings.facts_only
         ]
         learner = by_key[each.key]
         reference = by_key[exercise.id, "the reference"] if exercise.expected is None else None

@@ -67,7 +67,7 @@ def _against_pytorch(*arguments: str | Path) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300)
 
 
-@pytest.mark.soak
+@pytest.mark.full("starts PyTorch's tests as a developer does")
 def test_the_table_says_what_differs_and_why(tmp_path: Path) -> None:
     (tmp_path / "test_fully_shard_made_up.py").write_text(TWO_TESTS)
     (tmp_path / "test_fully_shard_newer.py").write_text("from torch.distributed.fsdp import what_comes_later")

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser import needs_chromium, run_in_lab
+from tests.browser import Cells, needs_chromium
 
 CELLS = ['from fsdplab import teaching\n\nteaching.start(edition="learner")', 'teaching.ask("00.loop", "00.adam")']
 
 
 @needs_chromium
 @pytest.mark.timeout(300)
-def test_a_click_and_a_number_are_judged_on_the_screen(tmp_path: Path) -> None:
-    with run_in_lab(tmp_path, CELLS) as page:
+def test_a_click_and_a_number_are_judged_on_the_screen(lab_cells: Cells, tmp_path: Path) -> None:
+    with lab_cells.run(CELLS) as page:
         cell = page.locator(".jp-Notebook .jp-CodeCell").nth(1)
         wrong, right = (cell.get_by_role("button", name=words) for words in ("nothing: backward()", "every step uses"))
         wrong.wait_for(timeout=120_000)
@@ -36,4 +36,4 @@ def test_a_click_and_a_number_are_judged_on_the_screen(tmp_path: Path) -> None:
         field.press("Enter")
         cell.get_by_text("00.adam: passed.").wait_for(timeout=60_000)
         page.screenshot(path=str(tmp_path / "answered.png"))
-    assert '"answer": "b"' in (tmp_path / "my_fsdp" / "progress.json").read_text()
+    assert '"answer": "b"' in (lab_cells.folder / "my_fsdp" / "progress.json").read_text()

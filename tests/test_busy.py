@@ -88,11 +88,3 @@ def test_a_killed_run_leaves_nothing_behind(tmp_path):
     run.send_signal(signal.SIGKILL)
     run.communicate()
     assert eventually(lambda: all(gone(process.pid) for process in started)), "one that nobody collects is gone too"
-
-
-def test_the_notebooks_have_the_option():
-    from notebooks import conftest
-
-    assert conftest.pytest_addoption is busy.pytest_addoption
-    assert conftest.pytest_runtestloop is busy.pytest_runtestloop
-    assert "`pytest notebooks --busy`" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")

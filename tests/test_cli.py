@@ -142,7 +142,8 @@ def test_files_in_the_way_are_refused(tmp_path, capsys):
 
 
 def test_a_run_that_fails_ends_with_its_report_and_exit_code_1(tmp_path, capsys):
-    code, _, err = ended(["run", "full_shard", *TINY, "--time-limit", "0.05", "--out", str(tmp_path / "run")], capsys)
+    long = ["run", "full_shard", *TINY, "--steps", "2000", "--time-limit", "0.05", "--out", str(tmp_path / "run")]
+    code, _, err = ended(long, capsys)
     assert code == 1 and "0.05 s" in err and "Traceback (most recent call last)" not in err
     assert RunRecord.load(tmp_path / "run").status == "failed"
     code, out, err = ended(["report", str(tmp_path / "run"), "--json", str(tmp_path / "r.json")], capsys)

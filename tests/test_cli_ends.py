@@ -237,7 +237,7 @@ def test_a_port_in_use_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 2 and "cannot be used (Address already in use)" in err and err.count("\n") == 1
 
 
-@pytest.mark.soak
+@pytest.mark.full("eight runs at once")
 @pytest.mark.timeout(400)  # eight Pythons load torch
 def test_eight_runs_at_once_in_one_folder_give_eight_records(tmp_path):
     flags = ["--model", "gpt-tiny", "--steps", "1", "--profile", "0", "-n", "1", "-q"]

@@ -9,7 +9,9 @@ from __future__ import annotations
 import ast
 import csv
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +30,7 @@ from fsdplab.teaching.lessons.nb20_own_fully_shard.steady_order import (
     replayed,
     waited_for_at_once,
 )  # fmt: skip
+from tests.tiers import values_of
 
 CAPSTONE = Path(__file__).with_name("capstone")
 RIGHT = ["", *(path.stem for path in sorted((CAPSTONE / "right").glob("*.py")))]
@@ -37,6 +40,7 @@ WRONG = sorted((CAPSTONE / "wrong").glob("*.py"))
 RAISE = {"shards_again", "autograd_sees_the_copy", "other_wholes_in_backward", "a_piece_for_every_rank",
          "frozen_units_are_not_unsharded"}  # fmt: skip
 
+OTHERS = pytest.mark.full("other files of the same kind")
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -63,12 +67,23 @@ def verdicts(stage: str, sources: dict[str, str], workspace: Workspace) -> dict[
     return {name: diagnosis.judge(exercise, each, None, list) for name, each in zip(paths, seen, strict=True)}
 
 
+def chosen(request: pytest.FixtureRequest, name: str) -> list[Any]:
+    """The values of a grid that this run has chosen: all that share a launch are tried with the first of them."""
+    return [values[name] for item in request.session.items if name in (values := values_of(item))]
+
+
+def in_tiers(values: Sequence[Any]) -> list[Any]:
+    """The default tier has the first value of a grid, the full tier the others."""
+    return [values[0], *(pytest.param(value, marks=OTHERS) for value in values[1:])]
+
+
 @pytest.fixture(scope="module")
-def of_wrong(workspace) -> dict[str, Feedback | None]:
+def of_wrong(request, workspace) -> dict[str, Feedback | None]:
     """The feedback on every wrong file in the stage that its docstring names."""
     found: dict[str, Feedback | None] = {}
+    paths = chosen(request, "wrong")
     for stage in leaderboard.STAGES:
-        sources = {path.stem: file_of(path.stem, "wrong") for path in WRONG if expected(path)[0] == stage}
+        sources = {path.stem: file_of(path.stem, "wrong") for path in paths if expected(path)[0] == stage}
         for name in RAISE & sources.keys():
             found |= verdicts(stage, {name: sources.pop(name)}, workspace)
         found |= verdicts(stage, sources, workspace) if sources else {}
@@ -82,26 +97,27 @@ def expected(path: Path) -> tuple[str, str]:
     return stage, says
 
 
-@pytest.mark.parametrize("path", WRONG, ids=lambda path: path.stem)
-def test_a_wrong_file_is_told_its_cause(of_wrong, path):
-    feedback, (_, says) = of_wrong[path.stem], expected(path)
+@pytest.mark.parametrize("wrong", in_tiers(WRONG), ids=lambda path: path.stem)
+def test_a_wrong_file_is_told_its_cause(of_wrong, wrong):
+    feedback, (_, says) = of_wrong[wrong.stem], expected(wrong)
     assert feedback is not None, "this is wrong, and passed"
     assert says in f"{feedback.cause} {feedback.got}" and feedback.rank is not None
 
 
 @pytest.fixture(scope="module")
-def of_right(workspace) -> dict[tuple[str, str], Feedback | None]:
+def of_right(request, workspace) -> dict[tuple[str, str], Feedback | None]:
     """The feedback on every right file in the two stages that ask for all that the others do."""
     found = {}
+    names = chosen(request, "right")
     for stage in ("20.overlap", "20.special"):
-        for name, feedback in verdicts(stage, {name: file_of(name) for name in RIGHT}, workspace).items():
+        for name, feedback in verdicts(stage, {name: file_of(name) for name in names}, workspace).items():
             found[stage, name] = feedback
     return found
 
 
-@pytest.mark.parametrize("name", RIGHT)
-def test_a_right_file_passes_however_it_is_written(of_right, name):
-    assert [of_right[stage, name] for stage in ("20.overlap", "20.special")] == [None, None]
+@pytest.mark.parametrize("right", in_tiers(RIGHT))
+def test_a_right_file_passes_however_it_is_written(of_right, right):
+    assert [of_right[stage, right] for stage in ("20.overlap", "20.special")] == [None, None]
 
 
 # --- the steady clock

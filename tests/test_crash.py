@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.soak
+@pytest.mark.full("ten kills")
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="transformers 5.23 needs Python 3.11")
 @pytest.mark.timeout(900)
 def test_ten_kills_lose_nothing() -> None:

@@ -452,7 +452,7 @@ def test_ranks_may_be_threads_of_one_process(ranks) -> None:
 # ---- everything in turn
 
 
-@pytest.mark.soak
+@pytest.mark.full("forty lives, of which the default tier has some")
 def test_forty_lives_are_those_over_gloo(ranks) -> None:
     """More of them: `same_lives` takes any seeds."""
     assert ranks(2, same_lives, list(range(30))) == [30, 30]

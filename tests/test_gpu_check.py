@@ -474,7 +474,7 @@ def test_rows_that_differ_in_the_strategy_alone_are_run_once():
     assert strategies <= set(re.search(r"--strategies (\S+)", correctness.words)[1].split(","))
 
 
-@pytest.mark.soak
+@pytest.mark.full("every command of gpu-check")
 @pytest.mark.timeout(510)
 def test_a_dry_run_passes(tmp_path, monkeypatch):
     monkeypatch.setattr(commands, "TABLE", once_each())

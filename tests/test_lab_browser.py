@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fsdplab.cli import lab
-from tests.browser import CHROMIUM, needs_chromium
+from tests.browser import Server, needs_chromium
 
 SHORT_MS = 60_000
 PREDICT = """from fsdplab import teaching
@@ -37,23 +37,19 @@ def run_a_cell(page: Any, source: str) -> None:
 
 
 @needs_chromium
-def test_fsdplab_lab_opens_the_learner_edition(jupyter_lab: str, tmp_path: Path) -> None:
-    from playwright.sync_api import sync_playwright
-
-    assert sorted(path.name for path in (tmp_path / "course-learner").glob("*.ipynb"))[0] == "00_setup_and_tour.ipynb"
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_page(viewport={"width": 1280, "height": 900})
-        page.goto(jupyter_lab.replace("/lab?", "/lab/tree/00_setup_and_tour.ipynb?"))
-        page.wait_for_selector(".jp-Notebook .jp-MarkdownOutput h1", timeout=60_000)
-        assert "Setup and tour" in page.inner_text(".jp-Notebook")
-        page.screenshot(path=str(tmp_path / "lab.png"))
-        predicts_measures_and_tries_again(page, tmp_path)
-        browser.close()
+def test_fsdplab_lab_opens_the_learner_edition(course_lab: Server, chromium: Any, tmp_path: Path) -> None:
+    assert sorted(path.name for path in course_lab.folder.glob("*.ipynb"))[0] == "00_setup_and_tour.ipynb"
+    page = chromium.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(course_lab.page_of("00_setup_and_tour.ipynb"))
+    page.wait_for_selector(".jp-Notebook .jp-MarkdownOutput h1", timeout=60_000)
+    assert "Setup and tour" in page.inner_text(".jp-Notebook")
+    page.screenshot(path=str(tmp_path / "lab.png"))
+    predicts_measures_and_tries_again(page, course_lab.folder, tmp_path)
+    page.close()
     assert (tmp_path / "lab.png").stat().st_size > 20_000
 
 
-def predicts_measures_and_tries_again(page: Any, tmp_path: Path) -> None:
+def predicts_measures_and_tries_again(page: Any, course: Path, tmp_path: Path) -> None:
     """One prediction is made, one is not; both are scored, and neither takes a number once its run has started."""
     page.get_by_text("(ipykernel) | Idle").wait_for(timeout=2 * SHORT_MS)
     page.add_style_tag(content=".Toastify { display: none }")  # JupyterLab's question whether it may send news
@@ -77,7 +73,7 @@ def predicts_measures_and_tries_again(page: Any, tmp_path: Path) -> None:
     peak.evaluate("e => { e.disabled = false; }")  # a page that has not heard of it yet
     peak.fill("240")
     peak.press("Enter")
-    (tmp_path / "course-learner" / "measured").touch()
+    (course / "measured").touch()
     page.get_by_text("You predicted 300 MB, measured 240 MB: 1.25 times the measurement").wait_for(timeout=SHORT_MS)
     page.get_by_text("No prediction, measured 240 MB").wait_for(timeout=SHORT_MS)
     page.wait_for_function("""() => document.querySelector("[placeholder='your number']").value == "300" """)

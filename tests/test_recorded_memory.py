@@ -18,7 +18,6 @@ from fsdplab.sessions.prediction import predict, predict_recorded
 from fsdplab.sessions.worker.engines import as_argument, units_of, workload_of
 from fsdplab.workloads.workload import At
 from tests.own_models import NAMES, OwnModel
-from tests.soak import others_soak
 
 RANKS = 2
 STRATEGIES = ("full_shard", "zero2", "no_shard")
@@ -64,7 +63,7 @@ def _train(workload, model, optimizer, batch) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("name", others_soak(NAMES, ("lstm", "experts", "lora", "embeddings")))
+@pytest.mark.parametrize("name", NAMES)
 def test_memory_of_models_that_are_no_language_models(ranks, name):
     for strategy in STRATEGIES:
         expected, sent = ranks(RANKS, measured, name, strategy)[0]

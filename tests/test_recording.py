@@ -23,7 +23,6 @@ from fsdplab.recording.rank import Round
 from fsdplab.recording.settings import BOOTSTRAP, RecordingError, Settings, steps_of
 from fsdplab.records import RecordError, RunRecord
 from fsdplab.sessions.staying.ranks import StayingRanks
-from tests.soak import others_soak
 
 JOBS = Path(__file__).parent / "jobs"
 ROOT = Path(__file__).parents[1]
@@ -111,9 +110,7 @@ DDP = ("ddp_loop.py", "torch-ddp", "no_shard")
 ALL = ("", "full_shard", 2)
 
 
-@pytest.mark.parametrize(
-    "job,engine,strategy", others_soak([DDP, ("fsdp1_loop.py", "torch-fsdp1", "shard_grad_op")], [DDP])
-)
+@pytest.mark.parametrize("job,engine,strategy", [DDP, ("fsdp1_loop.py", "torch-fsdp1", "shard_grad_op")])
 def test_other_engines_of_torch(job, engine, strategy, tmp_path):
     done = recorded(tmp_path / "out", *TORCHRUN, JOBS / job)
     record = RunRecord.load(tmp_path / "out")
@@ -124,9 +121,7 @@ def test_other_engines_of_torch(job, engine, strategy, tmp_path):
         assert untimed == {0, 5, 15} and all(row["loading_s"] for row in record.table("steps") if row["step"] == 3)
 
 
-@pytest.mark.parametrize(
-    "keeps,strategy,gathers", others_soak([ALL, (", reshard_after_forward=False", "shard_grad_op", 1)], [ALL])
-)
+@pytest.mark.parametrize("keeps,strategy,gathers", [ALL, (", reshard_after_forward=False", "shard_grad_op", 1)])
 def test_the_labs_own_engine_says_what_it_sends(keeps, strategy, gathers, tmp_path):
     text = (JOBS / "fsdp2_loop.py").read_text(encoding="utf-8")
     text = text.replace("from torch.distributed.fsdp import", "from fsdplab.engine import")
@@ -142,7 +137,7 @@ def test_the_labs_own_engine_says_what_it_sends(keeps, strategy, gathers, tmp_pa
     assert not any("bytes sent" in note for note in record.summary.notes)
 
 
-@pytest.mark.soak
+@pytest.mark.full("another way to start ranks")
 def test_ranks_that_torch_spawns_and_an_optimizer_that_shards_its_state(tmp_path):
     done = recorded(tmp_path / "out", JOBS / "spawned.py", MEETING=str(tmp_path / "meeting"))
     record = RunRecord.load(tmp_path / "out")
@@ -170,7 +165,7 @@ def with_a_callback(tmp_path: Path, name: str, job: str, *words: object) -> RunR
     return open_record(tmp_path / "out")
 
 
-@pytest.mark.parametrize("shards,engine", others_soak([(1, "torch-ddp"), (2, "torch-fsdp2")], [(2, "torch-fsdp2")]))
+@pytest.mark.parametrize("shards,engine", [(2, "torch-fsdp2"), (1, "torch-ddp")])
 def test_a_callback_of_transformers_trainer(shards, engine, tmp_path):
     """Two micro-batches a step; everything that it sends is known, with the counts of tokens that it gathers."""
     pytest.importorskip("transformers")
@@ -181,6 +176,7 @@ def test_a_callback_of_transformers_trainer(shards, engine, tmp_path):
     assert record.table("memory") and {row["step"] for row in record.table("breakdown")} == {10, 11, 12}
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("strategy,engine", [("ddp", "torch-ddp"), ("model-parallel", "torch-fsdp2")])
 def test_a_callback_of_lightning(strategy, engine, tmp_path):
     """Lightning refuses its strategy `fsdp` on CPU ranks; ModelParallelStrategy is PyTorch's fully_shard there."""
@@ -204,7 +200,7 @@ wait ${tasks[0]} && wait ${tasks[1]}
 """
 
 
-@pytest.mark.soak
+@pytest.mark.full("another way to start ranks")
 def test_tasks_of_a_stand_in_for_srun(tmp_path):
     """No launcher of torch's: the job itself makes torch's variables of Slurm's."""
     (tmp_path / "srun").write_text(SRUN)
@@ -221,6 +217,7 @@ def test_tasks_of_a_stand_in_for_srun(tmp_path):
     )
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_deepspeeds_engine(stage, tmp_path):
     """A step of two micro-batches; a scalar that is reduced has bytes too."""
@@ -236,6 +233,7 @@ NOT_KEPT = "stage3_param_persistence_threshold=0"
 ALL_AGAIN = ("stage3_max_live_parameters=0", "stage3_max_reuse_distance=0")
 
 
+@pytest.mark.peers
 @pytest.mark.parametrize(
     ("keys", "part"), [((), 1 / 2), ((NOT_KEPT,), 2 / 3), ((NOT_KEPT, *ALL_AGAIN), 1)], ids=["default", "small", "all"]
 )
@@ -276,7 +274,7 @@ def test_a_job_that_never_steps_leaves_nothing(tmp_path):
     assert isolated.returncode == 0 and "nothing was recorded" in isolated.stderr
 
 
-@pytest.mark.parametrize("steps,earlier", others_soak([(8, "4:5"), (9, "4:5"), (11, "5:6")], [(9, "4:5")]))
+@pytest.mark.parametrize("steps,earlier", [(9, "4:5"), (8, "4:5"), (11, "5:6")])
 def test_a_job_that_is_too_short_says_what_to_record(steps, earlier, tmp_path):
     """It may end while its memory is measured, in the step after that, or while it is profiled."""
     done = recorded(tmp_path / "out", JOBS / "plain.py", "--steps", steps, "--ends-by", "exit")
@@ -377,7 +375,7 @@ def test_the_jobs_own_profiler_comes_first(tmp_path):
     assert any("the job's own profiler began in step 10" in note for note in record.summary.notes)
 
 
-@pytest.mark.parametrize("how", others_soak(["--compile", "--in-backward"], ["--in-backward"]))
+@pytest.mark.parametrize("how", ["--in-backward", "--compile"])
 def test_compiled_steps_and_steps_inside_the_backward(how, tmp_path):
     done = recorded(tmp_path / "out", JOBS / "plain.py", how)
     alone = run(JOBS / "plain.py", how, cwd=tmp_path)

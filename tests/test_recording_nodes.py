@@ -93,7 +93,7 @@ def test_into_a_folder_that_both_nodes_see(tmp_path: Path) -> None:
 
 
 @needs_nodes
-@pytest.mark.soak
+@pytest.mark.full("two nodes again, with folders of their own")
 @pytest.mark.timeout(400)
 def test_into_a_folder_of_each_node_brought_together_afterwards(tmp_path: Path) -> None:
     """No folder is shared: every node has the variables, and the folders' files are copied into one."""

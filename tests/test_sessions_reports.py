@@ -24,7 +24,6 @@ from fsdplab.sessions.launch.failure_report import PostMortem, computing, failed
 from fsdplab.sessions.launch.launcher import RankActivity, RunningRanks
 from fsdplab.sessions.launch.mailbox import HeartbeatWriter, Mailbox, read_heartbeats
 from tests.leftovers import processes_of
-from tests.soak import others_soak
 from tests.test_sessions import CLOSED, SLEEPING, WAITING, heartbeat
 
 FAULTY = str(Path(__file__).with_name("faulty_worker.py"))
@@ -236,7 +235,7 @@ def test_a_lost_launcher_is_blamed_unless_a_rank_failed_by_itself(
 
 
 @pytest.mark.filterwarnings("ignore:.*It is tried once more")
-@pytest.mark.parametrize("which", others_soak([signal.SIGTERM, signal.SIGKILL], [signal.SIGKILL]))
+@pytest.mark.parametrize("which", [signal.SIGKILL, signal.SIGTERM])
 def test_a_launcher_killed_at_both_tries_is_not_reported_as_the_exit_of_a_rank(
     tmp_path: Path, which: signal.Signals
 ) -> None:

@@ -23,6 +23,7 @@ from fsdplab.sessions.launch.failure_report import NO_ANSWER
 from fsdplab.sessions.launch.mailbox import Mailbox, read_heartbeats
 from fsdplab.sessions.run_and_record import WORKER, run
 from tests.leftovers import left_of, processes_of, until
+from tests.tiers import values_of
 
 FAULTY = str(Path(__file__).with_name("faulty_worker.py"))
 TINY = {"model": "gpt-tiny", "steps": 4, "sequence_length": 32, "device": "cpu"}
@@ -139,9 +140,9 @@ WRONG: dict[str, tuple[RunSpec, OnStep, tuple[str, ...]]] = {
 
 
 @pytest.fixture(scope="module")
-def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
-    """What each ended with, by (start, name). Several at the same time, since some only wait; every one must have ended
-    without leaving a process.
+def failed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Any]:
+    """What each ended with, by (start, name), for the ways to start that this run's tests ask for. Several at the same
+    time, since some only wait; every one must have ended without leaving a process.
     """
 
     def fail(case: tuple[str, str]) -> Any:
@@ -162,9 +163,14 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], An
             assert processes_of(folder) == []
         return ended
 
-    cases = [(start, name) for name in WRONG for start in STARTS]
+    asked = {values_of(item).get("start") for item in request.session.items if "failed" in fixtures_of(item)}
+    cases = [(start, name) for name in WRONG for start in STARTS if start in asked or None in asked]
     with ThreadPoolExecutor(5) as pool:  # four of them wait for their time limit, the others run one after the other
         return dict(zip(cases, pool.map(fail, cases)))
+
+
+def fixtures_of(item: pytest.Item) -> list[str]:
+    return getattr(item, "fixturenames", [])
 
 
 @pytest.mark.parametrize("start", STARTS)
@@ -186,6 +192,7 @@ def test_one_report_names_the_rank(
     assert says in report.message and report.step is not None
 
 
+@pytest.mark.full("each kind of end under torchrun too")
 @pytest.mark.parametrize("name", ["raise", "exit", "sleep", "diverge"])
 def test_the_report_does_not_depend_on_how_the_ranks_were_started(
     failed: dict[tuple[str, str], Any], name: str

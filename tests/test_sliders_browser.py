@@ -15,7 +15,7 @@ import pytest
 
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import on_page, titled
-from tests.browser import CHROMIUM, needs_chromium, run_in_lab
+from tests.browser import Cells, needs_chromium
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 FEWEST_SLIDERS = 35  # of the course; fewer means that this test no longer finds them
@@ -64,10 +64,10 @@ def is_code(cell: dict[str, Any]) -> bool:
 
 
 @needs_chromium
-@pytest.mark.soak
+@pytest.mark.full("every slider of the course")
 @pytest.mark.timeout(600)
-def test_every_slider_of_the_course_changes_the_picture_on_the_screen(tmp_path: Path) -> None:
-    with run_in_lab(tmp_path, [source for _, source in course()]) as page:
+def test_every_slider_of_the_course_changes_the_picture_on_the_screen(lab_cells: Cells, tmp_path: Path) -> None:
+    with lab_cells.run([source for _, source in course()]) as page:
         names = [name for name, _ in course()]
         cells = list(zip(names, page.locator(".jp-Notebook .jp-CodeCell").all(), strict=True))
         for _, cell in cells:  # all of them first: what runs above moves what is below
@@ -85,11 +85,11 @@ def test_every_slider_of_the_course_changes_the_picture_on_the_screen(tmp_path: 
 
 @needs_chromium
 @pytest.mark.timeout(600)
-def test_a_figure_is_whole_at_every_width_of_its_output(tmp_path: Path) -> None:
+def test_a_figure_is_whole_at_every_width_of_its_output(lab_cells: Cells, tmp_path: Path) -> None:
     """A window of 900 px with JupyterLab's files beside the notebook leaves 468 px to an output."""
     source = next(source for name, source in course() if name == "00_setup_and_tour")
     later = "from fsdplab.teaching import show, tour\nshow(tour.state_figure(125, 8))"
-    with run_in_lab(tmp_path, [source, later], width=900) as page:
+    with lab_cells.run([source, later], width=900) as page:
         first, second = page.locator(".jp-Notebook .jp-CodeCell").all()
         first.locator(".noUi-handle").first.wait_for(timeout=180_000)
         page.wait_for_function(f"({LINES})() === 3", timeout=60_000)
@@ -104,9 +104,7 @@ def test_a_figure_is_whole_at_every_width_of_its_output(tmp_path: Path) -> None:
 
 
 @needs_chromium
-def test_no_line_of_a_title_touches_the_legend(tmp_path: Path) -> None:
-    from playwright.sync_api import sync_playwright
-
+def test_no_line_of_a_title_touches_the_legend(chromium: Any, tmp_path: Path) -> None:
     words = "as long as it takes " * 8
     pages = []
     for pixels in (300, 468, 848):
@@ -114,13 +112,11 @@ def test_no_line_of_a_title_touches_the_legend(tmp_path: Path) -> None:
             figure = titled(go.Figure([go.Bar(x=[1], y=[1], name=name) for name in "ab"]), words, "as measured", words)
         pages.append(figure.to_html(full_html=False, include_plotlyjs=not pages, default_width=f"{pixels}px"))
     (tmp_path / "page.html").write_text("".join(pages), encoding="utf-8")
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_page()
-        page.goto(f"file://{tmp_path / 'page.html'}")
-        page.wait_for_function("document.querySelectorAll('.legend').length === 3", timeout=60_000)
-        gaps = page.evaluate(GAPS)
-        browser.close()
+    page = chromium.new_page()
+    page.goto(f"file://{tmp_path / 'page.html'}")
+    page.wait_for_function("document.querySelectorAll('.legend').length === 3", timeout=60_000)
+    gaps = page.evaluate(GAPS)
+    page.close()
     assert all(above >= 4 and below >= 4 for above, below in gaps), (
         f"pixels above the title, below the subtitle: {gaps}"
     )

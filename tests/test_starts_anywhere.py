@@ -21,7 +21,6 @@ from fsdplab.sessions.launch import warm
 from fsdplab.sessions.launch.failure_report import NO_ANSWER
 from fsdplab.sessions.worker.environment import source_digest
 from tests.denied import at_every_start
-from tests.soak import others_soak
 
 PROGRAMS = Path(__file__).with_name("warm_programs.py")
 STARTER = "sessions.launch.starter"  # in the command line of a starter, and of nothing else
@@ -78,7 +77,7 @@ DENIED = {
 }
 
 
-@pytest.fixture(params=others_soak(DENIED, ("pidfd_open", "fork")))
+@pytest.fixture(params=DENIED)
 def denied(request: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A machine that denies the starter something; what is said of it."""
     code, says = DENIED[request.param]

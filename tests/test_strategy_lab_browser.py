@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser import CHROMIUM, needs_chromium, run_in_lab
+from tests.browser import Cells, Server, needs_chromium
 
 NOTEBOOK_11 = "11_strategy_shoot_out.ipynb"
 # The tab that is looked at has something in it, its plots have arrived, and its last words are not "drawing".
@@ -74,27 +74,23 @@ def run_a_cell(page: Any, source: str) -> None:
 
 
 @contextmanager
-def shown(address: str, course: Path, width: int = 1280, height: int = 720) -> Iterator[Any]:
+def shown(server: Server, chromium: Any, width: int = 1280, height: int = 720) -> Iterator[Any]:
     """The page with the lab of notebook 11 at the top of what is seen."""
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_page(viewport={"width": width, "height": height})
-        page.goto(address.replace("/lab?", f"/lab/tree/{NOTEBOOK_11}?"))
-        # a kernel that is still starting would not hear it
-        page.get_by_text("(ipykernel) | Idle").wait_for(timeout=RUN_MS)
-        page.locator(".jp-Notebook .jp-Cell").first.click(timeout=SHORT_MS)
-        page.keyboard.press("Escape")
-        for _ in range(cell_of_the_lab(course / NOTEBOOK_11)):
-            page.keyboard.press("ArrowDown")
-        page.locator(".jp-Cell.jp-mod-active", has_text="StrategyLab(").wait_for(timeout=SHORT_MS)
-        page.keyboard.press("Control+Enter")
-        page.locator(".fl-figure svg").wait_for(timeout=RUN_MS)
-        page.add_style_tag(content=".Toastify { display: none }")  # JupyterLab's question whether it may send news
-        page.locator(".fsdplab-lab").evaluate("e => e.scrollIntoView()")
-        yield page
-        browser.close()
+    page = chromium.new_page(viewport={"width": width, "height": height})
+    page.goto(server.page_of(NOTEBOOK_11))
+    # a kernel that is still starting would not hear it
+    page.get_by_text("(ipykernel) | Idle").wait_for(timeout=RUN_MS)
+    page.locator(".jp-Notebook .jp-Cell").first.click(timeout=SHORT_MS)
+    page.keyboard.press("Escape")
+    for _ in range(cell_of_the_lab(server.folder / NOTEBOOK_11)):
+        page.keyboard.press("ArrowDown")
+    page.locator(".jp-Cell.jp-mod-active", has_text="StrategyLab(").wait_for(timeout=SHORT_MS)
+    page.keyboard.press("Control+Enter")
+    page.locator(".fl-figure svg").wait_for(timeout=RUN_MS)
+    page.add_style_tag(content=".Toastify { display: none }")  # JupyterLab's question whether it may send news
+    page.locator(".fsdplab-lab").evaluate("e => e.scrollIntoView()")
+    yield page
+    page.close()
 
 
 class Lab:
@@ -128,8 +124,10 @@ class Lab:
 
 @pytest.mark.timeout(900)
 @needs_chromium
-def test_every_control_of_the_instrument_is_answered_on_one_screen(jupyter_lab: str, tmp_path: Path) -> None:
-    with shown(jupyter_lab, tmp_path / "course-learner") as page:
+def test_every_control_of_the_instrument_is_answered_on_one_screen(
+    course_lab: Server, chromium: Any, tmp_path: Path
+) -> None:
+    with shown(course_lab, chromium) as page:
         lab = Lab(page)
         assert page.evaluate(OUTSIDE) == [] and page.evaluate(MET) == []
         page.screenshot(path=str(tmp_path / "1-begun.png"))
@@ -212,9 +210,11 @@ def test_every_control_of_the_instrument_is_answered_on_one_screen(jupyter_lab: 
 
 @pytest.mark.timeout(900)
 @needs_chromium
-def test_measured_runs_lie_over_the_bars_and_their_details_below(jupyter_lab: str, tmp_path: Path) -> None:
-    course = tmp_path / "course-learner"
-    with shown(jupyter_lab, course) as page:
+def test_measured_runs_lie_over_the_bars_and_their_details_below(
+    course_lab: Server, chromium: Any, tmp_path: Path
+) -> None:
+    course = course_lab.folder
+    with shown(course_lab, chromium) as page:
         lab = Lab(page)
         lab.answered(lambda: page.get_by_label("Model", exact=True).select_option("gpt-tiny"))
         for name in ("no_shard", "zero1", "shard_grad_op"):
@@ -289,8 +289,8 @@ fsdplab.widgets.StrategyLab(work, strategies=("no_shard", "full_shard"))
 
 @pytest.mark.timeout(600)
 @needs_chromium
-def test_a_model_of_a_cell_is_predicted_changed_and_copied(tmp_path: Path) -> None:
-    with run_in_lab(tmp_path, ["import fsdplab.widgets" + OWN]) as page:
+def test_a_model_of_a_cell_is_predicted_changed_and_copied(lab_cells: Cells, tmp_path: Path) -> None:
+    with lab_cells.run(["import fsdplab.widgets" + OWN]) as page:
         page.locator(".fl-figure svg").wait_for(timeout=RUN_MS)
         page.locator(".fsdplab-lab").evaluate("e => e.scrollIntoView()")
         lab = Lab(page)

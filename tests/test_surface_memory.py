@@ -166,7 +166,7 @@ def no_growth(strategy: str, policy: MixedPrecisionPolicy, transport: str) -> li
     return counts
 
 
-@pytest.mark.soak
+@pytest.mark.full("two hundred steps")
 @pytest.mark.parametrize(
     "strategy,policy,transport",
     [("full_shard", LOW, "shm"), ("full_shard", MixedPrecisionPolicy(), "gloo"), ("zero1", LOW, "shm")],

@@ -19,6 +19,7 @@ import fsdplab.engine
 from fsdplab.engine import events
 
 pytest.importorskip("torchao", reason="torchao is not installed: pip install torchao")
+pytestmark = pytest.mark.peers
 STEPS = 4
 WIDTH = 256  # torchao quantizes the state of parameters of 4,096 elements and more, in blocks of 256
 

@@ -89,6 +89,7 @@ def test_an_option_of_accelerate_launch():
     assert launch.launch_command_parser().parse_args([*options, "train.py"]).mixed_precision == "bf16"
 
 
+@pytest.mark.peers
 def test_arguments_of_lightning():
     lightning = pytest.importorskip("lightning")
     from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
@@ -99,6 +100,7 @@ def test_arguments_of_lightning():
     assert "kwargs" in inspect.signature(DDPStrategy).parameters  # which are DistributedDataParallel's
 
 
+@pytest.mark.peers
 def test_keys_of_deepspeed():
     pytest.importorskip("deepspeed")
     from deepspeed.runtime import constants
@@ -114,6 +116,7 @@ def test_keys_of_deepspeed():
         assert {*keys} <= known, text
 
 
+@pytest.mark.peers
 def test_fields_of_torchtitan():
     configs = pytest.importorskip("torchtitan.config.configs")
     text = " ".join(_BY_TRAINER["torchtitan"].values())

@@ -465,7 +465,7 @@ def what_is_left(starter: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.soak
+@pytest.mark.full("two hundred runs")
 def test_two_hundred_runs_leave_what_one_leaves(starter: int) -> None:
     """Every fourth is one of ranks that return at once: one that left while another was still connecting to it made one
     such run in ten fail on a busy machine.

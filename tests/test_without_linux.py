@@ -155,7 +155,7 @@ def test_what_has_no_second_way_says_so(code: str, sentence: str) -> None:
     assert said("linux", code) == [sentence]
 
 
-@pytest.mark.soak
+@pytest.mark.full("whole notebooks on another system")
 @pytest.mark.skipif(CLONE is None, reason="runs notebooks of the clone")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("notebook", ["00_setup_and_tour", "05_one_sharded_unit"])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser import needs_chromium, run_in_lab
+from tests.browser import Cells, needs_chromium
 from tests.test_sliders_browser import WHOLE
 
 CELLS = [
@@ -30,8 +30,8 @@ SIDEWAYS = "() => document.documentElement.scrollWidth > document.documentElemen
 
 @needs_chromium
 @pytest.mark.timeout(400)
-def test_at_150_percent_pictures_figures_and_fields_stay_on_the_page(tmp_path: Path) -> None:
-    with run_in_lab(tmp_path, CELLS, width=853) as page:
+def test_at_150_percent_pictures_figures_and_fields_stay_on_the_page(lab_cells: Cells, tmp_path: Path) -> None:
+    with lab_cells.run(CELLS, width=853) as page:
         field = page.locator(".jp-CodeCell").nth(4).locator("input").first
         field.wait_for(timeout=180_000)
         page.keyboard.press("Escape")
