@@ -15,17 +15,17 @@ from fsdplab.sessions import RunSpec, compare
 
 pytestmark = pytest.mark.peers
 TINY = {"model": "gpt-tiny", "steps": 4, "sequence_length": 32, "device": "cpu"}
-STAGES = (1, 2, 3)
+STAGES = {"deepspeed-1": "zero1", "deepspeed-2": "zero2", "deepspeed-3": "full_shard"}
 
 
 @pytest.mark.default
 @pytest.mark.timeout(600)
 def test_deepspeeds_stages_train_as_the_twin_does(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed: pip install -e '.[peers]'")
-    specs = [RunSpec(engine=engine, **TINY) for engine in ("twin", *(f"deepspeed-{stage}" for stage in STAGES))]
-    twin, *records = compare(specs, directory=tmp_path)
+    specs = [RunSpec(engine=engine, strategy=strategy, **TINY) for engine, strategy in STAGES.items()]
+    twin, *records = compare([RunSpec(engine="twin", **TINY), *specs], directory=tmp_path)
     runs = comparison_json(records, twin)["runs"]
-    assert [run["engine"] for run in runs] == [f"deepspeed-{stage}" for stage in STAGES]
+    assert [run["engine"] for run in runs] == list(STAGES)
     assert [run["matches_reference"] for run in runs] == [True, True, True]
     assert all(len(run["losses"]) == 6 and run["step_time_s"]["median"] > 0 for run in runs)
 
