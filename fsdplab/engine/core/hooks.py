@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdplab.engine import compat, events
-from fsdplab.engine.core.memory import hand_out_undecided
+from fsdplab.engine.core.memory import hand_out_undecided, unchanged
 from fsdplab.engine.core.step import Schedule, StepOrder
 from fsdplab.engine.core.unit import DONE, RUNNING, Unit
 from fsdplab.engine.nested import cast_floats, map_tensors, tensors_in
@@ -78,6 +78,11 @@ class Runtime(StepOrder):
     @torch.no_grad()
     def end_backward(self) -> None:
         super().end_backward()
+
+    @torch.no_grad()
+    def _unchanged(self, units: Sequence[Unit]) -> Sequence[Unit]:
+        memories = unchanged([unit.memory for unit in units])
+        return [unit for unit in units if unit.memory in memories]
 
     def _hand_out_undecided(self) -> None:
         hand_out_undecided(unit.memory for unit in self.units.values())
