@@ -9,6 +9,7 @@ never counted down: those of unused parameters never arrive.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -204,7 +205,7 @@ class UnitHooks:
 
     def _ask(self, output: torch.Tensor) -> None:
         """Be called before the backward of `output`; a view that is written to in place would lose its own hook."""
-        output.register_hook(self._before_backward)
+        output.register_hook(partial(self._before_backward, self.unit.memory.replacements))
         below = output._base.grad_fn if output._is_view() else None
         if below is not None and not isinstance(below, torch.autograd.function.BackwardCFunction):
             below.register_prehook(self._before_backward_of_base)
@@ -220,7 +221,13 @@ class UnitHooks:
             self.bound.before_backward(self.unit)
 
     @compat.not_compiled
-    def _before_backward(self, gradient: torch.Tensor) -> torch.Tensor:
+    def _before_backward(self, replacements: int, gradient: torch.Tensor) -> torch.Tensor:
+        """The backward of a forward comes before which shards had been replaced so often."""
+        if self.unit.memory.replacements != replacements:
+            raise RuntimeError(
+                f"the parameters of unit {self.unit.name!r} were replaced, and another forward has used the new ones,"
+                " before the backward of a forward that used the old ones; call that backward first"
+            )
         self.bound.before_backward(self.unit)
         return gradient
 
@@ -247,7 +254,7 @@ class _Identity(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        ctx.hooks = inputs[0]
+        ctx.hooks, ctx.replacements = inputs[0], inputs[0].unit.memory.replacements
 
 
 class _EndOfBackward(_Identity):
@@ -280,7 +287,7 @@ class _BeginOfBackward(_Identity):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
-        return None, ctx.hooks._before_backward(gradient)
+        return None, ctx.hooks._before_backward(ctx.replacements, gradient)
 
 
 def hooks_of(module: nn.Module) -> UnitHooks | None:

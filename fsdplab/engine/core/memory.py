@@ -2,8 +2,10 @@
 
 Two buffers hold the parameters: the shards of this rank, end to end, and the whole, which takes memory only while the
 unit is unsharded. Where a strategy never frees the whole, the shards at rest are views of it (`plan.aliased`), unless
-they have another dtype. A shard that was put in from outside, and that others hold too, lies apart, in its own memory,
-until they let it go: then each is copied for a gather. Under `no_shard` a shard is everything: nothing is gathered, and gradients are all-reduced.
+they have another dtype. Under `no_shard` a shard is everything: nothing is gathered, and gradients are all-reduced.
+
+A shard that was put in from outside, and that others hold too, lies apart, in its own memory, until they let it go:
+until then all shards of the unit are copied for each gather.
 """
 
 from __future__ import annotations
@@ -70,6 +72,7 @@ class UnitMemory(Memory):
         self.module_names: Sequence[str] = ()  # what the root calls the modules; empty until there is a root
         self.fewer_ranks: ShardsOverFewerRanks | None = None  # where it goes after its forward instead of to its shards
         self.keep_storage = False  # whether the unsharded parameters keep their memory when they are freed
+        self.replacements = 0  # how often shards were replaced from outside
         self._sent: torch.Tensor | None = None  # the fingerprint of the shards that were gathered, if it was taken
         self._partial_sum: torch.Tensor | None = None  # gradients summed over the shards, not yet over the replicas
         self._arriving = Pending(lambda: None)  # gradients on their way to host memory
@@ -157,6 +160,7 @@ class UnitMemory(Memory):
             self._lay_out()
         if self._settled and all(param.settled() for param in self.plan.plain):
             return False
+        self.replacements += 1
         self._settled = not any(param.local.is_meta for param in self.params)
         if self._settled and self.params:
             self._settle()
@@ -246,8 +250,8 @@ class UnitMemory(Memory):
         return SendShard(self.plan.layout.shard_bytes, self.plan.wire_dtype, self._write, resident)
 
     def _in_one_piece(self) -> torch.Tensor:
-        """A copy of shards that lie apart, end to end, where peers may read: on all ranks a gather sends what lies there
-        already, or on none.
+        """A copy of shards that lie apart, end to end, where peers may read it: a gather sends what lies there already
+        on all ranks, or on none.
         """
         assert self.config.shard is not None, "nobody to send it to"
         piece = self.config.shard.storage(self.config.device).make(self.plan.layout.shard_bytes, self.name)
@@ -309,6 +313,10 @@ class UnitMemory(Memory):
         for parted in self.plan.parted:
             parted.assemble(self.plan.layout, self.whole.tensor)
         self._lay_in_whole()
+        if self.plan.plain:
+            memory = compat.storage_id(self.whole.tensor)
+            for param in self.plan.plain:
+                param.check_memory(memory)
         for param in self.params:
             param.show_gathered()
 

@@ -5,8 +5,8 @@ parameter itself). Unsharded it is what a forward reads: one `nn.Parameter` for 
 storage that comes and goes, because autograd saves aliases of it that must be valid again in the backward.
 
 Anybody may put another parameter, or other memory, in place of what rests (`load_state_dict(assign=True)`,
-`functional_call`, `swap_tensors`). What was replaced belongs to whoever holds it, so its memory is not written to again,
-and what came in its place stays in its own memory while others hold that too (`settle`, `stay`).
+`functional_call`, `swap_tensors`). What was replaced belongs to whoever holds it: its memory is not written to again.
+What came in its place stays in its own memory while others hold that too (`settle`, `stay`).
 
 Layouts and transports know rows only: a parameter cut along another dimension counts with that dimension first
 (`rows_first`). What lies in memory is contiguous in the parameter's own order all the same, at rest and unsharded,
@@ -109,6 +109,14 @@ class ShardedParam:
         assert self.gathered is not None, f"{self.name} was not gathered"
         return self.gathered
 
+    def check_memory(self, storage: int) -> None:
+        """Raise where the gathered form no longer lies in `storage` (an id), the memory that was gathered into."""
+        if compat.storage_id(compat.local_of(self.unsharded)) != storage:
+            raise RuntimeError(
+                f"the memory of the unsharded parameter {self.name!r} was replaced (by .data = or swap_tensors), so it"
+                " would not be gathered any more; reshard the module and write to its sharded parameter with copy_"
+            )
+
     def show_gathered(self) -> None:
         """Make every site show the gathered form."""
         gathered = self.unsharded
@@ -191,8 +199,8 @@ class ShardedParam:
         if self.spec is not None and not _same_cut(found._spec, self.spec):
             raise RuntimeError(
                 f"{what} a DTensor of shape {tuple(found.shape)} and placements {found._spec.placements} on"
-                f" {found._spec.mesh}; expected {tuple(self.spec.shape)} and {self.spec.placements} on {self.spec.mesh}:"
-                " make it from the parameter that it replaces"
+                f" {found._spec.mesh}; expected shape {tuple(self.spec.shape)} and {self.spec.placements} on"
+                f" {self.spec.mesh}: make it from the parameter that it replaces"
             )
         if found.shape != self.at_rest.shape:
             raise RuntimeError(
