@@ -25,12 +25,12 @@ State = dict[str, torch.Tensor]
 
 
 class Tower(nn.Module):
-    """Two blocks, and a root with rows that two ranks do not divide and fewer rows than ranks; tied on request."""
+    """Blocks, and a root with rows that two ranks do not divide and fewer rows than ranks; tied on request."""
 
-    def __init__(self, tied: bool = False) -> None:
+    def __init__(self, tied: bool = False, blocks: int = 2) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(blocks))
         self.first, self.last = nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False)
         self.scale = nn.Parameter(torch.ones(1))
         if tied:

@@ -5,12 +5,14 @@ computes with what was written, exactly as the unsharded twin does. docs/engine.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
@@ -189,15 +191,21 @@ USES: dict[Callable[[nn.Module], torch.Tensor], tuple[Callable[[nn.Module], None
 
 
 def sharded(strategy: str, transport: str, state: Callable[[nn.Module], None], **options: Any) -> nn.Module:
-    model = shard_model(Tower(), strategy, transport=transport, mesh=mesh_of(), **options)
+    model = shard_model(Tower(blocks=1), strategy, transport=transport, mesh=one_mesh(), **options)
     state(model)
     return model
 
 
-def seen_of(use: Callable[[nn.Module], torch.Tensor], name: str, model: nn.Module) -> list[torch.Tensor]:
-    """What three uses give, with a write after each; the parameters are those that an optimizer would have."""
+@cache
+def one_mesh() -> DeviceMesh:
+    """The same for all models of a rank."""
+    return mesh_of()
+
+
+def seen_of(use: Callable[[nn.Module], torch.Tensor], name: str, model: nn.Module, uses: int = 2) -> list[torch.Tensor]:
+    """What some uses give, with a write after each; the parameters are those that an optimizer would have."""
     seen, parameters = [], list(model.parameters())
-    for _ in range(3):
+    for _ in range(uses):
         seen.append(use(model).clone())
         for parameter in parameters:
             parameter.grad = None
@@ -209,10 +217,11 @@ def seen_of(use: Callable[[nn.Module], torch.Tensor], name: str, model: nn.Modul
 def table(strategy: str, transport: str) -> None:
     for name in WAYS:
         for use, states in USES.items():
-            expected = seen_of(use, name, Tower())
-            assert not torch.equal(expected[0], expected[1]) and not torch.equal(expected[1], expected[2])
+            uses = 4 if name == "numpy" else 2
+            expected = seen_of(use, name, Tower(blocks=1), uses)
+            assert len({value.flatten()[0].item() for value in expected}) == uses, "the writes make no difference"
             for state in states:
-                got = seen_of(use, name, sharded(strategy, transport, state))
+                got = seen_of(use, name, sharded(strategy, transport, state), uses)
                 equal(got, expected, f"{strategy}, {transport}, {name}, {state.__name__}, {use.__name__}")
 
 
@@ -242,7 +251,7 @@ def on_one_rank_alone(transport: str) -> None:
     """Only rank 0 writes, to what it holds: all ranks gather again."""
     for strategy in STRATEGIES[1:]:
         for state in STATES:
-            model, twin = sharded(strategy, transport, state), Tower()
+            model, twin = sharded(strategy, transport, state), Tower(blocks=1)
             parameters = list(model.parameters())
             equal(train(model), train(twin), strategy)
             if dist.get_rank() == 0:
@@ -272,12 +281,12 @@ def gathers(use: Callable[[nn.Module], torch.Tensor], model: nn.Module) -> list[
 
 def gathered_once(transport: str) -> None:
     for strategy, state, use, counts in (
-        ("full_shard", kept_after_forward, evaluate, [3, 0, 0]),
-        ("shard_grad_op", kept_and_never_last, train, [3, 0, 0]),
-        ("zero1", never_synchronised, train, [3, 0, 0]),
-        ("zero2", never_the_last_backward, train, [3, 0, 0]),
-        ("zero2", as_it_is, train, [3, 3, 3]),
-        ("full_shard", as_it_is, train_on_two_batches, [7, 7, 7]),
+        ("full_shard", kept_after_forward, evaluate, [2, 0, 0]),
+        ("shard_grad_op", kept_and_never_last, train, [2, 0, 0]),
+        ("zero1", never_synchronised, train, [2, 0, 0]),
+        ("zero2", never_the_last_backward, train, [2, 0, 0]),
+        ("zero2", as_it_is, train, [2, 2, 2]),
+        ("full_shard", as_it_is, train_on_two_batches, [5, 5, 5]),
     ):
         got = gathers(use, sharded(strategy, transport, state))
         assert got == counts, (strategy, state.__name__, got)
