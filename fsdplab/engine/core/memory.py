@@ -138,9 +138,9 @@ class UnitMemory(Memory):
         if self.plan.aliased:
             return self.config.shard is not None and self._differs_from_sent()
         rows = self.plan.layout.spans(self.config.rank)
-        differ = [param.differs(*span) for param, span in zip(self.plan.plain, rows)]
+        differ = (param.differs(*span) for param, span in zip(self.plan.plain, rows))
         if self.config.device.type == "cpu":
-            return any(differ)
+            return any(differ)  # after a step the first parameter tells
         return torch.stack([torch.as_tensor(each, device=self.config.device) for each in differ]).any()
 
     def _differs_from_sent(self) -> bool | torch.Tensor:
