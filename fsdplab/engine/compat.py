@@ -6,9 +6,10 @@ them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 
 from fsdplab.engine import events
 
@@ -241,6 +243,59 @@ def address_of(tensor: torch.Tensor) -> int:
     if is_fake(tensor):
         return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.itemsize
     return tensor.data_ptr()
+
+
+def storage_id(tensor: torch.Tensor) -> int:
+    """What tells the storage of `tensor` (of a DTensor: its own empty one) from others that are alive."""
+    return tensor.untyped_storage()._cdata
+
+
+def is_held_once(parameter: torch.Tensor) -> bool:
+    """Whether the memory of `parameter` is held by it alone: by no other tensor, array or state dict. What is held by a
+    DTensor is its local tensor, of which no variable may know either.
+    """
+    if isinstance(parameter, DTensor) and sys.getrefcount(parameter._local_tensor) > 2:  # its own, and this call
+        return False
+    base, storage = local_of(parameter)._base, local_of(parameter).untyped_storage()
+    known = 2  # the tensor, and `storage`
+    if base is not None:  # a view holds what it is a view of
+        if sys.getrefcount(base) > _references_to_a_base():
+            return False
+        known = 3
+    return torch._C._storage_Use_Count(storage._cdata) <= known
+
+
+@cache
+def _references_to_a_base() -> int:
+    """What Python counts for the base of a view that one variable holds: versions of torch differ."""
+    view = torch.zeros(1).view(1)
+    base = view._base
+    return sys.getrefcount(base)
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def differ(one: torch.Tensor, other: torch.Tensor) -> bool | torch.Tensor:
+    """Whether two tensors of one shape and dtype differ in a bit (NaNs may be equal); a tensor on other devices than
+    the CPU, which the host then need not wait for.
+    """
+    if (word := _WORDS.get(one.itemsize)) is not None:
+        one, other = one.view(word), other.view(word)
+    return not torch.equal(one, other) if one.is_cpu else torch.ne(one, other).any()
+
+
+def all_reduce_unseen(flags: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Leave the largest values of all ranks in `flags`, by the backend itself: a trace of `group` shows collectives of
+    parameters and gradients only.
+    """
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    try:
+        backend = group._get_backend(flags.device)
+    except RuntimeError:  # a group that Python implements
+        backend = group
+    backend.allreduce([flags], options).wait()
 
 
 def own_storage(view: torch.Tensor) -> torch.Tensor:

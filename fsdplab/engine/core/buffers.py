@@ -161,6 +161,29 @@ def cut_out(rank: int, whole: UnshardedBuffer, part: torch.Tensor) -> None:
     torch._foreach_copy_(list(pieces), whole.places_of(rank))
 
 
+_CHUNK = 1 << 15  # words: what is mixed stays in a core's cache
+
+
+@cache
+def _weights(device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0x5EED)
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (_CHUNK,), generator=generator).to(device)
+
+
+def fingerprint(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """A number (int64) that other values have with a probability below 1e-9, of contiguous tensors on one device:
+    64-bit words, each mixed with its upper half and weighted at random, summed modulo 2^64. Nothing is copied.
+    """
+    total: torch.Tensor | None = None
+    for tensor in tensors:
+        flat = tensor.reshape(-1).view(torch.uint8)
+        whole = len(flat) // 8 * 8
+        for words in (*flat[:whole].view(torch.int64).split(_CHUNK), flat[whole:].to(torch.int64)):
+            mixed = (words >> 33).bitwise_xor_(words).mul_(_weights(words.device)[: len(words)]).sum()
+            total = mixed if total is None else total * 0x9E3779B97F4A7C1 + mixed
+    return torch.zeros((), dtype=torch.int64) if total is None else total
+
+
 def same_order(one: Layout, other: Layout) -> bool:
     """Whether every element has the same index in a shard of both, each of one dtype."""
     ends = [*((a.offset, b.offset) for a, b in zip(one.slots, other.slots)), (one.shard_bytes, other.shard_bytes)]

@@ -9,13 +9,14 @@ never counted down: those of unused parameters never arrive.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsdplab.engine import compat, events
-from fsdplab.engine.core.memory import hand_out_undecided
+from fsdplab.engine.core.memory import hand_out_undecided, unchanged
 from fsdplab.engine.core.step import Schedule, StepOrder
 from fsdplab.engine.core.unit import DONE, RUNNING, Unit
 from fsdplab.engine.nested import cast_floats, map_tensors, tensors_in
@@ -78,6 +79,11 @@ class Runtime(StepOrder):
     @torch.no_grad()
     def end_backward(self) -> None:
         super().end_backward()
+
+    @torch.no_grad()
+    def _unchanged(self, units: Sequence[Unit]) -> Sequence[Unit]:
+        memories = unchanged([unit.memory for unit in units])
+        return [unit for unit in units if unit.memory in memories]
 
     def _hand_out_undecided(self) -> None:
         hand_out_undecided(unit.memory for unit in self.units.values())
@@ -199,7 +205,7 @@ class UnitHooks:
 
     def _ask(self, output: torch.Tensor) -> None:
         """Be called before the backward of `output`; a view that is written to in place would lose its own hook."""
-        output.register_hook(self._before_backward)
+        output.register_hook(partial(self._before_backward, self.unit.memory.replacements))
         below = output._base.grad_fn if output._is_view() else None
         if below is not None and not isinstance(below, torch.autograd.function.BackwardCFunction):
             below.register_prehook(self._before_backward_of_base)
@@ -215,7 +221,13 @@ class UnitHooks:
             self.bound.before_backward(self.unit)
 
     @compat.not_compiled
-    def _before_backward(self, gradient: torch.Tensor) -> torch.Tensor:
+    def _before_backward(self, replacements: int, gradient: torch.Tensor) -> torch.Tensor:
+        """The backward of a forward comes before which shards had been replaced so often."""
+        if self.unit.memory.replacements != replacements:
+            raise RuntimeError(
+                f"the parameters of unit {self.unit.name!r} were replaced, and another forward has used the new ones,"
+                " before the backward of a forward that used the old ones; call that backward first"
+            )
         self.bound.before_backward(self.unit)
         return gradient
 
@@ -242,7 +254,7 @@ class _Identity(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
-        ctx.hooks = inputs[0]
+        ctx.hooks, ctx.replacements = inputs[0], inputs[0].unit.memory.replacements
 
 
 class _EndOfBackward(_Identity):
@@ -275,7 +287,7 @@ class _BeginOfBackward(_Identity):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
-        return None, ctx.hooks._before_backward(gradient)
+        return None, ctx.hooks._before_backward(ctx.replacements, gradient)
 
 
 def hooks_of(module: nn.Module) -> UnitHooks | None:

@@ -3,6 +3,9 @@
 Two buffers hold the parameters: the shards of this rank, end to end, and the whole, which takes memory only while the
 unit is unsharded. Where a strategy never frees the whole, the shards at rest are views of it (`plan.aliased`), unless
 they have another dtype. Under `no_shard` a shard is everything: nothing is gathered, and gradients are all-reduced.
+
+A shard that was put in from outside, and that others hold too, lies apart, in its own memory, until they let it go:
+until then all shards of the unit are copied for each gather.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from torch._prims_common import make_contiguous_strides_for
 
 from fsdplab.engine import compat, events
 from fsdplab.engine.core.average import Average, Marks, half
-from fsdplab.engine.core.buffers import UnshardedBuffer, chunks, cut_out, pack
+from fsdplab.engine.core.buffers import UnshardedBuffer, chunks, cut_out, fingerprint, pack
 from fsdplab.engine.core.fewer_ranks import ShardsOverFewerRanks
 from fsdplab.engine.core.layout import Layout, Slot
 from fsdplab.engine.core.param import ShardedParam
@@ -69,22 +72,30 @@ class UnitMemory(Memory):
         self.module_names: Sequence[str] = ()  # what the root calls the modules; empty until there is a root
         self.fewer_ranks: ShardsOverFewerRanks | None = None  # where it goes after its forward instead of to its shards
         self.keep_storage = False  # whether the unsharded parameters keep their memory when they are freed
-        self._versions: list[int] = []  # of the shards, when they were unsharded
+        self.replacements = 0  # how often shards were replaced from outside
+        self._sent: torch.Tensor | None = None  # the fingerprint of the shards that were gathered, if it was taken
         self._partial_sum: torch.Tensor | None = None  # gradients summed over the shards, not yet over the replicas
         self._arriving = Pending(lambda: None)  # gradients on their way to host memory
         self._undecided: list[Undecided] = []  # until the end of the backward
         self._gradient_layout: GradientLayout | None = None  # of the last reduction
         self._lay_out()
 
-    def _lay_out(self) -> None:
+    def _lay_out(self, apart: bool = False) -> None:
         """Plan for the dtypes that the parameters have; no buffer exists yet."""
-        self.plan = UnitPlan.of(self.params, self.config)
-        self._settled = False  # whether the shards lie in their buffer
-        self.shards: torch.Tensor | None = None  # end to end (bytes)
-        self._chunks: list[torch.Tensor] | None = None  # its parts, one per parameter
+        self.plan = UnitPlan.of(self.params, self.config, apart)
+        self._settled = False  # whether the shards have values, and lie in their buffer or apart
+        self._apart = False  # whether one of them lies apart
+        self._drop_shards()
         holds = "sharded_parameters" if self.plan.keeps_whole else "unsharded_parameters"
         self.whole = UnshardedBuffer(self.plan.layout, self.config.device, self.name, holds)
         self._in_whole = False  # whether the unsharded forms of the parameters lie in it
+
+    def _drop_shards(self) -> None:
+        """Begin a new buffer of shards; the last belongs to whoever holds what lies in it."""
+        self.shards: torch.Tensor | None = None  # end to end (bytes)
+        self._chunks: list[torch.Tensor] | None = None  # its parts, one per parameter
+        for param in self.params:
+            param.forget_place()
 
     @property
     def keeps_whole(self) -> bool:
@@ -116,8 +127,27 @@ class UnitMemory(Memory):
             param.cut(*slot.span(self.config.rank))
         self.take_over_replaced()
 
-    def changed(self) -> bool:
-        return self._versions != [param.version for param in self.params]
+    def changed(self) -> bool | torch.Tensor:
+        """By comparing the shards with what was gathered from them, or, where they are views of that, with their
+        fingerprint: what wrote to them, and how, makes no difference. Where neither is possible they count as changed.
+        """
+        if self.plan.parted or not all(param.is_shown and param.keeps_shard() for param in self.params):
+            return True
+        if not self.params or compat.is_fake(self.whole.tensor):
+            return False
+        if self.plan.aliased:
+            return self.config.shard is not None and self._differs_from_sent()
+        rows = self.plan.layout.spans(self.config.rank)
+        differ = (param.differs(*span) for param, span in zip(self.plan.plain, rows))
+        if self.config.device.type == "cpu":
+            return any(differ)  # after a step the first parameter tells
+        return torch.stack([torch.as_tensor(each, device=self.config.device) for each in differ]).any()
+
+    def _differs_from_sent(self) -> bool | torch.Tensor:
+        return True if self._sent is None else self._sent != self._fingerprint()
+
+    def _fingerprint(self) -> torch.Tensor:
+        return fingerprint([param.local for param in self.plan.plain])
 
     @compat.outside_modes
     def take_over_replaced(self) -> bool:
@@ -130,14 +160,37 @@ class UnitMemory(Memory):
             self._lay_out()
         if self._settled and all(param.settled() for param in self.plan.plain):
             return False
+        self.replacements += 1
         self._settled = not any(param.local.is_meta for param in self.params)
         if self._settled and self.params:
-            buffer = self.whole.tensor if self.plan.aliased else self._make_shards()
-            for param, slot in zip(self.plan.plain, self.plan.rest_layout.slots):
-                param.settle(self._rows_in(buffer, param, slot))
-            if not self.plan.aliased:
-                self.config.storage.done_reading(buffer)
+            self._settle()
         return True
+
+    def _settle(self) -> None:
+        """Move the shards at rest into their buffer, except what others hold too and what has no place there, because
+        somebody holds the shard that was replaced: those stay apart.
+        """
+        plain = self.plan.plain
+        if self.plan.aliased != self.plan.aliasable or not all(param.has_place() for param in plain):
+            self._choose_buffers()
+        self._apart = False
+        for param, slot in zip(self.plan.plain, self.plan.rest_layout.slots):
+            if param.has_place():
+                buffer = self.whole.tensor if self.plan.aliased else self._make_shards()
+                param.settle(self._rows_in(buffer, param, slot))
+            else:
+                param.stay(self.config.storage.device)
+                self._apart = True
+        if self.shards is not None:
+            self.config.storage.done_reading(self.shards)
+        self._settled = True
+
+    def _choose_buffers(self) -> None:
+        """Take new buffers where all shards may move there; where not, have none that shards must lie in."""
+        if all(param.may_move() for param in self.plan.plain):
+            self._lay_out() if self.plan.aliasable else self._drop_shards()
+        elif self.plan.aliased:
+            self._lay_out(apart=True)
 
     def _rows_in(self, buffer: torch.Tensor, param: ShardedParam, slot: Slot) -> torch.Tensor:
         """Where the rows of `param` that this rank keeps belong."""
@@ -174,8 +227,12 @@ class UnitMemory(Memory):
 
     def gather(self, phase: str) -> Pending | None:
         label = CollectiveLabel(self.name, phase)
+        if self._apart and phase == "forward":
+            self._settle()  # those who held what lies apart may have let it go
         if self.shards is not None:
             self.config.storage.will_read(self.shards)
+        needs_fingerprint = self.remembers and self.plan.aliased and self.config.shard is not None
+        self._sent = self._fingerprint() if needs_fingerprint and not compat.is_fake(self.whole.tensor) else None
         if self._kept is not None:
             return self._kept.gather(self.whole, label)
         if self.config.shard is not None:
@@ -187,10 +244,19 @@ class UnitMemory(Memory):
 
     def _send_shard(self) -> SendShard:
         """This rank's shards in the dtype that travels: those at rest themselves, or made from them."""
-        ready = self.plan.travels_as_it_rests and self.config.storage.device == self.config.device
-        return SendShard(
-            self.plan.layout.shard_bytes, self.plan.wire_dtype, self._write, self.shards if ready else None
-        )
+        resident = None
+        if self.plan.travels_as_it_rests and self.config.storage.device == self.config.device:
+            resident = self._in_one_piece() if self._apart else self.shards
+        return SendShard(self.plan.layout.shard_bytes, self.plan.wire_dtype, self._write, resident)
+
+    def _in_one_piece(self) -> torch.Tensor:
+        """A copy of shards that lie apart, end to end, where peers may read it: a gather sends what lies there already
+        on all ranks, or on none.
+        """
+        assert self.config.shard is not None, "nobody to send it to"
+        piece = self.config.shard.storage(self.config.device).make(self.plan.layout.shard_bytes, self.name)
+        self._fill(piece)
+        return piece
 
     def _write(self, target: torch.Tensor) -> Pending:
         """Begin to write this rank's shards, in the dtypes that travel, into `target` (bytes)."""
@@ -200,6 +266,8 @@ class UnitMemory(Memory):
         plan = self.plan
         if plan.aliased:
             cut_out(self.config.rank, self.whole, target)
+        elif self._apart:
+            self._copy_each(target)
         elif plan.plain:
             shards = self._make_shards()
             if plan.rest_dtypes != plan.compute_dtypes:  # a copy from the host that casts would do it there
@@ -207,6 +275,15 @@ class UnitMemory(Memory):
             self._cast(shards, target)
         for parted in plan.parted:
             parted.write_parts(plan.layout, target)
+
+    def _copy_each(self, target: torch.Tensor) -> None:
+        """Copy every shard from where it lies to its place in `target` (bytes)."""
+        plan = self.plan
+        filled = [param for param, slot in zip(plan.plain, plan.layout.slots) if slot.chunk_bytes]
+        shards = [param.local.to(self.config.device, non_blocking=True) for param in filled]
+        places = chunks(target, plan.layout, plan.compute_dtypes)
+        rows = [place[: shard.numel()].view(shard.shape) for place, shard in zip(places, shards)]
+        torch._foreach_copy_(rows, shards, non_blocking=True)
 
     def _cast(self, shards: torch.Tensor, target: torch.Tensor) -> None:
         plan = self.plan
@@ -236,9 +313,12 @@ class UnitMemory(Memory):
         for parted in self.plan.parted:
             parted.assemble(self.plan.layout, self.whole.tensor)
         self._lay_in_whole()
+        if self.plan.plain:
+            memory = compat.storage_id(self.whole.tensor)
+            for param in self.plan.plain:
+                param.check_memory(memory)
         for param in self.params:
             param.show_gathered()
-        self._versions = [param.version for param in self.params]
 
     def _lay_in_whole(self) -> None:
         """Put the unsharded forms of the parameters over the whole buffer, once it exists."""
@@ -453,6 +533,21 @@ def _gradient_of(
     if rows.dtype is not dtype:
         rows = rows.to(dtype)
     return param.natural(rows).contiguous() if param.dim else rows
+
+
+def unchanged(memories: Sequence[UnitMemory]) -> set[UnitMemory]:
+    """Those of which no rank has other shards than those that were gathered: one exchange of a byte each, and one read
+    of the device, for all units over the same ranks.
+    """
+    found: set[UnitMemory] = set()
+    for transport in dict.fromkeys(memory.config.shard for memory in memories):
+        alike = [memory for memory in memories if memory.config.shard is transport]
+        device = alike[0].config.device
+        flags = torch.stack([torch.as_tensor(each.changed(), device=device) for each in alike]).to(torch.uint8)
+        if transport is not None:
+            flags = transport.largest(flags)
+        found.update(memory for memory, flag in zip(alike, flags.tolist()) if not flag)
+    return found
 
 
 def hand_out_undecided(memories: Iterable[UnitMemory]) -> None:

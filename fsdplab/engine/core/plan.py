@@ -54,7 +54,8 @@ def layout_of(params: Sequence[ShardedParam], dtypes: Sequence[torch.dtype], ran
 class UnitPlan:
     """The layouts and dtypes of a unit, at rest and gathered.
 
-    `aliased`: the shards at rest are views of the whole buffer. `keeps_whole`: that buffer is never freed.
+    `aliased`: the shards at rest are views of the whole buffer. `keeps_whole`: that buffer is never freed. `aliasable`:
+    they would be views of it if none of them had to lie apart, in memory that others hold too.
     """
 
     plain: Sequence[ShardedParam]
@@ -63,19 +64,21 @@ class UnitPlan:
     compute_dtypes: Sequence[torch.dtype]
     rest_layout: Layout
     layout: Layout
+    aliasable: bool
     aliased: bool
     keeps_whole: bool
 
     @classmethod
-    def of(cls, params: Sequence[ShardedParam], config: UnitConfig) -> UnitPlan:
-        """The plan for the dtypes that `params` have now."""
+    def of(cls, params: Sequence[ShardedParam], config: UnitConfig, apart: bool = False) -> UnitPlan:
+        """The plan for the dtypes that `params` have now; `apart`: one of them must stay in its own memory."""
         parted = [param for param in params if isinstance(param, PartedParam)]
         plain = [param for param in params if not isinstance(param, PartedParam)]
         low, shards = config.policy.param_dtype, config.strategy.shard_parameters
         rest = [param.dtype for param in plain]
         compute = [low if low and dtype.is_floating_point else dtype for dtype in rest]
         needs_no_gather = not shards or config.ranks == 1 and not config.storage.away
-        aliased = needs_no_gather and compute == rest and not parted
+        aliasable = needs_no_gather and compute == rest and not parted
+        aliased = aliasable and not apart
         return cls(
             plain,
             parted,
@@ -83,6 +86,7 @@ class UnitPlan:
             compute,
             layout_of(plain, rest, config.ranks, SHARDS_ALIGNED),
             layout_of(plain, compute, config.ranks, _alignment(parted, config)),
+            aliasable,
             aliased,
             keeps_whole=aliased or not shards and config.ranks > 1,
         )
@@ -97,7 +101,7 @@ class UnitPlan:
         gap is between them.
         """
         alike = self.compute_dtypes == self.rest_dtypes and self.layout.slots == self.rest_layout.slots
-        return alike and self.layout.shard_bytes == self.rest_layout.shard_bytes and not self.aliased
+        return alike and self.layout.shard_bytes == self.rest_layout.shard_bytes and not self.aliasable
 
     @cached_property
     def casts_at_once(self) -> bool:

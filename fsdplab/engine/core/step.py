@@ -94,9 +94,21 @@ class StepOrder:
             self.abandon_backward()
         self.has_run, self.forward_of, self._entered = True, unit, []
         self.schedule.begin()
+        announced = self._another_backward_comes
         with self._span("root_pre_forward"):
+            current = self._unchanged([each for each in self.units.values() if each.may_be_current(self._accumulating)])
             for each in self.units.values():
-                each.begin_forward(self._accumulating)
+                each.memory.remembers = announced
+                each.begin_forward(each in current)
+
+    def _unchanged(self, units: Sequence[Unit]) -> Sequence[Unit]:
+        """Those of `units` of which no rank has other shards than those that were gathered."""
+        return [each for each in units if not each.memory.changed()]
+
+    @property
+    def _another_backward_comes(self) -> bool:
+        """Whether the user has said so; it may be wrong, so nobody rests on it without looking at the shards."""
+        return not self.root.is_last_backward or not all(unit.sync for unit in self.units.values())
 
     def after_forward(self, unit: Unit, will_backward: bool) -> None:
         """Reshard `unit` where its strategy says so; after the root, every unit that no backward will come for."""
@@ -208,7 +220,7 @@ class StepOrder:
             self._hand_out_undecided()
             for unit in self.units.values():
                 unit.end_backward()
-        self._accumulating = not self.root.is_last_backward or not all(unit.sync for unit in self.units.values())
+        self._accumulating = self._another_backward_comes
         self.in_backward = False
 
     def _hand_out_undecided(self) -> None:

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from fsdplab.engine import events
+from fsdplab.engine import compat, events
 from fsdplab.engine.core.average import Average
 from fsdplab.engine.core.buffers import ShardStorage, UnshardedBuffer, pack
 from fsdplab.engine.core.layout import Layout
@@ -91,6 +91,18 @@ class Departure:
         """Return when the host, which has waited since `awaited_ns`, may use the result."""
 
 
+class Unseen(Departure):
+    """Of what has no row in the ledger, and meets no link."""
+
+    issue_ns = 0
+
+    def __init__(self) -> None:
+        super().__init__(partial(events.Collective))
+
+    def moved(self, start_ns: int, end_ns: int, waited_ns: int | None) -> None:
+        """Nobody hears of it."""
+
+
 class Link(Protocol):
     """An emulated link, as a transport uses it."""
 
@@ -143,6 +155,11 @@ class Transport(ABC):
         pack(layout, gradients, output)
         average.mark(output)
         return self.all_reduce(output, label, average, layout.padding_bytes)
+
+    def largest(self, flags: torch.Tensor) -> torch.Tensor:
+        """The largest of all ranks' `flags` (uint8), at once: a few bytes, in no ledger."""
+        compat.all_reduce_unseen(flags, self.group)
+        return flags
 
     def storage(self, device: torch.device) -> ShardStorage:
         """Where shards rest that no offload policy sends elsewhere."""

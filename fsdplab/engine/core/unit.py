@@ -45,6 +45,7 @@ class Memory(ABC):
 
     name: str
     params: Sequence[object]  # a unit without any is never unsharded
+    remembers = False  # whether `changed` may be asked of the next gather, though it will be freed or written to
 
     @property
     @abstractmethod
@@ -57,7 +58,7 @@ class Memory(ABC):
     def hides_all_reduce(self) -> bool: ...  # whether the host issues a second collective once the first is complete
 
     @abstractmethod
-    def changed(self) -> bool: ...  # whether somebody wrote to the shards since they were unsharded
+    def changed(self) -> bool | torch.Tensor: ...  # whether the shards have other values than when they were unsharded
     @abstractmethod
     def gather(self, phase: str) -> Pending | None: ...  # begin to unshard; None: there is nothing to wait for
     @abstractmethod
@@ -129,23 +130,27 @@ class Unit(Generic[M]):
 
     # ---- start_unshard, finish_unshard
 
-    def begin_forward(self, accumulating: bool) -> None:
-        """A root forward begins: what was unsharded before is out of date, unless the user unsharded it by hand.
+    def may_be_current(self, accumulating: bool) -> bool:
+        """Whether a root forward need not gather again if nobody wrote to the shards: what is still unsharded (several
+        forwards before a backward; `reshard_after_backward=False`), or kept between micro-batches.
+        """
+        kept = self.state is UNSHARDED or accumulating and self.state is SHARDED and self.memory.keeps_whole
+        return kept and self._gathered and not self._by_hand
 
-        What is still unsharded (several forwards before a backward; `reshard_after_backward=False`), or kept
-        between micro-batches, need not be gathered again if nobody wrote to the shards.
+    def begin_forward(self, is_current: bool) -> None:
+        """A root forward begins: what was unsharded before is out of date, unless the user unsharded it by hand, or it
+        `is_current`: it may be, and no rank has other shards since.
         """
         self.to_run = set()
         if self._by_hand:
             self._by_hand = False
             return
-        unchanged = self._gathered and not self.memory.changed()
-        if self.state is UNSHARDED and unchanged:
+        if self.state is UNSHARDED and is_current:
             return
         self.abandon_unshard()
         self.reshard("forward")
+        self._gathered = self._gathered and is_current
         self.take_over_replaced()
-        self._gathered = self._gathered and accumulating and unchanged
 
     def take_over_replaced(self) -> None:
         """Take over shards that were replaced from outside (`to_empty`, `to`, an assigned state dict)."""

@@ -28,7 +28,7 @@ from fsdplab.engine.core.average import Average
 from fsdplab.engine.core.buffers import ShardStorage, UnshardedBuffer, missing, pack, unpack_from
 from fsdplab.engine.core.layout import Layout, Slot
 from fsdplab.engine.core.pending import Pending
-from fsdplab.engine.core.transport import CollectiveLabel, Departure, Gradients, SendShard, Transport
+from fsdplab.engine.core.transport import CollectiveLabel, Departure, Gradients, SendShard, Transport, Unseen
 from fsdplab.engine.transport.gloo import announce
 from fsdplab.engine.transport.shared_memory.arena import SharedStorage
 from fsdplab.engine.transport.shared_memory.slots import Broken, Buffers, GivenUp, Slots
@@ -263,6 +263,7 @@ class SharedTransport(Transport):
         self._slots = self._operations.slots
         self._gathers, self._reductions = (self._operations.staging(_BUFFERS) for _ in range(2))
         self._exchanges = self._operations.staging(_BUFFERS + 1)  # an all-reduce ends one unit later than it sums
+        self._flags = self._operations.staging(_BUFFERS)
         self._announced = compat.silent_group(self.rank, self.ranks)
 
     def announce_buffers(self) -> None:
@@ -285,6 +286,19 @@ class SharedTransport(Transport):
     def leave_step(self, unfinished: bool) -> None:
         """Begin anew with all ranks where one has failed in the middle, or this one has left a step unfinished."""
         self._operations.recover(unfinished or self._slots.broken)
+
+    def largest(self, flags: torch.Tensor) -> torch.Tensor:
+        """The largest of all ranks' `flags` (uint8)."""
+        operation = self._operations.claim(flags.nbytes, "comparison", "shards", Unseen())
+        mine = self._operations.stage(self._flags, flags.nbytes, operation.name).copy_(flags)
+        peers = [peer for peer in self._slots.nearest_first if peer != self.rank]
+
+        def read() -> None:
+            for peer in peers:
+                torch.maximum(flags, self._slots.read(peer, operation.number, flags.nbytes), out=flags)
+
+        self._operations.publish(operation, mine, self._flags, [Step(read)]).wait()
+        return flags
 
     def all_gather(self, shard: SendShard, whole: UnshardedBuffer, label: CollectiveLabel) -> Pending:
         """Publish this rank's shard, or where it rests; on waiting, copy every rank's shard into `whole`.
