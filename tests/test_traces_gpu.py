@@ -11,6 +11,7 @@ from fsdplab.profiling.traces.skew import matched
 from fsdplab.profiling.traces.steps import device_windows, wall_windows
 from tests.gpu_traces import BACKWARD, COPY, GpuRank
 
+pytestmark = pytest.mark.quick
 PARTS = ("compute_only_ns", "overlapped_ns", "exposed_ns", "other_ns")
 
 
