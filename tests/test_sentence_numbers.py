@@ -71,13 +71,6 @@ def assert_shows(sentence: str, expected: Sequence[float]) -> None:
     assert len(shown) == len(expected) and all(right), f"{sentence}\nshows {shown}\nexpected {list(expected)}"
 
 
-def test_numbers_are_read_as_they_are_written() -> None:
-    text = "zero1 in bf16: 1,024 GPUs, 43.6 GB, 50 % of 1.03 ms, 2.0 times, 26.0 GB/s (prefetch=2)."
-    assert [each.value for each in shown_in(text)] == pytest.approx([1024, 43.6e9, 0.5, 1.03e-3, 2, 26e9, 2])
-    with pytest.raises(AssertionError, match="expected"):
-        assert_shows("About 3.5 times the tokens", [1 / 3.5])
-
-
 # ---- remedies and findings, from rows written by hand
 
 
@@ -527,7 +520,7 @@ def test_what_a_plan_lacks_and_how_many_cards_hold_its_states() -> None:
 FAST = plan_spec("llama-3.1-8b", "h100", gpus=16, checkpointing="full", grad_accum=4)
 CHEAP, SAFE = replace(FAST, gpus=8, grad_accum=8), replace(FAST, tensor_parallel=2, grad_accum=8)
 BOLD = replace(FAST, micro_batch=4, seq=8192)
-SLOW_NETWORK = dict(oversubscription=8.0)
+SLOW_NETWORK = dict(oversubscription=4.0)
 
 
 def answered(fast: PlanSpec, cheap: PlanSpec, safe: PlanSpec) -> Fit:
