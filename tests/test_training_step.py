@@ -7,8 +7,6 @@ are computed from unsharded parameters: a rank that computed with parameters of 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -83,12 +81,13 @@ def shards_parameters(strategy: str) -> bool:
     return STRATEGIES[strategy].shard_parameters and strategy != "hybrid_shard"
 
 
-def train_beside_twin(strategy: str, policy: OffloadPolicy) -> None:
+def train_beside_twin(strategy: str, policy: OffloadPolicy, reshard_after_backward: bool = True) -> None:
     row, rank = STRATEGIES[strategy], dist.get_rank()
     model, twin = Heads(), Heads()
     mesh = init_device_mesh("cpu", (2, 1)) if strategy == "hybrid_shard" else None
     shard_model(model, strategy, mesh=mesh, offload_policy=policy)
-    unsharded = unsharded_weights(model)
+    model.set_reshard_after_backward(reshard_after_backward)
+    shards, unsharded = dict(model.named_parameters()), unsharded_weights(model)
     optimizer, twins = offload_optimizer(optimizer_of(model), IN_HOST_MEMORY, part_bytes=1), optimizer_of(twin)
     for step in range(STEPS):
         expected, expected_norm = twin_step(twin, twins, step)
@@ -99,32 +98,36 @@ def train_beside_twin(strategy: str, policy: OffloadPolicy) -> None:
             loss = loss_of(model, step, micro, rank) / MICRO_BATCHES
             assert loss == expected[rank][micro], f"the loss of step {step}, micro-batch {micro}"
             loss.backward()
-        norm = clip_grad_norm_(model.parameters(), MOST_NORM)
+        norm = clip_grad_norm_(shards.values(), MOST_NORM)
         assert norm.item() == pytest.approx(expected_norm, rel=1e-6), f"the norm of step {step}"
         for parameter in twin.parameters():
             parameter.grad.mul_(torch.clamp(MOST_NORM / (norm + 1e-6), max=1.0))
         for each in (optimizer, twins):
             each.step()
             each.zero_grad()
-        compare(model.named_parameters(), dict(twin.named_parameters()), step)
+        compare(shards, dict(twin.named_parameters()), step)
         freed = [storage.nbytes() == 0 for storage in unsharded]
-        assert freed == [shards_parameters(strategy)] * len(freed), f"unsharded parameters after step {step}: {freed}"
+        frees = shards_parameters(strategy) and reshard_after_backward
+        assert freed == [frees] * len(freed), f"unsharded parameters after step {step}: {freed}"
 
 
-def compare(parameters: Iterable[tuple[str, nn.Parameter]], twins: dict[str, nn.Parameter], step: int) -> None:
+def compare(shards: dict[str, nn.Parameter], twins: dict[str, nn.Parameter], step: int) -> None:
     """Every row that this rank holds equals the twin's."""
-    for name, parameter in parameters:
+    for name, parameter in shards.items():
         here = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         assert torch.equal(here, own_part(twins[name].detach(), parameter)), f"{name} after step {step}"
 
 
 def each_beside_twin() -> None:
-    for strategy in STRATEGIES:
-        for policy in (OffloadPolicy(), IN_HOST_MEMORY) if shards_parameters(strategy) else (OffloadPolicy(),):
-            try:
-                train_beside_twin(strategy, policy)
-            except AssertionError as error:
-                raise AssertionError(f"{strategy}, {type(policy).__name__}: {error}") from error
+    """Every strategy; with shards in host memory; and units that stay unsharded while the optimizer steps."""
+    cases = [(strategy, OffloadPolicy(), True) for strategy in STRATEGIES]
+    cases += [(strategy, IN_HOST_MEMORY, True) for strategy in STRATEGIES if shards_parameters(strategy)]
+    cases += [("full_shard", OffloadPolicy(), False)]
+    for case in cases:
+        try:
+            train_beside_twin(*case)
+        except AssertionError as error:
+            raise AssertionError(f"{case}: {error}") from error
 
 
 def test_accumulated_clipped_and_offloaded_steps_equal_the_twin(ranks) -> None:
