@@ -16,6 +16,7 @@ from fsdplab.sessions.changes import best_change
 from fsdplab.sessions.spec import SpecError
 from fsdplab.sessions.steady_card import SteadyCardError, steady, steady_step
 
+pytestmark = pytest.mark.quick
 JOB = dict(model="gpt-20m", world_size=2, batch_size=2, sequence_length=128, link="150MB/s", device="cpu")
 BEFORE, WHOLE = Steady(0.855, 0.212, 0.63), Steady(0.919, 0.300, 0.65)
 

@@ -22,7 +22,7 @@ from fsdplab.checkpoint.files import FORMAT, MANIFEST, CheckedReader, Checkpoint
 from fsdplab.engine import shard_model
 from tests.surface import Net, loss_of, mesh_of, wholes
 
-pytestmark = pytest.mark.quick
+quick = pytest.mark.quick
 
 
 class Harm:
@@ -174,7 +174,14 @@ def refused(folder: str, damage: Callable[[Path], None], words: str) -> None:
     assert its.param_groups[0]["lr"] == 0.1
 
 
-@pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
+QUICK_DAMAGE = (truncated, harmful_metadata)  # one of the bytes, one of what says where they are
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [pytest.param(each, marks=[quick] if each in QUICK_DAMAGE else []) for each in DAMAGE],
+    ids=lambda damage: damage.__name__,
+)
 def test_a_damaged_checkpoint_changes_nothing(ranks, damage: Callable[[Path], None]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ranks(2, refused, folder, damage, DAMAGE[damage])
@@ -196,6 +203,7 @@ def harmful_entry(folder: str) -> None:
         assert torch.equal(value, then)
 
 
+@quick
 def test_an_entry_runs_no_code(ranks) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ranks(2, harmful_entry, folder)
@@ -215,6 +223,7 @@ def unreadable(folder: str) -> None:
         checkpoint.load(model, optimizer, folder)
 
 
+@quick
 def test_a_file_that_cannot_be_read_is_named_on_all_ranks(ranks, tmp_path: Path) -> None:
     ranks(2, unreadable, str(tmp_path / "saved"))
 

@@ -19,7 +19,8 @@ from fsdplab.engine import CPUOffloadPolicy, MixedPrecisionPolicy, shard_model
 from tests.ranks import transports
 from tests.surface import mesh_of, wholes
 
-pytestmark = pytest.mark.quick
+quick = pytest.mark.quick
+TRANSPORTS = [pytest.param("shm", marks=quick), "gloo"]
 ROWS = 8
 TINY = {torch.float32: 2.0**-149, torch.float16: 2.0**-24, torch.bfloat16: 2.0**-133}  # the smallest above zero
 
@@ -86,7 +87,7 @@ def in_turn(program: Callable[..., list[bool]], calls: Sequence[tuple[Any, ...]]
     return [call for call in calls if not all(program(*call))]
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=quick), 4])
 def test_ranks_agree_where_a_gradient_is_negative_zero(ranks, world: int) -> None:
     calls = [(name, over, last) for name in STRATEGIES[world] for over in transports() for last in (0, world - 1)]
     assert ranks(world, in_turn, zeros_of_both_signs, calls) == [[]] * world
@@ -99,6 +100,7 @@ def negative_zeros_only(strategy: str, transport: str) -> list[bool]:
     return present(model)
 
 
+@quick
 def test_a_gradient_of_negative_zeros_is_one(ranks) -> None:
     calls = [(name, over) for name in ("full_shard", "no_shard") for over in transports()]
     assert ranks(2, in_turn, negative_zeros_only, calls) == [[], []]
@@ -123,7 +125,7 @@ def tiny(strategy: str, transport: str, dtype: torch.dtype, divide: float, accum
     return present(model)
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=quick), 4])
 def test_an_average_that_rounds_to_zero_is_a_gradient(ranks, world: int) -> None:
     """The sum of fewer ranks too, which replicas have divided already or will divide."""
     calls = list(product(STRATEGIES[world], transports(), TINY, (3.0, 4.0), (False,)))
@@ -153,7 +155,7 @@ def reads(strategy: str, transport: str, *users: int) -> tuple[int, list[bool]]:
     return len(seen), present(model)
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("strategy", ["full_shard", "no_shard", "zero2"])
 def test_a_backward_reads_once_what_it_lacks(ranks, strategy: str, transport: str) -> None:
     """A rank that lacks nothing reads nothing, and so does one whose peers do not matter."""
@@ -180,7 +182,7 @@ def values(strategy: str, transport: str, options: dict[str, Any], steps: int) -
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-@pytest.mark.parametrize("transport", ["shm", "gloo"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(
     "options",
     [{}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}, {"mp_policy": HALF}],
@@ -190,7 +192,7 @@ def test_what_another_rank_has_is_handed_out(ranks, options: dict[str, Any], tra
     ranks(2, values, "full_shard", transport, options, 2)
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "zero1", "shard_grad_op"])
+@pytest.mark.parametrize("strategy", [pytest.param("no_shard", marks=quick), "zero1", "shard_grad_op"])
 def test_under_every_strategy(ranks, strategy: str) -> None:
     ranks(2, values, strategy, "shm", {}, 2)
 
@@ -213,7 +215,7 @@ def complex_numbers(strategy: str, transport: str, *users: int) -> list[bool]:
     return present(model)
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "no_shard"])
+@pytest.mark.parametrize("strategy", [pytest.param("full_shard", marks=quick), "no_shard"])
 def test_complex_gradients(ranks, strategy: str) -> None:
     for transport in transports():
         assert ranks(2, complex_numbers, strategy, transport, 1) == [[True], [True]]
@@ -245,6 +247,7 @@ def abandoned() -> list[list[bool]]:
     return [*found, present(model)]
 
 
+@quick
 def test_an_abandoned_backward_hands_nothing_to_the_next(ranks) -> None:
     mine, other = ranks(2, abandoned)
     assert other[0] == [False] * 4 and mine[1] == other[1] == [False] * 4

@@ -12,17 +12,16 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
-from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdplab.engine import compat, events, shard_model
+from fsdplab.engine import events, shard_model
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.emulation import stream_link
-from fsdplab.engine.emulation.link import Link, behind, emulate_exchange
+from fsdplab.engine.emulation.link import Link, behind
 from fsdplab.engine.emulation.stream_link import StreamChannel, sleep_function
 from fsdplab.engine.shard import units_of
 from fsdplab.engine.transport.gloo import GlooTransport
@@ -254,12 +253,3 @@ def nothing_on_streams() -> tuple[bool, str]:
 def test_streams_have_one_queue(ranks) -> None:
     ((streams, said),) = ranks(1, nothing_on_streams)
     assert not streams and said.endswith("got 2; give queues=1")
-
-
-def test_an_exchange_of_matrices_on_streams_has_one_queue_too(monkeypatch) -> None:
-    monkeypatch.setattr(compat, "has_streams", lambda device: True)
-    optimizer, group = Mock(), Mock(**{"size.return_value": 2})
-    emulate_exchange(optimizer, Link(1e9, queues=2))
-    link_of = optimizer.behind.call_args.args[0]
-    with pytest.raises(ValueError, match="one queue"):
-        link_of(group, torch.device("cuda"))

@@ -546,7 +546,7 @@ def test_wrong_sweeps_and_targets_are_refused(arguments, words, capsys):
 @pytest.mark.parametrize(
     "before,now",
     [
-        (["--world-size", "16", "--fit"], ["fit", "--world-size", "16"]),
+        (["--model", "gpt2", "--world-size", "1", "--fit"], ["fit", "--model", "gpt2", "--world-size", "1"]),
         (["--sweep", "gpus=8,16", "--model", "gpt2"], ["sweep", "gpus=8,16", "--model", "gpt2"]),
         (["--model", "gpt2", "--sweep=gpus=8,16"], ["sweep", "gpus=8,16", "--model", "gpt2"]),
         (["--ask"], ["ask"]), (["--ask", "peak", "--model", "gpt2"], ["ask", "peak", "--model", "gpt2"]),
@@ -727,7 +727,8 @@ def test_no_step_is_faster_than_products_alone_were_measured_to_be():
 
 @pytest.mark.parametrize("form", [[], ["fit"], ["sweep", "seq=512,1024"], ["simulate"]])
 def test_every_form_says_where_its_figures_and_its_efficiency_are_from(form, capsys):
-    code, printed, _ = ended(["plan", *form, "--gpu", "h200", "--sequence-length", "512"], capsys)
+    given = ["--model", "gpt2", "--world-size", "2", "--gpu", "h200", "--sequence-length", "512"]
+    code, printed, _ = ended(["plan", *form, *given], capsys)
     out = " ".join(printed.split())
     assert code == 0 and "0.741 of 989 TFLOP/s: carried over from H100 SXM 80GB, the same die GH100" in out
     assert "predicted, in closed form" in out or "is simulated, the second predicted" in out

@@ -271,6 +271,7 @@ def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunRecord]:
         "four ranks": profiled(folder / "four", steps=many, pace=(1.0, 1.0, 1.3, 1.0)),
         "measured": profiled(folder / "measured", emulated=False),
         "alone": profiled(folder / "alone", ranks_talk=False),
+        "one late": written(late_job(), folder / "late"),
     }
 
 
@@ -309,39 +310,3 @@ def test_terminal_steps_and_pareto_name_one_winner(records: dict[str, RunRecord]
     cases = [(quick, slow), (slow, quick), (quick, quick), (quick, [0.09, 0.2, 0.1, 0.11, 0.3, 0.1]), (quick[:2], slow)]
     for first, second in cases:
         assert list(wrong_race([run("zero1", first), run("zero2", second)])) == [], (first, second)
-
-
-# ---- what these checks must find
-
-
-def told(record: RunRecord) -> list[Finding]:
-    return [each for each in findings(record) if each.of == "exposed"]
-
-
-def test_a_claim_above_the_exposed_time_is_found(records: dict[str, RunRecord]) -> None:
-    most = told(records["behind"])[0]
-    twice = [replace(most, seconds=9.0)]
-    assert any("more than" in what for what in wrong_claims(records["behind"], twice))
-    assert any("claimed by nobody" in what for what in wrong_claims(records["behind"], []))
-    larger = [replace(most, title="Something takes 3 ms of each step (140 %)")]
-    assert {"share" in what or "has not its own" in what for what in wrong_claims(records["behind"], larger)} >= {True}
-
-
-def test_a_rank_or_a_unit_that_does_not_exist_is_found(records: dict[str, RunRecord]) -> None:
-    most = told(records["behind"])[0]
-    for changed in (
-        replace(most, title="Rank 7 is slow"), replace(most, rank=7),
-        replace(most, unit="blocks.99"),
-    ):  # fmt: skip
-        assert list(wrong_names(records["behind"], [changed]))
-    assert any("twice" in what for what in wrong_names(records["behind"], [most, most]))
-
-
-def test_sentences_that_disagree_on_a_late_rank_are_found(records: dict[str, RunRecord], tmp_path: Path) -> None:
-    record = written(late_job(), tmp_path)
-    late = next(each for each in findings(record) if each.rank is not None)
-    assert late.rank == 2 and not list(wrong_ranks(record, [late]))
-    assert list(wrong_ranks(record, [replace(late, rank=1)]))
-    assert list(wrong_ranks(record, [late, replace(late, text="No rank is late beyond chance")]))
-    assert list(wrong_ranks(record, [])), "the straggler map names a rank, and no finding does"
-    assert list(wrong_ranks(records["even"], [late]))

@@ -262,8 +262,7 @@ def test_ten_thousand_ranks_cost_what_eight_do():
     )
     layers = SHAPES["llama-3.1-405b"].layers
     assert layers == 126 and large.ranks == {0: 10_000}
-    slowed = 1  # where collectives are beside compute: on ten thousand ranks all of it waits for them
-    assert large.operations == small.operations - slowed <= 10 * layers
+    assert large.operations <= 1.01 * small.operations and small.operations <= 10 * layers
 
 
 def test_a_slow_rank_among_ten_thousand_makes_few_classes():

@@ -43,6 +43,7 @@ def a_step(rank: GpuRank, number: int = 1, late: float = 0) -> GpuRank:
 # ---- operators and kernels
 
 
+@pytest.mark.quick
 def test_kernels_by_time_with_shares_of_their_kind(tmp_path):
     table = tables.operators(a_step(GpuRank()).write(tmp_path / "t.json"))
     found = {(row["kind"], row["name"].split("(")[0]): row for row in rows(table)}
@@ -53,6 +54,7 @@ def test_kernels_by_time_with_shares_of_their_kind(tmp_path):
     assert table.sentence == "gemm takes 60% of the kernels' time: 60.0 µs a step in 1 calls."
 
 
+@pytest.mark.quick
 def test_operators_count_without_what_they_call(tmp_path):
     rank = GpuRank(world_size=1).operator("aten::linear", 0, 100).operator("aten::addmm", 20, 90)
     rank.operator("aten::linear", 100, 110)
@@ -61,6 +63,7 @@ def test_operators_count_without_what_they_call(tmp_path):
     assert found["aten::addmm"]["time_ns"] == 70_000 and found["aten::addmm"]["share"] == 70 / 110
 
 
+@pytest.mark.quick
 def test_kernels_are_of_the_unit_that_launched_them(tmp_path):
     rank = GpuRank().step(1, 0, 50)
     for unit, launched, start in (("blocks.0", 2, 100), ("blocks.1", 12, 200)):
@@ -77,6 +80,7 @@ def test_kernels_are_of_the_unit_that_launched_them(tmp_path):
     assert found == {"blocks.0": 50_000, "blocks.1": 50_000}
 
 
+@pytest.mark.quick
 def test_times_are_of_a_mean_step_and_of_profiled_steps_only(tmp_path):
     rank = GpuRank().step(1, 0, 10).kernel(5, 20, 40, name="gemm").step(2, 10, 20).kernel(15, 40, 80, name="gemm")
     rank.kernel(30, 90, 190, name="gemm").nccl("all_gather", 6, 40, 41)
@@ -95,6 +99,7 @@ def test_a_real_trace_of_cpu_ranks_lists_matrix_products_first():
 # ---- launches
 
 
+@pytest.mark.quick
 def test_delays_and_queues_of_a_host_that_runs_ahead(tmp_path):
     rank = GpuRank(world_size=1).step(1, 0, 20)
     for number in range(4):  # four launches of 1 us at 0, 2, 4, 6; each kernel takes 100 us
@@ -105,6 +110,7 @@ def test_delays_and_queues_of_a_host_that_runs_ahead(tmp_path):
     assert row["short_kernels"] == 0
 
 
+@pytest.mark.quick
 def test_a_host_that_cannot_keep_up(tmp_path):
     rank = GpuRank(world_size=1).step(1, 0, 400)
     for number in range(4):  # each kernel of 0.5 us starts right after its launch
@@ -115,11 +121,13 @@ def test_a_host_that_cannot_keep_up(tmp_path):
     assert "the host sets the pace" in table.sentence
 
 
+@pytest.mark.quick
 def test_cpu_ranks_launch_nothing():
     table = tables.launches(next(DATA.glob("traces/rank0*")))
     assert not table.rows and "no work of a device" in table.sentence
 
 
+@pytest.mark.quick
 def test_a_trace_without_correlations_says_so(tmp_path):
     table = tables.launches(a_step(GpuRank(correlated=False)).write(tmp_path / "t.json"))
     assert not table.rows and "no correlation numbers" in table.sentence
@@ -128,6 +136,7 @@ def test_a_trace_without_correlations_says_so(tmp_path):
 # ---- bandwidth
 
 
+@pytest.mark.quick
 def test_bandwidth_takes_the_rank_that_waited_for_nobody(tmp_path):
     early = GpuRank(0).step(1, 0, 10).kernel(1, 20, 30).nccl("all_gather", 2, 30, 130, elements=2**20)
     late = GpuRank(1).step(1, 0, 10).kernel(1, 20, 90).nccl("all_gather", 2, 90, 130, elements=2**20)
@@ -143,6 +152,7 @@ def test_bandwidth_takes_the_rank_that_waited_for_nobody(tmp_path):
     assert "waiting for peers" in tables.bandwidths_by_size(found[:1]).notes[0]
 
 
+@pytest.mark.quick
 def test_sizes_and_process_groups_are_told_apart(tmp_path):
     rank = GpuRank().step(1, 0, 10).kernel(1, 20, 30)
     rank.nccl("all_gather", 2, 30, 40, elements=2**10).nccl("all_gather", 3, 40, 80, elements=2**20)
@@ -157,6 +167,7 @@ def test_sizes_and_process_groups_are_told_apart(tmp_path):
 # ---- idle time
 
 
+@pytest.mark.quick
 def test_idle_time_sums_to_what_neither_computed_nor_communicated(tmp_path):
     rank = GpuRank().step(1, 0, 100).kernel(1, 10, 20).kernel(60, 61, 70).nccl("all_gather", 62, 70, 75)
     analysis = analyse_trace(rank.write(tmp_path / "t.json"))
@@ -179,6 +190,7 @@ def two_ranks(tmp_path: Path, slow: int, collective_ends: float = 140) -> list:
     return found
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("slow", (0, 1))
 def test_the_path_goes_through_the_rank_that_arrived_last(tmp_path, slow):
     table = tables.critical_path(two_ranks(tmp_path, slow), in_order=True)
@@ -190,6 +202,7 @@ def test_the_path_goes_through_the_rank_that_arrived_last(tmp_path, slow):
     assert f"The largest part is compute on rank {slow}, {most} µs" in table.sentence
 
 
+@pytest.mark.quick
 def test_the_parts_sum_to_the_step_of_a_real_run():
     found = [analyse_trace(path) for path in sorted(DATA.glob("traces/rank*"))]
     table = tables.critical_path(found, in_order=True)
@@ -200,6 +213,7 @@ def test_the_parts_sum_to_the_step_of_a_real_run():
     assert all(a["start_ns"] + a["ns"] == b["start_ns"] for a, b in zip(table.rows, table.rows[1:]))
 
 
+@pytest.mark.quick
 def test_gaps_are_part_of_the_path(tmp_path):
     rank = GpuRank(world_size=1).step(1, 0, 100).kernel(1, 10, 20).kernel(60, 61, 70)
     found = rows(tables.critical_path([analyse_trace(rank.write(tmp_path / "t.json"))], in_order=True))
@@ -208,6 +222,7 @@ def test_gaps_are_part_of_the_path(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.quick
 def test_computing_on_the_path_is_what_the_breakdown_calls_computing(tmp_path):
     """400 kernels of 5 us, 10 us apart: the timeline joins them to one row, and yet half of the step is idle."""
     rank = GpuRank(world_size=1).step(1, 0, 10)
@@ -221,6 +236,7 @@ def test_computing_on_the_path_is_what_the_breakdown_calls_computing(tmp_path):
     assert path == {"compute": breakdown["compute_ns"], "idle": breakdown["other_ns"]}
 
 
+@pytest.mark.quick
 def test_the_path_begins_with_the_first_rank_s_work(tmp_path):
     """Rank 1 begins 500 us after rank 0, which waits for it in the collective: the step is 770 us long, not 270."""
     found = []
@@ -239,6 +255,7 @@ def test_the_path_begins_with_the_first_rank_s_work(tmp_path):
     assert table.sentence.startswith("Step 1 lasts 770 µs from the first rank's start to the last rank's end: 500 µs")
 
 
+@pytest.mark.quick
 def test_clocks_that_disagree_are_refused(tmp_path):
     found = two_ranks(tmp_path, 1)
     apart = GpuRank(1).step(1, 9000, 9010).kernel(9001, 9010, 9120).nccl("all_reduce", 9002, 9120, 9140)
@@ -247,6 +264,7 @@ def test_clocks_that_disagree_are_refused(tmp_path):
         tables.critical_path(found)
 
 
+@pytest.mark.quick
 def test_a_step_that_no_trace_has_is_refused(tmp_path):
     with pytest.raises(TraceError, match=r"no trace has step 7; expected one of 1\."):
         tables.critical_path(two_ranks(tmp_path, 0), step=7)
@@ -255,6 +273,7 @@ def test_a_step_that_no_trace_has_is_refused(tmp_path):
 # ---- difference
 
 
+@pytest.mark.quick
 def test_differences_sum_to_the_difference_of_the_whole(tmp_path):
     first = GpuRank(world_size=1).step(1, 0, 10).kernel(1, 10, 40, name="gemm").kernel(2, 40, 50, name="add")
     second = GpuRank(world_size=1).step(1, 0, 10).kernel(1, 10, 30, name="gemm").kernel(2, 40, 75, name="softmax")
@@ -283,6 +302,7 @@ def linear(rank: GpuRank, at: float, rows: int, launched: float, start: float, e
     return rank.kernel(launched, start, end, name="gemm")
 
 
+@pytest.mark.quick
 def test_a_kernel_has_the_shapes_of_the_operator_that_launched_it(tmp_path):
     first = linear(linear(GpuRank(world_size=1).step(1, 0, 100), 1, 8, 2, 10, 30), 40, 16, 41, 50, 60)
     second = linear(GpuRank(world_size=1).step(1, 0, 100), 1, 8, 2, 10, 25)
@@ -293,6 +313,7 @@ def test_a_kernel_has_the_shapes_of_the_operator_that_launched_it(tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.quick
 def test_achieved_rates_beside_the_peak(tmp_path):
     """8 x 64 by 64 x 32 are 32,768 operations; in 20 us 1.64e9 a second. Their tensors are 10,368 bytes."""
     rank = linear(GpuRank(world_size=1).step(1, 0, 100).range("FSDP::pre_forward (a)", 0, 1), 1, 8, 2, 10, 30)
@@ -307,6 +328,7 @@ def test_achieved_rates_beside_the_peak(tmp_path):
     assert "record_shapes=True" in without.sentence and rows(without)[0]["flops_per_s"] is None
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name, given, flops", [
     ("aten::mm", "[[[4, 8], [8, 2]], []]", 128), ("aten::bmm", "[[[3, 4, 8], [3, 8, 2]], []]", 384),
     ("aten::addmm", "[[[2], [4, 8], [8, 2]], []]", 128), ("aten::relu", "[[[4, 8]], []]", 0),
@@ -346,6 +368,7 @@ def step_record(tmp_path: Path, computing: list[int], waiting: list[int]) -> Run
     return RunRecord(tmp_path, {"strategy": "x", "engine": "lab", "world_size": 1}, tables={"breakdown": breakdown})
 
 
+@pytest.mark.quick
 def test_steps_differ_beyond_their_spread_or_not_at_all(tmp_path):
     first = step_record(tmp_path, [100, 110], [10, 40])
     slower = tables.difference_of_steps(first, step_record(tmp_path, [150, 160], [12, 50]))
@@ -360,6 +383,7 @@ def test_steps_differ_beyond_their_spread_or_not_at_all(tmp_path):
     assert rows(tables.difference_of_steps(first, step_record(tmp_path, [500], [10])))[0]["beyond"] == "one step"
 
 
+@pytest.mark.quick
 def test_loading_data_is_a_row_of_its_own(tmp_path):
     both = [step_record(tmp_path, [100, 100], [0, 0]) for _ in range(2)]
     for record, loading in zip(both, (0.001, 0.004)):
@@ -380,6 +404,7 @@ def test_a_frame_has_the_columns_of_the_table(tmp_path):
     assert list(frame.columns) == [column.key for column in table.columns] and len(frame) == len(table.rows)
 
 
+@pytest.mark.quick
 def test_a_file_that_is_no_trace_is_refused(tmp_path):
     (tmp_path / "t.json").write_text("[]")
     with pytest.raises(TraceError):
@@ -389,6 +414,7 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path):
 # ---- of a record, in the report and on the page
 
 
+@pytest.mark.quick
 def test_every_table_of_a_record_has_a_sentence_and_the_record_s_steps():
     record = RunRecord.load(DATA)
     found = {table.name: table for table in tables.tables_of_record(record)}
@@ -402,6 +428,7 @@ def test_every_table_of_a_record_has_a_sentence_and_the_record_s_steps():
     assert {row["unit"] for row in found["operators"].rows} >= {"", "blocks.0"}
 
 
+@pytest.mark.quick
 def test_a_record_of_gpu_traces_has_launches_too(tmp_path):
     paths = [a_step(GpuRank(rank)).write(tmp_path / f"rank{rank}.json") for rank in (0, 1)]
     found = {table.name: rows(table) for table in tables.tables_of_record(record_of_traces(paths))}
@@ -409,6 +436,7 @@ def test_a_record_of_gpu_traces_has_launches_too(tmp_path):
     assert {row["stream"] for row in found["launches"]} == {"7", "20"}
 
 
+@pytest.mark.quick
 def test_the_tables_read_no_trace_a_second_time_that_was_analysed(tmp_path, monkeypatch):
     paths = [a_step(GpuRank(rank)).write(tmp_path / f"rank{rank}.json") for rank in (0, 1)]
     record, analysed = record_of_traces(paths), []
@@ -450,6 +478,7 @@ def test_a_record_without_traces_says_so(tmp_path):
     assert "the run was not profiled" in str(tabbed("", [replace(record, tables={})], []))
 
 
+@pytest.mark.quick
 def test_the_tables_of_traces_know_the_kernels_that_were_said_to_communicate(tmp_path):
     rank = GpuRank(world_size=1).step(1, 0, 10).kernel(1, 100, 200).kernel(2, 200, 500, name="my_dispatch")
     path = rank.write(tmp_path / "rank0.json")

@@ -74,6 +74,7 @@ def parts(step):
     return [step.breakdown[name] / 1000 for name in ("compute_only_ns", "overlapped_ns", "exposed_ns", "other_ns")]
 
 
+@pytest.mark.quick
 def test_the_backward_of_a_closure_is_no_part_of_the_optimizers_step(tmp_path):
     """Lightning gives an optimizer's step a closure, in which forward and backward run: what follows them updates."""
     events = [
@@ -90,6 +91,7 @@ def test_the_backward_of_a_closure_is_no_part_of_the_optimizers_step(tmp_path):
 # ---- exact arithmetic
 
 
+@pytest.mark.quick
 def test_two_operators_and_a_gather(tmp_path):
     step = analysed(tmp_path, [event("aten::mm", 100, 300), event("aten::mm", 400, 500), gloo("all_gather", 200, 450)])
     assert parts(step) == [150, 150, 100, 600] and step.breakdown["compute_ns"] == 300_000
@@ -98,6 +100,7 @@ def test_two_operators_and_a_gather(tmp_path):
     assert (exposed["name"], exposed["start_ns"], exposed["end_ns"]) == ("all_gather", 300_000, 400_000)
 
 
+@pytest.mark.quick
 def test_dispatch_between_operators_computes_on_the_cpu(tmp_path):
     step = analysed(
         tmp_path,
@@ -111,6 +114,7 @@ def test_dispatch_between_operators_computes_on_the_cpu(tmp_path):
     assert parts(step) == [0, 280, 720, 0]
 
 
+@pytest.mark.quick
 def test_what_waits_or_only_encloses_is_no_computing(tmp_path):
     unmarked = (
         "autograd::engine::evaluate_function: A",
@@ -122,6 +126,7 @@ def test_what_waits_or_only_encloses_is_no_computing(tmp_path):
     assert parts(step) == [0, 0, 50, 950]
 
 
+@pytest.mark.quick
 def test_an_operator_inside_a_c10d_call_does_not_compute(tmp_path):
     step = analysed(
         tmp_path, [event("c10d::allreduce_", 100, 300), event("aten::empty", 100, 110), gloo("all_reduce", 150, 250)]
@@ -129,6 +134,7 @@ def test_an_operator_inside_a_c10d_call_does_not_compute(tmp_path):
     assert parts(step) == [0, 0, 100, 900]
 
 
+@pytest.mark.quick
 def test_copies_in_a_marked_range_are_communication(tmp_path):
     """On the same thread no instant is in both; on another thread computing and communicating overlap."""
     marked = [mark("FSDP::all_gather_copy_out (a)", 300, 500), event("aten::copy_", 300, 500)]
@@ -136,12 +142,14 @@ def test_copies_in_a_marked_range_are_communication(tmp_path):
     assert parts(analysed(tmp_path, [*marked, event("aten::mm", 400, 600, tid=3)])) == [100, 100, 100, 700]
 
 
+@pytest.mark.quick
 def test_operators_of_gloos_threads_do_not_compute(tmp_path):
     busy = [event("aten::mm", 0, 10), event("aten::mm", 10, 20)]
     step = analysed(tmp_path, [*busy, gloo("all_gather", 100, 300), event("aten::copy_", 150, 250, tid=WORKER)])
     assert parts(step) == [20, 0, 200, 780]
 
 
+@pytest.mark.quick
 def test_nccl_kernels_belong_to_the_unit_that_launched_them(tmp_path):
     name = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
     events = [
@@ -169,6 +177,7 @@ def test_nccl_kernels_belong_to_the_unit_that_launched_them(tmp_path):
     assert [row["end_ns"] for row in step.timeline if row["lane"] == "waiting"] == [950_000]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "name,kind",
     [
@@ -183,6 +192,7 @@ def test_kinds(name, kind):
     assert kind_of(name) == kind
 
 
+@pytest.mark.quick
 def test_without_step_ranges_the_whole_trace_is_one_step(tmp_path):
     trace = write(tmp_path / "t.json", [event("aten::mm", 100, 300), gloo("all_reduce", 300, 400)], base=10**18)
     (step,) = analyse_trace(trace, first_step=7).steps
@@ -196,12 +206,14 @@ def test_without_step_ranges_the_whole_trace_is_one_step(tmp_path):
     assert parts(analyse_trace(both, whole=True).steps[0]) == [0, 0, 40, 50]
 
 
+@pytest.mark.quick
 def test_a_step_that_does_not_add_up_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(Cells, "sums", lambda *arguments: np.zeros(arguments[2], dtype=np.int64))
     with pytest.raises(AccountingError, match="step 4 does not add up"):
         analysed(tmp_path, [event("aten::mm", 100, 300)])
 
 
+@pytest.mark.quick
 def test_the_breakdown_is_sums_of_the_parts():
     sums = dict.fromkeys(PARTS, 0) | {"compute_only_ns": 10, "overlapped_ns": 6, "on_link_ns": 2, "packing_ns": 1}
     found = breakdown_of(sums | {"idle rest_ns": 1})
@@ -230,6 +242,7 @@ def cause(step, unit="b", kind="all_gather"):
 BEFORE = [event("aten::mm", 10, 200)]
 
 
+@pytest.mark.quick
 def test_causes_of_gathers(tmp_path):
     assert cause(analysed(tmp_path, [*BEFORE, *fsdp_gather("b", 210, 400, consumer="b")])) == "late_start"
     assert (
@@ -242,6 +255,7 @@ def test_causes_of_gathers(tmp_path):
     assert cause(analysed(tmp_path, [*BEFORE, gloo("all_gather", 300, 400)]), unit="") == "unknown"
 
 
+@pytest.mark.quick
 def test_a_call_that_holds_the_host_is_late(tmp_path):
     held = [
         mark("FSDP::post_backward_reduce (b)", 300, 500),
@@ -256,6 +270,7 @@ def test_a_call_that_holds_the_host_is_late(tmp_path):
     assert cause(analysed(tmp_path, [*backward, *held]), kind="reduce_scatter") == "nothing_to_hide_behind"
 
 
+@pytest.mark.quick
 def test_queueing_behind_another_kernel_is_a_busy_link(tmp_path):
     def reduce(name, issue, start, end, correlation):
         return [launch(issue, correlation), kernel(f"ncclDevKernel_{name}_RING_LL", start, end, correlation, stream=20)]
@@ -273,6 +288,7 @@ def ledger(start, end, kind="all_gather", unit="b", rank=0):
     }  # fmt: skip
 
 
+@pytest.mark.quick
 def test_an_emulated_links_transfers_replace_the_transport(tmp_path):
     events = [
         *BEFORE,
@@ -290,12 +306,14 @@ def test_an_emulated_links_transfers_replace_the_transport(tmp_path):
     assert cause(queued) == "link_busy"
 
 
+@pytest.mark.quick
 def test_a_link_that_knows_no_units_goes_by_the_order_of_issue(tmp_path):
     events = [*BEFORE, *fsdp_gather("b", 210, 240, prefetched_by="a"), *fsdp_gather("c", 300, 320, prefetched_by="a")]
     step = analysed(tmp_path, events, ledger=[ledger(230, 290, unit=""), ledger(310, 400, unit="")])
     assert [(row["unit"], row["end_ns"]) for row in step.collectives] == [("b", 290_000), ("c", 400_000)]
 
 
+@pytest.mark.quick
 def test_a_collective_that_ends_in_the_next_step_is_one_of_the_step_it_began_in(tmp_path):
     """Gloo's range ends late where its thread lost the core: its bytes were counted in both steps."""
     steps = [mark("ProfilerStep#4", 0, 1000), mark("ProfilerStep#5", 1010, 2000)]
@@ -309,6 +327,7 @@ def test_a_collective_that_ends_in_the_next_step_is_one_of_the_step_it_began_in(
     assert [len(members) for members in met.values()] == [2, 2]
 
 
+@pytest.mark.quick
 def test_shared_memory_under_torchs_engines(tmp_path):
     """The main thread copies inside `shm:*`, so nothing of it is computing and nothing can hide it; who sleeps there
     waits for a peer.
@@ -323,6 +342,7 @@ def test_shared_memory_under_torchs_engines(tmp_path):
     assert cause(analysed(tmp_path, [*BEFORE, *inside, event("aten::copy_", 310, 330)])) == "waiting_for_peer"
 
 
+@pytest.mark.quick
 def test_an_exchange_of_matrices_is_the_optimizers_and_no_reduction_of_before(tmp_path):
     """A reduction over shared memory has no transfer of gloo's, and must not take that of a later all-to-all."""
     step = analysed(
@@ -338,12 +358,14 @@ def test_an_exchange_of_matrices_is_the_optimizers_and_no_reduction_of_before(tm
     assert parts(step)[2] == pytest.approx(40 + 85)
 
 
+@pytest.mark.quick
 def test_the_units_life_tells_when_an_unmarked_gather_was_issued(tmp_path):
     life = [{"rank": 0, "step": 4, "unit": "b", "state": "unsharding", "phase": "forward", "time_ns": 210_000}]
     (collective,) = analysed(tmp_path, BEFORE, ledger=[ledger(230, 500)], life=life).collectives
     assert collective["issue_ns"] == 210_000
 
 
+@pytest.mark.quick
 def test_peers_explain_what_one_rank_cannot(tmp_path):
     def rank(number, issued):
         events = [mark("ProfilerStep#4", 0, 1000), *BEFORE, *fsdp_gather("b", issued, 700, prefetched_by="a")]
@@ -356,6 +378,7 @@ def test_peers_explain_what_one_rank_cannot(tmp_path):
 # ---- the same collective on several ranks
 
 
+@pytest.mark.quick
 def test_bandwidths():
     factors = {"all_gather": 0.75, "reduce_scatter": 0.75, "all_to_all": 0.75, "all_reduce": 1.5, "broadcast": 1}
     assert {kind: bus_factor(kind, 4) for kind in factors} == factors
@@ -366,6 +389,7 @@ def test_bandwidths():
 # ---- files that are wrong, or of another time
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "content,complaint",
     [
@@ -397,12 +421,14 @@ def test_what_is_no_trace_gets_one_line_and_a_remedy(tmp_path, content, complain
     )
 
 
+@pytest.mark.quick
 def test_missing_files_and_folders(tmp_path):
     for path in (tmp_path / "none.json", tmp_path):
         with pytest.raises(TraceError, match="cannot be read"):
             analyse_trace(path)
 
 
+@pytest.mark.quick
 def test_several_ranks_without_communication_are_an_error_not_a_nan(tmp_path):
     events = [event("aten::mm", 0, 10)]
     with pytest.raises(TraceError, match="rank 0 of 2 and shows no communication"):
@@ -411,6 +437,7 @@ def test_several_ranks_without_communication_are_an_error_not_a_nan(tmp_path):
     assert step.overlap is None and parts(step) == [10, 0, 0, 0]
 
 
+@pytest.mark.quick
 def test_older_files(tmp_path):
     """PyTorch 2.1: absolute whole microseconds, no base, no distributedInfo; and the bare list of
     `torch.autograd.profiler`.
@@ -426,6 +453,7 @@ def test_older_files(tmp_path):
         assert analysis.rows("timeline")[0]["start_ns"] == 1682725898240951_000
 
 
+@pytest.mark.quick
 def test_traces_that_pytorch_2_1_wrote():
     folder = Path(__file__).resolve().parents[1] / "data" / "traces-torch-2.1"
     for rank in (0, 1):
@@ -441,6 +469,7 @@ def test_traces_that_pytorch_2_1_wrote():
         )
 
 
+@pytest.mark.quick
 def test_times_are_exact():
     assert nanoseconds(4441797835578.61) == 4441797835578_610 and nanoseconds(7) == 7000 and nanoseconds(0.001) == 1
 
@@ -458,6 +487,7 @@ def test_reading_takes_little_memory(tmp_path):
     assert peak < 8_000_000 < 100_000 * len(one)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("seam", [", ", ",\n  ", ",", ",,", " , "])
 def test_events_are_the_same_however_they_are_set(tmp_path, seam):
     """Pieces of the file are decoded together up to what looks like an event's end; some only look like one."""

@@ -11,6 +11,7 @@ from fsdplab.profiling.traces.skew import matched
 from fsdplab.profiling.traces.steps import device_windows, wall_windows
 from tests.gpu_traces import BACKWARD, COPY, GpuRank
 
+pytestmark = pytest.mark.quick
 PARTS = ("compute_only_ns", "overlapped_ns", "exposed_ns", "other_ns")
 
 
@@ -175,6 +176,9 @@ def test_a_step_without_device_work_is_no_time_of_the_step_before(tmp_path):
     rank = GpuRank(world_size=1).step(1, 0, 100).kernel(5, 10, 60).step(2, 100, 900).step(9, 5000, 5100)
     found = analysed(tmp_path, rank.kernel(5010, 5020, 5080))
     assert [(step.step, window(step)) for step in found.steps] == [(1, (0, 100)), (9, (5000, 5100))]
+    two = GpuRank(world_size=1).step(1, 0, 100).kernel(5, 10, 60).step(9, 5000, 5100).kernel(5010, 5020, 5080)
+    found = analysed(tmp_path, two)
+    assert [(step.step, window(step)) for step in found.steps] == [(1, (0, 100)), (9, (5000, 5100))]
 
 
 def test_random_steps_are_periods_that_touch():
@@ -258,6 +262,9 @@ def test_a_late_rank_begins_last_in_its_own_step(tmp_path):
     met = matched(row for each in both for row in each.rows("collectives"))
     starts = [[row["start_ns"] for row in sorted(members, key=lambda row: row["rank"])] for members in met.values()]
     assert [last - first for first, last in starts] == [300_000, 0]
+    waited = [(row["cause"], row["waiting_ns"], row["on_link_ns"]) for row in both[0].rows("collectives")]
+    assert waited[0] == ("waiting_for_peer", 300_000, 100_000), "both hosts issued at 20 us, and rank 1 began last"
+    assert waited[1][1] == 0
 
 
 def test_a_collective_queued_long_ago_is_not_behind_one_that_ended_long_ago(tmp_path):

@@ -136,6 +136,7 @@ def with_world(**changes: Any) -> bytes:
     return json.dumps(content).encode()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "content",
     [
@@ -157,6 +158,7 @@ def test_what_no_profiler_writes_is_one_line(tmp_path, content):
     assert "bad.json" in opened(path, tmp_path)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "changes,told",
     [

@@ -18,6 +18,7 @@ from fsdplab.profiling.traces.import_traces import ranks_by_name, record_of_trac
 from fsdplab.profiling.traces.side_by_side import read_all
 from tests.gpu_traces import GpuRank
 
+pytestmark = pytest.mark.quick
 SECOND = 10**9
 
 

@@ -20,6 +20,8 @@ from fsdplab.profiling.traces.events import Window
 from tests.gpu_traces import GpuRank
 from tests.test_exposed_parts import Sets
 
+pytestmark = pytest.mark.quick
+
 
 def gathers(many):
     """Gloo's gathers in a step, 30 us each and 100 us apart: an operator beside the first half of each."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import threading
@@ -189,7 +190,7 @@ def test_a_cancelled_batch_keeps_its_records_and_the_lab_can_run_again() -> None
     state.recorded(a_record())
     assert state.cancel() is True and state.status == "cancelling" and state.cancel() is False
     state.ended()
-    assert state.message == "cancelled by you: 1 record of 2 runs kept; press Measure to start again"
+    assert re.findall(r"\d+", state.message) == ["1", "2"] and "cancelled" in state.message, "kept, of so many"
     assert len(state.begin()) == 2 and state.status == "running" and state.last_error is None
     assert state.batch.number == 1, "a batch without records is not shown in the place of one that has some"
 
@@ -390,10 +391,7 @@ def test_cancel_ends_the_ranks_and_the_next_batch_runs(tmp_path: Path, moment: s
     runner = Runner(a_state(steps=200 if moment == "step" else 2), tmp_path)
     when(runner.state, lambda state: (": step" if moment == "step" else "run 1") in state.message, runner.state.cancel)
     assert runner.start() and runner.wait(PATIENCE_S)
-    assert (
-        runner.state.status == "cancelled"
-        and runner.state.message == "cancelled by you: 0 records of 1 run kept; press Measure to start again"
-    )
+    assert runner.state.status == "cancelled" and re.findall(r"\d+", runner.state.message) == ["0", "1"]
     assert processes_of(tmp_path) == [] and runner.state.share < 1
     if moment == "start":
         runner.state.choose(card="1MB")
