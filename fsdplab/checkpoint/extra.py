@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
 
 from fsdplab.checkpoint import files
+from fsdplab.checkpoint.optimizer import make_states
 
 EXTRA = "extra."
-_TENSOR = "fsdplab tensor"  # (_TENSOR, path) stands for a tensor among the plain values
+_TENSOR, _SHARDED = "fsdplab tensor", "fsdplab sharded tensor"  # (_TENSOR, path) stands for it among plain values
 Extra = Mapping[str, Any]
 
 
@@ -131,8 +133,13 @@ def plain_value(folder: Any, name: str, content: Any) -> Any:
         ) from error
 
 
-def tensors_to_load(name: str, holder: Any, metadata: Metadata) -> dict[str, torch.Tensor]:
-    """Memory for the saved tensors of one extra state, by path: the object's own, which may be sharded, where it fits."""
+def tensors_to_load(name: str, holder: Any, plain: Any, metadata: Metadata) -> dict[str, torch.Tensor]:
+    """Memory for the saved tensors of one extra state, by path; the object's own, maybe sharded, where they fit.
+
+    ValueError for a sharded tensor where the object has none: nothing tells how it is to be sharded.
+    """
+    if isinstance(holder, torch.optim.Optimizer) and not holder.state:
+        make_states(holder, [each for group in holder.param_groups for each in group["params"]])
     own: dict[str, torch.Tensor] = {}
     _without_tensors(_state_of(name, holder), "", own)
     prefix, tensors = f"{EXTRA}{name}.tensors.", {}
@@ -142,6 +149,11 @@ def tensors_to_load(name: str, holder: Any, metadata: Metadata) -> dict[str, tor
         path = entry.removeprefix(prefix)
         tensor = own.get(path)
         if tensor is None or (tensor.shape, tensor.dtype) != (about.size, about.properties.dtype):
+            if path in _sharded_in(plain):
+                raise ValueError(
+                    f"the extra state {name!r} has the sharded tensor {path!r} of shape {tuple(about.size)} in the"
+                    " checkpoint, and none like it here; give the object its tensors before it is loaded"
+                )
             tensor = torch.empty(about.size, dtype=about.properties.dtype)
         tensors[path] = tensor
     return tensors
@@ -190,7 +202,7 @@ def _without_tensors(value: Any, path: str, tensors: dict[str, torch.Tensor]) ->
     """A copy of a value in which tensors are replaced by marks; puts the tensors into `tensors`."""
     if isinstance(value, torch.Tensor):
         tensors[path] = value.detach()
-        return _TENSOR, path
+        return _SHARDED if isinstance(value, DTensor) else _TENSOR, path
     if isinstance(value, Mapping):
         return {key: _without_tensors(each, f"{path}.{key}".lstrip("."), tensors) for key, each in value.items()}
     if type(value) in (list, tuple):
@@ -200,13 +212,25 @@ def _without_tensors(value: Any, path: str, tensors: dict[str, torch.Tensor]) ->
 
 
 def _with_tensors(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    if isinstance(value, tuple) and len(value) == 2 and value[0] == _TENSOR:
+    if _is_mark(value):
         return tensors[value[1]]
     if isinstance(value, dict):
         return {key: _with_tensors(each, tensors) for key, each in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_with_tensors(each, tensors) for each in value)
     return value
+
+
+def _sharded_in(value: Any) -> set[str]:
+    """The paths of the sharded tensors in a value."""
+    if _is_mark(value):
+        return {value[1]} if value[0] == _SHARDED else set()
+    parts = value.values() if isinstance(value, dict) else value if type(value) in (list, tuple) else ()
+    return set().union(*map(_sharded_in, parts))
+
+
+def _is_mark(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and value[0] in (_TENSOR, _SHARDED)
 
 
 def _of_all_ranks(value: Any) -> list[Any]:

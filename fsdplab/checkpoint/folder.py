@@ -135,9 +135,9 @@ class CheckpointFolder:
             except CheckpointDamaged as error:
                 damaged[path] = error
                 continue
-            for each, error in damaged.items():
-                aside = self._on_first(partial(self._set_aside, each))
-                self._warn(f"{each} is left out, and renamed to {aside}: {error}")
+            for newer, reason in damaged.items():
+                aside = self._on_first(partial(self._set_aside, newer))
+                self._warn(f"{newer} is left out, and renamed to {aside.name}: {reason}")
             (self._good if self._is_finite else self._not_finite).add(step)
             self._wait_for_room(path)
             return step
@@ -162,6 +162,8 @@ class CheckpointFolder:
         if not about.get("finite", True) and not self.allow_nan:
             raise CheckpointDamaged(f"{path} was saved after a number that was not finite; allow_nan loads it")
         self._check_job(path, about.get("job"), force)
+        for name in sorted(extras.names_in(saved.metadata) - {*extra, _RANDOM, _ABOUT}):
+            self._warn(f"{path} has the extra state {name!r}, which nobody asked for: it is not restored")
         has_random = saved.value_of(_RANDOM) is not None
         saved.load(model, optimizer, {**extra, _RANDOM: extras.random_states()} if has_random else extra)
         self._is_finite = about.get("finite", True)
@@ -268,13 +270,12 @@ class CheckpointFolder:
         if step in self._good | self._not_finite:
             return
         extra = _with_names_checked(extra)
-        own = {_RANDOM: extras.random_states(), _ABOUT: {"step": step, "job": self.job, "finite": self._is_finite}}
-        state = all_states(model, optimizer, {**extra, **own})
+        about = {"step": step, "job": self.job, "finite": self._is_finite}
+        state = all_states(model, optimizer, {**extra, _RANDOM: extras.random_states(), _ABOUT: about})
         wrong = on_each_rank(lambda: _not_finite_in(model, state), self._group)
         if names := [name for each in wrong for name in each]:
             self._found_not_finite(f"before the save of step {step}, {names[0]!r} is not finite ({len(names)} in all)")
-            own[_ABOUT]["finite"] = False
-            state["extra"] |= extras.entries_of({_ABOUT: own[_ABOUT]})
+            state["extra"] |= extras.entries_of({_ABOUT: {**about, "finite": False}})
         name = f"step-{step:08d}"
         unfinished = self.folder / f".{name}.{self._token}"
         writer = dcp.FileSystemWriter(str(unfinished), overwrite=False)
@@ -370,7 +371,8 @@ class CheckpointFolder:
             self._remove_old(step)
 
     def _rename(self, unfinished: Path, step: int) -> None:
-        self._lock.check()
+        if self._lock is not None:
+            self._lock.check()
         path = self.folder / f"step-{step:08d}"
         to_disk(unfinished)
         if path.exists():  # neither loaded nor written by this job

@@ -94,7 +94,9 @@ class CheckedCheckpoint:
         groups = saved.match(optimizer, groups)
         saved.say_what_differs(groups)
 
-        tensors = {name: extras.tensors_to_load(name, holder, self.metadata) for name, holder in extra.items()}
+        tensors = {}
+        for name, holder in extra.items():
+            tensors[name] = extras.tensors_to_load(name, holder, plain[name], self.metadata)
         loaded = self._read(
             {
                 "model": model_state,
