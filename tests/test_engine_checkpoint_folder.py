@@ -53,7 +53,9 @@ def three_saves(folder: Path) -> None:
             checkpoints.save(model, optimizer, step)
         train(model, optimizer)  # does not change what is being written
         checkpoints.close()
+    dist.barrier()
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000003"]
+    dist.barrier()
     assert threading.active_count() == threads
     other, its = trainee(1)
     assert CheckpointFolder(folder).load(other, its) == 3

@@ -422,6 +422,7 @@ def full_at_the_end(folder: Path) -> None:
         checkpoints.load(model, optimizer)
     assert checkpoints.load(model, optimizer) == 2
     checkpoints.close()
+    dist.barrier()
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000001", "step-00000002"]
 
 

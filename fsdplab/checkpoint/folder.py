@@ -367,8 +367,7 @@ class CheckpointFolder:
                 shutil.rmtree(unfinished, ignore_errors=True)  # which gives a full disk its room back
             raise
         (self._good if is_finite else self._not_finite).add(step)
-        if self._first:
-            self._remove_old(step)
+        self._on_first(partial(self._remove_old, step))
 
     def _rename(self, unfinished: Path, step: int) -> None:
         if self._lock is not None:
