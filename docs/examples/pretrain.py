@@ -124,11 +124,11 @@ def build(args: argparse.Namespace, device: torch.device) -> torch.nn.Module:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     torch.manual_seed(args.seed)
     for part in [*blocks_of(model), model]:
-        for module in part.modules():
-            own = chain(module.parameters(recurse=False), module.buffers(recurse=False))
-            if any(each.is_meta for each in own):
-                module.to_empty(device=device, recurse=False)
-                model._init_weights(module)  # transformers' own initialization
+        fresh = [each for each in part.modules() if any(t.is_meta for t in chain(each.parameters(), each.buffers()))]
+        for module in fresh:
+            module.to_empty(device=device, recurse=False)
+        for module in reversed(fresh):  # a parent may change what its children have
+            model._init_weights(module)  # transformers' own initialization
         if part is model:
             model.tie_weights()
         elif args.compile:

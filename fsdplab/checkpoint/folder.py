@@ -284,6 +284,10 @@ class CheckpointFolder:
         self._pending = step, self._thread.submit(publish)
 
     def _found_not_finite(self, what: str) -> None:
+        try:
+            self.wait()  # for the last good one, since the job is about to end
+        except CheckpointNotSaved as error:
+            self._warn(str(error))
         if not self.allow_nan:
             raise NotFinite(
                 f"{what}; nothing was saved after it, and the newest good checkpoint is still in {self.folder}: look at"
