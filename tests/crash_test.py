@@ -329,7 +329,7 @@ def crash(kills: int, seed: int, folder: Path, by_torchrun: bool = False) -> str
     words = [
         sys.executable, "-m", *starter, str(EXAMPLES / "pretrain.py"),
         "--config", str(folder), "--data", str(folder / "text.txt"), "--sequence-length=16",
-        "--batch-size=4", "--micro-batch-size=2", "--steps=1000000", "--save-every=10",
+        "--batch-size=4", "--micro-batch-size=2", "--steps=1000000", "--save-every=4",
         "--checkpoints", str(folder / "disk" / "checkpoints"),
     ]  # fmt: skip
     there = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(folder / "tmp"), "PYTHONUNBUFFERED": "1"}
