@@ -415,6 +415,10 @@ def full_at_the_end(folder: Path) -> None:
             checkpoints.save(model, optimizer, 5)
     assert dist.get_rank() or "the next save tries again" in said[0] and "training waits until" in said[1]
     checkpoints.close()
+    # a start on a disk that is too full for a lock
+    no_lock = mock.patch.object(locks.os, "pwrite", side_effect=OSError(28, "No space left on device"))
+    with no_lock, warned(), pytest.raises(CheckpointNotSaved, match="has no room for its lock .No space left"):
+        CheckpointFolder(folder, patience_s=0.2)
     # a start on a full disk waits, and ends before it trains what would be lost
     no_room = mock.patch.object(folders, "_reserve", side_effect=OSError(28, "No space left on device"))
     checkpoints = CheckpointFolder(folder, patience_s=0.2)

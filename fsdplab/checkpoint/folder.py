@@ -46,6 +46,7 @@ from fsdplab.checkpoint import extra as extras
 from fsdplab.checkpoint.files import CheckpointDamaged, on_each_rank, to_disk, write_manifest
 from fsdplab.checkpoint.lock import FolderInUse, FolderLock
 from fsdplab.checkpoint.state import CheckedCheckpoint, all_states
+from fsdplab.common.files import is_full
 
 _NAME = re.compile(r"step-(\d{8,})")
 _HIDDEN = re.compile(r"\.(step-\d{8,}|room)\.[0-9a-f]{8}")
@@ -101,13 +102,22 @@ class CheckpointFolder:
         self._first = self._group is None or dist.get_rank() == 0
         self._lock: FolderLock | None = None
         # a rank of a killed job that still writes must not find our unfinished folder
-        self._token = self._on_first(self._prepare)
+        self._token = ""
+        self._with_patience(self._begin_folder, patience_s)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._pending: tuple[int, Future[None]] | None = None
         self._failures = 0  # of saves, one after the other
         self._is_finite = True  # as long as all numbers were
         self._good: set[int] = set()  # steps
         self._not_finite: set[int] = set()  # steps that were saved all the same
+
+    def _begin_folder(self) -> None:
+        try:
+            self._token = self._on_first(self._prepare)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            raise CheckpointNotSaved(f"{self.folder} has no room for its lock ({error.strerror}); make room") from error
 
     # ---- load
 
@@ -272,7 +282,7 @@ class CheckpointFolder:
         extra = _with_names_checked(extra)
         about = {"step": step, "job": self.job, "finite": self._is_finite}
         state = all_states(model, optimizer, {**extra, _RANDOM: extras.random_states(), _ABOUT: about})
-        wrong = on_each_rank(lambda: _not_finite_in(model, state), self._group)
+        wrong = on_each_rank(lambda: _not_finite_in(state), self._group)
         if names := [name for each in wrong for name in each]:
             self._found_not_finite(f"before the save of step {step}, {names[0]!r} is not finite ({len(names)} in all)")
             state["extra"] |= extras.entries_of({_ABOUT: {**about, "finite": False}})
@@ -422,9 +432,9 @@ def _with_names_checked(extra: extras.Extra | None) -> dict[str, Any]:
     return dict(extra or {})
 
 
-def _not_finite_in(model: nn.Module, state: dict[str, Any]) -> list[str]:
-    """The trained weights and the optimizer states of which this rank holds a number that is not finite."""
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+def _not_finite_in(state: dict[str, Any]) -> list[str]:
+    """The optimizer's weights and states of which this rank holds a number that is not finite."""
+    trained = {name for group in state["optim"]["param_groups"] for name in group["params"]}
     tensors = {name: value for name, value in state["model"].items() if name in trained}
     for name, values in state["optim"]["state"].items():
         tensors |= {f"{name}.{key}": value for key, value in values.items()}
