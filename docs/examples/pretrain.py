@@ -121,7 +121,7 @@ def build(args: argparse.Namespace, device: torch.device) -> torch.nn.Module:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.bf16 else MixedPrecisionPolicy()
     mesh = mesh_of(args.strategy, device.type)
     if args.recompute:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     torch.manual_seed(args.seed)
     for part in [*blocks_of(model), model]:
         fresh = [each for each in part.modules() if any(t.is_meta for t in chain(each.parameters(), each.buffers()))]

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from fsdplab.checkpoint import files
-from fsdplab.checkpoint.optimizer import make_states
+from fsdplab.checkpoint.optimizer import make_states, parameters_of
 
 EXTRA = "extra."
 _TENSOR, _SHARDED = "fsdplab tensor", "fsdplab sharded tensor"  # (_TENSOR, path) stands for it among plain values
@@ -139,7 +139,7 @@ def tensors_to_load(name: str, holder: Any, plain: Any, metadata: Metadata) -> d
     ValueError for a sharded tensor where the object has none: nothing tells how it is to be sharded.
     """
     if isinstance(holder, torch.optim.Optimizer) and not holder.state:
-        make_states(holder, [each for group in holder.param_groups for each in group["params"]])
+        make_states(holder, parameters_of(holder))
     own: dict[str, torch.Tensor] = {}
     _without_tensors(_state_of(name, holder), "", own)
     prefix, tensors = f"{EXTRA}{name}.tensors.", {}

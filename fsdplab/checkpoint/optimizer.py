@@ -25,7 +25,7 @@ Group = dict[str, Any]
 @contextmanager
 def zero_gradients(optimizer: torch.optim.Optimizer, wanted: Iterable[torch.Tensor]) -> Iterator[None]:
     """Inside, the `wanted` parameters have a gradient of zeros and all others have none."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = parameters_of(optimizer)
     gradients = [parameter.grad for parameter in parameters]
     chosen = {id(parameter) for parameter in wanted}
     try:
@@ -65,30 +65,41 @@ class SavedOptimizer:
     """The optimizer of a checkpoint: its groups, and which parameters have a state in the file."""
 
     def __init__(self, metadata: Metadata, values: Mapping[str, Any]) -> None:
-        """`values` are the hyperparameters by their names in the file, `optim.param_groups.0.lr` and so on."""
-        self.entries = metadata.state_dict_metadata
-        groups: dict[int, Group] = {}
+        """`values` are the hyperparameters by their names in the file, `optim.param_groups.0.lr` and so on.
+
+        ValueError where a group has no parameters, or a state no group.
+        """
+        self.groups: dict[str, Group] = {}  # by their numbers
         for name, value in values.items():
             number, _, key = name.removeprefix(GROUPS).partition(".")
-            groups.setdefault(int(number), {})[key] = value
-        self.groups = [groups[number] for number in sorted(groups)]
-        self.group_of = {name: number for number, group in enumerate(self.groups) for name in group.get("params", ())}
-        self.with_state = {self._parameter_of(name) for name in self.entries if name.startswith(STATE)}
+            self.groups.setdefault(number, {})[key] = value
+
+        self.group_of: dict[str, str] = {}  # parameter -> the number of its group
+        for number, group in self.groups.items():
+            names = group.get("params")
+            if not isinstance(names, list):
+                raise _inconsistent(f"group {number} of its optimizer names no parameters")
+            self.group_of.update(dict.fromkeys(names, number))
+
+        self.entries: dict[str, dict[str, Any]] = {}  # parameter -> the entries of its state
+        for name, entry in metadata.state_dict_metadata.items():
+            if name.startswith(STATE):
+                self.entries.setdefault(self._parameter_of(name), {})[name] = entry
 
     def _parameter_of(self, entry: str) -> str:
         """The parameter of an entry: "optim.state.block.0.weight.exp_avg" -> "block.0.weight"."""
         name = entry.removeprefix(STATE)
-        while name and name not in self.group_of:
+        while name not in self.group_of:
+            if not name:
+                raise _inconsistent(f"it has {entry!r}, of a parameter that is in no group")
             name = name.rpartition(".")[0]
-        return name or entry.removeprefix(STATE)
+        return name
 
     def entries_of(self, groups: list[Group]) -> dict[str, Any]:
         """The entries of the file that are states of parameters of these groups."""
-        names = {name for group in groups for name in group["params"]}
-        found = {}
-        for name, entry in self.entries.items():
-            if name.startswith(STATE) and self._parameter_of(name) in names:
-                found[name] = entry
+        found: dict[str, Any] = {}
+        for name in _names_of(groups):
+            found.update(self.entries.get(name, {}))
         return found
 
     def match(self, optimizer: torch.optim.Optimizer, groups: list[Group]) -> list[Group]:
@@ -96,7 +107,8 @@ class SavedOptimizer:
 
         A group of which the file has no parameter, and a hyperparameter that the file lacks, stay as they are.
         """
-        matched, taken = [], dict[int, str]()
+        matched = []
+        first_of: dict[str, str] = {}  # number of a saved group -> the first parameter of the group that takes it
         for group in groups:
             known = [name for name in group["params"] if name in self.group_of]
             if not known:
@@ -106,17 +118,11 @@ class SavedOptimizer:
             for name in known:
                 if self.group_of[name] != number:
                     raise _grouped_otherwise(known[0], name, "two groups", "one")
-            if number in taken:
-                raise _grouped_otherwise(taken[number], known[0], "one group", "two")
-            taken[number] = known[0]
+            if number in first_of:
+                raise _grouped_otherwise(first_of[number], known[0], "one group", "two")
+            first_of[number] = known[0]
             saved = self.groups[number]
-            missing = sorted({*optimizer.defaults} - {*saved})
-            strange = sorted({*saved} - {*group} - _OF_SCHEDULERS)
-            if missing and strange:
-                raise ValueError(
-                    f"the checkpoint is of another optimizer: it has {strange[0]!r} and no {missing[0]!r}, expected the"
-                    f" hyperparameters of {type(optimizer).__name__}; build the optimizer that was saved"
-                )
+            _check_hyperparameters(optimizer, group, saved)
             matched.append({**group, **saved, "params": group["params"]})
         return matched
 
@@ -124,20 +130,18 @@ class SavedOptimizer:
         self, optimizer: torch.optim.Optimizer, groups: list[Group], states: Callable[[], dict[str, Any]]
     ) -> dict[str, Any]:
         """The states of this optimizer, by parameter, which the file has too; made where there is none yet."""
-        names = [name for group in groups for name in group["params"]]
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        lacking = [
-            parameter
-            for name, parameter in zip(names, parameters)
-            if name in self.with_state and parameter not in optimizer.state
-        ]
+        lacking = []
+        for name, parameter in zip(_names_of(groups), parameters_of(optimizer)):
+            if name in self.entries and parameter not in optimizer.state:
+                lacking.append(parameter)
         make_states(optimizer, lacking)
-        return {name: state for name, state in states().items() if name in self.with_state}
+        return {name: state for name, state in states().items() if name in self.entries}
 
     def say_what_differs(self, groups: list[Group]) -> None:
         """Warn of states that no parameter of this optimizer takes, and of parameters that no saved group has."""
-        names = {name for group in groups for name in group["params"]}
-        unclaimed, new = sorted(self.with_state - names), sorted(names - {*self.group_of})
+        names = set(_names_of(groups))
+        unclaimed = sorted({*self.entries} - names)
+        new = sorted(names - {*self.group_of})
         if dist.is_initialized() and dist.get_rank() != 0:
             return
         if unclaimed:
@@ -154,16 +158,36 @@ class SavedOptimizer:
 
 def give_states(optimizer: torch.optim.Optimizer, groups: list[Group], states: Mapping[str, Any]) -> None:
     """Put loaded states and hyperparameters into the optimizer; parameters that `states` lacks have none then."""
-    numbers = iter(range(sum(len(group["params"]) for group in groups)))
-    by_number, packed = {}, []
+    number_of = {name: number for number, name in enumerate(_names_of(groups))}  # as `Optimizer.state_dict` counts
+    packed_groups = []
     for group in groups:
-        own_numbers = []
-        for name in group["params"]:
-            own_numbers.append(next(numbers))
-            if name in states:
-                by_number[own_numbers[-1]] = states[name]
-        packed.append({**group, "params": own_numbers})
-    optimizer.load_state_dict({"state": by_number, "param_groups": packed})
+        packed_groups.append({**group, "params": [number_of[name] for name in group["params"]]})
+    packed_states = {number_of[name]: state for name, state in states.items()}
+    optimizer.load_state_dict({"state": packed_states, "param_groups": packed_groups})
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The parameters of all groups, in their order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _names_of(groups: list[Group]) -> list[str]:
+    return [name for group in groups for name in group["params"]]
+
+
+def _check_hyperparameters(optimizer: torch.optim.Optimizer, group: Group, saved: Group) -> None:
+    """ValueError for a saved group that has other hyperparameters; more or fewer alone are those of another version."""
+    missing = sorted({*optimizer.defaults} - {*saved})
+    strange = sorted({*saved} - {*group} - _OF_SCHEDULERS)
+    if missing and strange:
+        raise ValueError(
+            f"the checkpoint is of another optimizer: it has {strange[0]!r} and no {missing[0]!r}, expected the"
+            f" hyperparameters of {type(optimizer).__name__}; build the optimizer that was saved"
+        )
+
+
+def _inconsistent(what: str) -> ValueError:
+    return ValueError(f"the checkpoint is of another kind of optimizer, or damaged: {what}; copy it again")
 
 
 def _grouped_otherwise(first: str, second: str, there: str, here: str) -> ValueError:

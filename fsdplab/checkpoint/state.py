@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdplab.checkpoint import extra as extras
 from fsdplab.checkpoint import files
-from fsdplab.checkpoint.optimizer import GROUPS, STATE, SavedOptimizer, give_states, make_states
+from fsdplab.checkpoint.optimizer import GROUPS, STATE, SavedOptimizer, give_states, make_states, parameters_of
 
 
 def save(
@@ -159,8 +159,7 @@ def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
     # first the model's, which reshards what a lone forward has left unsharded: the optimizer's names it otherwise
     model_state = get_model_state_dict(model)
     if not optimizer.state:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        make_states(optimizer, [parameter for parameter in parameters if parameter.requires_grad])
+        make_states(optimizer, [each for each in parameters_of(optimizer) if each.requires_grad])
     return {"model": model_state, "optim": get_optimizer_state_dict(model, optimizer)}
 
 
