@@ -308,6 +308,7 @@ def train(args: argparse.Namespace, device: torch.device, asked: torch.Tensor) -
             group["lr"] = learning_rate(done, args)
         rank_loss, norm = train_step(model, optimizer, data.micro_batches(done, args), tokens, args)
         done += 1
+
         now = time.perf_counter()
         facts = torch.stack([rank_loss, asked, torch.tensor(now - before)])
         dist.all_reduce(facts)  # all ranks must decide alike
@@ -315,6 +316,7 @@ def train(args: argparse.Namespace, device: torch.device, asked: torch.Tensor) -
         totals["seconds"] += facts[2].item() / ranks
         totals["tokens"] += tokens
         before = now
+
         row = {"step": done, "loss": loss, "lr": optimizer.param_groups[0]["lr"], "grad_norm": norm}
         row["tokens_per_s"] = tokens / (now - start)  # of the step alone
         row["tokens_per_s_with_saves"] = totals["tokens"] / totals["seconds"]
