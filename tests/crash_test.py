@@ -216,15 +216,21 @@ class Crashes:
 
     def _until_full_disk(self, victim: int, late_s: float) -> None:
         lines = len(self.job.lines)
-        if self.on_small_disk:
-            with suppress(OSError), (self.disk / "filler").open("wb", buffering=0) as file:
-                while True:
-                    file.write(bytes(10_000))
-        else:
+        if not self.on_small_disk:
             resource.prlimit(self.job.ranks()[victim], resource.RLIMIT_FSIZE, (int(100_000 * late_s),) * 2)
-        refused = lambda: any("was not saved" in line for line in self.job.lines[lines:])  # noqa: E731
+
+        def refused() -> bool:
+            self._fill_disk()  # again, since the job may just have removed an old checkpoint
+            return any("was not saved" in line for line in self.job.lines[lines:])
+
         self.job.until(refused, "a save that fails")
         time.sleep(late_s)
+
+    def _fill_disk(self) -> None:
+        if self.on_small_disk:
+            with suppress(OSError), (self.disk / "filler").open("ab", buffering=0) as file:
+                while True:
+                    file.write(bytes(10_000))
 
     _until_machine_lost = _until_damage = _until_training
 
