@@ -1,20 +1,24 @@
 """Kills ranks of docs/examples/pretrain.py again and again, and checks what each restart goes on from.
 
-    python -m tests.crash_test --kills 100 --seed 0
+    python -m tests.crash_test --kills 200 --seed 0
 
-Two ranks of a small Llama are started, and after each kill again: by torchrun (`--torchrun`), or sooner by
-tests/forking_starter.py. The moment and the rank are drawn from the seed: while the ranks start, while they train,
-while a checkpoint is written, and on a full disk (a small tmpfs that is filled up; where none can be mounted, a limit
-on the size of one rank's files). Now and then the starter is killed too, with all its ranks, as when a machine is
-lost. After each kill: the job goes on from a checkpoint at least as new as the newest that was published, no checkpoint
-is damaged, and every step that is computed again has the same loss, in every digit. At the end SIGTERM ends the job: no
-process, no shared memory and no temporary file is left.
+Two ranks of a small GPT-2 with dropout are started, and after each kill again: by torchrun (`--torchrun`), or sooner by
+tests/forking_starter.py. The moment and the rank are drawn from the seed: while the ranks start and load, while they
+train, while a checkpoint is written, while an old one is removed, and on a full disk (a small tmpfs that is filled up;
+where none can be mounted, a limit on the size of one rank's files). Now and then the starter is killed too, with all
+its ranks, as when a machine is lost; and then now and then the newest checkpoint is damaged before the job starts
+again: a flipped bit, a cut file, a removed one.
+
+After each kill the job goes on from the newest checkpoint that is good (judged here by its manifest), a good one is
+always there, and every step that is computed again has the same loss, in every digit. At the end SIGTERM ends the job:
+no process, no shared memory and no temporary file is left; and a job that nobody disturbed has the same losses.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import hashlib
 import json
 import os
 import random
@@ -34,11 +38,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsdplab.checkpoint import published
-from tests.examples import EXAMPLES, tiny_llama
+from fsdplab.checkpoint.files import MANIFEST
+from tests.examples import EXAMPLES
 from tests.leftovers import processes_of
 
 RANKS = 2
-MOMENTS = {"starting": 2, "training": 3, "saving": 4, "full disk": 2, "machine lost": 1}  # how often, relatively
+# how often, relatively
+MOMENTS = {
+    "starting": 2, "training": 3, "saving": 4, "removing": 2, "full disk": 2, "machine lost": 1, "damage": 3,
+}  # fmt: skip
+DAMAGES = ("flipped bit", "cut file", "removed file")
+TINY_GPT2 = {
+    "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_layer": 2, "n_head": 2,
+    "n_positions": 64, "vocab_size": 256, "bos_token_id": 0, "eos_token_id": 0, "resid_pdrop": 0.1, "embd_pdrop": 0.1,
+}  # fmt: skip
 DISK_BYTES = 4_000_000  # of the tmpfs: several checkpoints of 0.4 MB
 PATIENCE_S = 240.0  # for a restart on a busy machine
 _NEW_USER, _NEW_MOUNTS = 0x10000000, 0x00020000  # linux/sched.h
@@ -46,6 +59,23 @@ _NEW_USER, _NEW_MOUNTS = 0x10000000, 0x00020000  # linux/sched.h
 
 class Lost(AssertionError):
     """What the crash test must never see."""
+
+
+def is_good(checkpoint: Path) -> bool:
+    """Whether all files are as the manifest says."""
+    try:
+        files = json.loads((checkpoint / MANIFEST).read_text())["files"]
+        return all(
+            hashlib.sha256((checkpoint / name).read_bytes()).hexdigest() == entry["sha256"]
+            for name, entry in files.items()
+        )
+    except (OSError, ValueError):
+        return False
+
+
+def newest_good(folder: Path) -> int:
+    """The newest good checkpoint of a folder; 0 without one. One may be removed while it is looked at."""
+    return max((step for step, path in published(folder).items() if is_good(path)), default=0)
 
 
 def small_disk(folder: Path) -> bool:
@@ -75,6 +105,7 @@ class Job:
     losses: dict[int, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     repeated: int = 0
+    left_out: int = 0
 
     def start(self) -> None:
         self.starter = subprocess.Popen(
@@ -87,8 +118,7 @@ class Job:
     def _read(self) -> None:
         for line in self.starter.stdout:
             self.lines.append(line.rstrip())
-            if "is left out" in line:
-                self.problems.append(line.rstrip())
+            self.left_out += "is left out" in line
             if found := re.match(r"step (\d+) loss (\S+)", line):
                 step, loss = int(found[1]), found[2]
                 self.repeated += step in self.losses
@@ -131,6 +161,7 @@ class Crashes:
     kills: Counter = field(default_factory=Counter)
     waits_s: list[float] = field(default_factory=list)
     unfinished: int = 0  # kills that left a half-written checkpoint
+    damages: Counter = field(default_factory=Counter)
 
     @property
     def disk(self) -> Path:
@@ -149,9 +180,9 @@ class Crashes:
             self.job.until(lambda: max(published(self.checkpoints), default=0) > newest, "a checkpoint")
         lines = len(self.job.lines)
         getattr(self, f"_until_{moment.replace(' ', '_')}")(victim, late_s)
-        newest = max(published(self.checkpoints), default=0)
-        if moment == "machine lost":
-            self._kill_all()
+        newest = newest_good(self.checkpoints)
+        if moment in ("machine lost", "damage"):
+            newest = self._kill_all(damage=moment == "damage")
         elif victim in (ranks := self.job.ranks()):
             lines = len(self.job.lines)
             os.kill(ranks[victim], signal.SIGKILL)
@@ -177,25 +208,37 @@ class Crashes:
         self.job.until(lambda: list(self.checkpoints.glob(".step-*")), "a save")
         time.sleep(0.1 * late_s)
 
+    def _until_removing(self, victim: int, late_s: float) -> None:
+        """A new one has just been published, so that the oldest is removed now."""
+        newest = max(published(self.checkpoints), default=0)
+        self.job.until(lambda: max(published(self.checkpoints), default=0) > newest, "a checkpoint")
+        time.sleep(0.005 * late_s)
+
     def _until_full_disk(self, victim: int, late_s: float) -> None:
         lines = len(self.job.lines)
-        if self.on_small_disk:
-            with suppress(OSError), (self.disk / "filler").open("wb", buffering=0) as file:
-                while True:
-                    file.write(bytes(10_000))
-        else:
+        if not self.on_small_disk:
             resource.prlimit(self.job.ranks()[victim], resource.RLIMIT_FSIZE, (int(100_000 * late_s),) * 2)
-        refused = lambda: any("was not saved" in line for line in self.job.lines[lines:])  # noqa: E731
+
+        def refused() -> bool:
+            self._fill_disk()  # again, since the job may just have removed an old checkpoint
+            return any("was not saved" in line for line in self.job.lines[lines:])
+
         self.job.until(refused, "a save that fails")
         time.sleep(late_s)
 
-    _until_machine_lost = _until_training
+    def _fill_disk(self) -> None:
+        if self.on_small_disk:
+            with suppress(OSError), (self.disk / "filler").open("ab", buffering=0) as file:
+                while True:
+                    file.write(bytes(10_000))
+
+    _until_machine_lost = _until_damage = _until_training
 
     def _free_disk(self) -> None:
         (self.disk / "filler").unlink(missing_ok=True)
 
-    def _kill_all(self) -> None:
-        """The starter first, so that it starts none again."""
+    def _kill_all(self, damage: bool) -> int:
+        """Kill the starter first, so that it starts none again; returns the newest good step that is left."""
         ranks = self.job.ranks()
         for pid in (self.job.starter.pid, *ranks.values()):
             with suppress(ProcessLookupError):
@@ -203,7 +246,26 @@ class Crashes:
         self.job.starter.wait()
         self.job.reader.join()
         self.job.until(lambda: not processes_of(self.folder), "the end of the ranks")
+        if damage and len(published(self.checkpoints)) > 1:
+            self._damage(published(self.checkpoints)[newest_good(self.checkpoints)])
+        newest = newest_good(self.checkpoints)
+        if not newest and published(self.checkpoints):
+            raise Lost(f"no good checkpoint is left of {list(published(self.checkpoints))}")
         self.job.start()
+        return newest
+
+    def _damage(self, checkpoint: Path) -> None:
+        """One file of a checkpoint, drawn from the seed."""
+        path = self.chance.choice(sorted(checkpoint.iterdir()))
+        kind, content = self.chance.choice(DAMAGES), bytearray(path.read_bytes())
+        if kind == "removed file":
+            path.unlink()
+        elif kind == "cut file":
+            path.write_bytes(content[: self.chance.randrange(len(content))])
+        else:
+            content[self.chance.randrange(len(content))] ^= 1 << self.chance.randrange(8)
+            path.write_bytes(content)
+        self.damages[kind] += 1
 
     # ---- checks
 
@@ -213,7 +275,7 @@ class Crashes:
         self.waits_s.append(time.monotonic() - start)
         began = self.job.began(lines)
         if began is not None and began < newest:
-            self.job.problems.append(f"after {moment} it went on from {began}, though {newest} was published")
+            self.job.problems.append(f"after {moment} it went on from {began}, though {newest} was good")
         self.job.until(lambda: any(f"step {began + 1} " in line for line in self.job.lines[lines:]), "a step")
         if self.job.problems:
             raise Lost("\n".join(self.job.problems))
@@ -227,17 +289,38 @@ class Crashes:
             raise Lost("\n".join(self.job.problems))
         left = [*processes_of(self.folder), *map(str, (self.folder / "tmp").iterdir())]
         left += [path.name for path in self.checkpoints.iterdir() if path.name.startswith(".")]
+        if not newest_good(self.checkpoints):
+            raise Lost("no good checkpoint is left")
         steps = [int(found[1]) for line in self.job.lines if (found := re.match(r"step (\d+) ", line))]
         last = max(published(self.checkpoints))
         if left or last != steps[-1]:
             raise Lost(f"left behind: {left}; the last checkpoint is of step {last}, the last step {steps[-1]}")
         kinds = ", ".join(f"{name} {count}" for name, count in self.kills.items())
+        damages = ", ".join(f"{name} {count}" for name, count in self.damages.items()) or "none"
         waits = sorted(self.waits_s)
         return (
             f"{self.kills.total()} kills ({kinds}; {self.unfinished} left a half-written checkpoint): 0 lost. {last}"
             f" steps, {self.job.repeated} computed again with equal losses; back within {waits[len(waits) // 2]:.1f} s"
-            f" (median), {waits[-1]:.1f} s (longest)."
+            f" (median), {waits[-1]:.1f} s (longest). Damages: {damages}; {self.job.left_out} checkpoints set aside."
         )
+
+    def check_undisturbed(self) -> str:
+        """The same job in one piece, in a folder of its own, has the same losses."""
+        last = max(self.job.losses)
+        words = list(self.job.words)
+        words[words.index("--checkpoints") + 1] = str(self.folder / "undisturbed")
+        whole = Job([*words, "--save-every=1000000"], self.job.environment)
+        whole.start()
+        try:
+            whole.until(lambda: last in whole.losses or whole.starter.poll() is not None, f"step {last}")
+        finally:
+            whole.starter.send_signal(signal.SIGTERM)
+            whole.starter.wait(PATIENCE_S)
+            whole.reader.join(10)
+        differing = [step for step, loss in self.job.losses.items() if whole.losses.get(step) != loss]
+        if differing:
+            raise Lost(f"the losses of {len(differing)} steps differ from those of a job in one piece: {differing[:9]}")
+        return f" All {last} losses are those of a job that nobody disturbed."
 
 
 def crash(kills: int, seed: int, folder: Path, by_torchrun: bool = False) -> str:
@@ -245,13 +328,14 @@ def crash(kills: int, seed: int, folder: Path, by_torchrun: bool = False) -> str
     (folder / "disk").mkdir()
     (folder / "tmp").mkdir()
     (folder / "text.txt").write_bytes(Path(__file__).read_bytes())
+    (folder / "config.json").write_text(json.dumps(TINY_GPT2))
     on_small_disk = small_disk(folder / "disk")
     torchrun = ("torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", f"--log-dir={os.devnull}")
     starter = (*torchrun, f"--max-restarts={10 * kills}") if by_torchrun else ("tests.forking_starter", str(RANKS))
     words = [
         sys.executable, "-m", *starter, str(EXAMPLES / "pretrain.py"),
-        "--config", str(tiny_llama(folder)), "--data", str(folder / "text.txt"), "--sequence-length=16",
-        "--batch-size=4", "--micro-batch-size=2", "--steps=1000000", "--save-every=10",
+        "--config", str(folder), "--data", str(folder / "text.txt"), "--sequence-length=16",
+        "--batch-size=4", "--micro-batch-size=2", "--steps=1000000", "--save-every=4",
         "--checkpoints", str(folder / "disk" / "checkpoints"),
     ]  # fmt: skip
     there = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TMPDIR": str(folder / "tmp"), "PYTHONUNBUFFERED": "1"}
@@ -267,7 +351,7 @@ def crash(kills: int, seed: int, folder: Path, by_torchrun: bool = False) -> str
         for _ in range(kills):
             crashes.once()
             print(f"{crashes.kills.total()} {crashes.job.lines[-1]}", file=sys.stderr, flush=True)
-        report = crashes.end()
+        report = crashes.end() + crashes.check_undisturbed()
     finally:
         for pid in (crashes.job.starter.pid, *crashes.job.ranks().values()):
             with suppress(ProcessLookupError):

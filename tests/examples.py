@@ -40,8 +40,8 @@ def source(name: str, engine: str) -> str:
 
 
 def run_on_this_rank(name: str, engine: str, *words: str, machines: int = 1, file_bytes: int | None = None) -> str:
-    """What the example prints on this rank, whose process group the test has started; `file_bytes` of an exported
-    file.
+    """What the example prints on this rank, whose process group the test has started, and "exit CODE" where it ends so;
+    `file_bytes` of an exported file.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     there = {"RANK": rank, "LOCAL_RANK": rank % (ranks // machines), "WORLD_SIZE": ranks}
@@ -53,7 +53,10 @@ def run_on_this_rank(name: str, engine: str, *words: str, machines: int = 1, fil
         assert replaced == 1
     group = mock.patch.multiple(dist, init_process_group=mock.DEFAULT, destroy_process_group=mock.DEFAULT)
     with group, mock.patch.object(sys, "argv", [name, *words]), contextlib.redirect_stdout(io.StringIO()) as out:
-        exec(compile(text, name, "exec"), {"__name__": "__main__"})  # noqa: S102  what a user copies
+        try:
+            exec(compile(text, name, "exec"), {"__name__": "__main__"})  # noqa: S102  what a user copies
+        except SystemExit as end:
+            print(f"exit {end.code}")
     return out.getvalue()
 
 

@@ -21,7 +21,8 @@ from fsdplab.sessions.launch.parent_death import end_with_parent
 _IMPORTED = (
     "torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp", "torch.distributed.tensor", "safetensors.torch",
-    "transformers.models.llama.modeling_llama", "fsdplab.engine.shard", "fsdplab.checkpoint.folder",
+    "transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama",
+    "fsdplab.engine.shard", "fsdplab.checkpoint.folder",
 )  # fmt: skip
 _OTHERS_FOLLOW_S = 30.0  # torchrun's own
 

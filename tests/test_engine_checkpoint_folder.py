@@ -53,7 +53,9 @@ def three_saves(folder: Path) -> None:
             checkpoints.save(model, optimizer, step)
         train(model, optimizer)  # does not change what is being written
         checkpoints.close()
+    dist.barrier()
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000002", "step-00000003"]
+    dist.barrier()
     assert threading.active_count() == threads
     other, its = trainee(1)
     assert CheckpointFolder(folder).load(other, its) == 3
@@ -74,20 +76,31 @@ def damaged(folder: Path) -> None:
     checkpoints.close()
     if dist.get_rank() == 0:
         (folder / "step-00000002" / "__1_0.distcp").write_bytes(b"")
-        warned = pytest.warns(UserWarning, match="step-00000002 is left out: .* is damaged")
+        warned = pytest.warns(UserWarning, match="step-00000002 is left out, and renamed to step-00000002.damaged.* is")
     else:
         warned = warnings.catch_warnings()
     other, its = trainee(1)
     with warned:
-        assert CheckpointFolder(folder).load(other, its) == 1
+        again = CheckpointFolder(folder)
+        assert again.load(other, its) == 1
     check_equal(state_of(other, its), states[1])
+    # the step comes again, and takes the name
+    state = train(other, its)
+    again.save(other, its, 2)
+    again.close()
+    assert list(published(folder)) == [1, 2] and len([*folder.glob("step-00000002.damaged.*")]) == 1
+    checkpoint.load(model, optimizer, published(folder)[2], require_manifest=True)
+    check_equal(state_of(model, optimizer), state)
     dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder / "step-00000002")
     if dist.get_rank() == 0:
         (folder / "step-00000001" / checked_files.MANIFEST).unlink()
     dist.barrier()
     with warnings.catch_warnings(), pytest.raises(CheckpointDamaged):
         warnings.simplefilter("ignore")
         CheckpointFolder(folder).load(other, its)  # and not from the beginning, in silence
+    assert list(published(folder)) == [1], "a start after this one must not begin from nothing either"
 
 
 def test_a_damaged_checkpoint_is_left_out(ranks: Any, tmp_path: Path) -> None:
@@ -109,7 +122,7 @@ def full_disk(folder: Path, which: int) -> None:
     with pytest.raises(CheckpointNotSaved, match="of step 2 was not saved .*File too large"):
         checkpoints.wait()
     dist.barrier()
-    assert [path.name for path in folder.iterdir()] == ["step-00000001"]
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "step-00000001"]
     checkpoints.save(model, optimizer, 3)
     if dist.get_rank() == which:
         checkpoints._pending[1].exception()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,37 @@ def run(_: object, engine: str, words: list[str]) -> str:
     return "lab" if used else "torch"
 
 
+def killed_in_a_save(_: object, words: list[str]) -> None:
+    """Rank 1 is killed in its second save, before all its files are written."""
+    from transformers import Trainer
+
+    save, saves = Trainer._save_rng_state, []
+
+    def saving(self: Trainer, folder: str) -> None:
+        saves.append(1)
+        if torch.distributed.get_rank() == 1 and len(saves) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        save(self, folder)
+
+    Trainer._save_rng_state = saving
+    run(None, "lab", words)
+
+
+def asked_to_end(_: object, words: list[str], which: int) -> str:
+    """One rank alone gets a signal, in its second step."""
+    step, steps = torch.optim.AdamW.step, []
+
+    def stepping(self: torch.optim.AdamW, *arguments: Any) -> Any:
+        steps.append(1)
+        if torch.distributed.get_rank() == 1 and len(steps) == 2:
+            os.kill(os.getpid(), which)
+        return step(self, *arguments)
+
+    torch.optim.AdamW.step = stepping
+    os.environ.update(CPU_RANKS)
+    return run_on_this_rank("finetune.py", "lab", *words)
+
+
 def trained(ranks: Any, folder: Path, engine: str, *more: str) -> list[float]:
     """Loss and norm of the gradient of each step that is in the last state."""
     assert ranks(2, run, ImportedByTheMother(), engine, job(folder, *more)) == [engine] * 2
@@ -67,8 +99,20 @@ def test_it_goes_on_from_the_newest_checkpoint_and_the_adapter_opens(ranks: Any,
     from safetensors.torch import load_file
 
     whole = trained(ranks, folder, "lab")
-    shutil.copytree(folder / "out" / "checkpoint-6", folder / "whole")
-    shutil.rmtree(folder / "out" / "checkpoint-6")
+    shutil.move(folder / "out", folder / "whole")
+    # a kill in a save, and the same command again; --save_total_limit 1 must not remove the whole one before
+    ends = ranks.ends(2, killed_in_a_save, ImportedByTheMother(), job(folder, "--save_total_limit", "1"))
+    assert "died with exit code -9" in ends[1]
+    assert sorted(path.name for path in (folder / "out").iterdir()) == ["checkpoint-3", "checkpoint-6"]
+    assert trained(ranks, folder, "lab", "--save_total_limit", "1") == whole
+    assert [path.name for path in (folder / "out").glob("*checkpoint*")] == ["checkpoint-6"]
+    # a signal to one rank saves on all and ends with a code; then it goes on
+    shutil.rmtree(folder / "out")
+    for which in (signal.SIGTERM, signal.SIGINT):
+        printed = ranks(2, asked_to_end, ImportedByTheMother(), job(folder), which)
+        assert all(text.endswith("exit 143\n") for text in printed)
+    saved = sorted(path.name for path in (folder / "out").iterdir())
+    assert saved == ["checkpoint-2", "checkpoint-3"], "torch's loading of an optimizer takes a step of it, too"
     assert trained(ranks, folder, "lab") == whole
     adapter = load_file(folder / "out" / "adapter_model.safetensors")
     for name, value in load_file(folder / "whole" / "adapter_model.safetensors").items():

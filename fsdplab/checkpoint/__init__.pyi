@@ -1,7 +1,12 @@
+from fsdplab.checkpoint.extra import PerRank as PerRank
+from fsdplab.checkpoint.extra import RandomState as RandomState
 from fsdplab.checkpoint.files import CheckpointDamaged as CheckpointDamaged
+from fsdplab.checkpoint.folder import AnotherJob as AnotherJob
 from fsdplab.checkpoint.folder import CheckpointFolder as CheckpointFolder
 from fsdplab.checkpoint.folder import CheckpointNotSaved as CheckpointNotSaved
+from fsdplab.checkpoint.folder import NotFinite as NotFinite
 from fsdplab.checkpoint.folder import published as published
+from fsdplab.checkpoint.lock import FolderInUse as FolderInUse
 from fsdplab.checkpoint.state import full_state_dict as full_state_dict
 from fsdplab.checkpoint.state import load as load
 from fsdplab.checkpoint.state import save as save

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
 import pickle
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -63,8 +64,13 @@ def write_manifest(folder: Path, group: dist.ProcessGroup | None = None) -> None
     parts = on_each_rank(written, group)
     files = {name: entry for part in parts for name, entry in sorted(part.items())}
     text = json.dumps({"format": FORMAT, "files": files}, indent=1) + "\n"
-    # no rank may load a checkpoint whose manifest is still to come
-    on_each_rank(lambda: write_whole(folder / MANIFEST, text) if rank == 0 else None, group)
+
+    def write() -> None:
+        if rank == 0:
+            write_whole(folder / MANIFEST, text)
+            to_disk(folder / MANIFEST)
+
+    on_each_rank(write, group)  # no rank may load a checkpoint whose manifest is still to come
 
 
 def check_manifest(folder: Path, required: bool) -> Files | None:
@@ -115,6 +121,15 @@ def check_entries(folder: Path, metadata: Metadata, files: Files | None) -> None
     _refuse(folder, [partial(_harm, folder, index, places.get(index), metadata) for index in tensors + values])
 
 
+def to_disk(path: Path) -> None:
+    """Make a file, or the names in a folder, survive a loss of power."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
 def on_all_ranks(read: Callable[[], T]) -> T:
     """What `read` returns on this rank; CheckpointDamaged on all ranks if it raises that on one."""
     mine: list[T] = []
@@ -123,10 +138,12 @@ def on_all_ranks(read: Callable[[], T]) -> T:
 
 
 def on_each_rank(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> list[T]:
-    """What `action` returns on each rank of `group`; an `OSError` or `CheckpointDamaged` of one is raised on all."""
+    """What `action` returns on each rank of `group`; an error of one (of the kinds that this package raises) is raised
+    on all.
+    """
     try:
-        mine: tuple[Any, OSError | CheckpointDamaged | None] = action(), None
-    except (OSError, CheckpointDamaged) as error:
+        mine: tuple[Any, Exception | None] = action(), None
+    except (OSError, ValueError, RuntimeError) as error:
         mine = None, error
     ends = _gathered(mine, group)
     if failures := [error for _, error in ends if error is not None]:

@@ -16,56 +16,127 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
+from fsdplab.checkpoint import extra as extras
 from fsdplab.checkpoint import files
+from fsdplab.checkpoint.optimizer import GROUPS, STATE, SavedOptimizer, give_states, make_states, parameters_of
 
 
-def save(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path) -> None:
-    """Write `model` and `optimizer` to a new `folder`, every rank its own shards; all ranks must call it.
+def save(
+    model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path, *, extra: extras.Extra | None = None
+) -> None:
+    """Write `model`, `optimizer` and the states of `extra` (a scheduler, an average: name -> object) to a new `folder`.
 
-    Raises torch's `CheckpointException` ("Checkpoint already exists") where a checkpoint is: give every save its own
-    folder.
+    Every rank writes its own shards; all ranks must call it. Raises torch's `CheckpointException` ("Checkpoint already
+    exists") where a checkpoint is: give every save its own folder. Raises `ValueError` for a value that `load` would
+    refuse, before anything is written.
     """
-    dcp.save(states_of(model, optimizer), storage_writer=dcp.FileSystemWriter(str(folder), overwrite=False))
+    dcp.save(all_states(model, optimizer, extra), storage_writer=dcp.FileSystemWriter(str(folder), overwrite=False))
     files.write_manifest(Path(folder))
 
 
 def load(
-    model: nn.Module, optimizer: torch.optim.Optimizer, folder: str | Path, *, require_manifest: bool = False
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    folder: str | Path,
+    *,
+    extra: extras.Extra | None = None,
+    require_manifest: bool = False,
 ) -> None:
-    """Read what `save` wrote into `model` and `optimizer`, in place, whatever the number of ranks and the strategy
-    were.
+    """Read what `save` wrote into `model`, `optimizer` and the objects of `extra`, in place, whatever the number of
+    ranks and the strategy were.
 
-    Hyperparameters (the learning rate too) become the saved ones. Before anything is changed, raises
-    `FileNotFoundError` if there is no checkpoint, `CheckpointDamaged` (a `ValueError`) if a file is not as it was saved
-    or would run code, and `ValueError` with name, shapes and dtypes if it is of another model or optimizer.
+    Hyperparameters (the learning rate too) become the saved ones; a parameter whose state was not saved has none
+    afterwards. Before anything is changed, raises `FileNotFoundError` if there is no checkpoint, `CheckpointDamaged` (a
+    `ValueError`) if a file is not as it was saved or would run code, and `ValueError` with name, shapes and dtypes if
+    it is of another model or optimizer, or lacks an extra state.
 
     A checkpoint without a manifest (PyTorch's own) has no checksums: `load` warns, or with `require_manifest` raises
     `CheckpointDamaged`.
     """
-    reader = files.CheckedReader(str(folder))
-    _find(Path(folder))
-    listed = files.check_manifest(Path(folder), require_manifest)
-    metadata = files.on_all_ranks(reader.read_metadata)
-    files.check_entries(Path(folder), metadata, listed)
-    entries = metadata.state_dict_metadata
-    state = states_of(model, optimizer)
-    _check("model", "model.", state["model"], entries)
-    states = {f"{name}.{key}": value for name, each in state["optim"]["state"].items() for key, value in each.items()}
-    _check("optimizer", "optim.state.", states, entries)
-    try:
-        dcp.load(state, storage_reader=reader, planner=files.CheckedPlanner())
-    except CheckpointException as error:
-        reason = next(iter(error.failures.values()))[0]
-        raise files.CheckpointDamaged(
-            f"the checkpoint in {folder} cannot be read ({reason}), and a part of it may have been loaded; copy it"
-            " again, build the model anew and load once more"
-        ) from error
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    CheckedCheckpoint(folder, require_manifest).load(model, optimizer, extra or {})
+
+
+class CheckedCheckpoint:
+    """A checkpoint all of whose files have been checked; all ranks make it, and call its methods."""
+
+    def __init__(self, folder: str | Path, require_manifest: bool) -> None:
+        self.folder = Path(folder)
+        reader = files.CheckedReader(str(folder))
+        _find(self.folder)
+        listed = files.check_manifest(self.folder, require_manifest)
+        self.metadata = files.on_all_ranks(reader.read_metadata)
+        files.check_entries(self.folder, self.metadata, listed)
+        self.entries = self.metadata.state_dict_metadata
+
+    def value_of(self, name: str) -> Any:
+        """The plain values of an extra state; None where the checkpoint has none of this name."""
+        entry = f"{extras.EXTRA}{name}.plain"
+        if entry not in self.entries:
+            return None
+        return extras.plain_value(self.folder, name, self._read({entry: None})[entry])
+
+    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer, extra: extras.Extra) -> None:
+        """Read the states in place, as `load` does."""
+        plain = {name: self._extra_of(name) for name in extra}
+        live = states_of(model, optimizer)
+        model_state, groups = live["model"], live["optim"]["param_groups"]
+        _check("model", "model.", {"model": model_state}, self.entries)
+
+        saved = SavedOptimizer(self.metadata, self._read(self._hyperparameters()))
+        states = saved.states_to_load(optimizer, groups, lambda: states_of(model, optimizer)["optim"]["state"])
+        _check("optimizer", STATE, {"optim": {"state": states}}, saved.entries_of(groups))
+        groups = saved.match(optimizer, groups)
+        saved.say_what_differs(groups)
+
+        tensors = {}
+        for name, holder in extra.items():
+            tensors[name] = extras.tensors_to_load(name, holder, plain[name], self.metadata)
+        loaded = self._read(
+            {
+                "model": model_state,
+                "optim": {"state": states},
+                "extra": {name: {"tensors": each} for name, each in tensors.items()},
+            }
+        )
+        set_model_state_dict(model, loaded["model"])
+        give_states(optimizer, groups, loaded["optim"]["state"])
+        for name, holder in extra.items():
+            extras.give(holder, plain[name], tensors[name])
+
+    def _extra_of(self, name: str) -> Any:
+        if name not in (names := extras.names_in(self.metadata)):
+            raise ValueError(
+                f"the checkpoint in {self.folder} has no extra state {name!r}: got {sorted(names) or 'none'}; leave it"
+                " out of `extra`, and it begins anew"
+            )
+        return self.value_of(name)
+
+    def _hyperparameters(self) -> dict[str, Any]:
+        """Places for the hyperparameters of the file, by their names in it."""
+        places: dict[str, Any] = {}
+        for name, entry in self.entries.items():
+            if name.startswith(GROUPS):
+                is_tensor = isinstance(entry, TensorStorageMetadata)
+                places[name] = torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None
+        return places
+
+    def _read(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Read entries in place, and return them."""
+        try:
+            dcp.load(state, storage_reader=files.CheckedReader(str(self.folder)), planner=files.CheckedPlanner())
+        except CheckpointException as error:
+            reason = next(iter(error.failures.values()))[0]
+            raise files.CheckpointDamaged(
+                f"the checkpoint in {self.folder} cannot be read ({reason}), and a part of it may have been loaded;"
+                " copy it again, build the model anew and load once more"
+            ) from error
+        return state
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -85,16 +156,28 @@ def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, A
     """Both states over the live memory, as DCP's recipe has them (`model`, `optim`); those of an optimizer that has not
     stepped are made, as zeros.
     """
-    fresh, parameters = not optimizer.state, [each for group in optimizer.param_groups for each in group["params"]]
-    gradients = [parameter.grad for parameter in parameters]
-    if fresh:
-        optimizer.zero_grad(set_to_none=True)
-    state = dict(zip(("model", "optim"), get_state_dict(model, optimizer)))
-    for parameter, gradient in zip(parameters, gradients) if fresh else ():
-        parameter.grad = gradient
-        if "step" in (made := optimizer.state.get(parameter, {})):
-            made["step"].zero_()
-    return state
+    # first the model's, which reshards what a lone forward has left unsharded: the optimizer's names it otherwise
+    model_state = get_model_state_dict(model)
+    if not optimizer.state:
+        make_states(optimizer, [each for each in parameters_of(optimizer) if each.requires_grad])
+    return {"model": model_state, "optim": get_optimizer_state_dict(model, optimizer)}
+
+
+def all_states(model: nn.Module, optimizer: torch.optim.Optimizer, extra: extras.Extra | None) -> dict[str, Any]:
+    """What a save writes; ValueError for a value that could not be loaded again."""
+    state = states_of(model, optimizer)
+    plain = {}
+    for name, value in flatten_state_dict(state)[0].items():
+        if not isinstance(value, torch.Tensor):
+            plain[name] = value
+    try:
+        extras.as_plain_bytes("the state", plain)
+    except ValueError:
+        # once more, to name the one
+        for name, value in plain.items():
+            extras.as_plain_bytes(name, value)
+        raise
+    return {**state, "extra": extras.entries_of(extra)} if extra else state
 
 
 def _find(folder: Path) -> None:
@@ -107,8 +190,9 @@ def _find(folder: Path) -> None:
 
 
 def _check(what: str, prefix: str, expected: dict[str, Any], entries: dict[str, Any]) -> None:
+    """ValueError unless the file's entries with a prefix are those of the `expected` state."""
     saved = {n.removeprefix(prefix): _kind_saved(e) for n, e in entries.items() if n.startswith(prefix)}
-    here = {name: _kind(value) for name, value in expected.items()}
+    here = {name.removeprefix(prefix): _kind(value) for name, value in flatten_state_dict(expected)[0].items()}
     if wrong := [name for name in sorted({*saved, *here}) if saved.get(name) != here.get(name)]:
         got, wanted = (kinds.get(wrong[0], "absent") for kinds in (saved, here))
         raise ValueError(
