@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 NOT_RUN = "not run: the deadline was over"
 EVERY_S = 60.0
+_WORTH_TELLING = 0.02  # the part of the work below which it says nothing of what is left
 _WORTH_TELLING_S = 60.0  # CPU seconds below which a run says nothing of its progress
 _ROOT = Path(__file__).parents[1]
 
@@ -159,9 +160,9 @@ class Progress:
         self._run.add(_file_of(report.nodeid))
         self._done_s += self._seconds(report.nodeid)
         now = time.time()
-        if now - self._told > EVERY_S and self._total_s > _WORTH_TELLING_S and self._done_s:
+        part = min(self._done_s / self._total_s, 1.0) if self._total_s > _WORTH_TELLING_S else 0.0
+        if now - self._told > EVERY_S and part > _WORTH_TELLING:
             self._told = now
-            part = min(self._done_s / self._total_s, 1.0)
             left_min = (now - self._begin) * (1 - part) / part / 60
             self._terminal.ensure_newline()
             self._terminal.write_line(f"{part:.0%} of the work is done; about {left_min:.0f} minutes are left")
