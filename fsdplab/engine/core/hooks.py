@@ -4,10 +4,15 @@ Before a forward: a pre-hook. Before a backward: a hook on every output tensor t
 an identity function planted on the inputs, whose own backward runs once their gradients are complete. The end of the
 backward: autograd's final callback, which also completes units whose inputs need no gradient. Parameter gradients are
 never counted down: those of unused parameters never arrive.
+
+A loss may be computed from none of the outputs: from a tensor that a module kept, or from one inside an object that
+`nested` cannot open. So the outputs of the modules inside a unit have a hook too where the unit is resharded before the
+backward, and the first gradient that arrives on any parameter begins the backward if nothing else has.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -119,7 +124,12 @@ class UnitHooks:
             self.handles[0].append(before)
             self.handles[1].append(module.register_forward_hook(self.after_forward, prepend=False))
             module.register_forward_hook(self._after_exception, always_call=True)
-        showing = [each for param in unit.memory.params for each, _ in param.sites()]
+        for param in unit.memory.params:
+            param.on_gradient = self._tells_of_gradients()
+        showing = dict.fromkeys(each for param in unit.memory.params for each, _ in param.sites())
+        for module in showing:
+            if id(module) not in self._all:
+                module.register_forward_hook(self._after_part)
         for module in dict.fromkeys([*modules, *showing]):
             module.register_state_dict_pre_hook(self._before_state_dict)
             module.register_load_state_dict_pre_hook(self._before_state_dict)
@@ -169,6 +179,31 @@ class UnitHooks:
                 if not unit.to_run:
                     self.bound.after_forward(unit, will_backward=torch.is_grad_enabled())
         return cast_floats(output, self.policy.output_dtype) if self.policy.output_dtype else output
+
+    def _after_part(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """Ask to be called before the backward of a module inside the unit: a loss may come from what it returned."""
+        if torch.compiler.is_compiling() or not self.unit.reshard_after_forward or not torch.is_grad_enabled():
+            return
+        if compat.inside_backward() or compat.is_transformed():
+            return
+        for tensor in tensors_in(output):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(self._before_backward_of_part)
+
+    def _before_backward_of_part(self, gradient: torch.Tensor) -> None:
+        if self.unit.backward is not RUNNING:
+            self.bound.before_backward(self.unit)
+
+    def _tells_of_gradients(self) -> Callable[[], None]:
+        """What a parameter calls when autograd leaves a gradient on it; holds no reference to this."""
+        told = weakref.ref(self)
+
+        def arrived() -> None:
+            hooks = told()
+            if hooks is not None and hooks.runtime is not None and not hooks.runtime.in_backward:
+                hooks.runtime._queue_end()
+
+        return arrived
 
     def _trains(self, args: tuple) -> bool:
         """Whether the unit's weights may be read in a backward."""

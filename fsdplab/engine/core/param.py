@@ -12,7 +12,7 @@ because modules and kernels may ask for that; an all-gather of such a parameter 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fsdplab.engine import compat
+from fsdplab.engine.core.parameter_hooks import HooksOfWhole, apply_hooks
 from fsdplab.engine.core.placement import Axes, local_gradient, local_part, spec_at_rest, wrapped
 
 Sites = list[tuple[nn.Module, str]]
@@ -42,7 +43,9 @@ class ShardedParam:
         self.gathered: nn.Parameter | None = None
         self.unsharded_gradient: torch.Tensor | None = None  # rows first
         self.to_reduce = False  # whether it was trained when gradients were collected: then it is on all ranks
+        self.on_gradient: Callable[[], None] | None = None  # called when autograd leaves a gradient on the gathered form
         self._whole_at_rest = dim is None
+        self._hooks_of_whole = HooksOfWhole.of(original, move=self._whole_at_rest)
         self._sites = [(weakref.ref(module), attribute) for module, attribute in sites]
         plain = [type(module).__setattr__ is nn.Module.__setattr__ for module, _ in sites]
         self._entries = [(site[0]._parameters, site[1]) for site, is_plain in zip(sites, plain) if is_plain]
@@ -66,6 +69,7 @@ class ShardedParam:
         local = self._rows_of(local_part(original), start, stop)
         self.at_rest = nn.Parameter(compat.dtensor_of(local, self.spec), requires_grad=original.requires_grad)
         compat.keep_gradient_dtype(original, self.at_rest).__dict__.update(original.__dict__)
+        self.at_rest._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks
         original._replaced_by_shard = original.grad  # for those who still hold it, with the gradient that it had
         self.show(self.at_rest)
 
@@ -159,8 +163,19 @@ class ShardedParam:
     def back(self, whole: torch.Tensor, offset: int, dtype: torch.dtype) -> None:
         """Put the gathered form over the memory of `whole` (bytes), `offset` from its start."""
         value = _alias(whole, offset // dtype.itemsize, self._own_order(self.shape), dtype)
-        gathered = nn.Parameter(wrapped(value, self.whole_spec), requires_grad=self.at_rest.requires_grad)
+        gathered = self.as_gathered(wrapped(value, self.whole_spec))
         self.gathered = compat.keep_gradient_dtype(self.at_rest, gathered)
+
+    def as_gathered(self, value: torch.Tensor) -> nn.Parameter:
+        """The parameter that modules show while `value`, its whole, is there; with the hooks that autograd calls."""
+        trains = value.is_floating_point() or value.is_complex()
+        gathered = nn.Parameter(value, requires_grad=trains)
+        if trains:  # hooks stay, also where the parameter is frozen now and trained later
+            self._hooks_of_whole.put_on(gathered, self.dtype)
+            told = weakref.ref(self)  # the hooks belong to autograd, where no collector sees a cycle
+            gathered.register_post_accumulate_grad_hook(lambda _: _tell_of_gradient(told()))
+        gathered._unsharded_form = True  # for optimizers that are given it by mistake
+        return gathered.requires_grad_(self.at_rest.requires_grad)
 
     def join(self) -> None:
         """Put the shards of all ranks, which a gather left end to end, in the parameter's own order; rows are already.
@@ -210,15 +225,19 @@ class ShardedParam:
     @property
     def reads_gradient_at_once(self) -> bool:
         """Whether `give_gradient` adds to a gradient that is there, or calls hooks."""
-        return self.at_rest.grad is not None or bool(getattr(self.at_rest, "_post_accumulate_grad_hooks", None))
+        at_rest = self.at_rest
+        return at_rest.grad is not None or bool(at_rest._backward_hooks or at_rest._post_accumulate_grad_hooks)
 
     def give_gradient(self, local: torch.Tensor) -> None:
         """Add `local`, this rank's part of the reduced gradient, to what the optimizer will read."""
+        if self.at_rest._backward_hooks:
+            reduced = local if self.spec is None else compat.dtensor_of(local, self.spec)
+            local = compat.local_of(apply_hooks(self.at_rest._backward_hooks, reduced))
         if (held := self.at_rest.grad) is not None:
             compat.local_of(held).add_(local)
         else:
             self.at_rest.grad = local if self.spec is None else compat.dtensor_of(local, self.spec)
-        for hook in (getattr(self.at_rest, "_post_accumulate_grad_hooks", None) or {}).values():
+        for hook in list((self.at_rest._post_accumulate_grad_hooks or {}).values()):
             hook(self.at_rest)
 
     def sites(self) -> Iterator[tuple[nn.Module, str]]:
@@ -227,6 +246,11 @@ class ShardedParam:
             module = reference()
             if module is not None:
                 yield module, attribute
+
+
+def _tell_of_gradient(param: ShardedParam | None) -> None:
+    if param is not None and param.on_gradient is not None:
+        param.on_gradient()
 
 
 def _alias(like: torch.Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -105,7 +105,7 @@ class PartedParam(ShardedParam):
             rows = self._value.detach()
             if rows.shape[0] > self._size[0]:
                 rows = rows.narrow(0, 0, self._size[0])
-            self.gathered = nn.Parameter(rows, requires_grad=self.at_rest.requires_grad)
+            self.gathered = self.as_gathered(rows)
         else:
             for tensor in self._freed:
                 _allocate(tensor)

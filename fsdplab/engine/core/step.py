@@ -96,6 +96,7 @@ class StepOrder:
         self.schedule.begin()
         with self._span("root_pre_forward"):
             for each in self.units.values():
+                each.check_collected()
                 each.begin_forward(self._accumulating)
 
     def after_forward(self, unit: Unit, will_backward: bool) -> None:

@@ -240,6 +240,18 @@ class Unit(Generic[M]):
                 " so they were not gathered; let the forward return the tensors that the loss is computed from"
             )
 
+    def check_collected(self) -> None:
+        """Raise where gradients lie on the unsharded parameters that no backward has collected: they train nothing.
+
+        Pipelines leave gradients there between micro-batches and collect them by hand, while nothing is synchronised.
+        """
+        if self.sync and self.memory.has_new_gradients():
+            raise RuntimeError(
+                f"gradients lie on the unsharded parameters of unit {self.name!r} that no backward of the model has"
+                " collected, so they would train nothing; run loss.backward() after a forward of the model and assign"
+                " no .grad between the two, or call reset_iter_state() on the root to drop them"
+            )
+
     def start_reduce(self) -> None:
         """Begin to average the collected gradients over the ranks; nothing begins where there is none."""
         options = self.reduce_options
