@@ -243,6 +243,12 @@ class FSDPModule(TorchFSDPModule):
             )
         return self._unit_hooks.unit
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters, of the sharded ones also while the modules show unsharded ones."""
+        super(TorchFSDPModule, self).zero_grad(set_to_none)
+        for param in (param for unit in units_under(self, recurse=True) for param in unit.memory.params):
+            param.zero_gradient(set_to_none)
+
     # ---- what torch looks for
 
     def _get_fsdp_state(self) -> torch_interop.State | None:

@@ -25,7 +25,7 @@ from fsdplab.engine.core.placement import Axes, axes_of, axes_of_info, local_par
 from fsdplab.engine.core.plan import UnitConfig
 from fsdplab.engine.core.policy import STRATEGIES, MixedPrecisionPolicy, OffloadPolicy, Strategy, strategy_named
 from fsdplab.engine.core.unit import ReduceOptions, Unit
-from fsdplab.engine.features.misuse_checks import warn_of_low_masters, watch_optimizers
+from fsdplab.engine.features.misuse_checks import warn_of_low_masters, watch_optimizers, watch_units
 from fsdplab.engine.features.offload import storage_of
 from fsdplab.engine.features.recompute import recompute_of, recomputing
 from fsdplab.engine.module import FSDPModule, below, bound, sharded_class
@@ -189,6 +189,7 @@ def _make_units(
     for memory in memories:
         memory.shard()
     units = [Unit(memory, after(memory.config.axes), ReduceOptions(memory.config.divide)) for memory in memories]
+    watch_units(units)
     for original in owned:
         original._owned_by_unit = True
     beside = [UnitHooks(modules, unit) for unit in units[1:]]

@@ -33,6 +33,8 @@ class ShardedParam:
     that is cut first. `spec` describes the DTensor at rest; None means that it is plain.
     """
 
+    replacements = 0  # how often, in this process, a parameter at rest was found to be replaced
+
     def __init__(self, name: str, sites: Sites, original: nn.Parameter, axes: Axes, dim: int | None = 0) -> None:
         self.name, self.axes, self.dim = name, axes, dim or 0
         self.whole_spec: DTensorSpec | None = getattr(original, "_spec", None)
@@ -137,9 +139,16 @@ class ShardedParam:
                         f"parameter {attribute!r} of {type(module).__name__}, which was sharded, was replaced by a"
                         " plain tensor; replace it before fully_shard, or by a DTensor with its mesh and placements"
                     )
+                self._note_replacement_by(found)
                 self.at_rest = compat.keep_gradient_dtype(self.at_rest, found)
             self.dtype, self.spec = self.at_rest.dtype, getattr(self.at_rest, "_spec", None)
             break
+
+    def _note_replacement_by(self, new: torch.Tensor) -> None:
+        """Mark the parameter at rest with its gradient, for an optimizer that still holds it; `new` is no such one."""
+        ShardedParam.replacements += 1
+        self.at_rest._replaced_at_rest = self.at_rest.grad
+        new.__dict__.pop("_replaced_at_rest", None)
 
     def settled(self) -> bool:
         """Whether the shard at rest is where its unit expects it."""
@@ -174,7 +183,7 @@ class ShardedParam:
             self._hooks_of_whole.put_on(gathered, self.dtype)
             told = weakref.ref(self)  # the hooks belong to autograd, where no collector sees a cycle
             gathered.register_post_accumulate_grad_hook(lambda _: _tell_of_gradient(told()))
-        gathered._unsharded_form = True  # for optimizers that are given it by mistake
+        gathered._shown_during_step = True  # for optimizers that are given it by mistake
         return gathered.requires_grad_(self.at_rest.requires_grad)
 
     def join(self) -> None:
@@ -215,6 +224,8 @@ class ShardedParam:
         if gathered is None or (gradient := gathered.grad) is None:
             return
         gathered.grad = None
+        if gradient.layout is not torch.strided:  # of an embedding with `sparse=True`: other ranks have other rows
+            gradient = gradient.to_dense()
         gradient = self.rows_first(local_gradient(gradient, self.whole_spec, self.axes))
         if self.unsharded_gradient is None:
             as_it_is = accumulate_in is None or gradient.is_complex()
@@ -239,6 +250,14 @@ class ShardedParam:
             self.at_rest.grad = local if self.spec is None else compat.dtensor_of(local, self.spec)
         for hook in list((self.at_rest._post_accumulate_grad_hooks or {}).values()):
             hook(self.at_rest)
+
+    def zero_gradient(self, set_to_none: bool) -> None:
+        """Reset the gradient that the optimizer would read."""
+        if set_to_none:
+            self.at_rest.grad = None
+        elif self.at_rest.grad is not None:
+            with torch.no_grad():
+                self.at_rest.grad.zero_()
 
     def sites(self) -> Iterator[tuple[nn.Module, str]]:
         """The (module, attribute) pairs that show it, of modules that are alive."""

@@ -13,7 +13,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
 
 from fsdplab.engine.core.pending import Pending
 
@@ -246,11 +246,15 @@ class Unit(Generic[M]):
         Pipelines leave gradients there between micro-batches and collect them by hand, while nothing is synchronised.
         """
         if self.sync and self.memory.has_new_gradients():
-            raise RuntimeError(
-                f"gradients lie on the unsharded parameters of unit {self.name!r} that no backward of the model has"
-                " collected, so they would train nothing; run loss.backward() after a forward of the model and assign"
-                " no .grad between the two, or call reset_iter_state() on the root to drop them"
-            )
+            self.refuse_uncollected()
+
+    def refuse_uncollected(self) -> NoReturn:
+        """Raise for gradients that lie on the unsharded parameters outside of a backward."""
+        raise RuntimeError(
+            f"gradients lie on the unsharded parameters of unit {self.name!r} that no backward of the model has"
+            " collected, so they would train nothing; run loss.backward() after a forward of the model and assign"
+            " no .grad between the two, or call reset_iter_state() on the root to drop them"
+        )
 
     def start_reduce(self) -> None:
         """Begin to average the collected gradients over the ranks; nothing begins where there is none."""

@@ -18,32 +18,99 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fsdplab.engine import compat
+from fsdplab.engine.core.param import ShardedParam
 from fsdplab.engine.core.policy import MixedPrecisionPolicy
+from fsdplab.engine.core.unit import Unit
 
 Unwritten = list[tuple[str, "weakref.ref[torch.Tensor]", int]]
-_checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+_watched: weakref.WeakSet[Unit] = weakref.WeakSet()
 
 
-def _refuse_replaced(optimizer: Optimizer, *_: Any) -> None:
-    """Raise a `RuntimeError` for an optimizer that holds parameters of before sharding; looks once a set of them."""
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
-    if _checked.get(optimizer) == count:
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    """Raise a `RuntimeError` for an optimizer whose step would leave parameters untrained."""
+    if not compat.inside_backward():  # a hook that steps within a backward comes before other units are collected
+        for unit in _watched:
+            if unit.memory.has_new_gradients():
+                _refuse_uncollected(unit, optimizer)
+    _refuse_strangers(optimizer)
+
+
+def _refuse_uncollected(unit: Unit, optimizer: Optimizer) -> None:
+    stepped = {id(parameter) for parameter in _parameters_of(optimizer)}
+    if any(id(param.at_rest) in stepped for param in unit.memory.params):
+        unit.refuse_uncollected()
+
+
+def _refuse_strangers(optimizer: Optimizer) -> None:
+    """Raise where `optimizer` holds parameters that are none of the model's; looks once a set of them, and again when a
+    sharded parameter has been replaced.
+    """
+    held = _parameters_of(optimizer)
+    seen = len(held), ShardedParam.replacements
+    if _checked.get(optimizer) == seen:
         return
-    held = (p for group in optimizer.param_groups for p in group["params"])
-    replaced = (p for p in held if hasattr(p, "_replaced_by_shard"))
-    dead = sum(p.grad is None or p.grad is p._replaced_by_shard for p in replaced)  # else another model trains it
-    if dead:
+    name = type(optimizer).__name__
+    left = [parameter for parameter in held if _has_left(parameter, "_replaced_by_shard")]
+    if left:
         raise RuntimeError(
-            f"this optimizer ({type(optimizer).__name__}) was built before the model was sharded: {dead} of its {count}"
+            f"this optimizer ({name}) was built before the model was sharded: {len(left)} of its {len(held)}"
             " parameters are no longer part of the model; build it after fully_shard or shard_model"
         )
-    _checked[optimizer] = count
+    refuse_unsharded_forms(held, f"this optimizer ({name})", "build it outside of a step")
+    replaced = _not_shown([parameter for parameter in held if _has_left(parameter, "_replaced_at_rest")])
+    if replaced:
+        raise RuntimeError(
+            f"{len(replaced)} of the {len(held)} parameters of this optimizer ({name}) are no longer part of the model:"
+            " load_state_dict(assign=True), to_empty or an assignment has replaced them; build the optimizer afterwards,"
+            " or load without assign=True"
+        )
+    _checked[optimizer] = seen
+
+
+def _has_left(parameter: torch.Tensor, mark: str) -> bool:
+    """Whether `parameter` bears `mark`, the gradient that it had when it left the model, and has got none since: one
+    with a new gradient is trained by another model.
+    """
+    return hasattr(parameter, mark) and (parameter.grad is None or parameter.grad is getattr(parameter, mark))
+
+
+def _not_shown(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of `parameters` that no module shows again, as it does after a replacement for one forward."""
+    if not parameters:
+        return []
+    sharded = [param for unit in _watched for param in unit.memory.params]
+    shown = {id(param.at_rest) for param in sharded}
+    for param in sharded:
+        shown.update(id(module._parameters.get(attribute)) for module, attribute in param.sites())
+    return [parameter for parameter in parameters if id(parameter) not in shown]
+
+
+def refuse_unsharded_forms(parameters: Iterable[torch.Tensor], holder: str, remedy: str) -> None:
+    """Raise a `RuntimeError` where `parameters` were taken while a unit was unsharded: they never have gradients."""
+    held = list(parameters)
+    unsharded = sum(hasattr(parameter, "_shown_during_step") for parameter in held)
+    if unsharded:
+        raise RuntimeError(
+            f"{holder} holds {unsharded} parameters (of {len(held)}) that were taken between a forward and its backward,"
+            f" or after unshard(), when the model shows unsharded parameters; their gradients go to the sharded ones:"
+            f" {remedy}, where model.parameters() returns those"
+        )
+
+
+def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def watch_units(units: Iterable[Unit]) -> None:
+    """Have every optimizer's step look at `units` first."""
+    _watched.update(units)
 
 
 @cache
 def watch_optimizers() -> None:
     """Have every optimizer's step check its parameters, from now on: who only imports the engine is left alone."""
-    register_optimizer_step_pre_hook(_refuse_replaced)
+    register_optimizer_step_pre_hook(_before_step)
 
 
 def warn_of_low_masters(params: Iterable[tuple[str, torch.Tensor]], policy: MixedPrecisionPolicy) -> None:
