@@ -25,6 +25,9 @@ from fsdplab.engine.core.step import Schedule, StepOrder
 from fsdplab.engine.core.unit import DONE, RUNNING, Unit
 from fsdplab.engine.nested import cast_floats, map_tensors, tensors_in
 
+# what is called once, before a root's first forward that records gradients; a dict keeps the order and no double
+before_training: dict[Callable[[nn.Module, Runtime], None], None] = {}
+
 
 class Runtime(StepOrder):
     """The step order of one root as autograd drives it: when a backward ends, recomputation, steps that raised."""
@@ -33,6 +36,7 @@ class Runtime(StepOrder):
         super().__init__(units, Schedule(prefetch), events.span)
         self.post_optimizer_event: torch.Event | None = None
         self.raised: Unit | None = None  # whose forward an exception has left last
+        self._has_trained = False  # whether a forward has recorded gradients
 
     @compat.outside_modes
     def before_forward(self, unit: Unit) -> None:
@@ -40,6 +44,14 @@ class Runtime(StepOrder):
             self.unshard_again(unit)
         else:
             super().before_forward(unit)
+
+    @compat.outside_modes
+    def check_before_training(self, root: nn.Module) -> None:
+        """Call those of `before_training`, the first time."""
+        if not self._has_trained:
+            self._has_trained = True
+            for check in before_training:
+                check(root, self)
 
     def _begin_forward(self, unit: Unit) -> None:
         self.raised = None
@@ -149,6 +161,8 @@ class UnitHooks:
     def before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Unshard, cast the inputs, and plant the end of this unit's backward on them."""
         runtime, unit = self.runtime or bind_root(module), self.unit
+        if unit is runtime.root and torch.is_grad_enabled():
+            runtime.check_before_training(module)
         if self.policy.cast_forward_inputs and self.policy.param_dtype:
             args, kwargs = cast_floats((args, kwargs), self.policy.param_dtype)
         if id(module) in self._running or runtime.recomputes(unit):

@@ -45,7 +45,9 @@ class ShardedParam:
         self.gathered: nn.Parameter | None = None
         self.unsharded_gradient: torch.Tensor | None = None  # rows first
         self.to_reduce = False  # whether it was trained when gradients were collected: then it is on all ranks
-        self.on_gradient: Callable[[], None] | None = None  # called when autograd leaves a gradient on the gathered form
+        self.on_gradient: Callable[[], None] | None = (
+            None  # called when autograd leaves a gradient on the gathered form
+        )
         self._whole_at_rest = dim is None
         self._hooks_of_whole = HooksOfWhole.of(original, move=self._whole_at_rest)
         self._sites = [(weakref.ref(module), attribute) for module, attribute in sites]

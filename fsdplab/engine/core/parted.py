@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from fsdplab.engine import compat

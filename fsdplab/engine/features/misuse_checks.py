@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fsdplab.engine import compat
+from fsdplab.engine.core.hooks import units_under
 from fsdplab.engine.core.param import ShardedParam
 from fsdplab.engine.core.policy import MixedPrecisionPolicy
 from fsdplab.engine.core.unit import Unit
@@ -25,6 +26,7 @@ from fsdplab.engine.core.unit import Unit
 Unwritten = list[tuple[str, "weakref.ref[torch.Tensor]", int]]
 _checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 _watched: weakref.WeakSet[Unit] = weakref.WeakSet()
+_roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
@@ -62,10 +64,12 @@ def _refuse_strangers(optimizer: Optimizer) -> None:
     if replaced:
         raise RuntimeError(
             f"{len(replaced)} of the {len(held)} parameters of this optimizer ({name}) are no longer part of the model:"
-            " load_state_dict(assign=True), to_empty or an assignment has replaced them; build the optimizer afterwards,"
+            " load_state_dict(assign=True), to_empty or an assignment has replaced them; build the optimizer after that,"
             " or load without assign=True"
         )
     _checked[optimizer] = seen
+    for root in list(_roots):
+        warn_of_late_parameters(root, {id(parameter) for parameter in held})
 
 
 def _has_left(parameter: torch.Tensor, mark: str) -> bool:
@@ -92,9 +96,9 @@ def refuse_unsharded_forms(parameters: Iterable[torch.Tensor], holder: str, reme
     unsharded = sum(hasattr(parameter, "_shown_during_step") for parameter in held)
     if unsharded:
         raise RuntimeError(
-            f"{holder} holds {unsharded} parameters (of {len(held)}) that were taken between a forward and its backward,"
-            f" or after unshard(), when the model shows unsharded parameters; their gradients go to the sharded ones:"
-            f" {remedy}, where model.parameters() returns those"
+            f"{holder} holds {unsharded} parameters (of {len(held)}) that were taken between a forward and its"
+            " backward, or after unshard(), when the model shows unsharded parameters; their gradients go to the sharded"
+            f" ones: {remedy}, where model.parameters() returns those"
         )
 
 
@@ -105,6 +109,40 @@ def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
 def watch_units(units: Iterable[Unit]) -> None:
     """Have every optimizer's step look at `units` first."""
     _watched.update(units)
+
+
+def mark_ignored(parameters: Iterable[torch.Tensor]) -> None:
+    """Each rank trains its own copy of `parameters`, as the user has asked."""
+    for parameter in parameters:
+        parameter._trained_apart = True
+
+
+def warn_of_late_parameters(root: nn.Module, among: Container[int] | None = None) -> None:
+    """Warn once of each trained parameter below `root` that no unit holds: it was put in after sharding. `among`: the
+    ids of those that matter.
+    """
+    _roots.add(root)
+    units = units_under(root, recurse=True)
+    if all(unit.memory.config.divide == 1 for unit in units):
+        return
+    sharded = [param for unit in units for param in unit.memory.params]
+    owned = {(id(module), attribute) for param in sharded for module, attribute in param.sites()}
+    late = [
+        (f"{prefix}.{attribute}".lstrip("."), parameter)
+        for prefix, module in root.named_modules()
+        for attribute, parameter in module._parameters.items()
+        if parameter is not None and parameter.requires_grad and (id(module), attribute) not in owned
+        if not hasattr(parameter, "_trained_apart") and (among is None or id(parameter) in among)
+    ]
+    if not late:
+        return
+    mark_ignored(parameter for _, parameter in late)
+    warnings.warn(
+        f"{len(late)} parameters ({late[0][0]}, ...) below the sharded {type(root).__name__} are in no unit: they were"
+        " put in after sharding, so every rank trains its own copy and nothing averages their gradients; put them in"
+        " before sharding, call fully_shard on the module that holds them, or give them to ignored_params",
+        stacklevel=3,
+    )
 
 
 @cache
