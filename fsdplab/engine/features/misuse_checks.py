@@ -64,7 +64,7 @@ def _refuse_strangers(optimizer: Optimizer) -> None:
     if replaced:
         raise RuntimeError(
             f"{len(replaced)} of the {len(held)} parameters of this optimizer ({name}) are no longer part of the model:"
-            " load_state_dict(assign=True), to_empty or an assignment has replaced them; build the optimizer after that,"
+            " load_state_dict(assign=True), to_empty or an assignment has replaced them; build the optimizer then,"
             " or load without assign=True"
         )
     _checked[optimizer] = seen
@@ -97,7 +97,7 @@ def refuse_unsharded_forms(parameters: Iterable[torch.Tensor], holder: str, reme
     if unsharded:
         raise RuntimeError(
             f"{holder} holds {unsharded} parameters (of {len(held)}) that were taken between a forward and its"
-            " backward, or after unshard(), when the model shows unsharded parameters; their gradients go to the sharded"
+            " backward, or after unshard(), when the model shows unsharded parameters; their gradients go to sharded"
             f" ones: {remedy}, where model.parameters() returns those"
         )
 
