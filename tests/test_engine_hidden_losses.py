@@ -36,13 +36,26 @@ class Block(nn.Module):
         return x + self.down(self.kept)
 
 
+class OwnWeights(nn.Module):
+    """Keeps what it computes from a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8) / 8)
+        self.kept: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = (x @ self.weight).tanh()
+        return self.kept + x
+
+
 class Model(nn.Module):
     """`returned` makes the output of the logits."""
 
     def __init__(self, returned: Callable[[nn.Module, torch.Tensor], Any]) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks = nn.ModuleList([Block(), Block(), OwnWeights(), Block()])
         self.head, self.returned = nn.Linear(8, 8), returned
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -69,6 +82,7 @@ LOSSES: dict[str, tuple[Callable[[nn.Module, torch.Tensor], Any], Callable[[nn.M
     "nothing": (nothing, lambda model, _: model.loss),
     "beside a tensor": (lambda _, logits: (logits, Opaque(logits)), lambda _, out: out[1].logits.square().mean()),
     "kept": (lambda _, logits: logits, lambda model, _: model.blocks[1].kept.square().mean()),
+    "kept of its own": (lambda _, logits: logits, lambda model, _: model.blocks[2].kept.square().mean()),
     "kept as well": (
         lambda _, logits: logits,
         lambda model, out: out.square().mean() + sum(block.kept.square().mean() for block in model.blocks),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -47,7 +48,7 @@ def between_forward_and_backward(strategy: str, transport: str) -> None:
     clipped = list(model.parameters())
     loss.backward()
     refused(lambda: clip_grad_norm_(clipped, 1.0), "clip_grad_norm_", "between a forward and its backward")
-    refused(optimizer.step, "SGD", "between a forward and its backward", "build it outside of a step")
+    refused(optimizer.step, "SGD", "between a forward and its backward", "build it while the model is sharded")
     refused(by_group.step, "between a forward and its backward")
     right = torch.optim.SGD(model.parameters(), 0.1)
     assert clip_grad_norm_(model.parameters(), 1.0) > 0
@@ -56,6 +57,32 @@ def between_forward_and_backward(strategy: str, transport: str) -> None:
 
 def test_what_is_taken_between_a_forward_and_its_backward(ranks) -> None:
     ranks(2, in_turn, between_forward_and_backward)
+
+
+def list_for_torchs_clip(strategy: str, transport: str) -> None:
+    """PyTorch's own clip cannot be refused: the step after it says that there is such a list. Who only reads the
+    parameters between a forward and its backward, or takes them after it, is told nothing.
+    """
+    for taken in ("between", "after", "read"):
+        model = sharded(strategy, transport, units="root")
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        clipped: list[nn.Parameter] = []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                loss = loss_of(model)
+                clipped = list(model.parameters()) if taken == "between" else []
+                loss = loss + sum(each.square().mean() for each in model.parameters()) if taken == "read" else loss
+                loss.backward()
+                clipped = list(model.parameters()) if taken == "after" else clipped
+                torch.nn.utils.clip_grad_norm_(clipped, 1.0)
+                optimizer.step()
+        texts = [str(each.message) for each in caught if "a list holds unsharded parameters" in str(each.message)]
+        assert len(texts) == (taken == "between") and "\n" not in "".join(texts), (taken, texts)
+
+
+def test_a_list_for_torchs_own_clip(ranks) -> None:
+    ranks(2, in_turn, list_for_torchs_clip)
 
 
 def unsharded_by_hand() -> None:

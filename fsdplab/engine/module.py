@@ -27,7 +27,7 @@ from fsdplab.engine.core.hooks import (
 )
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.unit import UNSHARDED, Unit
-from fsdplab.engine.features.misuse_checks import watching_meta_buffers
+from fsdplab.engine.features.misuse_checks import note_taken, watching_meta_buffers
 from fsdplab.engine.torch_api import custom_collectives, torch_interop
 
 _classes: dict[type, type] = {}
@@ -248,6 +248,12 @@ class FSDPModule(TorchFSDPModule):
         super(TorchFSDPModule, self).zero_grad(set_to_none)
         for param in (param for unit in units_under(self, recurse=True) for param in unit.memory.params):
             param.zero_gradient(set_to_none)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As those of any module: while a unit is unsharded, its unsharded parameters."""
+        yield from super(TorchFSDPModule, self).named_parameters(*args, **kwargs)
+        if not torch.compiler.is_compiling():  # read to the end, as by a list
+            note_taken(units_under(self, recurse=True))
 
     # ---- what torch looks for
 

@@ -140,7 +140,7 @@ class UnitHooks:
             param.on_gradient = self._tells_of_gradients()
         showing = dict.fromkeys(each for param in unit.memory.params for each, _ in param.sites())
         for module in showing:
-            if id(module) not in self._all:
+            if id(module) not in self._all or not type(module).__module__.startswith("torch.nn."):
                 module.register_forward_hook(self._after_part)
         for module in dict.fromkeys([*modules, *showing]):
             module.register_state_dict_pre_hook(self._before_state_dict)
@@ -195,14 +195,22 @@ class UnitHooks:
         return cast_floats(output, self.policy.output_dtype) if self.policy.output_dtype else output
 
     def _after_part(self, module: nn.Module, args: tuple, output: Any) -> None:
-        """Ask to be called before the backward of a module inside the unit: a loss may come from what it returned."""
+        """Ask to be called before the backward of a module that shows parameters of the unit: a loss may come from what
+        it has returned, or keeps.
+        """
         if torch.compiler.is_compiling() or not self.unit.reshard_after_forward or not torch.is_grad_enabled():
             return
         if compat.inside_backward() or compat.is_transformed():
             return
-        for tensor in tensors_in(output):
-            if tensor.requires_grad and not tensor.is_leaf:
+        kept = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
+        for tensor in (*tensors_in(output), *kept):
+            if tensor.requires_grad and not tensor.is_leaf and not self._is_asked(tensor):
                 tensor.register_hook(self._before_backward_of_part)
+
+    def _is_asked(self, tensor: torch.Tensor) -> bool:
+        """Whether a hook is there already: a module may keep a tensor for many forwards."""
+        hooks = tensor._backward_hooks
+        return bool(hooks) and self._before_backward_of_part in hooks.values()
 
     def _before_backward_of_part(self, gradient: torch.Tensor) -> None:
         if self.unit.backward is not RUNNING:

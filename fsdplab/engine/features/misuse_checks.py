@@ -6,6 +6,7 @@ state dict holds (rotary tables) as garbage. A model cast to bfloat16 before it 
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
 from collections.abc import Container, Iterable, Iterator
@@ -21,12 +22,14 @@ from fsdplab.engine import compat
 from fsdplab.engine.core.hooks import units_under
 from fsdplab.engine.core.param import ShardedParam
 from fsdplab.engine.core.policy import MixedPrecisionPolicy
-from fsdplab.engine.core.unit import Unit
+from fsdplab.engine.core.unit import UNSHARDED, Unit
 
 Unwritten = list[tuple[str, "weakref.ref[torch.Tensor]", int]]
 _checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
 _watched: weakref.WeakSet[Unit] = weakref.WeakSet()
 _roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_taken: weakref.WeakSet[Unit] = weakref.WeakSet()  # units whose unsharded parameters somebody has read
+_searched: weakref.WeakSet[Unit] = weakref.WeakSet()  # those for which lists of them were looked for
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
@@ -35,7 +38,31 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
         for unit in _watched:
             if unit.memory.has_new_gradients():
                 _refuse_uncollected(unit, optimizer)
+        if _taken:
+            _warn_of_lists()
     _refuse_strangers(optimizer)
+
+
+def note_taken(units: Iterable[Unit]) -> None:
+    """Somebody has read the parameters of `units`: of those that are unsharded, a list may be kept for a later clip."""
+    if not compat.inside_backward():
+        _taken.update(unit for unit in units if unit.state is UNSHARDED and unit not in _searched)
+
+
+def _warn_of_lists() -> None:
+    """Warn where a list holds unsharded parameters now that the step is over; looks once a unit, at all objects."""
+    searched = [unit for unit in _taken if unit.memory.params]
+    _taken.clear()
+    _searched.update(searched)
+    unsharded = [param.gathered for unit in searched for param in unit.memory.params if param.gathered is not None]
+    holders = [each for each in gc.get_referrers(*unsharded) if type(each) in (list, tuple) and each is not unsharded]
+    if holders:
+        warnings.warn(
+            f"a list holds unsharded parameters of unit {searched[0].name!r}: it was taken between a forward and its"
+            " backward, and they never have gradients after a backward, so torch.nn.utils.clip_grad_norm_ of it leaves"
+            " them out; take model.parameters() after the backward",
+            stacklevel=4,
+        )
 
 
 def _refuse_uncollected(unit: Unit, optimizer: Optimizer) -> None:
@@ -59,7 +86,7 @@ def _refuse_strangers(optimizer: Optimizer) -> None:
             f"this optimizer ({name}) was built before the model was sharded: {len(left)} of its {len(held)}"
             " parameters are no longer part of the model; build it after fully_shard or shard_model"
         )
-    refuse_unsharded_forms(held, f"this optimizer ({name})", "build it outside of a step")
+    refuse_unsharded_forms(held, f"this optimizer ({name})", "build it while the model is sharded")
     replaced = _not_shown([parameter for parameter in held if _has_left(parameter, "_replaced_at_rest")])
     if replaced:
         raise RuntimeError(
@@ -98,7 +125,7 @@ def refuse_unsharded_forms(parameters: Iterable[torch.Tensor], holder: str, reme
         raise RuntimeError(
             f"{holder} holds {unsharded} parameters (of {len(held)}) that were taken between a forward and its"
             " backward, or after unshard(), when the model shows unsharded parameters; their gradients go to sharded"
-            f" ones: {remedy}, where model.parameters() returns those"
+            f" ones: {remedy} (after the backward, or after reshard()), where model.parameters() returns those"
         )
 
 
