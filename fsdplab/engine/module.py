@@ -111,6 +111,9 @@ class FSDPModule(TorchFSDPModule):
         for unit in units_under(self, recurse):
             unit.reshard_after_forward, unit.memory.fewer_ranks = reshard_after_forward, None
             unit.keep_unsharded = not reshard_after_forward
+        for module in self.modules() if recurse else [self]:
+            for hooks in all_hooks_of(module):
+                hooks.watch_parts()
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether units reshard after a backward; False saves gathers between micro-batches."""

@@ -138,11 +138,8 @@ class UnitHooks:
             module.register_forward_hook(self._after_exception, always_call=True)
         for param in unit.memory.params:
             param.on_gradient = self._tells_of_gradients()
-        showing = dict.fromkeys(each for param in unit.memory.params for each, _ in param.sites())
-        for module in showing:
-            if id(module) not in self._all or not type(module).__module__.startswith("torch.nn."):
-                module.register_forward_hook(self._after_part)
-        for module in dict.fromkeys([*modules, *showing]):
+        self._watches_parts = False
+        for module in dict.fromkeys([*modules, *self._showing()]):
             module.register_state_dict_pre_hook(self._before_state_dict)
             module.register_load_state_dict_pre_hook(self._before_state_dict)
 
@@ -193,6 +190,19 @@ class UnitHooks:
                 if not unit.to_run:
                     self.bound.after_forward(unit, will_backward=torch.is_grad_enabled())
         return cast_floats(output, self.policy.output_dtype) if self.policy.output_dtype else output
+
+    def _showing(self) -> dict[nn.Module, None]:
+        """The modules that show parameters of the unit."""
+        return dict.fromkeys(module for param in self.unit.memory.params for module, _ in param.sites())
+
+    def watch_parts(self) -> None:
+        """Notice backwards that begin inside the unit, if it is resharded before them; else its weights are there."""
+        if self._watches_parts or not self.unit.reshard_after_forward:
+            return
+        self._watches_parts = True
+        for module in self._showing():
+            if id(module) not in self._all or not type(module).__module__.startswith("torch.nn."):
+                module.register_forward_hook(self._after_part)
 
     def _after_part(self, module: nn.Module, args: tuple, output: Any) -> None:
         """Ask to be called before the backward of a module that shows parameters of the unit: a loss may come from what
@@ -386,6 +396,7 @@ def bind_root(root: nn.Module, prefetch: int = 1) -> Runtime:
         hooks.runtime = runtime
         if hooks.unit.reshard_after_forward is None:
             hooks.unit.reshard_after_forward = hooks not in (top, *top.beside)
+        hooks.watch_parts()
     return runtime
 
 
