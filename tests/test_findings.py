@@ -703,3 +703,25 @@ def test_one_rank_of_several_tells_no_waiting_from_sending(tmp_path: Path) -> No
     assert first.kind == "slow_link" and first.title.startswith("Communication takes longer than the work: 900 µs of")
     assert "Waiting for 1 of the 2 ranks, whose traces were not given, is in it" in first.text
     assert first.remedy.startswith("Give the other ranks' traces too")
+
+
+def test_a_job_that_shards_a_state_is_not_advised_to_shard_it():
+    """At its peak memory any category may be the largest; what is sharded already can be sharded further only."""
+    from fsdplab.common.names import STRATEGY_ROWS
+    from fsdplab.profiling.findings import _smaller
+
+    states = {"optimizer": "optimizer_state", "gradients": "unsharded_gradients", "parameters": "sharded_parameters"}
+    begins = (
+        "shard it:",
+        "shard them:",
+        "shard them over more ranks (",
+        "fully_shard(..., reshard",
+        "sharding_strategy",
+    )
+    for trainer in ("", "Trainer", "Lightning", "torchtitan"):
+        for engine in ("lab", "torch-fsdp1", "torch-fsdp2", "deepspeed-3"):
+            for row in STRATEGY_ROWS.values():
+                job = {"job": "train.py", "engine": engine, "trainer": trainer, "strategy": row.name}
+                for state in row.cuts:
+                    assert not _smaller(job, states[state]).startswith(begins), (job, state)
+    assert _smaller({"job": "train.py", "engine": "torch-ddp"}, "unsharded_gradients").startswith("shard them:")

@@ -66,6 +66,16 @@ def test_branches_that_differ_between_ranks_are_said_by_the_lab_and_wrong_in_fsd
     assert agree == [True] * 3 and whole[0].environment["workload"]["units"] == "the whole model"
 
 
+def test_a_loss_that_no_output_leads_to_is_trained_by_the_lab_s_engine():
+    """With every strategy, as one unit and as several; its collectives are in the trace."""
+    work = Workload(zoo.Opaque, zoo.numbers, lambda model, batch: (model(batch[0]).logits - batch[1]).square().mean())
+    for units in ("model", "Block"):
+        engines = [("lab", strategy) for strategy in ("full_shard", "shard_grad_op", "zero2", "zero1", "no_shard")]
+        records, agree = trained(work, engines, units=units, profile=1)
+        assert [record.status for record in records] == ["finished"] * 6
+        assert agree == [True] * 6, [record.summary.losses for record in records]
+
+
 def test_compare_on_the_command_line_has_a_page_a_table_and_a_record(tmp_path, capsys):
     page, result, kept = tmp_path / "page.html", tmp_path / "out.json", tmp_path / "runs"
     words = [
@@ -126,6 +136,10 @@ def test_an_error_of_ones_own_code_shows_its_line_and_ends_a_comparison_of_many(
         (("return Net()", "return None"), r"model\(\) returned None; expected an nn.Module"),
         (("(at):", "(at):\n    raise OSError('no such data')"), r"in step 0 \(data\): OSError: no such data"),
         (("return Net()", "return Net(3 + __import__('os').getpid() % 1000)"), "other values on another rank"),
+        (
+            ('- batch["y"]', ".detach() * torch.ones((), requires_grad=True)"),
+            "none of the .* parameters that the optimizer steps has a gradient after the first backward",
+        ),
         (('- batch["y"]', "* math.inf"), "the loss is (inf|nan); give a smaller learning rate, or look for"),
     ],
 )  # fmt: skip

@@ -5,6 +5,7 @@ from fsdplab.engine.core.policy import MixedPrecisionPolicy as MixedPrecisionPol
 from fsdplab.engine.core.policy import OffloadPolicy as OffloadPolicy
 from fsdplab.engine.core.policy import Strategy as Strategy
 from fsdplab.engine.features.clipping import clip_grad_norm_ as clip_grad_norm_
+from fsdplab.engine.features.initial_weights import set_initial_weights_check as set_initial_weights_check
 from fsdplab.engine.features.matrix_optimizer import MatrixOptimizer as MatrixOptimizer
 from fsdplab.engine.features.matrix_optimizer import whole_matrices as whole_matrices
 from fsdplab.engine.features.offload import NVMeOffloadPolicy as NVMeOffloadPolicy

@@ -27,7 +27,7 @@ from fsdplab.engine.core.hooks import (
 )
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.unit import UNSHARDED, Unit
-from fsdplab.engine.features.misuse_checks import watching_meta_buffers
+from fsdplab.engine.features.misuse_checks import note_taken, watching_meta_buffers
 from fsdplab.engine.torch_api import custom_collectives, torch_interop
 
 _classes: dict[type, type] = {}
@@ -111,6 +111,9 @@ class FSDPModule(TorchFSDPModule):
         for unit in units_under(self, recurse):
             unit.reshard_after_forward, unit.memory.fewer_ranks = reshard_after_forward, None
             unit.keep_unsharded = not reshard_after_forward
+        for module in self.modules() if recurse else [self]:
+            for hooks in all_hooks_of(module):
+                hooks.watch_parts()
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether units reshard after a backward; False saves gathers between micro-batches."""
@@ -242,6 +245,18 @@ class FSDPModule(TorchFSDPModule):
                 " It would be ambiguous across groups with different meshes"
             )
         return self._unit_hooks.unit
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters, of the sharded ones also while the modules show unsharded ones."""
+        super(TorchFSDPModule, self).zero_grad(set_to_none)
+        for param in (param for unit in units_under(self, recurse=True) for param in unit.memory.params):
+            param.zero_gradient(set_to_none)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As those of any module: while a unit is unsharded, its unsharded parameters."""
+        yield from super(TorchFSDPModule, self).named_parameters(*args, **kwargs)
+        if not torch.compiler.is_compiling():  # read to the end, as by a list
+            note_taken(units_under(self, recurse=True))
 
     # ---- what torch looks for
 

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from fsdplab.engine import compat
 from fsdplab.engine.compat import DataParallelMeshDims
 from fsdplab.engine.core.fewer_ranks import ShardsOverFewerRanks, smaller_mesh
-from fsdplab.engine.core.hooks import UnitHooks, bind_root, hooks_of
+from fsdplab.engine.core.hooks import Runtime, UnitHooks, before_training, bind_root, hooks_of
 from fsdplab.engine.core.memory import UnitMemory
 from fsdplab.engine.core.param import ShardedParam, Sites
 from fsdplab.engine.core.parted import PartedParam, in_its_form
@@ -25,7 +25,14 @@ from fsdplab.engine.core.placement import Axes, axes_of, axes_of_info, local_par
 from fsdplab.engine.core.plan import UnitConfig
 from fsdplab.engine.core.policy import STRATEGIES, MixedPrecisionPolicy, OffloadPolicy, Strategy, strategy_named
 from fsdplab.engine.core.unit import ReduceOptions, Unit
-from fsdplab.engine.features.misuse_checks import warn_of_low_masters, watch_optimizers
+from fsdplab.engine.features.initial_weights import WholeWeights, warn_of_differing_weights
+from fsdplab.engine.features.misuse_checks import (
+    mark_ignored,
+    warn_of_late_parameters,
+    warn_of_low_masters,
+    watch_optimizers,
+    watch_units,
+)
 from fsdplab.engine.features.offload import storage_of
 from fsdplab.engine.features.recompute import recompute_of, recomputing
 from fsdplab.engine.module import FSDPModule, below, bound, sharded_class
@@ -169,6 +176,8 @@ def _make_units(
     what units do after their forward.
     """
     watch_optimizers()
+    before_training[_check_first] = None
+    mark_ignored(ignored)
     for module in modules:
         _check(module)
     owned = owned_parameters(modules, {id(parameter) for parameter in ignored})
@@ -187,8 +196,11 @@ def _make_units(
     title = "+".join(type(module).__name__ for module in modules)
     memories = [UnitMemory(title, params, configs[axes]) for axes, params in held.items()]
     for memory in memories:
+        weights = WholeWeights(memory)
         memory.shard()
+        weights.cut()
     units = [Unit(memory, after(memory.config.axes), ReduceOptions(memory.config.divide)) for memory in memories]
+    watch_units(units)
     for original in owned:
         original._owned_by_unit = True
     beside = [UnitHooks(modules, unit) for unit in units[1:]]
@@ -198,6 +210,12 @@ def _make_units(
             compat.mark_for_compiler(each)
         module.__class__ = sharded_class(type(module))
     return units
+
+
+def _check_first(root: nn.Module, runtime: Runtime) -> None:
+    """What is looked at once, before the first forward of a root that trains."""
+    warn_of_late_parameters(root)
+    warn_of_differing_weights(unit.memory for unit in runtime.units.values())
 
 
 def _check(module: nn.Module) -> None:

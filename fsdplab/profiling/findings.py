@@ -444,8 +444,10 @@ def _peak(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
 
 
 def _smaller(spec: Mapping[str, Any], category: str) -> str:
-    """Ways to make a category smaller that a run does not follow already."""
+    """Ways to make a category smaller that a run does not follow already: what is sharded can be sharded further."""
     words = words_of(spec)
+    row = STRATEGY_ROWS.get(str(spec.get("strategy")))
+    sharded = row.cuts if row else ()
     whole = spec.get("strategy") in SAVES_MOST
     offloads = spec.get("offload", "none") != "none"
     recomputes = spec.get("checkpoint") not in (None, "none")
@@ -454,14 +456,17 @@ def _smaller(spec: Mapping[str, Any], category: str) -> str:
             "" if recomputes else words["recompute"],
             "" if spec.get("batch_size") == 1 else words["smaller_batch"], words["shorter"],
         ),
-        "optimizer_state": (words["shard_state"], "" if offloads else words["offload_state"]),
-        "unsharded_gradients": (words["shard_gradients"],),
+        "optimizer_state": (
+            words["shard_further" if "optimizer" in sharded else "shard_state"],
+            "" if offloads else words["offload_state"],
+        ),
+        "unsharded_gradients": (words["smaller_units" if "gradients" in sharded else "shard_gradients"],),
         "unsharded_parameters": (
             "" if whole else words["reshard"], words["smaller_units"],
             "gather fewer ahead" if spec.get("prefetch") else "",
         ),
         "sharded_parameters": (
-            words["shard" if whole else "shard_more"], "" if offloads else words["offload"],
+            words["shard" if "parameters" in sharded else "shard_more"], "" if offloads else words["offload"],
         ),
         "sharded_gradients": (words["shard"], words["reduce_low"]),
         "communication_buffers": (words["smaller_units"], words["fewer_in_flight"]),

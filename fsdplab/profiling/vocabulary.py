@@ -34,6 +34,7 @@ _LAB = {
     "smaller_units": "make units smaller",
     "shard_gradients": "shard them: zero2, shard_grad_op or full_shard",
     "shard_state": "shard it over more ranks",
+    "shard_further": "shard it over more ranks",
     "shard": "shard them over more ranks",
     "shard_more": "shard them over more ranks (full_shard)",
     "fewer_in_flight": "allow fewer reductions in flight",

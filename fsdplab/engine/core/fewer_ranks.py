@@ -58,7 +58,9 @@ class ShardsOverFewerRanks:
     def _show(self, param: ShardedParam, rows: torch.Tensor) -> None:
         spec = spec_at_rest(param.name, param.unsharded, Axes(self._mesh), param.dim)
         local = param.natural(rows).contiguous()
-        param.show(nn.Parameter(compat.dtensor_of(local, spec), requires_grad=param.at_rest.requires_grad))
+        shown = nn.Parameter(compat.dtensor_of(local, spec), requires_grad=param.at_rest.requires_grad)
+        shown._shown_during_step = True
+        param.show(shown)
 
     def gather(self, whole: UnshardedBuffer, label: CollectiveLabel) -> Pending:
         """Fill `whole`, laid out for all ranks, from the shards of the few."""

@@ -4,10 +4,15 @@ Before a forward: a pre-hook. Before a backward: a hook on every output tensor t
 an identity function planted on the inputs, whose own backward runs once their gradients are complete. The end of the
 backward: autograd's final callback, which also completes units whose inputs need no gradient. Parameter gradients are
 never counted down: those of unused parameters never arrive.
+
+A loss may be computed from none of the outputs: from a tensor that a module kept, or from one inside an object that
+`nested` cannot open. So the outputs of the modules inside a unit have a hook too where the unit is resharded before the
+backward, and the first gradient that arrives on any parameter begins the backward if nothing else has.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -21,6 +26,9 @@ from fsdplab.engine.core.step import Schedule, StepOrder
 from fsdplab.engine.core.unit import DONE, RUNNING, Unit
 from fsdplab.engine.nested import cast_floats, map_tensors, tensors_in
 
+# what is called once, before a root's first forward that records gradients; a dict keeps the order and no double
+before_training: dict[Callable[[nn.Module, Runtime], None], None] = {}
+
 
 class Runtime(StepOrder):
     """The step order of one root as autograd drives it: when a backward ends, recomputation, steps that raised."""
@@ -29,6 +37,7 @@ class Runtime(StepOrder):
         super().__init__(units, Schedule(prefetch), events.span)
         self.post_optimizer_event: torch.Event | None = None
         self.raised: Unit | None = None  # whose forward an exception has left last
+        self._has_trained = False  # whether a forward has recorded gradients
 
     @compat.outside_modes
     def before_forward(self, unit: Unit) -> None:
@@ -36,6 +45,14 @@ class Runtime(StepOrder):
             self.unshard_again(unit)
         else:
             super().before_forward(unit)
+
+    @compat.outside_modes
+    def check_before_training(self, root: nn.Module) -> None:
+        """Call those of `before_training`, the first time."""
+        if not self._has_trained:
+            self._has_trained = True
+            for check in before_training:
+                check(root, self)
 
     def _begin_forward(self, unit: Unit) -> None:
         self.raised = None
@@ -125,8 +142,10 @@ class UnitHooks:
             self.handles[0].append(before)
             self.handles[1].append(module.register_forward_hook(self.after_forward, prepend=False))
             module.register_forward_hook(self._after_exception, always_call=True)
-        showing = [each for param in unit.memory.params for each, _ in param.sites()]
-        for module in dict.fromkeys([*modules, *showing]):
+        for param in unit.memory.params:
+            param.on_gradient = self._tells_of_gradients()
+        self._watches_parts = False
+        for module in dict.fromkeys([*modules, *self._showing()]):
             module.register_state_dict_pre_hook(self._before_state_dict)
             module.register_load_state_dict_pre_hook(self._before_state_dict)
 
@@ -145,6 +164,8 @@ class UnitHooks:
     def before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Unshard, cast the inputs, and plant the end of this unit's backward on them."""
         runtime, unit = self.runtime or bind_root(module), self.unit
+        if unit is runtime.root and torch.is_grad_enabled():
+            runtime.check_before_training(module)
         if self.policy.cast_forward_inputs and self.policy.param_dtype:
             args, kwargs = cast_floats((args, kwargs), self.policy.param_dtype)
         if id(module) in self._running or runtime.recomputes(unit):
@@ -175,6 +196,52 @@ class UnitHooks:
                 if not unit.to_run:
                     self.bound.after_forward(unit, will_backward=torch.is_grad_enabled())
         return cast_floats(output, self.policy.output_dtype) if self.policy.output_dtype else output
+
+    def _showing(self) -> dict[nn.Module, None]:
+        """The modules that show parameters of the unit."""
+        return dict.fromkeys(module for param in self.unit.memory.params for module, _ in param.sites())
+
+    def watch_parts(self) -> None:
+        """Notice backwards that begin inside the unit, if it is resharded before them; else its weights are there."""
+        if self._watches_parts or not self.unit.reshard_after_forward:
+            return
+        self._watches_parts = True
+        for module in self._showing():
+            if id(module) not in self._all or not type(module).__module__.startswith("torch.nn."):
+                module.register_forward_hook(self._after_part)
+
+    def _after_part(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """Ask to be called before the backward of a module that shows parameters of the unit: a loss may come from what
+        it has returned, or keeps.
+        """
+        if torch.compiler.is_compiling() or not self.unit.reshard_after_forward or not torch.is_grad_enabled():
+            return
+        if compat.inside_backward() or compat.is_transformed():
+            return
+        kept = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
+        for tensor in (*tensors_in(output), *kept):
+            if tensor.requires_grad and not tensor.is_leaf and not self._is_asked(tensor):
+                tensor.register_hook(self._before_backward_of_part)
+
+    def _is_asked(self, tensor: torch.Tensor) -> bool:
+        """Whether a hook is there already: a module may keep a tensor for many forwards."""
+        hooks = tensor._backward_hooks
+        return bool(hooks) and self._before_backward_of_part in hooks.values()
+
+    def _before_backward_of_part(self, gradient: torch.Tensor) -> None:
+        if self.unit.backward is not RUNNING:
+            self.bound.before_backward(self.unit)
+
+    def _tells_of_gradients(self) -> Callable[[], None]:
+        """What a parameter calls when autograd leaves a gradient on it; holds no reference to this."""
+        told = weakref.ref(self)
+
+        def arrived() -> None:
+            hooks = told()
+            if hooks is not None and hooks.runtime is not None and not hooks.runtime.in_backward:
+                hooks.runtime._queue_end()
+
+        return arrived
 
     def _trains(self, args: tuple) -> bool:
         """Whether the unit's weights may be read in a backward."""
@@ -341,6 +408,7 @@ def bind_root(root: nn.Module, prefetch: int = 1) -> Runtime:
         hooks.runtime = runtime
         if hooks.unit.reshard_after_forward is None:
             hooks.unit.reshard_after_forward = hooks not in (top, *top.beside)
+        hooks.watch_parts()
     return runtime
 
 

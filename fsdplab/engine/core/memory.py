@@ -356,7 +356,7 @@ class UnitMemory(Memory):
     # ---- gradients
 
     def has_new_gradients(self) -> bool:
-        return any(getattr(param.gathered, "grad", None) is not None for param in self.params)
+        return any(param.gathered is not None and param.gathered.grad is not None for param in self.params)
 
     def collect_gradients(self, keep: bool) -> None:
         """Gradients that are only packed are cast then, those that are kept or added to are cast here."""

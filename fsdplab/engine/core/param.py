@@ -16,7 +16,7 @@ because modules and kernels may ask for that; an all-gather of such a parameter 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fsdplab.engine import compat
+from fsdplab.engine.core.parameter_hooks import HooksOfWhole, apply_hooks
 from fsdplab.engine.core.placement import Axes, local_gradient, local_part, spec_at_rest, wrapped
 
 Sites = list[tuple[nn.Module, str]]
@@ -36,6 +37,8 @@ class ShardedParam:
     that is cut first. `spec` describes the DTensor at rest; None means that it is plain.
     """
 
+    replacements = 0  # how often, in this process, a parameter at rest was found to be replaced
+
     def __init__(self, name: str, sites: Sites, original: nn.Parameter, axes: Axes, dim: int | None = 0) -> None:
         self.name, self.axes, self.dim = name, axes, dim or 0
         self.whole_spec: DTensorSpec | None = getattr(original, "_spec", None)
@@ -47,7 +50,11 @@ class ShardedParam:
         self.gathered: nn.Parameter | None = None
         self.unsharded_gradient: torch.Tensor | None = None  # rows first
         self.to_reduce = False  # whether it was trained when gradients were collected: then it is on all ranks
+        self.on_gradient: Callable[[], None] | None = (
+            None  # called when autograd leaves a gradient on the gathered form
+        )
         self._whole_at_rest = dim is None
+        self._hooks_of_whole = HooksOfWhole.of(original, move=self._whole_at_rest)
         self._sites = [(weakref.ref(module), attribute) for module, attribute in sites]
         plain = [type(module).__setattr__ is nn.Module.__setattr__ for module, _ in sites]
         self._entries = [(site[0]._parameters, site[1]) for site, is_plain in zip(sites, plain) if is_plain]
@@ -74,6 +81,7 @@ class ShardedParam:
         local = self._rows_of(local_part(original), start, stop)
         self.at_rest = nn.Parameter(compat.dtensor_of(local, self.spec), requires_grad=original.requires_grad)
         compat.keep_gradient_dtype(original, self.at_rest).__dict__.update(original.__dict__)
+        self.at_rest._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks
         original._replaced_by_shard = original.grad  # for those who still hold it, with the gradient that it had
         self.show(self.at_rest)
 
@@ -159,6 +167,7 @@ class ShardedParam:
             self._tie_again(places, shown)
         if found is not self.at_rest:
             self._check_replacement(found, *places[0])
+            self._note_replacement_by(found)
             self.at_rest = compat.keep_gradient_dtype(self.at_rest, found)
         elif isinstance(found, DTensor) and found._local_tensor is self._held:
             self._check_wrapper(found)
@@ -219,6 +228,12 @@ class ShardedParam:
                 f"the .data of parameter {self.name!r} was set, which changes nothing in a sharded parameter (a DTensor"
                 " keeps its local tensor); write with parameter.copy_(value) under torch.no_grad()"
             )
+
+    def _note_replacement_by(self, new: torch.Tensor) -> None:
+        """Mark the parameter at rest with its gradient, for an optimizer that still holds it; `new` is no such one."""
+        ShardedParam.replacements += 1
+        self.at_rest._replaced_at_rest = self.at_rest.grad
+        new.__dict__.pop("_replaced_at_rest", None)
 
     def settled(self) -> bool:
         """Whether the shard at rest is where its unit expects it."""
@@ -281,8 +296,19 @@ class ShardedParam:
         if self.gathered is not None and self.gathered.dtype == dtype and self.whole_spec is None:
             self.gathered.data = value
             return
-        gathered = nn.Parameter(wrapped(value, self.whole_spec), requires_grad=self.at_rest.requires_grad)
+        gathered = self.as_gathered(wrapped(value, self.whole_spec))
         self.gathered = compat.keep_gradient_dtype(self.at_rest, gathered)
+
+    def as_gathered(self, value: torch.Tensor) -> nn.Parameter:
+        """The parameter that modules show while `value`, its whole, is there; with the hooks that autograd calls."""
+        trains = value.is_floating_point() or value.is_complex()
+        gathered = nn.Parameter(value, requires_grad=trains)
+        if trains:  # hooks stay, also where the parameter is frozen now and trained later
+            self._hooks_of_whole.put_on(gathered, self.dtype)
+            told = weakref.ref(self)  # the hooks belong to autograd, where no collector sees a cycle
+            gathered.register_post_accumulate_grad_hook(lambda _: _tell_of_gradient(told()))
+        gathered._shown_during_step = True  # for optimizers that are given it by mistake
+        return gathered.requires_grad_(self.at_rest.requires_grad)
 
     def join(self) -> None:
         """Put the shards of all ranks, which a gather left end to end, in the parameter's own order; rows are already.
@@ -322,6 +348,8 @@ class ShardedParam:
         if gathered is None or (gradient := gathered.grad) is None:
             return
         gathered.grad = None
+        if gradient.layout is not torch.strided:  # of an embedding with `sparse=True`: other ranks have other rows
+            gradient = gradient.to_dense()
         gradient = self.rows_first(local_gradient(gradient, self.whole_spec, self.axes))
         if self.unsharded_gradient is None:
             as_it_is = accumulate_in is None or gradient.is_complex()
@@ -332,16 +360,28 @@ class ShardedParam:
     @property
     def reads_gradient_at_once(self) -> bool:
         """Whether `give_gradient` adds to a gradient that is there, or calls hooks."""
-        return self.at_rest.grad is not None or bool(getattr(self.at_rest, "_post_accumulate_grad_hooks", None))
+        at_rest = self.at_rest
+        return at_rest.grad is not None or bool(at_rest._backward_hooks or at_rest._post_accumulate_grad_hooks)
 
     def give_gradient(self, local: torch.Tensor) -> None:
         """Add `local`, this rank's part of the reduced gradient, to what the optimizer will read."""
+        if self.at_rest._backward_hooks:
+            reduced = local if self.spec is None else compat.dtensor_of(local, self.spec)
+            local = compat.local_of(apply_hooks(self.at_rest._backward_hooks, reduced))
         if (held := self.at_rest.grad) is not None:
             compat.local_of(held).add_(local)
         else:
             self.at_rest.grad = local if self.spec is None else compat.dtensor_of(local, self.spec)
-        for hook in (getattr(self.at_rest, "_post_accumulate_grad_hooks", None) or {}).values():
+        for hook in list((self.at_rest._post_accumulate_grad_hooks or {}).values()):
             hook(self.at_rest)
+
+    def zero_gradient(self, set_to_none: bool) -> None:
+        """Reset the gradient that the optimizer would read."""
+        if set_to_none:
+            self.at_rest.grad = None
+        elif self.at_rest.grad is not None:
+            with torch.no_grad():
+                self.at_rest.grad.zero_()
 
     def sites(self) -> Iterator[tuple[nn.Module, str]]:
         """The (module, attribute) pairs that show it, of modules that are alive."""
@@ -362,6 +402,11 @@ def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one is other or first.shape != second.shape or first.dtype != second.dtype or first.device != second.device:
         return one is other
     return compat.address_of(first) == compat.address_of(second) or torch.equal(first, second)
+
+
+def _tell_of_gradient(param: ShardedParam | None) -> None:
+    if param is not None and param.on_gradient is not None:
+        param.on_gradient()
 
 
 def _alias(like: torch.Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from fsdplab.engine import compat
@@ -105,7 +104,7 @@ class PartedParam(ShardedParam):
             rows = self._value.detach()
             if rows.shape[0] > self._size[0]:
                 rows = rows.narrow(0, 0, self._size[0])
-            self.gathered = nn.Parameter(rows, requires_grad=self.at_rest.requires_grad)
+            self.gathered = self.as_gathered(rows)
         else:
             for tensor in self._freed:
                 _allocate(tensor)

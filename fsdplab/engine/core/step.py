@@ -98,6 +98,7 @@ class StepOrder:
         with self._span("root_pre_forward"):
             current = self._unchanged([each for each in self.units.values() if each.may_be_current(self._accumulating)])
             for each in self.units.values():
+                each.check_collected()
                 each.memory.remembers = announced
                 each.begin_forward(each in current)
 

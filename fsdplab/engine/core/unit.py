@@ -13,7 +13,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, NoReturn, TypeVar
 
 from fsdplab.engine.core.pending import Pending
 
@@ -244,6 +244,22 @@ class Unit(Generic[M]):
                 f"a backward reached the parameters of unit {self.name!r} through none of the outputs of its forward,"
                 " so they were not gathered; let the forward return the tensors that the loss is computed from"
             )
+
+    def check_collected(self) -> None:
+        """Raise where gradients lie on the unsharded parameters that no backward has collected: they train nothing.
+
+        Pipelines leave gradients there between micro-batches and collect them by hand, while nothing is synchronised.
+        """
+        if self.sync and self.memory.has_new_gradients():
+            self.refuse_uncollected()
+
+    def refuse_uncollected(self) -> NoReturn:
+        """Raise for gradients that lie on the unsharded parameters outside of a backward."""
+        raise RuntimeError(
+            f"gradients lie on the unsharded parameters of unit {self.name!r} that no backward of the model has"
+            " collected, so they would train nothing; run loss.backward() after a forward of the model and assign"
+            " no .grad between the two, or call reset_iter_state() on the root to drop them"
+        )
 
     def start_reduce(self) -> None:
         """Begin to average the collected gradients over the ranks; nothing begins where there is none."""

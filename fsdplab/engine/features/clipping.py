@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdplab.engine import compat
+from fsdplab.engine.features.misuse_checks import refuse_unsharded_forms
 
 
 def clip_grad_norm_(
@@ -33,6 +34,7 @@ def clip_grad_norm_(
     all have norm 5; with `max_norm=1` they become (0.6, 0.8).
     """
     chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    refuse_unsharded_forms(chosen, "the list given to clip_grad_norm_", "take it while the model is sharded")
     gradients = [parameter.grad for parameter in chosen if parameter.grad is not None]
     total = _total_norm(gradients, float(norm_type), tuple(groups), chosen)
     if error_if_nonfinite and not torch.isfinite(total):

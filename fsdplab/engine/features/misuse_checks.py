@@ -6,9 +6,10 @@ state dict holds (rotary tables) as garbage. A model cast to bfloat16 before it 
 
 from __future__ import annotations
 
+import gc
 import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -18,32 +19,163 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from fsdplab.engine import compat
+from fsdplab.engine.core.hooks import units_under
+from fsdplab.engine.core.param import ShardedParam
 from fsdplab.engine.core.policy import MixedPrecisionPolicy
+from fsdplab.engine.core.unit import UNSHARDED, Unit
 
 Unwritten = list[tuple[str, "weakref.ref[torch.Tensor]", int]]
-_checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+_checked: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+_watched: weakref.WeakSet[Unit] = weakref.WeakSet()
+_roots: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_taken: weakref.WeakSet[Unit] = weakref.WeakSet()  # units whose unsharded parameters somebody has read
+_searched: weakref.WeakSet[Unit] = weakref.WeakSet()  # those for which lists of them were looked for
 
 
-def _refuse_replaced(optimizer: Optimizer, *_: Any) -> None:
-    """Raise a `RuntimeError` for an optimizer that holds parameters of before sharding; looks once a set of them."""
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
-    if _checked.get(optimizer) == count:
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    """Raise a `RuntimeError` for an optimizer whose step would leave parameters untrained."""
+    if not compat.inside_backward():  # a hook that steps within a backward comes before other units are collected
+        for unit in _watched:
+            if unit.memory.has_new_gradients():
+                _refuse_uncollected(unit, optimizer)
+        if _taken:
+            _warn_of_lists()
+    _refuse_strangers(optimizer)
+
+
+def note_taken(units: Iterable[Unit]) -> None:
+    """Somebody has read the parameters of `units`: of those that are unsharded, a list may be kept for a later clip."""
+    if not compat.inside_backward():
+        _taken.update(unit for unit in units if unit.state is UNSHARDED and unit not in _searched)
+
+
+def _warn_of_lists() -> None:
+    """Warn where a list holds unsharded parameters now that the step is over; looks once a unit, at all objects."""
+    searched = [unit for unit in _taken if unit.memory.params]
+    _taken.clear()
+    _searched.update(searched)
+    unsharded = [param.gathered for unit in searched for param in unit.memory.params if param.gathered is not None]
+    holders = [each for each in gc.get_referrers(*unsharded) if type(each) in (list, tuple) and each is not unsharded]
+    if holders:
+        warnings.warn(
+            f"a list holds unsharded parameters of unit {searched[0].name!r}: it was taken between a forward and its"
+            " backward, and they never have gradients after a backward, so torch.nn.utils.clip_grad_norm_ of it leaves"
+            " them out; take model.parameters() after the backward",
+            stacklevel=4,
+        )
+
+
+def _refuse_uncollected(unit: Unit, optimizer: Optimizer) -> None:
+    stepped = {id(parameter) for parameter in _parameters_of(optimizer)}
+    if any(id(param.at_rest) in stepped for param in unit.memory.params):
+        unit.refuse_uncollected()
+
+
+def _refuse_strangers(optimizer: Optimizer) -> None:
+    """Raise where `optimizer` holds parameters that are none of the model's; looks once a set of them, and again when a
+    sharded parameter has been replaced.
+    """
+    held = _parameters_of(optimizer)
+    seen = len(held), ShardedParam.replacements
+    if _checked.get(optimizer) == seen:
         return
-    held = (p for group in optimizer.param_groups for p in group["params"])
-    replaced = (p for p in held if hasattr(p, "_replaced_by_shard"))
-    dead = sum(p.grad is None or p.grad is p._replaced_by_shard for p in replaced)  # else another model trains it
-    if dead:
+    name = type(optimizer).__name__
+    left = [parameter for parameter in held if _has_left(parameter, "_replaced_by_shard")]
+    if left:
         raise RuntimeError(
-            f"this optimizer ({type(optimizer).__name__}) was built before the model was sharded: {dead} of its {count}"
+            f"this optimizer ({name}) was built before the model was sharded: {len(left)} of its {len(held)}"
             " parameters are no longer part of the model; build it after fully_shard or shard_model"
         )
-    _checked[optimizer] = count
+    refuse_unsharded_forms(held, f"this optimizer ({name})", "build it while the model is sharded")
+    replaced = _not_shown([parameter for parameter in held if _has_left(parameter, "_replaced_at_rest")])
+    if replaced:
+        raise RuntimeError(
+            f"{len(replaced)} of the {len(held)} parameters of this optimizer ({name}) are no longer part of the model:"
+            " load_state_dict(assign=True), to_empty or an assignment has replaced them; build the optimizer then,"
+            " or load without assign=True"
+        )
+    _checked[optimizer] = seen
+    for root in list(_roots):
+        warn_of_late_parameters(root, {id(parameter) for parameter in held})
+
+
+def _has_left(parameter: torch.Tensor, mark: str) -> bool:
+    """Whether `parameter` bears `mark`, the gradient that it had when it left the model, and has got none since: one
+    with a new gradient is trained by another model.
+    """
+    return hasattr(parameter, mark) and (parameter.grad is None or parameter.grad is getattr(parameter, mark))
+
+
+def _not_shown(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of `parameters` that no module shows again, as it does after a replacement for one forward."""
+    if not parameters:
+        return []
+    sharded = [param for unit in _watched for param in unit.memory.params]
+    shown = {id(param.at_rest) for param in sharded}
+    for param in sharded:
+        shown.update(id(module._parameters.get(attribute)) for module, attribute in param.sites())
+    return [parameter for parameter in parameters if id(parameter) not in shown]
+
+
+def refuse_unsharded_forms(parameters: Iterable[torch.Tensor], holder: str, remedy: str) -> None:
+    """Raise a `RuntimeError` where `parameters` were taken while a unit was unsharded: they never have gradients."""
+    held = list(parameters)
+    unsharded = sum(hasattr(parameter, "_shown_during_step") for parameter in held)
+    if unsharded:
+        raise RuntimeError(
+            f"{holder} holds {unsharded} parameters (of {len(held)}) that were taken between a forward and its"
+            " backward, or after unshard(), when the model shows unsharded parameters; their gradients go to sharded"
+            f" ones: {remedy} (after the backward, or after reshard()), where model.parameters() returns those"
+        )
+
+
+def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def watch_units(units: Iterable[Unit]) -> None:
+    """Have every optimizer's step look at `units` first."""
+    _watched.update(units)
+
+
+def mark_ignored(parameters: Iterable[torch.Tensor]) -> None:
+    """Each rank trains its own copy of `parameters`, as the user has asked."""
+    for parameter in parameters:
+        parameter._trained_apart = True
+
+
+def warn_of_late_parameters(root: nn.Module, among: Container[int] | None = None) -> None:
+    """Warn once of each trained parameter below `root` that no unit holds: it was put in after sharding. `among`: the
+    ids of those that matter.
+    """
+    _roots.add(root)
+    units = units_under(root, recurse=True)
+    if all(unit.memory.config.divide == 1 for unit in units):
+        return
+    sharded = [param for unit in units for param in unit.memory.params]
+    owned = {(id(module), attribute) for param in sharded for module, attribute in param.sites()}
+    late = [
+        (f"{prefix}.{attribute}".lstrip("."), parameter)
+        for prefix, module in root.named_modules()
+        for attribute, parameter in module._parameters.items()
+        if parameter is not None and parameter.requires_grad and (id(module), attribute) not in owned
+        if not hasattr(parameter, "_trained_apart") and (among is None or id(parameter) in among)
+    ]
+    if not late:
+        return
+    mark_ignored(parameter for _, parameter in late)
+    warnings.warn(
+        f"{len(late)} parameters ({late[0][0]}, ...) below the sharded {type(root).__name__} are in no unit: they were"
+        " put in after sharding, so every rank trains its own copy and nothing averages their gradients; put them in"
+        " before sharding, call fully_shard on the module that holds them, or give them to ignored_params",
+        stacklevel=3,
+    )
 
 
 @cache
 def watch_optimizers() -> None:
     """Have every optimizer's step check its parameters, from now on: who only imports the engine is left alone."""
-    register_optimizer_step_pre_hook(_refuse_replaced)
+    register_optimizer_step_pre_hook(_before_step)
 
 
 def warn_of_low_masters(params: Iterable[tuple[str, torch.Tensor]], policy: MixedPrecisionPolicy) -> None:

@@ -403,8 +403,8 @@ def _check(analysis: TraceAnalysis, ranges: int) -> None:
     if (analysis.world_size or 1) > 1 and not any(step.collectives for step in analysis.steps):
         raise TraceError(
             f"{analysis.path} is of rank {analysis.rank} of {analysis.world_size} and shows no communication in its"
-            " steps, so there is no overlap: the profiler did not see the transport; use gloo, NCCL, or an engine"
-            " whose ranges (FSDP::all_gather ...) mark it."
+            " steps, so there is no overlap: no gradient was reduced (then the model trains nothing), or the profiler"
+            " did not see the transport; use gloo, NCCL, or an engine whose ranges (FSDP::all_gather ...) mark it."
         )
 
 

@@ -140,8 +140,8 @@ def used_so_far(heartbeats: Mapping[int, Heartbeat]) -> dict[int, float]:
 
 # Messages of gloo, nccl and the engine's shared memory when a peer is gone: another rank failed.
 _PEER_IS_GONE = re.compile(
-    r"gloo/transport|rank \d+ has died|connection (was )?(closed|reset|refused)|broken pipe|remote process"
-    r" exited|ncclRemoteError|ncclSystemError",
+    r"gloo/transport|rank \d+ has (died|ended normally)|connection (was )?(closed|reset|refused)|broken pipe"
+    r"|remote process exited|ncclRemoteError|ncclSystemError",
     re.IGNORECASE,
 )
 # the last is what saving a profile says (profiling/profiler.py): torch's exporter gives no reason

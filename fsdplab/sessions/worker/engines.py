@@ -155,7 +155,24 @@ def _trained(context: RankContext, mine: Held, optimizer: torch.optim.Optimizer,
         (batches,) = batches_by_rank
         return one_step(mine, optimizer, batches, workload.seeded_loss, context.heartbeat.enter).item()
 
+    _refuse_to_train_nothing(optimizer)
     return TrainingSetup(mine.model, optimizer, train_step)
+
+
+def _refuse_to_train_nothing(optimizer: torch.optim.Optimizer) -> None:
+    """Have the first step of `optimizer` raise where none of its parameters has a gradient."""
+
+    def check(*_: Any) -> None:
+        first.remove()
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if all(parameter.grad is None for parameter in parameters):
+            raise ModelError(
+                f"none of the {len(parameters)} parameters that the optimizer steps has a gradient after the first"
+                " backward, so the run would train nothing; compute the loss from what the model returns, without"
+                " detach() or torch.no_grad()"
+            )
+
+    first = optimizer.register_step_pre_hook(check)
 
 
 def _dtypes(spec: EngineChoice) -> dict[str, torch.dtype]:

@@ -4,7 +4,7 @@ The operations of a group are numbered alike on all ranks; number s uses slot s 
 slot order everything: `ready` (its owner has published operation s, and says what it is and where it lies) and `done`
 (this rank has read everybody's operation s, or will not). A slot is written again, and what it named is given up, only
 when every peer is done with what it held: a fast rank that gathers ahead overwrites nothing unread. Waiting sleeps in
-the kernel and ends with an error when the awaited rank died.
+the kernel and ends with an error when the awaited rank died, or ended normally with fewer steps than this one.
 
 A number is taken when its operation is published: whatever is interrupted before that can be tried again. What cannot
 be tried again (ranks out of step, a peer that is gone, a sum half made) breaks the slots for all ranks: everybody's
@@ -14,11 +14,13 @@ next use says so, until all ranks come to `recover` and begin anew behind the la
 from __future__ import annotations
 
 import ctypes
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from multiprocessing.util import Finalize
 from typing import NoReturn
 
 import torch
@@ -32,7 +34,7 @@ _FUTEX, _WAIT, _WAKE = 202, 0, 1  # the x86-64 system call and its operations, f
 _POLL = (ctypes.c_long * 2)(0, 50_000_000)
 _NEW_GROUP = "destroy the process group on every rank and make a new one"
 _NOWHERE = Place()
-_LINE, _LABEL, _REASON = 64, 80, 656  # bytes of a cache line, a label and a reason
+_LINE, _LABEL, _REASON = 64, 80, 648  # bytes of a cache line, a label and a reason
 
 
 @cache
@@ -72,12 +74,12 @@ class Claim(ctypes.Structure):
 
 class State(ctypes.Structure):
     """How a rank is: in which epoch it is broken, and why; in which it has stopped, and at which operation, kept until
-    it stops in the epoch after the next.
+    it stops in the epoch after the next; whether it has left the group for good, and not by an error.
     """
 
     _fields_ = (
         ("cookie", ctypes.c_uint8 * COOKIE), ("broken", Word), ("stopped", Word), ("stopped_at", ctypes.c_uint64 * 2),
-        ("reason", ctypes.c_char * _REASON),
+        ("left", Word), ("reason", ctypes.c_char * _REASON),
     )  # fmt: skip
 
 
@@ -132,6 +134,8 @@ class Slots:
         self._words = [Words(arena.header, count) for arena in memory.arenas]
         weakref.finalize(self, self.arena.close).atexit = False
         self._claimed = [Claim()] * count
+        # when the group is destroyed, or the process ends; one that is killed says nothing
+        Finalize(self, _leave, args=(self._words[self.rank].state,), exitpriority=0)
 
     # ---- what the owner of a slot does
 
@@ -282,10 +286,19 @@ class Slots:
         while (seen := word.value) < number:
             check()
             word.sleep(seen)
-            if word.value < number and self._processes[peer].ended():
-                self._fail(f"{waited}, but rank {peer} has died; look for its own error in its log")
+            if word.value < number and (gone := self._how_gone(peer)) and word.value < number:
+                self._fail(f"{waited}, but rank {peer} {gone}")
             if time.monotonic() > deadline:
                 self._fail(f"{waited}; after {self._patience_s:.0f} s rank {peer} lives but has not come to it")
+
+    def _how_gone(self, peer: int) -> str:
+        """What became of `peer` and what to do; "" while it may still come."""
+        if self._words[peer].state.left.value:
+            return (
+                "has ended normally: it ran fewer steps or batches than this rank; give every rank as many"
+                " (DistributedSampler does), or stop all ranks when one has no more; sys.exit ends a rank so too"
+            )
+        return "has died; look for its own error in its log" if self._processes[peer].ended() else ""
 
     def _no_memory(self, what: str, error: OSError) -> NoReturn:
         self._fail(
@@ -303,6 +316,12 @@ class Slots:
         if own.broken.value < self.epoch:
             own.state.reason = reason.encode()[:_REASON]
             own.broken.raise_to(self.epoch)
+
+
+def _leave(own: State) -> None:
+    """Tell peers that this rank has left in good order: no exception ends its process."""
+    if sys.exc_info()[1] is None and getattr(sys, "last_value", None) is None:
+        own.left.raise_to(1)
 
 
 class Buffers:

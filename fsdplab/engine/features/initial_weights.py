@@ -1,0 +1,137 @@
+"""Warns where ranks begin to train with weights that are not the same on all of them.
+
+Ranks that draw their own initial weights (no common seed) leave a model of which each shard is another draw, and
+replicas that never become equal. Sharding keeps no whole weights to compare later, so it notes a checksum of each:
+
+    sharded       checksum of the whole parameter, and of this rank's shard of it
+    first forward checksum of this rank's shard again: one that has changed was loaded or initialised since, so the
+                  whole of before counts no more. One all-reduce over the ranks that shard compares the wholes, and one
+                  over the replicas compares what they hold now.
+
+A checksum is the sum of the bits as whole numbers: it does not depend on the order of the sum, on any machine.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fsdplab.engine import compat
+from fsdplab.engine.core.buffers import WORDS
+from fsdplab.engine.core.memory import UnitMemory
+from fsdplab.engine.core.placement import local_part
+
+_MASK = (1 << 62) - 1  # room for the sign, with which one all-reduce finds the least and the largest
+_enabled = True
+_noted: weakref.WeakKeyDictionary[UnitMemory, Noted] = weakref.WeakKeyDictionary()
+
+
+@dataclass
+class Noted:
+    """Checksums of a unit's parameters when it was sharded: of the wholes and of this rank's shards, [parameters]."""
+
+    wholes: torch.Tensor
+    shards: torch.Tensor
+
+
+def set_initial_weights_check(enabled: bool) -> None:
+    """Whether models that are sharded from now on are checked at their first forward: every rank reads its weights
+    twice, and one all-reduce over each group compares the checksums. On by default.
+    """
+    global _enabled
+    _enabled = enabled
+
+
+class WholeWeights:
+    """Notes the checksums of a unit: made before its parameters are cut, `cut` is called afterwards."""
+
+    def __init__(self, memory: UnitMemory) -> None:
+        self._memory = memory
+        self._wholes = _checksums([local_part(param.at_rest) for param in memory.params]) if _enabled else None
+
+    def cut(self) -> None:
+        """The parameters are shards now."""
+        if self._wholes is not None:
+            _noted[self._memory] = Noted(self._wholes, _checksums([param.local for param in self._memory.params]))
+
+
+def warn_of_differing_weights(memories: Iterable[UnitMemory]) -> None:
+    """Compare what was noted of `memories` over their ranks, once; collective over the groups of each."""
+    checked = [memory for memory in memories if memory in _noted]
+    if not checked:
+        return
+    now = {memory: _checksums([param.local for param in memory.params]) for memory in checked}
+    over_shards: dict[dist.ProcessGroup, list[tuple[UnitMemory, torch.Tensor]]] = {}
+    over_replicas: dict[dist.ProcessGroup, list[tuple[UnitMemory, torch.Tensor]]] = {}
+    for memory in checked:
+        noted, shard, replicate = _noted.pop(memory), memory.config.shard, memory.config.replicate
+        if shard is not None:
+            rewritten = (now[memory] != noted.shards).long()
+            sent = torch.stack([noted.wholes, -noted.wholes, rewritten])
+            over_shards.setdefault(shard.group, []).append((memory, sent))
+        if replicate is not None:
+            sent = torch.stack([now[memory], -now[memory], torch.zeros_like(now[memory])])
+            over_replicas.setdefault(replicate.group, []).append((memory, sent))
+    for group, entries in over_shards.items():
+        _warn(
+            _differing(group, entries),
+            "differ between ranks before sharding, so each shard is of another initialisation; call torch.manual_seed"
+            " with the same number on all ranks before the model is built, or load one state dict on all",
+        )
+    for group, entries in over_replicas.items():
+        _warn(
+            _differing(group, entries),
+            "differ between replicas, which will never be equal; initialise or load the same weights on all ranks"
+            " (torch.manual_seed, or a broadcast from one rank)",
+        )
+
+
+def _warn(names: Sequence[str], text: str) -> None:
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        warnings.warn(
+            f"the weights of {names[0]}{more} {text} (set_initial_weights_check(False) leaves this check out)",
+            stacklevel=4,
+        )
+
+
+def _differing(group: dist.ProcessGroup, entries: Sequence[tuple[UnitMemory, torch.Tensor]]) -> list[str]:
+    """The names of parameters whose checksums differ over `group`, and that no rank has written since."""
+    sent = torch.cat([rows for _, rows in entries], dim=1)
+    largest, minus_least, rewritten = _maximum_over(group, sent).unbind()
+    differs = ((largest != -minus_least) & (rewritten == 0)).tolist()
+    names = [f"{param.name} of unit {memory.name!r}" for memory, _ in entries for param in memory.params]
+    return [name for name, is_other in zip(names, differs) if is_other]
+
+
+@compat.with_real_tensors
+def _maximum_over(group: dist.ProcessGroup, values: torch.Tensor) -> torch.Tensor:
+    """Not through `torch.distributed`, and not before the eyes of `CommDebugMode`: it belongs to no step."""
+    carried = values.to(compat.device_for(group, torch.device("cpu")))
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    with _disable_current_modes():
+        group.allreduce([carried], options).wait()
+    return carried.cpu()
+
+
+@torch.no_grad()
+def _checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One number a tensor; 0 for those without values of their own that can be read as bits."""
+    sums = [_checksum(tensor) for tensor in tensors]
+    return torch.stack([each.cpu() for each in sums]) if sums else torch.zeros(0, dtype=torch.int64)
+
+
+def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+    if type(tensor) is not torch.Tensor or tensor.is_meta or tensor.numel() == 0:
+        return torch.zeros((), dtype=torch.int64)
+    bits = tensor.contiguous().view(-1)
+    if bits.is_complex():
+        bits = torch.view_as_real(bits).view(-1)
+    return bits.view(WORDS[bits.element_size()]).sum(dtype=torch.int64) & _MASK
