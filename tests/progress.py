@@ -161,7 +161,7 @@ class Progress:
         self._done_s += self._seconds(report.nodeid)
         now = time.time()
         part = min(self._done_s / self._total_s, 1.0) if self._total_s > _WORTH_TELLING_S else 0.0
-        if now - self._told > EVERY_S and part > _WORTH_TELLING:
+        if now - self._told > EVERY_S and _WORTH_TELLING < part < 1:
             self._told = now
             left_min = (now - self._begin) * (1 - part) / part / 60
             self._terminal.ensure_newline()

@@ -10,6 +10,7 @@ The default tier leaves a test to the full tier by these rules, and by nothing e
     torchrun   of a grid over ways to start ranks, `torchrun`: the default tier forks them
     ranks      a test that needs another number of ranks than two
     learner    the learner edition of a notebook, where it takes longer than LEARNER_S
+    dear       a test that takes longer than DEAR_S by itself, unless it is marked `default`: a subject's whole story
     marked     a test marked `full`, which says why: it repeats many times, or elsewhere, what another one does once
 
 A test marked `quick` or `default` stays; so does a grid whose tests start nothing. What a test starts, and how long it
@@ -37,8 +38,9 @@ if TYPE_CHECKING:
 
 BUDGET_S = 800.0
 LEARNER_S = 5.0
+DEAR_S = 8.0
 LEARNER = "learner edition"
-RULES = ("grid", "torchrun", "ranks", "learner", "marked")
+RULES = ("grid", "torchrun", "ranks", "learner", "dear", "marked")
 
 # Workers share the cores, and a thread of OpenMP would spin while it waits for one that has none: on a busy machine a
 # small training took 30 times the processor's time. OpenMP reads this when torch is loaded, here and in kernels.
@@ -62,6 +64,11 @@ class Costs:
             return "ranks" in getattr(item, "fixturenames", ()) and "ranks" not in values_of(item)
         cost = self.of(item)
         return cost is not None and cost.others_s >= SHORT_S
+
+    def is_dear(self, item: pytest.Item) -> bool:
+        """Whether a test takes long by itself; a notebook's cells belong together."""
+        cost = self.of(item)
+        return cost is not None and cost.cpu_s > DEAR_S and not file_of(item).endswith(".ipynb")
 
     def ranks(self, item: pytest.Item) -> int:
         """How many ranks a test needs, 0 where nothing says so: what it asked for, else the value of its grid."""
@@ -120,6 +127,8 @@ def left_to_full(items: Sequence[pytest.Item], costs: Costs) -> dict[pytest.Item
             left[item] = "ranks"
         elif id(item) in in_grids and id(item) not in first:
             left[item] = "grid"
+        elif costs.is_dear(item):
+            left[item] = "dear"
     return left
 
 
