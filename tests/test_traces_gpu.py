@@ -7,7 +7,7 @@ import pytest
 
 from fsdplab.profiling import TraceError, analyse_trace, with_peers
 from fsdplab.profiling.intervals import length
-from fsdplab.profiling.traces.skew import matched
+from fsdplab.profiling.traces.meeting import matched
 from fsdplab.profiling.traces.steps import device_windows, wall_windows
 from tests.gpu_traces import BACKWARD, COPY, GpuRank
 

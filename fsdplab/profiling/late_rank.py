@@ -33,7 +33,7 @@ import numpy as np
 
 from fsdplab.common.words import plural
 from fsdplab.profiling.step_summary import step_summary
-from fsdplab.profiling.traces.skew import matched
+from fsdplab.profiling.traces.meeting import matched
 from fsdplab.records import RunRecord
 from fsdplab.records.tables import Row
 

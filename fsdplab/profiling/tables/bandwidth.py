@@ -13,7 +13,8 @@ from statistics import fmean, median
 
 from fsdplab.common.sizes import seconds, size
 from fsdplab.profiling.tables.table import Column, Row, Table
-from fsdplab.profiling.traces.skew import bandwidths, matched
+from fsdplab.profiling.traces.meeting import matched
+from fsdplab.profiling.traces.skew import bandwidths
 from fsdplab.records.tables import IDLE_PARTS
 
 _COLUMNS = (
@@ -35,6 +36,7 @@ def bandwidths_by_size(
     """
     steps, given = len({row["step"] for row in collectives}), {row["rank"] for row in collectives}
     groups: dict[tuple[str, str, int, int], list[tuple[int, int]]] = defaultdict(list)
+    apart: dict[tuple[str, str, int, int], set[str]] = defaultdict(set)  # groups of one name that share no rank
     unknown = 0
     for key, members in matched(collectives).items():
         nbytes = next((row["logical_bytes"] for row in members if row["logical_bytes"]), None)
@@ -42,9 +44,10 @@ def bandwidths_by_size(
             unknown += 1
             continue
         ranks = members[0]["group_size"] or ranks_of_job
-        name = key[3], members[0]["group"], int(ranks), nbytes.bit_length()
+        name = key.kind, members[0]["group"], int(ranks), nbytes.bit_length()
         groups[name].append((nbytes, min(row["end_ns"] - row["start_ns"] for row in members)))
-    rows = [_row(key[:3], found, max(1, steps), link_bytes_per_s) for key, found in groups.items()]
+        apart[name].add(key.group)
+    rows = [_row(key[:3], found, max(1, steps) * len(apart[key]), link_bytes_per_s) for key, found in groups.items()]
     rows.sort(key=lambda row: -row["size"] * row["count"])
     notes = [f"{unknown} collectives are left out: the trace does not say how many bytes they moved."] * bool(unknown)
     if len(given) == 1:

@@ -23,11 +23,13 @@ from typing import Any
 
 import numpy as np
 
+from fsdplab.common.collectives import collective_row
 from fsdplab.common.rows import grouped
 from fsdplab.common.words import OFF_LINK
 from fsdplab.profiling.intervals import EMPTY, Intervals, close_gaps, latest_ends, pairs, size, subtract, union, within
 from fsdplab.profiling.traces.account import PARTS, Account, TraceSets, account
 from fsdplab.profiling.traces.chrome import TraceError, without_collection
+from fsdplab.profiling.traces.clocks import Clock
 from fsdplab.profiling.traces.collectives import Collective, communicating, find_collectives
 from fsdplab.profiling.traces.events import Events, Kind, Window, read_events
 from fsdplab.profiling.traces.segments import Segments
@@ -40,7 +42,6 @@ DISPATCH_NS = 20_000  # between two operators: the host dispatches the next one
 _BLOCKED_NS = 50_000  # a host without an operator for this long, while bytes are on their way, waits for them
 _APART_NS = 1_000_000  # a lane that is still too full is joined over everything from here on
 _MOST = {"compute": 240, "exposed": 120, "waiting": 80}
-_LANES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,8 +102,8 @@ class StepRows:
                 **self._where, "unit": each.unit, "phase": each.phase, "kind": each.kind,
                 "issue_ns": base + each.issue, "start_ns": base + each.start, "end_ns": base + each.end,
                 "logical_bytes": each.nbytes, "group": each.group, "group_size": each.group_size,
-                "exposed_ns": sum(parts), **dict(zip(PARTS_OF_COLLECTIVE, parts)), "cause": cause,
-                "emulated": each.emulated, "on_link": spans,
+                "members": each.members, "exposed_ns": sum(parts), **dict(zip(PARTS_OF_COLLECTIVE, parts)),
+                "cause": cause, "emulated": each.emulated, "on_link": spans,
             }
             for each, counted, parts, cause, spans in listed
             if counted
@@ -210,7 +211,7 @@ def _held(each: Collective, start: int, end: int) -> int:
 
 def _communication(each: Collective, start: int, end: int) -> list[Mark]:
     """The transport as one mark named by its kind, the host's copies beside it as marks of their own."""
-    lane, way = each.kind if each.kind in _LANES else "other_communication", each.transport
+    lane, way = collective_row(each.kind).lane, each.transport
     moved = (max(start, way.start), min(end, way.end)) if way else (start, start)
     marks: list[Mark] = []
     for role in ("copy-in", "copy-out", "blocked") if len(each.pieces) > 1 or way is None else ():
@@ -262,6 +263,7 @@ class Origin:
     backend: str = ""
     torch: str = ""
     link: str | None = None
+    host: str = ""
 
 
 def origin_of(metadata: Mapping[str, Any], waits_for_link: bool) -> Origin:
@@ -274,7 +276,7 @@ def origin_of(metadata: Mapping[str, Any], waits_for_link: bool) -> Origin:
     first = devices[0] if isinstance(devices, list) and devices else None
     link = _text(mark, "link") or (_UNNAMED_LINK if waits_for_link else None)
     torch = _text(metadata, "pytorch_version") or _text(mark, "torch")
-    return Origin(_text(first, "name"), _text(job, "backend"), torch, link)
+    return Origin(_text(first, "name"), _text(job, "backend"), torch, link, _text(metadata, "host_name"))
 
 
 def _text(found: Any, key: str) -> str:
@@ -310,7 +312,8 @@ class StepAnalysis:
 class TraceAnalysis:
     """All steps of one rank's trace. `device` is "cpu" or "cuda"; `world_size` is None where the trace does not say;
     `no_step`: device work outside of the steps. `origin`: where it was made. `allocated_peak`: bytes of the device's
-    allocator at their highest, where the trace tells.
+    allocator at their highest, where the trace tells. `clock`: by how much its clock was ahead of the first rank's,
+    which is taken from all times here already.
     """
 
     path: Path
@@ -321,6 +324,7 @@ class TraceAnalysis:
     no_step: NoStep = NoStep()
     origin: Origin = Origin()
     allocated_peak: int | None = None
+    clock: Clock = Clock()
 
     def rows(self, table: str) -> list[Row]:
         """The rows of `breakdown`, `idle`, `timeline`, `exposed` or `collectives` over all steps."""
