@@ -18,7 +18,7 @@ import math
 import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
@@ -28,6 +28,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fsdplab.common.collectives import kind_of
+from fsdplab.common.sizes import seconds
+from fsdplab.common.words import plural
 from fsdplab.profiling.intervals import Intervals, union
 from fsdplab.profiling.traces.chrome import LATEST_NS, ChromeTrace, OddEvent, TraceError, as_trace_error, nanoseconds
 from fsdplab.profiling.traces.comm_kernels import CommKernels
@@ -46,9 +48,16 @@ _NO_COMPUTING = (
 _OF_BEFORE = {  # categories as PyTorch wrote them until 2021 -> as it does now
     "Operator": "cpu_op", "Kernel": "kernel", "Memcpy": "gpu_memcpy", "Memset": "gpu_memset", "Runtime": "cuda_runtime",
 }  # fmt: skip
-_OF_HOST, _OF_RUNTIME = ("cpu_op", "user_annotation"), ("cuda_runtime", "cuda_driver")
+_OF_HOST = ("cpu_op", "user_annotation")
+_OF_RUNTIME = ("cuda_runtime", "cuda_driver", "xpu_runtime", "xpu_driver")
 _READ = {*_OF_HOST, *_OF_RUNTIME, "kernel", "gpu_memcpy", "gpu_memset", *_OF_BEFORE}
+_PASSED_OVER = {  # what the profiler writes beside them: of itself, Python's stack, arrows, and what is shown twice
+    "", "python_function", "gpu_user_annotation", "cuda_sync", "overhead", "Trace", "fwdbwd", "ac2g", "emulated",
+    "async_cpu_to_gpu", "cpu_instant_event", "cuda_profiler_range", "external_correlation", "collective_comm",
+    "PyTorch Profiler",
+}  # fmt: skip
 _SYNCHRONOUS_COPIES = ("cudaMemcpy", "hipMemcpy", "hipMemcpyWithStream")  # the host waits for these
+_MOST_LISTED = 4
 _MOST_CORRELATION = 2**62
 _ON_CUDA = 1  # the profiler's number of the kind of device
 _UNKNOWN = -(2**62)  # the launch of work that the trace does not show
@@ -171,6 +180,8 @@ class Events:
     comm_kernels: CommKernels
     shapes: dict[int, str]
     allocated_peak: int | None  # bytes of the device's allocator at their highest, where the profiler noted them
+    odd: tuple[str, ...] = ()  # sentences on what was left out
+    unread: Mapping[str, int] = field(default_factory=dict)  # ns of the categories that nobody knows
 
     def rows(self, *kinds: Kind) -> np.ndarray:
         """The rows of some kinds, in order."""
@@ -314,6 +325,30 @@ def read_events(path: str | Path, comm_patterns: Sequence[str] = (), shapes: boo
     return found
 
 
+def check_device(found: Events) -> None:
+    """TraceError where the trace shows that a device worked but not its work: nothing then says what a step did."""
+    if found.on_gpu:
+        return
+    if found.unread:
+        raise TraceError(
+            f"{found.path} has events of categories that are not read, {_listed(found.unread)}, and no work of a device"
+            " that is: what ran there is not known; give a trace of CPU ranks, or of GPUs with the categories `kernel`"
+            " and `gpu_memcpy`."
+        )
+    devices = found.metadata.get("deviceProperties")
+    names = [each.get("name") for each in devices if isinstance(each, dict)] if isinstance(devices, list) else []
+    backend = str(found.distributed.get("backend") or "")
+    moves = any(each.carrier in (Kind.GLOO, Kind.SHM) for each in found.transfers)
+    launches = len(found.rows(Kind.LAUNCH, Kind.BLOCKING_LAUNCH)) > 0
+    if launches or "nccl" in backend or names and not moves:
+        seen = f"names {names[0]}" if names else "launches work" if launches else "is of a job over NCCL"
+        raise TraceError(
+            f"{found.path} {seen}, but no GPU work was recorded: profile with ProfilerActivity.CUDA too"
+            " (activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]); a job that computes on the CPU of a machine"
+            ' with GPUs is recorded with CUDA_VISIBLE_DEVICES="".'
+        )
+
+
 def _check_metadata(metadata: dict[str, Any]) -> None:
     """OddEvent where what stands around the events is of another type than the profiler's."""
     world = metadata.get("distributedInfo")
@@ -332,6 +367,12 @@ def _told(event: dict[str, Any]) -> str:
     return f"{name} of {category}, ts {start}, dur {length}"
 
 
+def _listed(categories: Mapping[str, int]) -> str:
+    """Categories with their time: `npu_kernel (4.20 ms)`."""
+    longest = sorted(categories, key=lambda name: -categories[name])[:_MOST_LISTED]
+    return ", ".join(f"{name[:40]!r} ({seconds(categories[name] / 1e9)})" for name in longest)
+
+
 class _Reader:
     """Fills the table. Start, end, kind, name, thread and correlation of an event are six numbers in a row."""
 
@@ -346,6 +387,9 @@ class _Reader:
         self.first: int | None = None
         self.last = 0
         self._allocated_peak: int | None = None
+        self._negative: list[str] = []  # the first events of a negative duration
+        self._negatives = 0
+        self._unread: dict[str, int] = {}  # ns of each category that is neither read nor known
 
     def take(self, trace: ChromeTrace) -> None:
         """The hot loop: what an event counts as is looked up by its name and category."""
@@ -357,12 +401,17 @@ class _Reader:
             for event in trace:
                 if event.get("ph") == "i" and event.get("name") == "[memory]":
                     self._note_memory(event.get("args"))
-                if event.get("ph") != "X" or event.get("cat", "") not in _READ:
+                category = event.get("cat", "")
+                if event.get("ph") != "X" or category not in _READ:
+                    if category not in _PASSED_OVER and event.get("ph") == "X":
+                        self._pass_over(category, event)
                     continue
                 start = nanoseconds(event["ts"])
                 end = start + nanoseconds(event.get("dur") or 0)
                 if end < start:
-                    raise OddEvent
+                    self._negatives += 1
+                    self._negative = self._negative or [_told(event)]
+                    continue
                 if first is None or start < first:
                     first = start
                 if end > last:
@@ -390,10 +439,30 @@ class _Reader:
                 raise
             raise OddEvent(_told(event)) from None
         self.first, self.last = first, last
+        if self._negatives > max(1, count // 100):
+            raise OddEvent(self._negative[0])
         if first is not None and (first < -LATEST_NS or last > LATEST_NS):
             raise OddEvent("a time of more than 64 bits")
         if first is not None and last - first > _LONGEST_NS:
             raise OddEvent(f"events over {(last - first) // _DAY_NS} days")
+
+    def _pass_over(self, category: str, event: dict[str, Any]) -> None:
+        """Note how long the events of a category last that nobody knows."""
+        lasted = event.get("dur")
+        if isinstance(lasted, (int, float)) and lasted > 0 and math.isfinite(lasted):
+            self._unread[category] = self._unread.get(category, 0) + nanoseconds(lasted)
+
+    def _odd(self, trace: ChromeTrace) -> tuple[str, ...]:
+        """Sentences on what is left out."""
+        told = [trace.damaged.sentence()]
+        if self._negatives:
+            told.append(
+                f"{plural(self._negatives, 'event')} left out whose duration is negative ({self._negative[0]}), as some"
+                " versions of the profiler write it"
+            )
+        if self._unread:
+            told.append(f"events of other categories are not read: {_listed(self._unread)}")
+        return tuple(filter(None, told))
 
     def _note_memory(self, given: Any) -> None:
         """The allocator of a device tells its whole; that of the CPU only what has changed since profiling began."""
@@ -429,7 +498,7 @@ class _Reader:
         return Events(
             trace.path, trace.metadata, trace.base_ns, self.first or 0, self.last, kind, start, end, name, thread,
             correlation, names, list(self._threads), self._details, self._comm_kernels,
-            self._shapes, self._allocated_peak,
+            self._shapes, self._allocated_peak, self._odd(trace), self._unread,
         )  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from fsdplab.profiling.traces.account import PARTS, Account, TraceSets, account
 from fsdplab.profiling.traces.chrome import TraceError, without_collection
 from fsdplab.profiling.traces.clocks import Clock
 from fsdplab.profiling.traces.collectives import Collective, communicating, find_collectives
-from fsdplab.profiling.traces.events import Events, Kind, Window, read_events
+from fsdplab.profiling.traces.events import Events, Kind, Window, check_device, read_events
 from fsdplab.profiling.traces.segments import Segments
 from fsdplab.profiling.traces.steps import NoStep, Step, pieces_of, steps_of
 from fsdplab.records.tables import IDLE_PARTS, PARTS_OF_COLLECTIVE, PARTS_OF_EXPOSED
@@ -313,7 +313,8 @@ class TraceAnalysis:
     """All steps of one rank's trace. `device` is "cpu" or "cuda"; `world_size` is None where the trace does not say;
     `no_step`: device work outside of the steps. `origin`: where it was made. `allocated_peak`: bytes of the device's
     allocator at their highest, where the trace tells. `clock`: by how much its clock was ahead of the first rank's,
-    which is taken from all times here already.
+    which is taken from all times here already. `odd`: sentences on events that were left out. `process`: which process
+    of which host was profiled.
     """
 
     path: Path
@@ -325,6 +326,8 @@ class TraceAnalysis:
     origin: Origin = Origin()
     allocated_peak: int | None = None
     clock: Clock = Clock()
+    odd: tuple[str, ...] = ()
+    process: str = ""
 
     def rows(self, table: str) -> list[Row]:
         """The rows of `breakdown`, `idle`, `timeline`, `exposed` or `collectives` over all steps."""
@@ -360,6 +363,8 @@ def analyse_trace(
     exposed 10, compute only 40, other 10 ms.
     """
     found = read_events(path, comm_patterns)
+    if not isinstance(found.metadata.get(MARK), Mapping):  # the lab's own traces say what they are of
+        check_device(found)
     on_gpu, world_size = found.on_gpu, found.distributed.get("world_size")
     own_rank = int(found.distributed.get("rank", default_rank) if rank is None else rank)
     transfers = [row for row in ledger or () if row["emulated"] and row["rank"] == own_rank]
@@ -385,9 +390,18 @@ def analyse_trace(
         ),
         replace(no_step, step_ranges=whole or bool(profiled)),
         origin_of(found.metadata, any(each.label == "link" for each in found.ranges)), found.allocated_peak,
+        odd=found.odd, process=_process(found),
     )  # fmt: skip
     _check(analysis, len(ranges))
     return analysis
+
+
+def _process(found: Events) -> str:
+    """The host and the number of the process that ran the steps; "" where the trace has no ranges of steps."""
+    rows = found.rows(Kind.STEP)
+    if not len(rows):
+        return ""
+    return f"{found.metadata.get('host_name') or ''}:{found.threads[int(found.thread[rows[0]])][0]}"
 
 
 def _analysed(rows: StepRows, loading_ns: int) -> StepAnalysis:
@@ -408,7 +422,8 @@ def _check(analysis: TraceAnalysis, ranges: int) -> None:
         raise TraceError(
             f"{analysis.path} is of rank {analysis.rank} of {analysis.world_size} and shows no communication in its"
             " steps, so there is no overlap: the profiler did not see the transport; use gloo, NCCL, or an engine"
-            " whose ranges (FSDP::all_gather ...) mark it."
+            " whose ranges (FSDP::all_gather ...) mark it; or name the kernels that communicate, of oneCCL for example:"
+            " --comm-pattern ccl"
         )
 
 

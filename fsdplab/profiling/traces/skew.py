@@ -21,6 +21,7 @@ from fsdplab.profiling.traces.meeting import matched
 from fsdplab.profiling.traces.overlap import StepAnalysis, TraceAnalysis
 
 Row = dict[str, Any]
+_MANY, _SHARP_NS = 5, 20_000
 _MAY_BE_A_PEER = ("nothing_to_hide_behind", "late_start", "unknown")
 
 
@@ -65,6 +66,15 @@ def with_peers(analyses: Sequence[TraceAnalysis]) -> list[TraceAnalysis]:
         replace(analysis, steps=tuple(_explained(step, last, came) for step in analysis.steps))
         for analysis in on_one_clock
     ]
+
+
+def clocks_explain(analyses: Sequence[TraceAnalysis]) -> bool:
+    """Whether one shift a rank makes many collectives end together to within some microseconds: no two runs do so."""
+    meetings = list(matched(row for each in analyses for step in each.steps for row in step.collectives).values())
+    clocks = clocks_of(meetings)
+    shared = [members for members in meetings if len(members) > 1]
+    sharp = len(shared) >= _MANY and all(clock.error_ns <= _SHARP_NS for clock in clocks.values())
+    return sharp and all(each.rank in clocks for each in analyses)
 
 
 def _on_one_clock(analyses: Sequence[TraceAnalysis]) -> list[TraceAnalysis]:
