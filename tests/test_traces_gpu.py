@@ -321,7 +321,7 @@ def test_copies(tmp_path):
 
 def test_on_the_cpu_only_the_loader_is_known(tmp_path):
     rank = (
-        GpuRank(world_size=1)
+        GpuRank(world_size=1, backend="gloo")
         .step(1, 0, 500)
         .operator("aten::mm", 0, 200)
         .loader(250, 350)

@@ -116,13 +116,14 @@ def late_rank(arrivals: Arrivals, step_ns: float, own_clock: Arrivals | None = N
     return max(found, key=lambda late: late.a_step_ns, default=None)
 
 
-def fewest_steps(ranks: int) -> int:
+def fewest_steps(ranks: int, candidates: int | None = None) -> int:
     """The steps that it takes to name one of so many ranks: to be last in all of them by chance is rarer than `CHANCE`.
+    `candidates`: how many might be named, where ranks meet in several groups of so many.
 
-    >>> fewest_steps(2), fewest_steps(8)
-    (8, 6)
+    >>> fewest_steps(2), fewest_steps(8), fewest_steps(2, candidates=8)
+    (8, 6, 10)
     """
-    return max(FEWEST_STEPS, math.ceil(math.log(ranks / CHANCE) / math.log(ranks)))
+    return max(FEWEST_STEPS, math.ceil(math.log((candidates or ranks) / CHANCE) / math.log(ranks)))
 
 
 def _late(peers: _Peers, candidates: int, step_ns: float, waiting: float) -> LateRank | None:
@@ -473,7 +474,9 @@ def too_few_steps(record: RunRecord) -> str:
     if record.provenance.get("step_time_s") == "simulated":
         return ""
     ledger = {row["step"] for row in record.table("ledger")} or {row["step"] for row in record.table("collectives")}
-    known, fewest = len(_steps_of(record) & ledger), fewest_steps(max(2, record.spec.get("world_size") or 0))
+    groups = {tuple(sorted(times)) for times in arrivals_of(record, _steps_of(record)).values()}
+    largest = max(map(len, groups), default=max(2, record.spec.get("world_size") or 0))
+    known, fewest = len(_steps_of(record) & ledger), fewest_steps(largest, sum(map(len, groups)))
     return "" if known >= fewest else f"{plural(known, 'step')} cannot tell ({fewest} can: --steps {fewest})"
 
 

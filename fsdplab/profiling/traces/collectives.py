@@ -472,8 +472,7 @@ def _payload(details: Mapping[str, Any], slices: int) -> int | None:
     if elements := max((count for count in counts if isinstance(count, int)), default=0):
         return tensor_bytes([elements], details.get("dtype")) or None
     shapes, types = details.get("Input Dims"), details.get("Input type")
-    listed = zip(shapes, types) if isinstance(shapes, list) and isinstance(types, list) else ()
-    nbytes = [tensor_bytes(dims or [1], each) for dims, each in listed]  # a scalar has no dims
+    listed = list(zip(shapes, types)) if isinstance(shapes, list) and isinstance(types, list) else []
     if str(details.get("name", "")).startswith("c10d::"):
-        return max(nbytes, default=0) or None
-    return slices * sum(nbytes) or None
+        return max((tensor_bytes(dims, each) for dims, each in listed), default=0) or None
+    return slices * sum(tensor_bytes(dims or [1], each) for dims, each in listed) or None  # a scalar has no dims

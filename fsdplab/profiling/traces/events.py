@@ -340,7 +340,7 @@ def check_device(found: Events) -> None:
     backend = str(found.distributed.get("backend") or "")
     moves = any(each.carrier in (Kind.GLOO, Kind.SHM) for each in found.transfers)
     launches = len(found.rows(Kind.LAUNCH, Kind.BLOCKING_LAUNCH)) > 0
-    if launches or "nccl" in backend or names and not moves:
+    if launches or ("nccl" in backend or names) and not moves:
         seen = f"names {names[0]}" if names else "launches work" if launches else "is of a job over NCCL"
         raise TraceError(
             f"{found.path} {seen}, but no GPU work was recorded: profile with ProfilerActivity.CUDA too"
@@ -404,7 +404,7 @@ class _Reader:
                 category = event.get("cat", "")
                 if event.get("ph") != "X" or category not in _READ:
                     if category not in _PASSED_OVER and event.get("ph") == "X":
-                        self._pass_over(category, event)
+                        self._pass_over(str(category), event)
                     continue
                 start = nanoseconds(event["ts"])
                 end = start + nanoseconds(event.get("dur") or 0)
