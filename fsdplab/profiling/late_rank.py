@@ -228,7 +228,8 @@ def own_delays_by_clock(times: Array, own_clock: Array, steps: Sequence[tuple[in
     """By how much longer than the others each rank took, on its own clock, since the collective before. Same shape.
 
     `own_clock`: the arrivals on the ranks' own clocks, which stand still while they wait. `steps`: their numbers and
-    when they began, in ns. A first collective whose step before is not known counts with its whole lateness.
+    when they began, in ns. A first collective whose step before is not known counts with its whole lateness. A delay
+    counts as far as the rank came late by it: who works longer while the others wait elsewhere delays nobody.
     """
     took = np.diff(own_clock, axis=-2, prepend=own_clock[..., :1, :])
     for place, ((before, began), (step, begin)) in enumerate(zip(steps, steps[1:]), start=1):
@@ -237,7 +238,8 @@ def own_delays_by_clock(times: Array, own_clock: Array, steps: Sequence[tuple[in
         else:
             took[..., place, 0, :] = times[..., place, 0, :]
     took[..., 0, 0, :] = times[..., 0, 0, :]
-    return lateness(took)
+    own: Array = np.minimum(lateness(took), np.maximum(lateness(times), 0.0))
+    return own
 
 
 def own_delays(times: Array, kinds: Sequence[str]) -> Array:
