@@ -4,9 +4,10 @@ On a busy machine some rank is always last, and it often stays last for several 
 each other between the collectives for which they really wait. The evidence is therefore the step and not the
 collective, and a rank is named only if three statements hold:
 
-1. Chance. Each step orders the ranks by their own delays. If no rank were slower than another, every order would be
-   equally likely, and the sum of a rank's places over the steps would have a known distribution. The probability of a
-   sum as high as the rank's, times the number of ranks that might have been named, is at most 1 %.
+1. Chance. The own delays of all steps and ranks are ranked. If no rank were slower than another, a rank would have any
+   of a step's ranks with the same probability, and the sum of its ranks over the steps would have a known distribution.
+   The probability of a sum as high as the rank's, times the number of ranks that might have been named, is at most
+   0.8 %.
 2. Effect. The rank delays a step by at least 2 % of its length, also after subtracting its error (`_errors`). The
    effect is the median over the steps at each collective, summed over the collectives: an occasional delay does not
    count.
@@ -49,11 +50,12 @@ from fsdplab.records.tables import Row
 Arrivals = Mapping[Any, Mapping[int, int]]  # of each collective (by its `Key`): rank -> when it came, in ns
 Array = Any  # a numpy array of floats
 
-CHANCE = 0.01  # largest probability of naming a rank although none is slower
+CHANCE = 0.008  # largest probability of naming a rank although none is slower; busy machines make 1 % of it
 WORTH_NAMING = 0.02  # part of a step below which a delay is not mentioned
 FEWEST_STEPS = 6
 _STANDARD_ERRORS = 2.0  # by which the effect may be overestimated
 _MOST_STEPS = 0.75  # part of the steps in which the rank must be late
+_LEVELS = 100  # of ranked delays that are told apart
 _ALL_IN_ONE_PHASE = 0.85  # part of the rank's delay from which on it is late in that phase only
 
 
@@ -320,7 +322,7 @@ def verdict(own: Array, step_ns: float, candidates: int) -> tuple[Array, Array]:
 
     The p-value is 1 where the effect is too small or does not repeat.
     """
-    steps, ranks = own.shape[-3], own.shape[-1]
+    steps = own.shape[-3]
     worth = WORTH_NAMING * step_ns
     first, second = effects(own[..., : steps // 2, :, :]), effects(own[..., steps // 2 :, :, :])
     whole = effects(own)
@@ -330,8 +332,7 @@ def verdict(own: Array, step_ns: float, candidates: int) -> tuple[Array, Array]:
     sure = np.take_along_axis(whole - _errors(own, usual), index[..., None], axis=-1)[..., 0]
     repeats = (first.argmax(axis=-1) == index) & (second.argmax(axis=-1) == index)
     repeats &= (mine[..., 0] >= worth / 2).mean(axis=-1) >= _MOST_STEPS
-    places = (mine > usual).sum(axis=(-2, -1))
-    chance = np.minimum(1.0, candidates * _tail(ranks, steps)[places])
+    chance = np.minimum(1.0, candidates * probability(usual, index))
     return index, np.where((sure >= worth) & repeats, chance, 1.0)
 
 
@@ -345,11 +346,40 @@ def _usual_delays(own: Array) -> Array:
     return np.clip(own, -most, most).sum(axis=-2)
 
 
-def _tail(ranks: int, steps: int) -> Array:
-    """The probability that the places of one rank, each from 0 to ranks - 1 by chance, sum to at least 0, 1, 2, ..."""
-    size = steps * (ranks - 1) + 1
-    sums = np.fft.irfft(np.fft.rfft(np.full(ranks, 1 / ranks), size) ** steps, size)
-    return np.clip(np.cumsum(sums[::-1])[::-1], float(ranks) ** -steps, 1.0)
+def probability(delays: Array, index: Array) -> Array:
+    """The probability that a rank's delays are, by chance, together as high as those of the rank `index`. Shape (...).
+
+    `delays`: (..., steps, ranks). All delays, each less the mean of its step, are ranked together, so that a long delay
+    counts more than a short one, and none counts without limit. If no rank were slower than another, a rank would have
+    any of a step's ranks with the same probability: the sum over the steps has the distribution computed here.
+
+    Of two ranks, of which the second is later in all of 8 steps: 0.5^8.
+    """
+    steps, ranks = delays.shape[-2:]
+    scores = _ranked(delays - delays.mean(axis=-1, keepdims=True)) * _LEVELS // (steps * ranks)
+    of_step = (scores[..., None] == np.arange(_LEVELS)).mean(axis=-2)  # how probable each score is in each step
+    size = steps * (_LEVELS - 1) + 1
+    sums = np.fft.irfft(np.fft.rfft(of_step, size, axis=-1).prod(axis=-2), size, axis=-1)
+    tail = np.cumsum(sums[..., ::-1], axis=-1)[..., ::-1]
+    own = np.take_along_axis(scores, index[..., None, None], axis=-1)[..., 0]
+    found = np.take_along_axis(tail, own.sum(axis=-1)[..., None], axis=-1)[..., 0]
+    # the highest sum of all is rarer than rounding: it is the product over the steps
+    is_highest = (own == scores.max(axis=-1)).all(axis=-1)
+    of_highest = (own[..., None] == scores).mean(axis=-1).prod(axis=-1)
+    return np.where(is_highest, of_highest, np.clip(found, float(ranks) ** -steps, 1.0))
+
+
+def _ranked(values: Array) -> Array:
+    """How many of all values (..., steps, ranks) are lower than each. Same shape, whole numbers."""
+    flat = values.reshape(*values.shape[:-2], -1)
+    order = np.argsort(flat, axis=-1, kind="stable")
+    ordered = np.take_along_axis(flat, order, axis=-1)
+    place = np.arange(flat.shape[-1])
+    is_new = np.diff(ordered, axis=-1, prepend=-np.inf) > 0
+    below = np.maximum.accumulate(np.where(is_new, place, 0), axis=-1)  # equal values have the first one's place
+    found = np.empty_like(order)
+    np.put_along_axis(found, order, below, axis=-1)
+    return found.reshape(values.shape)
 
 
 # ---- the arrivals of a record: a late rank is every other rank's exposed time. On the CPU a rank comes to a collective
