@@ -395,3 +395,37 @@ def test_of_two_cycles_of_a_schedule_the_last_is_shown(tmp_path):
     found = record_of_traces(files)
     assert {row["step"] for row in found.table("breakdown")} == set(range(100, 100 + STEPS))
     assert any("each rank left 2 traces" in note and "100 to 107 (8)" in note for note in found.summary.traces.notes)
+
+
+# ---- several devices in one process
+
+
+def on_device(trace: GpuRank, launched: float, start: float, end: float, device: int) -> None:
+    trace.kernel(launched, start, end)
+    trace.events[-1] |= {"pid": device, "args": trace.events[-1]["args"] | {"device": device}}
+
+
+def test_two_devices_of_one_process_are_idle_half_of_the_time_each(tmp_path):
+    """GPU 0 computes the first half of each step, GPU 1 the second."""
+    trace = GpuRank(world_size=1)
+    for step in range(STEPS):
+        at = 10_000 * step
+        trace.step(step, at, at + 9990)
+        on_device(trace, at + 5, at + 20, at + 5020, 0)
+        on_device(trace, at + 8, at + 5020, at + 9990, 1)
+    found = record(tmp_path, [trace])
+    idle = {row["rank"]: row["other_ns"] / row["step_ns"] for row in found.table("breakdown") if row["step"] == 3}
+    assert idle == {0: pytest.approx(0.5, abs=0.01), 1: pytest.approx(0.5, abs=0.01)}
+    assert any("one process drives several devices" in note for note in found.summary.traces.notes)
+
+
+def test_the_peak_is_of_the_steps_and_of_one_device_allocated_and_reserved(tmp_path):
+    """9 GiB before the first step, 7 after the last one, and 3 of 4 that are reserved within."""
+    trace = GpuRank(world_size=1).step(1, 100, 200).kernel(110, 120, 190)
+    for at, device, allocated, reserved in ((5, 0, 9, 9), (150, 0, 3, 4), (160, 0, 2, 4), (900, 0, 7, 7)):
+        arguments = {"Device Type": 1, "Device Id": device}
+        arguments |= {"Total Allocated": allocated << 30, "Total Reserved": reserved << 30}
+        trace.events.append({"ph": "i", "name": "[memory]", "cat": "cpu_instant_event", "ts": at, "args": arguments})
+    found = record(tmp_path, [trace])
+    assert found.summary.peak_memory_bytes.total == 3 << 30
+    assert any("3.22 GB were allocated at most, and 4.29 GB reserved" in note for note in found.summary.traces.notes)

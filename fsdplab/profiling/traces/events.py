@@ -18,7 +18,7 @@ import math
 import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
 from pathlib import Path
@@ -179,7 +179,7 @@ class Events:
     details: dict[int, dict[str, Any]]
     comm_kernels: CommKernels
     shapes: dict[int, str]
-    allocated_peak: int | None  # bytes of the device's allocator at their highest, where the profiler noted them
+    memory: np.ndarray  # of the devices' allocators: when, of which device, bytes allocated and reserved
     odd: tuple[str, ...] = ()  # sentences on what was left out
     unread: Mapping[str, int] = field(default_factory=dict)  # ns of the categories that nobody knows
 
@@ -194,6 +194,31 @@ class Events:
     def spans_of(self, rows: np.ndarray) -> Intervals:
         """Start and end of some rows."""
         return np.stack([self.start[rows], self.end[rows]], axis=1)
+
+    @cached_property
+    def devices(self) -> list[int]:
+        """The devices that computed or communicated, by their numbers."""
+        rows = self.rows(Kind.KERNEL, Kind.COMM)
+        numbers = {self.threads[thread][0] for thread in set(self.thread[rows].tolist())}
+        return sorted(number for number in numbers if type(number) is int)
+
+    def of_device(self, device: int) -> Events:
+        """The same events without the work of other devices."""
+        numbers = np.array([process == device for process, _ in self.threads])
+        others = np.isin(self.kind, DEVICE_WORK) & ~numbers[self.thread]
+        kind = np.where(others, Kind.IGNORED, self.kind).astype(self.kind.dtype)
+        return replace(self, kind=kind, memory=self.memory[self.memory[:, 1] == device])
+
+    def peaks(self, windows: Sequence[Window]) -> tuple[int | None, int | None]:
+        """(bytes allocated, bytes reserved) at most in these steps, of the device that has most allocated; None where
+        the profiler noted none.
+        """
+        begin, end = windows[0].start, windows[-1].end
+        noted = self.memory[(self.memory[:, 0] >= begin) & (self.memory[:, 0] <= end)]
+        if not len(noted):
+            return None, None
+        mine = noted[noted[:, 1] == noted[int(noted[:, 2].argmax()), 1]]
+        return int(mine[:, 2].max()), int(mine[:, 3].max()) or None
 
     @cached_property
     def on_gpu(self) -> bool:
@@ -386,7 +411,7 @@ class _Reader:
         self._details: dict[int, dict[str, Any]] = {}
         self.first: int | None = None
         self.last = 0
-        self._allocated_peak: int | None = None
+        self._memory = array("q")  # when, of which device, bytes allocated and reserved: four numbers an event
         self._negative: list[str] = []  # the first events of a negative duration
         self._negatives = 0
         self._unread: dict[str, int] = {}  # ns of each category that is neither read nor known
@@ -400,7 +425,7 @@ class _Reader:
         try:
             for event in trace:
                 if event.get("ph") == "i" and event.get("name") == "[memory]":
-                    self._note_memory(event.get("args"))
+                    self._note_memory(event)
                 category = event.get("cat", "")
                 if event.get("ph") != "X" or category not in _READ:
                     if category not in _PASSED_OVER and event.get("ph") == "X":
@@ -464,12 +489,14 @@ class _Reader:
             told.append(f"events of other categories are not read: {_listed(self._unread)}")
         return tuple(filter(None, told))
 
-    def _note_memory(self, given: Any) -> None:
+    def _note_memory(self, event: dict[str, Any]) -> None:
         """The allocator of a device tells its whole; that of the CPU only what has changed since profiling began."""
+        given = event.get("args")
         if isinstance(given, dict) and given.get("Device Type") == _ON_CUDA:
-            total = given.get("Total Allocated")
-            if type(total) is int and 0 <= total < LATEST_NS:
-                self._allocated_peak = max(self._allocated_peak or 0, total)
+            said = (given.get(name, 0) for name in ("Device Id", "Total Allocated", "Total Reserved"))
+            device, allocated, reserved = (each if type(each) is int and 0 <= each < LATEST_NS else 0 for each in said)
+            if allocated:
+                self._memory.extend((nanoseconds(event["ts"]), device, allocated, reserved))
 
     def _note_shapes(self, row: int, given: Any) -> None:
         if isinstance(given, dict) and "Input Dims" in given:
@@ -498,7 +525,7 @@ class _Reader:
         return Events(
             trace.path, trace.metadata, trace.base_ns, self.first or 0, self.last, kind, start, end, name, thread,
             correlation, names, list(self._threads), self._details, self._comm_kernels,
-            self._shapes, self._allocated_peak, self._odd(trace), self._unread,
+            self._shapes, np.frombuffer(self._memory, dtype=np.int64).reshape(-1, 4), self._odd(trace), self._unread,
         )  # fmt: skip
 
 

@@ -69,7 +69,7 @@ def record_of_traces(
         {"rank": rank, "default_rank": by_name or 0, "comm_patterns": comm_patterns}
         for rank, by_name in zip(given, ranks_by_name(files))
     ]
-    analyses, chosen = of_one_job(read_all(list(zip(files, told)), progress))
+    analyses, chosen = of_one_job(_by_device(read_all(list(zip(files, told)), progress), comm_patterns))
     analyses = with_peers(analyses)
     tables = {name: [row for each in analyses for row in each.rows(name)] for name in TABLES}
     if not any(row["step_ns"] for row in tables["breakdown"]):
@@ -236,6 +236,27 @@ def ranks_by_name(paths: Sequence[Path]) -> list[int | None]:
         if len(columns) == 1 and sorted(map(int, columns[0])) == list(range(len(paths))):
             return [int(number) for number in columns[0]]
     return [None] * len(paths)
+
+
+def _by_device(analyses: list[TraceAnalysis], comm_patterns: Sequence[str]) -> list[TraceAnalysis]:
+    """The only process of a job, where it drives several devices, as one analysis a device: what one of them does says
+    nothing of another. Of several processes it is said.
+    """
+    several = [each for each in analyses if len(each.devices) > 1]
+    if not several:
+        return analyses
+    if len(analyses) > 1 or (analyses[0].world_size or 1) > 1:
+        return [_said(each, f"the work of {len(each.devices)} devices counts as one") for each in analyses]
+    (whole,) = analyses
+    told = {"comm_patterns": comm_patterns}
+    of_devices = read_all([(whole.path, {**told, "rank": device, "device": device}) for device in whole.devices])
+    said = "one process drives several devices: each is shown as the rank of its number"
+    return [_said(replace(each, world_size=None), said) for each in of_devices]
+
+
+def _said(analysis: TraceAnalysis, sentence: str) -> TraceAnalysis:
+    """The analysis with one more sentence, where it is of a process that drives several devices."""
+    return replace(analysis, odd=(*analysis.odd, sentence)) if len(analysis.devices) > 1 else analysis
 
 
 def of_one_job(analyses: Sequence[TraceAnalysis]) -> tuple[list[TraceAnalysis], list[str]]:

@@ -25,6 +25,7 @@ import numpy as np
 
 from fsdplab.common.collectives import collective_row
 from fsdplab.common.rows import grouped
+from fsdplab.common.sizes import size as size_of
 from fsdplab.common.words import OFF_LINK
 from fsdplab.profiling.intervals import EMPTY, Intervals, close_gaps, latest_ends, pairs, size, subtract, union, within
 from fsdplab.profiling.traces.account import PARTS, Account, TraceSets, account
@@ -314,7 +315,7 @@ class TraceAnalysis:
     `no_step`: device work outside of the steps. `origin`: where it was made. `allocated_peak`: bytes of the device's
     allocator at their highest, where the trace tells. `clock`: by how much its clock was ahead of the first rank's,
     which is taken from all times here already. `odd`: sentences on events that were left out. `process`: which process
-    of which host was profiled.
+    of which host was profiled; `devices`: which devices it drove.
     """
 
     path: Path
@@ -328,6 +329,7 @@ class TraceAnalysis:
     clock: Clock = Clock()
     odd: tuple[str, ...] = ()
     process: str = ""
+    devices: tuple[int, ...] = ()
 
     def rows(self, table: str) -> list[Row]:
         """The rows of `breakdown`, `idle`, `timeline`, `exposed` or `collectives` over all steps."""
@@ -349,6 +351,7 @@ def analyse_trace(
     comm_patterns: Sequence[str] = (),
     default_rank: int = 0,
     core_waits: Intervals = EMPTY,
+    device: int | None = None,
 ) -> TraceAnalysis:
     """Read one rank's trace and account for every nanosecond of its steps.
 
@@ -356,7 +359,8 @@ def analyse_trace(
     transitions; they give the issue time of a gather whose range the trace lacks. `rank`: in place of the file's own;
     `default_rank` where the file has none. `first_step` numbers the steps from there, else they keep the profiler's
     numbers. `whole`: the whole trace as one step. `comm_patterns`: kernels that communicate beside NCCL's
-    (`events.comm_pattern`). `core_waits`: when the rank's thread waited for a core (absolute ns).
+    (`comm_kernels.comm_pattern`). `core_waits`: when the rank's thread waited for a core (absolute ns). `device`: the
+    only one that is looked at, of a process that drives several.
 
     Raises TraceError for files that cannot be read, or of several ranks without any communication; AccountingError if a
     step did not add up. A step of 100 ms with 80 computing, 50 communicating and 40 of that at once: overlapped 40,
@@ -365,6 +369,9 @@ def analyse_trace(
     found = read_events(path, comm_patterns)
     if not isinstance(found.metadata.get(MARK), Mapping):  # the lab's own traces say what they are of
         check_device(found)
+    devices = found.devices
+    if device is not None:
+        found = found.of_device(device)
     on_gpu, world_size = found.on_gpu, found.distributed.get("world_size")
     own_rank = int(found.distributed.get("rank", default_rank) if rank is None else rank)
     transfers = [row for row in ledger or () if row["emulated"] and row["rank"] == own_rank]
@@ -382,6 +389,7 @@ def analyse_trace(
     trace = TraceSets(found, collectives, segments, core_waits - found.base_ns)
     loading = subtract(union(found.spans(Kind.LOADING)), trace.device)
     host_steps = {number: span for number, *span in ranges}
+    allocated, reserved = found.peaks([step.window for step in steps] or ranges)
     analysis = TraceAnalysis(
         Path(path), own_rank, world_size, "cuda" if on_gpu else "cpu",
         tuple(
@@ -389,11 +397,18 @@ def analyse_trace(
             for step in steps
         ),
         replace(no_step, step_ranges=whole or bool(profiled)),
-        origin_of(found.metadata, any(each.label == "link" for each in found.ranges)), found.allocated_peak,
-        odd=found.odd, process=_process(found),
+        origin_of(found.metadata, any(each.label == "link" for each in found.ranges)), allocated,
+        odd=(*found.odd, *_reserved(allocated, reserved)), devices=tuple(devices), process=_process(found),
     )  # fmt: skip
     _check(analysis, len(ranges))
     return analysis
+
+
+def _reserved(allocated: int | None, reserved: int | None) -> list[str]:
+    """What the allocator held beside what was allocated."""
+    if allocated is None or reserved is None:
+        return []
+    return [f"of the device's memory {size_of(allocated)} were allocated at most, and {size_of(reserved)} reserved"]
 
 
 def _process(found: Events) -> str:
