@@ -62,7 +62,7 @@ class GpuRank:
     def nccl(
         self, kind: str, launched: float | None, start: float, end: float, stream: int = COMM, elements: int = 1024,
         thread: int = MAIN, group: str = "default_pg", number: str = "0", ranks: Sequence[int] | None = None,
-        size: int = 2, **more: Any,
+        size: int | None = None, **more: Any,
     ) -> GpuRank:  # fmt: skip
         """A kernel of NCCL's, with its arguments; `number` is what PyTorch calls the group, `ranks` are its members, as
         newer profilers write them. `more` are further arguments, None for one that is missing.
@@ -70,8 +70,8 @@ class GpuRank:
         name, call = _NCCL[kind]
         arguments = {
             "Collective name": call, "In msg nelems": elements // 2, "Out msg nelems": elements,
-            "Group size": size if ranks is None else len(ranks), "dtype": "Float", "Process Group Name": number,
-            "Process Group Description": group, **({} if ranks is None else {"Process Group Ranks": str(list(ranks))}),
+            "Group size": len(ranks) if ranks else size or max(2, self.world_size), "dtype": "Float",
+            "Process Group Name": number, "Process Group Description": group, **({} if ranks is None else {"Process Group Ranks": str(list(ranks))}),
             **more,
         }  # fmt: skip
         arguments = {key: value for key, value in arguments.items() if value is not None}

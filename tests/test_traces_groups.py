@@ -72,12 +72,12 @@ def by_members(ranks: Sequence[int], name: str) -> dict[str, Any]:
 
 def by_many_members(ranks: Sequence[int], name: str) -> dict[str, Any]:
     """As PyTorch cuts the list of a large group short."""
-    return {"group": name, "number": f"{ranks}", "Process Group Ranks": f"[{ranks[0]}, {ranks[1]}, ...]"}
+    return {"group": name, "number": f"{ranks}", "size": 2, "Process Group Ranks": f"[{ranks[0]}, {ranks[1]}, ...]"}
 
 
 def by_name(ranks: Sequence[int], name: str) -> dict[str, Any]:
     """A profiler of before: both pairs call their group mesh_shard, and number it 1."""
-    return {"group": name, "number": "1" if name == "mesh_shard" else "2"}
+    return {"group": name, "number": "1" if name == "mesh_shard" else "2", "size": 2}
 
 
 @pytest.mark.parametrize("told", [by_members, by_many_members, by_name])
