@@ -8,6 +8,7 @@ written as Kineto does.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ _NCCL = {
                        "_reduce_scatter_base"),
     "all_reduce": ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "allreduce"),
     "send_recv": ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "send"),
+    "all_to_all": ("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", "all_to_allv"),
 }  # fmt: skip
 
 
@@ -29,8 +31,12 @@ class GpuRank:
     >>> GpuRank().step(3, 0, 10).kernel(2, 100, 200).write("rank0.json")       # doctest: +SKIP
     """
 
-    def __init__(self, rank: int = 0, world_size: int = 2, correlated: bool = True, base: int = 0) -> None:
-        self.rank, self.world_size, self.base = rank, world_size, base
+    def __init__(
+        self, rank: int = 0, world_size: int = 2, correlated: bool = True, base: int = 0, backend: str = "nccl",
+        **around: Any,
+    ) -> None:  # fmt: skip
+        self.rank, self.world_size, self.base, self.backend = rank, world_size, base, backend
+        self.around = around  # what stands around the events besides, such as `deviceProperties`
         self.events: list[dict[str, Any]] = []
         self._next = 1 if correlated else None
 
@@ -42,9 +48,9 @@ class GpuRank:
         """A `record_function` range of the host."""
         return self._add("user_annotation", name, start, end, HOST, thread, arguments)
 
-    def operator(self, name: str, start: float, end: float, thread: int = MAIN) -> GpuRank:
+    def operator(self, name: str, start: float, end: float, thread: int = MAIN, **arguments: Any) -> GpuRank:
         """An operator of the host."""
-        return self._add("cpu_op", name, start, end, HOST, thread, {})
+        return self._add("cpu_op", name, start, end, HOST, thread, arguments)
 
     def kernel(
         self, launched: float | None, start: float, end: float, name: str = "sm90_gemm", stream: int = COMPUTE,
@@ -55,19 +61,27 @@ class GpuRank:
 
     def nccl(
         self, kind: str, launched: float | None, start: float, end: float, stream: int = COMM, elements: int = 1024,
-        thread: int = MAIN, group: str = "default_pg",
+        thread: int = MAIN, group: str = "default_pg", number: str = "0", ranks: Sequence[int] | None = None,
+        size: int | None = None, **more: Any,
     ) -> GpuRank:  # fmt: skip
-        """A kernel of NCCL's, with its arguments."""
+        """A kernel of NCCL's, with its arguments; `number` is what PyTorch calls the group, `ranks` are its members, as
+        newer profilers write them. `more` are further arguments, None for one that is missing.
+        """
         name, call = _NCCL[kind]
         arguments = {
-            "Collective name": call, "In msg nelems": elements // 2, "Out msg nelems": elements, "Group size": 2,
-            "dtype": "Float", "Process Group Name": "0", "Process Group Description": group,
+            "Collective name": call, "In msg nelems": elements // 2, "Out msg nelems": elements,
+            "Group size": len(ranks) if ranks else size or max(2, self.world_size), "dtype": "Float",
+            "Process Group Name": number, "Process Group Description": group, **({} if ranks is None else {"Process Group Ranks": str(list(ranks))}),
+            **more,
         }  # fmt: skip
+        arguments = {key: value for key, value in arguments.items() if value is not None}
         return self._device("kernel", "cudaLaunchKernelExC", name, launched, start, end, stream, thread, arguments)
 
-    def copy(self, launched: float | None, start: float, end: float, stream: int = COMPUTE) -> GpuRank:
-        """A copy from the host by a copy engine."""
-        name = "Memcpy HtoD (Pinned -> Device)"
+    def copy(
+        self, launched: float | None, start: float, end: float, stream: int = COMPUTE,
+        name: str = "Memcpy HtoD (Pinned -> Device)",
+    ) -> GpuRank:  # fmt: skip
+        """A copy by a copy engine; from the host, unless `name` says otherwise."""
         return self._device("gpu_memcpy", "cudaMemcpyAsync", name, launched, start, end, stream, MAIN, {})
 
     def synchronise(self, start: float, end: float) -> GpuRank:
@@ -80,8 +94,9 @@ class GpuRank:
 
     def content(self) -> dict[str, Any]:
         """What is written to the file."""
-        world = {"backend": "nccl", "rank": self.rank, "world_size": self.world_size}
-        return {"baseTimeNanoseconds": self.base, "distributedInfo": world, "traceEvents": self.events}
+        world = {"backend": self.backend, "rank": self.rank, "world_size": self.world_size}
+        around = {"baseTimeNanoseconds": self.base, "distributedInfo": world, **self.around}
+        return {**around, "traceEvents": self.events}
 
     def write(self, path: Path) -> Path:
         """Write the trace; returns its path."""

@@ -89,7 +89,8 @@ class Step:
             self.add(
                 "ledger", rank, unit=unit, phase=phase, kind=kind, logical_bytes=BYTES[unit],
                 wire_bytes=BYTES[unit] // 2, padding_bytes=0,
-                dtype="float32", issue_ns=issued, start_ns=begin, end_ns=self.free, emulated=self.emulated, waited_ns=0,
+                dtype="float32", issue_ns=issued, start_ns=begin, end_ns=self.free, emulated=self.emulated,
+                waited_ns=None,
             )  # fmt: skip
             self.lane(rank, kind, unit, phase, kind, begin, self.free)
             if kind == "all_gather":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,16 +21,18 @@ from fsdplab.profiling.late_rank import (
     FEWEST_STEPS,
     WORTH_NAMING,
     LateRank,
-    _tail,
     effects,
     late_rank,
+    late_rank_of,
     lateness,
     own_delays,
+    probability,
     verdict,
 )
+from fsdplab.records import RunRecord
+from tests.late_rank_power import MS, STEP, disturb, drift, work
+from tests.late_rank_power import named as named_by_clock
 
-MS = 1_000_000
-STEP = 400 * MS
 RANKS, STEPS = (2, 4, 8, 64), (4, 6, 10, 20)
 LARGE = [(64, 10), (64, 20)]  # take a second or more
 quick = pytest.mark.quick
@@ -40,7 +43,7 @@ quick = pytest.mark.quick
 
 def simulated(
     rng: np.random.Generator, jobs: int, steps: int, ranks: int, collectives: int = 10, *,
-    slower: np.ndarray | float = 1.0, waits: bool = True, busy: bool = True, stays: float = 0.5, drift: float = 0.005,
+    slower: np.ndarray | float = 1.0, waits: bool = True, busy: bool = True, stays: float = 0.5, drifts: float = 0.005,
 ) -> np.ndarray:  # fmt: skip
     """Arrivals; a rank's segments take `slower` times as long. `slower` has the shape (collectives, ranks) or less."""
     shape = jobs, steps, collectives, ranks
@@ -49,8 +52,8 @@ def simulated(
     segments = lengths.astype(np.float32) * np.exp(np.float32(0.03) * rng.standard_normal(shape, dtype=np.float32))
     segments *= np.exp(0.05 * rng.standard_normal((jobs, steps, 1, 1))).astype(np.float32) * np.float32(slower)
     if busy:
-        segments *= np.exp(drift * _drift(rng, jobs, steps, ranks))[:, :, None].astype(np.float32)
-        _disturb(rng, segments, stays)
+        segments *= np.exp(drifts * drift(rng, jobs, steps, ranks))[:, :, None].astype(np.float32)
+        disturb(rng, segments, stays)
     arrivals = np.empty(shape, dtype=np.float32)
     now, released = np.zeros((jobs, steps, ranks), np.float32), np.zeros((jobs, steps, 1), np.float32)
     for number in range(collectives):
@@ -59,27 +62,6 @@ def simulated(
         arrivals[:, :, number] = now
         released = now.max(axis=-1, keepdims=True) + np.float32(MS)
     return arrivals
-
-
-def _drift(rng: np.random.Generator, jobs: int, steps: int, ranks: int, correlation: float = 0.8) -> np.ndarray:
-    drift = rng.standard_normal((jobs, steps, ranks))
-    for step in range(1, steps):
-        drift[:, step] = correlation * drift[:, step - 1] + np.sqrt(1 - correlation**2) * drift[:, step]
-    return drift
-
-
-def _disturb(rng: np.random.Generator, segments: np.ndarray, stays: float) -> None:
-    """Another process takes time from one rank, in half of the steps."""
-    jobs, steps, collectives, ranks = segments.shape
-    victim, runs = rng.integers(ranks, size=(jobs, steps)), rng.random((jobs, steps)) < 0.5
-    for step in range(1, steps):
-        same = rng.random(jobs) < stays
-        victim[same, step], runs[same, step] = victim[same, step - 1], runs[same, step - 1]
-    number = rng.integers(1, 6, size=(jobs, steps))
-    place = np.arange(collectives) - rng.integers(collectives, size=(jobs, steps))[..., None]
-    takes = runs * rng.uniform(10 * MS, 50 * MS, size=(jobs, steps)) / number
-    job, step = np.ogrid[:jobs, :steps]
-    segments[job, step, :, victim] += np.where((place >= 0) & (place < number[..., None]), takes[..., None], 0)
 
 
 def named(arrivals: np.ndarray) -> np.ndarray:
@@ -130,11 +112,16 @@ def test_of_ranks_that_are_alike_at_most_one_in_a_hundred_jobs_names_one(ranks: 
 
 
 @quick
-def test_the_probability_of_a_sum_of_places_is_exact() -> None:
-    """Of all 3^4 orders of one rank among three in four steps."""
-    sums = np.array([sum(places) for places in itertools.product(range(3), repeat=4)])
-    assert _tail(3, 4) == pytest.approx([np.mean(sums >= least) for least in range(9)])
-    assert _tail(64, 20)[-1] == pytest.approx(64.0**-20), "also where it is far below rounding"
+def test_the_probability_of_a_sum_of_ranked_delays_is_exact() -> None:
+    """Of all 3^4 ways in which one of three ranks could have been each rank in four steps."""
+    delays = np.random.default_rng(2).standard_normal((4, 3))
+    aligned = delays - delays.mean(axis=1, keepdims=True)
+    scores = (aligned[..., None, None] > aligned).sum(axis=(-2, -1)) * 100 // 12
+    sums = np.array([sum(chosen) for chosen in itertools.product(*scores)])
+    for rank in range(3):
+        assert probability(delays, np.array(rank)) == pytest.approx(np.mean(sums >= scores[:, rank].sum()))
+    late = np.zeros((20, 64)) + np.arange(64)
+    assert probability(late, np.array(63)) == pytest.approx(64.0**-20), "also where it is far below rounding"
 
 
 @quick
@@ -195,6 +182,69 @@ def test_of_two_slower_ranks_one_of_them_is_named_or_none() -> None:
     slower[:, :2] = 1.05
     found = named(simulated(np.random.default_rng(2), 200, 10, 8, slower=slower))
     assert set(found) <= {-1, 0, 1}
+
+
+# ---- on clocks that stand still while a rank waits
+
+
+@quick
+@pytest.mark.parametrize(("ranks", "least"), [(2, 0.4), (4, 0.6), (8, 0.6)])
+def test_a_rank_is_found_with_its_right_size_where_whole_steps_vary(ranks: int, least: float) -> None:
+    """By 3 % on each rank, as clocks and temperatures make it: a rank that is 5 % late, in ten steps."""
+    found, effect = named_by_clock(work(np.random.default_rng(1), 200, 10, ranks, together=True, slower=0.05))
+    assert np.mean(found == ranks - 1) >= least and np.median(effect) == pytest.approx(0.05, abs=0.005)
+    alarms, _ = named_by_clock(work(np.random.default_rng(2), 1_000, 10, ranks, together=True))
+    assert np.mean(alarms >= 0) <= 0.01
+
+
+def recorded(segments: np.ndarray, transfer: int = MS, name: str = "collectives") -> RunRecord:
+    """A record of ranks that compute these segments (steps x collectives x ranks) and wait at each collective."""
+    rows, now, ranks = [], 0, range(segments.shape[-1])
+    for step, of_step in enumerate(segments):
+        for number, took in enumerate(of_step):
+            came = [now + round(float(each)) for each in took]
+            last, now = max(came), max(came) + transfer
+            for rank in ranks:
+                waited = {"waiting_ns": last - came[rank], "on_link_ns": transfer}
+                waited = waited if name == "collectives" else {"waited_ns": now - came[rank]}
+                rows.append({
+                    "rank": rank, "step": step, "unit": f"u{number}", "phase": "forward", "kind": "all_gather",
+                    "issue_ns": came[rank], "start_ns": came[rank], "end_ns": now, **waited,
+                })  # fmt: skip
+    parts = {
+        "step_ns": now // len(segments),
+        "compute_ns": 0,
+        "compute_only_ns": 0,
+        "overlapped_ns": 0,
+        "exposed_ns": 0,
+    }
+    breakdown = [
+        {"rank": rank, "step": step, **parts, "other_ns": 0} for rank in ranks for step in range(len(segments))
+    ]
+    return RunRecord(Path("nowhere"), tables={name: rows, "breakdown": breakdown})
+
+
+@quick
+@pytest.mark.parametrize("table", ["collectives", "ledger"])
+def test_a_rank_that_sleeps_through_most_of_each_step_is_late(table: str) -> None:
+    """150 ms of 195, in each of ten steps whose length varies by a tenth: the others wait for it, and compute 45 ms."""
+    rng = np.random.default_rng(3)
+    segments = np.full((10, 3, 2), 15.0 * MS) * rng.uniform(0.9, 1.1, size=(10, 1, 2))
+    segments[:, 1, 1] += 150 * MS
+    found = late_rank_of(recorded(segments, name=table))
+    assert found is not None and found.rank == 1 and found.a_step_ns == pytest.approx(150 * MS, rel=0.05)
+
+
+@quick
+def test_a_rank_that_is_6_percent_slower_is_found_in_most_records_and_with_its_size() -> None:
+    """4.9 % of each step of 10, where whole steps vary by 3 %; one of the other ranks sets the pace now and then."""
+    late = []
+    for seed in range(10):
+        segments = work(np.random.default_rng(seed), 1, 10, 4, together=True, slower=0.06)[0]
+        late.append(late_rank_of(recorded(0.817 * segments, transfer=round(0.0183 * STEP))))
+    found = [each for each in late if each is not None]
+    assert len(found) >= 6 and {each.rank for each in found} == {3}
+    assert 0.04 < np.mean([each.a_step_ns for each in found]) / STEP < 0.065
 
 
 # ---- what does not repeat

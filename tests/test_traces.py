@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 import torch
 
+from fsdplab.common.collectives import bus_factor, kind_of
 from fsdplab.profiling import AccountingError, TraceError, analyse_trace
 from fsdplab.profiling.intervals import Cells, clip, close_gaps, length
 from fsdplab.profiling.traces.account import PARTS
 from fsdplab.profiling.traces.chrome import ChromeTrace, nanoseconds
-from fsdplab.profiling.traces.events import kind_of
+from fsdplab.profiling.traces.meeting import matched
 from fsdplab.profiling.traces.overlap import breakdown_of
-from fsdplab.profiling.traces.skew import bandwidths, bus_factor, matched, with_peers
+from fsdplab.profiling.traces.skew import bandwidths, with_peers
 from fsdplab.records import CAUSES, LANES, TABLES
 
 MAIN, WORKER = 1, 2

@@ -7,7 +7,7 @@ import pytest
 
 from fsdplab.profiling import TraceError, analyse_trace, with_peers
 from fsdplab.profiling.intervals import length
-from fsdplab.profiling.traces.skew import matched
+from fsdplab.profiling.traces.meeting import matched
 from fsdplab.profiling.traces.steps import device_windows, wall_windows
 from tests.gpu_traces import BACKWARD, COPY, GpuRank
 
@@ -328,7 +328,7 @@ def test_copies(tmp_path):
 
 def test_on_the_cpu_only_the_loader_is_known(tmp_path):
     rank = (
-        GpuRank(world_size=1)
+        GpuRank(world_size=1, backend="gloo")
         .step(1, 0, 500)
         .operator("aten::mm", 0, 200)
         .loader(250, 350)

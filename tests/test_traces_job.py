@@ -13,7 +13,7 @@ import pytest
 from fsdplab.cli import main
 from fsdplab.figures.plots.stragglers import straggler_map
 from fsdplab.profiling import TraceError, analyse_trace, export_perfetto, export_tensorboard
-from fsdplab.profiling.traces.events import CommKernels, comm_pattern
+from fsdplab.profiling.traces.comm_kernels import CommKernels, comm_pattern
 from fsdplab.profiling.traces.import_traces import ranks_by_name, record_of_traces, traces_in
 from fsdplab.profiling.traces.side_by_side import read_all
 from tests.gpu_traces import GpuRank
@@ -174,7 +174,9 @@ def test_one_rank_twice(tmp_path):
 
 def test_one_rank_cut_short(tmp_path):
     here = rank(0, steps=(1, 2, 3)).write(tmp_path / "a.json")
-    assert "cut short" in refused(here, rank(1, steps=(1, 2)).write(tmp_path / "b.json"))
+    found = record_of_traces([here, rank(1, steps=(1, 2)).write(tmp_path / "b.json")])
+    assert {(row["rank"], row["step"]) for row in found.table("breakdown")} == {(0, 1), (0, 2), (1, 1), (1, 2)}
+    assert any("rank 1's 1 to 2 (2), another's 1 to 3 (3)" in note for note in found.summary.traces.notes)
 
     def without_ranges(number, collectives):
         found = GpuRank(number)

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from fsdplab.common.collectives import LANES_OF_COLLECTIVES
 from fsdplab.common.rows import grouped
 from fsdplab.common.sizes import seconds, size
 from fsdplab.common.words import NO_UNIT, OUTSIDE_UNITS
@@ -22,7 +23,7 @@ Row = dict[str, Any]
 MS = 1e6  # nanoseconds
 _SLOWER = 1.1  # profiled steps over timed ones from which on a figure says so
 ROOT = "root"
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "other_communication")  # lanes of a timeline
+COLLECTIVES = LANES_OF_COLLECTIVES
 _MOST_UNITS = 90  # that fit on a page
 _REMEDIES = {
     "memory": "run it again with memory measured (memory=True)",

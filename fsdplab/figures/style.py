@@ -15,24 +15,22 @@ from contextvars import ContextVar
 from functools import lru_cache
 from typing import Any
 
+from fsdplab.common.collectives import COLLECTIVE_ROWS, OTHER_LANE
 from fsdplab.common.names import CATEGORY_ROWS, STRATEGY_ROWS
 from fsdplab.common.sizes import size
 from fsdplab.figures.plotly_go import go
 
 CATEGORY_COLOURS = {row.name: row.colour for row in CATEGORY_ROWS.values()}
 STRATEGY_COLOURS = {row.name: row.colour for row in STRATEGY_ROWS.values()} | {"twin": "#d9b84a"}
-COLLECTIVE_COLOURS = {
-    "all_gather": "#6cc4f0",
-    "all_gather in backward": "#0064c8",
-    "reduce_scatter": "#b84a0a",
-    "all_reduce": "#0aa06c",
+COLLECTIVE_COLOURS = {row.name: row.colour for row in COLLECTIVE_ROWS.values() if row.colour} | {
+    "all_gather in backward": "#0064c8"
 }
 LANE_COLOURS = {
     "compute in forward": "#b3bac4",
     "compute in backward": "#6b7380",
     "optimizer": "#d9b84a",
-    **{kind: COLLECTIVE_COLOURS[kind] for kind in ("all_gather", "reduce_scatter", "all_reduce")},
-    "other_communication": "#8a4a9e",
+    **{row.name: row.colour for row in COLLECTIVE_ROWS.values() if row.colour},
+    OTHER_LANE: "#8a4a9e",
     "exposed": "#e01f3d",
 }
 # the four parts of a step

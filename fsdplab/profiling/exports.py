@@ -74,7 +74,11 @@ def export_perfetto(record: RunRecord, file: str | Path) -> Path:
     clock; an emulated link's passages are in processes of their own.
     """
     _refuse_foreign(Path(file), lambda text: '"mergedRanks"' in text)
-    return merge_traces(traces_of(record), file, ledger=record.table("ledger"), provenance=record.provenance)
+    analyses = record.analyses if isinstance(record, TracedRecord) else ()
+    ahead = {each.rank: each.clock.ahead_ns for each in analyses}
+    return merge_traces(
+        traces_of(record), file, ledger=record.table("ledger"), provenance=record.provenance, ahead_ns=ahead
+    )
 
 
 def export_snapshots(record: RunRecord, folder: str | Path) -> list[Path]:
@@ -176,11 +180,13 @@ def merge_traces(
     *,
     ledger: Sequence[dict[str, Any]] = (),
     provenance: Mapping[str, str] | None = None,
+    ahead_ns: Mapping[int, int] | None = None,
 ) -> Path:
     """Write the traces of several ranks (rank -> file) into one (gzipped where its name ends in .gz); return its path.
 
     An emulated link moves nothing that a profiler could see: its passages come from the record's `ledger`, each rank's
     as a process of its own. `provenance` (quantity -> measured, emulated, simulated) is written beside the events.
+    `ahead_ns`: by how much the clocks of ranks are ahead, which is taken from their times.
     Raises TraceError for a damaged trace and ValueError for none at all. Rank 1 whose clock began 5 us after rank 0's
     shows its events 5 us later.
     """
@@ -189,7 +195,7 @@ def merge_traces(
             "merge_traces got no traces; expected rank -> file, such as {0: 'rank0.pt.trace.json.gz'}. Profile the run"
             " first."
         )
-    ranks = {rank: _clocked(path) for rank, path in sorted(traces.items())}
+    ranks = {rank: _clocked(path, (ahead_ns or {}).get(rank, 0)) for rank, path in sorted(traces.items())}
     origin = min(first for _, _, first, _ in ranks.values())
     file = Path(file)
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -206,7 +212,7 @@ def merge_traces(
     return file
 
 
-def _clocked(path: str | Path) -> tuple[ChromeTrace, int, int, int]:
+def _clocked(path: str | Path, ahead_ns: int) -> tuple[ChromeTrace, int, int, int]:
     """A trace, the base of its clock, and its earliest event and the last end in absolute ns."""
     trace, first, last = ChromeTrace(path), None, 0
     with as_trace_error(trace.path):
@@ -215,7 +221,8 @@ def _clocked(path: str | Path) -> tuple[ChromeTrace, int, int, int]:
                 start = nanoseconds(event["ts"])
                 first = start if first is None else min(first, start)
                 last = max(last, start + nanoseconds(event.get("dur", 0)))
-    return trace, trace.base_ns, trace.base_ns + (first or 0), trace.base_ns + last
+    base = trace.base_ns - ahead_ns
+    return trace, base, base + (first or 0), base + last
 
 
 def _passages(

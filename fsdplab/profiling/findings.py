@@ -373,8 +373,8 @@ def _of_claim(kind: str, claim: Claim, **values: Any) -> Fact | None:
 
 _IDLE_COLUMNS = {
     "host_bound": "host_bound_ns", "data_loading": "data_loading_ns", "synchronisation": "synchronisation_ns",
-    "device_copies": "copies_ns", "kernel_gaps": "kernel_gap_ns", "waiting_for_a_core": "no_core_ns",
-    "idle": "rest_ns",
+    "device_copies": "copies_ns", "copies_inside": "device_copies_ns", "kernel_gaps": "kernel_gap_ns",
+    "waiting_for_a_core": "no_core_ns", "idle": "rest_ns",
 }  # fmt: skip
 
 
@@ -603,7 +603,10 @@ _RULES = (
     _idle_rule("synchronisation", "the host was blocked in a synchronising call, so nothing was queued",
                "Take .item(), .cpu() and print of tensors out of the step, or do them every hundredth step; copy with"
                " non_blocking=True."),
-    _idle_rule("device_copies", "data was copied to or from the device, and nothing ran beside it",
+    _idle_rule("copies_inside", "data was copied inside the device, and nothing ran beside it",
+               "The table of operators says of which units (--tables). Of the model's own copies (.contiguous(),"
+               " .clone(), cat) torch.compile leaves fewer; others are an engine's, which packs what it sends."),
+    _idle_rule("device_copies", "data was copied between the host and the device, and nothing ran beside it",
                "Copy the next batch on a stream of its own while this one computes (pin_memory=True,"
                " non_blocking=True)."),
     _idle_rule("kernel_gaps", "many short kernels followed each other, with a gap before each",

@@ -16,6 +16,7 @@ from collections.abc import Callable, Container, Iterator
 from pathlib import Path
 from typing import Any
 
+from fsdplab.common.collectives import LANES_OF_COLLECTIVES
 from fsdplab.common.errors import UserError
 from fsdplab.common.files import read_file, write_whole
 from fsdplab.common.names import CATEGORIES
@@ -57,7 +58,7 @@ Row = dict[str, Any]
 Schema = dict[str, Callable[[str], Any]]
 _MOST_BYTES = 500_000_000  # of a table: some millions of rows
 _TYPES: Schema = {
-    **dict.fromkeys(("unit", "phase", "kind", "dtype", "lane", "name", "cause", "group", "state"), str),
+    **dict.fromkeys(("unit", "phase", "kind", "dtype", "lane", "name", "cause", "group", "members", "state"), str),
     **dict.fromkeys(("emulated", "is_peak"), _flag),
     **dict.fromkeys(("step_time_s", "loading_s", "cpu_s", "core_wait_s"), _finite),
     "loss": float,  # that of a run which diverged is no finite number
@@ -70,7 +71,8 @@ def _table(*columns: str) -> Schema:
 
 
 IDLE_PARTS = (
-    "host_bound_ns", "kernel_gap_ns", "data_loading_ns", "synchronisation_ns", "copies_ns", "no_core_ns", "rest_ns",
+    "host_bound_ns", "kernel_gap_ns", "data_loading_ns", "synchronisation_ns", "copies_ns", "device_copies_ns",
+    "no_core_ns", "rest_ns",
 )  # fmt: skip
 # exposed time is on the link (the transport moves bytes), copying (the host or the device), waiting for a peer, or
 # waiting for a core
@@ -100,9 +102,10 @@ TABLES: dict[str, Schema] = {
     # where communication was exposed, and why
     "exposed": _table(*_WHERE, "communication_ns", "exposed_ns", "cause", *PARTS_OF_EXPOSED),
     # one row a collective of the profiled steps, as the trace shows it: when the rank issued it, when bytes moved, its
-    # process group, the parts of its exposed time, and why it was exposed
+    # process group and the ranks that are its members, the parts of its exposed time, and why it was exposed
     "collectives": _table(
-        *_WHERE, "issue_ns", "start_ns", "end_ns", "logical_bytes", "group", "group_size", "exposed_ns",
+        *_WHERE, "issue_ns", "start_ns", "end_ns", "logical_bytes", "group", "group_size", "members",
+        "exposed_ns",
         *PARTS_OF_COLLECTIVE, "cause", "emulated",
     ),
     # when a unit was gathered and dropped
@@ -125,9 +128,10 @@ _LATER = {
     "ledger": ("issue_ns",),
     "breakdown": (*PARTS_OF_EXPOSED, "device_busy_ns", "core_wait_ns"),
     "exposed": PARTS_OF_EXPOSED,
-    "idle": ("no_core_ns",),
+    "idle": ("no_core_ns", "device_copies_ns"),
+    "collectives": ("members",),
 }
-LANES = ("step", "compute", "all_gather", "reduce_scatter", "all_reduce", "other_communication", "exposed", "waiting")
+LANES = ("step", "compute", *LANES_OF_COLLECTIVES, "exposed", "waiting")
 CAUSES = ("hidden", "late_start", "link_busy", "nothing_to_hide_behind", "waiting_for_peer", "unknown")
 
 

@@ -218,7 +218,8 @@ def _record(folder: Path, spec: RunSpec, mailbox: Mailbox, failed: RanksFailed |
     steps = [row for rank in ranks for row in read_lines(mailbox.of(rank, "steps"))]
     results, memory = [*mailbox.reports("result").values()], mailbox.reports("memory")
     ledger = [row for rank in ranks for row in read_lines(mailbox.of(rank, "ledger"))]
-    trace_tables = tables_of(ranks, mailbox, ledger, folder, spec.untimed + spec.steps) if spec.profile else {}
+    first = spec.untimed + spec.steps
+    trace_tables = tables_of(ranks, mailbox, ledger, folder, first, spec.as_dict()) if spec.profile else {}
     summary = summarise(spec, steps, ledger, memory, _samples(mailbox), results, trace_tables)
     return RunRecord(
         folder,

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fsdplab.profiling import AccountingError, StepAnalysis, TraceAnalysis, TraceError, analyse_trace, with_peers
 from fsdplab.profiling.intervals import EMPTY, Intervals, pairs
+from fsdplab.profiling.traces.overlap import Origin
+from fsdplab.profiling.traces.skew import on_axes
 from fsdplab.profiling.traces.steps import NoStep
 from fsdplab.sessions.launch.mailbox import Mailbox
 
@@ -47,7 +49,10 @@ def leave_analysis(
         return
     steps = [vars(step) for step in found.steps]
     mailbox.of(rank, kind + _SUFFIX).write_text(
-        json.dumps([found.world_size, found.device, steps, vars(found.no_step)], default=lambda value: value.tolist())
+        json.dumps(
+            [found.world_size, found.device, steps, vars(found.no_step), vars(found.origin)],
+            default=lambda value: value.tolist(),
+        )
     )
 
 
@@ -60,7 +65,7 @@ def _analysis_of(
         noted = mailbox.of(rank, kind + _WAITS)
         waits = pairs(json.loads(noted.read_text())) if noted.exists() else EMPTY
         return analyse_trace(trace, ledger=ledger, rank=rank, core_waits=waits)
-    world_size, device, steps, no_step = json.loads(left.read_text())
+    world_size, device, steps, no_step, origin = json.loads(left.read_text())
     rows = ("timeline", "exposed", "collectives")
     return TraceAnalysis(
         trace,
@@ -74,20 +79,23 @@ def _analysis_of(
             for step in steps
         ),
         NoStep(**{**no_step, "empty_steps": tuple(no_step["empty_steps"])}),
+        Origin(**origin),
     )
 
 
 def tables_of(
-    ranks: Sequence[int], mailbox: Mailbox, ledger: Sequence[Row], folder: Path, first: int
-) -> dict[str, list[Row]]:
+    ranks: Sequence[int], mailbox: Mailbox, ledger: Sequence[Row], folder: Path, first: int,
+    spec: Mapping[str, Any] | None = None,
+) -> dict[str, list[Row]]:  # fmt: skip
     """The rows of these tables of all profiled steps, of which `first` is the first, and the timeline of the step whose
-    memory was measured.
+    memory was measured. `spec`: of a run of the lab, whose groups follow from its strategy.
     """
 
     def analysed(traces: dict[int, Path], kind: str) -> list[TraceAnalysis]:
         """All ranks together, since waiting for a peer needs both traces."""
         mine = {rank: [row for row in ledger if row["rank"] == rank] for rank in traces}
-        return with_peers([_analysis_of(mailbox, rank, kind, path, mine[rank]) for rank, path in traces.items()])
+        found = [_analysis_of(mailbox, rank, kind, path, mine[rank]) for rank, path in traces.items()]
+        return with_peers(found if spec is None else [on_axes(each, spec) for each in found])
 
     tables: dict[str, list[Row]] = {name: [] for name in TABLES}
     kept = {rank: path for rank in ranks if (path := _keep(mailbox.of(rank, TRACE), folder / "traces"))}

@@ -8,13 +8,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from fsdplab.common.collectives import bus_factor
 from fsdplab.common.sizes import size
 from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import listed
 from fsdplab.figures.style import COLLECTIVE_COLOURS, STRATEGY_COLOURS, titled
 from fsdplab.figures.view import RunView, how_and_where, missing, ranks_and_device, views
-from fsdplab.profiling.traces.skew import bus_factor
 from fsdplab.records import RunRecord
 
 MB = 1e6

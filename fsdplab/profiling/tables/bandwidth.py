@@ -13,7 +13,8 @@ from statistics import fmean, median
 
 from fsdplab.common.sizes import seconds, size
 from fsdplab.profiling.tables.table import Column, Row, Table
-from fsdplab.profiling.traces.skew import bandwidths, matched
+from fsdplab.profiling.traces.meeting import matched
+from fsdplab.profiling.traces.skew import bandwidths
 from fsdplab.records.tables import IDLE_PARTS
 
 _COLUMNS = (
@@ -35,6 +36,7 @@ def bandwidths_by_size(
     """
     steps, given = len({row["step"] for row in collectives}), {row["rank"] for row in collectives}
     groups: dict[tuple[str, str, int, int], list[tuple[int, int]]] = defaultdict(list)
+    took_part: dict[tuple[str, str, int, int], list[int]] = defaultdict(list)
     unknown = 0
     for key, members in matched(collectives).items():
         nbytes = next((row["logical_bytes"] for row in members if row["logical_bytes"]), None)
@@ -42,9 +44,11 @@ def bandwidths_by_size(
             unknown += 1
             continue
         ranks = members[0]["group_size"] or ranks_of_job
-        name = key[3], members[0]["group"], int(ranks), nbytes.bit_length()
+        name = key.kind, members[0]["group"], int(ranks), nbytes.bit_length()
         groups[name].append((nbytes, min(row["end_ns"] - row["start_ns"] for row in members)))
-    rows = [_row(key[:3], found, max(1, steps), link_bytes_per_s) for key, found in groups.items()]
+        took_part[name] += (row["rank"] for row in members)
+    a_step = {name: len(ranks) / len(set(ranks)) / max(1, steps) for name, ranks in took_part.items()}
+    rows = [_row(name[:3], found, a_step[name], link_bytes_per_s) for name, found in groups.items()]
     rows.sort(key=lambda row: -row["size"] * row["count"])
     notes = [f"{unknown} collectives are left out: the trace does not say how many bytes they moved."] * bool(unknown)
     if len(given) == 1:
@@ -53,13 +57,13 @@ def bandwidths_by_size(
 
 
 def _row(
-    key: tuple[str, str, int], found: Sequence[tuple[int, int]], steps: int, link_bytes_per_s: float | None
+    key: tuple[str, str, int], found: Sequence[tuple[int, int]], count: float, link_bytes_per_s: float | None
 ) -> Row:
     kind, group, ranks = key
     nbytes, time_ns = fmean(nbytes for nbytes, _ in found), median(ns for _, ns in found)
     algbw, busbw = bandwidths(kind, int(nbytes), int(time_ns), ranks)
     return {
-        "kind": kind, "group": group, "ranks": ranks, "size": nbytes, "count": len(found) / steps, "time_ns": time_ns,
+        "kind": kind, "group": group, "ranks": ranks, "size": nbytes, "count": count, "time_ns": time_ns,
         "algbw": algbw, "busbw": busbw,
         "of_link": busbw / link_bytes_per_s if busbw is not None and link_bytes_per_s else None,
     }  # fmt: skip

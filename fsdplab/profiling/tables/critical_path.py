@@ -28,8 +28,8 @@ from fsdplab.profiling.intervals import within
 from fsdplab.profiling.memory.timeline import AccountingError
 from fsdplab.profiling.tables.table import Column, Row, Table
 from fsdplab.profiling.traces.chrome import TraceError
+from fsdplab.profiling.traces.meeting import matched
 from fsdplab.profiling.traces.overlap import TraceAnalysis
-from fsdplab.profiling.traces.skew import matched
 
 COMPUTE, IDLE, BEFORE = "compute", "idle", "before its step"
 _OF = ("rank", "what", "unit", "phase")  # what neighbours are joined by

@@ -8,6 +8,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TypeAlias
 
+from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.common.rows import grouped
 from fsdplab.profiling.exports import traces_of
 from fsdplab.profiling.step_summary import step_summary
@@ -21,6 +22,7 @@ from fsdplab.profiling.traces.chrome import TraceError
 from fsdplab.profiling.traces.import_traces import TracedRecord
 from fsdplab.profiling.traces.overlap import TraceAnalysis
 from fsdplab.profiling.traces.side_by_side import read_all
+from fsdplab.profiling.traces.skew import on_axes, with_peers
 from fsdplab.records import RecordError, RunRecord
 
 TablesOf: TypeAlias = Callable[[RunRecord], list[Table]]
@@ -86,8 +88,8 @@ def _critical_path(analyses: Sequence[TraceAnalysis]) -> Table:
 
 
 def analyses_of(record: RunRecord, traces: Mapping[int, Path]) -> list[TraceAnalysis]:
-    """The analyses of a record's traces, with the record's numbers of steps; traces that are large are read side by
-    side.
+    """The analyses of a record's traces on one clock, with the record's numbers of steps; traces that are large are
+    read side by side.
     """
     if isinstance(record, TracedRecord):
         return list(record.analyses)
@@ -96,7 +98,9 @@ def analyses_of(record: RunRecord, traces: Mapping[int, Path]) -> list[TraceAnal
     told = {"first_step": first, "comm_patterns": _patterns(record)}
     rows = {name: grouped(record.table(name), itemgetter("rank")) for name in ("ledger", "life")}
     mine = {rank: {name: of_rank.get(rank, []) for name, of_rank in rows.items()} for rank in traces}
-    return read_all([(path, {"rank": rank, **told, **mine[rank]}) for rank, path in traces.items()])
+    found = read_all([(path, {"rank": rank, **told, **mine[rank]}) for rank, path in traces.items()])
+    is_own_run = record.spec.get("strategy") in STRATEGY_ROWS and "job" not in record.spec
+    return with_peers([on_axes(each, record.spec) for each in found] if is_own_run else found)
 
 
 def _patterns(record: RunRecord) -> Sequence[str]:

@@ -26,7 +26,7 @@ OPERATOR, KERNEL, COMMUNICATION, COPY = "operator", "kernel", "communication", "
 KINDS = (OPERATOR, KERNEL, COMMUNICATION, COPY)
 _KIND_OF = {
     Kind.OPERATOR: OPERATOR, Kind.KERNEL: KERNEL, Kind.COMM: COMMUNICATION,
-    Kind.COPY: COPY,
+    Kind.COPY: COPY, Kind.DEVICE_COPY: COPY,
 }  # fmt: skip
 
 

@@ -30,7 +30,7 @@ import numpy as np
 from fsdplab.profiling.intervals import Cells, Intervals, close_gaps, covered, pairs, subtract, union, within
 from fsdplab.profiling.memory.timeline import AccountingError
 from fsdplab.profiling.traces.collectives import Collective
-from fsdplab.profiling.traces.events import Events, Kind, Window, known
+from fsdplab.profiling.traces.events import COPIES, DEVICE_WORK, Events, Kind, Window, known
 from fsdplab.profiling.traces.segments import Segments
 from fsdplab.profiling.traces.steps import all_device_work
 from fsdplab.records.tables import IDLE_PARTS, PARTS_OF_COLLECTIVE
@@ -115,7 +115,7 @@ def account(window: Window, computing: Intervals, mine: Sequence[Collective], tr
     owner = np.where(piece >= 0, of.owner[piece], -1) if len(mine) else piece
     exposed = inside & ~computes & (owner >= 0)
     idle_cause = np.append(-1, trace.idle_causes)[np.searchsorted(trace.idle[:, 0], cells.start, side="right")]
-    how, no_core = _exposed_parts(cells, exposed, owner, piece, host, of), cells.inside(core_waits)
+    how, no_core = _exposed_parts(cells, exposed, owner, piece, host, of, trace.on_gpu), cells.inside(core_waits)
     told = [
         (~inside, -1), (computes & (owner >= 0), _OVERLAPPED), (computes, _COMPUTE_ONLY),
         (exposed & no_core & (how != _ON_LINK), _NO_CORE), (exposed, how), (no_core, _IDLE_NO_CORE),
@@ -176,14 +176,21 @@ def _asleep(each: Collective) -> tuple[int, int]:
 
 
 def _exposed_parts(
-    cells: Cells, exposed: np.ndarray, owner: np.ndarray, piece: np.ndarray, host: np.ndarray, of: _Columns
+    cells: Cells,
+    exposed: np.ndarray,
+    owner: np.ndarray,
+    piece: np.ndarray,
+    host: np.ndarray,
+    of: _Columns,
+    on_gpu: bool,
 ) -> np.ndarray:
     """The part that each exposed cell is of."""
     if not len(of.owner):
         return owner
     copies = np.where(exposed, of.copies[piece], 0)
-    pauses = cells.runs(np.where((copies > 0) & ~host, owner, -1))[0]
-    copies[cells.inside(pauses[pauses[:, 1] - pauses[:, 0] >= _DISPATCH_NS])] = 0
+    if not on_gpu:  # there the device copies, whatever the host does
+        pauses = cells.runs(np.where((copies > 0) & ~host, owner, -1))[0]
+        copies[cells.inside(pauses[pauses[:, 1] - pauses[:, 0] >= _DISPATCH_NS])] = 0
     came, until = of.asleep[owner].T
     moves = cells.inside(of.moving) | (came <= cells.start) & (cells.start < until)
     return np.where(copies > 0, copies, np.where(moves, _ON_LINK, _WAITING))
@@ -234,7 +241,8 @@ def _queued(cells: Cells, of: _Columns, on_gpu: bool) -> np.ndarray:
 #   (`cudaStreamSynchronize`, `.item()`) as the device ran dry, so that it could launch nothing ahead;
 # - `host_bound_ns`: the rest of the host's gaps, and the time after the last work: Python and operator overhead;
 # - `kernel_gap_ns`: shorter than 10 us, with the next work queued already (HTA: below 30 ns, less than devices need);
-# - `copies_ns`: the copy engines worked (memcpy, memset);
+# - `copies_ns`: data was copied between the host and the device;
+# - `device_copies_ns`: data was copied inside the device, or memory was set;
 # - `no_core_ns`: the host waited for a core, where somebody noted that;
 # - `rest_ns`: unknown. The next work was queued and waited longer (for another stream, an event, a peer), or its launch
 #   is not in the trace, or the device did another step's work; on a CPU, all time without an operator.
@@ -243,7 +251,10 @@ def _queued(cells: Cells, of: _Columns, on_gpu: bool) -> np.ndarray:
 AT_ONCE_NS = 100_000  # work that starts this soon after its launch waited for nothing else: the host came late
 _KERNEL_GAP_NS = 10_000
 _RETURN_NS = 5_000  # a synchronising call ends this much after the work that it waits for: the clocks differ slightly
-_HOST, _KERNEL_GAP, _LOADING, _SYNC, _COPIES = range(5)
+_HOST, _KERNEL_GAP, _LOADING, _SYNC, _COPIES, _DEVICE_COPIES = (
+    IDLE_PARTS.index(f"{name}_ns")
+    for name in ("host_bound", "kernel_gap", "data_loading", "synchronisation", "copies", "device_copies")
+)
 
 
 def idle_causes(found: Events, device: Intervals) -> tuple[Intervals, np.ndarray]:
@@ -255,23 +266,25 @@ def idle_causes(found: Events, device: Intervals) -> tuple[Intervals, np.ndarray
     loading = union(found.spans(Kind.LOADING))
     if not found.on_gpu:
         return loading, np.full(len(loading), _LOADING)
-    copies, gaps = union(found.spans(Kind.COPY)), subtract([(found.first, found.last)], device)
+    copies, inside = (union(found.spans(kind)) for kind in COPIES)
+    gaps = subtract([(found.first, found.last)], device)
     late, queued = _by_launch(found, gaps)
     blocked = found.spans(Kind.BLOCKED, Kind.BLOCKING_LAUNCH)
     dry = late[covered(union(blocked + [0, _RETURN_NS]), late[:, 0])]
     short = queued[queued[:, 1] - queued[:, 0] < _KERNEL_GAP_NS]
-    cells = Cells([found.first, found.last], late, short, copies, loading, blocked)
+    cells = Cells([found.first, found.last], late, short, copies, inside, loading, blocked)
     host = cells.inside(late)
     told = [
         (host & cells.inside(loading), _LOADING), (host & (cells.inside(blocked) | cells.inside(dry)), _SYNC),
         (host, _HOST), (cells.inside(short), _KERNEL_GAP), (cells.inside(copies), _COPIES),
+        (cells.inside(inside), _DEVICE_COPIES),
     ]  # fmt: skip
     return cells.runs(np.select([where for where, _ in told], [label for _, label in told], -1))
 
 
 def _by_launch(found: Events, gaps: Intervals) -> tuple[Intervals, Intervals]:
     """(what of the gaps is the host's, gaps whose next work was queued before they began)."""
-    works = found.rows(Kind.KERNEL, Kind.COMM, Kind.COPY)
+    works = found.rows(*DEVICE_WORK)
     starts, launched = found.start[works], found.of_launch(found.end, works)
     order = np.lexsort((launched, starts))  # of equal starts the first launched
     starts, launched = np.append(starts[order], found.last), np.append(launched[order], found.last)

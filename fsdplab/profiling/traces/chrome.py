@@ -20,6 +20,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ _AT_ONCE = 1 << 18
 _OPENING = 6  # characters with which every event of a file begins: `{"ph":`
 _BETWEEN = re.compile(r"[\s,]*")
 _BLANKS = b" \t\r\n,"
+_NEXT_EVENT = re.compile(r'\}\s*,\s*\{\s*"(ph|name|cat|pid|ts)"\s*:')
 _SPACE = re.compile(r"\s*")
 _AGAIN = "export it again with prof.export_chrome_trace(...), or copy it again from where it was made"
 
@@ -64,6 +66,31 @@ def as_trace_error(path: Path) -> Iterator[None]:
         ) from None
 
 
+@dataclass
+class Damaged:
+    """Events that are no JSON, which are left out: how many of `events`, and where the first one stands.
+
+    Profilers of some versions write a name as it is, with quotes in it (kineto#1459): with `with_stack=True`, functions
+    of torch.compile have such names.
+    """
+
+    number: int = 0
+    of_python: int = 0
+    events: int = 0
+    first_at: int = 0
+    first: str = ""
+
+    def sentence(self) -> str:
+        """What to say of them; "" where there are none."""
+        if not self.number:
+            return ""
+        return (
+            f"{self.number} of the trace's events are left out, since they are no JSON: the first one, at character"
+            f" {self.first_at}, is {self.first!r}; the profiler wrote quotes into a name: record again with"
+            " with_stack=False, or with a newer PyTorch"
+        )
+
+
 class ChromeTrace:
     """One trace file: iterate over it for its events (dicts as in the file); `metadata` is whole once the iteration has
     ended.
@@ -75,12 +102,13 @@ class ChromeTrace:
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.metadata: dict[str, Any] = {}
+        self.damaged = Damaged()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         try:
             check_is_file(self.path)
             with self.path.open("rb") as file:
-                yield from _Reader(self.path, file, self.metadata).events()
+                yield from _Reader(self.path, file, self.metadata, self.damaged).events()
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise _bad(self.path, f"is a truncated or damaged gzip file ({error})") from None
         except RecursionError:
@@ -136,8 +164,10 @@ def _end(found: re.Match[str] | None) -> int:
 class _Reader:
     """The window of text, and where in it the next value begins; `stored` is the file as it lies on the disk."""
 
-    def __init__(self, path: Path, stored: io.BufferedReader, metadata: dict[str, Any]) -> None:
-        self._path, self._stored, self._metadata = path, stored, metadata
+    def __init__(
+        self, path: Path, stored: io.BufferedReader, metadata: dict[str, Any], damaged: Damaged
+    ) -> None:  # fmt: skip
+        self._path, self._stored, self._metadata, self._damaged_events = path, stored, metadata, damaged
         self._file = gzip.GzipFile(fileobj=stored) if is_gzipped(path) else stored
         self._text, self._at, self._passed, self._unpacked, self._around = "", 0, 0, 0, 0
         self._decode = _UTF_8(errors="replace").decode
@@ -191,6 +221,7 @@ class _Reader:
         decode, between = self._json, _BETWEEN.match
         while True:
             while whole := self._at_once():
+                self._damaged_events.events += len(whole)
                 yield from whole
             text, at = self._text, self._at
             try:
@@ -203,8 +234,29 @@ class _Reader:
                 self._at = at
             if text[at : at + 1] == "]":
                 self._at += 1
+                self._check_damaged()
                 return
-            self._more()
+            if not self._leave_out():
+                self._more()
+
+    def _leave_out(self) -> bool:
+        """Pass over the event that begins here, if the window holds its end and it is still no JSON."""
+        following = _NEXT_EVENT.search(self._text, self._at) if self._text[self._at : self._at + 1] == "{" else None
+        if following is None:
+            return False
+        event, found = self._text[self._at : following.start() + 1], self._damaged_events
+        if not found.number:
+            found.first_at, found.first = self._passed + self._at, " ".join(event.split())[:80]
+        found.number += 1
+        found.of_python += '"python_function"' in event
+        self._at = following.start() + 1
+        return True
+
+    def _check_damaged(self) -> None:
+        """One event of a hundred may be damaged, and any number of those that are read by nobody."""
+        found = self._damaged_events
+        if found.number - found.of_python > max(1, found.events // 100):
+            raise self._bad(f"is damaged at character {found.first_at}: {found.first[:40]!r} is no JSON")
 
     def _at_once(self) -> list[dict[str, Any]]:
         """The events up to the last whole one of the window as far as it can be guessed, decoded together: four times

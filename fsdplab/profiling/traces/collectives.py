@@ -4,6 +4,10 @@ A collective has several events: a range on the thread that issued it, a `c10d::
 threads or a kernel, and a copy-out later. They are matched by order: gloo works in the order of issue, and a kernel has
 the number of its launch. The ranges around the issue name the unit. Engines without ranges (DDP, DeepSpeed) leave the
 unit empty.
+
+Which collective a kernel carries is said, in this order, by its own arguments, by the c10d or NCCL call around its
+launch, and by its name: NCCL's kernel `SendRecv` carries an all_to_all too. Bytes and the process group are looked for
+in the same order.
 """
 
 from __future__ import annotations
@@ -17,13 +21,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fsdplab.common.collectives import PEER_COPY, collective_row, kind_of
 from fsdplab.common.rows import grouped
 from fsdplab.profiling.intervals import Intervals, union
 from fsdplab.profiling.traces.chrome import LATEST_NS
 from fsdplab.profiling.traces.events import Events, Kind, Range, Transfer, tensor_bytes
-from fsdplab.profiling.traces.segments import nests
+from fsdplab.profiling.traces.groups import Group, Groups
+from fsdplab.profiling.traces.segments import Nest, nests
 
-_FAMILY = {"all_gather": "gather", "reduce_scatter": "reduction", "all_reduce": "reduction", "all_to_all": "reduction"}
 _OPENS = {
     "all_gather": "all_gather", "post_backward_reduce": "reduce_scatter", "all_reduce": "all_reduce",
     "all_to_all": "all_to_all",
@@ -64,8 +69,9 @@ class Collective:
     issued: bool = True
     emulated: bool = False
     nbytes: int | None = None
-    group: str = ""  # the process group and its ranks, where the trace names them
+    group: str = ""  # the process group's name, its number of ranks and its identity, where the trace tells
     group_size: int | None = None
+    members: str = ""
     transport: Piece | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
@@ -124,17 +130,24 @@ def find_collectives(
     found: Events, ledger: Sequence[dict[str, Any]] = (), life: Sequence[dict[str, Any]] = ()
 ) -> list[Collective]:
     """All collectives in order of issue; the rank's rows of an emulated link's `ledger` replace the transports."""
+    groups = Groups(found.distributed)
     if found.on_gpu:
-        moved = sorted([*_launched(found), *_through_host(found)], key=_ISSUE)
-        return sorted(_linked(moved, ledger, found), key=_ISSUE)
-    book = _Book(found)
-    if ledger:
-        book.shared_memory("copy-in")
-        book.emulated(ledger, life)
+        moved = sorted([*_launched(found, groups), *_through_host(found, groups)], key=_ISSUE)
+        collectives = _linked(moved, ledger, found)
     else:
-        book.shared_memory()
-        book.gloo()
-    return sorted((each for each in book.drafts if each.pieces), key=_ISSUE)
+        book = _Book(found, groups)
+        if ledger:
+            book.shared_memory("copy-in")
+            book.emulated(ledger, life)
+        else:
+            book.shared_memory()
+            book.gloo()
+        collectives = [each for each in book.drafts if each.pieces]
+    for each in collectives:  # those that only the host's copies or a link carried
+        if not each.members:
+            group = groups.of_unit(each.kind) if each.unit else groups.only
+            each.members, each.group_size = group.members, each.group_size or group.size
+    return sorted(collectives, key=_ISSUE)
 
 
 def communicating(found: Events) -> dict[int, Intervals]:
@@ -151,8 +164,8 @@ def communicating(found: Events) -> dict[int, Intervals]:
 class _Book:
     """Drafts of collectives, opened by the engine's ranges and completed by transports."""
 
-    def __init__(self, found: Events) -> None:
-        self.found = found
+    def __init__(self, found: Events, groups: Groups) -> None:
+        self.found, self._groups = found, groups
         self.drafts: list[Collective] = []
         self._awaiting = _Awaiting()
         self._nests = nests(found.ranges)
@@ -189,10 +202,16 @@ class _Book:
     def _around(self, call: Range) -> list[Range]:
         return self._nests[call.thread].around(call.start) if call.thread in self._nests else []
 
-    def _complete(self, draft: Collective, transfer: Transfer, role: str = "") -> None:
+    def _complete(self, draft: Collective, transfer: Transfer, call: Range | None = None, role: str = "") -> None:
         if not role:
             self._awaiting.remove(draft)
-        _carry(draft, transfer, self.found, role)
+        group = self._groups.of_call([transfer.details])
+        if not group.members and call is not None and call.row >= 0:
+            name = self.found.names[int(self.found.name[call.row])]
+            group = self._groups.of_operator(name, self.found.details[call.row])
+        if not group.members:
+            group = self._groups.of_unit(draft.kind) if draft.unit else self._groups.only
+        _carry(draft, transfer, [transfer.details], group, self.found, role)
 
     def shared_memory(self, role: str = "") -> None:
         """The host's copies for torch's own engines: the transport itself, or beside an emulated link's transfer."""
@@ -200,17 +219,19 @@ class _Book:
             if transfer.carrier == Kind.SHM:
                 owner = self._owner(Range(transfer.kind, "", transfer.start, transfer.end, transfer.thread))
                 owner.by_host = True
-                self._complete(owner, transfer, role)
+                self._complete(owner, transfer, role=role)
 
     def gloo(self) -> None:
         """Gloo's ranges in order of time, each with the oldest issue of its family that came before it."""
         issues: dict[str, deque[Range]] = defaultdict(deque)
-        for call in _outermost(self.found.issues):
-            issues[_family(call.label)].append(call)
+        for issue in _outermost(self.found.issues):
+            issues[_family(issue.label)].append(issue)
         for transfer in (each for each in self.found.transfers if each.carrier == Kind.GLOO):
             family = _family(transfer.kind)
+            call: Range | None = None
             if (queue := issues[family]) and queue[0].start <= transfer.start:
-                draft = self._owner(queue.popleft())
+                call = queue.popleft()
+                draft = self._owner(call)
             else:
                 draft = (
                     self._awaiting.oldest(transfer.end, "of kind", transfer.kind)
@@ -218,7 +239,7 @@ class _Book:
                     or self._open(transfer.kind, "", transfer.start)
                 )
                 draft.issued = draft.mark is not None
-            self._complete(draft, transfer)
+            self._complete(draft, transfer, call)
 
     def _owner(self, call: Range) -> Collective:
         """The draft that a call belongs to: of the engine's range around it, or the newest of the unit around it that
@@ -296,7 +317,7 @@ class _Awaiting:
 
 
 def _family(kind: str) -> str:
-    return _FAMILY.get(kind, kind)
+    return collective_row(kind).family or kind
 
 
 def _issue_of(row: dict[str, Any], unshards: Sequence[dict[str, Any]]) -> int:
@@ -326,28 +347,74 @@ def _outermost(calls: Sequence[Range]) -> list[Range]:
     return kept
 
 
-def _launched(found: Events) -> Iterable[Collective]:
-    """The kernels that communicate, with the instant and the ranges of their launches."""
+def _launched(found: Events, groups: Groups) -> list[Collective]:
+    """The kernels that communicate, with the instant and the ranges of their launches, and the device's copies that
+    pack and unpack for them.
+    """
     by_thread, calls = nests(found.ranges), nests(found.issues)
+    launched = []
     for transfer in found.transfers:
         if transfer.carrier in (Kind.GLOO, Kind.SHM):
             continue
-        call = int(found.launched_by[transfer.row])
-        launch, thread = (int(found.start[call]), int(found.thread[call])) if call >= 0 else (transfer.start, -1)
+        launch, thread = _launch_of(found, transfer.row)
+        issued = launch is not None
+        if launch is None:
+            launch = transfer.start
         around = by_thread[thread].around(launch) if thread in by_thread else []
         unit = next((each.unit for each in around if each.label not in ("backward_prefetch", "optimizer")), "")
-        kind = transfer.kind
-        if not kind and thread in calls:  # RCCL's generic kernel: the call that launched it
-            kind = next((each.label for each in calls[thread].around(launch)), "")
-        collective = Collective(kind or "other", unit, launch)
-        collective.own, collective.issued = _issued_by_consumer(around, unit), call >= 0
-        _carry(collective, transfer, found)
-        yield collective
+        evidence = [transfer.details, *_arguments(found, calls.get(thread), launch)]
+        collective = Collective(_kind_by(evidence, transfer, found), unit, launch)
+        collective.own, collective.issued = _issued_by_consumer(around, unit), issued
+        _carry(collective, transfer, evidence, groups.of_call(evidence), found)
+        launched.append(collective)
+    _pack(found, launched, by_thread)
+    return launched
 
 
-def _through_host(found: Events) -> list[Collective]:
+def _launch_of(found: Events, row: int) -> tuple[int | None, int]:
+    """When device work was launched and by which thread; (None, -1) where the trace does not say."""
+    call = int(found.launched_by[row])
+    return (int(found.start[call]), int(found.thread[call])) if call >= 0 else (None, -1)
+
+
+def _arguments(found: Events, calls: Nest | None, launch: int) -> list[Mapping[str, Any]]:
+    """What the c10d and NCCL calls around a launch were given, the innermost first; each says its own `name` too."""
+    around = calls.around(launch) if calls is not None else []
+    return [{"name": found.names[int(found.name[call.row])], **found.details[call.row]} for call in around]
+
+
+def _kind_by(evidence: Sequence[Mapping[str, Any]], transfer: Transfer, found: Events) -> str:
+    """The collective: as arguments call it, as a call around the launch is named, as the kernel is named."""
+    said = [each.get("Collective name") for each in evidence] + [each.get("name") for each in evidence]
+    kind = next((kind for name in said if isinstance(name, str) and (kind := kind_of(name))), transfer.kind)
+    copied = found.names[int(found.name[transfer.row])].startswith(("Memcpy", "Copy"))
+    return kind or (PEER_COPY if copied else "other")
+
+
+def _pack(found: Events, launched: Sequence[Collective], by_thread: Mapping[int, Nest]) -> None:
+    """Give each copy inside the device that an engine's range launched to the collective of the same unit that it packs
+    or unpacks for: the next one, or the last one before.
+    """
+    by_unit = grouped(launched, lambda each: (each.kind, each.unit))
+    for row in found.rows(Kind.DEVICE_COPY).tolist():
+        launch, thread = _launch_of(found, row)
+        if launch is None or thread not in by_thread:
+            continue
+        mark = next((each for each in by_thread[thread].around(launch) if each.label in {*_OPENS, *_CLOSES}), None)
+        if mark is None:
+            continue
+        start, end = int(found.start[row]), int(found.end[row])
+        unpacks = mark.label in _CLOSES
+        same = by_unit.get((_CLOSES.get(mark.label) or _OPENS[mark.label], mark.unit), [])
+        fitting = [each for each in same if (each.end <= start if unpacks else each.start >= end)]
+        if fitting:
+            owner = fitting[-1] if unpacks else fitting[0]
+            owner.add(Piece(start, end, "copy-out" if unpacks else "copy-in"))
+
+
+def _through_host(found: Events, groups: Groups) -> list[Collective]:
     """What gloo moved between GPUs through host memory; the ranges around it launch its copies, and copy nothing."""
-    book = _Book(found)
+    book = _Book(found, groups)
     book.gloo()
     moved = [each for each in book.drafts if each.transport]
     for each in moved:
@@ -383,23 +450,29 @@ def _rows_within(found: Events, ledger: Iterable[dict[str, Any]]) -> list[tuple[
     return sorted(seen, key=lambda each: each[1])
 
 
-def _carry(collective: Collective, transfer: Transfer, found: Events, role: str = "") -> None:
-    """Give a collective its transfer: when it ran, the bytes of it and its process group, as far as the trace tells."""
-    details = transfer.details
+def _carry(
+    collective: Collective, transfer: Transfer, evidence: Sequence[Mapping[str, Any]], group: Group, found: Events,
+    role: str = "",
+) -> None:  # fmt: skip
+    """Give a collective its transfer: when it ran, its bytes and its process group, as far as the evidence tells."""
     collective.add(Piece(transfer.start, transfer.end, role))
-    collective.nbytes = _payload(details, found.world_size if collective.kind == "all_gather" else 1)
-    size, names = details.get("Group size"), [details.get(f"Process Group {each}") for each in ("Description", "Name")]
-    collective.group = next((name for name in names if isinstance(name, str) and name), "")
-    collective.group_size = size if type(size) is int and size > 0 else None
+    collective.group, collective.group_size, collective.members = group.name, group.size, group.members
+    slices = group.size or found.world_size if collective_row(collective.kind).given_by == "shards" else 1
+    payloads = (_payload(details, slices) for details in evidence)
+    collective.nbytes = next((nbytes for nbytes in payloads if nbytes), None)
 
 
 def _payload(details: Mapping[str, Any], slices: int) -> int | None:
-    """Bytes of all ranks' slices: by NCCL's own figures, or by the shapes that gloo was given, of one slice."""
+    """Bytes of all ranks' slices: by NCCL's own figures, by the shapes that a c10d operator was given, the larger of
+    what it sends and what it fills, or by those that gloo or NCCL was given, of one slice.
+    """
     if "bytes" in details:
         return details["bytes"] if isinstance(details["bytes"], int) else None
     counts = (details.get(key) for key in ("In msg nelems", "Out msg nelems"))
     if elements := max((count for count in counts if isinstance(count, int)), default=0):
         return tensor_bytes([elements], details.get("dtype")) or None
     shapes, types = details.get("Input Dims"), details.get("Input type")
-    listed = zip(shapes, types) if isinstance(shapes, list) and isinstance(types, list) else ()
+    listed = list(zip(shapes, types)) if isinstance(shapes, list) and isinstance(types, list) else []
+    if str(details.get("name", "")).startswith("c10d::"):
+        return max((tensor_bytes(dims, each) for dims, each in listed), default=0) or None
     return slices * sum(tensor_bytes(dims or [1], each) for dims, each in listed) or None  # a scalar has no dims

@@ -2,9 +2,10 @@
 
 On the CPU, computing is every operator (`aten::mm`, custom ones too) on a thread that is no transport's; `c10d::*` only
 enqueues or waits, and autograd's own ranges hold Python hooks and waiting, so neither computes. On a GPU, computing is
-every kernel that moves no bytes between ranks (`CommKernels`); copies and memsets by the copy engines are neither
-computing nor communication. Communication is `gloo:*` on gloo's threads, `shm:*` and the engine's marked ranges on the
-thread that runs them, and communication kernels.
+every kernel that moves no bytes between ranks (`CommKernels`); copies and memsets by the copy engines, between host and
+device or inside the device, are neither computing nor communication, and copies to another device are communication.
+Communication is `gloo:*` on gloo's threads, `shm:*` and the engine's marked ranges on the thread that runs them, and
+communication kernels.
 
 Names and threads are numbers in the table, and each name is judged once, so that a trace of a gigabyte fits in memory.
 Times are the trace's own nanoseconds; `base_ns` is added when rows of a record are made.
@@ -17,17 +18,21 @@ import math
 import re
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from fsdplab.common.collectives import kind_of
+from fsdplab.common.sizes import seconds
+from fsdplab.common.words import plural
 from fsdplab.profiling.intervals import Intervals, union
 from fsdplab.profiling.traces.chrome import LATEST_NS, ChromeTrace, OddEvent, TraceError, as_trace_error, nanoseconds
+from fsdplab.profiling.traces.comm_kernels import CommKernels
 
 ROOT = "root"  # the root unit; "" is no unit
 _ENGINE_RANGE = re.compile(r"^FSDP::(\w+?)(?: \((.*)\))?$")
@@ -43,9 +48,16 @@ _NO_COMPUTING = (
 _OF_BEFORE = {  # categories as PyTorch wrote them until 2021 -> as it does now
     "Operator": "cpu_op", "Kernel": "kernel", "Memcpy": "gpu_memcpy", "Memset": "gpu_memset", "Runtime": "cuda_runtime",
 }  # fmt: skip
-_OF_HOST, _OF_RUNTIME = ("cpu_op", "user_annotation"), ("cuda_runtime", "cuda_driver")
+_OF_HOST = ("cpu_op", "user_annotation")
+_OF_RUNTIME = ("cuda_runtime", "cuda_driver", "xpu_runtime", "xpu_driver")
 _READ = {*_OF_HOST, *_OF_RUNTIME, "kernel", "gpu_memcpy", "gpu_memset", *_OF_BEFORE}
+_PASSED_OVER = {  # what the profiler writes beside them: of itself, Python's stack, arrows, and what is shown twice
+    "", "python_function", "gpu_user_annotation", "cuda_sync", "overhead", "Trace", "fwdbwd", "ac2g", "emulated",
+    "async_cpu_to_gpu", "cpu_instant_event", "cuda_profiler_range", "external_correlation", "collective_comm",
+    "PyTorch Profiler",
+}  # fmt: skip
 _SYNCHRONOUS_COPIES = ("cudaMemcpy", "hipMemcpy", "hipMemcpyWithStream")  # the host waits for these
+_MOST_LISTED = 4
 _MOST_CORRELATION = 2**62
 _ON_CUDA = 1  # the profiler's number of the kind of device
 _UNKNOWN = -(2**62)  # the launch of work that the trace does not show
@@ -64,11 +76,16 @@ class Kind(IntEnum):
     SHM = 7
     KERNEL = 8  # computes on a device
     COMM = 9  # a kernel that communicates
-    COPY = 10
-    LAUNCH = 11
-    BLOCKED = 12
-    BLOCKING_LAUNCH = 13
-    IGNORED = 14
+    COPY = 10  # between the host and a device
+    DEVICE_COPY = 11  # inside a device, memsets among them
+    LAUNCH = 12
+    BLOCKED = 13
+    BLOCKING_LAUNCH = 14
+    IGNORED = 15
+
+
+COPIES = (Kind.COPY, Kind.DEVICE_COPY)
+DEVICE_WORK = (Kind.KERNEL, Kind.COMM, *COPIES)
 
 
 class Window(NamedTuple):
@@ -80,17 +97,22 @@ class Window(NamedTuple):
 
 
 class Range(NamedTuple):  # not a dataclass: a trace has a hundred thousand, and these are made in a third of the time
-    """A named range on one thread. `label` of `FSDP::all_gather (blocks.3)` is `all_gather`, `unit` is `blocks.3`."""
+    """A named range on one thread. `label` of `FSDP::all_gather (blocks.3)` is `all_gather`, `unit` is `blocks.3`;
+    `row` is its event.
+    """
 
     label: str
     unit: str
     start: int
     end: int
     thread: int
+    row: int = -1
 
 
 class Transfer(NamedTuple):
-    """Something that moves bytes between ranks; `row` is the event whose launch is the collective's."""
+    """Something that moves bytes between ranks; `row` is the event whose launch is the collective's. `kind` is what its
+    own name says, "" where that says nothing.
+    """
 
     kind: str
     start: int
@@ -103,9 +125,14 @@ class Transfer(NamedTuple):
 
 _ITEM_BYTES = {
     "float": 4, "double": 8, "int": 4, "long": 8, "bfloat16": 2, "half": 2, "c10::bfloat16": 2, "c10::half": 2,
-    "float16": 2, "float32": 4, "long int": 8, "short int": 2,  # "long" and "short" as GCC names them
+    "float16": 2, "float32": 4, "float64": 8, "long int": 8, "short int": 2,  # "long" and "short" as GCC names them
     "signed char": 1, "unsigned char": 1, "char": 1, "byte": 1, "bool": 1, "short": 2,
+    "int8": 1, "uint8": 1, "int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8,
+    "unsigned short": 2, "unsigned int": 4, "unsigned long": 8, "long long": 8,
+    "complexhalf": 4, "complexfloat": 8, "complexdouble": 16,
+    "c10::complex<c10::half>": 4, "c10::complex<float>": 8, "c10::complex<double>": 16,
 }  # fmt: skip
+_EIGHT_BITS = re.compile(r"^(c10::)?float8_e\w+$")
 
 
 _MOST_BYTES = 2**50
@@ -120,8 +147,12 @@ def tensor_bytes(dims: Any, kind: Any) -> int:
     (128, 0)
     """
     plain = isinstance(dims, list) and dims and all(type(each) is int and each >= 0 for each in dims)
-    nbytes = math.prod(dims) * _ITEM_BYTES.get(str(kind).lower(), 0) if plain else 0
+    nbytes = math.prod(dims) * _item_bytes(str(kind).lower()) if plain else 0
     return nbytes if nbytes <= _MOST_BYTES else 0
+
+
+def _item_bytes(kind: str) -> int:
+    return 1 if _EIGHT_BITS.match(kind) else _ITEM_BYTES.get(kind, 0)
 
 
 @dataclass
@@ -148,7 +179,9 @@ class Events:
     details: dict[int, dict[str, Any]]
     comm_kernels: CommKernels
     shapes: dict[int, str]
-    allocated_peak: int | None  # bytes of the device's allocator at their highest, where the profiler noted them
+    memory: np.ndarray  # of the devices' allocators: when, of which device, bytes allocated and reserved
+    odd: tuple[str, ...] = ()  # sentences on what was left out
+    unread: Mapping[str, int] = field(default_factory=dict)  # ns of the categories that nobody knows
 
     def rows(self, *kinds: Kind) -> np.ndarray:
         """The rows of some kinds, in order."""
@@ -161,6 +194,31 @@ class Events:
     def spans_of(self, rows: np.ndarray) -> Intervals:
         """Start and end of some rows."""
         return np.stack([self.start[rows], self.end[rows]], axis=1)
+
+    @cached_property
+    def devices(self) -> list[int]:
+        """The devices that computed or communicated, by their numbers."""
+        rows = self.rows(Kind.KERNEL, Kind.COMM)
+        numbers = {self.threads[thread][0] for thread in set(self.thread[rows].tolist())}
+        return sorted(number for number in numbers if type(number) is int)
+
+    def of_device(self, device: int) -> Events:
+        """The same events without the work of other devices."""
+        numbers = np.array([process == device for process, _ in self.threads])
+        others = np.isin(self.kind, DEVICE_WORK) & ~numbers[self.thread]
+        kind = np.where(others, Kind.IGNORED, self.kind).astype(self.kind.dtype)
+        return replace(self, kind=kind, memory=self.memory[self.memory[:, 1] == device])
+
+    def peaks(self, windows: Sequence[Window]) -> tuple[int | None, int | None]:
+        """(bytes allocated, bytes reserved) at most in these steps, of the device that has most allocated; None where
+        the profiler noted none.
+        """
+        begin, end = windows[0].start, windows[-1].end
+        noted = self.memory[(self.memory[:, 0] >= begin) & (self.memory[:, 0] <= end)]
+        if not len(noted):
+            return None, None
+        mine = noted[noted[:, 1] == noted[int(noted[:, 2].argmax()), 1]]
+        return int(mine[:, 2].max()), int(mine[:, 3].max()) or None
 
     @cached_property
     def on_gpu(self) -> bool:
@@ -184,7 +242,7 @@ class Events:
         calls = self.rows(Kind.LAUNCH, Kind.BLOCKING_LAUNCH)
         calls = calls[self.correlation[calls] >= 0]
         found = np.full(len(self.kind), -1)
-        device = self.rows(Kind.KERNEL, Kind.COMM, Kind.COPY)
+        device = self.rows(*DEVICE_WORK)
         if len(calls):
             calls = calls[np.argsort(self.correlation[calls], kind="stable")]
             numbers = self.correlation[calls]
@@ -229,7 +287,7 @@ class Events:
 
     @cached_property
     def issues(self) -> list[Range]:
-        """c10d operators; the label is the collective."""
+        """c10d operators; the label is the collective, "" where only their arguments say it."""
         return self._ranges(Kind.ISSUE, lambda name: (kind_of(name), ""))
 
     def _ranges(self, kind: Kind, named: Callable[[str], tuple[str, str]]) -> list[Range]:
@@ -237,7 +295,7 @@ class Events:
         rows = rows[np.lexsort((-self.end[rows], self.start[rows]))]
         labels = {number: named(self.names[number]) for number in set(self.name[rows].tolist())}
         columns = (each[rows].tolist() for each in (self.name, self.start, self.end, self.thread))
-        return [Range(*labels[name], *others) for name, *others in zip(*columns)]
+        return [Range(*labels[name], *others) for name, *others in zip(*columns, rows.tolist())]
 
     @cached_property
     def transfers(self) -> list[Transfer]:
@@ -247,9 +305,7 @@ class Events:
 
     def _transfer(self, row: int) -> Transfer:
         name, details, carrier = self.names[int(self.name[row])], self.details[row], Kind(int(self.kind[row]))
-        kind = kind_of(name)
-        if carrier == Kind.COMM:
-            kind = kind_of(str(details.get("Collective name") or "")) or self.comm_kernels.kind(name) or ""
+        kind = (self.comm_kernels.kind(name) or "") if carrier == Kind.COMM else kind_of(name)
         return Transfer(kind, int(self.start[row]), int(self.end[row]), carrier, int(self.thread[row]), row, details)
 
 
@@ -294,6 +350,30 @@ def read_events(path: str | Path, comm_patterns: Sequence[str] = (), shapes: boo
     return found
 
 
+def check_device(found: Events) -> None:
+    """TraceError where the trace shows that a device worked but not its work: nothing then says what a step did."""
+    if found.on_gpu:
+        return
+    if found.unread:
+        raise TraceError(
+            f"{found.path} has events of categories that are not read, {_listed(found.unread)}, and no work of a device"
+            " that is: what ran there is not known; give a trace of CPU ranks, or of GPUs with the categories `kernel`"
+            " and `gpu_memcpy`."
+        )
+    devices = found.metadata.get("deviceProperties")
+    names = [each.get("name") for each in devices if isinstance(each, dict)] if isinstance(devices, list) else []
+    backend = str(found.distributed.get("backend") or "")
+    moves = any(each.carrier in (Kind.GLOO, Kind.SHM) for each in found.transfers)
+    launches = len(found.rows(Kind.LAUNCH, Kind.BLOCKING_LAUNCH)) > 0
+    if launches or ("nccl" in backend or names) and not moves:
+        seen = f"names {names[0]}" if names else "launches work" if launches else "is of a job over NCCL"
+        raise TraceError(
+            f"{found.path} {seen}, but no GPU work was recorded: profile with ProfilerActivity.CUDA too"
+            " (activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]); a job that computes on the CPU of a machine"
+            ' with GPUs is recorded with CUDA_VISIBLE_DEVICES="".'
+        )
+
+
 def _check_metadata(metadata: dict[str, Any]) -> None:
     """OddEvent where what stands around the events is of another type than the profiler's."""
     world = metadata.get("distributedInfo")
@@ -312,6 +392,12 @@ def _told(event: dict[str, Any]) -> str:
     return f"{name} of {category}, ts {start}, dur {length}"
 
 
+def _listed(categories: Mapping[str, int]) -> str:
+    """Categories with their time: `npu_kernel (4.20 ms)`."""
+    longest = sorted(categories, key=lambda name: -categories[name])[:_MOST_LISTED]
+    return ", ".join(f"{name[:40]!r} ({seconds(categories[name] / 1e9)})" for name in longest)
+
+
 class _Reader:
     """Fills the table. Start, end, kind, name, thread and correlation of an event are six numbers in a row."""
 
@@ -325,7 +411,10 @@ class _Reader:
         self._details: dict[int, dict[str, Any]] = {}
         self.first: int | None = None
         self.last = 0
-        self._allocated_peak: int | None = None
+        self._memory = array("q")  # when, of which device, bytes allocated and reserved: four numbers an event
+        self._negative: list[str] = []  # the first events of a negative duration
+        self._negatives = 0
+        self._unread: dict[str, int] = {}  # ns of each category that is neither read nor known
 
     def take(self, trace: ChromeTrace) -> None:
         """The hot loop: what an event counts as is looked up by its name and category."""
@@ -336,13 +425,18 @@ class _Reader:
         try:
             for event in trace:
                 if event.get("ph") == "i" and event.get("name") == "[memory]":
-                    self._note_memory(event.get("args"))
-                if event.get("ph") != "X" or event.get("cat", "") not in _READ:
+                    self._note_memory(event)
+                category = event.get("cat", "")
+                if event.get("ph") != "X" or category not in _READ:
+                    if category not in _PASSED_OVER and event.get("ph") == "X":
+                        self._pass_over(str(category), event)
                     continue
                 start = nanoseconds(event["ts"])
                 end = start + nanoseconds(event.get("dur") or 0)
                 if end < start:
-                    raise OddEvent
+                    self._negatives += 1
+                    self._negative = self._negative or [_told(event)]
+                    continue
                 if first is None or start < first:
                     first = start
                 if end > last:
@@ -359,7 +453,7 @@ class _Reader:
                 if thread is None:
                     thread = threads[own] = len(threads)
                 add((start, end, kind, number, thread, correlation_of(event) if kind >= device else -1))
-                if kind in _MOVES_BYTES:
+                if kind in _KEEPS_DETAILS:
                     given = event.get("args")
                     details[count] = given if isinstance(given, dict) else {}
                 elif wants_shapes and kind == 0:
@@ -370,17 +464,39 @@ class _Reader:
                 raise
             raise OddEvent(_told(event)) from None
         self.first, self.last = first, last
+        if self._negatives > max(1, count // 100):
+            raise OddEvent(self._negative[0])
         if first is not None and (first < -LATEST_NS or last > LATEST_NS):
             raise OddEvent("a time of more than 64 bits")
         if first is not None and last - first > _LONGEST_NS:
             raise OddEvent(f"events over {(last - first) // _DAY_NS} days")
 
-    def _note_memory(self, given: Any) -> None:
+    def _pass_over(self, category: str, event: dict[str, Any]) -> None:
+        """Note how long the events of a category last that nobody knows."""
+        lasted = event.get("dur")
+        if isinstance(lasted, (int, float)) and lasted > 0 and math.isfinite(lasted):
+            self._unread[category] = self._unread.get(category, 0) + nanoseconds(lasted)
+
+    def _odd(self, trace: ChromeTrace) -> tuple[str, ...]:
+        """Sentences on what is left out."""
+        told = [trace.damaged.sentence()]
+        if self._negatives:
+            told.append(
+                f"{plural(self._negatives, 'event')} left out whose duration is negative ({self._negative[0]}), as some"
+                " versions of the profiler write it"
+            )
+        if self._unread:
+            told.append(f"events of other categories are not read: {_listed(self._unread)}")
+        return tuple(filter(None, told))
+
+    def _note_memory(self, event: dict[str, Any]) -> None:
         """The allocator of a device tells its whole; that of the CPU only what has changed since profiling began."""
+        given = event.get("args")
         if isinstance(given, dict) and given.get("Device Type") == _ON_CUDA:
-            total = given.get("Total Allocated")
-            if type(total) is int and 0 <= total < LATEST_NS:
-                self._allocated_peak = max(self._allocated_peak or 0, total)
+            said = (given.get(name, 0) for name in ("Device Id", "Total Allocated", "Total Reserved"))
+            device, allocated, reserved = (each if type(each) is int and 0 <= each < LATEST_NS else 0 for each in said)
+            if allocated:
+                self._memory.extend((nanoseconds(event["ts"]), device, allocated, reserved))
 
     def _note_shapes(self, row: int, given: Any) -> None:
         if isinstance(given, dict) and "Input Dims" in given:
@@ -397,7 +513,7 @@ class _Reader:
                 return Kind.BLOCKING_LAUNCH if launches else Kind.BLOCKED
             return Kind.LAUNCH if launches else Kind.IGNORED
         if category != "kernel":
-            return Kind.COPY
+            return _of_copy_engine(name, category)
         return Kind.KERNEL if self._comm_kernels.kind(name) is None else Kind.COMM
 
     def events(self, trace: ChromeTrace) -> Events:
@@ -409,11 +525,20 @@ class _Reader:
         return Events(
             trace.path, trace.metadata, trace.base_ns, self.first or 0, self.last, kind, start, end, name, thread,
             correlation, names, list(self._threads), self._details, self._comm_kernels,
-            self._shapes, self._allocated_peak,
+            self._shapes, np.frombuffer(self._memory, dtype=np.int64).reshape(-1, 4), self._odd(trace), self._unread,
         )  # fmt: skip
 
 
-_MOVES_BYTES = {Kind.GLOO, Kind.SHM, Kind.COMM}
+_KEEPS_DETAILS = {Kind.GLOO, Kind.SHM, Kind.COMM, Kind.ISSUE}
+_INSIDE_A_DEVICE = re.compile(r"Memcpy [DA]to[DA]\b|CopyDeviceToDevice")
+_TO_ANOTHER_DEVICE = re.compile(r"Memcpy PtoP|CopyPeer|PeerToPeer")
+
+
+def _of_copy_engine(name: str, category: str) -> Kind:
+    """What a copy or a memset counts as, by its direction."""
+    if category == "gpu_memset" or _INSIDE_A_DEVICE.search(name):
+        return Kind.DEVICE_COPY
+    return Kind.COMM if _TO_ANOTHER_DEVICE.search(name) else Kind.COPY
 
 
 def correlation_of(event: dict[str, Any]) -> int:
@@ -428,6 +553,7 @@ def correlation_of(event: dict[str, Any]) -> int:
     return given
 
 
+_CALL_WITH_ARGUMENTS = "record_param_comms"  # c10d's own event of a call, with the collective's name, bytes and group
 _STARTS = (
     ("gloo:", Kind.GLOO), ("shm:", Kind.SHM), ("FSDP::", Kind.RANGE),
     ("Optimizer.", Kind.RANGE), ("autograd::engine::evaluate_function", Kind.AUTOGRAD),
@@ -444,6 +570,8 @@ def _of_host(name: str, category: str) -> Kind:
             return kind
     if _BACKWARD_NODE.search(name):
         return Kind.AUTOGRAD
+    if name == _CALL_WITH_ARGUMENTS:
+        return Kind.ISSUE
     if name.startswith(("c10d::", "_c10d_functional::", "nccl:")):
         return Kind.ISSUE if kind_of(name) else Kind.IGNORED
     computes = category == "cpu_op" and "::" in name and not name.startswith(_NO_COMPUTING)
@@ -458,78 +586,3 @@ def _label(name: str) -> tuple[str, str]:
         return "backward_prefetch", found.group(1) or found.group(2) or ROOT
     found = _ENGINE_RANGE.match(name)
     return (found.group(1), found.group(2) or ROOT) if found else (name, "")
-
-
-# ---- kernels that move bytes between ranks, told by their names
-#
-# NCCL and RCCL name the collective in the kernel or in its arguments. RCCL's generic kernel names nothing, so the
-# host's call around its launch tells (`collectives`). Libraries that move bytes with kernels of their own (expert
-# dispatch, one-shot all-reduces of inference engines, symmetric memory) are in a table of patterns, which a caller
-# extends.
-
-
-KINDS = {  # in a name, letters only -> what the collective is; the order matters
-    "reducescatter": "reduce_scatter", "allgather": "all_gather", "allreduce": "all_reduce", "alltoall": "all_to_all",
-    "broadcast": "broadcast",
-    "sendrecv": "send_recv", "send": "send_recv", "recv": "send_recv", "barrier": "barrier",
-    "gather": "gather", "scatter": "scatter", "reduce": "reduce",
-}  # fmt: skip
-NAMED = "by name"  # of a pattern: the kernel's name says which collective it is
-TABLE = (
-    (r"nccl|rccl", NAMED),
-    (r"deep_ep::|internode::|intranode::|internode_ll::", "all_to_all"),  # DeepEP: dispatch and combine of experts
-    (r"cross_device_reduce", "all_reduce"),  # vLLM, SGLang
-    (r"(one|two)_?shot_?all_?reduce|all_?reduce_?fusion|multimem_all_reduce|quick_?reduce|qr_all_reduce", "all_reduce"),
-    (r"(multimem|symm_mem|two_shot|one_shot)\w*all_?gather", "all_gather"),
-    (r"(multimem|symm_mem|two_shot|one_shot)\w*reduce_?scatter", "reduce_scatter"),
-    (r"mscclpp?|nvshmem|rocshmem", NAMED),
-)
-
-
-def comm_pattern(text: str) -> tuple[re.Pattern[str], str]:
-    """What is searched for in kernels' names, ignoring case, and the collective that it means, as an option gives them:
-    `my_dispatch=all_to_all`, or `my_comm` where the kernels' names say the rest.
-
-    Raises TraceError for what is no regular expression, or no collective.
-    """
-    expression, equals, kind = text.rpartition("=")
-    if not equals:
-        expression, kind = text, NAMED
-    known = sorted(set(KINDS.values()))
-    if kind != NAMED and kind not in known:
-        raise TraceError(
-            f"the pattern {text!r} names the collective {kind!r}; expected PATTERN or PATTERN=COLLECTIVE with one of"
-            f" {', '.join(known)}."
-        )
-    try:
-        compiled = re.compile(expression, re.IGNORECASE)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise TraceError(
-            f"the pattern {expression!r} is no regular expression ({error}); expected one that is found in the names of"
-            " kernels, such as my_dispatch."
-        ) from None
-    if compiled.search(""):
-        raise TraceError(f"the pattern {text!r} is found in every name; expected one that only communication has.")
-    return compiled, kind
-
-
-class CommKernels:
-    """Says of a kernel's name which collective it is; each name is looked at once."""
-
-    def __init__(self, more: Sequence[str] = ()) -> None:
-        self._patterns = [*map(comm_pattern, more), *((re.compile(text, re.IGNORECASE), kind) for text, kind in TABLE)]
-        self._known: dict[str, str | None] = {}
-
-    def kind(self, name: str) -> str | None:
-        """The collective, "" for communication that does not say which, None for computing."""
-        if name not in self._known:
-            kind = next((kind for expression, kind in self._patterns if expression.search(name)), None)
-            self._known[name] = kind_of(name) if kind == NAMED else kind
-        return self._known[name]
-
-
-@lru_cache(maxsize=4096)
-def kind_of(name: str) -> str:
-    """The collective in a name such as `c10d::_allgather_base_` or `ncclDevKernel_AllGather_RING_LL`; else ""."""
-    letters = "".join(each for each in name.split("::")[-1].lower() if each.isalpha())
-    return next((kind for part, kind in KINDS.items() if part in letters), "")

@@ -10,18 +10,23 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from fsdplab.common.rows import grouped
+from fsdplab.common.words import plural
 from fsdplab.profiling.step_summary import exposure
 from fsdplab.profiling.traces.chrome import TraceError
+from fsdplab.profiling.traces.clocks import in_words
 from fsdplab.profiling.traces.overlap import TraceAnalysis
 from fsdplab.profiling.traces.side_by_side import Progress, read_all
-from fsdplab.profiling.traces.skew import sent_per_step, with_peers
+from fsdplab.profiling.traces.skew import clocks_explain, sent_per_step, with_peers
 from fsdplab.records import RunRecord, Spread, Summary
 from fsdplab.records.summary import Comm, Link, Peak, Profile, Traces
+from fsdplab.records.tables import Row
 
 ENGINE = "trace"
 TABLES = ("timeline", "breakdown", "exposed", "collectives", "idle")
@@ -64,8 +69,7 @@ def record_of_traces(
         {"rank": rank, "default_rank": by_name or 0, "comm_patterns": comm_patterns}
         for rank, by_name in zip(given, ranks_by_name(files))
     ]
-    analyses = read_all(list(zip(files, told)), progress)
-    check_one_job(analyses)
+    analyses, chosen = of_one_job(_by_device(read_all(list(zip(files, told)), progress), comm_patterns))
     analyses = with_peers(analyses)
     tables = {name: [row for each in analyses for row in each.rows(name)] for name in TABLES}
     if not any(row["step_ns"] for row in tables["breakdown"]):
@@ -79,7 +83,7 @@ def record_of_traces(
         files[0].parent,
         spec={"strategy": _name(files), "engine": ENGINE, "world_size": analyses[0].world_size or len(analyses)},
         environment={"device": analyses[0].device, **{name: text for name, text in said.items() if text}},
-        summary=_summary(analyses, comm_patterns, tables),
+        summary=_summary(analyses, comm_patterns, tables, chosen),
         provenance=provenance,
         tables=tables,
         analyses=tuple(analyses),
@@ -106,14 +110,21 @@ def _steps(analyses: Sequence[TraceAnalysis]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _sources(analyses: Sequence[TraceAnalysis], comm_patterns: Sequence[str]) -> Traces:
-    """What the record was read from and how: each rank's file, and what its tables leave out."""
+def _sources(
+    analyses: Sequence[TraceAnalysis], comm_patterns: Sequence[str], tables: Mapping[str, Sequence[Row]],
+    chosen: Sequence[str],
+) -> Traces:  # fmt: skip
+    """What the record was read from and how: each rank's file, and what its tables leave out. `chosen`: what of the
+    files was taken.
+    """
     work = [each.no_step for each in analyses]
     said: dict[str, list[int]] = defaultdict(list)
     for each in analyses:
-        for sentence in each.no_step.sentences():
+        for sentence in (*each.no_step.sentences(), *each.odd):
             said[sentence].append(each.rank)
     notes = [f"{_ranks(ranks, len(analyses))}: {sentence}" for sentence, ranks in said.items()]
+    clocks = {each.rank: each.clock for each in analyses}
+    notes += [*filter(None, (in_words(clocks), _unsaid(tables["collectives"]))), *chosen]
     held, job = len(analyses), analyses[0].world_size
     if analyses[0].origin.link is not None:
         notes.insert(0, _WITHOUT_LINK)
@@ -129,6 +140,19 @@ def _sources(analyses: Sequence[TraceAnalysis], comm_patterns: Sequence[str]) ->
     )
 
 
+def _unsaid(collectives: Sequence[Row]) -> str:
+    """What to say where the bytes of some collectives are not known; "" where all are, or none."""
+    sent = [row for row in collectives if row["kind"] != "barrier"]
+    unknown = [row for row in sent if row["logical_bytes"] is None]
+    if not unknown or len(unknown) == len(sent):
+        return ""
+    kinds = ", ".join(sorted({row["kind"] for row in unknown}))
+    return (
+        f"the trace does not say how many bytes {len(unknown)} of {plural(len(sent), 'collective')} moved ({kinds}):"
+        " what a step sends is without them"
+    )
+
+
 def _ranks(ranks: Sequence[int], of: int) -> str:
     """Whose note it is: `rank 3`, `ranks 0, 2`, `every rank`."""
     if len(ranks) == 1:
@@ -137,8 +161,9 @@ def _ranks(ranks: Sequence[int], of: int) -> str:
 
 
 def _summary(
-    analyses: Sequence[TraceAnalysis], comm_patterns: Sequence[str], tables: dict[str, list[dict[str, Any]]]
-) -> Summary:
+    analyses: Sequence[TraceAnalysis], comm_patterns: Sequence[str], tables: dict[str, list[Row]],
+    chosen: Sequence[str],
+) -> Summary:  # fmt: skip
     """Steps are as slow as their slowest rank. The lab's own traces tell the emulated link's name, not its speed."""
     by_step: dict[int, int] = defaultdict(int)
     for row in tables["breakdown"]:
@@ -151,7 +176,7 @@ def _summary(
         peak_by_rank=tuple(peaks) if any(peaks) else (),
         comm=Comm(*sent, **exposure(tables["breakdown"])),
         profile=Profile(len(by_step), source="trace"),
-        traces=_sources(analyses, comm_patterns),
+        traces=_sources(analyses, comm_patterns, tables, chosen),
         link=None if link is None else Link(link),
     )
 
@@ -213,13 +238,68 @@ def ranks_by_name(paths: Sequence[Path]) -> list[int | None]:
     return [None] * len(paths)
 
 
-def check_one_job(analyses: Sequence[TraceAnalysis]) -> None:
-    """TraceError where the traces are not of one job: each rank once, the same job, the same steps, the same time."""
+def _by_device(analyses: list[TraceAnalysis], comm_patterns: Sequence[str]) -> list[TraceAnalysis]:
+    """The only process of a job, where it drives several devices, as one analysis a device: what one of them does says
+    nothing of another. Of several processes it is said.
+    """
+    several = [each for each in analyses if len(each.devices) > 1]
+    if not several:
+        return analyses
+    if len(analyses) > 1 or (analyses[0].world_size or 1) > 1:
+        return [_said(each, f"the work of {len(each.devices)} devices counts as one") for each in analyses]
+    (whole,) = analyses
+    told = {"comm_patterns": comm_patterns}
+    of_devices = read_all([(whole.path, {**told, "rank": device, "device": device}) for device in whole.devices])
+    said = "one process drives several devices: each is shown as the rank of its number"
+    return [_said(replace(each, world_size=None), said) for each in of_devices]
+
+
+def _said(analysis: TraceAnalysis, sentence: str) -> TraceAnalysis:
+    """The analysis with one more sentence, where it is of a process that drives several devices."""
+    return replace(analysis, odd=(*analysis.odd, sentence)) if len(analysis.devices) > 1 else analysis
+
+
+def of_one_job(analyses: Sequence[TraceAnalysis]) -> tuple[list[TraceAnalysis], list[str]]:
+    """The analyses of one job, and sentences on what was chosen of the files: of the cycles of a profiler's schedule
+    the last one, and the steps that all ranks have.
+
+    Raises TraceError where the traces are not of one job: each rank once, the same job, the same time.
+    """
+    analyses, chosen = _of_last_cycle(analyses)
     _check_ranks(analyses)
     _check_sizes(analyses)
     _check_times(analyses)
-    _check_steps(analyses)
+    analyses, without = _of_common_steps(analyses)
     _check_whole(analyses)
+    return analyses, [*chosen, *without]
+
+
+def _of_last_cycle(analyses: Sequence[TraceAnalysis]) -> tuple[list[TraceAnalysis], list[str]]:
+    """Where each process left one trace a cycle of its schedule (`repeat=2`), the last of each rank."""
+    of_rank = grouped(analyses, lambda each: each.rank)
+    cycles = {len(each) for each in of_rank.values()}
+    if cycles == {1} or len(cycles) > 1 or not all(map(_are_cycles, of_rank.values())):
+        return list(analyses), []
+    last = [max(each, key=_span) for each in of_rank.values()]
+    steps = _listed({step.step for step in last[0].steps})
+    many = cycles.pop()
+    return last, [
+        f"each rank left {many} traces, one a cycle of its profiler's schedule: the last, steps {steps}, is shown"
+    ]
+
+
+def _are_cycles(analyses: Sequence[TraceAnalysis]) -> bool:
+    """Whether these traces of one rank are of one process, one after the other."""
+    spans = sorted(map(_span, analyses))
+    return len({each.process for each in analyses}) == 1 and all(
+        before[1] <= after[0] for before, after in pairwise(spans)
+    )
+
+
+def _span(analysis: TraceAnalysis) -> tuple[int, int]:
+    """When the first step of a trace begins, and its last one ends, by its own clock."""
+    first, last = (analysis.steps[at].timeline[0] for at in (0, -1))
+    return first["start_ns"], last["end_ns"]
 
 
 def _check_ranks(analyses: Sequence[TraceAnalysis]) -> None:
@@ -253,27 +333,32 @@ def _check_sizes(analyses: Sequence[TraceAnalysis]) -> None:
 
 def _check_times(analyses: Sequence[TraceAnalysis]) -> None:
     """Traces that share no instant, on one clock, are of two runs (or of two parts of one)."""
-    ends = [(each.steps[0].timeline[0], each.steps[-1].timeline[0]) for each in analyses]
-    spans = [(first["start_ns"], last["end_ns"]) for first, last in ends]
+    spans = [_span(each) for each in analyses]
     latest = max(range(len(spans)), key=lambda index: spans[index][0])
     earliest = min(range(len(spans)), key=lambda index: spans[index][1])
     apart = spans[latest][0] - spans[earliest][1]
-    if apart > max(_CLOCKS_NS, *(end - start for start, end in spans)):
+    if apart > max(_CLOCKS_NS, *(end - start for start, end in spans)) and not clocks_explain(analyses):
         late = f"{analyses[latest].path} begins {apart / 1e9:.3g} s after {analyses[earliest].path} has ended"
         raise _mixed(f"{late}, so these ranks never met")
 
 
-def _check_steps(analyses: Sequence[TraceAnalysis]) -> None:
-    steps = {each.path: {step.step for step in each.steps} for each in analyses}
+def _of_common_steps(analyses: Sequence[TraceAnalysis]) -> tuple[list[TraceAnalysis], list[str]]:
+    """The analyses with the steps that all ranks have: a rank that ended early lacks some."""
+    steps = {each.rank: {step.step for step in each.steps} for each in analyses}
     usual = Counter(map(frozenset, steps.values())).most_common(1)[0][0]
-    for path, own in steps.items():
-        both = f"{path} holds the steps {_listed(own)}, another rank's trace {_listed(usual)}"
-        if not own & usual:
-            raise _mixed(both)
-        if own != usual:
-            raise TraceError(
-                f"{both}: one of them was cut short, or was taken with another schedule; give traces of the same steps."
-            )
+    common = set(usual).intersection(*steps.values())
+    if not common:
+        other = next(each for each in analyses if not steps[each.rank] & usual or steps[each.rank] != usual)
+        own = _listed(steps[other.rank])
+        raise _mixed(f"{other.path} holds the steps {own}, another rank's trace {_listed(usual)}")
+    if all(own == common for own in steps.values()):
+        return list(analyses), []
+    fewest = min(steps, key=lambda rank: len(steps[rank]))
+    kept = [replace(each, steps=tuple(step for step in each.steps if step.step in common)) for each in analyses]
+    return kept, [
+        f"the ranks' traces hold different steps (rank {fewest}'s {_listed(steps[fewest])}, another's"
+        f" {_listed(usual)}): the {plural(len(common), 'step')} that all of them hold, {_listed(common)}, are shown"
+    ]
 
 
 def _mixed(what: str, alike: str = ", taken at the same steps") -> TraceError:

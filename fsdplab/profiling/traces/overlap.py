@@ -23,13 +23,16 @@ from typing import Any
 
 import numpy as np
 
+from fsdplab.common.collectives import collective_row
 from fsdplab.common.rows import grouped
+from fsdplab.common.sizes import size as size_of
 from fsdplab.common.words import OFF_LINK
 from fsdplab.profiling.intervals import EMPTY, Intervals, close_gaps, latest_ends, pairs, size, subtract, union, within
 from fsdplab.profiling.traces.account import PARTS, Account, TraceSets, account
 from fsdplab.profiling.traces.chrome import TraceError, without_collection
+from fsdplab.profiling.traces.clocks import Clock
 from fsdplab.profiling.traces.collectives import Collective, communicating, find_collectives
-from fsdplab.profiling.traces.events import Events, Kind, Window, read_events
+from fsdplab.profiling.traces.events import Events, Kind, Window, check_device, read_events
 from fsdplab.profiling.traces.segments import Segments
 from fsdplab.profiling.traces.steps import NoStep, Step, pieces_of, steps_of
 from fsdplab.records.tables import IDLE_PARTS, PARTS_OF_COLLECTIVE, PARTS_OF_EXPOSED
@@ -40,7 +43,6 @@ DISPATCH_NS = 20_000  # between two operators: the host dispatches the next one
 _BLOCKED_NS = 50_000  # a host without an operator for this long, while bytes are on their way, waits for them
 _APART_NS = 1_000_000  # a lane that is still too full is joined over everything from here on
 _MOST = {"compute": 240, "exposed": 120, "waiting": 80}
-_LANES = ("all_gather", "reduce_scatter", "all_reduce")
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,8 +103,8 @@ class StepRows:
                 **self._where, "unit": each.unit, "phase": each.phase, "kind": each.kind,
                 "issue_ns": base + each.issue, "start_ns": base + each.start, "end_ns": base + each.end,
                 "logical_bytes": each.nbytes, "group": each.group, "group_size": each.group_size,
-                "exposed_ns": sum(parts), **dict(zip(PARTS_OF_COLLECTIVE, parts)), "cause": cause,
-                "emulated": each.emulated, "on_link": spans,
+                "members": each.members, "exposed_ns": sum(parts), **dict(zip(PARTS_OF_COLLECTIVE, parts)),
+                "cause": cause, "emulated": each.emulated, "on_link": spans,
             }
             for each, counted, parts, cause, spans in listed
             if counted
@@ -210,7 +212,7 @@ def _held(each: Collective, start: int, end: int) -> int:
 
 def _communication(each: Collective, start: int, end: int) -> list[Mark]:
     """The transport as one mark named by its kind, the host's copies beside it as marks of their own."""
-    lane, way = each.kind if each.kind in _LANES else "other_communication", each.transport
+    lane, way = collective_row(each.kind).lane, each.transport
     moved = (max(start, way.start), min(end, way.end)) if way else (start, start)
     marks: list[Mark] = []
     for role in ("copy-in", "copy-out", "blocked") if len(each.pieces) > 1 or way is None else ():
@@ -262,6 +264,7 @@ class Origin:
     backend: str = ""
     torch: str = ""
     link: str | None = None
+    host: str = ""
 
 
 def origin_of(metadata: Mapping[str, Any], waits_for_link: bool) -> Origin:
@@ -274,7 +277,7 @@ def origin_of(metadata: Mapping[str, Any], waits_for_link: bool) -> Origin:
     first = devices[0] if isinstance(devices, list) and devices else None
     link = _text(mark, "link") or (_UNNAMED_LINK if waits_for_link else None)
     torch = _text(metadata, "pytorch_version") or _text(mark, "torch")
-    return Origin(_text(first, "name"), _text(job, "backend"), torch, link)
+    return Origin(_text(first, "name"), _text(job, "backend"), torch, link, _text(metadata, "host_name"))
 
 
 def _text(found: Any, key: str) -> str:
@@ -310,7 +313,9 @@ class StepAnalysis:
 class TraceAnalysis:
     """All steps of one rank's trace. `device` is "cpu" or "cuda"; `world_size` is None where the trace does not say;
     `no_step`: device work outside of the steps. `origin`: where it was made. `allocated_peak`: bytes of the device's
-    allocator at their highest, where the trace tells.
+    allocator at their highest, where the trace tells. `clock`: by how much its clock was ahead of the first rank's,
+    which is taken from all times here already. `odd`: sentences on events that were left out. `process`: which process
+    of which host was profiled; `devices`: which devices it drove.
     """
 
     path: Path
@@ -321,6 +326,10 @@ class TraceAnalysis:
     no_step: NoStep = NoStep()
     origin: Origin = Origin()
     allocated_peak: int | None = None
+    clock: Clock = Clock()
+    odd: tuple[str, ...] = ()
+    process: str = ""
+    devices: tuple[int, ...] = ()
 
     def rows(self, table: str) -> list[Row]:
         """The rows of `breakdown`, `idle`, `timeline`, `exposed` or `collectives` over all steps."""
@@ -342,6 +351,7 @@ def analyse_trace(
     comm_patterns: Sequence[str] = (),
     default_rank: int = 0,
     core_waits: Intervals = EMPTY,
+    device: int | None = None,
 ) -> TraceAnalysis:
     """Read one rank's trace and account for every nanosecond of its steps.
 
@@ -349,13 +359,19 @@ def analyse_trace(
     transitions; they give the issue time of a gather whose range the trace lacks. `rank`: in place of the file's own;
     `default_rank` where the file has none. `first_step` numbers the steps from there, else they keep the profiler's
     numbers. `whole`: the whole trace as one step. `comm_patterns`: kernels that communicate beside NCCL's
-    (`events.comm_pattern`). `core_waits`: when the rank's thread waited for a core (absolute ns).
+    (`comm_kernels.comm_pattern`). `core_waits`: when the rank's thread waited for a core (absolute ns). `device`: the
+    only one that is looked at, of a process that drives several.
 
     Raises TraceError for files that cannot be read, or of several ranks without any communication; AccountingError if a
     step did not add up. A step of 100 ms with 80 computing, 50 communicating and 40 of that at once: overlapped 40,
     exposed 10, compute only 40, other 10 ms.
     """
     found = read_events(path, comm_patterns)
+    if not isinstance(found.metadata.get(MARK), Mapping):  # the lab's own traces say what they are of
+        check_device(found)
+    devices = found.devices
+    if device is not None:
+        found = found.of_device(device)
     on_gpu, world_size = found.on_gpu, found.distributed.get("world_size")
     own_rank = int(found.distributed.get("rank", default_rank) if rank is None else rank)
     transfers = [row for row in ledger or () if row["emulated"] and row["rank"] == own_rank]
@@ -373,6 +389,7 @@ def analyse_trace(
     trace = TraceSets(found, collectives, segments, core_waits - found.base_ns)
     loading = subtract(union(found.spans(Kind.LOADING)), trace.device)
     host_steps = {number: span for number, *span in ranges}
+    allocated, reserved = found.peaks([step.window for step in steps] or ranges)
     analysis = TraceAnalysis(
         Path(path), own_rank, world_size, "cuda" if on_gpu else "cpu",
         tuple(
@@ -380,10 +397,26 @@ def analyse_trace(
             for step in steps
         ),
         replace(no_step, step_ranges=whole or bool(profiled)),
-        origin_of(found.metadata, any(each.label == "link" for each in found.ranges)), found.allocated_peak,
+        origin_of(found.metadata, any(each.label == "link" for each in found.ranges)), allocated,
+        odd=(*found.odd, *_reserved(allocated, reserved)), devices=tuple(devices), process=_process(found),
     )  # fmt: skip
     _check(analysis, len(ranges))
     return analysis
+
+
+def _reserved(allocated: int | None, reserved: int | None) -> list[str]:
+    """What the allocator held beside what was allocated."""
+    if allocated is None or reserved is None:
+        return []
+    return [f"of the device's memory {size_of(allocated)} were allocated at most, and {size_of(reserved)} reserved"]
+
+
+def _process(found: Events) -> str:
+    """The host and the number of the process that ran the steps; "" where the trace has no ranges of steps."""
+    rows = found.rows(Kind.STEP)
+    if not len(rows):
+        return ""
+    return f"{found.metadata.get('host_name') or ''}:{found.threads[int(found.thread[rows[0]])][0]}"
 
 
 def _analysed(rows: StepRows, loading_ns: int) -> StepAnalysis:
@@ -404,7 +437,8 @@ def _check(analysis: TraceAnalysis, ranges: int) -> None:
         raise TraceError(
             f"{analysis.path} is of rank {analysis.rank} of {analysis.world_size} and shows no communication in its"
             " steps, so there is no overlap: no gradient was reduced (then the model trains nothing), or the profiler"
-            " did not see the transport; use gloo, NCCL, or an engine whose ranges (FSDP::all_gather ...) mark it."
+            " did not see the transport; use gloo, NCCL, or an engine whose ranges (FSDP::all_gather ...) mark it; or"
+            " name the kernels that communicate, of oneCCL for example: --comm-pattern ccl"
         )
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from fsdplab.profiling.intervals import EMPTY, Intervals, before, pairs, size, subtract, union, within
 from fsdplab.profiling.traces.collectives import Collective
-from fsdplab.profiling.traces.events import Events, Kind, Window
+from fsdplab.profiling.traces.events import COPIES, Events, Kind, Window
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _by_clock(
 
 def _by_launch(found: Events, collectives: Sequence[Collective], ranges: Sequence[Window]) -> tuple[list[Step], NoStep]:
     """A range's step is what it launched."""
-    kernels, copies = found.rows(Kind.KERNEL), found.rows(Kind.COPY)
+    kernels, copies = found.rows(Kind.KERNEL), found.rows(*COPIES)
     kernel_steps, copy_steps = (_launched_in(found.of_launch(found.start, rows), ranges) for rows in (kernels, copies))
     members: list[list[Collective]] = [[] for _ in range(len(ranges) + 1)]
     issues = np.array([each.issue for each in collectives], dtype=np.int64)
@@ -199,4 +199,4 @@ def _cut(earlier: Intervals, later: Intervals, first: int, last: int) -> int:
 
 def all_device_work(found: Events, collectives: Sequence[Collective]) -> Intervals:
     """When the device did anything at all: kernels, copies, communication."""
-    return union(found.spans(Kind.KERNEL, Kind.COPY), pieces_of(collectives)) if found.on_gpu else EMPTY
+    return union(found.spans(Kind.KERNEL, *COPIES), pieces_of(collectives)) if found.on_gpu else EMPTY

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdplab.common.collectives import bus_factor
 from fsdplab.engine import compat
-from fsdplab.profiling.traces.skew import bus_factor
 
 REPEATS = 5
 MEBIBYTES = {"cuda": 256, "cpu": 1}

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from itertools import product
 from statistics import median
 
+from fsdplab.common.collectives import bus_factor
 from fsdplab.common.sizes import size, three_digits
 from fsdplab.figures.lines import line
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import COLLECTIVE_COLOURS, STRATEGY_COLOURS, mark_level, titled
-from fsdplab.profiling.traces.skew import bus_factor
 from fsdplab.teaching.core.checking import solution
 from fsdplab.teaching.core.diagrams import HeldCell, cells_in_time
 from fsdplab.teaching.core.display import HasTable, Table, table

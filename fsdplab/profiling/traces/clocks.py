@@ -1,0 +1,123 @@
+"""How far the clocks of ranks are apart, from the ends of collectives that end together.
+
+No rank ends an all_gather, a reduce_scatter or an all_reduce before all have begun it, and they end it together: ends
+that are always apart by the same time are of different clocks. One shift a rank is estimated, as the median over its
+collectives with a neighbour; ranks that share none are connected through others, and, where nothing else does it,
+through messages between two ranks, whose ends are less sharp.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+from fsdplab.common.collectives import PAIRED, collective_row
+from fsdplab.common.sizes import seconds
+
+Row = Mapping[str, Any]
+_LEAST_ERROR_NS = 1_000  # kernels of one collective end some microseconds apart
+_FEW = 3  # below so many collectives their own spread says nothing
+_UNSURE_NS = 100_000
+_CONTRADICTION_NS = 1_000_000  # a collective that ends so long before a rank begins it is on another clock
+
+
+class Clock(NamedTuple):
+    """By how much a rank's clock is ahead of the first rank's, and how sure that is (one standard error), in ns."""
+
+    ahead_ns: int = 0
+    error_ns: int = 0
+
+
+class _Edge(NamedTuple):
+    """Two ranks that share collectives: how far the second is ahead of the first. Sorted, the best edges come first."""
+
+    by_messages: bool
+    error: float
+    first: int
+    second: int
+    ahead: float
+
+
+def clocks_of(meetings: Iterable[Sequence[Row]]) -> dict[int, Clock]:
+    """The clock of each rank that shares collectives with others; the lowest rank of those that are connected is the
+    reference.
+
+    Ranks 0 and 1 that end three collectives at 5, 15, 25 and at 75, 85, 95 ms: the clock of rank 1 is 70 ms ahead.
+    """
+    connected: dict[int, dict[int, Clock]] = {}  # of each rank its whole component
+    for edge in sorted(_edges(meetings)):
+        here = connected.setdefault(edge.first, {edge.first: Clock()})
+        there = connected.setdefault(edge.second, {edge.second: Clock()})
+        if here is there:
+            continue
+        ahead = here[edge.first].ahead_ns + edge.ahead - there[edge.second].ahead_ns
+        error = math.hypot(edge.error, here[edge.first].error_ns, there[edge.second].error_ns)
+        for rank, clock in there.items():
+            here[rank] = Clock(round(clock.ahead_ns + ahead), round(math.hypot(clock.error_ns, error)))
+            connected[rank] = here
+    found: dict[int, Clock] = {}
+    for component in {id(each): each for each in connected.values()}.values():
+        reference = component[min(component)].ahead_ns
+        for rank, clock in component.items():
+            found[rank] = Clock(clock.ahead_ns - reference, 0 if rank == min(component) else clock.error_ns)
+    return found
+
+
+def _edges(meetings: Iterable[Sequence[Row]]) -> list[_Edge]:
+    apart: dict[tuple[bool, int, int], list[int]] = defaultdict(list)
+    for members in meetings:
+        kind = members[0]["kind"]
+        if len(members) < 2 or not (collective_row(kind).ends_together or kind == PAIRED):
+            continue
+        first, *others = sorted(members, key=lambda row: row["rank"])
+        for row in others:
+            apart[kind == PAIRED, first["rank"], row["rank"]].append(row["end_ns"] - first["end_ns"])
+    return [
+        _Edge(by_messages, _error(each), first, second, median(each))
+        for (by_messages, first, second), each in apart.items()
+    ]
+
+
+def _error(apart: Sequence[int]) -> float:
+    """The standard error of a median, from the median deviation."""
+    if len(apart) < _FEW:
+        return _UNSURE_NS
+    middle = median(apart)
+    deviation = median(abs(each - middle) for each in apart)
+    return max(_LEAST_ERROR_NS, 1.4826 * 1.2533 * deviation / math.sqrt(len(apart)))
+
+
+def contradict(meetings: Iterable[Sequence[Row]]) -> bool:
+    """Whether some rank ended a collective long before another one began it: their clocks differ."""
+    return any(
+        max(row["start_ns"] for row in members) - min(row["end_ns"] for row in members) > _CONTRADICTION_NS
+        for members in meetings
+        if len(members) > 1 and collective_row(members[0]["kind"]).ends_together
+    )
+
+
+def in_words(clocks: Mapping[int, Clock]) -> str:
+    """What to say of clocks that differ by more than they are sure of; "" where they do not.
+
+    >>> in_words({0: Clock(), 1: Clock(6_000_000, 1_000)})
+    "the ranks' clocks differ: rank 1's is 6.00 ms ahead (± 1.00 µs) of rank 0's; all times are set to rank 0's"
+    """
+    differing = {rank: clock for rank, clock in clocks.items() if abs(clock.ahead_ns) > 2 * clock.error_ns}
+    if not differing:
+        return ""
+    most = max(differing, key=lambda rank: abs(differing[rank].ahead_ns))
+    error = seconds(max(clock.error_ns for clock in differing.values()) / 1e9)
+    if len(differing) > 1:
+        ahead = seconds(abs(differing[most].ahead_ns) / 1e9)
+        return (
+            f"the clocks of {len(differing)} ranks differ from rank {min(clocks)}'s, rank {most}'s most: by {ahead}"
+            f" (± {error}); all times are set to rank {min(clocks)}'s"
+        )
+    way = "ahead of" if differing[most].ahead_ns > 0 else "behind"
+    return (
+        f"the ranks' clocks differ: rank {most}'s is {seconds(abs(differing[most].ahead_ns) / 1e9)} {way} rank"
+        f" {min(clocks)}'s (± {error}); all times are set to rank {min(clocks)}'s"
+    )

@@ -1,0 +1,162 @@
+"""The same collective on several ranks: who meets whom.
+
+A collective's identity is its process group and its number among the group's calls of the step. A group is known by its
+members where traces tell them, else by its name and the ranks that use the name. Where ranks do not agree about the
+order of a group's calls (one trace lacks some), calls of a kind are counted, and then those of a unit, phase and kind.
+What nothing tells is met by nobody, and so nobody waits in it.
+
+Pure: rows go in (the record's `ledger`, or `collectives`), values come out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+from fsdplab.common.collectives import PAIRED, PEER_COPY
+from fsdplab.common.rows import grouped
+from fsdplab.profiling.traces.groups import NAMED, ONE_OF_SEVERAL
+
+Row = Mapping[str, Any]
+
+
+class Key(NamedTuple):
+    """A collective of all its ranks: `number` counts those of the same step, group, unit, phase and kind from 0."""
+
+    step: int
+    unit: str
+    phase: str
+    kind: str
+    number: int
+    group: str = ""
+
+
+def matched(rows: Iterable[Any]) -> dict[Key, list[Any]]:
+    """Rows of the same collective, one a rank, by its identity, in the order of time. A collective that no other row
+    meets stands alone.
+
+    Of two ranks whose groups `0,1 #1` and `0,1 #2` each gather once, the rows of group 1 meet, and those of group 2,
+    whichever came first on either rank.
+    """
+    rows = list(rows)
+    name_of, users = _names(rows), _users(rows)
+    meetings: list[list[Row]] = []
+    for (_, group), own in grouped(rows, lambda row: (row["step"], name_of(row))).items():
+        meetings += _met(own, group, users)
+    meetings.sort(key=lambda members: min(row["start_ns"] for row in members))
+    counts: Counter[tuple[Any, ...]] = Counter()
+    found: dict[Key, list[Row]] = {}
+    for members in meetings:
+        first = min(members, key=itemgetter("rank"))
+        name = (first["step"], first["unit"], first["phase"], first["kind"], name_of(first))
+        if len(members) == 1:  # rows that stand alone have keys that no meeting has
+            name = (*name[:4], f"{name[4]} alone on rank {first['rank']}")
+        found[Key(*name[:4], counts[name], name[4])] = members
+        counts[name] += 1
+    return found
+
+
+def _names(rows: Sequence[Row]) -> Callable[[Row], str]:
+    """The identity of a row's group. PyTorch's own number of a group counts where its members agree about it: two
+    groups may have the same members, but each rank may count its groups from 0.
+    """
+    numbers: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for row in rows:
+        members, _, number = _members(row).partition(" #")
+        numbers[members.rpartition(" of ")[2]][row["rank"]].add(number)
+    agreed = {
+        members for members, of_rank in numbers.items() if len({frozenset(each) for each in of_rank.values()}) == 1
+    }
+
+    def name_of(row: Row) -> str:
+        members, _, _ = _members(row).partition(" #")
+        if members.rpartition(" of ")[2] in agreed:
+            return _members(row)
+        return f"{members} {row.get('group') or ''}".strip()
+
+    return name_of
+
+
+def _members(row: Row) -> str:
+    return str(row.get("members") or "")
+
+
+def _users(rows: Iterable[Row]) -> dict[str, set[int]]:
+    """The ranks that use each group of which only the name is known."""
+    found: dict[str, set[int]] = defaultdict(set)
+    for row in rows:
+        if _members(row).startswith(NAMED):
+            found[_members(row)].add(row["rank"])
+    return found
+
+
+def _met(rows: Sequence[Row], group: str, users: Mapping[str, set[int]]) -> Iterator[list[Row]]:
+    """The meetings of one group in one step."""
+    if not group:
+        yield from _met_by_name(rows)
+        return
+    size = next((row["group_size"] for row in rows if row.get("group_size")), group.count(",") + 1)
+    shared = len(users.get(_members(rows[0]), ())) > size  # several groups go by this name
+    alone = [row for row in rows if shared or group == ONE_OF_SEVERAL or _may_be_of_others(row, group, size)]
+    yield from ([row] for row in alone)
+    left_out = {id(row) for row in alone}
+    others = [row for row in rows if id(row) not in left_out]
+    of_rank = grouped(sorted(others, key=lambda row: (row["rank"], *_issued(row))), itemgetter("rank"))
+    if len({tuple(row["kind"] for row in own) for own in of_rank.values()}) == 1:
+        yield from map(list, zip(*of_rank.values()))
+    else:
+        for own in grouped(others, itemgetter("kind")).values():
+            yield from _met_by_count(own, itemgetter("unit", "phase", "kind"))
+
+
+def _may_be_of_others(row: Row, group: str, size: int) -> bool:
+    """Whether it is a message between two ranks of a larger group, of which the trace does not say between which."""
+    return row["kind"] == PEER_COPY or row["kind"] == PAIRED and ">" not in group and size != 2
+
+
+def _issued(row: Row) -> tuple[int, int]:
+    issue: int | None = row.get("issue_ns")
+    return (row["start_ns"] if issue is None else issue), row["start_ns"]
+
+
+def _met_by_count(rows: Sequence[Row], closer: Callable[[Row], Any] | None = None) -> Iterator[list[Row]]:
+    """The n-th of each rank, where all have equally many; else the same of those that are alike in more."""
+    of_rank = [
+        sorted(own, key=_issued) for own in grouped(sorted(rows, key=itemgetter("rank")), itemgetter("rank")).values()
+    ]
+    if len({len(own) for own in of_rank}) == 1:
+        yield from map(list, zip(*of_rank))
+    elif closer is None:
+        yield from ([row] for row in rows)
+    else:
+        for own in grouped(rows, closer).values():
+            yield from _met_by_count(own)
+
+
+def _met_by_name(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    """Of a group that is not known, all ranks: the n-th of a unit, phase and kind meets the n-th of the others.
+
+    Of two ranks a send meets a receive, in whichever phase. Of more, sends and receives of a ring meet by their number;
+    where one rank has more of them than another, as in a pipeline, the rows do not say who meets whom.
+    """
+    ranks = {row["rank"] for row in rows}
+
+    def name(row: Row) -> tuple[Any, ...]:
+        phase = "" if row["kind"] == PAIRED and len(ranks) <= 2 else row["phase"]
+        return row["unit"], phase, row["kind"]
+
+    for (_, _, kind), own in grouped(rows, name).items():
+        counts = Counter(row["rank"] for row in own)
+        if kind == PAIRED and (len(counts) < len(ranks) or len(set(counts.values())) > 1):
+            yield from ([row] for row in own)
+        else:
+            yield from _nth(own)
+
+
+def _nth(rows: Sequence[Row]) -> Iterator[list[Row]]:
+    """The n-th of each rank, as many as any rank has."""
+    of_rank = [sorted(own, key=itemgetter("start_ns")) for own in grouped(rows, itemgetter("rank")).values()]
+    for number in range(max(map(len, of_rank))):
+        yield [own[number] for own in of_rank if number < len(own)]
