@@ -24,6 +24,15 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shuti
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine; .ci/run installs Debian's")
 
 
+PATIENCE_MS = 120_000  # a busy machine takes minutes for what takes a second
+
+
+def patient(page: Any) -> Any:
+    """The page, which waits longer than playwright's 30 seconds before it gives up."""
+    page.set_default_timeout(PATIENCE_MS)
+    return page
+
+
 def address_of(server: subprocess.Popen[str], within_s: float) -> str:
     """The address, token included, that JupyterLab prints when it is ready."""
     lines: Queue[str] = Queue()
@@ -134,7 +143,7 @@ class Cells:
         notebook = {"cells": cells, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}
         (self.folder / "cells.ipynb").write_text(json.dumps(notebook))
         context = self.chromium.new_context(viewport={"width": width, "height": 900})
-        page = context.new_page()
+        page = patient(context.new_page())
         page.goto(self.server.page_of(f"{self.folder.name}/cells.ipynb"))
         page.get_by_text("(ipykernel) | Idle").wait_for(timeout=120_000)
         page.add_style_tag(content=".Toastify { display: none }")

@@ -12,7 +12,7 @@ import urllib.parse
 from pathlib import Path
 from typing import Any
 
-from tests.browser import CHROMIUM
+from tests.browser import CHROMIUM, patient
 
 WIDTH = 1000
 _PICTURE = """width => {
@@ -28,7 +28,7 @@ def svg_of(page_html: str, width: int = WIDTH) -> str:
 
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_page(viewport={"width": width, "height": 900})
+        page = patient(browser.new_page(viewport={"width": width, "height": 900}))
         page.route("https://cdn.plot.ly/**", lambda route: _answer(route, get_plotlyjs()))
         page.set_content(page_html)
         page.wait_for_selector(".js-plotly-plot .main-svg")

@@ -24,7 +24,7 @@ from fsdplab.teaching.site import build
 from fsdplab.teaching.site.build import MANIFEST, build_site
 from fsdplab.teaching.site.lesson import lesson_of
 from fsdplab.teaching.site.outputs import WITHOUT_A_KERNEL, plain, shown
-from tests.browser import CHROMIUM, needs_chromium
+from tests.browser import CHROMIUM, needs_chromium, patient
 
 ROOT = Path(__file__).resolve().parents[1]
 FIRST = "# 01 Small things\n\n*25 minutes. Before this: nothing.*\n\n> **Why is a page enough?**\n"
@@ -167,7 +167,7 @@ def test_a_browser_shows_the_site_without_a_network(made):
     wrong, asked = [], []
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="light")
+        page = patient(browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="light"))
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
         page.on("request", lambda request: asked.append(request.url))

@@ -29,6 +29,7 @@ from fsdplab.figures.view import RunView, view, views
 from fsdplab.profiling.findings import findings
 from fsdplab.records import CATEGORIES, RunRecord, Spread, Summary, comparison_json
 from fsdplab.records.summary import Change, Peak, Predicted, Steady
+from tests.browser import patient
 from tests.pictures import svg_of
 
 MB = 1_000_000
@@ -481,7 +482,7 @@ def test_page_opens_offline_in_a_browser(runs, tmp_path):
         browser = playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
         )
-        page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="dark")
+        page = patient(browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="dark"))
         asked, problems = [], []
         page.on("request", lambda request: asked.append(request.url))
         page.on("pageerror", lambda error: problems.append(str(error)))
@@ -519,7 +520,7 @@ def test_a_wide_table_and_its_legend_fit_a_small_window(tmp_path):
             args=["--no-sandbox", "--disable-gpu"],
             ignore_default_args=["--hide-scrollbars"],
         )
-        page = browser.new_page(viewport={"width": 1280, "height": 800})
+        page = patient(browser.new_page(viewport={"width": 1280, "height": 800}))
         page.goto(target.as_uri())
         page.wait_for_selector("#answer .main-svg")
         page.locator(".panel.open summary").first.wait_for()
@@ -573,7 +574,7 @@ def test_the_page_answers_on_its_first_screen_and_fits_a_phone(tmp_path):
         browser = playwright.chromium.launch(
             executable_path=shutil.which("chromium"), args=["--no-sandbox", "--disable-gpu"]
         )
-        page = browser.new_page(viewport={"width": 1280, "height": 800})
+        page = patient(browser.new_page(viewport={"width": 1280, "height": 800}))
         page.goto(target.as_uri())
         page.wait_for_function("document.querySelectorAll('#answer .main-svg').length >= 2")
         boxes = {name: page.locator(f"#answer {name}").bounding_box() for name in (".sentence", ".pair", ".change")}
@@ -584,7 +585,7 @@ def test_the_page_answers_on_its_first_screen_and_fits_a_phone(tmp_path):
         assert left["x"] + left["width"] <= right["x"] and abs(left["y"] - right["y"]) < 1, "side by side"
         assert page.get_by_role("tab").all_inner_texts() == ["Compare", "Timeline", "Memory", "Traffic", "Diagnosis"]
         assert not page.locator("th", has_text="= par").count()
-        phone = browser.new_page(viewport={"width": 390, "height": 844})
+        phone = patient(browser.new_page(viewport={"width": 390, "height": 844}))
         phone.goto(target.as_uri())
         for tab in phone.get_by_role("tab").all():
             tab.click()

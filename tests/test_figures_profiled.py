@@ -30,6 +30,7 @@ from fsdplab.records import CATEGORIES, LANES, TABLES, RunRecord, Spread, Summar
 from fsdplab.records.summary import Comm, Peak, Steady
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.steady_card import steady
+from tests.browser import patient
 
 MB, US, EPOCH = 1_000_000, 1_000, 1_790_000_000_000_000_000
 BLOCKS = [f"blocks.{index}" for index in range(4)]
@@ -768,7 +769,7 @@ def test_every_figure_renders_in_a_browser(ahead, behind, no_communication, tmp_
     (tmp_path / "plotly.js").write_text(get_plotlyjs(), encoding="utf-8")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        page, problems = browser.new_page(viewport={"width": 1280, "height": 900}), []
+        page, problems = patient(browser.new_page(viewport={"width": 1280, "height": 900})), []
         page.on("pageerror", lambda error: problems.append(str(error)))
         figures_by_name = drawings(ahead, behind, no_communication)
         drawn = "".join(
@@ -799,7 +800,7 @@ def test_tabs_and_the_time_cursor_work_offline(ahead, behind, tmp_path):
     )
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        page, problems, asked = browser.new_page(viewport={"width": 1280, "height": 900}), [], []
+        page, problems, asked = patient(browser.new_page(viewport={"width": 1280, "height": 900})), [], []
         page.on("pageerror", lambda error: problems.append(str(error)))
         page.on("request", lambda request: asked.append(request.url))
         page.goto((tmp_path / "page.html").as_uri())

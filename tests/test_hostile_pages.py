@@ -24,7 +24,7 @@ from fsdplab.teaching.authoring.course import CourseError
 from fsdplab.teaching.site.build import build_site
 from fsdplab.teaching.site.foreign_html import without_scripts
 from fsdplab.teaching.site.outputs import PLOTLY
-from tests.browser import CHROMIUM, needs_chromium
+from tests.browser import CHROMIUM, needs_chromium, patient
 from tests.test_cli_fuzz import sound_record
 
 RAN = "window.ran=(window.ran||[]).concat"
@@ -62,7 +62,7 @@ def in_browser(look: Any, *pages: Path, **context: Any) -> list[Any]:
     dialogs: list[str] = []
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        page = browser.new_context(**context).new_page()
+        page = patient(browser.new_context(**context).new_page())
         page.on("dialog", lambda dialog: (dialogs.append(dialog.message), dialog.dismiss()))
         found = []
         for each in pages:

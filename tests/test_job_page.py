@@ -17,7 +17,7 @@ from fsdplab.figures.view import view
 from fsdplab.profiling.vocabulary import words_of
 from fsdplab.records import TABLES, RunRecord, Spread, Summary, comparison_json
 from fsdplab.records.summary import Comm, Peak, Profile
-from tests.browser import CHROMIUM, needs_chromium
+from tests.browser import CHROMIUM, needs_chromium, patient
 
 pytestmark = pytest.mark.quick
 
@@ -94,7 +94,7 @@ def test_a_long_argument_in_a_remedy_is_broken_on_a_phone(tmp_path: Path) -> Non
     page_file.write_text(comparison_page(comparison_json([record]), [record]), encoding="utf-8")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        phone = browser.new_page(viewport={"width": 390, "height": 800})
+        phone = patient(browser.new_page(viewport={"width": 390, "height": 800}))
         phone.goto(page_file.as_uri())
         phone.click("[data-panel=panel-Diagnosis]")
         assert "TrainingArguments(" in phone.locator(".finding").last.inner_text()

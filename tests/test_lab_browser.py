@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fsdplab.cli import lab
-from tests.browser import Server, needs_chromium
+from tests.browser import Server, needs_chromium, patient
 
 SHORT_MS = 60_000
 PREDICT = """from fsdplab import teaching
@@ -39,7 +39,7 @@ def run_a_cell(page: Any, source: str) -> None:
 @needs_chromium
 def test_fsdplab_lab_opens_the_learner_edition(course_lab: Server, chromium: Any, tmp_path: Path) -> None:
     assert sorted(path.name for path in course_lab.folder.glob("*.ipynb"))[0] == "00_setup_and_tour.ipynb"
-    page = chromium.new_page(viewport={"width": 1280, "height": 900})
+    page = patient(chromium.new_page(viewport={"width": 1280, "height": 900}))
     page.goto(course_lab.page_of("00_setup_and_tour.ipynb"))
     page.wait_for_selector(".jp-Notebook .jp-MarkdownOutput h1", timeout=60_000)
     assert "Setup and tour" in page.inner_text(".jp-Notebook")

@@ -32,7 +32,7 @@ from fsdplab.teaching.__main__ import main
 from fsdplab.teaching.authoring.course import CourseError
 from fsdplab.teaching.site.build import build_site
 from fsdplab.teaching.site.live import CDN, NAMES, SOURCES, pyodide
-from tests.browser import CHROMIUM, needs_chromium
+from tests.browser import CHROMIUM, needs_chromium, patient
 
 PYODIDE = os.environ.get("FSDPLAB_PYODIDE")
 needs_pyodide = pytest.mark.skipif(
@@ -231,7 +231,7 @@ def browser() -> Iterator[Any]:
 
 
 def opened(context: Any, address: str) -> Any:
-    page = context.new_page()
+    page = patient(context.new_page())
     page.goto(address)
     page.wait_for_function("document.body.dataset.shown", timeout=240_000)
     return page
@@ -340,7 +340,7 @@ def test_where_python_does_not_start_the_page_says_why_and_keeps_the_first_plan(
 ) -> None:
     build_site(executed, tmp_path / "site", live=pyodide(str(empty_pyodide)))
     server = Server(tmp_path / "site")
-    page = browser.new_page()
+    page = patient(browser.new_page())
     for address in (server.page, (tmp_path / "site" / "planner.html").as_uri()):
         page.goto(address)
         page.locator("#state.bad").wait_for(timeout=60_000)

@@ -15,7 +15,7 @@ import pytest
 
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import on_page, titled
-from tests.browser import Cells, needs_chromium
+from tests.browser import Cells, needs_chromium, patient
 
 NOTEBOOKS = Path(__file__).parents[1] / "notebooks"
 FEWEST_SLIDERS = 35  # of the course; fewer means that this test no longer finds them
@@ -112,7 +112,7 @@ def test_no_line_of_a_title_touches_the_legend(chromium: Any, tmp_path: Path) ->
             figure = titled(go.Figure([go.Bar(x=[1], y=[1], name=name) for name in "ab"]), words, "as measured", words)
         pages.append(figure.to_html(full_html=False, include_plotlyjs=not pages, default_width=f"{pixels}px"))
     (tmp_path / "page.html").write_text("".join(pages), encoding="utf-8")
-    page = chromium.new_page()
+    page = patient(chromium.new_page())
     page.goto(f"file://{tmp_path / 'page.html'}")
     page.wait_for_function("document.querySelectorAll('.legend').length === 3", timeout=60_000)
     gaps = page.evaluate(GAPS)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.browser import Cells, Server, needs_chromium
+from tests.browser import Cells, Server, needs_chromium, patient
 
 NOTEBOOK_11 = "11_strategy_shoot_out.ipynb"
 # The tab that is looked at has something in it, its plots have arrived, and its last words are not "drawing".
@@ -76,7 +76,7 @@ def run_a_cell(page: Any, source: str) -> None:
 @contextmanager
 def shown(server: Server, chromium: Any, width: int = 1280, height: int = 720) -> Iterator[Any]:
     """The page with the lab of notebook 11 at the top of what is seen."""
-    page = chromium.new_page(viewport={"width": width, "height": height})
+    page = patient(chromium.new_page(viewport={"width": width, "height": height}))
     page.goto(server.page_of(NOTEBOOK_11))
     # a kernel that is still starting would not hear it
     page.get_by_text("(ipykernel) | Idle").wait_for(timeout=RUN_MS)

@@ -72,7 +72,6 @@ class UnitMemory(Memory):
         self.module_names: Sequence[str] = ()  # what the root calls the modules; empty until there is a root
         self.fewer_ranks: ShardsOverFewerRanks | None = None  # where it goes after its forward instead of to its shards
         self.keep_storage = False  # whether the unsharded parameters keep their memory when they are freed
-        self.replacements = 0  # how often shards were replaced from outside
         self._sent: torch.Tensor | None = None  # the fingerprint of the shards that were gathered, if it was taken
         self._partial_sum: torch.Tensor | None = None  # gradients summed over the shards, not yet over the replicas
         self._arriving = Pending(lambda: None)  # gradients on their way to host memory

@@ -45,6 +45,7 @@ class Memory(ABC):
 
     name: str
     params: Sequence[object]  # a unit without any is never unsharded
+    replacements = 0  # how often shards were replaced from outside
     remembers = False  # whether `changed` may be asked of the next gather, though it will be freed or written to
 
     @property
