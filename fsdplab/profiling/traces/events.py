@@ -424,11 +424,13 @@ class _Reader:
         event: dict[str, Any] = {}
         try:
             for event in trace:
-                if event.get("ph") == "i" and event.get("name") == "[memory]":
-                    self._note_memory(event)
+                if event.get("ph") != "X":
+                    if event.get("name") == "[memory]":
+                        self._note_memory(event)
+                    continue
                 category = event.get("cat", "")
-                if event.get("ph") != "X" or category not in _READ:
-                    if category not in _PASSED_OVER and event.get("ph") == "X":
+                if category not in _READ:
+                    if category not in _PASSED_OVER:
                         self._pass_over(str(category), event)
                     continue
                 start = nanoseconds(event["ts"])
@@ -441,7 +443,7 @@ class _Reader:
                     first = start
                 if end > last:
                     last = end
-                key = event["name"], event["cat"]
+                key = event["name"], category
                 verdict = verdicts.get(key)
                 if verdict is None:
                     verdict = verdicts[key] = self._judged(*key), len(verdicts)
