@@ -16,8 +16,8 @@ from typing import Any
 from fsdplab.common.errors import UserError
 from fsdplab.common.files import is_locked
 from fsdplab.common.words import plural
-from fsdplab.recording.settings import COLUMNS, FILE, Settings
 from fsdplab.profiling.traces.skew import sent_per_step
+from fsdplab.recording.settings import COLUMNS, FILE, Settings
 from fsdplab.records import RecordError, RunRecord, Summary
 from fsdplab.records.folder import is_written
 from fsdplab.records.summary import Comm
