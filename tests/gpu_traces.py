@@ -72,8 +72,7 @@ class GpuRank:
             "Collective name": call, "In msg nelems": elements // 2, "Out msg nelems": elements,
             "Group size": len(ranks) if ranks else size or max(2, self.world_size), "dtype": "Float",
             "Process Group Name": number, "Process Group Description": group,
-            "Process Group Ranks": str(list(ranks)) if ranks else None,
-            **more,
+            "Process Group Ranks": None if ranks is None else str(list(ranks)), **more,
         }  # fmt: skip
         arguments = {key: value for key, value in arguments.items() if value is not None}
         return self._device("kernel", "cudaLaunchKernelExC", name, launched, start, end, stream, thread, arguments)

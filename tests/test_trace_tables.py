@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -323,7 +324,10 @@ def test_achieved_rates_beside_the_peak(tmp_path):
     assert (row["unit"], row["flops"], row["time_ns"]) == ("a", 2 * 8 * 64 * 32, 20_000)
     assert row["flops_per_s"] == pytest.approx(1.6384e9) and row["of_flops"] == pytest.approx(0.16384)
     assert row["bytes_per_s"] == pytest.approx(4 * (32 + 8 * 64 + 64 * 32) / 20e-6)
-    assert "fastest is a with 1.64, 16% of the device's peak." in table.sentence and "a data sheet" in table.notes[0]
+    assert (
+        "fastest is a with 1.64 GFLOP/s, 16% of the device's peak." in table.sentence
+        and "a data sheet" in table.notes[0]
+    )
     without = tables.achieved(work_of(read_events(tmp_path / "t.json")))
     assert "record_shapes=True" in without.sentence and rows(without)[0]["flops_per_s"] is None
 
@@ -486,3 +490,38 @@ def test_the_tables_of_traces_know_the_kernels_that_were_said_to_communicate(tmp
     found = {table.name: table for table in tables.tables_of_record(record)}
     assert {row["what"] for row in found["critical_path"].rows} == {"idle", "compute", "all_to_all"}
     assert [row["name"] for row in found["operators"].rows if row["kind"] == "communication"] == ["my_dispatch"]
+
+
+# ---- convolutions, fp8 products and the kernels of FlashAttention
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("name", "given", "flops"),
+    [
+        ("aten::cudnn_convolution", [[[32, 64, 56, 56], [64, 64, 3, 3]], None], 2 * 32 * 64 * 64 * 9 * 56 * 56),
+        (
+            "aten::cudnn_convolution",
+            [[[2, 8, 10, 10], [4, 8, 3, 3]], None, ["", "", "[1, 1]", "[2, 2]", "[1, 1]", "1", "False"]],
+            2 * 2 * 4 * 8 * 9 * 5 * 5,
+        ),
+        ("aten::convolution", [[[2, 8, 10, 10], [4, 8, 3, 3]], None], 0),  # only chooses who computes
+        ("aten::convolution_backward", [[[2, 4, 5, 5], [2, 8, 10, 10], [4, 8, 3, 3]], None], 4 * 2 * 4 * 8 * 9 * 25),
+        ("aten::_scaled_mm", [[[16, 8], [8, 4]], None], 2 * 16 * 8 * 4),
+        ("aten::_flash_attention_forward", [[[2, 16, 4, 8]] * 3, None], 4 * 2 * 4 * 16 * 16 * 8),
+    ],
+)  # fmt: skip
+def test_operations_that_torchs_flop_counter_knows(name, given, flops):
+    assert flops_of(name, json.dumps(given)) == flops
+
+
+@pytest.mark.quick
+def test_where_most_of_the_time_is_not_counted_nothing_is_said_of_all_units(tmp_path):
+    """A convolution of 1 ms at 7.4 TFLOP/s beside 4 ms of another kernel."""
+    trace = GpuRank(world_size=1).step(1, 0, 9000)
+    dims = [[32, 64, 56, 56], [64, 64, 3, 3]]
+    trace.operator("aten::cudnn_convolution", 5, 30, **{"Input Dims": dims, "Input type": ["float", "float"]})
+    trace.kernel(10, 100, 1100, name="conv").kernel(50, 1100, 5100, name="other")
+    table = tables.achieved(work_of(read_events(trace.write(tmp_path / "t.json"), shapes=True)))
+    assert "take 20% of the time of computing, and achieve 7.40 TFLOP/s in it" in table.sentence
+    assert "all units" not in table.sentence

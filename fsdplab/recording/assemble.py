@@ -16,6 +16,7 @@ from typing import Any
 from fsdplab.common.errors import UserError
 from fsdplab.common.files import is_locked
 from fsdplab.common.words import plural
+from fsdplab.profiling.traces.skew import sent_per_step
 from fsdplab.recording.settings import COLUMNS, FILE, Settings
 from fsdplab.records import RecordError, RunRecord, Summary
 from fsdplab.records.folder import is_written
@@ -186,8 +187,10 @@ def _unseen(
     if exit_code:
         yield f"the job ended with exit code {exit_code}"
     unsaid = {row["kind"] for row in tables.get("collectives", ()) if row["logical_bytes"] is None}
-    if unsaid and summary.comm.bytes_per_step is None:
-        yield f"the traces do not tell the bytes of {', '.join(sorted(unsaid))}, so the bytes sent are not known"
+    sent = summary.comm.bytes_per_step
+    if unsaid and sent in (None, sent_per_step(tables["collectives"], spec["world_size"])[0]):
+        so = "not known" if sent is None else "without them"
+        yield f"the traces do not tell the bytes of {', '.join(sorted(unsaid))}, so the bytes sent are {so}"
     if summary.profile and summary.profile.source and spec["engine"] in ("torch-ddp", *_WITHOUT_UNITS):
         yield "the traces of this engine name no units, so time and bytes are of the whole model"
     if _tells_loss(steps) and not any(row["tokens"] for row in steps):

@@ -108,6 +108,7 @@ def short(name: str, most: int = 60) -> str:
 # Bytes are those of the tensors that the operators were given, each read once; what they wrote is not in a trace.
 
 
+_COVERED = 0.9  # part of the time of computing that counted operators must take, for a sentence about all of it
 _OF_RATES = (
     Column("unit", "unit"), Column("time_ns", "computing a step", "ns"), Column("flops", "products a step", "GFLOP"),
     Column("flops_per_s", "achieved", "GFLOP/s"), Column("of_flops", "of the peak", "share"),
@@ -142,7 +143,9 @@ def achieved(work: Work, peak: DevicePeak = DevicePeak()) -> Table:
     rows = [_rate(unit, each, peak) for unit, each in zip(work.units, zip(*(column.tolist() for column in sums)))]
     rows = sorted((row for row in rows if row["time_ns"]), key=lambda row: -row["time_ns"])
     notes = (f"The peak: {peak.source}.",) if peak.source else ()
-    return Table("achieved", "Achieved rates", _of_rates(rows), _OF_RATES, tuple(rows), notes)
+    is_counted = np.array([flops_of(work.found.names[name], shape) > 0 for name, shape in zip(names, shapes)], bool)
+    covered = float(work.own_ns[mine & is_counted & (work.operator >= 0)].sum() / work.steps)
+    return Table("achieved", "Achieved rates", _of_rates(rows, covered), _OF_RATES, tuple(rows), notes)
 
 
 def _first_of_operator(work: Work) -> np.ndarray:
@@ -168,17 +171,31 @@ def _share(achieved_: float | None, peak: float | None) -> float | None:
     return achieved_ / peak if achieved_ is not None and peak else None
 
 
-def _of_rates(rows: list[Row]) -> str:
+def _of_rates(rows: list[Row], covered_ns: float) -> str:
+    """`covered_ns`: time a step of what counted operators launched; where much else computes, no rate is of all."""
     known = [row for row in rows if row["flops"]]
     if not known:
         return "The trace does not say what its operators were given: profile with record_shapes=True."
     total, spent = sum(row["flops"] for row in known), sum(row["time_ns"] for row in rows)
+    if covered_ns < _COVERED * spent:
+        rate = _rate_in_words(total / max(covered_ns / 1e9, 1e-9))
+        return (
+            f"Operators whose operations are counted (products, convolutions, attention) take {covered_ns / spent:.0%}"
+            f" of the time of computing, and achieve {rate} in it; of the rest the operations are not known."
+        )
     best = max(known, key=lambda row: row["flops_per_s"])
     share = f", {best['of_flops']:.0%} of the device's peak" if best["of_flops"] is not None else ""
     return (
-        f"Computing achieves {three_digits(total / spent)} GFLOP/s over all units; fastest is"
-        f" {best['unit'] or 'what is in no unit'} with {three_digits(best['flops_per_s'] / 1e9)}{share}."
+        f"Computing achieves {_rate_in_words(total / (spent / 1e9))} over all units; fastest is"
+        f" {best['unit'] or 'what is in no unit'} with {_rate_in_words(best['flops_per_s'])}{share}."
     )
+
+
+def _rate_in_words(flops_per_s: float) -> str:
+    """`_rate_in_words(16.6e12)` is `16.6 TFLOP/s`."""
+    if flops_per_s >= 1e12:
+        return f"{three_digits(flops_per_s / 1e12)} TFLOP/s"
+    return f"{three_digits(flops_per_s / 1e9)} GFLOP/s"
 
 
 # ---- how far ahead of the device the host ran: the delay from launch to start, and how much was queued

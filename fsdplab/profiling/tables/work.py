@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -19,7 +20,7 @@ import numpy as np
 from fsdplab.profiling.intervals import covered, pairs
 from fsdplab.profiling.traces.chrome import TraceError
 from fsdplab.profiling.traces.collectives import communicating
-from fsdplab.profiling.traces.events import Events, Kind, known, read_events, tensor_bytes
+from fsdplab.profiling.traces.events import CONVOLUTIONS, Events, Kind, known, read_events, tensor_bytes
 from fsdplab.profiling.traces.segments import Segments
 
 OPERATOR, KERNEL, COMMUNICATION, COPY = "operator", "kernel", "communication", "copy"
@@ -137,7 +138,7 @@ def flops_of(name: str, shapes: str) -> int:
     """
     count = _COUNTED.get(name.removeprefix("aten::"))
     try:
-        return count(json.loads(shapes)[0]) if count and shapes else 0
+        return count(*json.loads(shapes)[::2]) if count and shapes else 0
     except (IndexError, TypeError, ValueError):  # shapes of another form than the operator's own
         return 0
 
@@ -150,12 +151,47 @@ def bytes_of(name: str, shapes: str) -> int:
     (128, 0)
     """
     reads = shapes and name.removeprefix("aten::") not in _READ_NOTHING
-    dims, types = json.loads(shapes) if reads else ([], [])
+    dims, types, *_ = json.loads(shapes) if reads else ([], [])
     return sum(map(tensor_bytes, dims or [], types or []))
 
 
 def _product(a: list[int], b: list[int]) -> int:
     return 2 * math.prod(a) * b[-1]
+
+
+def _convolution(given: list[list[int]], values: list[str] | None = None) -> int:
+    """2 N K C/groups R S P Q: of an input of [N, C, H, W] and a weight of [K, C/groups, R, S]. How large the output is
+    (P, Q) follows from stride and padding, where the trace says these; else it is as large as the input.
+    """
+    (batch, _, *space), (_, _, *kernel) = given[:2]
+    padding, stride, dilation = (_numbers(text, len(space)) for text in _geometry(values))
+    if padding and stride and dilation:
+        reach = [wide * (size - 1) + 1 for wide, size in zip(dilation, kernel)]
+        space = [(size + 2 * pad - whole) // step + 1 for size, pad, whole, step in zip(space, padding, reach, stride)]
+    return 2 * batch * math.prod(given[1]) * math.prod(space)
+
+
+def _geometry(values: list[str] | None) -> list[str]:
+    """Padding, stride and dilation, as cuDNN's, MIOpen's and oneDNN's operators are given them."""
+    listed = [text for text in values or () if isinstance(text, str) and text.startswith("[")]
+    return listed[:3] if len(listed) >= 3 else ["", "", ""]
+
+
+def _numbers(text: str, many: int) -> list[int]:
+    found = [int(number) for number in re.findall(r"\d+", text)]
+    return found * many if len(found) == 1 else found if len(found) == many else []
+
+
+def _convolution_backward(given: list[list[int]]) -> int:
+    """The gradients of the input and of the weight: two products of the forward's size."""
+    grad_output, _, weight = given[:3]
+    return 2 * 2 * grad_output[0] * math.prod(weight) * math.prod(grad_output[2:])
+
+
+def _heads_last(query: list[int], key: list[int], value: list[int]) -> int:
+    """Attention of tensors of [batch, sequence, heads, head size], as the kernels of FlashAttention take them."""
+    batch, rows, heads, width = query
+    return 2 * batch * heads * rows * key[1] * (width + value[-1])
 
 
 def _attention(query: list[int], key: list[int], value: list[int]) -> int:
@@ -173,10 +209,15 @@ _READ_NOTHING = {
     "empty_strided", "unbind", "flatten", "linear", "matmul", "_unsafe_view", "view_as", "contiguous", "to", "_to_copy",
     "zero_", "fill_", "set_", "record_stream", "is_nonzero", "item",
 }  # fmt: skip
-_COUNTED: dict[str, Callable[[list[list[int]]], int]] = {
-    **dict.fromkeys(("mm", "bmm"), lambda given: _product(given[0], given[1])),
-    **dict.fromkeys(("addmm", "baddbmm"), lambda given: _product(given[1], given[2])),
+_COUNTED: dict[str, Callable[..., int]] = {
+    **dict.fromkeys(("mm", "bmm", "_scaled_mm"), lambda given, *_: _product(given[0], given[1])),
+    **dict.fromkeys(("addmm", "baddbmm", "_addmm_activation"), lambda given, *_: _product(given[1], given[2])),
+    **dict.fromkeys(CONVOLUTIONS, _convolution),
+    "convolution_backward": lambda given, *_: _convolution_backward(given),
 }
+for _name in ("_flash_attention", "_efficient_attention", "flash_attn::_flash_attn"):
+    _COUNTED[f"{_name}_forward"] = lambda given, *_: _heads_last(*given[:3])
+    _COUNTED[f"{_name}_backward"] = lambda given, *_: 5 * _heads_last(*given[1:4]) // 2
 for _name in ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention"):
-    _COUNTED[f"_scaled_dot_product_{_name}"] = lambda given: _attention(*given[:3])
-    _COUNTED[f"_scaled_dot_product_{_name}_backward"] = _attention_backward
+    _COUNTED[f"_scaled_dot_product_{_name}"] = lambda given, *_: _attention(*given[:3])
+    _COUNTED[f"_scaled_dot_product_{_name}_backward"] = lambda given, *_: _attention_backward(given)

@@ -146,7 +146,8 @@ def find_collectives(
     for each in collectives:  # those that only the host's copies or a link carried
         if not each.members:
             group = groups.of_unit(each.kind) if each.unit else groups.only
-            each.members, each.group_size = group.members, each.group_size or group.size
+            each.group, each.members = each.group or group.name, group.members
+            each.group_size = each.group_size or group.size
     return sorted(collectives, key=_ISSUE)
 
 

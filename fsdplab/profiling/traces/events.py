@@ -135,6 +135,8 @@ _ITEM_BYTES = {
 _EIGHT_BITS = re.compile(r"^(c10::)?float8_e\w+$")
 
 
+# the operators of convolutions that launch kernels; those around them (conv2d, convolution) only choose one
+CONVOLUTIONS = ("cudnn_convolution", "miopen_convolution", "mkldnn_convolution", "cudnn_convolution_relu")
 _MOST_BYTES = 2**50
 _DAY_NS = 86_400 * 10**9
 _LONGEST_NS = 365 * _DAY_NS
@@ -424,11 +426,13 @@ class _Reader:
         event: dict[str, Any] = {}
         try:
             for event in trace:
-                if event.get("ph") == "i" and event.get("name") == "[memory]":
-                    self._note_memory(event)
+                if event.get("ph") != "X":
+                    if event.get("name") == "[memory]":
+                        self._note_memory(event)
+                    continue
                 category = event.get("cat", "")
-                if event.get("ph") != "X" or category not in _READ:
-                    if category not in _PASSED_OVER and event.get("ph") == "X":
+                if category not in _READ:
+                    if category not in _PASSED_OVER:
                         self._pass_over(str(category), event)
                     continue
                 start = nanoseconds(event["ts"])
@@ -441,7 +445,7 @@ class _Reader:
                     first = start
                 if end > last:
                     last = end
-                key = event["name"], event["cat"]
+                key = event["name"], category
                 verdict = verdicts.get(key)
                 if verdict is None:
                     verdict = verdicts[key] = self._judged(*key), len(verdicts)
@@ -457,7 +461,7 @@ class _Reader:
                     given = event.get("args")
                     details[count] = given if isinstance(given, dict) else {}
                 elif wants_shapes and kind == 0:
-                    self._note_shapes(count, event.get("args"))
+                    self._note_shapes(count, event["name"], event.get("args"))
                 count += 1
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             if isinstance(error, TraceError):
@@ -498,9 +502,13 @@ class _Reader:
             if allocated:
                 self._memory.extend((nanoseconds(event["ts"]), device, allocated, reserved))
 
-    def _note_shapes(self, row: int, given: Any) -> None:
+    def _note_shapes(self, row: int, name: str, given: Any) -> None:
+        """The shapes and types; of a convolution its stride and padding too."""
         if isinstance(given, dict) and "Input Dims" in given:
-            text = json.dumps([given["Input Dims"], given.get("Input type")])
+            kept = [given["Input Dims"], given.get("Input type")]
+            if name.removeprefix("aten::") in CONVOLUTIONS:
+                kept.append(given.get("Concrete Inputs"))
+            text = json.dumps(kept)
             self._shapes[row] = self._once.setdefault(text, text)
 
     def _judged(self, name: str, category: str) -> Kind:
