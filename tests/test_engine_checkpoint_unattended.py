@@ -124,6 +124,27 @@ def test_the_newest_good_checkpoint_is_never_removed(ranks: RankPool, tmp_path: 
     ranks(2, pruned, tmp_path / "checkpoints")
 
 
+def damaged_again(folder: Path) -> None:
+    """The disk has room for `keep` and one more: damage that comes again and again must not fill it."""
+    model, optimizer = trainee()
+    checkpoints = CheckpointFolder(folder)
+    checkpoints.save(model, optimizer, 10)
+    for _ in range(3):
+        checkpoints.save(model, optimizer, 20)
+        checkpoints.close()
+        spoil(folder, 20)
+        with warned():
+            checkpoints = CheckpointFolder(folder, keep=3)
+            assert checkpoints.load(model, optimizer) == 10
+        dist.barrier()
+        assert len([path for path in folder.iterdir() if path.name.startswith("step-")]) == 2
+        dist.barrier()
+
+
+def test_damage_that_comes_again_fills_no_disk(ranks: RankPool, tmp_path: Path) -> None:
+    ranks(2, damaged_again, tmp_path / "checkpoints")
+
+
 def renamed(folder: Path) -> None:
     """A number in a name is no proof: a folder that was copied under another step is not that step."""
     model, optimizer = trainee()
@@ -458,7 +479,7 @@ def not_removed(folder: Path) -> None:
     with mock.patch.object(shutil, "rmtree", side_effect=OSError(39, "Directory not empty")), warned() as said:
         checkpoints.save(model, optimizer, 2)
         checkpoints.close()
-    assert dist.get_rank() or "step-00000001 could not be removed (Directory not empty); the checkpoint of" in said[0]
+    assert dist.get_rank() or "step-00000001 could not be removed (Directory not empty); what was saved is" in said[0]
     assert 2 in published(folder)
 
 

@@ -14,7 +14,8 @@ to `step-00000050`, and only then removes older ones. So a folder `step-N` is co
 
 The name says that a checkpoint is complete, not that it is good. Good are those whose checksums this job has verified,
 or which it wrote itself, without a number that is not finite. The newest `keep` good ones stay, and what is newer; a
-damaged one is renamed to `step-00000050.damaged.<8 hex digits>` and removed when it would have been as a good one.
+damaged one is renamed to `step-00000050.damaged.<8 hex digits>`, and removed when there are `keep` good ones or others
+are set aside, so that the disk never holds more than with good ones alone.
 
 With model and optimizer go the random states of every rank and a description of the job. Hidden folders are what killed
 jobs left; the next job removes them. All ranks must see one file system, and one job at a time may use the folder.
@@ -69,7 +70,11 @@ class AnotherJob(ValueError):
 
 def published(folder: str | Path) -> dict[int, Path]:
     """The complete checkpoints in a folder: step -> path, the oldest first."""
-    return _named(Path(folder), _NAME)
+    steps = {}
+    for path in Path(folder).iterdir() if Path(folder).is_dir() else ():
+        if name := _NAME.fullmatch(path.name):
+            steps[int(name[1])] = path
+    return dict(sorted(steps.items()))
 
 
 class CheckpointFolder:
@@ -145,6 +150,8 @@ class CheckpointFolder:
             except CheckpointDamaged as error:
                 damaged[path] = error
                 continue
+            if damaged:
+                self._on_first(lambda: self._remove(self._damaged_ones()))
             for newer, reason in damaged.items():
                 aside = self._on_first(partial(self._set_aside, newer))
                 self._warn(f"{newer} is left out, and renamed to {aside.name}: {reason}")
@@ -403,11 +410,18 @@ class CheckpointFolder:
             )
             return
         kept = sorted(self._good & {*present})[-self.keep :]
-        oldest = kept[0] if len(kept) == self.keep else 0
         last_not_finite = max(self._not_finite, default=0)
-        old = [path for at, path in present.items() if at < oldest or at in self._not_finite and at < last_not_finite]
-        old += [path for at, path in _named(self.folder, _DAMAGED).items() if at <= oldest]
-        for path in old:
+        old = [path for at, path in present.items() if at in self._not_finite and at < last_not_finite]
+        if len(kept) == self.keep:
+            old += [path for at, path in present.items() if at < kept[0] and path not in old]
+            old += self._damaged_ones()
+        self._remove(old)
+
+    def _damaged_ones(self) -> list[Path]:
+        return [path for path in self.folder.iterdir() if _DAMAGED.fullmatch(path.name)]
+
+    def _remove(self, paths: list[Path]) -> None:
+        for path in paths:
             hidden = path.with_name(
                 f".{path.name.partition('.')[0]}.{os.urandom(4).hex()}"
             )  # so that no half has its name
@@ -415,14 +429,7 @@ class CheckpointFolder:
                 path.rename(hidden)
                 shutil.rmtree(hidden)
             except OSError as error:
-                self._warn(f"{path} could not be removed ({error.strerror}); the checkpoint of step {step} is saved")
-
-
-def _named(folder: Path, pattern: re.Pattern[str]) -> dict[int, Path]:
-    """The folders whose names fit a pattern: step -> path, the oldest first."""
-    paths = folder.iterdir() if folder.is_dir() else ()
-    steps = {int(name[1]): path for path in paths if (name := pattern.fullmatch(path.name))}
-    return dict(sorted(steps.items()))
+                self._warn(f"{path} could not be removed ({error.strerror}); what was saved is saved")
 
 
 def _with_names_checked(extra: extras.Extra | None) -> dict[str, Any]:
