@@ -104,17 +104,20 @@ def test_a_slow_link(plain: RunRecord) -> None:
     assert "emulated" in first(record).text
 
 
+@pytest.mark.full("the default tier injects two causes into real runs")
 def test_tiny_units(plain: RunRecord) -> None:
     latency = f"100GB/s,{1.5 * compute_s(plain) / 147 * 1e6:.0f}us"
     record = injected("tiny_units", lambda: run(replace(PLAIN, units="linear", link=latency), program=STEADY_WORKER))
     assert "collectives a step" in first(record).title
 
 
+@pytest.mark.full("the default tier injects two causes into real runs")
 def test_one_big_unit(plain: RunRecord) -> None:
     record = injected("one_big_unit", lambda: behind(PLAIN, plain, 0.5, units="model"))
     assert "the root" in first(record).title
 
 
+@pytest.mark.full("the default tier injects two causes into real runs")
 def test_one_communicator(plain: RunRecord) -> None:
     spec = replace(PLAIN, precision="bf16")
     low = run(spec, program=STEADY_WORKER)
@@ -123,6 +126,7 @@ def test_one_communicator(plain: RunRecord) -> None:
     assert "one_communicator" not in kinds(apart), told(apart)
 
 
+@pytest.mark.full("the default tier injects two causes into real runs")
 def test_a_slow_rank() -> None:
     record = run(replace(PLAIN, steps=7), program=SLOW_WORKER)  # with the profiled ones enough to name one of two ranks
     found = findings(with_cores(record))[0]
