@@ -21,4 +21,5 @@ def test_ten_kills_lose_nothing() -> None:
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stderr[-4000:]
     assert re.match(r"10 kills \(.*\): 0 lost\. \d+ steps, \d+ computed again with equal losses", done.stdout)
-    assert re.search(r"Damages: .* 1.*; \d+ checkpoints set aside\. All \d+ losses are those of a job", done.stdout)
+    # Whether one of ten kills finds two checkpoints, to damage one, is chance: other tests damage for certain.
+    assert re.search(r"Damages: .*; \d+ checkpoints set aside\. All \d+ losses are those of a job", done.stdout)
