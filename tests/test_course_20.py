@@ -69,7 +69,8 @@ def verdicts(stage: str, sources: dict[str, str], workspace: Workspace) -> dict[
 
 def chosen(request: pytest.FixtureRequest, name: str) -> list[Any]:
     """The values of a grid that this run has chosen: all that share a launch are tried with the first of them."""
-    return [values[name] for item in request.session.items if name in (values := values_of(item))]
+    here = [item for item in request.session.items if item.path == request.path]
+    return [values[name] for item in here if name in (values := values_of(item))]
 
 
 def in_tiers(values: Sequence[Any]) -> list[Any]:

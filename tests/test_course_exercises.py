@@ -41,7 +41,8 @@ def tried(request, workspace) -> Callable[[Solution], Feedback | None]:
     """The feedback on a solution; all of its notebook's that this run has chosen are tried when the first of them is
     asked for.
     """
-    chosen = {values["solution"] for item in request.session.items if "solution" in (values := values_of(item))}
+    here = [item for item in request.session.items if item.path == request.path]
+    chosen = {values["solution"] for item in here if "solution" in (values := values_of(item))}
 
     @cache
     def of_notebook(notebook: str) -> dict[tuple[str, str], Feedback | None]:

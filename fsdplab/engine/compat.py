@@ -245,6 +245,14 @@ def address_of(tensor: torch.Tensor) -> int:
     return tensor.data_ptr()
 
 
+def forget_casts() -> None:
+    """Drop the casts that autocast keeps while it is entered: around a whole loop they are of an earlier step's
+    weights.
+    """
+    if torch.is_autocast_cache_enabled():
+        torch.clear_autocast_cache()
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     """What tells the storage of `tensor` (of a DTensor: its own empty one) from others that are alive."""
     return tensor.untyped_storage()._cdata

@@ -10,7 +10,7 @@ how ranks learn from a sum that nobody had one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 
 import torch
@@ -161,13 +161,14 @@ def cut_out(rank: int, whole: UnshardedBuffer, part: torch.Tensor) -> None:
     torch._foreach_copy_(list(pieces), whole.places_of(rank))
 
 
-_CHUNK = 1 << 15  # words: what is mixed stays in a core's cache
+_COLUMNS = 1 << 9  # words that have a weight each: a table of 4 kB
+_ROWS = 1 << 4  # of so many words, mixed at once: what is mixed stays in a core's cache
 
 
 @cache
-def _weights(device: torch.device) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(0x5EED)
-    return torch.randint(-(1 << 63), (1 << 63) - 1, (_CHUNK,), generator=generator).to(device)
+def _weights(device: torch.device, count: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0x5EED + count)
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=generator).to(device)
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -176,12 +177,22 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     """
     total: torch.Tensor | None = None
     for tensor in tensors:
-        flat = tensor.reshape(-1).view(torch.uint8)
-        whole = len(flat) // 8 * 8
-        for words in (*flat[:whole].view(torch.int64).split(_CHUNK), flat[whole:].to(torch.int64)):
-            mixed = (words >> 33).bitwise_xor_(words).mul_(_weights(words.device)[: len(words)]).sum()
-            total = mixed if total is None else total * 0x9E3779B97F4A7C1 + mixed
+        for rows in _in_rows(tensor.reshape(-1).view(torch.uint8)):
+            mixed = (rows >> 33).bitwise_xor_(rows).mul_(_weights(rows.device, _COLUMNS)[: rows.shape[1]])
+            part = (mixed.sum(1) * _weights(rows.device, _ROWS)[: len(rows)]).sum()
+            total = part if total is None else total * 0x9E3779B97F4A7C1 + part
     return torch.zeros((), dtype=torch.int64) if total is None else total
+
+
+def _in_rows(values: torch.Tensor) -> Iterator[torch.Tensor]:
+    """`values` (bytes) as matrices of words, [up to _ROWS, up to _COLUMNS]; the last bytes are a word each."""
+    whole = len(values) // 8 * 8
+    words = values[:whole].view(torch.int64)
+    in_rows = len(words) // _COLUMNS * _COLUMNS
+    yield from words[:in_rows].view(-1, _COLUMNS).split(_ROWS)
+    for rest in (words[in_rows:], values[whole:].to(torch.int64)):
+        if len(rest):
+            yield rest.view(1, -1)
 
 
 def same_order(one: Layout, other: Layout) -> bool:

@@ -56,6 +56,7 @@ class Runtime(StepOrder):
 
     def _begin_forward(self, unit: Unit) -> None:
         self.raised = None
+        compat.forget_casts()
         if self.post_optimizer_event is not None:
             self.post_optimizer_event.wait()
             self.post_optimizer_event = None

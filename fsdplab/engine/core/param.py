@@ -308,7 +308,9 @@ class ShardedParam:
             told = weakref.ref(self)  # the hooks belong to autograd, where no collector sees a cycle
             gathered.register_post_accumulate_grad_hook(lambda _: _tell_of_gradient(told()))
         gathered._shown_during_step = True  # for optimizers that are given it by mistake
-        return gathered.requires_grad_(self.at_rest.requires_grad)
+        if gathered.requires_grad is not self.at_rest.requires_grad:  # functorch allows no call of requires_grad_
+            gathered.requires_grad_(self.at_rest.requires_grad)
+        return gathered
 
     def join(self) -> None:
         """Put the shards of all ranks, which a gather left end to end, in the parameter's own order; rows are already.

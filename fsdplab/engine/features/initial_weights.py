@@ -20,7 +20,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fsdplab.engine import compat
 from fsdplab.engine.core.buffers import WORDS
@@ -114,10 +113,7 @@ def _differing(group: dist.ProcessGroup, entries: Sequence[tuple[UnitMemory, tor
 def _maximum_over(group: dist.ProcessGroup, values: torch.Tensor) -> torch.Tensor:
     """Not through `torch.distributed`, and not before the eyes of `CommDebugMode`: it belongs to no step."""
     carried = values.to(compat.device_for(group, torch.device("cpu")))
-    options = dist.AllreduceOptions()
-    options.reduceOp = dist.ReduceOp.MAX
-    with _disable_current_modes():
-        group.allreduce([carried], options).wait()
+    compat.all_reduce_unseen(carried, group)
     return carried.cpu()
 
 
@@ -125,12 +121,12 @@ def _maximum_over(group: dist.ProcessGroup, values: torch.Tensor) -> torch.Tenso
 def _checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """One number a tensor; 0 for those without values of their own that can be read as bits."""
     sums = [_checksum(tensor) for tensor in tensors]
-    return torch.stack([each.cpu() for each in sums]) if sums else torch.zeros(0, dtype=torch.int64)
+    return torch.stack([each.cpu() for each in sums]) if sums else torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) is not torch.Tensor or tensor.is_meta or tensor.numel() == 0:
-        return torch.zeros((), dtype=torch.int64)
+        return torch.zeros((), dtype=torch.int64, device="cpu")  # also where another device is the default
     bits = tensor.contiguous().view(-1)
     if bits.is_complex():
         bits = torch.view_as_real(bits).view(-1)

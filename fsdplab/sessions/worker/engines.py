@@ -162,8 +162,13 @@ def _trained(context: RankContext, mine: Held, optimizer: torch.optim.Optimizer,
 def _refuse_to_train_nothing(optimizer: torch.optim.Optimizer) -> None:
     """Have the first step of `optimizer` raise where none of its parameters has a gradient."""
 
+    is_first = True
+
     def check(*_: Any) -> None:
-        first.remove()
+        nonlocal is_first
+        if not is_first:  # the hook stays: one that removed itself would change what the optimizer is iterating over
+            return
+        is_first = False
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         if all(parameter.grad is None for parameter in parameters):
             raise ModelError(
@@ -172,7 +177,7 @@ def _refuse_to_train_nothing(optimizer: torch.optim.Optimizer) -> None:
                 " detach() or torch.no_grad()"
             )
 
-    first = optimizer.register_step_pre_hook(check)
+    optimizer.register_step_pre_hook(check)
 
 
 def _dtypes(spec: EngineChoice) -> dict[str, torch.dtype]:
