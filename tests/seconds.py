@@ -1,7 +1,8 @@
 """What each test costs: CPU seconds of a test and of all processes that it starts, which do not depend on load.
 
 `pytest --write-seconds` runs every test of what it is asked for, of all tiers, and writes the rows of these files into
-`tests/seconds.csv`; `tests/tiers.py` reads them. A test costs what is used between the begin of its setup and the end
+`tests/seconds.csv`; with `-m "not full"` it runs the default tier, and writes the rows of its tests only.
+`tests/tiers.py` reads them. A test costs what is used between the begin of its setup and the end
 of its teardown, so what tests share (a kernel, a module's runs) is paid by the first or last of them that needs it.
 """
 
@@ -72,16 +73,16 @@ def configure(config: pytest.Config) -> None:
     """Under xdist the workers measure and the process above writes; without it one process does both."""
     if not config.getoption("write_seconds"):
         return
-    if config.option.markexpr or config.option.keyword or any("::" in each for each in config.args):
+    if config.option.keyword or any("::" in each for each in config.args):
         raise pytest.UsageError(
-            "--write-seconds replaces the rows of whole files, and got a choice of tests (-m, -k or ::); "
-            "give it files or folders, or nothing for all"
+            "--write-seconds writes the rows of whole files or tiers, and got a choice of tests (-k or ::); "
+            "give it files, folders or -m, or nothing for all"
         )
     is_worker = hasattr(config, "workerinput")
     if is_worker or not config.getoption("numprocesses", None):
         config.pluginmanager.register(Stopwatch(), "seconds-stopwatch")
     if not is_worker:
-        config.pluginmanager.register(Writer(), "seconds-writer")
+        config.pluginmanager.register(Writer(keeps_others=bool(config.option.markexpr)), "seconds-writer")
 
 
 # ---- measuring
@@ -149,9 +150,13 @@ def largest_call(item: pytest.Item) -> int:
 
 
 class Writer:
-    """Collects the costs that workers report, and writes the rows of the files that were run."""
+    """Collects the costs that workers report, and writes the rows of the files that were run.
 
-    def __init__(self) -> None:
+    `keeps_others`: the rows of tests of these files that were not run stay.
+    """
+
+    def __init__(self, keeps_others: bool) -> None:
+        self._keeps_others = keeps_others
         self._costs: dict[str, dict[str, Cost]] = defaultdict(dict)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -160,12 +165,14 @@ class Writer:
             self._costs[file][test] = Cost(*dict(report.user_properties)[_PROPERTY])
 
     def pytest_sessionfinish(self) -> None:
-        rows = {key: cost for key, cost in read_seconds().items() if key[0] not in self._costs}
+        known = read_seconds()
+        rows = {key: cost for key, cost in known.items() if self._keeps_others or key[0] not in self._costs}
         for file, costs in self._costs.items():
             short = Cost(0.0, 0.0)
             for test, cost in costs.items():
                 if cost.cpu_s < SHORT_S:
                     short += cost
+                    rows.pop((file, test), None)
                 else:
                     rows[file, test] = cost
             rows[file, OTHERS] = short

@@ -371,6 +371,7 @@ def comparison(tmp_path_factory):
     return done.stdout, folder
 
 
+@pytest.mark.default
 def test_json_has_exactly_the_promised_fields(comparison):
     written = json.loads((comparison[1] / "c.json").read_text())
     assert set(written) == {"format", "spec", "environment", "in_turns", "drift", "runs"} and written["format"] == 2

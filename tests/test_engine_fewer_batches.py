@@ -15,7 +15,7 @@ from fsdplab.engine.transport.selection import forget_destroyed
 from tests.ranks import transports
 from tests.surface import Net, loss_of
 
-pytestmark = [pytest.mark.quick, pytest.mark.skipif("shm" not in transports(), reason="ranks share no memory here")]
+pytestmark = pytest.mark.skipif("shm" not in transports(), reason="ranks share no memory here")
 
 _PROGRAM = """
 import sys, torch, torch.distributed as dist

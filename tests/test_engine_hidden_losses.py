@@ -14,7 +14,6 @@ from fsdplab.engine import fully_shard, shard_model
 from tests.ranks import transports
 from tests.surface import close, data, gradients, mesh_of, twin_gradients, wholes
 
-pytestmark = pytest.mark.quick
 STRATEGIES = ("full_shard", "shard_grad_op", "zero2", "zero1", "no_shard")
 
 

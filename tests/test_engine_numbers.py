@@ -21,6 +21,7 @@ from fsdplab.engine import STRATEGIES, fully_shard, shard_model
 from fsdplab.workloads import ByteText, block_types, build_model, loss_of
 from fsdplab.workloads.twin import replay_gradients
 
+pytestmark = pytest.mark.default  # every strategy beside the twin, DDP and FSDP2: the grids stay whole
 ROWS = [name for name in STRATEGIES if name != "hybrid_shard"]  # that one needs a 2-D mesh
 STEPS, BATCH, LENGTH = 10, 2, 32
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

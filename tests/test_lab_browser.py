@@ -37,6 +37,7 @@ def run_a_cell(page: Any, source: str) -> None:
 
 
 @needs_chromium
+@pytest.mark.default
 def test_fsdplab_lab_opens_the_learner_edition(course_lab: Server, chromium: Any, tmp_path: Path) -> None:
     assert sorted(path.name for path in course_lab.folder.glob("*.ipynb"))[0] == "00_setup_and_tour.ipynb"
     page = patient(chromium.new_page(viewport={"width": 1280, "height": 900}))

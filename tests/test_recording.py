@@ -110,7 +110,10 @@ DDP = ("ddp_loop.py", "torch-ddp", "no_shard")
 ALL = ("", "full_shard", 2)
 
 
-@pytest.mark.parametrize("job,engine,strategy", [DDP, ("fsdp1_loop.py", "torch-fsdp1", "shard_grad_op")])
+@pytest.mark.parametrize(
+    "job,engine,strategy",
+    [pytest.param(*DDP, marks=pytest.mark.default), ("fsdp1_loop.py", "torch-fsdp1", "shard_grad_op")],
+)
 def test_other_engines_of_torch(job, engine, strategy, tmp_path):
     done = recorded(tmp_path / "out", *TORCHRUN, JOBS / job)
     record = RunRecord.load(tmp_path / "out")

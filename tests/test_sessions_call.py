@@ -22,6 +22,8 @@ from fsdplab.sessions.worker import rank_process
 
 LEARNER = Path(__file__).with_name("learner.py")
 STARTS = ("warm", "torchrun")
+# Every way to end a call, under both ways to start: test_sessions_runs.py has the ends of runs in the default tier.
+pytestmark = pytest.mark.full("every end of a call")
 HANG_AFTER_S = {"warm": 10.0, "torchrun": 40.0}  # a busy machine takes half a minute to start Pythons
 CALLS: dict[str, dict[str, Any]] = {
     "hang_on_one": {},  # the hanging ones first: they wait while the others run

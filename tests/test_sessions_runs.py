@@ -173,7 +173,10 @@ def fixtures_of(item: pytest.Item) -> list[str]:
     return getattr(item, "fixturenames", [])
 
 
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize(
+    "start",
+    [pytest.param("warm", marks=pytest.mark.default), "torchrun"],  # the first one pays for all ends
+)
 @pytest.mark.parametrize(
     ("name", "kind", "says"),
     [

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 BUDGET_S = 800.0
 LEARNER_S = 5.0
-DEAR_S = 8.0
+DEAR_S = 5.0
 LEARNER = "learner edition"
 RULES = ("grid", "torchrun", "ranks", "learner", "dear", "marked")
 
