@@ -28,7 +28,7 @@ def test_the_two_commands_and_the_small_torch_are_the_first_thing_to_type():
     assert lines == [
         "pip install uv && uv pip install torch --torch-backend=cpu",
         'pip install -e ".[lab]" && fsdplab compare',
-        'pip install -e ".[test]" && pytest -n 2',
+        'pip install -e ".[test]" && pytest -n 3',
     ]
 
 

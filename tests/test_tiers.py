@@ -66,9 +66,9 @@ def test_long_learner_editions_and_what_is_marked_are_of_the_full_tier() -> None
 
 
 def test_what_takes_long_by_itself_is_of_the_full_tier_unless_it_is_marked() -> None:
-    dear = {"test_f": Cost(5.1, 5.0)}
+    dear = {"test_f": Cost(1.6, 1.5)}
     assert left([item("test_f")], dear) == {"test_f": "dear"}
-    assert left([item("test_f", marks=("default",))], dear) == {} == left([item("test_f")], {"test_f": Cost(4.9, 4.0)})
+    assert left([item("test_f", marks=("default",))], dear) == {} == left([item("test_f")], {"test_f": Cost(1.4, 1.3)})
 
 
 @pytest.mark.parametrize(

@@ -36,9 +36,9 @@ from tests.seconds import OTHERS, SHORT_S, Cost, read_seconds
 if TYPE_CHECKING:
     from xdist.scheduler import LoadFileScheduling
 
-BUDGET_S = 800.0
+BUDGET_S = 1450.0
 LEARNER_S = 5.0
-DEAR_S = 5.0
+DEAR_S = 1.5
 LEARNER = "learner edition"
 RULES = ("grid", "torchrun", "ranks", "learner", "dear", "marked")
 
