@@ -1,6 +1,6 @@
-"""What trips users of sharding engines, said aloud instead of trained on silently.
+"""Raises errors for common mistakes, such as an optimizer that was built before sharding or within a step.
 
-An optimizer built before sharding steps parameters that no module shows any more. `to_empty` leaves buffers that no
+Such an optimizer steps parameters that no module shows any more. `to_empty` leaves buffers that no
 state dict holds (rotary tables) as garbage. A model cast to bfloat16 before it is sharded has no float32 masters.
 """
 
