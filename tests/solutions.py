@@ -22,6 +22,7 @@ from fsdplab.teaching.core.verdicts import Feedback
 from fsdplab.teaching.core.workspace import Workspace
 
 NOTEBOOKS = sorted(path.name[:2] for path in (Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
+REFERENCE = "the reference"
 SLEEPING = ("07.hide",)  # ranks sleep while an emulated card computes: four launches try its solutions side by side
 # right answers that are the reference, or the stub, with other lines
 _EDITS = {
@@ -127,6 +128,11 @@ class Solution:
         """What its feedback is kept under: the exercise's id, and its own name."""
         return self.exercise.id, self.name
 
+    @property
+    def is_reference(self) -> bool:
+        """Whether it is the solution that others of its exercise are compared with."""
+        return self.name == REFERENCE
+
     def __str__(self) -> str:
         return "-".join(self.key)
 
@@ -146,7 +152,7 @@ def solutions_of(exercises: Sequence[Exercise]) -> list[Solution]:
     """The references, the other right answers, and the known wrong ones that return."""
     found = []
     for exercise in exercises:
-        passing = {"the reference": exercise.reference, **right_answers(exercise)}
+        passing = {REFERENCE: exercise.reference, **right_answers(exercise)}
         found += [Solution(exercise, name, source, None) for name, source in passing.items()]
         found += [
             Solution(exercise, f"wrong: {name}", source, _must_say(exercise, source))
@@ -203,7 +209,7 @@ def _try_together(todo: Sequence[Solution], workspace: Workspace, folder: Path) 
             if (exercise.id, f"line {mistake.line}") in by_key and not exercise.settings.facts_only
         ]
         learner = by_key[each.key]
-        reference = by_key[exercise.id, "the reference"] if exercise.expected is None else None
+        reference = by_key[exercise.id, REFERENCE] if exercise.expected is None else None
         feedback = diagnosis.judge(exercise, learner, reference, lambda known=known: known)
         found[each.key] = checking.waited_for(feedback, learner.source)
         if found[each.key] is None:

@@ -39,14 +39,16 @@ pytestmark = pytest.mark.timeout(900)  # dozens of solutions share one launch
 @pytest.fixture(scope="module")
 def tried(request, workspace) -> Callable[[Solution], Feedback | None]:
     """The feedback on a solution; all of its notebook's that this run has chosen are tried when the first of them is
-    asked for.
+    asked for, together with the references that they are compared with.
     """
     here = [item for item in request.session.items if item.path == request.path]
     chosen = {values["solution"] for item in here if "solution" in (values := values_of(item))}
+    exercises = {solution.exercise.id for solution in chosen}
+    needed = [each for each in SOLUTIONS if each in chosen or each.is_reference and each.exercise.id in exercises]
 
     @cache
     def of_notebook(notebook: str) -> dict[tuple[str, str], Feedback | None]:
-        return try_all([each for each in SOLUTIONS if each in chosen and each.exercise.id[:3] == notebook], workspace)
+        return try_all([solution for solution in needed if solution.exercise.id[:3] == notebook], workspace)
 
     return lambda solution: of_notebook(solution.exercise.id[:3])[solution.key]
 

@@ -60,6 +60,7 @@ class WholeWeights:
             _noted[self._memory] = Noted(self._wholes, _checksums([param.local for param in self._memory.params]))
 
 
+@compat.with_real_tensors
 def warn_of_differing_weights(memories: Iterable[UnitMemory]) -> None:
     """Compare what was noted of `memories` over their ranks, once; collective over the groups of each."""
     checked = [memory for memory in memories if memory in _noted]
@@ -109,7 +110,6 @@ def _differing(group: dist.ProcessGroup, entries: Sequence[tuple[UnitMemory, tor
     return [name for name, is_other in zip(names, differs) if is_other]
 
 
-@compat.with_real_tensors
 def _maximum_over(group: dist.ProcessGroup, values: torch.Tensor) -> torch.Tensor:
     """Not through `torch.distributed`, and not before the eyes of `CommDebugMode`: it belongs to no step."""
     carried = values.to(compat.device_for(group, torch.device("cpu")))
@@ -117,6 +117,7 @@ def _maximum_over(group: dist.ProcessGroup, values: torch.Tensor) -> torch.Tenso
     return carried.cpu()
 
 
+@compat.with_real_tensors
 @torch.no_grad()
 def _checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """One number a tensor; 0 for those without values of their own that can be read as bits."""
