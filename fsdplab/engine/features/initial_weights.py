@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 
 from fsdplab.engine import compat
-from fsdplab.engine.core.buffers import WORDS
 from fsdplab.engine.core.memory import UnitMemory
 from fsdplab.engine.core.placement import local_part
 
+WORD_BYTES = 8
 _MASK = (1 << 62) - 1  # room for the sign, with which one all-reduce finds the least and the largest
 _enabled = True
 _noted: weakref.WeakKeyDictionary[UnitMemory, Noted] = weakref.WeakKeyDictionary()
@@ -128,7 +128,14 @@ def _checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) is not torch.Tensor or tensor.is_meta or tensor.numel() == 0:
         return torch.zeros((), dtype=torch.int64, device="cpu")  # also where another device is the default
-    bits = tensor.contiguous().view(-1)
-    if bits.is_complex():
-        bits = torch.view_as_real(bits).view(-1)
-    return bits.view(WORDS[bits.element_size()]).sum(dtype=torch.int64) & _MASK
+    flat = tensor.contiguous().view(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    in_bytes = flat.view(torch.uint8)  # [bytes]
+    if in_bytes.storage_offset() % WORD_BYTES:
+        in_bytes = in_bytes.clone()  # words are read where they are aligned
+    # Words of 64 bits are summed where they lie. Narrower ones would be widened first: a copy of twice the size, which
+    # would stay in the allocator between the shards.
+    end = in_bytes.numel() // WORD_BYTES * WORD_BYTES
+    words, rest = in_bytes[:end].view(torch.int64), in_bytes[end:]
+    return (words.sum() + rest.sum(dtype=torch.int64)) & _MASK
