@@ -90,6 +90,7 @@ def tool(*command: str, cwd: Path = ROOT) -> tuple[int, str]:
 LINT_IMPORTS = ("-c", "from importlinter.cli import lint_imports_command; lint_imports_command()", "--no-cache")
 
 
+@pytest.mark.quick("a wrong type or a wrong import is seen before anything else")
 @pytest.mark.parametrize(
     "command",
     [("-m", "ruff", "check", "."), ("-m", "ruff", "format", "--check", "."), ("-m", "mypy"), LINT_IMPORTS],

@@ -126,7 +126,9 @@ def each_beside_twin(tolerances: dict[str, float], *rest: Any) -> None:
             raise AssertionError(f"{strategy}: {error}") from error
 
 
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.quick), 3, 4])
+@pytest.mark.parametrize(
+    "world_size", [1, pytest.param(2, marks=pytest.mark.quick("the engine trains as the twin does")), 3, 4]
+)
 def test_ten_steps_equal_the_twin_bit_for_bit(ranks, twin, world_size: int) -> None:
     """gloo's own all-reduce adds in another order above two ranks, so no_shard is equal to rounding there."""
     tolerances = {name: 2e-5 if name == "no_shard" and world_size > 2 else 0.0 for name in ROWS}

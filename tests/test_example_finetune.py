@@ -121,3 +121,22 @@ def test_it_goes_on_from_the_newest_checkpoint_and_the_adapter_opens(ranks: Any,
     before = base(torch.arange(8)[None]).logits
     model = peft.PeftModel.from_pretrained(base, folder / "out")
     assert not torch.equal(model(torch.arange(8)[None]).logits, before)
+
+
+def refused(_: object, words: list[str]) -> str:
+    os.environ.update(CPU_RANKS)
+    return run_on_this_rank("finetune.py", "lab", *words)
+
+
+def test_a_checkpoint_of_another_job_is_refused_by_name_unless_it_is_forced(ranks: Any, folder: Path) -> None:
+    short = ("--max_steps", "3")
+    ranks(2, run, ImportedByTheMother(), "lab", job(folder, *short))
+    printed = ranks(2, refused, ImportedByTheMother(), job(folder, *short, "--lora_r", "4", "--learning_rate", "1e-3"))
+    assert "checkpoint-3 is of another job: learning_rate was 0.01 and is 0.001; lora_r was 8 and is 4" in printed[0]
+    assert "--force" in printed[0] and "of another job" not in printed[1]
+    with (folder / "rows.jsonl").open("a") as rows:
+        rows.write(json.dumps({"input_ids": [1, 2, 3]}) + "\n")
+    printed = ranks(2, refused, ImportedByTheMother(), job(folder, *short))
+    assert "is of another job: rows was " in printed[0]
+    printed = ranks(2, refused, ImportedByTheMother(), job(folder, *short, "--force", "True"))
+    assert "another job" not in printed[0]

@@ -16,11 +16,11 @@ STARTS = Cost(cpu_s=1.0, others_s=0.9)
 ALONE = Cost(cpu_s=1.0, others_s=0.0)
 
 
-def item(name: str, values: Mapping[str, object] | None = None, marks: tuple[str, ...] = ()) -> Any:
-    """A test as pytest collects it."""
+def item(name: str, values: Mapping[str, object] | None = None, marks: tuple[str, ...] = (), reason: str = "") -> Any:
+    """A test as pytest collects it; `reason` is what its marks say."""
     call = SimpleNamespace(params=values) if values else None
-    marker = lambda asked: asked if asked in marks else None  # noqa: E731
-    return SimpleNamespaceItem(name=name, nodeid=f"{FILE}::{name}", callspec=call, get_closest_marker=marker)
+    by_name = {mark: SimpleNamespace(args=(reason,) if reason else ()) for mark in marks}
+    return SimpleNamespaceItem(name=name, nodeid=f"{FILE}::{name}", callspec=call, get_closest_marker=by_name.get)
 
 
 class SimpleNamespaceItem(SimpleNamespace):
@@ -69,6 +69,14 @@ def test_what_takes_long_by_itself_is_of_the_full_tier_unless_it_is_marked() -> 
     dear = {"test_f": Cost(1.6, 1.5)}
     assert left([item("test_f")], dear) == {"test_f": "dear"}
     assert left([item("test_f", marks=("default",))], dear) == {} == left([item("test_f")], {"test_f": Cost(1.4, 1.3)})
+
+
+def test_quick_tests_that_take_long_wait_for_the_default_tier_unless_a_reason_is_given() -> None:
+    costs = Costs({(FILE, "test_f"): Cost(0.9, 0.8), (FILE, "test_g"): Cost(0.7, 0.6)})
+    slow, short, unmarked = item("test_f", marks=("quick",)), item("test_g", marks=("quick",)), item("test_f")
+    assert [costs.is_slow_for_quick(test) for test in (slow, short, unmarked)] == [True, False, False]
+    reasoned = item("test_f", marks=("quick",), reason="ranks train")
+    assert not costs.is_slow_for_quick(reasoned)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdplab.engine import STRATEGIES, clip_grad_norm_, offload_optimizer, shard_model
 
-pytestmark = pytest.mark.quick
+pytestmark = pytest.mark.quick("accumulation, clipping and offloading are tried on real ranks")
 STEPS, MICRO_BATCHES = 3, 2
 MOST_NORM = (1.0, 1e9, 1.0)  # by step: the second leaves gradients as they are
 IN_HOST_MEMORY = CPUOffloadPolicy(pin_memory=False)

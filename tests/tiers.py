@@ -15,6 +15,9 @@ The default tier leaves a test to the full tier by these rules, and by nothing e
 
 A test marked `quick` or `default` stays; so does a grid whose tests start nothing. What a test starts, and how long it
 takes, is read from `tests/seconds.csv` (tests/seconds.py).
+
+Of the tests marked `quick`, `-m quick` leaves those to the default tier that take longer than QUICK_S, unless the mark
+says why it waits for them: `quick("optimizers on real ranks")`.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 BUDGET_S = 1450.0
 LEARNER_S = 5.0
 DEAR_S = 1.5
+QUICK_S = 0.8
 LEARNER = "learner edition"
 RULES = ("grid", "torchrun", "ranks", "learner", "dear", "marked")
 
@@ -69,6 +73,11 @@ class Costs:
         """Whether a test takes long by itself; a notebook's cells belong together."""
         cost = self.of(item)
         return cost is not None and cost.cpu_s > DEAR_S and not file_of(item).endswith(".ipynb")
+
+    def is_slow_for_quick(self, item: pytest.Item) -> bool:
+        """Whether a test marked `quick` takes too long for `-m quick`, and no reason says that it is waited for."""
+        mark, cost = item.get_closest_marker("quick"), self.of(item)
+        return mark is not None and not mark.args and cost is not None and cost.cpu_s > QUICK_S
 
     def ranks(self, item: pytest.Item) -> int:
         """How many ranks a test needs, 0 where nothing says so: what it asked for, else the value of its grid."""
@@ -202,10 +211,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _tell(config)
     tiers = config.stash[TIERS]
     if is_whole(config):
-        config.hook.pytest_deselected(items=list(tiers.left))
-        items[:] = [item for item in items if item not in tiers.left]
+        _leave_out(items, [item for item in items if item in tiers.left], config)
     elif config.option.markexpr == "full":
         _keep_what_learner_editions_need(items)
+    elif config.option.markexpr == "quick":
+        costs = Costs()
+        _leave_out(items, [item for item in items if costs.is_slow_for_quick(item)], config)
+
+
+def _leave_out(items: list[pytest.Item], left: Sequence[pytest.Item], config: pytest.Config) -> None:
+    """Take tests out of a run, and say how many; this may be called again with what is left."""
+    if left:
+        config.hook.pytest_deselected(items=left)
+        gone = set(left)
+        items[:] = [item for item in items if item not in gone]
 
 
 def _order(items: list[pytest.Item], costs: Costs, config: pytest.Config) -> None:

@@ -5,12 +5,13 @@
         --gradient_accumulation_steps 2 --bf16 --save_steps 100 --max_steps 1000
 
 Each line of rows.jsonl is `{"text": "..."}`, or `{"input_ids": [...]}` where no tokenizer is wanted. Start the same
-command again after a crash, on as many ranks: it goes on from the newest whole checkpoint in --output_dir. SIGTERM and
-Ctrl-C save and end with the exit code 143. The adapter is saved there at the end, by rank 0;
-`PeftModel.from_pretrained(model, "out")` opens it.
+command again after a crash, on as many ranks: it goes on from the newest whole checkpoint in --output_dir, and refuses
+one of other settings or other rows (--force takes it). SIGTERM and Ctrl-C save and end with the exit code 143. The
+adapter is saved there at the end, by rank 0; `PeftModel.from_pretrained(model, "out")` opens it.
 """
 
 import ctypes
+import hashlib
 import json
 import os
 import re
@@ -42,7 +43,11 @@ import fsdplab.engine
 # accelerate then calls this engine; for PyTorch's own leave the line out
 torch.distributed.fsdp.fully_shard = fsdplab.engine.fully_shard
 
-WHOLE = "whole.json"  # in a checkpoint's folder: the sizes of its files, written when all ranks have written theirs
+WHOLE = "whole.json"  # in a checkpoint's folder: its files' sizes and the job, written when all ranks have saved
+SETTINGS = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "lr_scheduler_type", "warmup_steps",
+    "max_steps", "num_train_epochs", "weight_decay", "max_grad_norm", "optim", "seed", "bf16",
+)  # fmt: skip
 ASKED_TO_END = 128 + signal.SIGTERM  # exit code
 
 
@@ -56,6 +61,16 @@ class Job:
     lora_r: int = 8
     lora_alpha: float = 16.0
     lora_targets: list[str] = field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj"])
+    force: bool = field(default=False, metadata={"help": "go on from a checkpoint of other settings"})
+
+
+def settings_of(job: Job, args: TrainingArguments, model: torch.nn.Module) -> dict[str, object]:
+    """What changes the result; a checkpoint of other settings is refused by name."""
+    settings = {name: str(getattr(args, name)) for name in SETTINGS}
+    settings |= {name: getattr(job, name) for name in ("max_length", "lora_r", "lora_alpha", "lora_targets")}
+    settings["base model"] = hashlib.sha256(model.config.to_json_string(use_diff=False).encode()).hexdigest()
+    settings["rows"] = hashlib.sha256(Path(job.train_file).read_bytes()).hexdigest()
+    return settings | {"ranks": dist.get_world_size()}
 
 
 def rows_of(job: Job, vocabulary: int) -> list[dict[str, list[int]]]:
@@ -99,9 +114,9 @@ def newest_whole(folder: Path) -> str | None:
     """The newest checkpoint all of whose files are there; newer ones, which a kill has cut short, are renamed."""
     for path in reversed(checkpoints_in(folder)):
         try:
-            if json.loads((path / WHOLE).read_text(encoding="utf-8")) == sizes_in(path):
+            if json.loads((path / WHOLE).read_text(encoding="utf-8"))["sizes"] == sizes_in(path):
                 return str(path)
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, ValueError, KeyError):
             pass  # the kill came before the sizes were written
         aside = folder / f"cut-{path.name}"
         print(f"{path} is not whole, and renamed to {aside}", file=sys.stderr)
@@ -110,11 +125,21 @@ def newest_whole(folder: Path) -> str | None:
     return None
 
 
+def refuse_other_settings(checkpoint: Path, settings: dict[str, object]) -> None:
+    saved = json.loads((checkpoint / WHOLE).read_text(encoding="utf-8"))["settings"]
+    changed = [name for name, value in settings.items() if saved.get(name) != value]
+    if not changed:
+        return
+    told = "; ".join(f"{name} was {saved.get(name)} and is {settings[name]}" for name in changed)
+    refusal = f"{checkpoint} is of another job: {told}. Choose another --output_dir, or give --force."
+    sys.exit(refusal if dist.get_rank() == 0 else 1)
+
+
 class Unattended(TrainerCallback):
     """Marks a checkpoint as whole, and only then removes older ones; saves and ends when a signal asks for it."""
 
-    def __init__(self, keep: int | None) -> None:
-        self.keep, self.asked, self.ending = keep, torch.zeros(()), False
+    def __init__(self, keep: int | None, settings: dict[str, object]) -> None:
+        self.keep, self.settings, self.asked, self.ending = keep, settings, torch.zeros(()), False
         for which in (signal.SIGTERM, signal.SIGINT):
             signal.signal(which, lambda *_: self.asked.fill_(1))
 
@@ -128,7 +153,8 @@ class Unattended(TrainerCallback):
         dist.barrier()
         if dist.get_rank() == 0:
             saved = Path(args.output_dir) / f"checkpoint-{state.global_step}"
-            (saved / WHOLE).write_text(json.dumps(sizes_in(saved)), encoding="utf-8")
+            whole = {"sizes": sizes_in(saved), "settings": self.settings}
+            (saved / WHOLE).write_text(json.dumps(whole), encoding="utf-8")
             old = checkpoints_in(Path(args.output_dir))[: -self.keep] if self.keep else []
             for path in [*old, *Path(args.output_dir).glob("cut-checkpoint-*")]:
                 shutil.rmtree(path)
@@ -158,10 +184,11 @@ def main() -> None:
         os.environ["ACCELERATE_USE_CPU"] = "true"  # as --use_cpu says it too late for torchrun's ranks
     end_with_launcher()
     job, args = HfArgumentParser((Job, TrainingArguments)).parse_args_into_dataclasses()
-    unattended = Unattended(args.save_total_limit)
-    args.save_total_limit = None  # Trainer's own would remove the older one before the newer is known to be whole
     set_seed(args.seed)  # equal adapters on all ranks
     model = AutoModelForCausalLM.from_pretrained(job.model_name_or_path, dtype=torch.float32)
+    settings = settings_of(job, args, model)
+    unattended = Unattended(args.save_total_limit, settings)
+    args.save_total_limit = None  # Trainer's own would remove the older one before the newer is known to be whole
     lora = LoraConfig(r=job.lora_r, lora_alpha=job.lora_alpha, target_modules=job.lora_targets, task_type="CAUSAL_LM")
     model = get_peft_model(model, lora)
     rows = rows_of(job, model.config.get_text_config().vocab_size)
@@ -170,6 +197,8 @@ def main() -> None:
         shard_on_cpu_ranks(trainer)
     newest = [newest_whole(Path(args.output_dir)) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(newest)
+    if newest[0] and not job.force:
+        refuse_other_settings(Path(newest[0]), settings)
     trainer.train(resume_from_checkpoint=newest[0])
     if not unattended.ending:
         trainer.save_model()  # the adapter alone

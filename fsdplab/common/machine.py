@@ -34,6 +34,12 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def busy_processes_per_core() -> float:
+    """How many processes share a core, over the last minute, at least 1; 1 where the system does not count them."""
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    return max(1.0, load / cores())
+
+
 def memory_bytes() -> int:
     """All memory of the machine; 0 where the system does not say."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0

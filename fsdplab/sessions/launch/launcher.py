@@ -18,6 +18,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from fsdplab.common.machine import busy_processes_per_core
 from fsdplab.common.processes import gone, send
 from fsdplab.sessions.launch import failure_report as report
 from fsdplab.sessions.launch import warm
@@ -220,14 +221,15 @@ class RunningRanks:
         return None
 
     def _watch_longer(self) -> dict[int, float]:
-        """Look at the ranks until one moves, they have ended, or some seconds are over; the part of a core that each
-        used meanwhile.
+        """Look at the ranks until one moves, they have ended, or some seconds are over; the part that each used
+        meanwhile of what it could get of a core.
         """
         since, began, before = self.activity.last, time.monotonic(), report.used_so_far(self.activity.heartbeats)
         while self.activity.last == since and time.monotonic() < began + _GRACE_S and self.agent.running(_LOOK_EVERY_S):
             self._look()
         used, lasted = report.used_so_far(self.activity.heartbeats), max(time.monotonic() - began, _LOOK_EVERY_S)
-        return {rank: (used[rank] - before[rank]) / lasted for rank in before if rank in used}
+        could_use = lasted / busy_processes_per_core()
+        return {rank: (used[rank] - before[rank]) / could_use for rank in before if rank in used}
 
     def _position(self, busy: dict[int, float]) -> PostMortem:
         """Where the ranks stand, by their heartbeats and stacks, and how busy they were."""
