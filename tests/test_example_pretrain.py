@@ -119,6 +119,18 @@ def test_a_signal_to_one_rank_saves_and_ends(ranks: Any, tmp_path: Path, which: 
 # ---- what a job that nobody watches meets
 
 
+def test_tensorboard_shows_what_the_log_has(ranks: Any, tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    printed(ranks, 2, job(tmp_path, steps=3, tensorboard=tmp_path / "board"))
+    rows = [json.loads(line) for line in (tmp_path / "checkpoints" / "log.jsonl").read_text().splitlines()]
+    board = EventAccumulator(str(tmp_path / "board")).Reload()
+    for name in ("loss", "lr", "grad_norm"):
+        logged = {row["step"]: row[name] for row in rows if name in row}
+        shown = {event.step: event.value for event in board.Scalars(name)}
+        assert list(logged) == [1, 2, 3] and shown == pytest.approx(logged, rel=1e-6)
+
+
 LIKE_LLAMA = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi", "gpt_neox", "starcoder2", "olmo", "stablelm",
     "mixtral", "granite", "cohere",

@@ -278,6 +278,13 @@ class Log:
         if self.run:
             self.run.log(row, step=int(row["step"]))
 
+    def close(self) -> None:
+        """What is still in memory is written."""
+        if self.writer:
+            self.writer.close()
+        if self.run:
+            self.run.finish()
+
 
 def flops_of_a_token(model: torch.nn.Module, length: int) -> float:
     """Forward and backward: 6 a parameter, and attention over half the sequence, as PaLM counts them."""
@@ -336,6 +343,7 @@ def train(args: argparse.Namespace, device: torch.device, asked: torch.Tensor) -
         elif done % args.save_every == 0:
             checkpoints.save(model, optimizer, done, extra=extra)
     checkpoints.close()
+    log.close()
     if args.export and not ending:
         export(model, Path(args.config), Path(args.export))
     return ending
