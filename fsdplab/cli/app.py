@@ -160,7 +160,7 @@ add_command(
         "records": Flag(
             list[Path], ...,
             "Folders that `fsdplab run` or `compare --keep` wrote, or traces of PyTorch's profiler, one a rank, or a"
-            " folder of them.",
+            " folder of them, or snapshots of torch.cuda.memory._dump_snapshot().",
             argument=True,
         ),
     },
@@ -184,6 +184,7 @@ add_command(
     shown=(
         "fsdplab report runs/full_shard-lab --html page.html",
         "fsdplab report rank0.json rank1.json",
+        "fsdplab report snapshot.pickle --html page.html",
         "fsdplab report folder/of/traces --comm-pattern my_dispatch=all_to_all",
         "fsdplab report runs/full_shard-lab --perfetto trace.json.gz",
     ),

@@ -18,6 +18,7 @@ from fsdplab.common.words import harmless
 from fsdplab.figures.trace_tables import cells, left_out
 from fsdplab.figures.view import view, views
 from fsdplab.profiling import exports
+from fsdplab.profiling.memory.snapshot_file import is_snapshot
 from fsdplab.profiling.tables import Table, tables_of_pair, tables_of_record
 from fsdplab.profiling.traces.import_traces import TraceOptions, load_all
 from fsdplab.records import RunRecord
@@ -33,6 +34,10 @@ def report_records(
     from fsdplab.recording.assemble import has_parts, open_record
     from fsdplab.sessions.device_peak import peak_of
 
+    snapshots = [path for path in records if is_snapshot(path)]
+    if snapshots:
+        _report_snapshots(snapshots, records, outputs)
+        return
     parts = [path for path in records if has_parts(path)]  # a recorded job whose command is gone
     whole = [path for path in records if path not in parts]
     loaded = load_all(whole, TraceOptions(ranks, comm_pattern or []), None if outputs.quiet else _print_progress)
@@ -50,6 +55,16 @@ def report_records(
     outputs.give(answer)
     outputs.show(exported(outputs, runs))
     end_if_failed(loaded)
+
+
+def _report_snapshots(snapshots: Sequence[Path], given: Sequence[Path], outputs: Outputs) -> None:
+    """Show memory snapshots, which stand in no table beside runs."""
+    from fsdplab.cli.snapshots import answer_of_snapshots
+
+    others = [path for path in given if path not in snapshots]
+    if others:
+        refuse(f"{snapshots[0]} is a memory snapshot, but {others[0]} is not; report them one after the other")
+    outputs.give(answer_of_snapshots(snapshots))
 
 
 def _of_traces(records: Sequence[RunRecord], made: Sequence[Sequence[Table]]) -> Iterator[Part]:
