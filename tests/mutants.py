@@ -47,7 +47,7 @@ MUTANTS = (
     # ---- the engine
     Mutant(
         "engine", "clipping: each rank takes the norm of its own shards", "engine/features/clipping.py",
-        "for dimension in cut[1]:", "for dimension in cut[1][1:]:",
+        "for dimension in key.cut:", "for dimension in key.cut[1:]:",
         "training_step surface_training",
     ),
     Mutant(
