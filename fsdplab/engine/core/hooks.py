@@ -1,4 +1,4 @@
-"""The engine's only contact with module hooks and autograd.
+"""Connects units to module hooks and autograd; nothing else in the engine does.
 
 Before a forward: a pre-hook. Before a backward: a hook on every output tensor that needs a gradient. After a backward:
 an identity function planted on the inputs, whose own backward runs once their gradients are complete. The end of the

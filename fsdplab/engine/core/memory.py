@@ -1,4 +1,4 @@
-"""A unit's tensors: the shards at rest, the unsharded parameters, and the copies between them.
+"""Holds a unit's parameters: the shards at rest, the unsharded parameters, and the copies between them.
 
 Two buffers hold the parameters:
 

@@ -1,4 +1,4 @@
-"""One parameter in its two forms, and which of them the modules show.
+"""Holds one parameter in its two forms, and makes the modules show one of them.
 
 At rest it is what the optimizer updates: a DTensor shard (or, where the strategy keeps it whole for the optimizer, the
 parameter itself). Unsharded it is what a forward reads: one `nn.Parameter` for the whole life of the model, over

@@ -1,4 +1,4 @@
-"""Which DTensor a shard is: the data-parallel axes of a mesh, alone or beside tensor and expert parallelism.
+"""Describes the DTensor that a shard is: data-parallel axes of a mesh, alone or beside tensor and expert parallelism.
 
 A plain parameter becomes `Shard(dim)` on the data-parallel mesh. One that is already a DTensor (tensor or expert
 parallel) becomes a DTensor on both meshes; where both cut the same dimension, the data-parallel cut is strided, because

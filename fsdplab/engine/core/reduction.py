@@ -1,4 +1,4 @@
-"""A unit's gradients, from those that autograd leaves to those that the optimizer reads.
+"""Averages a unit's gradients: from those that autograd leaves to those that the optimizer reads.
 
     collect    take the gradients from the unsharded parameters, adding them to those of earlier micro-batches
     reduce     average them over the ranks: reduce-scatter over the shards, all-reduce over the replicas

@@ -1,4 +1,4 @@
-"""Optimizers whose update needs a whole matrix, on matrices that ranks hold parts of: Muon, and others of its kind.
+"""Steps sharded matrices by optimizers whose update needs a whole matrix: Muon, and others of its kind.
 
 Muon orthogonalises the momentum of a whole matrix, of which sharding leaves a rank some rows. On DTensors PyTorch's
 own optimizer gathers every product again, and all ranks compute the same. Here the element-wise parts of an update stay

@@ -1,4 +1,4 @@
-"""An optimizer whose state rests elsewhere: it steps part by part, with the next part's state on its way.
+"""Steps an optimizer whose state rests elsewhere, part by part, while the next part's state is on its way.
 
 `offload_optimizer` makes any of PyTorch's elementwise optimizers one, in place, as `fully_shard` does with modules:
 learning rate schedulers, gradient scalers, state dicts and checkpoints see the optimizer that they know. The rest is

@@ -1,4 +1,4 @@
-"""Collectives and staging memory that the user supplies: PyTorch's `AllGather` and `ReduceScatter` objects, and
+"""Runs collectives and staging memory that the user supplies: PyTorch's `AllGather` and `ReduceScatter` objects, and
 allocators.
 """
 

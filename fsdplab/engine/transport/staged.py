@@ -1,4 +1,4 @@
-"""Collectives through flat buffers: shards or gradients are packed into one, sent, and unpacked. NCCL's way.
+"""Gathers and reduces through flat buffers: shards or gradients are packed into one, sent, and unpacked. NCCL's way.
 
 What gloo does differently is in `gloo.py`, what users bring along in `torch_api/custom_collectives.py`.
 """

@@ -1,4 +1,4 @@
-"""Shared memory between the ranks of one machine: slots that one rank writes and its peers read.
+"""Synchronises the ranks of one machine: slots of shared memory that one rank writes and its peers read.
 
 The operations of a group are numbered alike on all ranks; number s uses slot s modulo the number of slots. Two words a
 slot order everything: `ready` (its owner has published operation s, and says what it is and where it lies) and `done`

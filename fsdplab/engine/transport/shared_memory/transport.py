@@ -1,4 +1,4 @@
-"""The transport of ranks that share a machine: shards are read straight out of their owner's memory.
+"""Gathers and reduces among ranks that share a machine: shards are read straight out of their owner's memory.
 
 No sockets and no staging: a gather copies each peer's shard from where it rests (or, where it is cast or cut out on the
 way, from the peer's buffer) into the place where the forward reads it; a reduction packs what peers need into a buffer
