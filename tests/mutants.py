@@ -73,8 +73,8 @@ MUTANTS = (
         "training_step recorded_memory step_program engine_numbers",
     ),
     Mutant(
-        "engine", "unshard: parameters that were stepped are not gathered again", "engine/core/unit.py",
-        "unchanged = self._gathered and not self.memory.changed()", "unchanged = self._gathered",
+        "engine", "unshard: parameters that were stepped are not gathered again", "engine/core/step.py",
+        "unit.begin_forward(unit in current)", "unit.begin_forward(unit in candidates)",
         "training_step engine_numbers step_program surface_unused",
     ),
     # ---- the planner
