@@ -47,7 +47,7 @@ MUTANTS = (
     # ---- the engine
     Mutant(
         "engine", "clipping: each rank takes the norm of its own shards", "engine/features/clipping.py",
-        "for dimension in cut[1]:", "for dimension in cut[1][1:]:",
+        "for dimension in key.cut:", "for dimension in key.cut[1:]:",
         "training_step surface_training",
     ),
     Mutant(
@@ -73,8 +73,8 @@ MUTANTS = (
         "training_step recorded_memory step_program engine_numbers",
     ),
     Mutant(
-        "engine", "unshard: parameters that were stepped are not gathered again", "engine/core/unit.py",
-        "unchanged = self._gathered and not self.memory.changed()", "unchanged = self._gathered",
+        "engine", "unshard: parameters that were stepped are not gathered again", "engine/core/step.py",
+        "unit.begin_forward(unit in current)", "unit.begin_forward(unit in candidates)",
         "training_step engine_numbers step_program surface_unused",
     ),
     # ---- the planner

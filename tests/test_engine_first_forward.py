@@ -13,20 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdplab.engine import fully_shard, set_initial_weights_check, shard_model
+from tests.each_strategy import in_turn
 from tests.ranks import transports
 from tests.surface import Collectives, Net, close, data, gradients, loss_of, mesh_of, twin_gradients
 
 pytestmark = pytest.mark.quick
-STRATEGIES = ("full_shard", "shard_grad_op", "zero2", "zero1", "no_shard")
-CASES = [(strategy, transport) for transport in transports() for strategy in STRATEGIES]
-
-
-def in_turn(program: Callable[[str, str], None], cases: list[tuple[str, str]] = CASES) -> None:
-    for strategy, transport in cases:
-        try:
-            program(strategy, transport)
-        except BaseException as error:
-            raise AssertionError(f"{strategy} over {transport}: {type(error).__name__}: {error}") from error
 
 
 @contextmanager

@@ -11,10 +11,9 @@ import torch
 from torch import nn
 
 from fsdplab.engine import fully_shard, shard_model
+from tests.each_strategy import STRATEGIES
 from tests.ranks import transports
 from tests.surface import close, data, gradients, mesh_of, twin_gradients, wholes
-
-STRATEGIES = ("full_shard", "shard_grad_op", "zero2", "zero1", "no_shard")
 
 
 class Opaque:

@@ -10,25 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fsdplab.engine import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, shard_model
+from fsdplab.engine import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from tests.each_strategy import in_turn, sharded
 from tests.ranks import transports
-from tests.surface import Net, close, data, gradients, loss_of, mesh_of, twin_gradients, wholes
+from tests.surface import Net, close, data, gradients, loss_of, twin_gradients, wholes
 
 pytestmark = pytest.mark.quick
-STRATEGIES = ("full_shard", "shard_grad_op", "zero2", "zero1", "no_shard")
-CASES = [(strategy, transport) for transport in transports() for strategy in STRATEGIES]
-
-
-def in_turn(program: Callable[[str, str], None]) -> None:
-    for strategy, transport in CASES:
-        try:
-            program(strategy, transport)
-        except BaseException as error:
-            raise AssertionError(f"{strategy} over {transport}: {type(error).__name__}: {error}") from error
-
-
-def sharded(model: nn.Module, strategy: str, transport: str, **options: Any) -> nn.Module:
-    return shard_model(model, strategy, mesh=mesh_of(), transport=transport, **options)
 
 
 def mask_of(parameter: torch.Tensor) -> torch.Tensor:

@@ -11,24 +11,11 @@ import torch
 from torch import nn
 
 from fsdplab.engine import clip_grad_norm_, fully_shard, shard_model
+from tests.each_strategy import in_turn, sharded
 from tests.ranks import transports
 from tests.surface import Net, close, data, gradients, loss_of, mesh_of, twin_gradients
 
 pytestmark = pytest.mark.quick
-STRATEGIES = ("full_shard", "shard_grad_op", "zero2", "zero1", "no_shard")
-CASES = [(strategy, transport) for transport in transports() for strategy in STRATEGIES]
-
-
-def sharded(strategy: str, transport: str, **options: Any) -> nn.Module:
-    return shard_model(Net(), strategy, mesh=mesh_of(), transport=transport, **options)
-
-
-def in_turn(program: Callable[[str, str], None]) -> None:
-    for strategy, transport in CASES:
-        try:
-            program(strategy, transport)
-        except BaseException as error:
-            raise AssertionError(f"{strategy} over {transport}: {type(error).__name__}: {error}") from error
 
 
 def refused(action: Callable[[], Any], *words: str) -> None:
@@ -40,7 +27,7 @@ def refused(action: Callable[[], Any], *words: str) -> None:
 
 
 def between_forward_and_backward(strategy: str, transport: str) -> None:
-    model = sharded(strategy, transport)
+    model = sharded(Net(), strategy, transport)
     loss = loss_of(model)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     by_group = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
@@ -64,7 +51,7 @@ def list_for_torchs_clip(strategy: str, transport: str) -> None:
     parameters between a forward and its backward, or takes them after it, is told nothing.
     """
     for taken in ("between", "after", "read"):
-        model = sharded(strategy, transport, units="root")
+        model = sharded(Net(), strategy, transport, units="root")
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         clipped: list[nn.Parameter] = []
         with warnings.catch_warnings(record=True) as caught:
@@ -121,7 +108,7 @@ def test_shards_over_fewer_ranks(ranks) -> None:
 
 
 def replaced(strategy: str, transport: str) -> None:
-    model = sharded(strategy, transport)
+    model = sharded(Net(), strategy, transport)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     loss_of(model).backward()
     optimizer.step()
@@ -141,7 +128,7 @@ def test_an_optimizer_whose_parameters_were_replaced(ranks) -> None:
 def zeroed_between(strategy: str, transport: str) -> None:
     """`model.zero_grad()` between a forward and its backward resets what the step before has left."""
     for set_to_none in (True, False):
-        model, twin = sharded(strategy, transport), Net()
+        model, twin = sharded(Net(), strategy, transport), Net()
         for seed in range(3):
             loss = loss_of(model, seed)
             model.zero_grad(set_to_none)
@@ -157,7 +144,7 @@ def test_gradients_that_are_reset_between_a_forward_and_its_backward(ranks) -> N
 def never_collected(strategy: str, transport: str) -> None:
     """Gradients that a user has put on unsharded parameters are lost for ever: the next step or forward says so."""
     for use in (lambda model, optimizer: optimizer.step(), lambda model, optimizer: loss_of(model)):
-        model = sharded(strategy, transport, units="root")
+        model = sharded(Net(), strategy, transport, units="root")
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         loss_of(model).backward()
         loss = loss_of(model)

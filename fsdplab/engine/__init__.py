@@ -1,4 +1,4 @@
-"""The sharding engine: `fully_shard`, and `shard_model` for every row of the strategy table.
+"""Shards models: `fully_shard`, and `shard_model` for every row of the strategy table.
 
 Begin with core/unit.py and core/step.py: what one unit does, and when. `core/` imports nothing else of the engine but
 events.py (what it tells listeners), compat.py (what depends on torch's version) and nested.py (tensors in containers).

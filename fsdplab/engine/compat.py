@@ -1,4 +1,4 @@
-"""Everything that depends on the torch version (2.11 to 2.15), and nothing else.
+"""Hides what differs between versions of torch (2.11 to 2.15), and nothing else.
 
 Collectives are looked up on `torch.distributed` at call time, so that a patched collective and `CommDebugMode` see
 them.

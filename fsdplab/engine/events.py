@@ -1,4 +1,4 @@
-"""What the engine says about itself: typed events, and the only names it writes into profiler traces.
+"""Reports what the engine does: typed events, and the only names it writes into profiler traces.
 
 The engine knows nothing of records, figures or notebooks. It announces what happens (a collective, a buffer, a unit's
 change of state) to whoever subscribed, and pays nothing when nobody did. The range names are those of PyTorch's FSDP2,

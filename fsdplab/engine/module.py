@@ -1,4 +1,4 @@
-"""What a module becomes when it is made a unit: itself, plus the methods of PyTorch's `FSDPModule`, in its words."""
+"""Adds the methods of PyTorch's `FSDPModule`, in its words, to a module that is made a unit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tensors in what a forward takes and gives: lists, tuples, dicts and their kinds, dataclasses, and what else `pytree`
-knows, nested in each other.
+"""Finds and replaces the tensors inside a forward's inputs and outputs: any nesting of lists, tuples, dicts,
+dataclasses and registered pytree nodes.
 """
 
 from __future__ import annotations
@@ -15,48 +15,61 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
-    """Every tensor of nested arguments or outputs, those in dataclasses too, in the order of `map_tensors`."""
+    """Yield every tensor of nested arguments or outputs, in the order of `map_tensors`."""
     if isinstance(tree, torch.Tensor):
         yield tree
-    else:
-        for each in _opened(tree)[0]:
-            yield from tensors_in(each)
+        return
+    parts, _ = _opened(tree)
+    for part in parts:
+        yield from tensors_in(part)
 
 
 def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """`tree` with `function` of every tensor in its place. What holds no other tensor then stays the object that it is:
-    a module may write to a list that it was given.
+    """Return `tree` with `function` of every tensor in its place.
+
+    A container whose tensors all stay is returned itself: a module may write to a list that it was given.
+
+    >>> map_tensors({"ids": [torch.ones(1)], "scale": 2.0}, lambda tensor: tensor + 1)
+    {'ids': [tensor([2.])], 'scale': 2.0}
     """
     if isinstance(tree, torch.Tensor):
         return function(tree)
-    held, rebuilt = _opened(tree)
-    mapped = [map_tensors(each, function) for each in held]
-    return tree if all(new is old for new, old in zip(mapped, held)) else rebuilt(mapped)
+    parts, rebuild = _opened(tree)
+    mapped = [map_tensors(part, function) for part in parts]
+    if all(new is old for new, old in zip(mapped, parts)):
+        return tree
+    return rebuild(mapped)
 
 
 def _opened(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """What `tree` holds, and what makes one like it of others; a leaf holds nothing."""
+    """Return the parts of `tree`, and a function that makes one like it of other parts; a leaf has no parts."""
     kind = type(tree)
+    # The usual kinds, without asking pytree.
     if kind is tuple or kind is list:
         return list(tree), kind
     if kind is dict:
         return list(tree.values()), lambda new: dict(zip(tree, new))
-    children, shape = tree_flatten(tree, is_leaf=lambda each: each is not tree)  # one level
+
+    # One level of what is registered with pytree, which returns a leaf as its own only child.
+    children, shape = tree_flatten(tree, is_leaf=lambda part: part is not tree)
     if len(children) != 1 or children[0] is not tree:
         return children, lambda new: tree_unflatten(new, shape)
+
+    # Subclasses that pytree takes for leaves.
     if isinstance(tree, dict):
         return list(tree.values()), lambda new: _changed(tree, zip(tree, new), setitem)
     if isinstance(tree, list):
         return list(tree), lambda new: _changed(tree, enumerate(new), setitem)
     if is_dataclass(tree) and not isinstance(tree, type):
-        names = [each.name for each in fields(tree) if hasattr(tree, each.name)]
-        # `object`'s: frozen ones too
-        return [getattr(tree, name) for name in names], lambda new: _changed(tree, zip(names, new), object.__setattr__)
+        names = [field.name for field in fields(tree) if hasattr(tree, field.name)]
+        parts = [getattr(tree, name) for name in names]
+        set_field = object.__setattr__  # which sets fields of frozen ones too
+        return parts, lambda new: _changed(tree, zip(names, new), set_field)
     return [], lambda _: tree
 
 
 def _changed(tree: Any, items: Iterable[tuple[Any, Any]], put: Callable[[Any, Any, Any], None]) -> Any:
-    """A copy with other items or fields: only its own class can make one, and `__post_init__` is not run again."""
+    """Return a copy with other items or fields: no class but its own can make one, and `__post_init__` is not run."""
     copied = copy.copy(tree)
     for key, value in items:
         put(copied, key, value)
@@ -64,5 +77,9 @@ def _changed(tree: Any, items: Iterable[tuple[Any, Any]], put: Callable[[Any, An
 
 
 def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
-    """`tree` with floating-point tensors in `dtype`."""
-    return map_tensors(tree, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
+    """Return `tree` with its floating-point tensors in `dtype`."""
+
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return map_tensors(tree, cast)

@@ -1,4 +1,4 @@
-"""`fully_shard`, the drop-in for PyTorch's, and `shard_model`, the one call for every row of the strategy table."""
+"""Shards a model: `fully_shard`, the drop-in for PyTorch's, and `shard_model`, for every row of the strategy table."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from fsdplab.engine.core.parted import PartedParam, in_its_form
 from fsdplab.engine.core.placement import Axes, axes_of, axes_of_info, local_part
 from fsdplab.engine.core.plan import UnitConfig
 from fsdplab.engine.core.policy import STRATEGIES, MixedPrecisionPolicy, OffloadPolicy, Strategy, strategy_named
+from fsdplab.engine.core.transport import Transport
 from fsdplab.engine.core.unit import ReduceOptions, Unit
 from fsdplab.engine.features.initial_weights import WholeWeights, warn_of_differing_weights
 from fsdplab.engine.features.misuse_checks import (
@@ -153,15 +154,16 @@ def select_units(model: nn.Module, units: Units) -> list[nn.Module]:
     if units == "root":
         return []
     if units == "auto":
-        return [child for each in model.modules() if isinstance(each, nn.ModuleList) for child in each]
+        lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+        return [block for blocks in lists for block in blocks]
     if isinstance(units, str):
         raise ValueError(f"units is {units!r}; expected auto, root, module classes or a predicate on (name, module)")
     classes = () if callable(units) else tuple(units)
     chosen = units if callable(units) else lambda _, module: isinstance(module, classes)
-    found = [module for name, module in model.named_modules() if module is not model and chosen(name, module)]
-    if not found:
+    selected = [module for name, module in model.named_modules() if module is not model and chosen(name, module)]
+    if not selected:
         raise ValueError(f"units={units!r} matches no submodule of {type(model).__name__}; name its block classes")
-    return found
+    return selected
 
 
 def _make_units(
@@ -172,29 +174,33 @@ def _make_units(
     place: PlacementFn | None = None,
     config_of: Callable[[Axes], UnitConfig] | None = None,
 ) -> list[Unit]:
-    """One unit of `modules`; one more for each further mesh that `place` names, configured by `config_of`. `after` says
-    what units do after their forward.
+    """Make one unit of `modules`, and one more for each further mesh that `place` names, configured by `config_of`.
+
+    `after` says what units do after their forward.
     """
     watch_optimizers()
     before_training[_check_first] = None
     mark_ignored(ignored)
     for module in modules:
         _check(module)
+    # Which parameters it has, and over which mesh each of them is cut.
     owned = owned_parameters(modules, {id(parameter) for parameter in ignored})
     warn_of_low_masters([(name, original) for original, (name, _) in owned.items()], config.policy)
-    held: dict[Axes, list[ShardedParam]] = {config.axes: []}
+    params_over: dict[Axes, list[ShardedParam]] = {config.axes: []}
     configs = {config.axes: config}
     for original, (name, sites) in owned.items():
         _check_shape(name, original)
         dim, axes = _placed(name, original, config, place)
         if axes not in configs and config_of is not None:
-            configs[axes], held[axes] = config_of(axes), []
-        held[axes].append(_sharded_param(name, sites, original, configs[axes], dim))
-    if len(held) > 1 and not held[config.axes]:
-        del held[config.axes]
+            configs[axes], params_over[axes] = config_of(axes), []
+        params_over[axes].append(_sharded_param(name, sites, original, configs[axes], dim))
+    if len(params_over) > 1 and not params_over[config.axes]:
+        del params_over[config.axes]
+
+    # Cut them, and bind the units to the modules.
     _move_buffers(modules, config.device)
     title = "+".join(type(module).__name__ for module in modules)
-    memories = [UnitMemory(title, params, configs[axes]) for axes, params in held.items()]
+    memories = [UnitMemory(title, params, configs[axes]) for axes, params in params_over.items()]
     for memory in memories:
         weights = WholeWeights(memory)
         memory.shard()
@@ -206,14 +212,14 @@ def _make_units(
     beside = [UnitHooks(modules, unit) for unit in units[1:]]
     torch_interop.State(modules, UnitHooks(modules, units[0], beside))
     for module in modules:
-        for _, each in below(module):
-            compat.mark_for_compiler(each)
+        for _, part in below(module):
+            compat.mark_for_compiler(part)
         module.__class__ = sharded_class(type(module))
     return units
 
 
 def _check_first(root: nn.Module, runtime: Runtime) -> None:
-    """What is looked at once, before the first forward of a root that trains."""
+    """Warn of what is looked at once, before the first forward of a root that trains."""
     warn_of_late_parameters(root)
     warn_of_differing_weights(unit.memory for unit in runtime.units.values())
 
@@ -240,8 +246,10 @@ def _check_shape(name: str, original: nn.Parameter) -> None:
 
 
 def _config(row: Strategy, axes: Axes, policy: MixedPrecisionPolicy, offload: OffloadPolicy, wanted: str) -> UnitConfig:
-    """Shards are cut over the last dimension of the mesh; over the one before it, and for rows that cut nothing,
-    replicas.
+    """Return the configuration of units over `axes`.
+
+    Shards are cut over the last dimension of the mesh. The dimension before it replicates, and so does the only one of
+    a strategy that cuts nothing.
     """
     mesh = axes.mesh
     if mesh.ndim == 2 and not row.shard_optimizer:
@@ -249,10 +257,11 @@ def _config(row: Strategy, axes: Axes, policy: MixedPrecisionPolicy, offload: Of
     if row.in_groups and mesh.ndim == 1:
         raise ValueError(f"{row.name} needs a 2-D mesh: init_device_mesh(device_type, (replicas, ranks that shard))")
     device = compat.device_of(mesh.device_type)
-    *replicas, over_shards = [
-        transport_of(group, device, wanted) if group.size() > 1 else None
-        for group in map(mesh.get_group, range(mesh.ndim))
-    ]
+    transports: list[Transport | None] = []  # by the dimensions of the mesh; none among one rank
+    for dim in range(mesh.ndim):
+        group = mesh.get_group(dim)
+        transports.append(transport_of(group, device, wanted) if group.size() > 1 else None)
+    *replicas, over_shards = transports
     storage = storage_of(offload, device, row)
     if over_shards is not None and type(offload) is OffloadPolicy:
         storage = over_shards.storage(device)
@@ -264,14 +273,17 @@ def _config(row: Strategy, axes: Axes, policy: MixedPrecisionPolicy, offload: Of
 
 
 def owned_parameters(modules: Sequence[nn.Module], ignored: set[int]) -> dict[nn.Parameter, tuple[str, Sites]]:
-    """Parameters of `modules` that no unit below holds -> their first name and every place that shows them."""
-    found: dict[nn.Parameter, tuple[str, Sites]] = {}
+    """Return the parameters of `modules` that no unit below holds -> their first name and the places that show them."""
+    owned: dict[nn.Parameter, tuple[str, Sites]] = {}
     for number, module in enumerate(modules):
-        for prefix, each in below(module, f"{number}." if len(modules) > 1 else ""):
-            for attribute, parameter in each._parameters.items():
-                if parameter is not None and id(parameter) not in ignored:
-                    found.setdefault(parameter, (prefix + attribute, []))[1].append((each, attribute))
-    return found
+        number_prefix = f"{number}." if len(modules) > 1 else ""
+        for prefix, part in below(module, number_prefix):
+            for attribute, parameter in part._parameters.items():
+                if parameter is None or id(parameter) in ignored:
+                    continue
+                _, sites = owned.setdefault(parameter, (prefix + attribute, []))
+                sites.append((part, attribute))
+    return owned
 
 
 def _sharded_param(
@@ -301,8 +313,8 @@ def _sharded_param(
 def _placed(
     name: str, original: nn.Parameter, config: UnitConfig, place: PlacementFn | None
 ) -> tuple[int | None, Axes]:
-    """Along which dimension to cut `original` and over which mesh: 0 and the unit's, or what `shard_placement_fn`
-    says.
+    """Return the dimension to cut `original` along and the mesh to cut it over: 0 and the unit's, or what
+    `shard_placement_fn` says.
     """
     if not config.strategy.shard_optimizer:
         if place is not None:
@@ -311,7 +323,10 @@ def _placed(
                 f" subclass): the mesh {config.axes.mesh} shards nothing"
             )
         return None, config.axes
-    wanted, axes = None if place is None else place(original), config.axes
+    wanted: Any = None
+    axes = config.axes
+    if place is not None:
+        wanted = place(original)
     if wanted is not None and hasattr(wanted, "mesh_info"):  # PyTorch's ShardPlacementResult
         wanted, axes = wanted.placement, axes_of_info(wanted.mesh_info)
     return _dimension(name, original, wanted), axes
@@ -341,10 +356,10 @@ def _dimension(name: str, original: nn.Parameter, wanted: Shard | None) -> int:
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
     for module in modules:
-        for _, each in below(module):
-            for name, buffer in each._buffers.items():
+        for _, part in below(module):
+            for name, buffer in part._buffers.items():
                 if buffer is not None and not buffer.is_meta and buffer.device.type != device.type:
-                    each._buffers[name] = buffer.to(device)
+                    part._buffers[name] = buffer.to(device)
 
 
 @compat.with_real_tensors

@@ -1,9 +1,22 @@
-"""From the sum of all ranks' gradients to their average, and which parameters no rank has a gradient of.
+"""Turns the sum of all ranks' gradients into their average, and tells which parameters no rank has a gradient of.
 
 A rank sends negative zeros for a gradient that it lacks. They change no sum, and a sum of nothing else is -0.0. Each
 parameter has one element in each shard, its mark, where a gradient that is there is never sent as -0.0. So the mark of
 a sum is -0.0 only where every rank lacks the gradient: adding does not round a sum to zero (floats underflow
 gradually). Multiplying, dividing and casting may round a small negative number to -0.0, so marks are carried past them.
+
+Two parameters, `a` and `b`, of two elements each, on two ranks; the first element of each is its mark:
+
+                           a              b
+    gradients, rank 0  (-0.0,  3.0)     none            the gradient of a begins with -0.0 by chance
+    gradients, rank 1   none            none
+    sent by rank 0     ( 0.0,  3.0)   (-0.0, -0.0)      0.0 is added to the mark of a: -0.0 + 0.0 = 0.0
+    sent by rank 1     (-0.0, -0.0)   (-0.0, -0.0)
+    sum                ( 0.0,  3.0)   (-0.0, -0.0)      0.0 + -0.0 = 0.0, but -0.0 + -0.0 = -0.0
+    average            ( 0.0,  1.5)   (-0.0, -0.0)
+
+The mark of `a` is 0.0: some rank has its gradient, so both ranks get (0.0, 1.5). The mark of `b` is -0.0: no rank has
+one, so `b.grad` stays None and its optimizer state is left alone.
 """
 
 from __future__ import annotations
@@ -26,17 +39,18 @@ class Marks:
 
     @classmethod
     def of(cls, layout: Layout, device: torch.device) -> Marks:
-        """The first element that each shard reserves for a parameter; one without elements has no mark."""
+        """Mark the first element that each shard reserves for a parameter; one without elements has no mark."""
         firsts = [slot.offset // slot.itemsize for slot in layout.slots if slot.chunk_bytes]
         return cls(_filled(torch.empty(len(firsts), dtype=torch.int64, device=device), firsts))
 
     def to_add(self, missing: Sequence[bool], like: torch.Tensor) -> torch.Tensor | float:
-        """What a rank adds to its marks that lacks gradients: -0.0 for those, 0.0 for the others."""
+        """Return what a rank adds to its marks: -0.0 where its gradient is missing, 0.0 for the others."""
         if not any(missing):
             return 0.0
         key = tuple(missing)
-        if key not in self._to_add:
-            self._to_add[key] = _filled(like.new_empty(len(key)), [-0.0 if lacks else 0.0 for lacks in key])
+        if key not in self._to_add:  # the same parameters are missing at most steps
+            signs = [-0.0 if is_missing else 0.0 for is_missing in key]
+            self._to_add[key] = _filled(like.new_empty(len(key)), signs)
         return self._to_add[key]
 
     def put(self, tensor: torch.Tensor, marks: torch.Tensor | float) -> None:
@@ -44,19 +58,19 @@ class Marks:
         tensor.index_copy_(-1, self.places, tensor.index_select(-1, self.places).add_(marks))
 
     def found_in(self, *terms: torch.Tensor) -> torch.Tensor:
-        """What `put` adds to carry the marks of the sum of `terms` elsewhere."""
-        found, *others = [term.index_select(-1, self.places) for term in terms]
+        """Return what `put` adds to carry the marks of the sum of `terms` elsewhere: zeros of the same signs."""
+        marks, *others = [term.index_select(-1, self.places) for term in terms]
         for other in others:
-            found = found + other
-        return found.masked_fill_(found != 0, 0.0)
+            marks = marks + other
+        return marks.masked_fill_(marks != 0, 0.0)
 
     def missing(self, total: torch.Tensor) -> torch.Tensor:
-        """Whether no rank has a gradient, for each parameter (bool); nothing waits for the device."""
-        found = total.index_select(-1, self.places)
-        return (found == 0) & found.signbit()
+        """Return whether no rank has a gradient, for each parameter (bool); nothing waits for the device."""
+        marks = total.index_select(-1, self.places)
+        return (marks == 0) & marks.signbit()
 
     def within(self, first: int, count: int) -> tuple[Marks, torch.Tensor]:
-        """The marks among `count` elements from `first` on, and which of all they are (bool)."""
+        """Return the marks among `count` elements from `first` on, and which of all they are (bool)."""
         inside = (self.places >= first) & (self.places < first + count)
         return Marks(self.places[inside] - first), inside
 
@@ -108,28 +122,34 @@ class Average:
 
     def finish(self, total: torch.Tensor, output: torch.Tensor) -> None:
         """Leave the average of `total`, a whole sum, in `output`, which may be the same memory."""
-        cast = (lambda: output.copy_(total)) if total is not output else (lambda: output)
+
+        def scale() -> None:
+            if self.factor != 1.0:
+                total.div_(self.factor)
+            if total is not output:
+                output.copy_(total)
+
         if self.factor == 1.0:  # no sum is small enough for a cast to round it to zero
-            cast()
+            scale()
         else:
-            self.carry([total], output, lambda: (total.div_(self.factor), cast()))
+            self.carry([total], output, scale)
 
     def finish_once(self, total: torch.Tensor) -> Callable[[], object]:
-        """What divides `total` when it is first called: who waits again after an interrupt must not divide twice."""
+        """Return what divides `total` when it is first called: a wait that is repeated must not divide twice."""
         if self.factor == 1.0:
             return lambda: None
         left: float | None = self.factor
-        found: list[torch.Tensor] = []
+        marks: torch.Tensor | None = None  # of the sum, which the division may round
 
         def finish() -> None:
-            nonlocal left
-            if self.marks is not None and self.keeps and not found:
-                found.append(self.marks.found_in(total))
+            nonlocal left, marks
+            if self.marks is not None and self.keeps and marks is None:
+                marks = self.marks.found_in(total)
             factor, left = left, None  # an interrupt comes before this or after the division, with no call in between
             if factor is not None:
                 total.div_(factor)
-            if found and self.marks is not None:
-                self.marks.put(total, found[0])
+            if self.marks is not None and marks is not None:
+                self.marks.put(total, marks)
 
         return finish
 

@@ -1,4 +1,4 @@
-"""The memory of a unit's parameters, stored and unsharded, and the copies between it and what is sent.
+"""Allocates the buffers of a unit's parameters, stored and unsharded, and copies between them and what is sent.
 
 The unsharded buffer takes memory when an all-gather has arrived and frees it with the reshard. An all-gather under way
 takes only what is sent. The views through which parameters are copied into the buffer are made once and kept: they name
@@ -73,7 +73,7 @@ class UnshardedBuffer:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """All of it as bytes, allocated."""
+        """All of it as bytes, [whole_bytes], allocated."""
         if self._tensor is None:
             self._tensor = torch.zeros(self.layout.whole_bytes, dtype=torch.uint8, device=self.device)
         elif self._tensor.untyped_storage().nbytes() == 0:
@@ -105,8 +105,9 @@ class UnshardedBuffer:
         self.layout = layout
 
     def places(self) -> list[torch.Tensor]:
-        """Where the pieces of all shards belong: [ranks, words of the piece] each, in the layout's order; gaps between
-        slots are pieces too, whose places nobody reads.
+        """Return where the pieces of all shards belong: [ranks, words of the piece] each, in the layout's order.
+
+        Gaps between slots are pieces too, whose places nobody reads.
         """
         whole = self.tensor
         if not self._places:  # assigned once it is complete: an interrupted wait is done again
@@ -115,6 +116,7 @@ class UnshardedBuffer:
         return self._places
 
     def _place(self, words: torch.Tensor, piece: Piece) -> torch.Tensor:
+        """Return where one piece of all shards belongs, [ranks, words of the piece], in the `words` of the whole."""
         shape = (self.layout.ranks, piece.words)
         if piece.slot is None:
             return words.new_empty(shape)
@@ -122,10 +124,10 @@ class UnshardedBuffer:
         return words[start : start + self.layout.ranks * piece.words].view(shape)
 
     def places_of(self, rank: int) -> list[torch.Tensor]:
-        """As `places`, of the shard of one rank: [words of the piece] each."""
-        whole = self.places()
+        """Return where the pieces of the shard of one rank belong: [words of the piece] each."""
+        places = self.places()
         if rank not in self._of_rank:
-            self._of_rank[rank] = [place[rank] for place in whole]
+            self._of_rank[rank] = [place[rank] for place in places]
         return self._of_rank[rank]
 
 
@@ -139,23 +141,24 @@ def _keep_free_memory() -> None:
 
 
 def unpack(staging: torch.Tensor, whole: UnshardedBuffer) -> None:
-    """Copy n shards (rank-major) into the whole."""
+    """Copy all shards, `staging` [ranks * shard_bytes], into the whole."""
     shards = staging.view(WORDS[whole.layout.word]).view(whole.layout.ranks, -1)
     _spread(shards, 1, whole.layout, whole.places())
 
 
 def unpack_from(rank: int, part: torch.Tensor, whole: UnshardedBuffer) -> None:
-    """Copy the shard of one rank to its rows in the whole."""
+    """Copy the shard of one rank, `part` [shard_bytes], to its rows in the whole."""
     _spread(part.view(WORDS[whole.layout.word]), 0, whole.layout, whole.places_of(rank))
 
 
 def _spread(source: torch.Tensor, dim: int, layout: Layout, places: list[torch.Tensor]) -> None:
+    """Copy the pieces of `source`, words that follow each other along `dim`, to their places."""
     if places:  # else nothing travels
         torch.split_with_sizes_copy(source, layout.piece_words, dim, out=places)
 
 
 def cut_out(rank: int, whole: UnshardedBuffer, part: torch.Tensor) -> None:
-    """Copy the rows of one rank out of the whole into its shard."""
+    """Copy the rows of one rank out of the whole into its shard, `part` [shard_bytes]."""
     layout = whole.layout
     pieces = part.view(WORDS[layout.word]).split_with_sizes(layout.piece_words)
     torch._foreach_copy_(list(pieces), whole.places_of(rank))
@@ -167,72 +170,88 @@ _ROWS = 1 << 4  # of so many words, mixed at once: what is mixed stays in a core
 
 @cache
 def _weights(device: torch.device, count: int) -> torch.Tensor:
+    """Return `count` random words, the same on every rank."""
     generator = torch.Generator().manual_seed(0x5EED + count)
     return torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=generator).to(device)
 
 
 def fingerprint(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """A number (int64) that other values have with a probability below 1e-9, of contiguous tensors on one device:
-    64-bit words, each mixed with its upper half and weighted at random, summed modulo 2^64. Nothing is copied.
+    """Return a number (int64, 0-d) that other values have with a probability below 1e-9.
+
+    The tensors are contiguous and on one device. Their 64-bit words are mixed with their upper halves, weighted at
+    random and summed modulo 2^64. Nothing is copied.
     """
     total: torch.Tensor | None = None
     for tensor in tensors:
-        for rows in _in_rows(tensor.reshape(-1).view(torch.uint8)):
-            mixed = (rows >> 33).bitwise_xor_(rows).mul_(_weights(rows.device, _COLUMNS)[: rows.shape[1]])
-            part = (mixed.sum(1) * _weights(rows.device, _ROWS)[: len(rows)]).sum()
+        for words in _in_rows(tensor.reshape(-1).view(torch.uint8)):
+            column_weights = _weights(words.device, _COLUMNS)[: words.shape[1]]
+            row_weights = _weights(words.device, _ROWS)[: len(words)]
+            mixed = (words >> 33).bitwise_xor_(words).mul_(column_weights)
+            part = (mixed.sum(1) * row_weights).sum()
             total = part if total is None else total * 0x9E3779B97F4A7C1 + part
-    return torch.zeros((), dtype=torch.int64) if total is None else total
+    if total is None:
+        return torch.zeros((), dtype=torch.int64)
+    return total
 
 
 def _in_rows(values: torch.Tensor) -> Iterator[torch.Tensor]:
-    """`values` (bytes) as matrices of words, [up to _ROWS, up to _COLUMNS]; the last bytes are a word each."""
-    whole = len(values) // 8 * 8
-    words = values[:whole].view(torch.int64)
+    """Yield `values` [bytes] as matrices of words, [up to _ROWS, up to _COLUMNS]; the last bytes are a word each."""
+    in_words = len(values) // 8 * 8
+    words = values[:in_words].view(torch.int64)
     in_rows = len(words) // _COLUMNS * _COLUMNS
     yield from words[:in_rows].view(-1, _COLUMNS).split(_ROWS)
-    for rest in (words[in_rows:], values[whole:].to(torch.int64)):
+    for rest in (words[in_rows:], values[in_words:].to(torch.int64)):
         if len(rest):
             yield rest.view(1, -1)
 
 
 def same_order(one: Layout, other: Layout) -> bool:
-    """Whether every element has the same index in a shard of both, each of one dtype."""
-    ends = [*((a.offset, b.offset) for a, b in zip(one.slots, other.slots)), (one.shard_bytes, other.shard_bytes)]
-    a, b = one.slots[0].itemsize, other.slots[0].itemsize
-    return len(one.slots) == len(other.slots) and all(first * b == second * a for first, second in ends)
+    """Whether every element has the same index in a shard of both layouts, each of which has one dtype."""
+    if len(one.slots) != len(other.slots):
+        return False
+    size, other_size = one.slots[0].itemsize, other.slots[0].itemsize
+    for slot, other_slot in zip(one.slots, other.slots):
+        if slot.offset * other_size != other_slot.offset * size:
+            return False
+    return one.shard_bytes * other_size == other.shard_bytes * size
 
 
 def chunks(shard: torch.Tensor, layout: Layout, dtypes: Dtypes) -> list[torch.Tensor]:
-    """The first slots of a shard (bytes), one a dtype, in that dtype; those that hold nothing are left out."""
-    if len(set(dtypes)) == 1:
-        size = dtypes[0].itemsize
-        if layout.shard_bytes % size == 0 and len(dtypes) == len(layout.slots):
-            lengths = [piece.words * layout.word // size for piece in layout.pieces]
-            parts = shard.view(dtypes[0]).split_with_sizes(lengths)
-            return [part for part, piece in zip(parts, layout.pieces) if piece.slot is not None]
-    filled = ((slot, dtype) for slot, dtype in zip(layout.slots, dtypes) if slot.chunk_bytes)
-    return [shard[slot.offset : slot.offset + slot.chunk_bytes].view(dtype) for slot, dtype in filled]
+    """Return the first slots of a shard, [shard_bytes], one a dtype and in that dtype, without those that are empty."""
+    in_one_dtype = len(set(dtypes)) == 1 and layout.shard_bytes % dtypes[0].itemsize == 0
+    if in_one_dtype and len(dtypes) == len(layout.slots):  # one call cuts all of them
+        lengths = [piece.words * layout.word // dtypes[0].itemsize for piece in layout.pieces]
+        parts = shard.view(dtypes[0]).split_with_sizes(lengths)
+        return [part for part, piece in zip(parts, layout.pieces) if piece.slot is not None]
+    filled = []
+    for slot, dtype in zip(layout.slots, dtypes):
+        if slot.chunk_bytes:
+            filled.append(shard[slot.offset : slot.offset + slot.chunk_bytes].view(dtype))
+    return filled
 
 
 def missing(like: torch.Tensor) -> torch.Tensor:
-    """One element of what is sent in place of a gradient that is missing."""
+    """Return one element of what is sent in place of a gradient that is missing."""
     return like.new_full((1,), -0.0)
 
 
 def pack(layout: Layout, gradients: Sequence[torch.Tensor | None], send: torch.Tensor) -> None:
-    """Copy unsharded gradients into n shards (rank-major), cast to `send`'s dtype; padding becomes zeros, None negative
-    zeros.
+    """Copy unsharded gradients, [rows, *others] each, into `send`, [ranks * elements of a shard], and cast them to its
+    dtype. Padding becomes zeros, None negative zeros.
     """
     given = dict(zip(layout.slots, gradients, strict=True))
-    gaps = [layout.word * piece.words // send.element_size() for piece in layout.pieces if piece.slot is None]
-    zeros = iter(send.new_zeros(layout.ranks * sum(gaps)).split([layout.ranks * gap for gap in gaps]) if gaps else ())
-    columns = []
+    gaps = [layout.ranks * piece.words for piece in layout.pieces if piece.slot is None]
+    gaps = [words * layout.word // send.element_size() for words in gaps]
+    zeros = iter(send.new_zeros(sum(gaps)).split(gaps)) if gaps else iter(())
+    columns = []  # what one kernel cuts into as many chunks as there are ranks
     for piece in layout.pieces:
         if piece.slot is None:
             columns.append(next(zeros))
-        else:
-            gradient = given[piece.slot]
-            columns.append(_every_row(layout, piece.slot, missing(send)) if gradient is None else gradient)
+            continue
+        gradient = given[piece.slot]
+        if gradient is None:
+            gradient = _every_row(layout, piece.slot, missing(send))
+        columns.append(gradient)
     if len({column.dtype for column in columns}) > 1:
         columns = [column.to(send.dtype) for column in columns]
     if columns:
@@ -240,5 +259,5 @@ def pack(layout: Layout, gradients: Sequence[torch.Tensor | None], send: torch.T
 
 
 def _every_row(layout: Layout, slot: Slot, element: torch.Tensor) -> torch.Tensor:
-    """`element` in every row that travels, those that are padding too."""
+    """Return `element` in every row that is sent, those that are padding too."""
     return element.expand(layout.ranks * slot.chunk, *slot.shape[1:])

@@ -1,4 +1,4 @@
-"""A unit that after its forward is resharded to fewer ranks, and gathered from those in the backward.
+"""Reshards a unit to fewer ranks after its forward, and gathers it from those in the backward.
 
 `reshard_after_forward=m` trades memory for traffic: every rank keeps 1/m of the unit instead of 1/n, so the backward's
 gather stays within m ranks (the GPUs of one machine, say). The shards at rest are not touched.
@@ -39,23 +39,25 @@ class ShardsOverFewerRanks:
 
     @property
     def kept(self) -> bool:
-        """Whether there are any."""
+        """Whether there are shards to gather from."""
         return self._shard is not None
 
     def keep(self, gathered: UnshardedBuffer) -> None:
         """Copy this rank's rows out of the unsharded parameters and show them as DTensors of the smaller mesh."""
-        layout, whole = gathered.layout, gathered.tensor
-        entries = [(slot.name, slot.shape, slot.itemsize) for slot in layout.slots]
+        entries = [(slot.name, slot.shape, slot.itemsize) for slot in gathered.layout.slots]
         self._layout = Layout.of(entries, self.transport.ranks)
-        self._shard = torch.zeros(self._layout.shard_bytes, dtype=torch.uint8, device=whole.device)
+        device = gathered.tensor.device
+        self._shard = torch.zeros(self._layout.shard_bytes, dtype=torch.uint8, device=device)
         events.tag("unsharded_parameters", self._shard, "")
-        for param, part in zip(self._params, self._layout.slots):
-            start, stop = part.span(self.transport.rank)
-            place = self._shard[part.offset : part.offset + (stop - start) * part.row_bytes]
-            value = param.rows_first(local_part(param.unsharded))
-            self._show(param, place.view(value.dtype).view(stop - start, *param.shape[1:]).copy_(value[start:stop]))
+        for param, slot in zip(self._params, self._layout.slots):
+            start, stop = slot.span(self.transport.rank)
+            value = param.rows_first(local_part(param.unsharded))  # [all rows, *others]
+            place = self._shard[slot.offset : slot.offset + (stop - start) * slot.row_bytes]
+            rows = place.view(value.dtype).view(stop - start, *param.shape[1:])
+            self._show(param, rows.copy_(value[start:stop]))
 
     def _show(self, param: ShardedParam, rows: torch.Tensor) -> None:
+        """Make the modules show `rows`, [rows of this rank, *others], as a DTensor."""
         spec = spec_at_rest(param.name, param.unsharded, Axes(self._mesh), param.dim)
         local = param.natural(rows).contiguous()
         shown = nn.Parameter(compat.dtensor_of(local, spec), requires_grad=param.at_rest.requires_grad)
@@ -63,19 +65,21 @@ class ShardsOverFewerRanks:
         param.show(shown)
 
     def gather(self, whole: UnshardedBuffer, label: CollectiveLabel) -> Pending:
-        """Fill `whole`, laid out for all ranks, from the shards of the few."""
-        kept = self._shard
-        assert kept is not None, "no forward has kept anything"
-        near = UnshardedBuffer(self._layout, kept.device, label.unit, "communication_buffers")
+        """Fill `whole`, laid out for all ranks, from the shards of the few, through a buffer laid out for those."""
+        shard = self._shard
+        assert shard is not None, "no forward has kept anything"
+        near = UnshardedBuffer(self._layout, shard.device, label.unit, "communication_buffers")
         dtypes = {param.unsharded.dtype for param in self._params}
-        sent = kept.view(*dtypes) if len(dtypes) == 1 else kept
-        pending = self.transport.all_gather(SendShard.of(sent), near, label)
+        if len(dtypes) == 1:
+            shard = shard.view(*dtypes)
+        pending = self.transport.all_gather(SendShard.of(shard), near, label)
 
         def finish() -> None:
             pending.wait()
-            _, source = whole.tensor, near.tensor  # the parameters are written through views of the whole
-            for param, part in zip(self._params, near.layout.slots):
-                rows = source[part.whole_offset : part.whole_offset + part.nbytes].view(param.unsharded.dtype)
+            whole.tensor  # noqa: B018 - takes its memory, which the parameters are views of
+            source = near.tensor  # [bytes]
+            for param, slot in zip(self._params, near.layout.slots):
+                rows = source[slot.whole_offset : slot.whole_offset + slot.nbytes].view(param.unsharded.dtype)
                 param.write(param.natural(rows.view(param.shape)))
 
         return Pending(finish, near, on_drop=pending.abandon)

@@ -1,4 +1,4 @@
-"""The engine's only contact with module hooks and autograd.
+"""Connects units to module hooks and autograd; nothing else in the engine does.
 
 Before a forward: a pre-hook. Before a backward: a hook on every output tensor that needs a gradient. After a backward:
 an identity function planted on the inputs, whose own backward runs once their gradients are complete. The end of the
@@ -13,21 +13,28 @@ backward, and the first gradient that arrives on any parameter begins the backwa
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import nn
 
 from fsdplab.engine import compat, events
-from fsdplab.engine.core.memory import hand_out_undecided, unchanged
+from fsdplab.engine.core.memory import unchanged
+from fsdplab.engine.core.reduction import hand_out_undecided
 from fsdplab.engine.core.step import Schedule, StepOrder
+from fsdplab.engine.core.transport import Transport
 from fsdplab.engine.core.unit import DONE, RUNNING, Unit
 from fsdplab.engine.nested import cast_floats, map_tensors, tensors_in
 
-# what is called once, before a root's first forward that records gradients; a dict keeps the order and no double
+# Functions that are called once, before a root's first forward that records gradients; a dict keeps each of them once.
 before_training: dict[Callable[[nn.Module, Runtime], None], None] = {}
+
+# The types of what every module keeps as attributes.
+_NO_TENSORS = (NoneType, bool, int, float, str, dict, OrderedDict, set)
 
 
 class Runtime(StepOrder):
@@ -41,6 +48,7 @@ class Runtime(StepOrder):
 
     @compat.outside_modes
     def before_forward(self, unit: Unit) -> None:
+        """Unshard `unit`, and begin to unshard those that follow it."""
         if compat.inside_backward():  # activation checkpointing computes a larger region a second time
             self.unshard_again(unit)
         else:
@@ -48,13 +56,14 @@ class Runtime(StepOrder):
 
     @compat.outside_modes
     def check_before_training(self, root: nn.Module) -> None:
-        """Call those of `before_training`, the first time."""
+        """Call the checks of `before_training`, before the first forward that records gradients."""
         if not self._has_trained:
             self._has_trained = True
             for check in before_training:
                 check(root, self)
 
     def _begin_forward(self, unit: Unit) -> None:
+        """Begin a root forward: forget what an earlier step has left, and wait for an optimizer on another stream."""
         self.raised = None
         compat.forget_casts()
         if self.post_optimizer_event is not None:
@@ -64,6 +73,7 @@ class Runtime(StepOrder):
 
     @compat.outside_modes
     def after_forward(self, unit: Unit, will_backward: bool) -> None:
+        """Reshard `unit` where its strategy does; a recomputation inside a backward leaves it unsharded."""
         if not compat.inside_backward():
             super().after_forward(unit, will_backward)
 
@@ -79,17 +89,20 @@ class Runtime(StepOrder):
 
     @compat.outside_modes
     def before_backward(self, unit: Unit) -> None:
+        """Unshard `unit` for its backward; the first unit begins the root's backward."""
         self._queue_end()
         super().before_backward(unit)
 
     @compat.outside_modes
     @torch.no_grad()  # a backward with create_graph=True records what its hooks do
     def after_backward(self, unit: Unit) -> None:
+        """Collect the gradients of `unit`, reshard it and begin to reduce them."""
         if compat.inside_backward():
             self._queue_end()
         super().after_backward(unit)
 
     def _queue_end(self) -> None:
+        """Begin the backward of the root, if it has not begun, and have autograd call its end."""
         if not self.in_backward:
             compat.call_after_backward(self.end_backward)
             self.begin_backward()
@@ -100,6 +113,7 @@ class Runtime(StepOrder):
 
     @torch.no_grad()
     def _unchanged(self, units: Sequence[Unit]) -> Sequence[Unit]:
+        """Return those of `units` that need not be gathered again: no rank has other shards since."""
         memories = unchanged([unit.memory for unit in units])
         return [unit for unit in units if unit.memory in memories]
 
@@ -109,13 +123,19 @@ class Runtime(StepOrder):
     @property
     def left_unfinished(self) -> bool:
         """Whether a step has ended in an exception, and neither `reset` nor another forward came since."""
-        return self.raised is self.forward_of is not None or self.in_backward and not compat.inside_backward()
+        forward_raised = self.forward_of is not None and self.raised is self.forward_of
+        backward_raised = self.in_backward and not compat.inside_backward()
+        return forward_raised or backward_raised
 
     def reset(self) -> None:
+        """Leave a step that raised: units are resharded, and transports begin anew."""
         unfinished = self.forward_of is not None or self.in_backward
         self.raised = None
         super().reset()
-        for transport in dict.fromkeys(each for unit in self.units.values() for each in unit.memory.transports()):
+        transports: dict[Transport, None] = {}  # of all units, in an order that all ranks share
+        for unit in self.units.values():
+            transports.update(dict.fromkeys(unit.memory.transports()))
+        for transport in transports:
             transport.leave_step(unfinished)
         for unit in self.units.values():
             unit.reshard_by_hand()
@@ -134,19 +154,21 @@ class UnitHooks:
         self.runtime: Runtime | None = None
         self._all = frozenset(id(module) for module in modules)
         self._running: list[int] = []  # the modules whose forwards run, one twice that has called itself
-        for each in beside:
-            each._running = self._running
+        for other in beside:
+            other._running = self._running
         self.handles: tuple[list[Any], list[Any]] = [], []  # of the hooks before forwards, and of those after them
         for module in modules:
             module.__dict__["_unit_hooks"] = self
             before = module.register_forward_pre_hook(self.before_forward, prepend=True, with_kwargs=True)
+            after = module.register_forward_hook(self.after_forward, prepend=False)
             self.handles[0].append(before)
-            self.handles[1].append(module.register_forward_hook(self.after_forward, prepend=False))
+            self.handles[1].append(after)
             module.register_forward_hook(self._after_exception, always_call=True)
+        on_gradient = self._begins_backward()
         for param in unit.memory.params:
-            param.on_gradient = self._tells_of_gradients()
+            param.on_gradient = on_gradient
         self._watches_parts = False
-        for module in dict.fromkeys([*modules, *self._showing()]):
+        for module in dict.fromkeys([*modules, *self._modules_with_parameters()]):
             module.register_state_dict_pre_hook(self._before_state_dict)
             module.register_load_state_dict_pre_hook(self._before_state_dict)
 
@@ -170,85 +192,105 @@ class UnitHooks:
         if self.policy.cast_forward_inputs and self.policy.param_dtype:
             args, kwargs = cast_floats((args, kwargs), self.policy.param_dtype)
         if id(module) in self._running or runtime.recomputes(unit):
+            # The module calls itself, or is computed a second time: this is no new forward of the unit.
             runtime.unshard_again(unit)
             return args, kwargs
-        first = len(self._all) == 1 or id(module) not in unit.to_run
-        if first:
+        is_first = len(self._all) == 1 or id(module) not in unit.to_run  # of the unit's modules
+        if is_first:
             runtime.before_forward(unit)
             unit.to_run, unit.hidden = set(self._all), False
-        if unit is runtime.root and (device := unit.memory.config.device).type != "cpu":
+        device = unit.memory.config.device
+        if unit is runtime.root and device.type != "cpu":
             args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(device))
-        return self._plant(args, kwargs) if first and torch.is_grad_enabled() else (args, kwargs)
+        if is_first and torch.is_grad_enabled():
+            args, kwargs = self._plant(args, kwargs)
+        return args, kwargs
 
     @compat.not_compiled
     def after_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Reshard the unit once all its modules ran, and ask to be called before its backward."""
-        unit = self.unit
+        unit, records = self.unit, torch.is_grad_enabled()
         if not self.bound.recomputes(unit):
-            wanting = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-            for tensor in wanting:
-                self._ask(tensor)
-            if torch.is_grad_enabled() and compat.is_transformed():
+            has_backward = False
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    has_backward = True
+                    self._ask(tensor)
+            if records and compat.is_transformed():
                 output = map_tensors(output, self._ask_through)
-            elif torch.is_grad_enabled() and not wanting:
+            elif records and not has_backward:
+                # No output announces the backward, but a loss may be computed from elsewhere.
                 unit.hidden = unit.hidden or self._trains(args)
             if id(module) not in self._running:
                 unit.to_run.discard(id(module))
                 if not unit.to_run:
-                    self.bound.after_forward(unit, will_backward=torch.is_grad_enabled())
-        return cast_floats(output, self.policy.output_dtype) if self.policy.output_dtype else output
+                    self.bound.after_forward(unit, will_backward=records)
+        if self.policy.output_dtype:
+            return cast_floats(output, self.policy.output_dtype)
+        return output
 
-    def _showing(self) -> dict[nn.Module, None]:
-        """The modules that show parameters of the unit."""
-        return dict.fromkeys(module for param in self.unit.memory.params for module, _ in param.sites())
+    def _modules_with_parameters(self) -> list[nn.Module]:
+        """Return the modules that show parameters of the unit."""
+        modules: dict[nn.Module, None] = {}
+        for param in self.unit.memory.params:
+            for module, _ in param.sites():
+                modules[module] = None
+        return list(modules)
 
     def watch_parts(self) -> None:
         """Notice backwards that begin inside the unit, if it is resharded before them; else its weights are there."""
         if self._watches_parts or not self.unit.reshard_after_forward:
             return
         self._watches_parts = True
-        for module in self._showing():
+        for module in self._modules_with_parameters():
+            # The outputs of a unit's own module are asked already, and torch's layers keep nothing else.
             if id(module) not in self._all or not type(module).__module__.startswith("torch.nn."):
                 module.register_forward_hook(self._after_part)
 
     def _after_part(self, module: nn.Module, args: tuple, output: Any) -> None:
-        """Ask to be called before the backward of a module that shows parameters of the unit: a loss may come from what
-        it has returned, or keeps.
+        """Ask to be called before the backward of a module that shows parameters of the unit.
+
+        A loss may be computed from what the module has returned, or keeps as an attribute.
         """
-        if torch.compiler.is_compiling() or not self.unit.reshard_after_forward or not torch.is_grad_enabled():
+        if not self.unit.reshard_after_forward or not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         if compat.inside_backward() or compat.is_transformed():
             return
-        kept = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
-        for tensor in (*tensors_in(output), *kept):
-            if tensor.requires_grad and not tensor.is_leaf and not self._is_asked(tensor):
-                tensor.register_hook(self._before_backward_of_part)
+        for tensor in tensors_in(output):
+            self._ask_part(tensor)
+        for value in vars(module).values():
+            if type(value) not in _NO_TENSORS and isinstance(value, torch.Tensor):  # the first is ten times as fast
+                self._ask_part(value)
 
-    def _is_asked(self, tensor: torch.Tensor) -> bool:
-        """Whether a hook is there already: a module may keep a tensor for many forwards."""
+    def _ask_part(self, tensor: torch.Tensor) -> None:
+        """Be called before the backward of `tensor`, once: a module may keep a tensor for many forwards."""
+        if not tensor.requires_grad or tensor.is_leaf:
+            return
         hooks = tensor._backward_hooks
-        return bool(hooks) and self._before_backward_of_part in hooks.values()
+        if not hooks or self._before_backward_of_part not in hooks.values():
+            tensor.register_hook(self._before_backward_of_part)
 
     def _before_backward_of_part(self, gradient: torch.Tensor) -> None:
+        """Unshard the unit, unless one of its outputs has announced this backward."""
         if self.unit.backward is not RUNNING:
             self.bound.before_backward(self.unit)
 
-    def _tells_of_gradients(self) -> Callable[[], None]:
-        """What a parameter calls when autograd leaves a gradient on it; holds no reference to this."""
-        told = weakref.ref(self)
+    def _begins_backward(self) -> Callable[[], None]:
+        """Return what a parameter calls when autograd leaves a gradient on it; it holds no reference to this."""
+        reference = weakref.ref(self)
 
-        def arrived() -> None:
-            hooks = told()
+        def on_gradient() -> None:
+            hooks = reference()
             if hooks is not None and hooks.runtime is not None and not hooks.runtime.in_backward:
                 hooks.runtime._queue_end()
 
-        return arrived
+        return on_gradient
 
     def _trains(self, args: tuple) -> bool:
-        """Whether the unit's weights may be read in a backward."""
-        return any(
-            each.requires_grad for each in (*tensors_in(args), *(param.at_rest for param in self.unit.memory.params))
-        )
+        """Whether the unit's weights may be read in a backward: an input or a parameter needs a gradient."""
+        if any(tensor.requires_grad for tensor in tensors_in(args)):
+            return True
+        return any(param.at_rest.requires_grad for param in self.unit.memory.params)
 
     @compat.frame_not_compiled
     def run(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -272,25 +314,29 @@ class UnitHooks:
             self.runtime.raised = self.unit
 
     def _ask(self, output: torch.Tensor) -> None:
-        """Be called before the backward of `output`; a view that is written to in place would lose its own hook."""
+        """Be called before the backward of `output`."""
         output.register_hook(partial(self._before_backward, self.unit.memory.replacements))
-        below = output._base.grad_fn if output._is_view() else None
-        if below is not None and not isinstance(below, torch.autograd.function.BackwardCFunction):
-            below.register_prehook(self._before_backward_of_base)
+        # A view that is written to in place gets another node, and loses its hook; the node of its base stays.
+        if output._is_view():
+            node = output._base.grad_fn
+            if node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction):
+                node.register_prehook(self._before_backward_of_base)
 
     def _ask_through(self, output: torch.Tensor) -> torch.Tensor:
         """As `_ask` where `torch.func` hides that an output needs a gradient: a hook would never be called."""
-        hidden = not output.requires_grad and (output.is_floating_point() or output.is_complex())
-        return _BeginOfBackward.apply(self, output) if hidden else output
+        if output.requires_grad or not (output.is_floating_point() or output.is_complex()):
+            return output
+        return _BeginOfBackward.apply(self, output)
 
     @compat.not_compiled
     def _before_backward_of_base(self, gradients: tuple[torch.Tensor, ...]) -> None:
+        """Unshard the unit before the backward of the tensor that an output is a view of."""
         if not self.bound.in_backward or self.unit.backward is not DONE:  # it may come after the view's backward
             self.bound.before_backward(self.unit)
 
     @compat.not_compiled
     def _before_backward(self, replacements: int, gradient: torch.Tensor) -> torch.Tensor:
-        """The backward of a forward comes before which shards had been replaced so often."""
+        """Unshard the unit; raise if its shards were replaced since the forward, which counted `replacements`."""
         if self.unit.memory.replacements != replacements:
             raise RuntimeError(
                 f"the parameters of unit {self.unit.name!r} were replaced, and another forward has used the new ones,"
@@ -300,18 +346,19 @@ class UnitHooks:
         return gradient
 
     def after_backward(self) -> None:
-        """The gradients of the unit's inputs are complete."""
+        """End the backward of the unit: the gradients of its inputs are complete."""
         self.bound.after_backward(self.unit)
 
     def _before_state_dict(self, *_: Any) -> None:
-        """A state dict reads and writes shards, also when a forward has left the unit gathered."""
+        """Reshard the unit: a state dict reads and writes shards, also when a forward has left the unit unsharded."""
         self.unit.reshard_by_hand()
 
     def _plant(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        wanting = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
-        if not wanting:
+        """Pass the inputs that need a gradient through `_EndOfBackward`, all at once."""
+        inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
+        if not inputs:
             return args, kwargs
-        planted = iter(_EndOfBackward.apply(self, *wanting))
+        planted = iter(_EndOfBackward.apply(self, *inputs))
         return map_tensors((args, kwargs), lambda tensor: next(planted) if tensor.requires_grad else tensor)
 
 
@@ -326,7 +373,7 @@ class _Identity(torch.autograd.Function):
 
 
 class _EndOfBackward(_Identity):
-    """On a unit's inputs: its backward says that the unit's own backward is over. Tangents pass as they are."""
+    """The identity on a unit's inputs: its backward ends that of the unit. Tangents pass as they are."""
 
     @staticmethod
     def forward(hooks: UnitHooks, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -343,7 +390,7 @@ class _EndOfBackward(_Identity):
 
 
 class _BeginOfBackward(_Identity):
-    """On an output, and on its tangent: its backward asks for the unit first."""
+    """The identity on an output, and on its tangent: its backward unshards the unit first."""
 
     @staticmethod
     def forward(hooks: UnitHooks, output: torch.Tensor) -> torch.Tensor:
@@ -359,19 +406,21 @@ class _BeginOfBackward(_Identity):
 
 
 def hooks_of(module: nn.Module) -> UnitHooks | None:
-    """The hooks that sharding put on `module`, if it is a unit."""
+    """Return the hooks that sharding put on `module`, or None if it is no unit."""
     return module.__dict__.get("_unit_hooks")
 
 
 def all_hooks_of(module: nn.Module) -> list[UnitHooks]:
-    """The hooks of every unit that `module` belongs to; one, unless its parameters are cut over several meshes."""
+    """Return the hooks of every unit of `module`: one, or several where its parameters are cut over several meshes."""
     hooks = hooks_of(module)
-    return [] if hooks is None else [hooks, *hooks.beside]
+    if hooks is None:
+        return []
+    return [hooks, *hooks.beside]
 
 
 @compat.not_compiled
 def before_forward(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """What the hooks of `module` do before its forward."""
+    """Do what the hooks of `module` do before its forward."""
     for hooks in all_hooks_of(module):
         args, kwargs = hooks.before_forward(module, args, kwargs)
     return args, kwargs
@@ -379,7 +428,7 @@ def before_forward(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple,
 
 @compat.not_compiled
 def after_forward(module: nn.Module, args: tuple, output: Any) -> Any:
-    """What the hooks of `module` do after its forward; the first to begin ends last."""
+    """Do what the hooks of `module` do after its forward; the first to begin ends last."""
     for hooks in reversed(all_hooks_of(module)):
         output = hooks.after_forward(module, args, output)
     return output
@@ -387,11 +436,11 @@ def after_forward(module: nn.Module, args: tuple, output: Any) -> Any:
 
 def bind_root(root: nn.Module, prefetch: int = 1) -> Runtime:
     """Make `root`, the first unit to run, the root of all units below it, and name them by their place."""
-    found: dict[UnitHooks, list[str]] = {}
+    names_of: dict[UnitHooks, list[str]] = {}  # of the modules of each unit
     for name, module in root.named_modules():
         for hooks in all_hooks_of(module):
-            found.setdefault(hooks, []).append(name)
-    for hooks, names in found.items():
+            names_of.setdefault(hooks, []).append(name)
+    for hooks, names in names_of.items():
         if hooks.runtime is not None:
             raise RuntimeError(
                 f"FSDP state has already been lazily initialized for {names[0]}\nFSDP requires running forward through"
@@ -399,13 +448,16 @@ def bind_root(root: nn.Module, prefetch: int = 1) -> Runtime:
                 " module first, so that it becomes the root of all units"
             )
         hooks.unit.memory.module_names = names
-        hooks.unit.memory.name = "+".join(names) or ("(root)" if ["root"] in found.values() else "root")
-    for hooks in found:
+        title = "+".join(names)
+        if not title:
+            title = "(root)" if ["root"] in names_of.values() else "root"  # a module may be called root
+        hooks.unit.memory.name = title
+    for hooks in names_of:
         for number, other in enumerate(hooks.beside, 2):
             other.unit.memory.name = f"{hooks.unit.name} (mesh {number})"
     top: UnitHooks = root._unit_hooks
-    runtime = Runtime({hooks.unit.name: hooks.unit for hooks in found}, prefetch)
-    for hooks in found:
+    runtime = Runtime({hooks.unit.name: hooks.unit for hooks in names_of}, prefetch)
+    for hooks in names_of:
         hooks.runtime = runtime
         if hooks.unit.reshard_after_forward is None:
             hooks.unit.reshard_after_forward = hooks not in (top, *top.beside)
@@ -414,6 +466,9 @@ def bind_root(root: nn.Module, prefetch: int = 1) -> Runtime:
 
 
 def units_under(module: nn.Module, recurse: bool) -> list[Unit]:
-    """The unit of `module`, with `recurse` those below it too."""
-    modules = module.modules() if recurse else [module]
-    return list(dict.fromkeys(hooks.unit for each in modules for hooks in all_hooks_of(each)))
+    """Return the unit of `module`, with `recurse` those below it too."""
+    units: dict[Unit, None] = {}  # several modules may form one
+    for part in module.modules() if recurse else [module]:
+        for hooks in all_hooks_of(part):
+            units[hooks.unit] = None
+    return list(units)

@@ -1,4 +1,4 @@
-"""Where every row of every parameter lives: pure arithmetic, no tensors.
+"""Computes where every row of every parameter lies. Pure arithmetic, no tensors.
 
 A unit's parameters are cut along dimension 0 as `torch.chunk` cuts: rank r of n holds rows [r*c, (r+1)*c) with
 c = ceil(rows / n), so the last ranks may hold fewer rows, or none. Two orders of the same bytes matter:

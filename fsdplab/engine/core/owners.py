@@ -1,4 +1,4 @@
-"""Which rank computes with which whole matrix, and what travels for it: an optimizer such as Muon on sharded matrices.
+"""Chooses the rank that computes with each whole matrix, and what is sent for it, for optimizers such as Muon.
 
 Every matrix has one owner. The ranks send it their parts, it computes the update of the whole matrix, and sends every
 rank its part of that. Owners are balanced by what computing costs, and matrices travel in buckets: one all-to-all there

@@ -1,4 +1,4 @@
-"""Hooks that users register on parameters, and which gradient each of them sees.
+"""Calls the hooks that users register on parameters with the gradients that they were written for.
 
 registered                gradient
 before sharding           of the whole parameter, on this rank, before it is reduced: what the hook was written for

@@ -1,4 +1,4 @@
-"""Parameters that are sent in a form of their own: tensor subclasses with `fsdp_pre_all_gather` and
+"""Gathers parameters that are sent in a form of their own: tensor subclasses with `fsdp_pre_all_gather` and
 `fsdp_post_all_gather`.
 
 A quantised weight, say, sends its packed integers and its scales, and is put together after the gather. The protocol is
@@ -24,19 +24,21 @@ from fsdplab.engine.core.policy import MixedPrecisionPolicy
 def gathers_itself(parameter: torch.Tensor) -> bool:
     """Whether `parameter` says itself how it is gathered: by its class, or by methods given to its local tensor."""
     local = compat.local_of(parameter)
-    before, after = hasattr(local, "fsdp_pre_all_gather"), hasattr(local, "fsdp_post_all_gather")
-    if before != after:
+    methods = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
+    defined = [name for name in methods if hasattr(local, name)]
+    if len(defined) == 1:
         raise AssertionError(
             "Both fsdp_pre_all_gather and fsdp_post_all_gather should be defined if using all-gather extensions:"
-            f" {type(local).__name__} has {'fsdp_pre_all_gather' if before else 'fsdp_post_all_gather'} only"
+            f" {type(local).__name__} has {defined[0]} only"
         )
-    return before
+    return bool(defined)
 
 
 def in_its_form(param: ShardedParam) -> ShardedParam:
-    """`param` as it is sent: its shard may be given the methods long after it was cut."""
-    known = isinstance(param, PartedParam)
-    return PartedParam(param) if not known and gathers_itself(param.at_rest) else param
+    """Return `param` as it is sent: its shard may be given the methods long after it was cut."""
+    if isinstance(param, PartedParam) or not gathers_itself(param.at_rest):
+        return param
+    return PartedParam(param)
 
 
 class PartedParam(ShardedParam):
@@ -48,27 +50,31 @@ class PartedParam(ShardedParam):
         self.__dict__.update(plain.__dict__)
         self.gathered = None
         self._size, self._stride = self.at_rest.size(), self.at_rest.stride()
-        self._parts: tuple[torch.Tensor, ...] = ()
-        self._remembered: Any = None
+        self._parts: tuple[torch.Tensor, ...] = ()  # what this rank sends in the gather under way
+        self._remembered: Any = None  # what the subclass asked to be given back after it
         self._outputs: list[torch.Tensor] = []  # everybody's parts, each in a storage that comes and goes
         self._value: torch.Tensor | None = None  # what was made of them; longer than `gathered` where rows are padded
         self._freed: tuple[torch.Tensor, ...] = ()
         self._dtype_wanted = self.dtype
 
     def _rows_of(self, original: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """They lie in memory padded to the largest rank's rows."""
-        padded = original.new_zeros((-(-self.shape[0] // self.axes.shard_ranks), *original.shape[1:]))
+        """Copy rows [start, stop) into memory that is padded to the largest rank's rows."""
+        most_rows = -(-self.shape[0] // self.axes.shard_ranks)
+        padded = original.new_zeros((most_rows, *original.shape[1:]))
         rows = padded.narrow(0, 0, stop - start)
-        return rows.copy_(original.narrow(0, start, stop - start)) if stop > start else rows
+        if stop > start:
+            rows.copy_(original.narrow(0, start, stop - start))
+        return rows
 
     def settled(self) -> bool:
         """It stays where it is: its storage is its own affair."""
         return True
 
     def prepare(self, policy: MixedPrecisionPolicy) -> list[tuple[str, Sequence[int], int]]:
-        """Ask for the parts of the next gather; their (name, gathered shape, itemsize)."""
+        """Ask for the parts of the next gather; return their (name, gathered shape, itemsize)."""
         inner, mesh = self.local, self.axes.mesh
-        mesh = mesh if mesh.ndim == 1 else mesh[mesh.mesh_dim_names[-1]]
+        if mesh.ndim > 1:
+            mesh = mesh[mesh.mesh_dim_names[-1]]
         ask = inner.fsdp_pre_all_gather
         wanted = len(inspect.signature(ask).parameters)
         if wanted not in (1, 5):
@@ -76,33 +82,39 @@ class PartedParam(ShardedParam):
                 f"Invalid fsdp_pre_all_gather: {type(inner).__name__}'s takes {wanted} arguments. Expects"
                 " fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy)"
             )
-        module = next(self.sites())[0]
-        more = () if wanted == 1 else (self._size, self._stride, module, policy)
-        self._parts, self._remembered = ask(mesh, *more)
+        if wanted == 1:
+            self._parts, self._remembered = ask(mesh)
+        else:
+            module, _ = next(self.sites())
+            self._parts, self._remembered = ask(mesh, self._size, self._stride, module, policy)
         self._dtype_wanted = policy.param_dtype or self.dtype
         return [self._entry(number, part) for number, part in enumerate(self._parts)]
 
     def _entry(self, number: int, part: torch.Tensor) -> tuple[str, Sequence[int], int]:
-        """A part with a row for each of this rank's may be shorter than on other ranks: it is sent padded."""
+        """Return the name, the gathered shape and the itemsize of one part.
+
+        A part with as many rows as this rank has may be shorter than on other ranks: it is sent padded.
+        """
         ranks = self.axes.shard_ranks
-        rows, chunk = part.shape[0], -(-self.shape[0] // ranks)
-        rows = chunk if rows == self.local.shape[0] else rows
+        rows = part.shape[0]
+        if rows == self.local.shape[0]:
+            rows = -(-self.shape[0] // ranks)
         return f"{self.name}[{number}]", (rows * ranks, *part.shape[1:]), part.element_size()
 
     def write_parts(self, layout: Layout, target: torch.Tensor) -> None:
-        """Copy the parts to their places in this rank's shard (bytes)."""
+        """Copy the parts to their places in `target`, this rank's shard, [shard_bytes]."""
         for slot, part in zip(self.slots(layout), self._parts):
-            own = part.contiguous().reshape(-1).view(torch.uint8)
-            target[slot.offset : slot.offset + own.numel()].copy_(own)
+            packed = part.contiguous().reshape(-1).view(torch.uint8)
+            target[slot.offset : slot.offset + packed.numel()].copy_(packed)
 
     def assemble(self, layout: Layout, whole: torch.Tensor) -> None:
         """Make the gathered value out of everybody's parts, in the same tensor as the first time."""
         self._receive(layout, whole)
-        inner, outputs = self.local, tuple(self._outputs)
+        received = (tuple(self._outputs), self._remembered, self._dtype_wanted)
         if self.gathered is None:
-            self._value, self._freed = inner.fsdp_post_all_gather(outputs, self._remembered, self._dtype_wanted)
+            self._value, self._freed = self.local.fsdp_post_all_gather(*received)
             rows = self._value.detach()
-            if rows.shape[0] > self._size[0]:
+            if rows.shape[0] > self._size[0]:  # padded, where the ranks do not divide the rows
                 rows = rows.narrow(0, 0, self._size[0])
             self.gathered = self.as_gathered(rows)
         else:
@@ -110,7 +122,7 @@ class PartedParam(ShardedParam):
                 _allocate(tensor)
             assert self._value is not None
             out = self.gathered if self.gathered.shape == self._value.shape else self._value
-            inner.fsdp_post_all_gather(outputs, self._remembered, self._dtype_wanted, out=out)
+            self.local.fsdp_post_all_gather(*received, out=out)
         self._parts, self._remembered = (), None
 
     def _receive(self, layout: Layout, whole: torch.Tensor) -> None:
@@ -134,7 +146,7 @@ class PartedParam(ShardedParam):
             tensor.untyped_storage().resize_(0)
 
     def slots(self, layout: Layout) -> list[Slot]:
-        """Where the parts are in `layout`."""
+        """Return where the parts are in `layout`."""
         return [slot for slot in layout.slots if slot.name.rpartition("[")[0] == self.name]
 
 

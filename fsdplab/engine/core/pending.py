@@ -1,4 +1,4 @@
-"""Work in flight. A lifetime rule is a type here, not a comment.
+"""Keeps the buffers of work in flight alive. A lifetime rule is a type here, not a comment.
 
 A collective reads and writes buffers after the call that started it returned. Whoever starts one gets a `Pending`: it
 keeps those buffers alive until somebody waits, and it knows how to wait, on the host (gloo) or on a stream (CUDA).

@@ -1,4 +1,4 @@
-"""Which DTensor a shard is: the data-parallel axes of a mesh, alone or beside tensor and expert parallelism.
+"""Describes the DTensor that a shard is: data-parallel axes of a mesh, alone or beside tensor and expert parallelism.
 
 A plain parameter becomes `Shard(dim)` on the data-parallel mesh. One that is already a DTensor (tensor or expert
 parallel) becomes a DTensor on both meshes; where both cut the same dimension, the data-parallel cut is strided, because
@@ -9,7 +9,6 @@ to `Shard`. Same placements as PyTorch's FSDP2, so checkpoints are interchangeab
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import torch
@@ -41,7 +40,10 @@ class Axes:
 
 
 def axes_of(mesh: DeviceMesh, dims: compat.DataParallelMeshDims | None) -> Axes:
-    """The axes of a 1-D or 2-D data-parallel `mesh`, or those that `dims` names on a full mesh; else a `ValueError`."""
+    """Return the axes of a 1-D or 2-D data-parallel `mesh`, or those that `dims` names on a full mesh.
+
+    Raises `ValueError` for other meshes, and for names that the mesh does not have.
+    """
     if dims is None:
         if mesh.ndim not in (1, 2):
             raise ValueError(
@@ -51,19 +53,21 @@ def axes_of(mesh: DeviceMesh, dims: compat.DataParallelMeshDims | None) -> Axes:
     if mesh.mesh_dim_names is None:
         raise ValueError(f"mesh must have mesh_dim_names when dp_mesh_dims is provided; got {mesh}")
     names = mesh.mesh_dim_names
-    if missing := [name for name in (*dims.shard_names, *dims.replicate_names) if name not in names]:
-        raise ValueError(
-            f"Mesh dim name '{missing[0]}' not found in mesh.mesh_dim_names {names}: dp_mesh_dims may name those only"
-        )
+    for name in (*dims.shard_names, *dims.replicate_names):
+        if name not in names:
+            raise ValueError(
+                f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {names}: dp_mesh_dims may name those only"
+            )
+    # Several dimensions that replicate count as one, and so do several that shard.
     parts = [_flat(mesh, group) for group in (dims.replicate_names, dims.shard_names) if group]
-    named = tuple(names.index(name) for name in (*dims.replicate_names, *dims.shard_names))
-    cut = tuple(names.index(name) for name in dims.shard_names)
     joined = parts[0] if len(parts) == 1 else compat.concatenated(parts)
-    return Axes(joined, bool(dims.shard_names), mesh, named, cut)
+    replicated = [names.index(name) for name in dims.replicate_names]
+    cut = [names.index(name) for name in dims.shard_names]
+    return Axes(joined, bool(cut), mesh, named=(*replicated, *cut), cut=tuple(cut))
 
 
 def axes_of_info(info: Any) -> Axes:
-    """The axes that a `FSDPMeshInfo` of PyTorch's describes; a `ValueError` where its mesh has further dimensions."""
+    """Return the axes that a `FSDPMeshInfo` of PyTorch's describes; raise where its mesh has further dimensions."""
     if info.dp_mesh_dims is not None:
         return axes_of(info.spmd_mesh or info.mesh, info.dp_mesh_dims)
     dims = [dim for dim in (info.replicate_mesh_dim, info.shard_mesh_dim) if dim is not None]
@@ -77,16 +81,23 @@ def axes_of_info(info: Any) -> Axes:
 
 @compat.with_real_tensors
 def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+    """Return the named dimensions of `mesh` as one."""
+    if len(names) == 1:
+        return mesh[names[0]]
+    return mesh[names]._flatten("_".join(names))
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of `parameter` before it is sharded: its local tensor where it is a DTensor."""
+    """Return what this rank holds of `parameter` before it is sharded: its local tensor where it is a DTensor."""
     return compat.local_of(parameter).detach()
 
 
 def spec_at_rest(name: str, parameter: torch.Tensor, axes: Axes, dim: int) -> DTensorSpec:
-    """The description of the shards of `parameter`, cut along `dim`; a `ValueError` where it does not fit the mesh."""
+    """Return the description of the shards of `parameter`, cut along `dim`; raise where it does not fit the mesh.
+
+    On 2 replicas x 4 shards a plain parameter becomes `(Replicate(), Shard(0))`, and one that tensor parallelism has
+    cut along the same dimension `(Replicate(), _StridedShard(0), Shard(0))`.
+    """
     if axes.full is not None:
         return _on_full_mesh(name, parameter, axes, dim)
     replicas = [Replicate()] * (axes.mesh.ndim - 1)
@@ -100,6 +111,7 @@ def spec_at_rest(name: str, parameter: torch.Tensor, axes: Axes, dim: int) -> DT
 
 
 def _on_full_mesh(name: str, parameter: torch.Tensor, axes: Axes, dim: int) -> DTensorSpec:
+    """As `spec_at_rest`, of a parameter on the full mesh, which replicates it over the data-parallel dimensions."""
     if not isinstance(parameter, DTensor):
         raise ValueError(
             "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. via"
@@ -113,29 +125,36 @@ def _on_full_mesh(name: str, parameter: torch.Tensor, axes: Axes, dim: int) -> D
     placements = list(parameter._spec.placements)
     for position in axes.named:
         if not isinstance(placements[position], Replicate):
+            kind = "shard" if position in axes.cut else "replicate"
             raise ValueError(
-                f"Expected Replicate() on DP {'shard' if position in axes.cut else 'replicate'} dim"
-                f" '{axes.full.mesh_dim_names[position]}' (index {position}) but got {placements[position]}, of"
-                f" parameter {name!r}"
+                f"Expected Replicate() on DP {kind} dim '{axes.full.mesh_dim_names[position]}' (index {position}) but"
+                f" got {placements[position]}, of parameter {name!r}"
             )
     meta = parameter._spec.tensor_meta
     if not axes.cut:
         return DTensorSpec(axes.full, tuple(placements), tensor_meta=meta)
+
+    # The first dimension that shards cuts what the dimensions right of it have left of the same rows.
     first = axes.cut[0]
-    # by `dim`, because strided shards are no `is_shard`
-    right = (j for j in range(first + 1, axes.full.ndim) if getattr(placements[j], "dim", None) == dim)
-    placements[first] = compat.shard_beside(dim, prod(axes.full.size(j) for j in right))
+    ranks_right = 1
+    for position in range(first + 1, axes.full.ndim):
+        if getattr(placements[position], "dim", None) == dim:  # strided shards are no `is_shard`
+            ranks_right *= axes.full.size(position)
+    placements[first] = compat.shard_beside(dim, ranks_right)
     if len(axes.cut) == 1:
         return DTensorSpec(axes.full, tuple(placements), tensor_meta=meta)
-    # several dimensions that cut count as one, flattened
-    others = [j for j in range(axes.full.ndim) if j not in axes.named]
-    joined = compat.concatenated([axes.mesh, *(axes.full[axes.full.mesh_dim_names[j]] for j in others)])
-    placed = (*[Replicate()] * (axes.mesh.ndim - 1), placements[first], *(placements[j] for j in others))
+
+    # Several dimensions that shard count as one, flattened.
+    others = [position for position in range(axes.full.ndim) if position not in axes.named]
+    meshes = [axes.full[axes.full.mesh_dim_names[position]] for position in others]
+    joined = compat.concatenated([axes.mesh, *meshes])
+    replicas = [Replicate()] * (axes.mesh.ndim - 1)
+    placed = (*replicas, placements[first], *(placements[position] for position in others))
     return DTensorSpec(joined, placed, tensor_meta=meta)
 
 
 def wrapped(value: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
-    """`value` as the DTensor that a forward should see: `spec` is that of the parameter before sharding."""
+    """Return `value` as the DTensor that a forward should see: `spec` is that of the parameter before sharding."""
     if spec is None:
         return value
     meta = spec.tensor_meta
@@ -145,14 +164,16 @@ def wrapped(value: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
 
 
 def local_gradient(gradient: torch.Tensor, spec: DTensorSpec | None, axes: Axes) -> torch.Tensor:
-    """This rank's plain gradient of a parameter with `spec`: what tensor parallelism left partial is summed here."""
+    """Return this rank's plain gradient of a parameter with `spec`; sums what tensor parallelism has left partial."""
     if spec is None or not isinstance(gradient, DTensor):
         return gradient
-    wanted = [
-        now if axes.full is not None and position in axes.named else then
-        for position, (now, then) in enumerate(zip(gradient.placements, spec.placements))
-    ]
+    wanted = list(spec.placements)
+    if axes.full is not None:
+        for position in axes.named:  # the engine itself sums over the data-parallel dimensions
+            wanted[position] = gradient.placements[position]
     if list(gradient.placements) != wanted:
         gradient = gradient.redistribute(placements=wanted)
     local = gradient._local_tensor
-    return local.wait() if hasattr(local, "wait") else local
+    if hasattr(local, "wait"):  # a collective under way
+        return local.wait()
+    return local

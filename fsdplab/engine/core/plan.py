@@ -1,5 +1,5 @@
-"""How a unit is sharded, and how its parameters lie in memory and in which dtypes they are sent: decisions, before any
-buffer exists.
+"""Decides how a unit is sharded, how its parameters lie in memory and in which dtypes they are sent, before any buffer
+exists.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The choices of a run, frozen: which of the three model states a rank keeps whole, and in which dtypes it computes.
+"""Defines the choices of a run: which of the three model states a rank keeps whole, and in which dtypes it computes.
 
 ZeRO (Rajbhandari et al. 2020, section 5) names three model states: parameters, gradients, optimizer state. A strategy
 is one row: for each state, whole or sharded. No code asks for a strategy by name; a unit reads the row.

@@ -1,4 +1,4 @@
-"""The order of a step: what is unsharded, resharded and reduced as forwards and backwards begin and end. No torch.
+"""Orders a step: what is unsharded, resharded and reduced as forwards and backwards begin and end. No torch.
 
 In training autograd calls these methods (hooks.py), in a plan a list of units does (planning/program).
 
@@ -35,11 +35,13 @@ class Schedule:
         self._ended: list[str] = []
 
     def begin(self) -> None:
-        """A new root forward begins; what the last one did is the order to expect."""
-        self._learned, self._entered, self._ended = self._entered or self._learned, [], []
+        """Begin a new root forward, in which units are expected in the order of the last one."""
+        if self._entered:
+            self._learned = self._entered
+        self._entered, self._ended = [], []
 
     def before_forward(self, unit: str) -> Sequence[str]:
-        """Note that `unit` begins; the units to gather behind its forward."""
+        """Note that `unit` begins; return the units to gather behind its forward."""
         self._entered.append(unit)
         position = len(self._entered)
         if self._learned[:position] != self._entered:
@@ -51,11 +53,14 @@ class Schedule:
         self._ended.append(unit)
 
     def before_backward(self, unit: str) -> Sequence[str]:
-        """The units to gather behind the backward of `unit`, nearest first."""
+        """Return the units to gather behind the backward of `unit`, nearest first."""
         if unit in self._ended:
-            last = len(self._ended) - 1 - self._ended[::-1].index(unit)
-            del self._ended[last:]
-        return self._ended[: -self.depth - 1 : -1] if self.depth else []
+            # Its last forward, and those that ended after it, have had their backwards.
+            while self._ended.pop() != unit:
+                pass
+        if self.depth == 0:
+            return []
+        return self._ended[: -self.depth - 1 : -1]
 
 
 class StepOrder:
@@ -81,30 +86,35 @@ class StepOrder:
         with self._span("pre_forward", unit.name):
             unit.start_unshard("forward")
             unit.finish_unshard("forward")
-            for each in self._ahead(unit, "forward", self.schedule.before_forward(unit.name)):
-                each.start_unshard("forward")
+            for following in self._ahead(unit, "forward", self.schedule.before_forward(unit.name)):
+                following.start_unshard("forward")
 
     def _ahead(self, unit: Unit, phase: str, scheduled: Sequence[str]) -> Sequence[Unit]:
-        """What to unshard behind `unit`: what the user listed for it, else what the schedule says."""
-        listed = [each for reference in unit.ahead.get(phase, ()) if (each := reference()) is not None]
-        return listed or [self.units[name] for name in scheduled]
+        """Return the units to unshard behind `unit`: those that the user listed for it, else the `scheduled` ones."""
+        listed = [reference() for reference in unit.ahead.get(phase, ())]
+        alive = [listed_unit for listed_unit in listed if listed_unit is not None]
+        return alive or [self.units[name] for name in scheduled]
 
-    def _begin_forward(self, unit: Unit) -> None:
-        if self.in_backward:
+    def _begin_forward(self, outermost: Unit) -> None:
+        """Begin the forward of the root, or of the outermost unit that runs: all units start from their shards, except
+        those that need not be gathered again.
+        """
+        if self.in_backward:  # it raised
             self.abandon_backward()
-        self.has_run, self.forward_of, self._entered = True, unit, []
+        self.has_run, self.forward_of, self._entered = True, outermost, []
         self.schedule.begin()
         announced = self._another_backward_comes
         with self._span("root_pre_forward"):
-            current = self._unchanged([each for each in self.units.values() if each.may_be_current(self._accumulating)])
-            for each in self.units.values():
-                each.check_collected()
-                each.memory.remembers = announced
-                each.begin_forward(each in current)
+            candidates = [unit for unit in self.units.values() if unit.may_be_current(self._accumulating)]
+            current = self._unchanged(candidates)
+            for unit in self.units.values():
+                unit.check_collected()
+                unit.memory.remembers = announced
+                unit.begin_forward(unit in current)
 
     def _unchanged(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """Those of `units` of which no rank has other shards than those that were gathered."""
-        return [each for each in units if not each.memory.changed()]
+        """Return those of `units` of which no rank has other shards than those that were gathered."""
+        return [unit for unit in units if not unit.memory.changed()]
 
     @property
     def _another_backward_comes(self) -> bool:
@@ -118,28 +128,30 @@ class StepOrder:
             return
         while self._entered:  # units of which some modules were left out
             self._end_forward(self._entered[-1], will_backward)
-        for each in self.units.values():
-            each.to_run = set()
+        for other in self.units.values():
+            other.to_run = set()
             if not will_backward:
-                if not each.keep_unsharded:
-                    each.reshard("forward")
-                each.memory.await_copies()
+                if not other.keep_unsharded:
+                    other.reshard("forward")
+                other.memory.await_copies()
         self._await_peers()
         self.forward_of = None
 
     def _end_forward(self, unit: Unit, will_backward: bool) -> None:
+        """Note that the forward of `unit` ended, and reshard it unless it stays unsharded until its backward."""
         if unit in self._entered:
             self._entered.remove(unit)
         self.schedule.after_forward(unit.name)
         with self._span("post_forward", unit.name):
-            # a hidden one stays: nothing will announce its backward
-            if unit.reshard_after_forward and not unit.hidden or not (will_backward or unit.keep_unsharded):
+            may_reshard = unit.reshard_after_forward and not unit.hidden  # nothing announces a hidden unit's backward
+            nobody_needs_it = not will_backward and not unit.keep_unsharded
+            if may_reshard or nobody_needs_it:
                 unit.reshard("forward", until_backward=will_backward)
 
     # ---- backward
 
     def begin_backward(self) -> bool:
-        """Whether this is the first call in a backward: then `end_backward` must be called when that is over."""
+        """Begin a backward, unless one runs; return whether it began: then `end_backward` must be called after it."""
         if self.in_backward:
             return False
         self.in_backward = True
@@ -149,12 +161,13 @@ class StepOrder:
         return True
 
     def _find_most_in_flight(self) -> None:
-        """How many reductions may be under way: the largest number that any unit was given, as in FSDP2."""
+        """Allow as many reductions under way as any unit was given, as FSDP2 does."""
         self._most = max(unit.in_flight for unit in self.units.values())
 
     def before_backward(self, unit: Unit) -> None:
-        """Have `unit` unsharded again, and the next ones on their way; one that ran twice in a forward has two
-        backwards.
+        """Have `unit` unsharded again, and the next ones on their way.
+
+        A unit that ran twice in a forward has two backwards.
         """
         if unit.backward is RUNNING:
             return
@@ -162,9 +175,9 @@ class StepOrder:
         with self._span("pre_backward", unit.name):
             self._unshard_for_backward(unit)
             unit.finish_unshard("backward")
-            for each in self._ahead(unit, "backward", self.schedule.before_backward(unit.name)):
-                with self._span("backward_prefetch", f"{each.name} for {unit.name}"):
-                    self._unshard_for_backward(each)
+            for following in self._ahead(unit, "backward", self.schedule.before_backward(unit.name)):
+                with self._span("backward_prefetch", f"{following.name} for {unit.name}"):
+                    self._unshard_for_backward(following)
 
     def _unshard_for_backward(self, unit: Unit) -> None:
         if unit.unshard_in_backward:
@@ -187,14 +200,19 @@ class StepOrder:
                 self._reducing[0].append(unit)
 
     def _most_beside(self, unit: Unit) -> int:
-        """No more than half of the units where the host issues second collectives: the other half of the backward is
-        for those to hide behind.
+        """Return how many reductions may be under way beside that of `unit`.
+
+        Where the host issues second collectives, half of the units at most: the other half of the backward is for the
+        second collectives to hide behind.
         """
-        return min(self._most, max(1, len(self.units) // 2)) if unit.memory.hides_all_reduce else self._most
+        if not unit.memory.hides_all_reduce:
+            return self._most
+        return min(self._most, max(1, len(self.units) // 2))
 
     def _make_room(self, most: int, number: int = 0) -> None:
-        """Wait for the oldest reductions until fewer than `most` have their collective of this `number` under way; one
-        that goes on with a second has the backward of another `most` units to hide that behind.
+        """Wait for the oldest reductions until fewer than `most` have their collective of this `number` under way.
+
+        One that goes on with a second collective has the backward of another `most` units to hide that behind.
         """
         queue = self._reducing[number]
         while len(queue) >= most:
@@ -225,23 +243,23 @@ class StepOrder:
         self.in_backward = False
 
     def _hand_out_undecided(self) -> None:
-        """Gradients that this rank lacks and other ranks may have: only tensors tell."""
+        """Hand out averages of parameters that only other ranks may have gradients of: a plan has no such ones."""
 
     def finalize_backward(self) -> None:
-        """As a backward that reaches no unit: reduce what was accumulated, and reshard."""
+        """Reduce what was accumulated, and reshard, as a backward that reaches no unit does."""
         self.in_backward = False
         self.begin_backward()
         self.end_backward()
 
     def _await_peers(self) -> None:
-        """Peers have read what this rank published: the optimizer, or whoever comes next, may write to the shards."""
+        """Wait until peers have read what this rank published: then the optimizer may write to the shards."""
         for unit in self.units.values():
             unit.memory.await_peers()
 
     # ---- steps that raised
 
     def abandon_backward(self) -> None:
-        """The last backward raised: its gradients are lost, those handed out before it are kept."""
+        """Forget a backward that raised: its gradients are lost, those that were handed out before it are kept."""
         self.in_backward = False
         for queue in self._reducing:
             queue.clear()

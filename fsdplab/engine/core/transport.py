@@ -1,4 +1,4 @@
-"""What a unit asks of the ranks it shares a group with: gather shards, reduce gradients.
+"""Defines what a unit asks of the ranks it shares a group with: to gather shards, to reduce gradients.
 
 A unit hands over its layout, its shard and the buffers to fill; the transport decides about staging, issues the
 collective and returns a `Pending`. `transport/staged.py` does so through flat buffers (NCCL, and gloo),

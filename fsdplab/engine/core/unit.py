@@ -1,4 +1,4 @@
-"""A unit: the parameters that are unsharded, resharded and reduced together. No torch.
+"""Decides when the parameters of a unit are unsharded, resharded and reduced, all together. No torch.
 
     start_unshard -> finish_unshard -> (forward)  -> reshard
     start_unshard -> finish_unshard -> (backward) -> collect_gradients -> reshard -> start_reduce -> finish_reduce

@@ -1,4 +1,4 @@
-"""An emulated link: any transport behind a network of a chosen bandwidth and latency, per mesh axis.
+"""Emulates a network of a chosen bandwidth and latency, per mesh axis, in front of any transport.
 
 On one machine bytes move at memory speed, so sharding looks free. Behind a link a collective is done no earlier than
 

@@ -1,4 +1,4 @@
-"""An emulated link between CUDA ranks: a collective's stream waits first, as long as the link would have carried it.
+"""Emulates a link between CUDA ranks: a collective's stream waits first, as long as the link would have carried it.
 
 On the host whoever needs a result sleeps (`link.py`). A stream cannot sleep, and a kernel that spins would take the
 multiprocessor that is to be hidden behind. So the driver calls libc's `usleep` for the stream (`cuLaunchHostFunc`): no

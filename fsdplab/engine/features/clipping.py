@@ -1,5 +1,4 @@
-"""The total gradient norm of a sharded model: a plain scalar, equal on every rank, whatever meshes its parameters live
-on.
+"""Clips gradients by their total norm: a plain scalar, equal on every rank, whatever meshes the parameters live on.
 
 `torch.nn.utils.clip_grad_norm_` on DTensors returns a DTensor that still waits for its sum, and refuses parameters of
 different meshes together. Here every mesh sums its own part (replicas counted once), in one all-reduce a mesh
@@ -10,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,54 +42,86 @@ def clip_grad_norm_(
             f"the total norm of {len(gradients)} gradients is {total.item()}; look for the step that made it so"
         )
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    local = [compat.local_of(gradient) for gradient in gradients]
-    for device, dtype in {(each.device, each.dtype) for each in local}:
-        same = [each for each in local if (each.device, each.dtype) == (device, dtype)]
-        torch._foreach_mul_(same, scale.to(device))
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}  # one kernel scales all of them
+    for gradient in gradients:
+        local = compat.local_of(gradient)
+        alike.setdefault((local.device, local.dtype), []).append(local)
+    for (device, _), tensors in alike.items():
+        torch._foreach_mul_(tensors, scale.to(device))
     return total
 
 
 def _total_norm(
     gradients: list[torch.Tensor], p: float, groups: tuple[dist.ProcessGroup, ...], parameters: list[torch.Tensor]
 ) -> torch.Tensor:
-    device = next((compat.local_of(each).device for each in [*gradients, *parameters]), torch.device("cpu"))
-    total = torch.zeros((), device=device)
-    for cut, members in sorted(_by_cut(gradients).items(), key=lambda item: item[0][0]):
-        part = _power_sum([compat.local_of(each) for each in members], p, device)
-        for dimension in cut[1]:
+    """Return the p-norm of all gradients, a 0-d tensor on the device of the first of them."""
+    device = torch.device("cpu")
+    if gradients or parameters:
+        device = compat.local_of([*gradients, *parameters][0]).device
+    total = torch.zeros((), device=device)  # the sum of p-th powers, or the maximum
+    by_cut = _by_cut(gradients)
+    for key in sorted(by_cut, key=lambda key: key.name):  # every rank calls the all-reduces in the same order
+        members = by_cut[key]
+        part = _power_sum([compat.local_of(gradient) for gradient in members], p, device)
+        for dimension in key.cut:
             _combine(part, members[0].device_mesh.get_group(dimension), p)
         total = torch.maximum(total, part) if math.isinf(p) else total + part
     for group in groups:
         _combine(total, group, p)
-    return total if math.isinf(p) else total ** (1.0 / p)
+    if math.isinf(p):
+        return total
+    return total ** (1.0 / p)
 
 
-def _by_cut(gradients: list[torch.Tensor]) -> dict[tuple[str, tuple[int, ...], int], list[torch.Tensor]]:
-    """Gradients by mesh and by the dimensions of it that cut them; in the same order on every rank."""
-    found: dict[tuple[str, tuple[int, ...], int], list[torch.Tensor]] = {}
+class _Cut(NamedTuple):
+    """A mesh, by its name and its hash, and those of its dimensions that cut a gradient."""
+
+    name: str
+    cut: tuple[int, ...]
+    mesh: int
+
+
+def _by_cut(gradients: list[torch.Tensor]) -> dict[_Cut, list[torch.Tensor]]:
+    """Group gradients by their mesh and by the dimensions of it that cut them; plain ones have neither."""
+    members: dict[_Cut, list[torch.Tensor]] = {}
     for gradient in gradients:
+        key = _Cut("", (), 0)
         if isinstance(gradient, DTensor):
-            if any(placement.is_partial() for placement in gradient.placements):
-                raise ValueError(f"a gradient is not reduced yet: {gradient.placements}; redistribute it first")
-            mesh = gradient.device_mesh
-            # Not `is_shard`: a strided shard, which tensor parallelism leaves, is none.
-            cut = tuple(number for number, placement in enumerate(gradient.placements) if not placement.is_replicate())
-            key = (f"{mesh.mesh_dim_names} {tuple(mesh.shape)} {cut}", cut, hash(mesh))
-        else:
-            key = ("", (), 0)
-        found.setdefault(key, []).append(gradient)
-    return found
+            key = _cut_of(gradient)
+        members.setdefault(key, []).append(gradient)
+    return members
+
+
+def _cut_of(gradient: DTensor) -> _Cut:
+    """Return the mesh of a sharded gradient and the dimensions that cut it; raise if it still waits for its sum."""
+    cut = []
+    for number, placement in enumerate(gradient.placements):
+        if placement.is_partial():
+            raise ValueError(f"a gradient is not reduced yet: {gradient.placements}; redistribute it first")
+        # A strided shard, which tensor parallelism leaves, is no `is_shard`.
+        if not placement.is_replicate():
+            cut.append(number)
+    mesh = gradient.device_mesh
+    name = f"{mesh.mesh_dim_names} {tuple(mesh.shape)} {tuple(cut)}"
+    return _Cut(name, tuple(cut), hash(mesh))
 
 
 def _power_sum(tensors: list[torch.Tensor], p: float, device: torch.device) -> torch.Tensor:
-    norms = torch._foreach_norm([each for each in tensors if each.numel()] or [torch.zeros(1)], p)
-    stacked = torch.stack([norm.to(device, torch.float32) for norm in norms])
-    return stacked.max() if math.isinf(p) else (stacked**p).sum()
+    """Return the sum of the p-th powers of all elements, or their maximum where p is infinite, on `device`."""
+    filled = [tensor for tensor in tensors if tensor.numel()]
+    norms = torch._foreach_norm(filled or [torch.zeros(1)], p)
+    stacked = torch.stack([norm.to(device, torch.float32) for norm in norms])  # [tensors]
+    if math.isinf(p):
+        return stacked.max()
+    return (stacked**p).sum()
 
 
 def _combine(part: torch.Tensor, group: dist.ProcessGroup, p: float) -> None:
-    if group.size() > 1:
-        carried = part.to(compat.device_for(group, part.device))  # offloaded gradients are on the host, NCCL is not
-        dist.all_reduce(carried, op=dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM, group=group)
-        if carried is not part:
-            part.copy_(carried)
+    """Replace `part`, 0-d, by the sum over the ranks of `group`, or the maximum where p is infinite."""
+    if group.size() == 1:
+        return
+    operation = dist.ReduceOp.MAX if math.isinf(p) else dist.ReduceOp.SUM
+    carried = part.to(compat.device_for(group, part.device))  # offloaded gradients are on the host, NCCL is not
+    dist.all_reduce(carried, op=operation, group=group)
+    if carried is not part:
+        part.copy_(carried)

@@ -1,4 +1,5 @@
-"""Files that stand in for memory: mapped, without a name, brought in ahead of use and let go after it.
+"""Backs offloaded parameters by memory-mapped temporary files, whose pages are prefetched before a unit uses them and
+released afterwards.
 
 A mapped file is an ordinary CPU tensor whose pages come and go. Letting go takes three steps, because each alone frees
 nothing: the pages leave this process (its resident memory falls at once), what was changed is written to the disk, and

@@ -53,39 +53,51 @@ class Exchange:
 
     @property
     def rank(self) -> int:
+        """This rank in the group."""
         return 0 if self.group is None else self.group.rank()
 
     @property
     def ranks(self) -> int:
+        """The number of ranks in the group."""
         return 1 if self.group is None else self.group.size()
 
     def to_owners(self, parts: Iterable[torch.Tensor]) -> Arriving:
         """Send this rank's `parts` of the matrices to their owners; each is packed as it comes."""
-        pieces = [
-            Piece(rank, owner, matrix.part(rank) if matrix.sent(rank, owner) else (0, 0))
-            for matrix, owner in zip(self.matrices, self.owners)
-            for rank in range(self.ranks)
-        ]
+        pieces = []
+        for matrix, owner in zip(self.matrices, self.owners):
+            for rank in range(self.ranks):
+                shape = matrix.part(rank) if matrix.sent(rank, owner) else (0, 0)
+                pieces.append(Piece(rank, owner, shape))
         return self._all_to_all(pieces, parts)
 
     def assemble(self, arrived: Arriving) -> Iterator[torch.Tensor]:
-        """The whole matrices that this rank owns, one by one, once their parts are there."""
+        """Yield the whole matrices, [rows, columns], that this rank owns, once their parts are there."""
         arrived.work.wait()
         pieces = iter(arrived.pieces)
         for matrix in self._owned():
             parts = [piece for piece in islice(pieces, self.ranks) if piece.numel()]
-            yield parts[0] if len(parts) == 1 else torch.cat(parts, matrix.dim or 0)
+            if len(parts) == 1:
+                yield parts[0]
+            else:
+                yield torch.cat(parts, matrix.dim or 0)
 
     def back(self, results: Sequence[torch.Tensor]) -> Arriving:
         """Send every rank its parts of `results`, the updates of the matrices that this rank owns."""
-        ranks, plan = range(self.ranks), list(zip(self.matrices, self.owners))
-        pieces = [Piece(owner, rank, matrix.part(rank)) for matrix, owner in plan for rank in ranks]
-        if len(ranks) > 1 and all(matrix.dim is None for matrix in self.matrices):
+        pieces = []
+        for matrix, owner in zip(self.matrices, self.owners):
+            pieces += [Piece(owner, rank, matrix.part(rank)) for rank in range(self.ranks)]
+        if self.ranks > 1 and all(matrix.dim is None for matrix in self.matrices):
             return self._all_gather(pieces, results)
-        mine = zip(self._owned(), results)
-        return self._all_to_all(pieces, (_part_of(matrix, whole, rank) for matrix, whole in mine for rank in ranks))
+        return self._all_to_all(pieces, self._parts_of(results))
+
+    def _parts_of(self, results: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield the parts of all ranks of each result, one at a time."""
+        for matrix, whole in zip(self._owned(), results):
+            for rank in range(self.ranks):
+                yield _part_of(matrix, whole, rank)
 
     def _owned(self) -> list[Matrix]:
+        """Return the matrices that this rank owns."""
         return [matrix for matrix, owner in zip(self.matrices, self.owners) if owner == self.rank]
 
     # ---- moving bytes
@@ -94,16 +106,20 @@ class Exchange:
         """Send `values`, one for each piece of this rank; those of empty pieces stay here."""
         goes = [(piece.target, piece.shape) for piece in pieces if piece.source == self.rank]
         comes = [(piece.source, piece.shape) for piece in pieces if piece.target == self.rank]
-        counts_out, counts_in = self._counts(goes), self._counts(comes)
+        counts_out, counts_in = self._counts(goes), self._counts(comes)  # elements to and from each rank
         send = self._buffer(sum(counts_out))
         for place, value in zip(_cut(send, counts_out, goes), values):
             if place.numel():
                 place.copy_(value)
             del value  # so that one at a time takes memory
         if not any(piece.source != piece.target and prod(piece.shape) for piece in pieces):
+            # Nothing leaves its rank: all ranks see that in the same plan.
             return Arriving(Pending(lambda: None), _cut(send, counts_in, comes))
-        received, width = self._buffer(sum(counts_in)), self.dtype.itemsize
-        bytes_in, bytes_out = ([count * width for count in counts] for counts in (counts_in, counts_out))
+
+        received = self._buffer(sum(counts_in))
+        width = self.dtype.itemsize
+        bytes_in = [count * width for count in counts_in]
+        bytes_out = [count * width for count in counts_out]
 
         def collective(out: torch.Tensor, source: torch.Tensor, **options: Any) -> object:
             return dist.all_to_all_single(out, source, bytes_in, bytes_out, **options)
@@ -116,11 +132,12 @@ class Exchange:
         """Gather the updates of all owners, each padded to the longest."""
         comes = [(piece.source, piece.shape) for piece in pieces if piece.target == self.rank]
         counts = self._counts(comes)
-        longest, width = max(counts), self.dtype.itemsize
+        longest = max(counts)
         send, received = self._buffer(longest), self._buffer(self.ranks * longest)
-        torch.cat([result.reshape(-1) for result in results] or [send[:0]], out=send[: counts[self.rank]])
+        flat = [result.reshape(-1) for result in results]
+        torch.cat(flat or [send[:0]], out=send[: counts[self.rank]])
         logical, wire = received.nbytes, received.nbytes - send.nbytes
-        padding = logical - sum(counts) * width
+        padding = logical - sum(counts) * self.dtype.itemsize
         work = self._run("all_gather", compat.all_gather_single, received, send, logical, wire, padding)
         return Arriving(work, _cut(received, [longest] * self.ranks, comes))
 
@@ -128,6 +145,8 @@ class Exchange:
         self, kind: str, collective: Callable[..., object], received: torch.Tensor, send: torch.Tensor,
         logical: int, wire: int, padding: int = 0,
     ) -> Pending:  # fmt: skip
+        """Issue a collective from `send` into `received`; the sizes are bytes, for the ledger."""
+
         def issue(asynchronous: bool) -> object:
             with events.span(kind, LABEL.unit):
                 out, source = received.view(torch.uint8), send.view(torch.uint8)
@@ -138,26 +157,33 @@ class Exchange:
         return stream.run(Job(issue, lambda: None, leaves, (send, received)))
 
     def _buffer(self, numel: int) -> torch.Tensor:
+        """Allocate a buffer of `numel` elements."""
         buffer = torch.empty(numel, dtype=self.dtype, device=self.device)
         events.tag("communication_buffers", buffer, LABEL.unit)
         return buffer
 
     def _counts(self, parts: Sequence[tuple[int, Shape]]) -> list[int]:
-        """The elements of each rank."""
-        return [sum(prod(shape) for other, shape in parts if other == rank) for rank in range(self.ranks)]
+        """Return how many elements `parts`, (rank, shape), have of each rank."""
+        counts = [0] * self.ranks
+        for rank, shape in parts:
+            counts[rank] += prod(shape)
+        return counts
 
 
 def _cut(buffer: torch.Tensor, counts: Sequence[int], parts: Sequence[tuple[int, Shape]]) -> list[torch.Tensor]:
-    """The place of each part (its rank, its shape) in a buffer with `counts[rank]` elements of each rank in turn."""
-    begins = [0, *accumulate(counts)]
+    """Return the place of each part, (rank, shape), in a buffer with `counts[rank]` elements of each rank in turn."""
+    offsets = [0, *accumulate(counts)]  # of the next part of each rank
     places = []
     for rank, shape in parts:
-        places.append(buffer[begins[rank] : begins[rank] + prod(shape)].view(shape))
-        begins[rank] += prod(shape)
+        numel = prod(shape)
+        places.append(buffer[offsets[rank] : offsets[rank] + numel].view(shape))
+        offsets[rank] += numel
     return places
 
 
 def _part_of(matrix: Matrix, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    """Return the rows or columns of `whole` that `rank` holds; all of it where every rank does."""
     if matrix.dim is None:
         return whole
-    return whole.narrow(matrix.dim, sum(matrix.lengths[:rank]), matrix.lengths[rank])
+    first = sum(matrix.lengths[:rank])
+    return whole.narrow(matrix.dim, first, matrix.lengths[rank])

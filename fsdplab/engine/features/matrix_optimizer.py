@@ -1,4 +1,4 @@
-"""Optimizers whose update needs a whole matrix, on matrices that ranks hold parts of: Muon, and others of its kind.
+"""Steps sharded matrices by optimizers whose update needs a whole matrix: Muon, and others of its kind.
 
 Muon orthogonalises the momentum of a whole matrix, of which sharding leaves a rank some rows. On DTensors PyTorch's
 own optimizer gathers every product again, and all ranks compute the same. Here the element-wise parts of an update stay
@@ -35,21 +35,21 @@ LinkOf = Callable[[dist.ProcessGroup, torch.device], Link]
 
 @dataclass(frozen=True)
 class _Place:
-    """A matrix, or that of one expert of a stack: parameter `number` of group `group`; `index` is the expert's place in
-    what this rank holds of the stack, None for a plain matrix.
-    """
+    """A matrix, or that of one expert of a stack."""
 
     parameter: nn.Parameter
-    group: int
+    group: int  # the number of its group of parameters
     matrix: Matrix
-    index: int | None = None
+    index: int | None = None  # the expert's place in what this rank holds of the stack; None for a plain matrix
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Its part in what this rank holds of a tensor like the parameter; empty where it holds none."""
+        """Return this rank's part of the matrix in a tensor like the parameter; empty where it holds none."""
         local = compat.local_of(tensor)
         if self.index is None:
             return local
-        return local[self.index] if 0 <= self.index < local.size(0) else local.new_empty(0, self.matrix.shape[1])
+        if 0 <= self.index < local.size(0):
+            return local[self.index]
+        return local.new_empty(0, self.matrix.shape[1])
 
 
 @dataclass(frozen=True)
@@ -89,6 +89,7 @@ class MatrixOptimizer(Optimizer):
         self._begin(rest, replicas, bucket_bytes)
 
     def _begin(self, rest: Optimizer | None, replicas: dist.ProcessGroup | None, bucket_bytes: int) -> None:
+        """Check the parameters, and take over those of `rest`."""
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be 1 or more, got {bucket_bytes}")
         for group in self.param_groups:
@@ -96,8 +97,10 @@ class MatrixOptimizer(Optimizer):
                 _check(parameter)
         self._rest, self._replicas, self._bucket_bytes = rest, replicas, bucket_bytes
         if rest is not None:
-            shared = {p for group in self.param_groups for p in group["params"]}
-            if both := [p for group in rest.param_groups for p in group["params"] if p in shared]:
+            matrices = {parameter for group in self.param_groups for parameter in group["params"]}
+            others = [parameter for group in rest.param_groups for parameter in group["params"]]
+            both = [parameter for parameter in others if parameter in matrices]
+            if both:
                 raise ValueError(f"{len(both)} parameters are in both optimizers; the first has shape {both[0].shape}")
             self.param_groups = [*self.param_groups, *rest.param_groups]
             self.state.update(rest.state)
@@ -143,29 +146,33 @@ class MatrixOptimizer(Optimizer):
         return loss
 
     def _step_matrices(self) -> None:
+        """Step on the buckets in turn: while one is computed, the next is sent and the last comes back."""
         buckets = self._buckets()
-        there = [self._send(bucket) for bucket in buckets[:1]]
-        back: list[tuple[_Bucket, Arriving]] = []
-        for number, bucket in enumerate(buckets, 1):
-            there += [self._send(following) for following in buckets[number : number + 1]]
-            results = self._compute(bucket, there.pop(0))
-            self._apply(back)
-            back = [(bucket, bucket.exchange.back(results))]
-        self._apply(back)
+        to_compute: list[Arriving] = [self._send(bucket) for bucket in buckets[:1]]
+        to_apply: list[tuple[_Bucket, Arriving]] = []
+        for number, bucket in enumerate(buckets):
+            to_compute += [self._send(following) for following in buckets[number + 1 : number + 2]]
+            results = self._compute(bucket, to_compute.pop(0))
+            self._apply(to_apply)
+            to_apply = [(bucket, bucket.exchange.back(results))]
+        self._apply(to_apply)
 
     def _send(self, bucket: _Bucket) -> Arriving:
+        """Begin to send this rank's parts of the matrices of `bucket` to their owners."""
         return bucket.exchange.to_owners(self._prepared(place) for place in bucket.places)
 
     def _prepared(self, place: _Place) -> torch.Tensor:
+        """Return what this rank sends of one matrix."""
         gradient = place.of(_gradient(place.parameter))
         state = {name: place.of(self._state(place.parameter, name)) for name in self.states}
         return self.prepare(gradient, state, self.param_groups[place.group])
 
-    def _compute(self, bucket: _Bucket, there: Arriving) -> list[torch.Tensor]:
+    def _compute(self, bucket: _Bucket, arriving: Arriving) -> list[torch.Tensor]:
+        """Return the updates of the matrices of `bucket` that this rank owns, once their parts are there."""
         exchange = bucket.exchange
-        mine = [place for place, owner in zip(bucket.places, exchange.owners) if owner == exchange.rank]
+        owned = [place for place, owner in zip(bucket.places, exchange.owners) if owner == exchange.rank]
         results = []
-        for place, matrix in zip(mine, exchange.assemble(there)):
+        for place, matrix in zip(owned, exchange.assemble(arriving)):
             shape, dtype = matrix.shape, matrix.dtype
             result = self.whole(matrix, self.param_groups[place.group])
             if result.shape != shape or result.dtype != dtype:
@@ -176,15 +183,18 @@ class MatrixOptimizer(Optimizer):
             results.append(result)
         return results
 
-    def _apply(self, back: Sequence[tuple[_Bucket, Arriving]]) -> None:
-        for bucket, arriving in back:
+    def _apply(self, updates: Sequence[tuple[_Bucket, Arriving]]) -> None:
+        """Step on this rank's parts of the matrices, once the updates have come back."""
+        for bucket, arriving in updates:
             arriving.work.wait()
             for place, update in zip(bucket.places, arriving.pieces):
                 if update.numel():
                     part = place.of(place.parameter)
-                    self.apply(part, update.to(part.device), place.matrix.shape, self.param_groups[place.group])
+                    group = self.param_groups[place.group]
+                    self.apply(part, update.to(part.device), place.matrix.shape, group)
 
     def _state(self, parameter: nn.Parameter, name: str) -> torch.Tensor:
+        """Return one element-wise state of `parameter`, zeros at first."""
         state = self.state[parameter]
         if name not in state:
             state[name] = torch.zeros_like(_gradient(parameter), memory_format=torch.preserve_format)
@@ -193,48 +203,54 @@ class MatrixOptimizer(Optimizer):
     # ---- who owns what
 
     def _buckets(self) -> list[_Bucket]:
-        """The matrices that have a gradient: planned once for each set of them."""
-        given = [
-            (number, p)
-            for number, group in enumerate(self.param_groups)
-            if not self._is_of_rest(group)
-            for p in group["params"]
-            if p.grad is not None
-        ]
-        key = (self._link_of, *((number, id(p), p.grad.dtype) for number, p in given))
+        """Return the matrices that have a gradient, in buckets: planned once for each set of them."""
+        trained: list[tuple[int, nn.Parameter]] = []  # the number of its group, and the parameter
+        for number, group in enumerate(self.param_groups):
+            if not self._is_of_rest(group):
+                trained += [(number, parameter) for parameter in group["params"] if parameter.grad is not None]
+        key = (self._link_of, *((number, id(parameter), parameter.grad.dtype) for number, parameter in trained))
         if self._plan is None or self._plan[0] != key:
-            self._plan = key, [*self._planned(given)]
+            self._plan = key, [*self._planned(trained)]
         return self._plan[1]
 
     def _is_of_rest(self, group: dict[str, Any]) -> bool:
-        return self._rest is not None and any(
-            group["params"] and each["params"] and each["params"][0] is group["params"][0]
-            for each in self._rest.param_groups
-        )
+        """Whether `group` is one of the other optimizer's: both have the same first parameter."""
+        if self._rest is None or not group["params"]:
+            return False
+        firsts = [other["params"][0] for other in self._rest.param_groups if other["params"]]
+        return any(first is group["params"][0] for first in firsts)
 
-    def _planned(self, given: Sequence[tuple[int, nn.Parameter]]) -> Iterator[_Bucket]:
-        found: dict[tuple[Any, ...], list[_Place]] = {}  # by what an exchange goes over
-        for number, parameter in given:
+    def _planned(self, trained: Sequence[tuple[int, nn.Parameter]]) -> Iterator[_Bucket]:
+        """Yield buckets of the matrices that go over the same group, in the same dtype and by the same device."""
+        places_over: dict[tuple[Any, ...], list[_Place]] = {}
+        for number, parameter in trained:
             group = self._group_of(parameter)
             gradient = compat.local_of(_gradient(parameter))
-            device = gradient.device if group is None else compat.device_for(group, gradient.device)
-            link = None if group is None or self._link_of is None else self._link_of(group, device)
+            device, link = gradient.device, None
+            if group is not None:
+                device = compat.device_for(group, device)
+                link = None if self._link_of is None else self._link_of(group, device)
             over = (group, self.sent_dtype(gradient), device, link)
-            found.setdefault(over, []).extend(_places_of(parameter, number, group))
-        for over, places in found.items():
+            places_over.setdefault(over, []).extend(_places_of(parameter, number, group))
+        for over, places in places_over.items():
+            group, dtype = over[:2]
             matrices = [place.matrix for place in places]
             costs = [self.cost(place.matrix.shape, self.param_groups[place.group]) for place in places]
-            ranks = 1 if over[0] is None else over[0].size()
-            for bucket in buckets_of(matrices, costs, ranks, self._bucket_bytes // over[1].itemsize):
+            ranks = 1 if group is None else group.size()
+            for bucket in buckets_of(matrices, costs, ranks, self._bucket_bytes // dtype.itemsize):
                 exchange = Exchange(*over, tuple(matrices[number] for number in bucket.numbers), bucket.owners)
                 yield _Bucket(exchange, tuple(places[number] for number in bucket.numbers))
 
     def _group_of(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
-        """The ranks that hold parts of `parameter`, or equal copies; None where this rank computes alone."""
+        """Return the ranks that hold parts of `parameter`, or equal copies; None where this rank computes alone."""
         if not isinstance(parameter, DTensor):
             return self._replicas
-        axes = [dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-        return parameter.device_mesh.get_group(axes[0] if axes else parameter.device_mesh.ndim - 1)
+        axis = parameter.device_mesh.ndim - 1
+        for dim, placement in enumerate(parameter.placements):
+            if not placement.is_replicate():
+                axis = dim
+                break
+        return parameter.device_mesh.get_group(axis)
 
     def behind(self, link_of: LinkOf | None) -> None:
         """Exchange behind the emulated link that `link_of` gives for a group and a device, or behind none."""
@@ -313,6 +329,7 @@ def whole_matrices(
 
 
 def _check(parameter: torch.Tensor) -> None:
+    """Raise for a parameter that is no matrix, or of which no group of ranks holds parts."""
     if parameter.ndim not in (2, 3):
         raise ValueError(
             f"a parameter of shape {list(parameter.shape)} is no matrix and no stack of matrices; give it to another"
@@ -335,18 +352,25 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
 
 
 def _places_of(parameter: nn.Parameter, number: int, group: dist.ProcessGroup | None) -> Iterator[_Place]:
-    """The matrices of a parameter, and how the ranks of `group` hold them."""
-    shape, ranks = tuple(parameter.shape), 1 if group is None else group.size()
-    cuts = [p for p in parameter.placements if not p.is_replicate()] if isinstance(parameter, DTensor) else []
-    dim = cuts[0].dim if cuts and isinstance(cuts[0], Shard) else None
-    matrix_shape = (shape[-2], shape[-1])
-    if len(shape) == 2 or dim != 0:
-        at = None if dim is None else dim - (len(shape) - 2)
-        matrix = Matrix.replicated(matrix_shape, ranks) if at is None else Matrix.sharded(matrix_shape, at, ranks)
-        for index in range(shape[0]) if len(shape) == 3 else (None,):
-            yield _Place(parameter, number, matrix, index)
+    """Yield the matrices of a parameter, [rows, columns] or [experts, rows, columns], and how `group` holds them."""
+    ranks, rank = (1, 0) if group is None else (group.size(), group.rank())
+    *stack, rows, columns = parameter.shape
+    dim = None  # the dimension of the parameter that is cut
+    if isinstance(parameter, DTensor):
+        for placement in parameter.placements:
+            if isinstance(placement, Shard):
+                dim = placement.dim
+
+    if stack and dim == 0:  # ranks hold whole experts
+        experts = stack[0]
+        chunk = -(-experts // ranks)
+        for expert in range(experts):
+            matrix = Matrix.held_by(expert // chunk, (rows, columns), ranks)
+            yield _Place(parameter, number, matrix, expert - rank * chunk)
         return
-    chunk = -(-shape[0] // ranks)
-    mine = 0 if group is None else group.rank()
-    for expert in range(shape[0]):
-        yield _Place(parameter, number, Matrix.held_by(expert // chunk, matrix_shape, ranks), expert - mine * chunk)
+    if dim is None:
+        matrix = Matrix.replicated((rows, columns), ranks)
+    else:  # ranks hold some rows or columns
+        matrix = Matrix.sharded((rows, columns), dim - len(stack), ranks)
+    for index in range(stack[0]) if stack else (None,):
+        yield _Place(parameter, number, matrix, index)

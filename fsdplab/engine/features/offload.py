@@ -1,4 +1,4 @@
-"""Where shards rest when they do not rest on the device that computes: host memory, or files on a local drive.
+"""Stores shards away from the device that computes: in host memory, or in files on a local drive.
 
 Two policies: PyTorch's `CPUOffloadPolicy`, and `NVMeOffloadPolicy`, ZeRO-Infinity's idea (Rajbhandari et al. 2021,
 section 5): parameters at rest live in files, are read ahead of their gather and leave memory after it. Optimizer state

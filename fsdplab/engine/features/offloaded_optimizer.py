@@ -1,4 +1,4 @@
-"""An optimizer whose state rests elsewhere: it steps part by part, with the next part's state on its way.
+"""Steps an optimizer whose state rests elsewhere, part by part, while the next part's state is on its way.
 
 `offload_optimizer` makes any of PyTorch's elementwise optimizers one, in place, as `fully_shard` does with modules:
 learning rate schedulers, gradient scalers, state dicts and checkpoints see the optimizer that they know. The rest is
@@ -52,6 +52,7 @@ def offload_optimizer(
 
 
 def _check(optimizer: Optimizer, ahead: int, part_bytes: int) -> None:
+    """Raise for optimizers that cannot step part by part, and for wrong sizes."""
     name = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
         raise ValueError(f"offload_optimizer needs a torch.optim.Optimizer, got {name}")
@@ -115,15 +116,16 @@ class OffloadedOptimizer(Optimizer):
     param_groups: list[dict[str, Any]]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the original optimizer, part by part; returns what `closure` returned."""
+        """Make one step of the original optimizer, part by part; returns what `closure` returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        parts, begun = list(self._parts()), 0
+        parts = list(self._parts())
+        begun = 0  # how many parts are here, or on their way
         for index, part in enumerate(parts):
-            for later in parts[begun : index + 1 + self._offloading.ahead]:
-                self._bring_in(later)
+            for following in parts[begun : index + 1 + self._offloading.ahead]:
+                self._bring_in(following)
                 begun += 1
             self._step_on(part)
             self._put_away(part)
@@ -132,47 +134,58 @@ class OffloadedOptimizer(Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As the original; then what was loaded is put away."""
+        """Load as the original does; then put away what was loaded."""
         super().load_state_dict(state_dict)
         self._put_all_away()
 
     def _put_all_away(self) -> None:
+        """Move the state of all parameters to where it rests."""
         for part in self._parts(all_of_them=True):
             self._put_away(part)
         if self._offloading.lift is not None:
             self._offloading.lift.finish()
 
     def _parts(self, all_of_them: bool = False) -> Iterator[_Part]:
-        """The parameters that have a gradient, or all, in runs of bounded size."""
+        """Yield the parameters that have a gradient, or all, in parts of bounded size."""
         for group in self.param_groups:
-            run: list[nn.Parameter] = []
-            nbytes = 0
+            params: list[nn.Parameter] = []
+            part_bytes = 0
             for param in group["params"]:
                 if param.grad is None and not all_of_them:
                     continue
-                size, held = compat.local_of(param).nbytes, [item.local.nbytes for item in self._items([param])]
-                own = size + (sum(held) if held else 2 * size)  # before the first step: as Adam's
-                if run and nbytes + own > self._offloading.part_bytes:
-                    yield _Part(group, run)
-                    run, nbytes = [], 0
-                run.append(param)
-                nbytes += own
-            if run:
-                yield _Part(group, run)
+                nbytes = self._bytes_of(param)
+                if params and part_bytes + nbytes > self._offloading.part_bytes:
+                    yield _Part(group, params)
+                    params, part_bytes = [], 0
+                params.append(param)
+                part_bytes += nbytes
+            if params:
+                yield _Part(group, params)
+
+    def _bytes_of(self, param: nn.Parameter) -> int:
+        """Return the bytes of a parameter and of its state; before the first step as many as Adam would have."""
+        nbytes = compat.local_of(param).nbytes
+        items = self._items([param])
+        if not items:
+            return 3 * nbytes
+        return nbytes + sum(item.local.nbytes for item in items)
 
     def _items(self, params: Sequence[nn.Parameter]) -> list[_Item]:
-        """The state of `params` that has rows here; counters stay where they are."""
-        found = [_Item(param, key, value) for param in params for key, value in self.state.get(param, {}).items()]
-        return [
-            item for item in found if isinstance(item.value, torch.Tensor) and item.value.dim() and item.local.nbytes
-        ]
+        """Return the state of `params` that has rows here; counters stay where they are."""
+        items = []
+        for param in params:
+            for key, value in self.state.get(param, {}).items():
+                if isinstance(value, torch.Tensor) and value.dim() and compat.local_of(value).nbytes:
+                    items.append(_Item(param, key, value))
+        return items
 
     def _step_on(self, part: _Part) -> None:
-        """The original step, which sees `part` and nothing else."""
+        """Make the original step, which sees `part` and nothing else."""
         everything, params = self.param_groups, part.group["params"]
-        said = {key: value for key, value in part.group.items() if key != "params"}
+        options = {key: value for key, value in part.group.items() if key != "params"}
         step = super().step.__func__
-        step = step.__wrapped__ if getattr(step, "hooked", False) else step  # the hooks belong to the whole step
+        if getattr(step, "hooked", False):  # the hooks belong to the whole step
+            step = step.__wrapped__
         if part.arrived is not None:
             torch.cuda.current_stream(part.params[0].device).wait_event(part.arrived)
         try:
@@ -180,16 +193,15 @@ class OffloadedOptimizer(Optimizer):
             step(self)
         finally:
             self.param_groups, part.group["params"] = everything, params
-        if changed := [key for key, value in said.items() if part.group[key] is not value]:
+        changed = [key for key, value in options.items() if part.group[key] is not value]
+        if changed:
             raise RuntimeError(
                 f"{type(self).__name__} changes {changed[0]!r} of its param_groups when it steps, so it cannot step"
                 " part by part; this step is half done: start again without offload_optimizer"
             )
 
     def _bring_in(self, part: _Part) -> None:
-        """Begin to read what `part` needs; state that rests on the host, for parameters on a device, begins to be
-        copied.
-        """
+        """Begin to read what `part` needs, and to copy state that rests on the host to parameters on a device."""
         items, resting = self._items(part.params), self._offloading.resting
         for tensor in (*part.params, *(item.value for item in items)):
             mapped.bring_in(compat.local_of(tensor))
@@ -218,14 +230,18 @@ class OffloadedOptimizer(Optimizer):
             mapped.let_go(compat.local_of(tensor), storage.keep_cached)
 
     def _rests_of(self, items: Sequence[_Item]) -> list[torch.Tensor]:
-        """Where each of `items` rests: where it came from, or new memory, one piece for all that are new."""
+        """Return where each of `items` rests: where it came from, or new memory, one piece for all that are new."""
         known = [self._offloading.resting.pop((item.param, item.key), None) for item in items]
         new = [item.local for item, rest in zip(items, known) if rest is None]
-        memory = lambda nbytes: self._offloading.storage.make(nbytes, "optimizer state")  # noqa: E731
+
+        def memory(nbytes: int) -> torch.Tensor:
+            return self._offloading.storage.make(nbytes, "optimizer state")
+
         made = iter(end_to_end(new, memory) if new else [])
         return [next(made) if rest is None else rest for rest in known]
 
     def _lift_to(self, device: torch.device) -> _Lift:
+        """Return what copies to and from `device`."""
         if self._offloading.lift is None:
             self._offloading.lift = _Lift(device, self._offloading.ahead)
         return self._offloading.lift
@@ -243,7 +259,7 @@ class _Lift:
         self._leaving: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
 
     def bring(self, rests: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.cuda.Event]:
-        """Copies of `rests` on the device, and what says that they are complete."""
+        """Begin to copy `rests` to the device; return the copies, and what says that they are complete."""
         with torch.cuda.stream(self._stream):
             copies = [rest.to(self._device, non_blocking=True) for rest in rests]
             return copies, self._stream.record_event()
@@ -266,4 +282,7 @@ class _Lift:
 
 
 def _like(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    return compat.dtensor_of(local, value._spec) if isinstance(value, DTensor) else local
+    """Return `local` as a DTensor where `value` is one."""
+    if isinstance(value, DTensor):
+        return compat.dtensor_of(local, value._spec)
+    return local

@@ -1,4 +1,4 @@
-"""Activation checkpointing as one choice: what a unit keeps between its forward and its backward.
+"""Chooses what a unit keeps between its forward and its backward: activation checkpointing as one choice.
 
     none        every activation that autograd wants
     full        its inputs only; the backward runs the forward again (Chen et al. 2016, sublinear memory)

@@ -1,4 +1,4 @@
-"""Collectives and staging memory that the user supplies: PyTorch's `AllGather` and `ReduceScatter` objects, and
+"""Runs collectives and staging memory that the user supplies: PyTorch's `AllGather` and `ReduceScatter` objects, and
 allocators.
 """
 
@@ -63,7 +63,7 @@ class GroupMemory:
         self._backend = group._get_backend(device)
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory of the group."""
+        """Return memory of the group."""
         return self._backend.allocate_tensor(*size, dtype=dtype, device=device)
 
     def register(self, group: dist.ProcessGroup, *tensors: torch.Tensor) -> None:
@@ -81,7 +81,7 @@ class SymmetricMemory(GroupMemory):
         dist.barrier(group=group)  # the rendezvous needs a communicator that exists
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Memory of the pool that all ranks map."""
+        """Return memory of the pool that all ranks map."""
         with torch.cuda.use_mem_pool(self._memory.get_mem_pool(device)):
             return torch.empty(tuple(size), dtype=dtype, device=device)
 
@@ -100,60 +100,70 @@ class CollectiveIn:
     def __call__(
         self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, op: Any = None, *, async_op: bool
     ) -> Any:
-        buffers = (output,) if source.numel() < output.numel() else (source, output)  # a gather is in place
-        self.memory.register(group, *buffers)
+        if source.numel() < output.numel():  # a gather, whose source is a part of its output
+            self.memory.register(group, output)
+        else:
+            self.memory.register(group, source, output)
         return self._collective(output, source, group=group, async_op=async_op)
 
 
 def use(unit: Unit, gather: Any = None, scatter: Any = None) -> None:
     """Have `unit` gather with `gather` and reduce with `scatter`; None leaves what it has."""
-    now = unit.memory.config.shard
-    if now is None:
+    config = unit.memory.config
+    transport = config.shard
+    if transport is None:
         return
-    if not isinstance(now, CustomTransport):
-        now = CustomTransport(now, unit.memory.config.device)
-    made = CustomTransport(now.below, unit.memory.config.device, gather or now.gather, scatter or now.scatter)
-    unit.memory.config = replace(unit.memory.config, shard=made)
+    if not isinstance(transport, CustomTransport):
+        transport = CustomTransport(transport, config.device)
+    gather, scatter = gather or transport.gather, scatter or transport.scatter
+    transport = CustomTransport(transport.below, config.device, gather, scatter)
+    unit.memory.config = replace(config, shard=transport)
 
 
 def allocate_from_group(unit: Unit, enable: bool) -> None:
-    """Stage this unit's collectives in memory of its process group, or no longer; nothing changes where it allocates
-    none.
+    """Stage this unit's collectives in memory of its process group, or no longer.
+
+    Nothing changes where the group allocates none.
     """
-    now, device = unit.memory.config.shard, unit.memory.config.device
-    if now is None:
+    transport, device = unit.memory.config.shard, unit.memory.config.device
+    if transport is None:
         return
-    _check_not_custom(now, "set_allocate_memory_from_process_group_for_comm")
-    if enable and now.group._get_backend(device).supports_tensor_alloc(device):
-        _stage_in(unit, GroupMemory(now.group, device))
-    elif not enable and isinstance(now, CustomTransport):
-        unit.memory.config = replace(unit.memory.config, shard=now.below)
+    _check_not_custom(transport, "set_allocate_memory_from_process_group_for_comm")
+    if not enable:
+        if isinstance(transport, CustomTransport):
+            unit.memory.config = replace(unit.memory.config, shard=transport.below)
+    elif transport.group._get_backend(device).supports_tensor_alloc(device):
+        _stage_in(unit, GroupMemory(transport.group, device))
 
 
 def allocate_symmetric(unit: Unit, backend: str) -> None:
     """Stage this unit's collectives in symmetric memory."""
-    now, device = unit.memory.config.shard, unit.memory.config.device
+    transport, device = unit.memory.config.shard, unit.memory.config.device
     if device.type != "cuda":
         raise RuntimeError(f"symmetric memory needs CUDA devices and NCCL, got {device}")
-    if now is not None:
-        _check_not_custom(now, "set_symm_mem_for_comm")
-        _stage_in(unit, SymmetricMemory(now.group, device, backend))
+    if transport is not None:
+        _check_not_custom(transport, "set_symm_mem_for_comm")
+        _stage_in(unit, SymmetricMemory(transport.group, device, backend))
 
 
 def _stage_in(unit: Unit, memory: GroupMemory) -> None:
-    gather, scatter = (CollectiveIn(memory, each) for each in (compat.all_gather_single, compat.reduce_scatter_single))
+    """Have `unit` gather and reduce between buffers in `memory`."""
+    gather = CollectiveIn(memory, compat.all_gather_single)
+    scatter = CollectiveIn(memory, compat.reduce_scatter_single)
     use(unit, gather, scatter)
 
 
-def _check_not_custom(now: Transport, method: str) -> None:
-    """An `AssertionError`, as PyTorch's, where the user's own collectives choose their memory themselves."""
-    for comm in (now.gather, now.scatter) if isinstance(now, CustomTransport) else ():
+def _check_not_custom(transport: Transport, method: str) -> None:
+    """Raise, as PyTorch does, where the user's own collectives choose their memory themselves."""
+    if not isinstance(transport, CustomTransport):
+        return
+    for comm in (transport.gather, transport.scatter):
         if comm is not None and not isinstance(comm, CollectiveIn):
             raise AssertionError(f"{method} cannot be used with a collective of your own ({type(comm).__name__})")
 
 
 def on_stream(hook: Callable[[torch.Tensor], None], stream: torch.cuda.Stream) -> Callable[[torch.Tensor], None]:
-    """`hook`, run on `stream` between what came before and what comes after."""
+    """Return a function that runs `hook` on `stream`, between what came before and what comes after."""
 
     def hooked(reduced: torch.Tensor) -> None:
         device = torch.get_device_module(reduced.device)

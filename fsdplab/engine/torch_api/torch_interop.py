@@ -1,4 +1,4 @@
-"""What torch's own pipelining, and libraries like accelerate, ask a sharded module for: `fully_shard.state(module)`.
+"""Answers what torch's own pipelining, and libraries like accelerate, ask a module for: `fully_shard.state(module)`.
 
 Views of a unit under the names of PyTorch's FSDP2 (its private `FSDPState`, `FSDPParamGroup` and `FSDPParam`, torch
 2.11 to 2.15); nothing is kept here but what somebody else has put around the hooks, as torch's memory tracker does.

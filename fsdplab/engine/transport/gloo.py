@@ -1,4 +1,4 @@
-"""Gloo, with a reduce-scatter of its own, and what every transport between CPUs needs.
+"""Sends through gloo, with a reduce-scatter of its own, and has what every transport between CPUs needs.
 
 Gloo's own reduce-scatter is a whole all-reduce, twice the bytes. An all-to-all and a local sum in float32, in rank
 order, moves the textbook's bytes and gives the same bits in every run. Whatever algorithm runs below, a trace and

@@ -1,4 +1,4 @@
-"""Which transport a group gets: over gloo on CPU shared memory where all ranks are on one machine, else gloo itself.
+"""Selects the transport of a group: over gloo on CPU shared memory where all ranks are on one machine, else gloo.
 
 Over any other backend (NCCL, those written in Python, torch's test backends) and on GPUs the staged one, which asks for
 nothing but the collectives. A gloo group carries tensors of a GPU through host memory.

@@ -1,4 +1,4 @@
-"""Collectives through flat buffers: shards or gradients are packed into one, sent, and unpacked. NCCL's way.
+"""Gathers and reduces through flat buffers: shards or gradients are packed into one, sent, and unpacked. NCCL's way.
 
 What gloo does differently is in `gloo.py`, what users bring along in `torch_api/custom_collectives.py`.
 """
@@ -18,7 +18,7 @@ from fsdplab.engine.core.buffers import UnshardedBuffer, pack, unpack
 from fsdplab.engine.core.layout import Layout
 from fsdplab.engine.core.pending import Pending, Step
 from fsdplab.engine.core.transport import CollectiveLabel, Gradients, SendShard, Transport
-from fsdplab.engine.transport.streams import HostStream, Job, comm_stream
+from fsdplab.engine.transport.streams import CudaStream, HostStream, Job, comm_stream
 
 Reduction = tuple[Callable[[bool], Any], Step, torch.Tensor]  # issue, complete, buffer to keep
 
@@ -34,19 +34,26 @@ class StagedTransport(Transport):
         self.device = device
         self._reduce_group = group
         self.streams = device if compat.has_streams(device) else None
-        self._gather_stream, self._reduce_stream, self._all_reduce_stream = (
-            comm_stream(device, role) if self.streams else HostStream() for role in ("gather", "reduce", "all_reduce")
-        )
+        self._gather_stream = self._stream("gather")
+        self._reduce_stream = self._stream("reduce")
+        self._all_reduce_stream = self._stream("all_reduce")
+
+    def _stream(self, role: str) -> HostStream | CudaStream:
+        """Return what runs the collectives of one role: a stream of the device, or the host."""
+        if self.streams is None:
+            return HostStream()
+        return comm_stream(self.device, role)
 
     def all_gather(self, shard: SendShard, whole: UnshardedBuffer, label: CollectiveLabel) -> Pending:
         """Gather every rank's shard, and unpack them into `whole` once somebody waits: until then its memory is free.
 
         A shard that has to be made (cast, or brought from the host) is made where its gather ends.
         """
-        layout, numel = whole.layout, shard.nbytes // shard.dtype.itemsize
-        staging = self._staging(self.ranks * numel, shard.dtype, "gather")
+        layout = whole.layout
+        numel = shard.nbytes // shard.dtype.itemsize
+        staging = self._staging(self.ranks * numel, shard.dtype, "gather")  # [ranks * elements of a shard]
         events.tag("communication_buffers", staging, label.unit)
-        written = None
+        written = None  # what to wait for before the shard is sent
         if shard.resident is not None and not self._gathers_in_place:
             send = shard.resident.view(shard.dtype)
         else:
@@ -68,7 +75,9 @@ class StagedTransport(Transport):
         self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, average: Average
     ) -> Pending:
         """Average every rank's `gradients` (None where one is missing), and leave this rank's shard in `output`."""
-        before = half(average.factor) if output.dtype is torch.float16 and self._overflows_in_float16 else 1.0
+        before = 1.0  # what is divided by before the sum, which could overflow
+        if output.dtype is torch.float16 and self._overflows_in_float16:
+            before = half(average.factor)
         send = self._staging(self.ranks * output.numel(), output.dtype, "scatter")
         events.tag("communication_buffers", send, label.unit)
         with events.span("post_backward_reduce", label.unit):
@@ -112,13 +121,16 @@ class StagedTransport(Transport):
         self._reduce_group = reduction_group(self.group) if enable else self.group
 
     def _staging(self, numel: int, dtype: torch.dtype, role: str) -> torch.Tensor:
-        """Memory for a "gather" or a "scatter" of `numel` elements."""
+        """Return memory for a "gather" or a "scatter" of `numel` elements."""
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def _gather(self, staging: torch.Tensor, send: torch.Tensor, asynchronous: bool) -> Any:
+        """Issue the all-gather of `send`, [elements of a shard], into `staging`."""
         return compat.all_gather_single(staging, send, group=self.group, async_op=asynchronous)
 
     def _reduction(self, send: torch.Tensor, output: torch.Tensor, average: Average) -> Reduction:
+        """Return how to sum `send`, [ranks * elements of a shard], into `output`, [elements of a shard]."""
+
         def issue(asynchronous: bool) -> Any:
             return compat.reduce_scatter_single(output, send, group=self._reduce_group, async_op=asynchronous)
 
@@ -129,7 +141,7 @@ _reduction_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGrou
 
 
 def reduction_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The one group of the same ranks for their reductions; making it is collective over `group`."""
+    """Return the one group of the same ranks for their reductions; making it is collective over `group`."""
     if group not in _reduction_groups or _reduction_groups[group] not in compat.groups_alive():
         members = dist.get_process_group_ranks(group)
         _reduction_groups[group] = dist.new_group(members, use_local_synchronization=True)

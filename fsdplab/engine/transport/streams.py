@@ -1,4 +1,4 @@
-"""Who waits for a collective, and where: the host (gloo's threads move the bytes meanwhile) or a CUDA stream."""
+"""Waits for collectives: on the host (gloo's threads move the bytes meanwhile) or on a CUDA stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Memory of one rank that its peers read where it lies: one file without a name a rank and group.
+"""Allocates memory that the rank's peers read where it lies: one file without a name a rank and group.
 
 A shard that is gathered as it is need not be copied first: it rests in its owner's arena, and an all-gather says only
 where. An arena is one `memfd`, so a group takes one descriptor of each rank however many units it has. The file grows

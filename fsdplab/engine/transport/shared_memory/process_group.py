@@ -1,5 +1,5 @@
-"""Shared memory as a c10d process group, so that torch's own DDP, FSDP, DTensor and `CommDebugMode` run on the memory
-that our engine's ranks share.
+"""Offers shared memory as a c10d process group, so that torch's own DDP, FSDP, DTensor and `CommDebugMode` run on the
+memory that our engine's ranks share.
 
 A comparison of engines is fair when they move bytes in the same way. `SharedMemoryGroup` stands over a gloo group and
 carries all-reduce, all-gather, reduce-scatter, broadcast and barrier through shared memory; what it does not define
@@ -27,9 +27,9 @@ NAME = "fsdplab_shm"
 _CPU, _GLOO = torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO
 _create_work_from_future = torch._C._distributed_c10d._create_work_from_future
 Tensors = Sequence[torch.Tensor]
-# of outputs and inputs in one dimension: what the algorithm of a kind is called with, each time that it is
+# From outputs and inputs, flat: the arguments of each call of the algorithm (a method of `Moves`).
 Calls = Callable[[Tensors, Tensors], Iterable[tuple[Any, ...]]]
-# An operation of a kind, with these outputs, sets out on a link; what is returned takes the result once its bytes are
+# An operation of a kind, with these outputs, sets out on a link. What is returned takes the result once its bytes are
 # there, and makes a future that holds it from the time on at which the link delivers.
 Depart = Callable[[str, Tensors], Callable[[list[torch.Tensor]], torch.futures.Future]]
 _ROUNDS = ("all_gather", "reduce_scatter", "all_reduce")  # what an emulated link carries: a barrier is no traffic
@@ -50,8 +50,10 @@ def register_backend() -> str:
 
 
 def _create(store: dist.Store, rank: int, ranks: int, timeout: timedelta) -> SharedMemoryGroup:
+    """Make the group over a gloo group of its own; torch calls this."""
+    backend = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, ranks, timeout)
     gloo = dist.ProcessGroup(store, rank, ranks)
-    gloo._register_backend(_CPU, _GLOO, dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, ranks, timeout))
+    gloo._register_backend(_CPU, _GLOO, backend)
     gloo._set_default_backend(_GLOO)
     return SharedMemoryGroup(gloo)
 
@@ -67,7 +69,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             raise ValueError(
                 f"shared memory needs all ranks on one x86-64 Linux machine; {error}: use a gloo group"
             ) from error
-        self.gloo, self._own, self._ranks = gloo, gloo.rank(), gloo.size()
+        self.gloo, self._rank, self._ranks = gloo, gloo.rank(), gloo.size()
         self._register_backend(_CPU, _GLOO, gloo._get_backend(_CPU))
         self._set_default_backend(_GLOO)
         self._depart: Depart | None = None  # on an emulated link
@@ -75,7 +77,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._silent = compat.silent_group(gloo.rank(), gloo.size())
 
     def getBackendName(self) -> str:
-        """What DDP's log and `name()` show."""
+        """Return what DDP's log and `name()` show."""
         return NAME
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
@@ -88,18 +90,25 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def _all_reduce(self, call: str, tensors: Tensors, opts: Any) -> dist.Work:
         operations = [operation_of(opts, tensor) for tensor in tensors]
-        return self._moved("all_reduce", call, [tensors], tensors, [], lambda flats, _: zip(flats, operations))
+
+        def calls(flats: Tensors, _: Tensors) -> Iterable[tuple[Any, ...]]:
+            return zip(flats, operations)
+
+        return self._moved("all_reduce", call, [tensors], tensors, [], calls)
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
         """Fill a list with every rank's tensor; they may differ in size."""
         output, source = _only("all_gather", outputs), _only("all_gather", inputs)
-        if len(output) != self._ranks or _shown(output[self._own]) != _shown(source):
+        if len(output) != self._ranks or _shown(output[self._rank]) != _shown(source):
             raise ValueError(
                 f"all_gather: outputs {_shown(*output)} for this rank's input {_shown(source)}; expected {self._ranks},"
                 " its own like its input"
             )
-        once = lambda flats, sources: [(flats, *sources)]  # noqa: E731
-        return self._moved("all_gather", "allgather", [outputs, inputs], output, inputs, once)
+
+        def calls(flats: Tensors, sources: Tensors) -> Iterable[tuple[Any, ...]]:
+            return [(flats, *sources)]
+
+        return self._moved("all_gather", "allgather", [outputs, inputs], output, inputs, calls)
 
     def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
         return self._gather_whole("_allgather_base", [output, source], [output], [source])
@@ -110,21 +119,27 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def _gather_whole(self, call: str, arguments: Sequence[Any], outputs: Tensors, inputs: Tensors) -> dist.Work:
         self._check_whole("all_gather", outputs, inputs)
-        each = lambda flats, sources: zip(self._split(flats), sources)  # noqa: E731
-        return self._moved("all_gather", call, arguments, outputs, inputs, each)
+
+        def calls(flats: Tensors, sources: Tensors) -> Iterable[tuple[Any, ...]]:
+            return zip(self._split(flats), sources)
+
+        return self._moved("all_gather", call, arguments, outputs, inputs, calls)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
         """Reduce a list with one tensor a rank and keep this rank's; they may differ in size."""
         output, sources = _only("reduce_scatter", outputs), _only("reduce_scatter", inputs)
-        alike = len({each.dtype for each in sources}) == 1
-        if len(sources) != self._ranks or _shown(sources[self._own]) != _shown(output) or not alike:
+        is_alike = len({source.dtype for source in sources}) == 1
+        if len(sources) != self._ranks or _shown(sources[self._rank]) != _shown(output) or not is_alike:
             raise ValueError(
                 f"reduce_scatter: inputs {_shown(*sources)} for the output {_shown(output)}; expected {self._ranks},"
                 " its own like the output"
             )
         operation = operation_of(opts, output)
-        once = lambda flats, parts: [(*flats, parts, operation)]  # noqa: E731
-        return self._moved("reduce_scatter", "reduce_scatter", [outputs, inputs], outputs, sources, once)
+
+        def calls(flats: Tensors, parts: Tensors) -> Iterable[tuple[Any, ...]]:
+            return [(*flats, parts, operation)]
+
+        return self._moved("reduce_scatter", "reduce_scatter", [outputs, inputs], outputs, sources, calls)
 
     def _reduce_scatter_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
         return self._scatter_whole("_reduce_scatter_base", [output, source], [output], [source], opts)
@@ -138,8 +153,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
     ) -> dist.Work:
         self._check_whole("reduce_scatter", inputs, outputs)
         operations = [operation_of(opts, output) for output in outputs]
-        each = lambda flats, sources: zip(flats, self._split(sources), operations)  # noqa: E731
-        return self._moved("reduce_scatter", call, arguments, outputs, inputs, each)
+
+        def calls(flats: Tensors, sources: Tensors) -> Iterable[tuple[Any, ...]]:
+            return zip(flats, self._split(sources), operations)
+
+        return self._moved("reduce_scatter", call, arguments, outputs, inputs, calls)
 
     # their names since torch 2.13
     all_gather_single, all_gather_single_coalesced = _allgather_base, allgather_into_tensor_coalesced
@@ -149,7 +167,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Give the root's tensor to all."""
         _only("broadcast", tensors)
         root = 0 if opts is None else opts.rootRank
-        return self._moved("broadcast", "broadcast", [tensors], tensors, [], lambda flats, _: [(*flats, root)])
+
+        def calls(flats: Tensors, _: Tensors) -> Iterable[tuple[Any, ...]]:
+            return [(*flats, root)]
+
+        return self._moved("broadcast", "broadcast", [tensors], tensors, [], calls)
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Return when all ranks have come."""
@@ -162,18 +184,23 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _moved(
         self, kind: str, call: str, arguments: Sequence[Any], outputs: Tensors, inputs: Tensors, calls: Calls
     ) -> dist.Work:
-        """Show a call of torch's to whoever watches, then have the algorithm of that kind write `outputs`; no rank can
-        go on after it was interrupted on one. A profiler range names the transport, as gloo's own do.
+        """Show a call of torch's to whoever watches, then have the algorithm of that kind write `outputs`.
+
+        No rank can go on after it was interrupted in one. A profiler range names the transport, as gloo's own do.
         """
-        getattr(self._silent, call)(*_traces(arguments))
+        show = getattr(self._silent, call)
+        show(*_traces(arguments))
         sources, flats = _flat(kind, inputs), _flat(kind, outputs)
-        arrive = self._depart(kind, flats) if self._depart is not None and kind in _ROUNDS else _arrived
+        arrive: Callable[[list[torch.Tensor]], torch.futures.Future] = _arrived
+        if self._depart is not None and kind in _ROUNDS:
+            arrive = self._depart(kind, flats)
+        algorithm = getattr(self._moves, kind)
         with torch.profiler.record_function(f"shm:{kind}"):
             with self._moves.slots.unrepeatable(kind):
-                for each in calls(flats, sources):
-                    getattr(self._moves, kind)(*each)
+                for algorithm_arguments in calls(flats, sources):
+                    algorithm(*algorithm_arguments)
             for flat, output in zip(flats, outputs):
-                if not output.is_contiguous():
+                if not output.is_contiguous():  # then `flat` is a copy
                     output.data.copy_(flat.view(output.shape))
         return _create_work_from_future(arrive(list(outputs)))
 
@@ -187,17 +214,19 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
 
 def _only(kind: str, given: Sequence[Any]) -> Any:
+    """Return the one element of a list that torch makes for several devices."""
     if len(given) != 1:
         raise ValueError(f"{kind}: expected one tensor a rank, got {len(given)}; call it for each")
     return given[0]
 
 
 def _shown(*tensors: torch.Tensor) -> str:
+    """Describe tensors in an error: `"6 x float32, 4 x float32"`."""
     return ", ".join(f"{tensor.numel()} x {_name(tensor)}" for tensor in tensors)
 
 
 def _flat(kind: str, tensors: Tensors) -> list[torch.Tensor]:
-    """The tensors in one dimension, without autograd and its version counter: backends write behind autograd's back."""
+    """Return the tensors in one dimension, without autograd and its version counter, as backends write to them."""
     for tensor in tensors:
         if tensor.device != _CPU or tensor.layout != torch.strided:
             raise ValueError(
@@ -208,16 +237,20 @@ def _flat(kind: str, tensors: Tensors) -> list[torch.Tensor]:
 
 
 def _arrived(result: list[torch.Tensor]) -> torch.futures.Future:
+    """Return a future that holds `result` now."""
     future: torch.futures.Future = torch.futures.Future()
     future.set_result(result)
     return future
 
 
 def _traces(given: Any) -> Any:
-    """Nothing of the tensors in these lists but their storage: the profiler sees which buffers move, and announcing
-    them moves nothing.
+    """Return nested lists of tensors without any elements, but over the same storages.
+
+    The profiler sees which buffers move, and to announce them moves nothing.
     """
-    return given.data.as_strided((0,), (1,)) if isinstance(given, torch.Tensor) else [_traces(each) for each in given]
+    if isinstance(given, torch.Tensor):
+        return given.data.as_strided((0,), (1,))
+    return [_traces(part) for part in given]
 
 
 # ---- algorithms: which rank writes and reads what, in which slot, in which order
@@ -246,52 +279,62 @@ class Moves:
             self.slots.done(number)
 
     def _reduce_and_share(self, number: int, shares: Sequence[torch.Tensor], operation: str) -> None:
-        """Every rank reduces its share, puts it back into its slot (nobody else reads it there before) and copies the
-        others'.
+        """Reduce this rank's share, put it back into its slot, and copy the shares of the others from theirs.
+
+        Nobody else reads a share before its owner says that it is summed. `shares` [elements of each rank's share] are
+        parts of one tensor, end to end.
         """
-        mine, nbytes = shares[self._rank], sum(share.nbytes for share in shares)
+        own_share = shares[self._rank]
+        nbytes = sum(share.nbytes for share in shares)
         firsts = [sum(len(share) for share in shares[:peer]) for peer in range(self._ranks)]
-        self._reduce(number, nbytes, firsts[self._rank], mine, operation)
+        self._reduce(number, nbytes, firsts[self._rank], own_share, operation)
         for peer in self.slots.nearest_first:
-            whole = self.slots.read(peer, number, nbytes).view(mine.dtype)
-            share = whole[firsts[peer] : firsts[peer] + len(shares[peer])]
+            buffer = self.slots.read(peer, number, nbytes).view(own_share.dtype)
+            place = buffer[firsts[peer] : firsts[peer] + len(shares[peer])]
             if peer == self._rank:
-                share.copy_(mine)
+                place.copy_(own_share)
                 self.slots.summed(number)
             else:
                 self.slots.await_summed(peer, number)
-                shares[peer].copy_(share)
+                shares[peer].copy_(place)
 
-    def all_gather(self, wholes: Sequence[torch.Tensor], mine: torch.Tensor) -> None:
-        """Fill `wholes[r]` from rank r's `mine`; ranks may differ in size."""
-        wholes, mine = [whole.view(torch.uint8) for whole in wholes], mine.view(torch.uint8)
+    def all_gather(self, wholes: Sequence[torch.Tensor], source: torch.Tensor) -> None:
+        """Fill `wholes[r]` from rank r's `source`; ranks may differ in size."""
+        wholes = [whole.view(torch.uint8) for whole in wholes]
+        source = source.view(torch.uint8)
         longest = max(len(whole) for whole in wholes)
         for start in range(0, longest, _PIECE):
             size = min(_PIECE, longest - start)
-            own = mine[start : start + size]
-            number = self._publish([own], size, "all_gather")
+            piece = source[start : start + size]
+            number = self._publish([piece], size, "all_gather")
             for peer in self.slots.nearest_first:
-                part = wholes[peer][start : start + size]
-                part.copy_(own if peer == self._rank else self.slots.read(peer, number, size)[: len(part)])
+                place = wholes[peer][start : start + size]
+                if peer == self._rank:
+                    place.copy_(piece)
+                else:
+                    place.copy_(self.slots.read(peer, number, size)[: len(place)])
             self.slots.done(number)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], operation: str) -> None:
         """Reduce `inputs[r]` into rank r's output; ranks may differ in size."""
-        longest, word = max(len(each) for each in inputs), output.element_size()
-        width = _PIECE // word // self._ranks
+        longest, word = max(len(source) for source in inputs), output.element_size()
+        label = f"reduce_scatter {operation} {_name(output)}"
+        width = _PIECE // word // self._ranks  # elements that a rank sends to each in one piece
         for start in range(0, longest, width):
             length = min(width, longest - start)
-            nbytes, label = length * word * self._ranks, f"reduce_scatter {operation} {_name(output)}"
-            number = self._publish([each[start : start + length] for each in inputs], nbytes, label)
+            nbytes = length * word * self._ranks
+            pieces = [source[start : start + length] for source in inputs]
+            number = self._publish(pieces, nbytes, label)
             self._reduce(number, nbytes, self._rank * length, output[start : start + length], operation)
             self.slots.done(number)
 
     def broadcast(self, flat: torch.Tensor, root: int) -> None:
         """Give the root's tensor to all."""
-        for part in _cut(flat.view(torch.uint8), _PIECE):
-            number = self._publish([part] if self._rank == root else [], part.nbytes, f"broadcast from {root}")
-            if self._rank != root:
-                part.copy_(self.slots.read(root, number, part.nbytes))
+        is_root = self._rank == root
+        for piece in _cut(flat.view(torch.uint8), _PIECE):
+            number = self._publish([piece] if is_root else [], piece.nbytes, f"broadcast from {root}")
+            if not is_root:
+                piece.copy_(self.slots.read(root, number, piece.nbytes))
             self.slots.done(number)
 
     def barrier(self) -> None:
@@ -302,8 +345,9 @@ class Moves:
         self.slots.done(number)
 
     def _publish(self, parts: Sequence[torch.Tensor], nbytes: int, label: str) -> int:
-        """Write `parts` at equal distances into this rank's buffer; the operation's number. All ranks give equal
-        `nbytes` and `label`.
+        """Write `parts` at equal distances into this rank's buffer; return the operation's number.
+
+        All ranks give equal `nbytes` and `label`.
         """
         number = self.slots.claim(nbytes, label)
         buffer = self._buffers.get(number % _SLOTS, nbytes, label)
@@ -314,28 +358,34 @@ class Moves:
 
     def _reduce(self, number: int, nbytes: int, first: int, output: torch.Tensor, operation: str) -> None:
         """Reduce what starts at element `first` of every rank's buffer into `output`, rank 0 first."""
-        wholes = (self.slots.read(peer, number, nbytes).view(output.dtype) for peer in range(self._ranks))
-        parts = (whole[first : first + len(output)] for whole in wholes)
+        parts = []  # [elements of `output`] each, in the buffers of all ranks
+        for peer in range(self._ranks):
+            buffer = self.slots.read(peer, number, nbytes).view(output.dtype)
+            parts.append(buffer[first : first + len(output)])
         if operation in _LIKE_MAX:
-            output.copy_(next(parts))
-            for part in parts:
+            output.copy_(parts[0])
+            for part in parts[1:]:
                 _LIKE_MAX[operation](output, part, out=output)
         else:
-            Average(self._ranks if operation == "AVG" else 1.0).sum_up(list(parts), output)
+            divide = self._ranks if operation == "AVG" else 1.0
+            Average(divide).sum_up(parts, output)
 
 
 def operation_of(opts: Any, tensor: torch.Tensor) -> str:
-    """The name of the reduction; an error where it is not offered for such a tensor."""
+    """Return the name of the reduction; raise where it is not offered for such a tensor."""
     wanted = dist.ReduceOp.SUM if opts is None else opts.reduceOp
-    name = next((name for name in _OPERATIONS if wanted == getattr(dist.ReduceOp, name)), None)
-    if name is None:
+    names = [name for name in _OPERATIONS if wanted == getattr(dist.ReduceOp, name)]
+    if not names:
         raise ValueError(f"shared memory reduces with {', '.join(_OPERATIONS)}, not {wanted.op.name}: use a gloo group")
-    if tensor.dtype not in (_FLOATS if name == "AVG" else _FLOATS + _INTEGERS):
+    name = names[0]
+    dtypes = _FLOATS if name == "AVG" else _FLOATS + _INTEGERS
+    if tensor.dtype not in dtypes:
         raise ValueError(f"shared memory does not reduce {tensor.dtype} with {name}: use a gloo group")
     return name
 
 
 def _cut(flat: torch.Tensor, length: int) -> Sequence[torch.Tensor]:
+    """Cut `flat` into pieces of at most `length`; an empty tensor has none."""
     return flat.split(length) if len(flat) else ()
 
 

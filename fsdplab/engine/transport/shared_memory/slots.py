@@ -1,4 +1,4 @@
-"""Shared memory between the ranks of one machine: slots that one rank writes and its peers read.
+"""Synchronises the ranks of one machine: slots of shared memory that one rank writes and its peers read.
 
 The operations of a group are numbered alike on all ranks; number s uses slot s modulo the number of slots. Two words a
 slot order everything: `ready` (its owner has published operation s, and says what it is and where it lies) and `done`
@@ -68,7 +68,7 @@ class Claim(ctypes.Structure):
 
     @property
     def label(self) -> str:
-        """As much of it as fits."""
+        """As much of the label as fits."""
         return str(self._label, errors="ignore")
 
 
@@ -140,7 +140,7 @@ class Slots:
     # ---- what the owner of a slot does
 
     def claim(self, nbytes: int, label: str) -> int:
-        """The next operation's number. `label` says what it is; all ranks must claim it for the same label and size."""
+        """Return the next operation's number; all ranks must claim it for the same `label` and size."""
         self.check()
         number = self.sequence + 1
         self.await_read(number - self.count)
@@ -148,25 +148,30 @@ class Slots:
         return number
 
     def allocate(self, nbytes: int, label: str) -> torch.Tensor:
-        """Memory of the arena for an operation; where there is none, all ranks fail."""
+        """Return memory of the arena for an operation; where there is none, all ranks fail."""
         try:
             return self.arena.allocate(nbytes)
         except OSError as error:
             self._no_memory(f"{nbytes} bytes to share for {label or 'an operation'}", error)
 
     def publish(self, number: int, source: torch.Tensor) -> None:
-        """Peers may read `source`, which lies in the arena, as operation `number`."""
+        """Let peers read `source`, which lies in the arena, as operation `number`."""
         slot = number % self.count
         with self.unrepeatable("telling its peers of an operation"):
-            place = self.arena.place_of(source) if source.numel() else None
+            place = None
+            if source.numel():
+                place = self.arena.place_of(source)
             words = self._words[self.rank]
-            words.slots[slot].place, words.slots[slot].claim = place or _NOWHERE, self._claimed[slot]
+            words.slots[slot].place = place or _NOWHERE
+            words.slots[slot].claim = self._claimed[slot]
             self.sequence = number
             words.ready[slot].raise_to(number)
 
     def await_read(self, number: int) -> None:
         """Return once every peer is done with operation `number`."""
-        for peer, words in enumerate(self._words if number > 0 else ()):
+        if number <= 0:  # there was none
+            return
+        for peer, words in enumerate(self._words):
             self._await(words.done[number % self.count], number, peer, "finish reading")
 
     def is_read(self, number: int) -> bool:
@@ -176,8 +181,9 @@ class Slots:
     # ---- what its readers do
 
     def read(self, peer: int, number: int, nbytes: int) -> torch.Tensor:
-        """What `peer` published as operation `number` (bytes), once it has; an error if it died or does something
-        else.
+        """Return what `peer` published as operation `number`, [nbytes], once it has.
+
+        Raises where the peer died, or does something else.
         """
         place = self.await_written(peer, number)
         if nbytes == 0:
@@ -202,11 +208,11 @@ class Slots:
         return published.place
 
     def done(self, number: int) -> None:
-        """This rank has read everything of operation `number`, or will not; to say it again changes nothing."""
+        """Tell that this rank has read everything of operation `number`, or will not; may be called again."""
         self._words[self.rank].done[number % self.count].raise_to(number)
 
     def summed(self, number: int) -> None:
-        """This rank has written the second half of operation `number`."""
+        """Tell that this rank has written the second half of operation `number`."""
         self._words[self.rank].summed[number % self.count].raise_to(number)
 
     def await_summed(self, peer: int, number: int) -> None:
@@ -216,13 +222,16 @@ class Slots:
     # ---- trouble
 
     def check(self) -> None:
-        """`Broken` where a rank is, or this one has stopped for good."""
+        """Raise `Broken` where a rank is, or this one has stopped for good."""
         if self._over >= self.epoch:
             raise Broken(f"rank {self.rank} has left its step unfinished and not begun anew: {self._remedy}")
         if self.broken:
-            reasons = {rank: words.state.reason.decode(errors="ignore") for rank, words in enumerate(self._words)}
-            told = [f"rank {rank}: {reason}" for rank, reason in reasons.items() if reason]
-            raise Broken(f"these ranks cannot go on sharing memory ({'; '.join(told)}): {self._remedy}")
+            reasons = []
+            for rank, words in enumerate(self._words):
+                reason = words.state.reason.decode(errors="ignore")
+                if reason:
+                    reasons.append(f"rank {rank}: {reason}")
+            raise Broken(f"these ranks cannot go on sharing memory ({'; '.join(reasons)}): {self._remedy}")
 
     @contextmanager
     def unrepeatable(self, what: str) -> Iterator[None]:
@@ -259,7 +268,7 @@ class Slots:
         self.sequence, self.epoch = last, self.epoch + 1
 
     def _await(self, word: Word, number: int, peer: int, what: str) -> None:
-        """Return once a word of `peer` is `number`; an error where it never will be."""
+        """Return once a word of `peer` is `number`; raise where it never will be."""
         if word.value >= number:
             return
         words, label = self._words[peer], self._claimed[number % self.count].label
@@ -281,6 +290,7 @@ class Slots:
         self._sleep_until(word, number, peer, what, check)
 
     def _sleep_until(self, word: Word, number: int, peer: int, what: str, check: Callable[[], None]) -> None:
+        """Sleep until a word of `peer` is `number`; between naps, see whether `check` raises or the peer is gone."""
         waited = f"rank {self.rank} waited for rank {peer} to {what}"
         deadline = time.monotonic() + self._patience_s
         while (seen := word.value) < number:
@@ -292,13 +302,15 @@ class Slots:
                 self._fail(f"{waited}; after {self._patience_s:.0f} s rank {peer} lives but has not come to it")
 
     def _how_gone(self, peer: int) -> str:
-        """What became of `peer` and what to do; "" while it may still come."""
+        """Return what became of `peer` and what to do; "" while it may still come."""
         if self._words[peer].state.left.value:
             return (
                 "has ended normally: it ran fewer steps or batches than this rank; give every rank as many"
                 " (DistributedSampler does), or stop all ranks when one has no more; sys.exit ends a rank so too"
             )
-        return "has died; look for its own error in its log" if self._processes[peer].ended() else ""
+        if self._processes[peer].ended():
+            return "has died; look for its own error in its log"
+        return ""
 
     def _no_memory(self, what: str, error: OSError) -> NoReturn:
         self._fail(
@@ -312,10 +324,11 @@ class Slots:
         raise RuntimeError(reason) from cause
 
     def _break(self, reason: str) -> None:
-        own = self._words[self.rank]
-        if own.broken.value < self.epoch:
-            own.state.reason = reason.encode()[:_REASON]
-            own.broken.raise_to(self.epoch)
+        """Break the slots for all ranks; the first reason is kept."""
+        words = self._words[self.rank]
+        if words.broken.value < self.epoch:
+            words.state.reason = reason.encode()[:_REASON]
+            words.broken.raise_to(self.epoch)
 
 
 def _leave(own: State) -> None:
@@ -332,7 +345,7 @@ class Buffers:
         self._memory = [torch.empty(0, dtype=torch.uint8)] * count
 
     def get(self, index: int, nbytes: int, label: str) -> torch.Tensor:
-        """Buffer `index` (bytes), whose last contents nobody needs."""
+        """Return buffer `index`, [nbytes], whose last contents nobody needs."""
         if nbytes > len(self._memory[index]):
             self._memory[index] = torch.empty(0, dtype=torch.uint8)  # gone before the larger one comes
             self._memory[index] = self._slots.allocate(pages(nbytes), label)

@@ -1,4 +1,4 @@
-"""The transport of ranks that share a machine: shards are read straight out of their owner's memory.
+"""Gathers and reduces among ranks that share a machine: shards are read straight out of their owner's memory.
 
 No sockets and no staging: a gather copies each peer's shard from where it rests (or, where it is cast or cut out on the
 way, from the peer's buffer) into the place where the forward reads it; a reduction packs what peers need into a buffer
@@ -88,13 +88,13 @@ class Operation:
         self._departure.arrive(awaited)
 
     def give_up(self) -> None:
-        """This rank will not read it; nothing to say where peers were told nothing."""
+        """Drop it: this rank will not read it. Peers are told where they know of it."""
         self.steps.clear()
         if self._published:
             self._slots.done(self.number)
 
     def _go_on(self, left: int, span: str) -> int:
-        """Run all but the last `left` steps; returns when they were done."""
+        """Run all but the last `left` steps; return the time (ns) at which they were done."""
         awaited = time.time_ns()
         with events.span(span, self._unit):
             self._check()
@@ -112,6 +112,7 @@ class Operation:
         return now
 
     def _check(self) -> None:
+        """Raise where it can no longer be completed."""
         if self.steps:
             self._slots.check()
         if self._lost is not None:
@@ -120,6 +121,7 @@ class Operation:
             raise Broken(f"{self.name} was given up when all ranks began anew: {_REMEDY}")
 
     def _run(self, step: Step) -> None:
+        """Run the first step, and forget it once it is done."""
         with nullcontext() if step.repeatable else self._slots.unrepeatable(f"completing {self.name}"):
             step.run()
             del self.steps[0]
@@ -171,19 +173,19 @@ class Operations:
         weakref.finalize(self, self.slots.arena.close).atexit = False  # before what is in place goes, or in a buffer
 
     def staging(self, count: int) -> Staging:
-        """Buffers for operations of one kind."""
+        """Make buffers for operations of one kind."""
         self._stagings.append(Staging(self.slots, count))
         return self._stagings[-1]
 
     def claim(self, nbytes: int, kind: str, unit: str, departure: Departure) -> Operation:
-        """The next operation; all ranks must claim it for the same kind, unit and size."""
+        """Begin the next operation; all ranks must claim it for the same kind, unit and size."""
         self._complete(self.slots.sequence + 1 - _UNDER_WAY)
         operation = Operation(self.slots, nbytes, kind, unit, departure)
         self._let_go()
         return operation
 
     def stage(self, staging: Staging, nbytes: int, name: str) -> torch.Tensor:
-        """A buffer (bytes) for the operation that was claimed last, once nobody needs what it held."""
+        """Return a buffer, [nbytes], for the operation that was claimed last, once nobody needs what it held."""
         user = staging.users[staging.turn]
         self._complete(user)
         self.slots.await_read(user)
@@ -225,11 +227,13 @@ class Operations:
             self._in_place.clear()
 
     def _complete(self, number: int) -> None:
+        """Complete operation `number`, if it is under way."""
         pending = self._live.get(number)
         if pending is not None:
             pending.complete()
 
     def _let_go(self) -> None:
+        """Forget what lies in place and was read by all peers."""
         for number in sorted(self._in_place):
             if not self.slots.is_read(number):
                 return
@@ -245,12 +249,18 @@ class PendingReduction:
     stride: int
 
     def part(self, buffer: torch.Tensor, owner: int, reader: int, like: torch.Tensor) -> torch.Tensor:
-        """What `owner` wrote into its `buffer` for `reader`: a buffer has no part for its owner."""
-        first = (reader - (reader > owner)) * self.stride
+        """Return what `owner` wrote into its `buffer` for `reader`.
+
+        A buffer has no part for its owner: on 3 ranks that of rank 1 has those of ranks 0 and 2.
+        """
+        index = reader
+        if reader > owner:
+            index -= 1
+        first = index * self.stride
         return buffer[first : first + like.nbytes].view(like.dtype)
 
     def last(self, buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """What an owner put behind the parts of its `buffer`: its sum."""
+        """Return what an owner put behind the parts of its `buffer`: its sum."""
         return buffer[-self.stride :][: like.nbytes].view(like.dtype)
 
 
@@ -288,16 +298,16 @@ class SharedTransport(Transport):
         self._operations.recover(unfinished or self._slots.broken)
 
     def largest(self, flags: torch.Tensor) -> torch.Tensor:
-        """The largest of all ranks' `flags` (uint8)."""
+        """Return the largest of all ranks' `flags`, [units] (uint8)."""
         operation = self._operations.claim(flags.nbytes, "comparison", "shards", Unseen())
-        mine = self._operations.stage(self._flags, flags.nbytes, operation.name).copy_(flags)
+        published = self._operations.stage(self._flags, flags.nbytes, operation.name).copy_(flags)
         peers = [peer for peer in self._slots.nearest_first if peer != self.rank]
 
         def read() -> None:
             for peer in peers:
                 torch.maximum(flags, self._slots.read(peer, operation.number, flags.nbytes), out=flags)
 
-        self._operations.publish(operation, mine, self._flags, [Step(read)]).wait()
+        self._operations.publish(operation, published, self._flags, [Step(read)]).wait()
         return flags
 
     def all_gather(self, shard: SendShard, whole: UnshardedBuffer, label: CollectiveLabel) -> Pending:
@@ -305,25 +315,28 @@ class SharedTransport(Transport):
 
         The memory is taken now: what is gathered ahead costs as much as it does where collectives have buffers.
         """
-        layout, _, nbytes = whole.layout, whole.tensor, shard.nbytes
+        layout, nbytes = whole.layout, shard.nbytes
+        whole.tensor  # noqa: B018 - takes its memory
         departure = self.depart(label, "all_gather", layout.total_bytes, layout.padding_bytes, shard.dtype)
-        staging = self._gathers if shard.resident is None or nbytes == 0 else None
+        staging = None  # peers read the shard where it rests
+        if shard.resident is None or nbytes == 0:
+            staging = self._gathers
         with events.span("all_gather", label.unit):
             operation = self._operations.claim(nbytes, "all_gather", label.unit, departure)
-            mine = self._source(operation, shard, staging)
+            source = self._source(operation, shard, staging)
             announce("all_gather", self._announced, lambda: _gather_buffers(shard, self.ranks))
 
         number = operation.number
 
         def read() -> None:
             for peer in self._slots.nearest_first:
-                part = mine if peer == self.rank else self._slots.read(peer, number, nbytes)
+                part = source if peer == self.rank else self._slots.read(peer, number, nbytes)
                 unpack_from(peer, part, whole)
 
-        return self._operations.publish(operation, mine, staging, [Step(read)])
+        return self._operations.publish(operation, source, staging, [Step(read)])
 
     def _source(self, operation: Operation, shard: SendShard, staging: Staging | None) -> torch.Tensor:
-        """What peers will read: the shard where it rests, or a copy of it."""
+        """Return what peers will read: the shard where it rests, or a copy of it."""
         if staging is not None:
             source = self._operations.stage(staging, shard.nbytes, operation.name)
         elif shard.resident is not None and self._slots.arena.place_of(shard.resident) is not None:
@@ -343,7 +356,9 @@ class SharedTransport(Transport):
             pack_part(layout, gradients, peer, target)
             average.mark(target)
 
-        shown = lambda: _reduce_buffers(layout, gradients, output)  # noqa: E731
+        def shown() -> tuple[torch.Tensor, torch.Tensor]:
+            return _reduce_buffers(layout, gradients, output)
+
         return self._reduce("reduce_scatter", label, departure, write, [output] * self.ranks, average, shown)
 
     def all_reduce(
@@ -376,16 +391,21 @@ class SharedTransport(Transport):
         return self._all_reduce(write, output, label, parts[self.rank], layout.padding_bytes)
 
     def _parts(self, buffer: torch.Tensor, average: Average) -> list[Average]:
-        """How each rank averages the part of `buffer` that it sums."""
-        ends = [*_firsts(buffer, self.ranks), buffer.numel()]
-        return [average.of_part(first, end - first) for first, end in itertools.pairwise(ends)]
+        """Return how each rank averages the part of `buffer` that it sums."""
+        bounds = [*_firsts(buffer, self.ranks), buffer.numel()]
+        return [average.of_part(first, end - first) for first, end in itertools.pairwise(bounds)]
 
     def _all_reduce(
         self, write: Write, buffer: torch.Tensor, label: CollectiveLabel, average: Average, padding: int
     ) -> Pending:
+        """Reduce-scatter and all-gather `buffer`, of which `write` publishes a peer's part."""
         departure = self.depart(label, "all_reduce", buffer.nbytes, padding, buffer.dtype)
-        shown = lambda: (torch.empty_like(buffer), buffer)  # noqa: E731
-        return self._reduce("all_reduce", label, departure, write, buffer.tensor_split(self.ranks), average, shown)
+        parts = buffer.tensor_split(self.ranks)
+
+        def shown() -> tuple[torch.Tensor, torch.Tensor]:
+            return torch.empty_like(buffer), buffer
+
+        return self._reduce("all_reduce", label, departure, write, parts, average, shown)
 
     def _reduce(
         self,
@@ -397,52 +417,72 @@ class SharedTransport(Transport):
         average: Average,
         shown: Callable[[], tuple[torch.Tensor, torch.Tensor]],
     ) -> Pending:
-        """Have every peer's part written to a buffer, this rank's own where its sum will be, and publish; on waiting,
-        sum this rank's part as soon as all peers' are there. In an all-reduce peers then find the sum behind the parts
-        when they come for it; all but collecting theirs may be done early.
+        """Publish every peer's part; on waiting, sum this rank's part as soon as all peers have published theirs.
+
+        Each peer's part is written to a buffer, and this rank's own to where its sum will be. In an all-reduce peers
+        find the sum behind the parts of the buffer when they come for it. All steps may be done early, except that
+        this rank collects the sums of its peers.
         """
-        shares, stride = kind == "all_reduce", parts[0].nbytes  # of the first part, which is the longest
-        staging, count = (self._exchanges, self.ranks) if shares else (self._reductions, self.ranks - 1)
-        with events.span("all_reduce" if shares else "post_backward_reduce", label.unit):
+        is_all_reduce = kind == "all_reduce"
+        staging, count, span = self._reductions, self.ranks - 1, "post_backward_reduce"
+        if is_all_reduce:
+            staging, count, span = self._exchanges, self.ranks, "all_reduce"
+        stride = parts[0].nbytes  # the first part is the longest
+        with events.span(span, label.unit):
             operation = self._operations.claim(count * stride, kind, label.unit, departure)
             buffer = self._operations.stage(staging, count * stride, operation.name)
             sent = PendingReduction(operation.number, buffer, stride)
             for peer in self._slots.nearest_first:
-                write(peer, parts[peer] if peer == self.rank else sent.part(buffer, self.rank, peer, parts[peer]))
+                target = parts[peer]
+                if peer != self.rank:
+                    target = sent.part(buffer, self.rank, peer, parts[peer])
+                write(peer, target)
             announce(kind, self._announced, shown)
-        mine = parts[self.rank]
-        steps = [Step(lambda: self._await_peers(sent)), Step(lambda: self._sum(sent, mine, average), repeatable=False)]
-        if shares:
-            steps += [Step(lambda: self._share(sent, mine)), Step(lambda: self._collect(sent, parts))]
-        return self._operations.publish(operation, buffer, staging, steps, kept=1 if shares else 0)
+
+        output = parts[self.rank]
+        steps = [
+            Step(lambda: self._await_peers(sent)),
+            Step(lambda: self._sum(sent, output, average), repeatable=False),
+        ]
+        if is_all_reduce:
+            steps.append(Step(lambda: self._share(sent, output)))
+            steps.append(Step(lambda: self._collect(sent, parts)))
+        return self._operations.publish(operation, buffer, staging, steps, kept=1 if is_all_reduce else 0)
 
     def _read(self, sent: PendingReduction, peer: int) -> torch.Tensor:
-        """The buffer of a peer."""
+        """Return the buffer of a peer."""
         return self._slots.read(peer, sent.number, sent.buffer.nbytes)
 
     def _await_peers(self, sent: PendingReduction) -> None:
+        """Wait until all peers have published their parts."""
         for peer in self._slots.nearest_first:
             self._slots.await_written(peer, sent.number)
 
     def _sum(self, sent: PendingReduction, output: torch.Tensor, average: Average) -> None:
-        """`output`, which holds this rank's own part, becomes the average over all ranks, summed in rank order."""
+        """Turn `output`, which holds this rank's own part, into the average over all ranks, summed in rank order.
 
-        parts = [
-            output if peer == self.rank else sent.part(self._read(sent, peer), peer, self.rank, output)
-            for peer in range(self.ranks)
-        ]
+        The sum begins with `output`, in place. That is in rank order too: the sum of the ranks before this one, plus
+        this one's part, are two terms, which have the same sum in either order.
+        """
+        parts = []
+        for peer in range(self.ranks):
+            part = output
+            if peer != self.rank:
+                part = sent.part(self._read(sent, peer), peer, self.rank, output)
+            parts.append(part)
         before = parts[: self.rank]
-        if len(before) > 1:  # the sum of the ranks before this one, plus this one's: two terms, in either order
+        if len(before) > 1:
             wide = torch.promote_types(output.dtype, torch.float32)
             before = [sum(before[1:], start=before[0].to(wide))]
         average.sum_up([output, *before, *parts[self.rank + 1 :]], output)
 
-    def _share(self, sent: PendingReduction, mine: torch.Tensor) -> None:
+    def _share(self, sent: PendingReduction, total: torch.Tensor) -> None:
         """Put this rank's sum behind the parts of its buffer, where nobody reads before it says so."""
-        sent.last(sent.buffer, mine).copy_(mine)
+        sent.last(sent.buffer, total).copy_(total)
         self._slots.summed(sent.number)
 
     def _collect(self, sent: PendingReduction, parts: Sequence[torch.Tensor]) -> None:
+        """Copy the sums of all peers into their places."""
         for peer in self._slots.nearest_first:
             if peer != self.rank:
                 self._slots.await_summed(peer, sent.number)
@@ -450,19 +490,20 @@ class SharedTransport(Transport):
 
 
 def _gather_buffers(shard: SendShard, ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The flat output and source that a gather would have, were there any staging."""
+    """Return the flat output and source that a gather would have, were there any staging."""
     source = shard.made(torch.device("cpu"))
     return source.new_empty(ranks * source.numel()), source
 
 
 def _reduce_buffers(layout: Layout, gradients: Gradients, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the flat output and source that a reduce-scatter would have."""
     source = output.new_empty(layout.ranks * output.numel())
     pack(layout, gradients, source)
     return torch.empty_like(output), source
 
 
 def _firsts(buffer: torch.Tensor, ranks: int) -> list[int]:
-    """The number of elements before each rank's part of `buffer`."""
+    """Return the number of elements before each rank's part of `buffer`."""
     return [piece.storage_offset() - buffer.storage_offset() for piece in buffer.tensor_split(ranks)]
 
 
@@ -473,10 +514,12 @@ def pack_part(layout: Layout, gradients: Gradients, rank: int, target: torch.Ten
     """Copy elements [first, first + len(target)) of the shard of `rank` out of unsharded gradients, in the dtype of
     `target`. Padding becomes zeros, None negative zeros.
     """
-    size, columns = target.element_size(), []
+    size = target.element_size()
+    columns: list[torch.Tensor] = []  # what one kernel writes end to end
     for slot, gradient in zip(layout.slots, gradients, strict=True):
-        begin, length = slot.offset // size - first, slot.chunk_bytes // size
-        low, high = max(0, -begin), min(length, len(target) - begin)
+        begin = slot.offset // size - first  # of the slot in `target`
+        length = slot.chunk_bytes // size
+        low, high = max(0, -begin), min(length, len(target) - begin)  # what of the slot lies in `target`
         if low < high:
             columns += _columns(slot, gradient, rank, slice(low, high), target)
     if len({column.dtype for column in columns}) > 1:
@@ -488,7 +531,7 @@ def pack_part(layout: Layout, gradients: Gradients, rank: int, target: torch.Ten
 def _columns(
     slot: Slot, gradient: torch.Tensor | None, rank: int, part: slice, like: torch.Tensor
 ) -> list[torch.Tensor]:
-    """The elements `part` of what the shard of `rank` holds of one gradient, padding behind it."""
+    """Return the elements `part` of what the shard of `rank` holds of one gradient, with the padding behind it."""
     if gradient is None:
         return [missing(like).expand(part.stop - part.start)]
     start, stop = slot.span(rank)
@@ -496,5 +539,10 @@ def _columns(
     filled = rows.numel()
     if part.start or part.stop < filled:
         rows = rows.reshape(-1)[part]
+    columns = []
+    if rows.numel():
+        columns.append(rows)
     padding = part.stop - max(part.start, filled)
-    return [*([rows] if rows.numel() else []), *([like.new_zeros(padding)] if padding > 0 else [])]
+    if padding > 0:
+        columns.append(like.new_zeros(padding))
+    return columns
