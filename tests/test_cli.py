@@ -103,8 +103,6 @@ def ended(arguments: list[str], capsys) -> tuple[int, str, str]:
         (["run", "--checkpoint", "some"], "none, selective, full"),
         (["run", "--offload", "tape"], "none, cpu"),
         (["run", "zero2", "--offload", "cpu"], "zero2"),
-        (["run", "--nodes", "0"], "--nodes is 0"),
-        (["run", "--ranks-per-node", "0"], "--ranks-per-node is 0"),
         (["run", "--link", ""], "link"),
         (["run", "--batch-size", "1000000000000"], "smaller batch"),
         (["run", "--steps", "9" * 20], "--steps is 9"),

@@ -106,10 +106,6 @@ add_command(
     {"strategy": replace(RUN["strategy"], read=known_strategy, into="settings")},
     taken(RUN, "engine", *OF_A_RUN, "checkpoint", "offload", "transport", profile=2),
     {
-        "nodes": Flag(
-            int, 1, "Nodes: more than one are network namespaces with a real, rate-limited link between them."
-        ),
-        "ranks_per_node": Flag(int | None, None, "Ranks of each node; default: world size / nodes."),
         "card": CARD,
         "out": Flag(Path | None, None, "Folder of the record; default: a new one, runs/<strategy>-<engine>."),
     },
@@ -117,7 +113,7 @@ add_command(
     shown=(
         "fsdplab run full_shard",
         "fsdplab run hybrid_shard -n 4 --shard-size 2 --link nvlink4 --link-across eth10",
-        "fsdplab run zero2 --nodes 2 --ranks-per-node 2 --link 200mbit --out runs/two-nodes",
+        "fsdplab run zero2 --link 200mbit --out runs/slow-link",
     ),
 )  # fmt: skip
 
