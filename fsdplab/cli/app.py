@@ -9,14 +9,12 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from fsdplab import __version__
 from fsdplab.cli.errors import USAGE_ERROR, failed, interrupted, one_line, refuse, refuse_for
-from fsdplab.cli.old_names import as_today
 from fsdplab.cli.options import (
     OF_A_RUN,
     OUTPUTS,
@@ -36,16 +34,7 @@ from fsdplab.common.errors import RunError, UserError
 from fsdplab.common.names import OVER_ALL_RANKS, STRATEGIES, STRATEGIES_IN_WORDS
 from fsdplab.sessions.spec import PEERS, SpecError
 
-
-class _App(TyperGroup):
-    """The group of all commands, which takes flags by their names of before too."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, as_today(args))
-
-
 app = typer.Typer(
-    cls=_App,
     help="A laboratory for Fully Sharded Data Parallel training.",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
