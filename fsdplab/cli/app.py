@@ -243,6 +243,17 @@ add_command(
     shown=("fsdplab lab", "fsdplab lab --edition teacher --no-browser --port 8899"),
 )  # fmt: skip
 
+add_command(
+    app, "gpu-check", "gpu_check:gpu_check",
+    "Check a GPU machine: doctor, the tests for GPUs, compare and bench, whose results are kept in a folder.",
+    {
+        "device": Flag(str, "cuda", "cuda, or cpu: a rehearsal in tiny sizes.", one_of=("cuda", "cpu")),
+        "out": Flag(Path | None, None, "Folder for the results, new or empty; default: gpu-check-DEVICE."),
+    },
+    taken(OUTPUTS, "json"),
+    shown=("fsdplab gpu-check", "fsdplab gpu-check --device cpu --out rehearsal"),
+)  # fmt: skip
+
 # what a module's own parser reads, its --help too
 _AS_GIVEN = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -253,14 +264,6 @@ def course(context: typer.Context) -> None:
     from fsdplab.cli.lab import run_course
 
     raise typer.Exit(run_course(context.args))
-
-
-@app.command("gpu-check", context_settings=_AS_GIVEN)
-def gpu_check(context: typer.Context) -> None:
-    """Check a GPU machine from the driver to the speed of training, and keep the result; or a dry run on the CPU."""
-    from fsdplab.cli.lab import run_module
-
-    raise typer.Exit(run_module("fsdplab.gpu_check", context.args))
 
 
 def main(arguments: list[str] | None = None) -> None:
