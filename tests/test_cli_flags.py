@@ -129,7 +129,7 @@ def test_what_a_plan_has_of_a_run_has_the_flag_of_the_run() -> None:
 def test_the_function_of_a_command_takes_its_flags() -> None:
     rows = [each.callback.row for each in (*app.registered_commands, *plan.registered_commands)
             if hasattr(each.callback, "row")]  # fmt: skip
-    assert len(rows) == 14
+    assert len(rows) == 13
     for does, every in rows:
         parameters = set(inspect.signature(function_of(does)).parameters)
         own = {name for name, flag in every.items() if not flag.into}
@@ -160,7 +160,7 @@ def test_json_is_one_flag_of_all_commands() -> None:
         for parameter in command.params
         if "--json" in parameter.opts
     }
-    assert {"run", "compare", "report", "bench", "doctor", "plan step", "plan validate"} <= set(found)
+    assert {"run", "compare", "report", "bench", "doctor", "plan step"} <= set(found)
     assert set(found.values()) == {(str | None, "FILE|-", "Write the answer as JSON to a file, or to stdout with -.")}
 
 
@@ -175,8 +175,8 @@ def record(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     "command",
     [
-        ["plan", "step"], ["plan", "fit"], ["plan", "sweep", "world-size=8,16"], ["plan", "simulate"], ["plan", "ask"],
-        ["plan", "ask", "hybrid"], ["plan", "validate"], ["doctor"], ["report"],
+        ["plan", "step"], ["plan", "fit"], ["plan", "sweep", "world-size=8,16"], ["plan", "simulate"],
+        ["doctor"], ["report"],
         ["bench", *TINY, "--strategies", "full_shard", "--engines", "", "--rounds", "1"],
         ["compare", *TINY, "--strategies", "full_shard", "--steps", "1", "--profile", "0"],
         ["run", *TINY, "--steps", "1", "--profile", "0"],

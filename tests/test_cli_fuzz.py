@@ -403,7 +403,7 @@ def damaged_notebooks(chance: random.Random, count: int) -> Iterator[tuple[str, 
 
 def test_every_command_is_tried() -> None:
     found = commands()
-    plans = {f"plan {name}" for name in ("step", "fit", "sweep", "simulate", "ask", "validate")}
+    plans = {f"plan {name}" for name in ("step", "fit", "sweep", "simulate")}
     assert set(GUARDS) | {"report", "doctor"} | plans == set(found)
     assert sum(len(flags_of(parameters)) for parameters in found.values()) > 80
 

@@ -133,7 +133,7 @@ def test_a_report_of_a_trace_of_odd_kernels_steers_nothing(
     "arguments",
     [
         ["report", f"nowhere{CLEAR}"], ["plan", "--model", f"./{ODD}/config.json"], ["run", ODD],
-        ["run", "--text", ODD], ["compare", "--engines", ODD], ["plan", "ask", ODD], [ODD],
+        ["run", "--text", ODD], ["compare", "--engines", ODD], [ODD],
         ["report", ODD, f"--{ODD}"],
     ],
 )  # fmt: skip

@@ -716,9 +716,9 @@ def test_a_gpu_of_unknown_speed_has_memory_and_no_time(capsys):
     "arguments,printed",
     [
         (["step", "--help"], "--checkpoint"), ([], "tokens/s a GPU"), (["sweep", "gpus=8,16"], "gpus 16"),
-        (["ask", "hybrid"], "hybrid_shard pays"), (["simulate"], "closed form"),
+        (["simulate"], "closed form"),
     ],
-    ids=["help", "plan", "sweep", "ask", "simulate"],
+    ids=["help", "plan", "sweep", "simulate"],
 )  # fmt: skip
 def test_planning_loads_no_torch(arguments, printed):
     """Torch takes seconds to import; a plan is arithmetic."""

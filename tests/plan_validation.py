@@ -4,30 +4,47 @@ Nothing is fitted here. The constants of the rates (efficiency.py) are fitted on
 tokens/s; the memory's rules were written with the rows of its sources in view. All other sources are held out: their
 errors say how far off a prediction of somebody else's job is likely to be, and the bands of a plan (bands.py) are
 theirs. Published figures that are arithmetic themselves (ZeRO's table 1) are no evidence, and counted apart.
+
+    python -m tests.plan_validation [FILE.csv] [--figure PAGE.html]     prints JSON
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .bands import EIGHT_BIT, MEMORY_SHARE, PLAIN, SPEED_SHARE, kind_of, speed_kind_of
-from .memory import FRAMEWORK_BYTES, fits_card, memory_of
-from .plan_spec import PlanSpec
-from .published import Case, LeftOut, read_published
-from .step_time import has_known_flops, step_time
+from fsdplab.common.places import shared_folder
+from fsdplab.figures.lines import line, points
+from fsdplab.figures.plotly_go import go
+from fsdplab.figures.plots.plans import page_of
+from fsdplab.figures.style import titled
+from fsdplab.planning.bands import EIGHT_BIT, MEMORY_SHARE, PLAIN, SPEED_SHARE, kind_of, speed_kind_of
+from fsdplab.planning.memory import FRAMEWORK_BYTES, fits_card, memory_of
+from fsdplab.planning.published import (
+    FIT,
+    HELD_OUT,
+    MEMORY,
+    SEEN,
+    SPEED,
+    Case,
+    LeftOut,
+    PublishedError,
+    closed_form_s,
+    read_published,
+    step_s,
+    timed,
+    why_untimed,
+)
 
-SPEED, MEMORY, AT_REST, ARITHMETIC = "tokens/s", "memory", "memory between steps", "memory (arithmetic)"
-FIT, HELD_OUT = "fit", "held out"
-SEEN = {
-    SPEED: ("MosaicML", "torchtitan PR #165"),
-    MEMORY: ("torchtitan PR #165", "torchtitan", "DeepSpeed", "accelerate"),
-}
+AT_REST, ARITHMETIC = "memory between steps", "memory (arithmetic)"
 
 
 @dataclass(frozen=True)
@@ -177,41 +194,15 @@ def validate(path: Path) -> Validation:
     """Predict every usable row of a file with the constants as they are; raises PublishedError, one line."""
     cases, left_out = read_published(path)
     unpredicted = [
-        LeftOut(case.id, case.source, f"no tokens/s: {_without_time(case)}")
+        LeftOut(case.id, case.source, f"no tokens/s: {why_untimed(case)}")
         for case in cases
-        if case.tokens_per_s is not None and _without_time(case)
+        if case.tokens_per_s is not None and why_untimed(case)
     ]
     rows = [row for case in cases for row in _memory_rows(case)] + [_time_row(case) for case in timed(cases)]
     took_place = [case for case in cases if case.tokens_per_s is not None]
     large = tuple(case.id for case in took_place if not fits_card(case.spec))
     ran_out = tuple((case.id, not fits_card(case.spec)) for case in cases if case.ran_out)
     return Validation(tuple(rows), (*left_out, *unpredicted), len(took_place), large, ran_out)
-
-
-def _without_time(case: Case) -> str:
-    """Why no time of a case is predicted; else empty."""
-    gpu = case.spec.gpu
-    return case.without_time or ("" if has_known_flops(gpu) else f"no bf16 FLOP/s are known for {gpu.name}")
-
-
-def timed(cases: Iterable[Case]) -> list[Case]:
-    """Those whose published throughput can be predicted."""
-    return [case for case in cases if case.tokens_per_s is not None and not _without_time(case)]
-
-
-def step_s(case: Case, seconds_of: Callable[[PlanSpec], float]) -> float:
-    """Seconds of a case's step by those of a plan's. Where a part of the blocks is checkpointed: that part of the
-    seconds with, the rest without.
-    """
-    with_s = seconds_of(case.spec)
-    if case.recomputed == 1:
-        return with_s
-    return case.recomputed * with_s + (1 - case.recomputed) * seconds_of(replace(case.spec, checkpointing="none"))
-
-
-def closed_form_s(spec: PlanSpec) -> float:
-    """Seconds of a plan's step, as `fsdplab plan` predicts them."""
-    return step_time(spec).step_s
 
 
 def _time_row(case: Case) -> Row:
@@ -241,3 +232,81 @@ def _row(case: Case, name: str, quantity: str, predicted: float, published: floa
     if quantity != SPEED and kind == EIGHT_BIT:  # products in 8 bits change no memory
         kind = PLAIN
     return Row(name, case.source, quantity, spec.gpu.name, predicted, published, part, *sizes, kind)
+
+
+# ---- the figure and the command
+
+
+def validation_figure(rows: Sequence[tuple[str, str, float, float]], title: str) -> go.Figure:
+    """Predicted against published, log-log, a panel for memory and one for throughput; rows are (quantity, source,
+    published, predicted) in units of their own. A source has one colour in both.
+    """
+    figure = go.Figure()
+    colours = dict(zip(sorted({row[1] for row in rows}), cycle(_COLOURS)))
+    for place, quantity in enumerate(dict.fromkeys(row[0] for row in rows)):
+        _add_panel(figure, place, quantity, [row for row in rows if row[0] == quantity], colours)
+    subtitle = f"{len(rows)} figures; both axes logarithmic; on the line a prediction equals what was published"
+    return titled(figure, title, subtitle, f"Scatter of predicted against published. {title}.", 340)
+
+
+def _add_panel(
+    figure: go.Figure, place: int, quantity: str, rows: Sequence[tuple[str, str, float, float]],
+    colours: Mapping[str, str],
+) -> None:  # fmt: skip
+    """Points of one quantity and the diagonal, on logarithmic axes with labels of round values."""
+    number = "" if place == 0 else str(place + 1)
+    axes = dict(xaxis=f"x{number}", yaxis=f"y{number}")
+    found = [value for row in rows for value in row[2:]]
+    ends = [0.8 * min(found), 1.25 * max(found)]
+    figure.add_trace(line("", "#808488", ends, ends, 2, "dot", showlegend=False, **axes))
+    for source, colour in colours.items():
+        own = [row for row in rows if row[1] == source]
+        look = dict(legendgroup=source, showlegend=place == 0, **axes)
+        figure.add_trace(points(source, colour, [row[2] for row in own], [row[3] for row in own], 10, **look))
+    ticks = [tick for tick in _ROUND if ends[0] <= tick <= ends[1]]
+    axis = dict(type="log", tickvals=ticks, ticktext=[f"{tick:,}" for tick in ticks])
+    axis |= dict(range=[math.log10(end) for end in ends])
+    span = [0.0, 0.44] if place == 0 else [0.56, 1.0]
+    up = axis | dict(title="predicted" if place == 0 else "", anchor=f"x{number}")
+    across = axis | dict(domain=span, title=f"published {quantity}", anchor=f"y{number}")
+    figure.update_layout({f"xaxis{number}": across, f"yaxis{number}": up})
+
+
+_COLOURS = ("#0064c8", "#b84a0a", "#0aa06c", "#cc7fa8", "#6435b0", "#8a4a9e")
+_ROUND = (1, 3, 10, 30, 100, 300, 1000, 3000, 10_000, 30_000, 100_000)
+
+
+_GIB = 2.0**30
+
+
+def figure_of(found: Validation) -> go.Figure:
+    """All rows, with the two medians of the held-out sources as title."""
+    medians = [
+        f"{name} {errors.median:.1%}" for name in (MEMORY, SPEED) if (errors := found.errors(name, HELD_OUT)).figures
+    ]
+    title = f"Predicted against published: median error of held-out sources {', '.join(medians) or 'not known'}"
+    points = []
+    for row in found.rows:
+        quantity, scale = (SPEED, 1.0) if row.quantity == SPEED else ("memory (GiB)", _GIB)
+        points.append((quantity, row.part, row.published / scale, row.predicted / scale))
+    return validation_figure(points, title)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Print the validation of a file as JSON, and write its figure where one is asked for."""
+    parser = argparse.ArgumentParser(prog="python -m tests.plan_validation", description="Validate plans.")
+    parser.add_argument("file", nargs="?", type=Path, default=shared_folder("data") / "published.csv")
+    parser.add_argument("--figure", type=Path, help="a page with the figure")
+    asked = parser.parse_args(arguments)
+    try:
+        found = validate(asked.file)
+    except PublishedError as error:
+        print(f"plan_validation: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    if asked.figure:
+        asked.figure.write_text(page_of(figure_of(found)), encoding="utf-8")
+    print(json.dumps(found.as_dict(), indent=1))
+
+
+if __name__ == "__main__":
+    main()
