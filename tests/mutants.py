@@ -81,21 +81,21 @@ MUTANTS = (
     Mutant(
         "planner", "traffic: one micro-batch alone gathers again", "planning/traffic.py",
         "else micro_batches * (1 + again)", "else micro_batches + again",
-        "sentence_numbers strategy_table plan_questions step_program plan",
+        "sentence_numbers strategy_table step_program plan",
     ),
     Mutant(
         "planner", "memory: a reduction's buffer has the dtype of gathers", "planning/memory.py",
         "reduction=padded * spec.reduce_bytes,", "reduction=padded * spec.gather_bytes,",
-        "sentence_numbers plan_questions plan",
+        "sentence_numbers plan_oracle plan",
     ),
     Mutant(
         "planner", "overlap: the replicas' all-reduce waits for the reduce-scatter", "planning/overlap.py",
         '"backward": max(again, across)}', '"backward": again + across}',
-        "overlap_roofline sentence_numbers plan_questions",
+        "overlap_roofline sentence_numbers",
     ),
     Mutant(
-        "planner", "search: how much longer the cheapest trains is upside down", "planning/search/answers.py",
-        "longer = cheap.expected_s / fast.expected_s", "longer = fast.expected_s / cheap.expected_s",
+        "planner", "search: how much longer the cheapest trains is upside down", "planning/search.py",
+        "longer = chosen.expected_s / fast.expected_s", "longer = fast.expected_s / chosen.expected_s",
         "sentence_numbers plan_search",
     ),
     Mutant(

@@ -1,7 +1,7 @@
 """Solutions of a notebook's exercises, right and wrong: each is tried on real ranks, as a check tries a learner's, and
 judged.
 
-A check must accept every right answer, whoever wrote it, and tell of every known wrong one what is wrong with it.
+A check must accept every right answer, whoever wrote it, and refuse every known wrong one with what was expected.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from fsdplab.sessions import RanksFailed
-from fsdplab.teaching.core import answers, checking, diagnosis, run_submission
+from fsdplab.teaching.core import answers, checking, judging, run_submission
 from fsdplab.teaching.core.exercise import Question
-from fsdplab.teaching.core.exercise_file import Exercise, Mistake
+from fsdplab.teaching.core.exercise_file import Exercise
 from fsdplab.teaching.core.verdicts import Feedback
 from fsdplab.teaching.core.workspace import Workspace
 
@@ -86,18 +85,49 @@ def right_answers(exercise: Exercise) -> dict[str, str]:
 
 
 def wrong_answers(exercise: Exercise) -> dict[str, str]:
-    """Wrong answers besides the known mistakes of the exercise's file, as somebody wrote them who had not seen its
-    check: the functions `late__last_most_often` of `wrong_answers/nb14.py`. The docstring of one is what its report has
-    to say; without one any cause will do.
+    """Wrong answers besides the known mistakes, as somebody wrote them who had not seen the check: the functions
+    `late__last_most_often` of `wrong_answers/nb14.py`.
     """
     return _written("wrong_answers", exercise)
 
 
-def _must_say(exercise: Exercise, source: str) -> str:
-    """The docstring of the exercise's function in a source, on one line; else nothing."""
-    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
-    written = next(node for node in functions if node.name == exercise.function)
-    return " ".join((ast.get_docstring(written) or "").split())
+_SIGNS = {"- ": "returns", "! ": "raises", "~ ": "hangs"}
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A known wrong version of the whole source, and how it `ends`: "returns", "raises", "hangs"."""
+
+    source: str
+    ends: str
+    line: int
+
+
+def mistakes_of(exercise: Exercise) -> list[Mistake]:
+    """The known mistakes in `known_mistakes/05.shard.txt`: under a line of the reference, `> mine = ...`, stand lines
+    that take its place: `- ` begins one that returns, `! ` one that raises, `~ ` one that hangs. `>2` is the second of
+    equal lines; `>` alone is the end.
+    """
+    path = Path(__file__).with_name("known_mistakes") / f"{exercise.id}.txt"
+    place, found = ("", 1), list[tuple[tuple[str, int], str, list[str], int]]()
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines() if path.exists() else (), 1):
+        if line.startswith(">"):
+            count, _, text = line[1:].partition(" ")
+            place = text, int(count or 1)
+        elif line[:2].ljust(2) in _SIGNS:
+            found.append((place, _SIGNS[line[:2].ljust(2)], [line[2:]], number))
+        else:
+            found[-1][2].append(line[2:])
+    return [Mistake(_instead(exercise.reference, *place, lines), ends, line) for place, ends, lines, line in found]
+
+
+def _instead(source: str, text: str, count: int, lines: Sequence[str]) -> str:
+    """A source with `lines` in place of the line `text`, the `count`-th of those; at its end where `text` is empty."""
+    kept = source.splitlines()
+    places = [at for at, line in enumerate(kept) if line.strip() == text] if text else [len(kept)]
+    at = places[count - 1]
+    indent = kept[at][: len(kept[at]) - len(kept[at].lstrip())] if text else ""
+    return "\n".join([*kept[:at], *(indent + line for line in lines), *kept[at + 1 :]]) + "\n"
 
 
 def _written(folder: str, exercise: Exercise) -> dict[str, str]:
@@ -116,12 +146,12 @@ def _written(folder: str, exercise: Exercise) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Solution:
-    """A learner's program for an exercise; `says` is what the report on a wrong one must say, None for a right one."""
+    """A learner's program for an exercise."""
 
     exercise: Exercise
     name: str
     source: str
-    says: str | None
+    right: bool = True
 
     @property
     def key(self) -> tuple[str, str]:
@@ -137,14 +167,14 @@ class Solution:
         return "-".join(self.key)
 
     def must_report(self, feedback: Feedback | None) -> None:
-        """A right solution passed; a wrong one was told what it got, what was expected, why and (where it can be told)
-        on which rank.
+        """A right solution passed; a wrong one was told what it got, what was expected, what is wrong with that in the
+        words of its exercise, and (where it can be told) on which rank.
         """
-        if self.says is None:
+        if self.right:
             assert feedback is None, f"{self} is right, and was refused: {feedback}"
             return
         assert feedback is not None, f"{self} is wrong, and passed"
-        assert self.says in feedback.cause and feedback.expected and feedback.got and feedback.headline
+        assert feedback.expected and feedback.got and feedback.headline and feedback.cause != judging.OTHERWISE
         assert feedback.rank is not None or self.exercise.world_size == 1
 
 
@@ -153,14 +183,14 @@ def solutions_of(exercises: Sequence[Exercise]) -> list[Solution]:
     found = []
     for exercise in exercises:
         passing = {REFERENCE: exercise.reference, **right_answers(exercise)}
-        found += [Solution(exercise, name, source, None) for name, source in passing.items()]
+        found += [Solution(exercise, name, source) for name, source in passing.items()]
         found += [
-            Solution(exercise, f"wrong: {name}", source, _must_say(exercise, source))
+            Solution(exercise, f"wrong: {name}", source, right=False)
             for name, source in wrong_answers(exercise).items()
         ]
         found += [
-            Solution(exercise, f"line {known.line}", known.source, known.cause)
-            for known in exercise.mistakes
+            Solution(exercise, f"line {known.line}", known.source, right=False)
+            for known in mistakes_of(exercise)
             if known.ends == "returns"
         ]
     return found
@@ -168,7 +198,7 @@ def solutions_of(exercises: Sequence[Exercise]) -> list[Solution]:
 
 def ended_of(exercises: Sequence[Exercise]) -> list[tuple[Exercise, Mistake]]:
     """The known mistakes that do not return: they raise, or hang."""
-    return [(exercise, known) for exercise in exercises for known in exercise.mistakes if known.ends != "returns"]
+    return [(exercise, known) for exercise in exercises for known in mistakes_of(exercise) if known.ends != "returns"]
 
 
 FeedbackByKey = dict[tuple[str, str], Feedback | None]
@@ -193,25 +223,14 @@ def _try_together(todo: Sequence[Solution], workspace: Workspace, folder: Path) 
     paths = [
         Workspace(folder / f"solution-{index}").save(each.exercise.id, each.source) for index, each in enumerate(todo)
     ]
-    try:
-        seen = run_submission.behaviours([(each.exercise, path) for each, path in zip(todo, paths)], workspace)
-    except RanksFailed:
-        for exercise in dict.fromkeys(each.exercise for each in todo):
-            checking.must_return(exercise, workspace)  # tells which mistake it was
-        raise
+    seen = run_submission.behaviours([(each.exercise, path) for each, path in zip(todo, paths)], workspace)
     by_key = {each.key: behaviour for each, behaviour in zip(todo, seen, strict=True)}
     found = {}
     for each in todo:
         exercise = each.exercise
-        known = [
-            diagnosis.Known(by_key[exercise.id, f"line {mistake.line}"], mistake.cause)
-            for mistake in exercise.mistakes
-            if (exercise.id, f"line {mistake.line}") in by_key and not exercise.settings.facts_only
-        ]
         learner = by_key[each.key]
         reference = by_key[exercise.id, REFERENCE] if exercise.expected is None else None
-        feedback = diagnosis.judge(exercise, learner, reference, lambda known=known: known)
-        found[each.key] = checking.waited_for(feedback, learner.source)
+        found[each.key] = checking.unwaited(judging.judge(exercise, learner, reference), learner.source)
         if found[each.key] is None:
             path = paths[todo.index(each)]
             found[each.key] = checking.feedback_on_other_ranks(exercise, path, workspace)

@@ -1,4 +1,4 @@
-"""Flags mean the same in every command: one name for one thing, `--json FILE|-`, and names of before with a note."""
+"""Flags mean the same in every command: one name for one thing, and `--json FILE|-`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import typer
 
 from fsdplab.cli import main
 from fsdplab.cli.app import app
-from fsdplab.cli.old_names import RENAMED, WITHOUT_VALUE, as_today
 from fsdplab.cli.options import PLAN, RUN, function_of
 from fsdplab.cli.plan.commands import app as plan
 from fsdplab.planning.plan_spec import AS_IN_A_RUN
@@ -130,7 +129,7 @@ def test_what_a_plan_has_of_a_run_has_the_flag_of_the_run() -> None:
 def test_the_function_of_a_command_takes_its_flags() -> None:
     rows = [each.callback.row for each in (*app.registered_commands, *plan.registered_commands)
             if hasattr(each.callback, "row")]  # fmt: skip
-    assert len(rows) == 14
+    assert len(rows) == 13
     for does, every in rows:
         parameters = set(inspect.signature(function_of(does)).parameters)
         own = {name for name, flag in every.items() if not flag.into}
@@ -138,39 +137,7 @@ def test_the_function_of_a_command_takes_its_flags() -> None:
         assert own <= parameters and parameters - own <= spec and spec - parameters <= {"outputs"}, does
 
 
-# ---- names of before
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("old,new", RENAMED["plan"].items())
-def test_a_name_of_before_works_with_a_note(old: str, new: str, capsys: pytest.CaptureFixture[str]) -> None:
-    value = {"--precision": "fp16", "--checkpoint": "full", "--sequence-length": "512"}.get(new, "4")
-    code, shown, note = ended(["plan", old, value, "--json", "-"], capsys)
-    again, expected, other = ended(["plan", f"{new}={value}", "--json", "-"], capsys)
-    assert code == again == 0 and shown == expected
-    assert f"fsdplab: plan {old} is now {new}; the form of before works until the next version\n" in note
-    assert "is now" not in other
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("old,new", RENAMED["plan"].items())
-def test_one_thing_by_both_of_its_names_is_refused(old: str, new: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, shown, said = ended(["plan", f"{new}=4", old, "8"], capsys)
-    assert code == 2 and not shown and f"plan got both {old} and {new}, which are one thing; give {new} only" in said
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("command,flag,value", [
-    (command, flag, value) for command, found in WITHOUT_VALUE.items() for flag, value in found.items()
-])  # fmt: skip
-def test_a_flag_that_had_no_value_works_with_a_note(
-    command: str, flag: str, value: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for rest in ([], ["--help"], ["-h"]):
-        assert as_today([command, flag, *rest]) == [command, flag, value, *rest]
-        assert f"{command} {flag} takes a value now, such as {flag} {value}" in capsys.readouterr().err
-    for given in ([command, flag, value], [command, f"{flag}={value}"], ["report", flag]):
-        assert as_today(given) == given and not capsys.readouterr().err
+# ---- one name
 
 
 @pytest.mark.quick
@@ -193,7 +160,7 @@ def test_json_is_one_flag_of_all_commands() -> None:
         for parameter in command.params
         if "--json" in parameter.opts
     }
-    assert {"run", "compare", "report", "bench", "doctor", "plan step", "plan validate"} <= set(found)
+    assert {"run", "compare", "report", "bench", "doctor", "plan step"} <= set(found)
     assert set(found.values()) == {(str | None, "FILE|-", "Write the answer as JSON to a file, or to stdout with -.")}
 
 
@@ -208,8 +175,8 @@ def record(tmp_path: Path) -> str:
 @pytest.mark.parametrize(
     "command",
     [
-        ["plan", "step"], ["plan", "fit"], ["plan", "sweep", "world-size=8,16"], ["plan", "simulate"], ["plan", "ask"],
-        ["plan", "ask", "hybrid"], ["plan", "validate"], ["doctor"], ["report"],
+        ["plan", "step"], ["plan", "fit"], ["plan", "sweep", "world-size=8,16"], ["plan", "simulate"],
+        ["doctor"], ["report"],
         ["bench", *TINY, "--strategies", "full_shard", "--engines", "", "--rounds", "1"],
         ["compare", *TINY, "--strategies", "full_shard", "--steps", "1", "--profile", "0"],
         ["run", *TINY, "--steps", "1", "--profile", "0"],

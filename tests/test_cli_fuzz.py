@@ -28,7 +28,6 @@ import typer
 from fsdplab import cli
 from fsdplab.cli.app import app
 from fsdplab.common.names import CATEGORIES
-from fsdplab.gpu_check.__main__ import parser as check_parser
 from fsdplab.records import LANES, TABLES, RunRecord, Summary
 from fsdplab.records.tables import IDLE_PARTS
 from fsdplab.teaching.__main__ import parser as course_parser
@@ -61,7 +60,7 @@ GUARDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "course build": (("--source", MISSING), ("--edition", "pupil")),
     "course test": ((MISSING,), ("--edition", "pupil")),
     "course site": (("--source", MISSING), (MISSING,)),
-    "gpu-check": (("--open", MISSING), ("--device", "mars")),
+    "gpu-check": (("--out", FILE), ("--device", "mars")),
 }
 
 
@@ -77,7 +76,7 @@ def commands() -> dict[str, Any]:
 
     found = dict(below(typer.main.get_command(app), ""))
     inner = next(each for each in course_parser()._actions if isinstance(each, argparse._SubParsersAction)).choices
-    handed_on = {"gpu-check": check_parser()} | {f"course {name}": parser for name, parser in inner.items()}
+    handed_on = {f"course {name}": parser for name, parser in inner.items()}
     found.pop("course")
     return found | {name: [own(action) for action in parser._actions] for name, parser in handed_on.items()}
 
@@ -117,11 +116,10 @@ def given_as(flag: str | None, value: str) -> list[str]:
 
 
 def in_this_process(module: str, arguments: list[str], instead: object = None) -> int:
-    """The course and the GPU check run in processes of their own: here, their very entry points."""
-    if module == "fsdplab.teaching":
-        from fsdplab.teaching.__main__ import main
-    else:
-        from fsdplab.gpu_check.__main__ import main
+    """The course runs in a process of its own: here, its very entry point."""
+    assert module == "fsdplab.teaching"
+    from fsdplab.teaching.__main__ import main
+
     return main(list(arguments))
 
 
@@ -405,7 +403,7 @@ def damaged_notebooks(chance: random.Random, count: int) -> Iterator[tuple[str, 
 
 def test_every_command_is_tried() -> None:
     found = commands()
-    plans = {f"plan {name}" for name in ("step", "fit", "sweep", "simulate", "ask", "validate")}
+    plans = {f"plan {name}" for name in ("step", "fit", "sweep", "simulate")}
     assert set(GUARDS) | {"report", "doctor"} | plans == set(found)
     assert sum(len(flags_of(parameters)) for parameters in found.values()) > 80
 

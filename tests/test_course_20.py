@@ -19,7 +19,7 @@ from fsdplab.figures import alt_text
 from fsdplab.sessions import RanksFailed
 from fsdplab.teaching import own_engine
 from fsdplab.teaching.__main__ import main
-from fsdplab.teaching.core import checking, diagnosis, registry, run_submission
+from fsdplab.teaching.core import checking, judging, registry, run_submission
 from fsdplab.teaching.core.exercise_file import Exercise
 from fsdplab.teaching.core.verdicts import Feedback
 from fsdplab.teaching.core.workspace import Workspace
@@ -64,7 +64,7 @@ def verdicts(stage: str, sources: dict[str, str], workspace: Workspace) -> dict[
         for name, source in sources.items():
             found |= verdicts(stage, {name: source}, workspace)
         return found
-    return {name: diagnosis.judge(exercise, each, None, list) for name, each in zip(paths, seen, strict=True)}
+    return {name: judging.judge(exercise, each, None) for name, each in zip(paths, seen, strict=True)}
 
 
 def chosen(request: pytest.FixtureRequest, name: str) -> list[Any]:

@@ -10,13 +10,13 @@ from xml.etree import ElementTree
 import pytest
 
 from fsdplab.teaching import picture
-from fsdplab.teaching.pictures import PICTURES
-from fsdplab.teaching.pictures.sheet import HEIGHT, WIDTH, Sheet
 from fsdplab.teaching.site.outputs import shown
+from fsdplab.teaching.slides import FOLDER, HEIGHT, WIDTH, picture_of
 
 pytestmark = pytest.mark.quick
 
 NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("[0-9][0-9]_*.ipynb"))
+PICTURES = sorted(path.stem for path in FOLDER.glob("*.svg"))
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -30,10 +30,11 @@ def test_a_lesson_shows_its_picture_before_the_recap(notebook):
 
 @pytest.mark.parametrize("notebook", PICTURES)
 def test_a_picture_is_a_sound_svg_that_a_page_keeps_with_its_words(notebook):
-    made = PICTURES[notebook]()
+    made = picture_of(notebook)
     root = ElementTree.fromstring(made.svg)
     assert root.get("viewBox") == f"0 0 {WIDTH} {HEIGHT}" and root.get("role") == "img"
-    assert root.find(f"{SVG}title").text in made.alt and len(made.svg) < 20_000
+    assert root.find(f"{SVG}title").text in made.alt and len(root.find(f"{SVG}desc").text) >= 60
+    assert len(made.svg) < 20_000
     page = str(shown([{"output_type": "display_data", "data": made._repr_mimebundle_()}]))
     assert "data:image/svg+xml;base64," in page and 'alt="' in page, "the page's cleaner keeps picture and words"
     assert str(made).startswith("[picture] ")
@@ -41,7 +42,7 @@ def test_a_picture_is_a_sound_svg_that_a_page_keeps_with_its_words(notebook):
 
 @pytest.mark.parametrize("notebook", PICTURES)
 def test_words_are_large_enough_for_a_slide_and_stand_on_it(notebook):
-    for text in ElementTree.fromstring(PICTURES[notebook]().svg).iter(f"{SVG}text"):
+    for text in ElementTree.fromstring(picture_of(notebook).svg).iter(f"{SVG}text"):
         size, x, long = float(text.get("font-size")), float(text.get("x")), len(text.text or "")
         assert size >= 15
         wide = 0.58 * size * long  # of a letter in the mean
@@ -50,13 +51,15 @@ def test_words_are_large_enough_for_a_slide_and_stand_on_it(notebook):
 
 
 def test_figures_in_pictures_are_those_of_the_texts():
-    words = re.sub("<[^>]+>", " ", PICTURES["02"]().svg)
+    words = re.sub("<[^>]+>", " ", picture_of("02").svg)
     assert "4 + 4 + 8" in words and "4/n + 4/n + 8/n" in words, "16 bytes a parameter"
 
 
-def test_a_picture_needs_words_and_a_lesson(capsys):
-    with pytest.raises(ValueError, match="alternative text"):
-        Sheet("A title").picture("too short")
+def test_every_lesson_has_a_picture():
+    assert [path.name[:2] for path in NOTEBOOKS] == PICTURES
+
+
+def test_a_picture_of_no_lesson_is_refused(capsys):
     with pytest.raises(ValueError, match="no picture of '99'; expected one of 00, 01"):
         picture("99")
     picture("05")

@@ -37,10 +37,9 @@ def found(texts: list[str], explained: tuple[str, ...] = ()) -> list[str]:
 
 
 def texts_of(path: Path) -> list[str]:
-    """Strings and comments of a Python file; an exercise's known mistakes (`#!`) are code."""
+    """Strings and comments of a Python file."""
     with path.open("rb") as file:
-        tokens = [each.string for each in tokenize.tokenize(file.readline) if each.type in _TEXTS]
-    return [text for text in tokens if not text.startswith("#!")]
+        return [token.string for token in tokenize.tokenize(file.readline) if token.type in _TEXTS]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name[:2])

@@ -1,7 +1,6 @@
 """docs/examples/pretrain.py under torchrun: a machine is lost, the other goes on, and both when it is back.
 
-Tried on two agents that share the loopback, and on two machines of a network (namespaces, 25 MB/s between them) of
-which one disappears with its end of the cable, so that no process of it says goodbye.
+Two agents share the loopback; a lost machine is one whose processes are all killed at once.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -24,79 +22,29 @@ from fsdplab.checkpoint import published
 from tests.crash_test import _children
 from tests.examples import EXAMPLES, tiny_llama
 from tests.forking_starter import _free_port
-from tests.one_node import Switch, address, enter_new_network, node_command
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="transformers 5.23 needs Python 3.11")
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_S = 240.0
-# a run of everything tries one of the networks
-# The first one is of the default tier: only root makes network namespaces.
-KINDS = ["namespaces", "loopback"] if os.geteuid() == 0 else ["loopback", "namespaces"]
 CONF = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
-
-
-@dataclass(frozen=True)
-class Loopback:
-    """Both machines are this one."""
-
-    port: int
-
-    def address(self, node: int) -> str:
-        return "127.0.0.1"
-
-    def start(self, node: int, words: list[str], **how: object) -> subprocess.Popen[str]:
-        return subprocess.Popen(words, **how)
-
-    interface = "lo"
-
-
-@dataclass(frozen=True)
-class Namespaces:
-    """Each machine has a network of its own and a cable to a switch."""
-
-    switch: Switch
-    port: int = 29400
-
-    def address(self, node: int) -> str:
-        return address(node)
-
-    def start(self, node: int, words: list[str], **how: object) -> subprocess.Popen[str]:
-        program = node_command(node, self.switch.bytes_per_s, words)
-        process = subprocess.Popen(program, stdin=subprocess.PIPE, preexec_fn=enter_new_network, **how)
-        self.switch.plug(node, process)
-        return process
-
-    interface = "cable"
-
-
-@contextmanager
-def network_of(kind: str) -> Iterator[Loopback | Namespaces]:
-    if kind == "loopback":
-        yield Loopback(_free_port())
-        return
-    with ExitStack() as at_end:
-        switch = Switch(25e6)
-        at_end.callback(switch.close)
-        yield Namespaces(switch)
 
 
 class Machine:
     """A torchrun with one rank, and what they print; machine 0 keeps the rendezvous of all."""
 
-    def __init__(self, folder: Path, network: Loopback | Namespaces, node: int) -> None:
+    def __init__(self, folder: Path, port: int, node: int) -> None:
         words = [
             "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=5", "--rdzv-backend=c10d", "--rdzv-id=job",
-            f"--rdzv-endpoint={network.address(0)}:{network.port}", f"--rdzv-conf={CONF},is_host={node == 0}",
-            f"--local-addr={network.address(node)}", f"--log-dir={os.devnull}",
+            f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={CONF},is_host={node == 0}",
+            "--local-addr=127.0.0.1", f"--log-dir={os.devnull}",
             str(EXAMPLES / "pretrain.py"), "--config", str(tiny_llama(folder)), "--data", str(folder / "text.txt"),
             "--sequence-length=16", "--batch-size=4", "--micro-batch-size=2", "--steps=1000000", "--save-every=20",
             "--checkpoints", str(folder / "checkpoints"),
         ]  # fmt: skip
         there = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-        self.agent = network.start(
-            node, [sys.executable, "-m", "torch.distributed.run", *words],
-            env={**os.environ, **there, "GLOO_SOCKET_IFNAME": network.interface,
-                 "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        there |= {"GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        self.agent = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *words], env={**os.environ, **there},
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
         self.lines: list[str] = []
@@ -109,8 +57,8 @@ class Machine:
 
 
 @contextmanager
-def machine(folder: Path, network: Loopback | Namespaces, node: int) -> Iterator[Machine]:
-    made = Machine(folder, network, node)
+def machine(folder: Path, port: int, node: int) -> Iterator[Machine]:
+    made = Machine(folder, port, node)
     try:
         yield made
     finally:
@@ -133,13 +81,11 @@ def until(come: Callable[[], object], machines: list[Machine]) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_lost_machine_is_done_without_and_taken_back(tmp_path: Path, kind: str) -> None:
-    if kind == "namespaces" and os.geteuid() != 0:
-        pytest.skip("only root connects network namespaces that other processes live in")
+def test_a_lost_machine_is_done_without_and_taken_back(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_bytes(Path(__file__).read_bytes())
     newest = lambda: max(published(tmp_path / "checkpoints"), default=0)  # noqa: E731
-    with network_of(kind) as network, machine(tmp_path, network, 0) as first, machine(tmp_path, network, 1) as second:
+    port = _free_port()
+    with machine(tmp_path, port, 0) as first, machine(tmp_path, port, 1) as second:
         both = [first, second]
         until(lambda: begun(both, 2) == 0, both)
         until(newest, both)
@@ -148,7 +94,7 @@ def test_a_lost_machine_is_done_without_and_taken_back(tmp_path: Path, kind: str
         until(lambda: begun([first], 1) is not None, [first])
         assert begun([first], 1) >= lost_at
         until(lambda: newest() > begun([first], 1), [first])
-        with machine(tmp_path, network, 1) as third:
+        with machine(tmp_path, port, 1) as third:
             both = [first, third]
             until(lambda: begun(both, 2, after=lost_at) is not None, both)
             assert begun(both, 2, after=lost_at) >= begun([first], 1)

@@ -28,8 +28,6 @@ from fsdplab.cli.errors import failed, refuse
 from fsdplab.cli.render import SafeConsole
 from fsdplab.common.files import check_is_file, read_file
 from fsdplab.common.words import harmless
-from fsdplab.gpu_check.__main__ import main as gpu_check
-from fsdplab.gpu_check.check import FORMAT
 from fsdplab.profiling import TraceError, export_csv
 from fsdplab.profiling.exports import traces_of
 from fsdplab.profiling.traces.chrome import ChromeTrace, is_gzipped, without_collection
@@ -135,7 +133,7 @@ def test_a_report_of_a_trace_of_odd_kernels_steers_nothing(
     "arguments",
     [
         ["report", f"nowhere{CLEAR}"], ["plan", "--model", f"./{ODD}/config.json"], ["run", ODD],
-        ["run", "--text", ODD], ["compare", "--engines", ODD], ["plan", "ask", ODD], [ODD],
+        ["run", "--text", ODD], ["compare", "--engines", ODD], [ODD],
         ["report", ODD, f"--{ODD}"],
     ],
 )  # fmt: skip
@@ -457,15 +455,3 @@ def test_a_trace_may_begin_with_a_byte_order_mark(tmp_path: Path, packed: bool, 
     written = json.dumps(content).encode("utf-8-sig")
     marked.write_bytes(gzip.compress(written) if packed else written)
     assert list(ChromeTrace(marked)) == list(ChromeTrace(plain)) and ended(["report", str(marked)], capsys)[0] == 0
-
-
-def test_a_gpu_check_of_others_steers_nothing_and_has_an_end(tmp_path: Path, capsys: Any) -> None:
-    part = {"name": ODD, "status": "failed", "seconds": 1.0, "limit_s": 9.0, "reason": ODD, "rows": [{ODD: ODD}]}
-    content = {"format": FORMAT, "provenance": {"gpu": ODD}, "parts": [part]}
-    (tmp_path / "check.json").write_text(json.dumps(content))
-    assert gpu_check(["--open", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
-    assert not STEERS.search(said) and harmless(ODD) in said
-    (tmp_path / "check.json").unlink()
-    os.mkfifo(tmp_path / "check.json")
-    assert gpu_check(["--open", str(tmp_path)]) == 2 and "pipe or a device" in capsys.readouterr().err

@@ -23,8 +23,7 @@ from fsdplab.planning.measured import (
     spread,
 )
 from fsdplab.planning.planner import plan_spec
-from fsdplab.planning.published import read_published
-from fsdplab.planning.validate import FIT, HELD_OUT, closed_form_s, timed
+from fsdplab.planning.published import FIT, HELD_OUT, closed_form_s, read_published, timed
 from fsdplab.records import RunRecord
 from fsdplab.sessions import RunSpec
 from fsdplab.sessions.steady_card import steady
@@ -97,7 +96,7 @@ def test_published_runs_are_those_most_like_the_plan() -> None:
 
 
 def test_closed_form_and_simulation_of_published_runs_are_one_within_a_hundredth() -> None:
-    """So the errors that `plan validate` prints are the simulation's; not all, as each takes up to a second."""
+    """So the errors of tests/plan_validation.py are the simulation's; not all, as each takes up to a second."""
     cases, _ = read_published(DATA / "published.csv")
     few = [case for case in timed(cases) if case.spec.model.layers * case.spec.grad_accum <= 80]
     short = [case for case in few if case.spec.pipeline_parallel == 1]

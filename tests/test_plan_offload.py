@@ -17,10 +17,9 @@ from fsdplab.planning.host import host_crossing, host_link
 from fsdplab.planning.links import HOST_LINK, PRESETS
 from fsdplab.planning.planner import plan, plan_of, plan_spec
 from fsdplab.planning.program import TO_DEVICE, TO_HOST, Issue, Wait, program_of, step_seconds
-from fsdplab.planning.published import read_published
+from fsdplab.planning.published import closed_form_s, read_published, step_s
 from fsdplab.planning.simulation import simulate
 from fsdplab.planning.step_time import step_time, work_of
-from fsdplab.planning.validate import closed_form_s, step_s
 from fsdplab.records import LANES, known
 
 DATA = Path(__file__).parent.parent / "data"

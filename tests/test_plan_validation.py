@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from fsdplab.figures.plots.plans import validation_figure
 from fsdplab.planning import hardware
 from fsdplab.planning import step_time as times
 from fsdplab.planning.bands import (
@@ -25,10 +24,9 @@ from fsdplab.planning.bands import (
 from fsdplab.planning.efficiency import FITTED_ON, MATMUL_EFFICIENCY
 from fsdplab.planning.memory import RESERVED_OVER_USED
 from fsdplab.planning.planner import plan
-from fsdplab.planning.published import COLUMNS, Case, PublishedError, read_published
+from fsdplab.planning.published import COLUMNS, FIT, HELD_OUT, MEMORY, SEEN, SPEED, Case, PublishedError, read_published
 from fsdplab.planning.step_time import step_time
-from fsdplab.planning.validate import ARITHMETIC, FIT, HELD_OUT, MEMORY, SEEN, SPEED, Errors, validate
-from tests.test_plan import ended
+from tests.plan_validation import ARITHMETIC, Errors, main, validate, validation_figure
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 TABLE = DATA / "published.csv"
@@ -232,15 +230,11 @@ def test_the_table_in_data_is_what_the_command_writes(found):
         assert after["predicted"] == pytest.approx(before["predicted"], rel=1e-6), after["id"]
 
 
-def test_the_command_prints_rows_and_errors_and_draws_them(capsys, tmp_path):
-    figure, path = tmp_path / "v.html", tmp_path / "v.json"
-    code, out, _ = ended(["plan", "validate", "--json", str(path), "--figure", str(figure)], capsys)
-    assert code == 0 and "held out" in out and "90% within" in out and "nothing is fitted to this file" in out
-    assert "left out: KempnerForge, 2: tensor parallelism that keeps sequences whole" in out.replace("\n", " ")
-    assert json.loads(path.read_text())["errors"]["memory"]["held out"]["figures"] == 68
+def test_the_program_prints_json_and_draws_the_figure(capsys, tmp_path):
+    figure = tmp_path / "v.html"
+    main(["--figure", str(figure)])
+    assert json.loads(capsys.readouterr().out)["errors"]["memory"]["held out"]["figures"] == 68
     assert "published memory (GiB)" in figure.read_text()
-    code, again, _ = ended(["plan", "validate", str(TABLE)], capsys)
-    assert code == 0 and again == out
 
 
 @pytest.mark.parametrize(
@@ -258,7 +252,9 @@ def test_wrong_files_end_in_one_line(content, words, tmp_path, capsys):
     path.write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(PublishedError, match=words):
         validate(path)
-    code, _, said = ended(["plan", "validate", str(path)], capsys)
+    with pytest.raises(SystemExit) as end:
+        main([str(path)])
+    said, code = capsys.readouterr().err, end.value.code
     assert code == 2 and said.count("\n") == 1
 
 
@@ -320,11 +316,6 @@ def test_a_network_is_a_gpus_share_of_its_node(tmp_path):
     by_id = {case.id: case.spec.gpu.nic_bytes_per_s for case in cases}
     assert by_id["mosaic-a100_80gb-bf16-70b-s2048-g64-mb8x4"] == 25e9, "1,600 Gb/s a node"
     assert by_id["tt-l31-8b-128"] == 50e9, "400 Gb/s a GPU"
-
-
-def test_a_file_without_validate_is_refused(capsys):
-    code, _, said = ended(["plan", "some.csv"], capsys)
-    assert code == 2 and "No such command 'some.csv'" in said and said.count("\n") == 1
 
 
 def test_a_part_has_one_colour_and_one_place_in_the_legend() -> None:

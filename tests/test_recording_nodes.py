@@ -1,4 +1,4 @@
-"""`fsdplab record` of a job on two nodes, which are network namespaces: into a folder that both see, and into two."""
+"""`fsdplab record` of a job on two nodes, a torchrun each: into a folder that both see, and into two."""
 
 from __future__ import annotations
 
@@ -15,20 +15,16 @@ from fsdplab import open_record
 from fsdplab.recording.launch import prepare
 from fsdplab.recording.settings import Settings
 from fsdplab.records import RunRecord
-from fsdplab.sessions.virtual_nodes import why_no_nodes
-from tests.one_node import Switch, address, enter_new_network, node_command
+from tests.forking_starter import _free_port
 from tests.test_recording import JOBS, environment, run
 
-WHY_NOT = why_no_nodes() or (None if os.geteuid() == 0 else "only root connects namespaces of other processes")
-needs_nodes = pytest.mark.skipif(WHY_NOT is not None, reason=f"this system has no nodes: {WHY_NOT}")
 PATIENCE_S = 240
-RATE = 50e6
 
 
-def torchrun(node: int) -> list[str]:
+def torchrun(node: int, port: int) -> list[str]:
     return [
         sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node),
-        "--nproc-per-node", "1", "--master-addr", address(0), "--master-port", "29500",
+        "--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port),
         str(JOBS / "fsdp2_loop.py"), "--steps", "24",
     ]  # fmt: skip
 
@@ -45,28 +41,20 @@ def variables(out: Path, folder: Path) -> dict[str, str]:
 
 
 def ended(folder: Path, *nodes: tuple[list[str], dict[str, str]]) -> list[str]:
-    """The nodes' words with their variables, each in a namespace, run to their ends; what they print."""
-    switch, started = Switch(RATE), []
+    """The nodes' words with their variables, run to their ends; what they print."""
+    started = []
     try:
-        for number, (words, more) in enumerate(nodes):
+        for words, more in nodes:
+            variables = environment(**{**more, "PYTHONPATH": _path(more)})
             started.append(
                 subprocess.Popen(
-                    node_command(number, RATE, words),
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                    cwd=folder,
-                    preexec_fn=enter_new_network,
-                    env=environment(GLOO_SOCKET_IFNAME="cable", **{**more, "PYTHONPATH": _path(more)}),
-                )  # fmt: skip
+                    words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=folder, env=variables
+                )
             )
-            switch.plug(number, started[-1])
         printed = [each.communicate(timeout=PATIENCE_S)[0] for each in started]
     finally:
         for each in started:
             each.kill()
-        switch.close()
     assert [each.returncode for each in started] == [0, 0], "\n".join(printed)[-4000:]
     return printed
 
@@ -83,22 +71,20 @@ def is_of_both(found: RunRecord) -> None:
     assert not any("left nothing" in note for note in found.summary.notes)
 
 
-@needs_nodes
 @pytest.mark.timeout(400)
 def test_into_a_folder_that_both_nodes_see(tmp_path: Path) -> None:
     """`fsdplab record` on the first node waits for the other's ranks, and the record is of both."""
-    out = tmp_path / "out"
-    ended(tmp_path, (record(out, "--", *torchrun(0)), {}), (torchrun(1), variables(out, tmp_path)))
+    out, port = tmp_path / "out", _free_port()
+    ended(tmp_path, (record(out, "--", *torchrun(0, port)), {}), (torchrun(1, port), variables(out, tmp_path)))
     is_of_both(RunRecord.load(out))
 
 
-@needs_nodes
 @pytest.mark.full("two nodes again, with folders of their own")
 @pytest.mark.timeout(400)
 def test_into_a_folder_of_each_node_brought_together_afterwards(tmp_path: Path) -> None:
     """No folder is shared: every node has the variables, and the folders' files are copied into one."""
-    folders = [tmp_path / "first", tmp_path / "second"]
-    ended(tmp_path, *((torchrun(node), variables(out, tmp_path)) for node, out in enumerate(folders)))
+    folders, port = [tmp_path / "first", tmp_path / "second"], _free_port()
+    ended(tmp_path, *((torchrun(node, port), variables(out, tmp_path)) for node, out in enumerate(folders)))
     assert [sorted(path.name for path in out.glob("ranks/*.steps")) for out in folders] == [
         ["rank0.steps"], ["rank1.steps"],
     ]  # fmt: skip

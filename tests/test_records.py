@@ -22,7 +22,7 @@ from fsdplab.records import (
     known,
     matches_reference,
 )
-from fsdplab.records.summary import Link, Nodes, Peak, SimulatedRanks, Traces
+from fsdplab.records.summary import Link, Peak, SimulatedRanks, Traces
 
 pytestmark = pytest.mark.quick
 
@@ -183,7 +183,7 @@ def test_a_summary_reads_back_whole_and_passes_over_what_a_later_version_adds() 
     summary = Summary(
         step_time_s=Spread.of([0.4, 0.5]), memory_start_ns={0: 7, 1: 9}, peak_by_rank=(3, None),
         peak_memory_bytes=Peak(3, {"other": 3, "activations": None}),
-        link=Link("eth10", 1.25e9, across=Link("slow"), as_="a job"), nodes=Nodes(2, 1),
+        link=Link("eth10", 1.25e9, across=Link("slow"), as_="a job"),
         traces=Traces(2, {0: "a", 1: "b"}),
         simulated=SimulatedRanks({0: 8}, 5), losses=(5.0, None),
     )  # fmt: skip

@@ -19,15 +19,13 @@ from fsdplab.figures.conclusion import change_words, gaps, verdict
 from fsdplab.figures.fastest import step_words
 from fsdplab.figures.outlook import Outlook
 from fsdplab.figures.view import RunView
+from fsdplab.planning import search
+from fsdplab.planning.advice import hiding_sentence, hybrid_sentence
 from fsdplab.planning.memory import memory_of
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import LINK_EFFICIENCY
 from fsdplab.planning.planner import plan_of, plan_spec, shortfall
-from fsdplab.planning.questions import QUESTIONS, ask, fitting
-from fsdplab.planning.search import Fit, answers
-from fsdplab.planning.search.answers import Pick, in_short
-from fsdplab.planning.search.candidates import Tried, candidate_of
-from fsdplab.planning.simulation import simulate_work, work_of
+from fsdplab.planning.search import Fit, candidate_of, in_short
 from fsdplab.planning.step_time import Compute
 from fsdplab.profiling.findings import Finding, findings
 from fsdplab.profiling.late_rank import CHANCE, fewest_steps
@@ -335,169 +333,23 @@ def link_s(nbytes: float, ranks: int) -> float:
     return sent / (LINK_EFFICIENCY * 450e9) + (ranks - 1) * 3.4e-6
 
 
-def crossing_rate(spec: PlanSpec) -> float:
-    """Bytes a second of a GPU's network below which hybrid_shard's step is shorter by a percent."""
-
-    def pays(rate: float) -> bool:
-        at = replace(spec, oversubscription=50e9 / rate)
-        return step_s(at.under("hybrid_shard")) < 0.99 * step_s(at.under("full_shard"))
-
-    low, high = 1e9, 50e9
-    while high / low > 1.001:
-        middle = (low + high) / 2
-        low, high = (middle, high) if pays(middle) else (low, middle)
-    return low
-
-
-def of_wrapping() -> list[float]:
-    whole = replace(EIGHT, blocks_per_unit=32)
-    whole_s = simulate_work(fitting.rewrapped(work_of(EIGHT), 32)).step_s
-    return [peak(EIGHT), step_s(EIGHT), peak(whole), whole_s]
-
-
-def of_batch() -> list[float]:
-    each = {count: replace(EIGHT, micro_batch=count) for count in range(1, 5)}
-    largest = max(count for count in each if peak(each[count]) <= EIGHT.gpu.memory_bytes)
-    return [largest, peak(each[largest]), max(speed(each[count]) for count in range(1, largest + 1)), speed(EIGHT), 1]
-
-
-def of_sequence() -> list[float]:
-    tokens = 4096
-    while peak(replace(EIGHT, seq=tokens + 256)) <= EIGHT.gpu.memory_bytes:
-        tokens += 256
-    longest = replace(EIGHT, seq=tokens)
-    return [tokens, peak(longest), most(longest, "activations")]
-
-
-def of_world_size() -> list[float]:
-    one, many = replace(EIGHT, gpus=1), replace(EIGHT, gpus=1024)
-    fewest = next(gpus for gpus in range(1, 9) if peak(replace(EIGHT, gpus=gpus)) <= EIGHT.gpu.memory_bytes)
-    rest = both(lambda spec: peak(spec) - states(spec), one, many)
-    return [1, 1024, *both(peak, one, many), *both(states, one, many), *rest, fewest]
-
-
-def of_optimizer_on_cpu() -> list[float]:
-    """Moments of 8 bytes a parameter stay away; 4 bytes of gradients and of parameters cross. All states: shards go up
-    for two gathers, the root's for one, and gradients down once, 4 bytes each.
-    """
-    moments, there = 8 * P / 8, replace(EIGHT, offload=True)
-    all_states = (3 * P - ROOT) * 4 / 8
-    return [moments, peak(EIGHT), moments, moments / 63e9, peak(EIGHT) - peak(there), all_states]
-
-
-def of_checkpointing() -> list[float]:
-    none, full = (replace(EIGHT, checkpointing=each) for each in ("none", "full"))
-    return [*both(peak, none, full), *both(step_s, none, full)]
-
-
-def of_policies() -> list[float]:
-    policies = [replace(EIGHT, checkpointing=each) for each in ("products", "selective", "attention", "none")]
-    return [number(spec) for spec in policies for number in (peak, step_s)]
-
-
-def of_mixed_policies() -> list[float]:
-    none, full = (replace(EIGHT, checkpointing=each) for each in ("none", "full"))
-    return [peak(none), step_s(none), peak(full), step_s(full), 32]
-
-
-def of_reduction() -> list[float]:
-    narrow = replace(EIGHT, reduce_dtype="bf16")
-    return [4 * ROOT, 2 * ROOT, *both(peak, EIGHT, narrow), 4 * P * OTHERS, 2 * P * OTHERS]
-
-
-def of_precision() -> list[float]:
-    dtypes = (("fp32", "fp32", "fp32"), ("bf16", "fp32", "fp32"), ("bf16", "bf16", "fp32"), ("bf16", "bf16", "bf16"))
-    specs = [
-        replace(EIGHT, param_dtype=param, reduce_dtype=reduced, master_dtype=master)
-        for param, reduced, master in dtypes
-    ]
-    return [*both(peak, *specs), *both(step_s, *specs)]
-
-
-def of_hybrid() -> list[float]:
-    nodes = replace(EIGHT, gpus=16)
-    steps = both(step_s, nodes.under("full_shard"), nodes.under("hybrid_shard"))
-    return [16, 2, crossing_rate(nodes), 50e9, *steps]
-
-
-def of_smaller_mesh() -> list[float]:
-    fewer = replace(EIGHT, ranks_after_forward=4)
-    gathers = [link_s(2 * BLOCK, 4), link_s(2 * BLOCK, 8)]
-    return [4, 8, peak(EIGHT), peak(fewer), peak(fewer) / peak(EIGHT) - 1, *gathers]
-
-
-def of_no_reshard() -> list[float]:
-    kept = EIGHT.under("shard_grad_op")
-    sent = (2 + 4) * P * OTHERS, GATHERED + 4 * P * OTHERS
-    return [*both(peak, kept, EIGHT), 2 * P, 2 * (ROOT + 2 * BLOCK), *sent, *both(step_s, kept, EIGHT)]
-
-
-def of_strategy() -> list[float]:
-    names = ("no_shard", "zero1", "zero2", "shard_grad_op", "full_shard")
-    fitting_ones = [each for each in map(EIGHT.under, names) if peak(each) <= EIGHT.gpu.memory_bytes]
-    near = [each for each in fitting_ones if speed(each) >= 0.99 * max(map(speed, fitting_ones))]
-    best = min(near, key=peak)
-    return [speed(best), peak(best), min(map(peak, fitting_ones))]
-
-
-def of_prefetch() -> list[float]:
-    ahead = [replace(EIGHT, prefetch=count) for count in (0, 1, 4)]
-    gathered = [2 * (ROOT + (1 + count) * BLOCK) for count in (0, 1, 4)]
-    return [*both(exposed, *ahead), *gathered]
-
-
-def of_accumulation() -> list[float]:
-    often, sent = replace(EIGHT, grad_accum=8), GATHERED + 4 * P * OTHERS
-    once = (2 + 4) * P * OTHERS
-    return [1, 8, sent, 8 * sent, once, once, *both(speed, EIGHT, often), *both(peak, EIGHT, often)]
-
-
-def of_tensor() -> list[float]:
-    groups = {ways: replace(EIGHT, tensor_parallel=ways) for ways in (1, 2, 4, 8)}
-    fastest = max(groups, key=lambda ways: speed(groups[ways]))
-    return [8, *both(peak, groups[1], groups[8]), *both(speed, groups[1], groups[8]), fastest]
-
-
-def of_overlap() -> list[float]:
+def test_where_communication_hides() -> None:
     """A forward hides a gather, a backward a gather and a reduction; communication stays as the tokens grow."""
     compute, gather, reduction = Compute(EIGHT, None), link_s(2 * BLOCK, 8), link_s(4 * BLOCK, 8)
     ratios = gather / compute.forward_s, (gather + reduction) / compute.backward_s
-    return [4096 * max(ratios), 4096, *ratios]
+    assert_shows(hiding_sentence(EIGHT), [4096 * max(ratios), 4096])
+    assert hiding_sentence(replace(EIGHT, gpus=1)) == ""
 
 
-EXPECTED: dict[str, Callable[[], list[float]]] = {
-    "peak": lambda: [peak(EIGHT), peak(EIGHT) / EIGHT.gpu.memory_bytes, held(EIGHT, "activations")],
-    "wrapping": of_wrapping, "batch": of_batch, "sequence": of_sequence, "world_size": of_world_size,
-    "optimizer_on_cpu": of_optimizer_on_cpu, "checkpointing": of_checkpointing, "policies": of_policies,
-    "mixed_policies": of_mixed_policies, "reduction": of_reduction, "precision": of_precision, "hybrid": of_hybrid,
-    "smaller_mesh": of_smaller_mesh, "no_reshard": of_no_reshard, "strategy": of_strategy, "prefetch": of_prefetch,
-    "accumulation": of_accumulation, "tensor": of_tensor, "overlap": of_overlap,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", QUESTIONS)
-def test_the_sentence_of_a_question(name: str) -> None:
-    assert_shows(ask(name, EIGHT).sentence, EXPECTED[name]())
-
-
-def test_the_fewest_blocks_that_are_recomputed() -> None:
-    """Each recomputed block saves as much and takes as long."""
-    none = replace(SEVENTY, checkpointing="none")
-    recomputed = {count: replace(SEVENTY, recomputed_blocks=count) for count in range(36, 43)}
-    least = min(count for count in recomputed if peak(recomputed[count]) <= SEVENTY.gpu.memory_bytes)
-    mixed_s = step_s(none) + least / 80 * (step_s(SEVENTY) - step_s(none))
-    expected = [least, peak(recomputed[least]), mixed_s, peak(SEVENTY), step_s(SEVENTY), 80, peak(none)]
-    assert_shows(ask("mixed_policies", SEVENTY).sentence, expected)
-
-
-def test_plans_of_which_nothing_fits() -> None:
-    short = replace(TOO_LARGE, seq=256)
-    one = replace(TOO_LARGE, micro_batch=1)
-    every = both(peak, *map(TOO_LARGE.under, ("no_shard", "zero1", "zero2", "shard_grad_op", "full_shard")))
-    assert_shows(ask("batch", TOO_LARGE).sentence, [4096, peak(one)])
-    assert_shows(ask("sequence", TOO_LARGE).sentence, [256, peak(short)])
-    assert_shows(ask("strategy", TOO_LARGE).sentence, [min(every)])
-    assert_shows(ask("mixed_policies", TOO_LARGE).sentence, [80, peak(TOO_LARGE)])
+def test_whether_hybrid_sharding_pays() -> None:
+    for slower, pays in ((1.0, False), (32.0, True)):
+        nodes = replace(EIGHT, gpus=16, oversubscription=slower)
+        hybrid = replace(nodes, strategy="hybrid_shard", shard_size=8)
+        said = hybrid_sentence(nodes)
+        assert_shows(said, [8, step_s(hybrid), step_s(nodes)])
+        assert ("pays" in said and "does not" not in said) == (step_s(hybrid) < 0.99 * step_s(nodes)) == pays, said
+    too_large = replace(TOO_LARGE, gpus=16, oversubscription=32.0, checkpointing="none")
+    assert "would pay, but does not fit a card" in hybrid_sentence(too_large)
 
 
 def test_what_a_plan_lacks_and_how_many_cards_hold_its_states() -> None:
@@ -527,9 +379,8 @@ MIDDLE, MIDDLE_CUT = math.sqrt(0.93 * 1.16), math.sqrt(0.74 * 1.25)
 
 def answered(fast: PlanSpec, cheap: PlanSpec, safe: PlanSpec) -> Fit:
     """A search that answered with these plans."""
-    own, *picks = (candidate_of(spec) for spec in (fast, fast, cheap, safe))
-    fastest, cheapest, safest = (Pick(each, None) for each in picks)
-    return Fit(own, 64, fastest, cheapest, safest, None, None, (), (), (), Tried(), 0)
+    own, fastest, cheapest, safest = (candidate_of(spec) for spec in (fast, fast, cheap, safe))
+    return Fit(own, 64, fastest, cheapest, safest, None, 0, 0)
 
 
 def certainly(spec: PlanSpec) -> float:
@@ -543,9 +394,7 @@ def certainly(spec: PlanSpec) -> float:
 def test_why_the_fastest_is_not_faster() -> None:
     found = answered(BOLD, CHEAP, SAFE)
     assert found.fastest is not None
-    less = replace(BOLD, checkpointing="selective")
-    said = answers.why_fastest(found, found.fastest)
-    assert_shows(said, [answers.EQUAL, exposed(BOLD), certainly(less), BOLD.gpu.memory_bytes])
+    assert_shows(search.why_fastest(found, found.fastest), [search.EQUAL, exposed(BOLD)])
 
 
 def test_what_the_cheapest_saves_and_how_much_longer_it_trains() -> None:
@@ -555,7 +404,7 @@ def test_what_the_cheapest_saves_and_how_much_longer_it_trains() -> None:
     hours = [step_s(spec) * spec.gpus for spec in (fast, CHEAP)]
     longer = step_s(CHEAP) / step_s(fast)
     expected = [1 - hours[1] / hours[0], exposed(CHEAP), exposed(fast), longer, 8, 16]
-    assert_shows(answers.why_cheapest(found, found.cheapest), expected)
+    assert_shows(search.why_cheapest(found, found.cheapest), expected)
 
 
 def test_what_the_safest_leaves_free_and_how_fast_it_is() -> None:
@@ -563,22 +412,10 @@ def test_what_the_safest_leaves_free_and_how_fast_it_is() -> None:
         found, needed = answered(FAST, CHEAP, safe), certainly(safe)
         assert found.safest is not None
         expected = [needed, safe.gpu.memory_bytes - needed, step_s(FAST) / step_s(safe) * middle]
-        assert_shows(answers.why_safest(found, found.safest), expected)
-
-
-def test_by_how_much_the_runner_up_is_worse() -> None:
-    """Its speed is that of the middle of the band of its kind of plan, here of tensor parallelism."""
-    fast, cheap, safe = map(candidate_of, (FAST, CHEAP, SAFE))
-    slower = step_s(CHEAP) / step_s(FAST) - 1
-    assert_shows(answers.runner_up(Pick(fast, cheap), FAST), [8, 1, 8, slower])
-    over_network = candidate_of(replace(FAST, **SLOW_NETWORK))
-    more = step_s(over_network.spec) * 16 / (step_s(CHEAP) * 8) - 1
-    assert_shows(answers.runner_up(Pick(cheap, over_network), FAST, by_gpus=True), [16, 1, 4, more])
-    slower = step_s(SAFE) / MIDDLE_CUT / (step_s(FAST) / MIDDLE) - 1
-    assert_shows(answers.runner_up(Pick(fast, safe), FAST), [1, 8, 2, slower])
+        assert_shows(search.why_safest(found, found.safest), expected)
 
 
 def test_a_plan_in_short() -> None:
     spec = plan_spec("llama-3.1-70b", "h100", gpus=64, micro_batch=3, grad_accum=5, tensor_parallel=4)
-    assert_shows(in_short(spec, spec), [3, 5, 4])
-    assert_shows(in_short(replace(spec, strategy="hybrid_shard", shard_size=8), spec), [8, 3, 5, 4])
+    assert_shows(in_short(spec), [3, 5, 4])
+    assert_shows(in_short(replace(spec, strategy="hybrid_shard", shard_size=8)), [8, 3, 5, 4])

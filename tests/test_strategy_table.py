@@ -149,7 +149,6 @@ from fsdplab.figures.report.page import comparison_page
 from fsdplab.records import comparison_json
 from fsdplab.figures.style import STRATEGY_COLOURS
 from fsdplab.planning.planner import plan_spec, plan_of
-from fsdplab.planning.questions import ask
 from fsdplab.planning.simulation import simulate_work, work_of
 from fsdplab.sessions import run
 from fsdplab.sessions.prediction import predict
@@ -176,7 +175,6 @@ print(json.dumps({
     "engine": STRATEGIES[new].reshard_after_forward,
     "page": new in comparison_page(comparison_json([record], record), [record]),
     "widget": [spec.strategy for spec in check(Choices(strategies=(new,))).specs],
-    "question": new in ask("strategy", plan_spec("llama-3.1-8b", "h100")).column("strategy"),
     "help": [new in console.invoke(app, f"{words} --help").output for words in ("plan step", "run", "compare")],
     "refused": str(console.invoke(app, ["run", "kept_shart"]).exception),
 }))
@@ -198,5 +196,5 @@ def test_one_more_row_is_a_strategy_everywhere(tmp_path):
     assert said["losses"] == said["like_losses"]
     assert said["colour"] == "#123456" and said["engine"] is False
     assert said["engines"] == ["lab", "torch-fsdp2", "twin"]
-    assert said["page"] and said["question"] and said["widget"] == ["kept_shard"] and all(said["help"])
+    assert said["page"] and said["widget"] == ["kept_shard"] and all(said["help"])
     assert "did you mean kept_shard?" in said["refused"]

@@ -169,8 +169,6 @@ def twice(x):
     """Twice x."""
     ### BEGIN SOLUTION
     return 2 * x
-    #! return 3 * x
-    #: this is three times
     ### END SOLUTION
 
 

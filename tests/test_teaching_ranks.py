@@ -8,10 +8,9 @@ from IPython.core.interactiveshell import InteractiveShell
 from fsdplab import teaching
 from fsdplab.sessions import Failure
 from fsdplab.teaching import collectives
-from fsdplab.teaching.core import cell_runs, checking, on_ranks, raised, registry, run_submission
+from fsdplab.teaching.core import cell_runs, checking, on_ranks, registry, run_submission
 from fsdplab.teaching.core.course_state import open_course
-from fsdplab.teaching.core.exercise_file import Mistake
-from tests.solutions import try_ended
+from tests.solutions import Mistake, mistakes_of, try_ended
 
 RING = registry.find("01.ring_all_gather")
 EXERCISES = [registry.find("00.hello_ranks"), RING]
@@ -28,7 +27,7 @@ def course(workspace):
 
 def ended(ends: str, line: str) -> Mistake:
     """The ring's known mistake that ends so and has this line."""
-    return next(known for known in RING.mistakes if known.ends == ends and line in known.source)
+    return next(known for known in mistakes_of(RING) if known.ends == ends and line in known.source)
 
 
 @pytest.mark.parametrize("line", ["dst=rank + 1)", "src=rank - 1)"])
@@ -36,7 +35,7 @@ def test_a_message_to_no_rank_is_explained(workspace, line):
     """gloo ends the process with SIGSEGV; the call is refused before."""
     known = ended("raises", line)
     feedback = try_ended(RING, known, workspace)
-    assert known.cause in feedback.cause
+    assert "the ring is not closed" in feedback.cause
     assert (
         "which does not exist: there are ranks 0 to 2" in feedback.got and 'ring_all_gather.py", line 1' in feedback.got
     )
@@ -46,16 +45,16 @@ def test_a_check_that_raises_shows_the_learners_line_and_unlocks_a_hint(course):
     known = ended("raises", "sending = isend(")
     course.workspace.save(RING.id, known.source)
     report = str(checking.grade(RING.id, hints=1))
-    assert known.cause in report and "NameError: name 'isend' is not defined" in report
+    assert "NameError: name 'isend' is not defined" in report
     assert "01.ring_all_gather.py" in report and "sending = isend(whole[(rank - step) % n]" in report
     assert "Hint 1 (a nudge)" in report and course.workspace.failed_tries(RING.id) == 1
 
 
 @pytest.mark.parametrize("line", ["dist.send(whole[(rank - step) % n]", "dist.recv(whole[(rank - step - 1) % n]"])
 def test_a_check_that_hangs_ends_within_its_limit_and_shows_the_line(workspace, line):
-    known = next(known for known in RING.mistakes if f"step in range(n - 1):\n        {line}" in known.source)
+    known = next(known for known in mistakes_of(RING) if f"step in range(n - 1):\n        {line}" in known.source)
     feedback = try_ended(RING, known, workspace, hangs_for=3.0)
-    assert known.ends == "hangs" and known.cause in feedback.cause
+    assert known.ends == "hangs" and "deadlock" in feedback.cause
     assert "did not return within 3 s" in feedback.headline
     assert "01.ring_all_gather.py" in feedback.got and f": {line}" in feedback.got
 
@@ -84,7 +83,6 @@ WAITING = "Rank 1 raised: StillWaiting: no return after 8 s"
 UNFINISHED = "Rank 1 raised: LeftUnfinished: it returned, but 10 s later the ranks could still not meet"
 ERRORS = (
     "NameError: name 'world_size' is not defined", "RuntimeError: Timed out waiting for recv", "IndexError: 3",
-    "TypeError: Expected parameter `x` of type\n  but got",
 )  # fmt: skip
 # failures that are one to a learner, line by line
 FAILURES = (
@@ -105,98 +103,6 @@ def test_every_way_to_fail_has_a_cause_of_its_own_and_names_its_rank():
     assert len(set.union(*causes)) == len(FAILURES)
     for failure in (each for alike in FAILURES for each in alike):
         assert checking.feedback_on_failure(RING, failure).rank == failure.rank
-
-
-@pytest.mark.parametrize(
-    "waits,says",
-    [("", "only begins the message"), ("work.wait", "only begins the message"), ("work.wait()", "deadlock")],
-)
-def test_a_rank_that_hangs_after_a_message_that_nobody_waits_for_is_told_of_it(waits, says):
-    failure = Failure("raised", "Rank 1 raised: StillWaiting: no return after 8 s", 1)
-    feedback = checking.feedback_on_failure(RING, failure, f"work = dist.isend(mine, dst=1)\n{waits}")
-    assert says in feedback.cause
-
-
-@pytest.mark.parametrize(
-    "error,cause",
-    [
-        ("TypeError: unsupported operand type(s) for /: 'NoneType' and 'int'", "go on with that tensor"),
-        ("TypeError: object of type 'method' has no len()", "not called"),
-        ("UnboundLocalError: cannot access local variable 'bucket' where it is not", "makes the name local"),
-        ("UnboundLocalError: local variable 'bucket' referenced before assignment", "makes the name local"),
-        ("RuntimeError: attempting to assign a gradient of size '[6192]' to a tensor of size", "view_as"),
-        ("RuntimeError: Tensors must have same number of dimensions: got 2 and 1", "flatten each one"),
-        ("ValueError: torch.cat(): expected a non-empty list of Tensors", "ask before whether there is anything"),
-        ("RuntimeError: stack expects a non-empty TensorList", "begins with `torch.zeros(())`"),
-        ("ValueError: Parameter 'head.weight' is shared with a parameter already managed by", "one unit for both"),
-        ("RuntimeError: ProcessGroupGloo::allgather: invalid tensor size at index 2", "pad the short ones"),
-        ("TypeError: Expected parameter `output` of type torch.Tensor but got <class 'NoneType'>", "something is None"),
-        ("RuntimeError: split_with_sizes expects split_sizes to sum exactly to 9", "`len` counts rows"),
-        ("AttributeError: 'dict' object has no attribute 'state'", "not `row.name`"),
-        ("RuntimeError: setStorage: sizes [3, 2] are out of bounds for storage of size 0", "no memory"),
-        ("RuntimeError: Check failed: outputs[0].sizes().vec() == inputs[0][i].sizes().vec()", "pad the short ones"),
-        ("RuntimeError: The size of tensor a (7) must match the size of tensor b (9)", "different rows"),
-        ("IndexError: tuple index out of range", "fewer pieces than ranks"),
-        ("RuntimeError: post accumulate grad hooks should return None.", "a hook returns nothing"),
-        ("KeyError: 'zero-1'", "the keys are those in the stub"),
-        ("TypeError: Invalid function argument. Expected parameter `output` of type torch.Tensor", "comes first"),
-        ("ValueError: invalid literal for int() with base 10: 'step-8'", "with `split` or `removeprefix`"),
-        ("ValueError: max() arg is an empty sequence", "`max(..., default=...)`"),
-        ("RuntimeError: Split sizes doesn't match total dim 0 size", "do not add up to the tensor"),
-        (
-            "RuntimeError: [enforce fail at /x/alltoall.cc:29] in->size % context->size == 0.",
-            "all blocks are equally long",
-        ),
-        (
-            "RuntimeError: [enforce fail at /x/alltoallv.cc:138] inLengthPerRank[myRank] == outLengthPerRank[myRank].",
-            "is as long as what that rank expects",
-        ),
-        ("RuntimeError: shape '[-1, 2]' is invalid for input of size 9", "whose rows and columns"),
-        ("TypeError: 'int' object is not iterable", "a pair is one argument"),
-        ("TypeError: list.append() takes exactly one argument (2 given)", "`steps.append((a, b))`"),
-        ("TypeError: slice indices must be integers or None or have an __index__ method", "a tuple of endings"),
-        (
-            "RuntimeError: The size of tensor a (2) must match the size of tensor b (6) at non-singleton dimension 1",
-            "rows",
-        ),
-        (
-            "RuntimeError: The expanded size of the tensor (2) must match the existing size (0) at",
-            "as much as there is",
-        ),
-        ("TypeError: new_zeros(): argument 'size' failed to unpack the object at pos 2", "a star hands them over"),
-        ("RuntimeError: invalid output tensor list at index 0 (expected length 3, got 2)", "one tensor for each rank"),
-        ("TypeError: resize_() missing 1 required positional argument: 'nbytes'", "lacks an argument"),
-        ("TypeError: hooks returned NoneType; return before_forward", "the function returns nothing"),
-        ("ValueError: trying to initialize the default process group twice!", "leave `init_process_group` out"),
-        ("RuntimeError: [enforce fail at pair.cc:801] Pair is not connected", "a rank names itself"),
-        ("RuntimeError: Read error [127.0.0.1]:46317: Connection reset by peer.", "the same collective calls"),
-        ("but got <class 'int'> instead.", "a tensor is expected"),
-        ("TypeError: recv() got an unexpected keyword argument 'dst'", "no argument of that name"),
-        ('TypeError: can only concatenate str (not "int") to str', "an f-string"),
-        ("ValueError: torch.cat(): expected a non-empty list of Tensors", "`x.new_empty(0)`"),
-        ("ValueError: Invalid usage of tensors with different dtypesFound torch.float32 and torch.int64", "one dtype"),
-        (
-            "RuntimeError: Check failed: outputTensors[i].dtype() == inputTensors[i].dtype() (float vs. long",
-            "one dtype",
-        ),
-        ("RuntimeError: ProcessGroupGloo::allgather: invalid tensor type at index 0", "one dtype"),
-        ("IndexError: list index out of range", "behind a list's last place there is nothing"),
-    ],
-)
-def test_an_error_of_python_or_torch_is_led_back_to_the_mistake(error, cause):
-    assert cause in raised.cause_of(error)
-
-
-def test_a_shape_of_fewer_dimensions_is_told_from_a_list_of_fewer_pieces():
-    error = "IndexError: tuple index out of range"
-    assert "`x.shape[1:]`" in raised.cause_of(error, line=f"mine = torch.zeros(c, whole.shape[1])\n{error}")
-    assert "fewer pieces than ranks" in raised.cause_of(error, line=f"return whole.chunk(n)[rank]\n{error}")
-
-
-def test_none_in_a_pure_function_comes_from_no_collective():
-    error = "AttributeError: 'NoneType' object has no attribute 'items'"
-    assert "ask before, `is not None`" in raised.cause_of(error, pure=True)
-    assert "go on with that tensor" in raised.cause_of(error)
 
 
 def test_a_passed_check_makes_the_learners_version_the_one_in_use(course, capsys):

@@ -9,14 +9,12 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from fsdplab import __version__
 from fsdplab.cli.errors import USAGE_ERROR, failed, interrupted, one_line, refuse, refuse_for
-from fsdplab.cli.old_names import as_today
 from fsdplab.cli.options import (
     OF_A_RUN,
     OUTPUTS,
@@ -36,16 +34,7 @@ from fsdplab.common.errors import RunError, UserError
 from fsdplab.common.names import OVER_ALL_RANKS, STRATEGIES, STRATEGIES_IN_WORDS
 from fsdplab.sessions.spec import PEERS, SpecError
 
-
-class _App(TyperGroup):
-    """The group of all commands, which takes flags by their names of before too."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, as_today(args))
-
-
 app = typer.Typer(
-    cls=_App,
     help="A laboratory for Fully Sharded Data Parallel training.",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
@@ -106,10 +95,6 @@ add_command(
     {"strategy": replace(RUN["strategy"], read=known_strategy, into="settings")},
     taken(RUN, "engine", *OF_A_RUN, "checkpoint", "offload", "transport", profile=2),
     {
-        "nodes": Flag(
-            int, 1, "Nodes: more than one are network namespaces with a real, rate-limited link between them."
-        ),
-        "ranks_per_node": Flag(int | None, None, "Ranks of each node; default: world size / nodes."),
         "card": CARD,
         "out": Flag(Path | None, None, "Folder of the record; default: a new one, runs/<strategy>-<engine>."),
     },
@@ -117,7 +102,7 @@ add_command(
     shown=(
         "fsdplab run full_shard",
         "fsdplab run hybrid_shard -n 4 --shard-size 2 --link nvlink4 --link-across eth10",
-        "fsdplab run zero2 --nodes 2 --ranks-per-node 2 --link 200mbit --out runs/two-nodes",
+        "fsdplab run zero2 --link 200mbit --out runs/slow-link",
     ),
 )  # fmt: skip
 
@@ -259,6 +244,17 @@ add_command(
     shown=("fsdplab lab", "fsdplab lab --edition teacher --no-browser --port 8899"),
 )  # fmt: skip
 
+add_command(
+    app, "gpu-check", "gpu_check:gpu_check",
+    "Check a GPU machine: doctor, the tests for GPUs, compare and bench, whose results are kept in a folder.",
+    {
+        "device": Flag(str, "cuda", "cuda, or cpu: a rehearsal in tiny sizes.", one_of=("cuda", "cpu")),
+        "out": Flag(Path | None, None, "Folder for the results, new or empty; default: gpu-check-DEVICE."),
+    },
+    taken(OUTPUTS, "json"),
+    shown=("fsdplab gpu-check", "fsdplab gpu-check --device cpu --out rehearsal"),
+)  # fmt: skip
+
 # what a module's own parser reads, its --help too
 _AS_GIVEN = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -269,14 +265,6 @@ def course(context: typer.Context) -> None:
     from fsdplab.cli.lab import run_course
 
     raise typer.Exit(run_course(context.args))
-
-
-@app.command("gpu-check", context_settings=_AS_GIVEN)
-def gpu_check(context: typer.Context) -> None:
-    """Check a GPU machine from the driver to the speed of training, and keep the result; or a dry run on the CPU."""
-    from fsdplab.cli.lab import run_module
-
-    raise typer.Exit(run_module("fsdplab.gpu_check", context.args))
 
 
 def main(arguments: list[str] | None = None) -> None:

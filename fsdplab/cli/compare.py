@@ -1,15 +1,14 @@
 """`fsdplab compare` runs several strategies and engines side by side, shows their progress, then the comparison.
 
-`fsdplab run` records one run in a folder, on this machine or on virtual nodes with a real link between them.
+`fsdplab run` records one run in a folder.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from fsdplab.common.temporary import folder_of_this_process
 from fsdplab.common.words import harmless
 from fsdplab.figures.conclusion import change_words
 from fsdplab.figures.view import SETTINGS, views
-from fsdplab.planning.links import parse_link
 from fsdplab.records import RunRecord
 from fsdplab.records.folder import claim_folder, claim_free_folder
 from fsdplab.sessions.spec import ENGINES, PEERS, STRATEGIES, RunSpec, SpecError, near_matches
@@ -157,18 +155,11 @@ def _next_steps(records: Sequence[RunRecord], outputs: Outputs) -> Iterator[Line
 # ---- one run
 
 
-def record_run(
-    named: str | None, nodes: int, ranks_per_node: int | None, card: str, out: Path | None,
-    settings: dict[str, Any], outputs: Outputs,
-) -> None:  # fmt: skip
-    """Run one spec into a folder, which `fsdplab report` reads, and show its row.
-
-    More than one node are network namespaces, or an emulated link between all ranks where they cannot be made.
-    """
+def record_run(named: str | None, card: str, out: Path | None, settings: dict[str, Any], outputs: Outputs) -> None:
+    """Run one spec into a folder, which `fsdplab report` reads, and show its row."""
     if named and settings["strategy"] not in (named, RUN["strategy"].default):
         refuse(f"{named} and --strategy {settings['strategy']} were given; expected one strategy")
     settings |= {"strategy": named or settings["strategy"], "card": card_of(card, settings, "none")}
-    runner = None if nodes == 1 and ranks_per_node is None else _on_nodes(settings, nodes, ranks_per_node)
     spec = RunSpec(**settings)
     from fsdplab.sessions import run
 
@@ -177,27 +168,11 @@ def record_run(
         outputs.show([headline(spec, spec.card)])
     with ProgressTable(outputs.console(), {folder: spec}, outputs) as progress:
         progress.begins(spec)
-        record = (runner or run)(
+        record = run(
             spec, directory=folder, on_progress=lambda *where: progress.step(spec, *where), on_look=look_for_signals
         )
     outputs.give(answer_of_runs([record], None, outputs))
     outputs.show([recorded_in(folder)])
-
-
-def _on_nodes(settings: dict[str, Any], nodes: int, ranks_per_node: int | None) -> Callable[..., RunRecord] | None:
-    """What runs a spec on so many namespaces with the link between them, to which the settings are changed; None where
-    they cannot be made, with a note.
-    """
-    from fsdplab.sessions.virtual_nodes import run_nodes, why_no_nodes
-
-    each = _ranks_of_a_node(settings["world_size"], nodes, ranks_per_node)
-    settings["world_size"] = nodes * each
-    if (why := why_no_nodes()) is not None:
-        instead = "the link between all ranks is emulated instead"
-        print(f"fsdplab: no nodes can be made here ({why}); {instead}", file=sys.stderr)
-        return None
-    link = settings.pop("link")
-    return partial(run_nodes, nodes=nodes, ranks_per_node=each, link=parse_link(link) if link else None)
 
 
 def _claimed(outputs: Outputs, out: Path | None, usual: Path) -> Path:
@@ -205,13 +180,3 @@ def _claimed(outputs: Outputs, out: Path | None, usual: Path) -> Path:
     if out or outputs.force:
         return claim_folder(out or usual, replace=outputs.force)
     return claim_free_folder(usual)
-
-
-def _ranks_of_a_node(ranks: int, nodes: int, given: int | None) -> int:
-    for flag, count in (("--nodes", nodes), ("--ranks-per-node", given)):
-        if count is not None and count < 1:
-            refuse(f"{flag} is {count}; expected a whole number of at least 1")
-    if ranks % nodes and given is None:
-        expected = "expected a divisor of the ranks, or give --ranks-per-node"
-        refuse(f"--nodes {nodes} with --world-size {ranks}; {expected}")
-    return given or ranks // nodes

@@ -9,7 +9,6 @@ from fsdplab.figures.plots.memory import memory_by_category as memory_by_categor
 from fsdplab.figures.plots.memory import memory_timeline as memory_timeline
 from fsdplab.figures.plots.memory import predicted_memory as predicted_memory
 from fsdplab.figures.plots.pareto import pareto as pareto
-from fsdplab.figures.plots.plans import answer_figure as answer_figure
 from fsdplab.figures.plots.plans import overlap_roofline as overlap_roofline
 from fsdplab.figures.plots.steps import steady_steps as steady_steps
 from fsdplab.figures.plots.steps import step_time as step_time

@@ -162,7 +162,7 @@ def _hidden(run: RunView) -> str:
     part = run.summary.comm.overlap
     if part is None or core_words([run]):
         return ""
-    linked = emulated_links([run]) or run.summary.nodes or run.traced or run.recorded or run.device != "cpu"
+    linked = emulated_links([run]) or run.traced or run.recorded or run.device != "cpu"
     if part < _ALIKE and not linked:
         return " (no link is emulated, so there is nothing to hide; --link 150MB/s emulates one)"
     return f" and hides {percent(part)} of it"

@@ -2,7 +2,7 @@
 
 A band is the narrowest range of published over predicted that holds a stated share of the known runs of a kind.
 Throughput: of the held-out runs of data/published.csv. Memory: of all its runs, since no constant but one factor is
-fitted to memory; of ten runs two lie outside. `fsdplab plan validate --json -` has the same ranges, and a test holds
+fitted to memory; of ten runs two lie outside. `python -m tests.plan_validation` has the same ranges, and a test holds
 them against these.
 """
 

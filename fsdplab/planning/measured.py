@@ -26,10 +26,9 @@ from fsdplab.records import RunRecord, known
 
 from .bands import kind_of
 from .plan_spec import PlanSpec
-from .published import Case, read_published
+from .published import FIT, HELD_OUT, SEEN, SPEED, Case, closed_form_s, read_published, step_s, timed
 from .simulation import simulate_work, work_of
 from .simulation.simulated_step import account
-from .validate import FIT, HELD_OUT, SEEN, SPEED, closed_form_s, step_s, timed
 
 STEP, SIMULATED_PARTS, EXPOSED = "step", "of it compute and link", "exposed on the link"
 RECORDED = "recorded here"

@@ -242,8 +242,7 @@ class Memory:
 def memory_of(spec: PlanSpec) -> Memory:
     """The memory of one rank through a step.
 
-    What is gathered, and the gradients that wait for their reduction, are a unit's; activations are a block's. Of a
-    pipeline: the stage that needs most.
+    Of a pipeline: the stage that needs most.
     """
     if spec.pipeline_parallel > 1:
         each = (_of_stage(spec, index, stage) for index, stage in stages(spec))
@@ -267,22 +266,9 @@ def memory_of_program(program: Program, spec: PlanSpec) -> Memory:
     return Memory(tuple(_Step(spec).moments(program)))
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A block of a unit, or a part of one; of the block's activations, what there is before and behind its forward."""
-
-    block: int
-    before: float = 0.0
-    behind: float = 1.0
-
-
-def _units(spec: PlanSpec) -> dict[str, list[_Part]]:
-    """The units below the root, and what each holds."""
-    together, parts = max(1, round(spec.blocks_per_unit)), max(1, round(1 / spec.blocks_per_unit))
-    shares = [(part / parts, (part + 1) / parts) for part in range(parts)]
-    every = [_Part(block, *share) for block in range(spec.model.layers) for share in shares]
-    groups = [every[first : first + together] for first in range(0, len(every), together)]
-    return {f"{BLOCK}s.{number}": group for number, group in enumerate(groups)}
+def _units(spec: PlanSpec) -> dict[str, int]:
+    """The units below the root, and the number of each one's block."""
+    return {f"{BLOCK}s.{number}": number for number in range(spec.model.layers)}
 
 
 class _Step:
@@ -296,7 +282,7 @@ class _Step:
         self.block, root = unit_bytes(spec.model.block, spec, adapted=True), unit_bytes(spec.model.root, spec)
         self.all: UnitBytes = self.block.times(layers) + root
         self.units = _units(spec)
-        self.sizes = dict.fromkeys(self.units, self._buffers(self.block.times(spec.blocks_per_unit)))
+        self.sizes = dict.fromkeys(self.units, self._buffers(self.block))
         self.sizes[ROOT] = self._buffers(root)
         head = spec.model.root[:1] if spec.model.tied and spec.model.ends[0] else spec.model.root[-1:]
         head = head if spec.model.ends[1] else ()
@@ -336,8 +322,7 @@ class _Step:
             elif isinstance(each, Compute):
                 yield from self._in_root(each.phase) if each.unit == ROOT else self._in_unit(each.unit, each.phase)
         self.now["activations"] = 0.0
-        on_card = not (self.spec.optimizer_on_cpu or self.spec.offload)
-        yield self._moment("optimizer step", other=self.all.step_scratch if on_card else 0.0)
+        yield self._moment("optimizer step", other=0.0 if self.spec.offload else self.all.step_scratch)
 
     def _change(self, each: Change) -> None:
         category, nbytes = self.sizes[each.unit][each.buffer]
@@ -375,33 +360,28 @@ class _Step:
             self.now["activations"] = batch + loss.held
 
     def _in_unit(self, unit: str, phase: str) -> Iterator[Moment]:
-        """The blocks of a unit: a backward at its widest, when of the gradients there is that of the last product."""
-        alive = self.activations
+        """The block of a unit: a backward at its widest, when of the gradients there is that of the last product."""
+        alive, block = self.activations, self.units[unit]
         if phase == "forward":
-            for part in self.units[unit]:
-                self.now["activations"] = alive.saved(part.block, part.behind)
-                self.now["unsharded_parameters"] += self.block.cast * (part.behind - part.before)
-                self.cast += self.block.cast * (part.behind - part.before)
-                yield self._of_block("forward", part.block, False)
+            self.now["activations"] = alive.saved(block, 1.0)
+            self.now["unsharded_parameters"] += self.block.cast
+            self.cast += self.block.cast
+            yield self._of_block("forward", block, False)
             return
-        waiting, held = 0.0, alive.loss.held
-        for part in reversed(self.units[unit]):
-            self.now["activations"] = alive.saved(part.block, part.behind) + held
-            yield self._of_block(
-                "backward", part.block, part.behind == 1.0, activations=alive.inside(part.block),
-                unsharded_parameters=self.block.restored + self.block.cast, unsharded_gradients=self.last + waiting,
-            )  # fmt: skip
-            self.now["activations"] = alive.saved(part.block, part.before) + alive.stream + held
-            waiting += self.block.unsharded_gradients * (part.behind - part.before)
-        yield self._of_block("end of the backward", part.block, False, unsharded_gradients=waiting)
+        held = alive.loss.held
+        self.now["activations"] = alive.saved(block, 1.0) + held
+        yield self._of_block(
+            "backward", block, True, activations=alive.inside(block),
+            unsharded_parameters=self.block.restored + self.block.cast, unsharded_gradients=self.last,
+        )  # fmt: skip
+        self.now["activations"] = alive.saved(block, 0.0) + alive.stream + held
+        yield self._of_block("end of the backward", block, False, unsharded_gradients=self.block.unsharded_gradients)
 
     def _reduction(self, unit: str) -> Moment:
         """Packed gradients and what they are reduced to, beside the gradients themselves."""
         if unit == ROOT:
             return self._moment("reduction of the root")
-        first, last = self.units[unit][0], self.units[unit][-1]
-        named = last if last.block == self.spec.model.layers - 1 else first
-        return self._of_block("reduction", named.block, first.before == 0.0)
+        return self._of_block("reduction", self.units[unit], True)
 
 
 def fits_card(spec: PlanSpec) -> bool:
@@ -420,7 +400,7 @@ def _resting(spec: PlanSpec, units: UnitBytes) -> dict[str, float]:
     found = dict.fromkeys(CATEGORIES, 0.0) | {"other": float(FRAMEWORK_BYTES)}
     if not spec.offload:
         found["sharded_parameters"] = units.sharded_parameters
-        found["optimizer_state"] = 0.0 if spec.optimizer_on_cpu else units.optimizer_state
+        found["optimizer_state"] = units.optimizer_state
     return found
 
 

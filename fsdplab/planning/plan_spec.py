@@ -117,10 +117,8 @@ class PlanSpec:
     shifts_logits: bool = False  # whether the loss is of a copy of the logits without the last token (transformers)
     async_tensor: bool = False  # whether tensor parallelism's collectives go on beside its products
     autocast: bool = False  # under torch.autocast, no mixed precision of the sharding engine
-    blocks_per_unit: float = 1.0  # that travel together; 0.25: four units a block
     recomputed_blocks: int | None = None  # how many of the first blocks are checkpointed; None: all
     ranks_after_forward: int | None = None  # that a block stays cut over until its backward; 1: gathered; None: usual
-    optimizer_on_cpu: bool = False  # the optimizer's state rests in host memory; slices and gradients do not
 
     def __post_init__(self) -> None:
         for name, most in _LARGEST.items():

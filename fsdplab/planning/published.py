@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from fsdplab.workloads.shapes import Experts, ModelShape
 
 from .hardware import Gpu, find_gpu
 from .plan_spec import PlanSpec
+from .step_time import has_known_flops, step_time
 
 COLUMNS = (
     "id", "source", "model", "params_B", "layers", "hidden", "ffn", "heads", "kv_heads", "vocab", "seq_len",
@@ -33,6 +34,15 @@ _OPTIONAL = ("loss", "experts")  # columns that a file may lack
 _LARGEST_FILE = 10**7
 _NEAR_COUNT = 0.02  # of a stated number of parameters, what a shape may differ by
 _GIB = 2**30
+
+
+SPEED, MEMORY = "tokens/s", "memory"
+FIT, HELD_OUT = "fit", "held out"
+# the sources whose figures the constants were fitted to, or the rules were written beside; all others are held out
+SEEN = {
+    SPEED: ("MosaicML", "torchtitan PR #165"),
+    MEMORY: ("torchtitan PR #165", "torchtitan", "DeepSpeed", "accelerate"),
+}
 
 
 class PublishedError(UserError, ValueError):
@@ -342,3 +352,33 @@ def _candidate(name: str, row: Mapping[str, str], *, gated: bool, tied: bool) ->
         vocabulary=_count(row, "vocab", 0), context=max(seq, 1), gated=gated, norm_bias=not gated, qkv_bias=not gated,
         output_bias=not gated, ffn_bias=not gated, fused=not gated, positions=0 if gated else seq, tied=tied,
     )  # fmt: skip
+
+
+# ---- their times
+
+
+def why_untimed(case: Case) -> str:
+    """Return why no time of a case is predicted; else nothing."""
+    gpu = case.spec.gpu
+    return case.without_time or ("" if has_known_flops(gpu) else f"no bf16 FLOP/s are known for {gpu.name}")
+
+
+def timed(cases: Iterable[Case]) -> list[Case]:
+    """Return the cases whose published throughput can be predicted."""
+    return [case for case in cases if case.tokens_per_s is not None and not why_untimed(case)]
+
+
+def step_s(case: Case, seconds_of: Callable[[PlanSpec], float]) -> float:
+    """Return the seconds of a case's step by those of a plan's.
+
+    Where a part of the blocks is checkpointed: that part of the seconds with, the rest without.
+    """
+    with_s = seconds_of(case.spec)
+    if case.recomputed == 1:
+        return with_s
+    return case.recomputed * with_s + (1 - case.recomputed) * seconds_of(replace(case.spec, checkpointing="none"))
+
+
+def closed_form_s(spec: PlanSpec) -> float:
+    """Return the seconds of a plan's step, as `fsdplab plan` predicts them."""
+    return step_time(spec).step_s

@@ -138,44 +138,6 @@ def _units(spec: PlanSpec, rows: Sequence[AxisTraffic], compute: Compute) -> tup
     return root, block, longer_s
 
 
-def least_step_s(spec: PlanSpec) -> float:
-    """Seconds that a step takes at least: those of its compute with the collectives that stand between products, or
-    those of the collectives that move states, whichever are more. No walk through the step is needed for them.
-    """
-    if spec.pipeline_parallel > 1:
-        send = next(row for row in plan_traffic(spec) if row.axis == "pipeline")
-        least_s, passes_s = zip(*(_least_s(stage) for _, stage in stages(spec)))
-        idle_s = (bubble(spec) * each for each in passes_s)
-        return max(map(sum, zip(least_s, idle_s))) + send.count * transfer_of(spec, send).seconds
-    return _least_s(spec)[0]
-
-
-def least_compute_s(spec: PlanSpec) -> float:
-    """Seconds that a step computes at least, with a pipeline's bubble and without anything that is sent."""
-    each = stages(spec) if spec.pipeline_parallel > 1 else [(0, spec)]
-    idle = bubble(spec) if spec.pipeline_parallel > 1 else 0.0
-    computed = ((stage.model.layers, Compute(stage, None)) for _, stage in each)
-    passes_s = (layers * sum(it.block_s) + (it.head_forward_s + it.head_backward_s) for layers, it in computed)
-    return (1 + idle) * spec.grad_accum * max(passes_s)
-
-
-def _least_s(spec: PlanSpec) -> tuple[float, float]:
-    """The least seconds of a step, and those of its passes with what stands between their products."""
-    rows, compute = plan_traffic(spec), Compute(spec, None)
-    root, block, longer_s = _units(spec, rows, compute)
-    passes_s = spec.grad_accum * (spec.model.layers * _alone_s(block) + _alone_s(root))
-    exchanged_s = sum(row.count * transfer_of(spec, row).seconds for row in rows if row.unit == OPTIMIZER)
-    moving = (row for row in rows if row.unit != OPTIMIZER and row.kind != "all_reduce" and not any(row.inline))
-    sent_s = sum(row.count * transfer_of(spec, row).seconds for row in moving)
-    return max(passes_s, sent_s) + compute.optimizer_s + longer_s + exchanged_s, passes_s
-
-
-def _alone_s(unit: UnitWork) -> float:
-    """Seconds of a unit's forward and backward, with what stands between their products."""
-    inline_s = sum(each.seconds for each in (*unit.inline_forward, *unit.inline_backward))
-    return unit.forward_s + unit.backward_s + inline_s
-
-
 def planned_work(
     spec: PlanSpec, rows: Sequence[AxisTraffic], units: Sequence[UnitWork], optimizer_s: float, slowed_s: float
 ) -> StepWork:

@@ -125,14 +125,6 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class Nodes:
-    """The nodes of a run with a real network between them."""
-
-    nodes: int
-    ranks_per_node: int
-
-
-@dataclass(frozen=True)
 class Traces:
     """The traces that a record was made from: files by rank, device work of no step, and what the tables leave out."""
 
@@ -185,7 +177,6 @@ class Summary:
     card: Card | None = None
     link: Link | None = None
     profile: Profile | None = None
-    nodes: Nodes | None = None
     traces: Traces | None = None
     simulated: SimulatedRanks | None = None
     gathered_bytes: int | None = None

@@ -84,7 +84,7 @@ def _system() -> Capability:
     if why_no_ranks() is not None:
         return Capability("Linux's calls", False, "none", "plans and recorded runs only")
     instead = "torchrun for forks, gloo for shared memory, ps for /proc, a thread that ends orphans"
-    lacks = "--nodes, offload to files, waits for a core, resident memory"
+    lacks = "offload to files, waits for a core, resident memory"
     return Capability("Linux's calls", False, "none", f"second ways: {instead}; not here: {lacks}")
 
 

@@ -2,7 +2,7 @@
 
 The runs warm up one after the other, each with the machine to itself, and then wait side by side. Their timed steps
 take turns, one step of one run at a time, so that a machine that becomes slower slows all runs alike. Profiled steps
-come last, one run after the other. Where runs cannot wait side by side (too little memory, GPUs, several nodes) they
+come last, one run after the other. Where runs cannot wait side by side (too little memory, GPUs) they
 run one after the other, and the first is run again last: how far its step time has drifted says what the others' are
 worth.
 
@@ -24,7 +24,6 @@ from fsdplab.records import RunRecord, known
 from fsdplab.records.summary import Link
 from fsdplab.sessions.first_run import predict_from_the_first
 from fsdplab.sessions.launch.failure_report import Failure, RanksFailed, StarterLost
-from fsdplab.sessions.launch.launcher import starts_elsewhere
 from fsdplab.sessions.launch.stacks import PACKAGE
 from fsdplab.sessions.launch.turns import fifos_in
 from fsdplab.sessions.run_and_record import WORKER, OnStep, RunCalls, StartedRun, end_runs, run
@@ -300,8 +299,6 @@ def why_no_turns(specs: Sequence[RunSpec], directory: Path | None) -> str:
         return "there is one run"
     if any(spec.device_type == "cuda" for spec in specs):
         return "they use a GPU"
-    if starts_elsewhere():
-        return "their ranks are on several nodes"
     if directory is not None and not fifos_in(directory):
         return f"the file system of {directory} has no FIFOs"
     return ""

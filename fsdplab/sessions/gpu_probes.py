@@ -48,12 +48,11 @@ def machine(device: str) -> Found:
     """Versions, every GPU with its memory and what one kernel computes there, and the sentences that apply."""
     import torch
 
-    from fsdplab.sessions.worker.environment import capture_environment, source_digest
+    from fsdplab.sessions.worker.environment import capture_environment
 
     wrong = gpus.driver_complaint(gpus.driver_cuda(), torch.version.cuda) if device == "cuda" else ""
     found: Found = {"blocks": wrong, "advice": [], "gpus": [], "cuda": torch.version.cuda, "nccl": None, "driver": None}
     found["environment"] = capture_environment("cpu")  # with "cuda" it would have a context on every GPU
-    found["source_sha256"] = source_digest(Path(__file__).resolve().parents[1])
     if device == "cpu":
         return found | {"gpus": [_gpu(device, "cpu", (0, 0))]}
     shm = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
@@ -90,32 +89,6 @@ def _gpu(device: str, name: str, capability: tuple[int, int]) -> Found:
     except RuntimeError as error:  # no kernel for this GPU, a GPU that another process holds, no memory
         return shown | {"bytes": 0, "free": 0, "sum": None, "error": str(error).splitlines()[0][:300]}
     return shown | {"bytes": total, "free": free, "sum": ones, "error": ""}
-
-
-def profiles(device: str) -> Found:
-    """Kernels that a CUDA profile sees after a profile of the CPU, where that was the first of the process. From torch
-    2.13 on these may be none, so that the lab's ranks begin with a CUDA profile.
-    """
-    return {"kernels": [_profiled(device, activity) for activity in ("cpu", device)][-1], "wrong": ""}
-
-
-def profiles_cuda_first(device: str) -> Found:
-    """The same where the first profile of the process had CUDA in it; `wrong` where it sees none."""
-    kernels = [_profiled(device, activity) for activity in (device, "cpu", device)][-1]
-    return {"kernels": kernels, "wrong": "" if kernels else "a CUDA profile shows no kernel"}
-
-
-def _profiled(device: str, activity: str) -> int:
-    """Profile one sum on the device; the events of the device that the profile has."""
-    import torch
-    from torch.profiler import ProfilerActivity, profile
-
-    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if activity == "cuda" else [])]
-    with profile(activities=kinds) as seen:
-        torch.ones(8, device=device).sum()
-        if device == "cuda":
-            torch.cuda.synchronize()
-    return sum(event.device_type.name == device.upper() for event in seen.events())
 
 
 def ipc(device: str) -> Found:
@@ -157,28 +130,7 @@ def _read_by_ipc(told: bytes, answer: Any) -> None:
         answer.send(str(error).splitlines()[0][:200])
 
 
-def collectives(device: str) -> list[Found]:
-    """All-gather, reduce-scatter and all-reduce of known values on one rank a GPU over NCCL, or on two CPU ranks over
-    gloo: the bus bandwidth of each; `wrong` where a rank has other values, or where the ranks form no group.
-    """
-    import torch
-
-    from fsdplab.sessions import RanksFailed, call_on_ranks
-    from fsdplab.sessions.worker import known_collectives
-
-    ranks, where = (max(1, torch.cuda.device_count()), "any") if device == "cuda" else (2, "cpu")
-    source = str(known_collectives.__file__)
-    try:
-        found = call_on_ranks(source, "rows", world_size=ranks, payload=device, time_limit=80.0, device=where)
-    except RanksFailed as error:
-        return [{"what": f"a group of {ranks}", "wrong": str(error).strip().splitlines()[0][:300]}]
-    told = [[f"rank {rank}: {row['wrong']}" for rank, row in enumerate(same) if row["wrong"]] for same in zip(*found)]
-    return [row | {"wrong": "; ".join(wrong[:2])} for row, wrong in zip(found[0], told)]
-
-
-PROBES: dict[str, Callable[[str], Any]] = {
-    each.__name__: each for each in (machine, profiles, profiles_cuda_first, ipc, collectives)
-}
+PROBES: dict[str, Callable[[str], Found]] = {"machine": machine, "ipc": ipc}
 
 if __name__ == "__main__":
     print(json.dumps(PROBES[sys.argv[1]](sys.argv[2])))

@@ -38,7 +38,7 @@ _SOURCES = {
     "what_was_real": "core.provenance",
     "on_a_gpu": "core.on_a_gpu",
     "recorded": "core.recorded",
-    "picture": "pictures",
+    "picture": "slides",
     "beside": "core.beside",
     "Exercise": "core.exercise_file",
     "Question": "core.exercise",

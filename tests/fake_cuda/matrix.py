@@ -17,19 +17,18 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.fake_cuda.all_pairs import all_pairs
 from tests.fake_cuda.machine import Done, Machine, run
 
-COMMANDS = ("run", "compare", "%%ranks", "gpu-check")
+COMMANDS = ("run", "compare", "%%ranks")
 GPUS, CAPABILITIES, MEMORIES_GB = (1, 2, 4), (75, 80, 90), (15, 24, 80)
 LIMIT_S = 420
-_WRITTEN_GB = 6.0  # of a GPU, by gpu-check: the state of llama-0.3b, whose matrices are copied and filled
 _TINY = ("--model", "gpt-tiny", "--steps", "2")
 _SLOW = {"COPY_US": 3000, "COPY_DELAY_US": 3000, "KERNEL_DELAY_US": 300, "SEED": 1}
-# what torch warns of is no message of fsdplab's; without a compiler, gpu-check leaves torch.compile out
+# what torch warns of is no message of fsdplab's
 _ALONE = {"PYTHONWARNINGS": "ignore", "PATH": ""}
 
 
@@ -143,23 +142,6 @@ def mentions(*words: str) -> Judge:
     return judge
 
 
-_OF_VALUES = re.compile(r"\bwrong\b|\bthe loss is\b")
-
-
-def parts_end(done: Done, folder: Path) -> Judged:
-    """Every part of gpu-check came to its end, and what failed are values, which no kernel has computed."""
-    found = sorted(folder.rglob("check.json"))
-    if not found:
-        return Judged(False, message_of(done))
-    parts = json.loads(found[0].read_text())["parts"]
-    unfinished = [f"{part['name']}: {part['status']}" for part in parts if part["status"] != "finished"]
-    failed = [check for part in parts for check in part["checks"] if check["wrong"]]
-    others = [f"{check['name']}: {check['wrong']}" for check in failed if not _OF_VALUES.search(check["wrong"])]
-    if unfinished or others:
-        return Judged(False, "; ".join((unfinished + others)[:3]).replace("|", "/")[:240])
-    return Judged(True, f"{len(parts)} parts finished; {len(failed)} checks of values are not judged")
-
-
 def losses_equal(done: Done, folder: Path) -> Judged:
     """The first case of `train.py` is the twin on the CPU; all others have its losses to 1e-6."""
     ended = ended_well(done, folder)
@@ -192,14 +174,7 @@ def _command_on(what: str, machine: Machine) -> Case:
     if what == "compare":
         command = (*fsdplab, "compare", *_TINY, "-n", ranks, "--device", "cuda", "--keep", "{}/kept")
         return Case(what, machine, command, has_kernels)
-    if what == "%%ranks":
-        return Case(
-            what, machine, ("python", "-c", _CELL.format(ranks=ranks)), mentions(f"rank {int(ranks) - 1} reduced")
-        )
-    parts = "mechanisms,nccl,correctness,traces,speed"  # tests marked gpu are of numbers too, which nothing computes
-    command = (*fsdplab, "gpu-check", "--device", "cuda", "--parts", parts, "--limit", "1500", "--out", "{}/check")
-    host_gb = _WRITTEN_GB * machine.gpus
-    return Case(what, replace(machine, settings={"LARGEST_COPY_MB": 16}), command, parts_end, 1560, host_gb)
+    return Case(what, machine, ("python", "-c", _CELL.format(ranks=ranks)), mentions(f"rank {int(ranks) - 1} reduced"))
 
 
 _CELL = """
@@ -315,7 +290,7 @@ Nothing here ran on a GPU: see README.md for what is real.
 
 {versions}
 
-Commands on machines (`run`, `compare`, `%%ranks`, `gpu-check`) are thinned: every pair of command, number of GPUs,
+Commands on machines (`run`, `compare`, `%%ranks`) are thinned: every pair of command, number of GPUs,
 capability, memory and torch occurs, not every combination. One GPU is shared by two ranks; else each rank has its own.
 {only}
 Not judged: times; numbers, except where a line says so (kernels compute nothing); Triton and `torch.compile`; other

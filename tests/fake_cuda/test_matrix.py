@@ -25,7 +25,6 @@ from tests.fake_cuda.matrix import (
     has_kernels,
     judge,
     losses_equal,
-    parts_end,
     says,
 )
 
@@ -74,23 +73,6 @@ def test_losses_must_be_the_twins(losses: object, ok: bool, tmp_path: Path) -> N
     assert losses_equal(Done(0), tmp_path).ok is ok
 
 
-@pytest.mark.parametrize(
-    ("status", "wrong", "ok"),
-    [
-        ("finished", "", True),
-        ("finished", "losses are wrong", True),
-        ("finished", "no group", False),
-        ("failed", "", False),
-    ],
-)
-def test_parts_of_a_gpu_check_must_end_and_only_values_may_be_wrong(
-    status: str, wrong: str, ok: bool, tmp_path: Path
-) -> None:
-    part = {"name": "nccl", "status": status, "checks": [{"name": "sums", "wrong": wrong}]}
-    (tmp_path / "check.json").write_text(json.dumps({"parts": [part]}))
-    assert parts_end(Done(1), tmp_path).ok is ok
-
-
 def test_a_table_counts_what_went_wrong(tmp_path: Path) -> None:
     table = Table(tmp_path / "RESULTS.md", {"torch 2.14.1": "CUDA 13.0"})
     for ok in (True, False, None):
@@ -102,7 +84,7 @@ def test_a_table_counts_what_went_wrong(tmp_path: Path) -> None:
 
 
 def test_what_would_fill_the_hosts_memory_is_not_run() -> None:
-    case = Case("gpu-check", Machine(4, 75, 15), ("true",), ended_well, host_gb=1e6)
+    case = Case("compare", Machine(4, 75, 15), ("true",), ended_well, host_gb=1e6)
     judged = judge(Path("no python"), case)
     assert judged.ok is None and judged.saw.startswith("it needs 1000000 GB of the host's memory, of which ")
 

@@ -5,7 +5,6 @@ import torch.distributed as dist
 
 
 def ring_all_gather__three_written_down(mine):
-    """the number of ranks is written down"""
     rank = dist.get_rank()
     whole = mine.new_zeros((3, *mine.shape))
     whole[rank] = mine
@@ -17,7 +16,6 @@ def ring_all_gather__three_written_down(mine):
 
 
 def ring_all_gather__into_what_was_given(mine):
-    """received into `mine`"""
     rank, n = dist.get_rank(), dist.get_world_size()
     whole = mine.new_zeros((n, *mine.shape))
     whole[rank] = mine
@@ -30,7 +28,6 @@ def ring_all_gather__into_what_was_given(mine):
 
 
 def ring_all_gather__what_recv_returns(mine):
-    """returns the number of the sender"""
     rank, n = dist.get_rank(), dist.get_world_size()
     whole = mine.new_zeros((n, *mine.shape))
     whole[rank] = mine
@@ -42,7 +39,6 @@ def ring_all_gather__what_recv_returns(mine):
 
 
 def ring_all_gather__round_the_other_way(mine):
-    """blocks go round the other way"""
     rank, n = dist.get_rank(), dist.get_world_size()
     whole = mine.new_zeros((n, *mine.shape))
     whole[rank] = mine
@@ -54,7 +50,6 @@ def ring_all_gather__round_the_other_way(mine):
 
 
 def ring_all_gather__the_step_as_a_block(mine):
-    """no block lies in the place of rank"""
     rank, n = dist.get_rank(), dist.get_world_size()
     whole = mine.new_zeros((n, *mine.shape))
     whole[rank] = mine
@@ -66,7 +61,6 @@ def ring_all_gather__the_step_as_a_block(mine):
 
 
 def ring_all_gather__its_own_at_every_step(mine):
-    """the same one came at every step"""
     rank, n = dist.get_rank(), dist.get_world_size()
     whole = mine.new_zeros((n, *mine.shape))
     whole[rank] = mine
@@ -78,7 +72,6 @@ def ring_all_gather__its_own_at_every_step(mine):
 
 
 def ring_all_gather__a_barrier_in_each_step(mine):
-    """no collective may be called, and barrier is one: leave it out"""
     rank, n = dist.get_rank(), dist.get_world_size()
     whole = mine.new_zeros((n, *mine.shape))
     whole[rank] = mine
@@ -91,7 +84,6 @@ def ring_all_gather__a_barrier_in_each_step(mine):
 
 
 def ring_all_gather__an_all_reduce_to_wait(mine):
-    """no collective may be called, and all_reduce is one: leave it out"""
     rank, n = dist.get_rank(), dist.get_world_size()
     whole = mine.new_zeros((n, *mine.shape))
     whole[rank] = mine
@@ -104,7 +96,6 @@ def ring_all_gather__an_all_reduce_to_wait(mine):
 
 
 def ring_all_gather__rows_the_other_way_round(mine):
-    """what step s brings is owned by rank `(r - s - 1) % n`"""
     rank, n = dist.get_rank(), dist.get_world_size()
     whole = mine.new_zeros((n, *mine.shape))
     whole[rank] = mine

@@ -5,37 +5,31 @@ import torch.distributed as dist
 
 
 def average_in_hook__throws_the_quotient_away(parameter):
-    """stands alone, so its value is lost"""
     dist.all_reduce(parameter.grad)
     parameter.grad / dist.get_world_size()
 
 
 def average_in_hook__sums_a_temporary(parameter):
-    """a new value that is lost"""
     dist.all_reduce(parameter.grad / dist.get_world_size())
 
 
 def average_in_hook__floor_division(parameter):
-    """these are whole numbers"""
     dist.all_reduce(parameter.grad)
     parameter.grad //= dist.get_world_size()
 
 
 def average_in_hook__divides_by_its_rank(parameter):
-    """the rank's own number"""
     dist.all_reduce(parameter.grad)
     parameter.grad /= dist.get_rank()
 
 
 def average_in_hook__in_double_precision(parameter):
-    """send tensors in their own dtype"""
     total = parameter.grad.double()
     dist.all_reduce(total)
     parameter.grad.copy_(total / dist.get_world_size())
 
 
 def small_together__matrices_twice_and_the_small_ones_not(model):
-    """it was divided by the number of ranks, 3, once too often; this holds for 15 of those that differ"""
     small, n = [], dist.get_world_size()
 
     def ready(parameter):
@@ -59,7 +53,6 @@ def small_together__matrices_twice_and_the_small_ones_not(model):
 
 
 def in_buckets__counts_on_after_it_has_sent(model, bucket_bytes):
-    """a count of its bytes begins at 0 again"""
     bucket, held = [], 0
 
     def ready(parameter):
@@ -84,20 +77,17 @@ def in_buckets__counts_on_after_it_has_sent(model, bucket_bytes):
 
 
 def average_in_hook__a_quotient_that_nothing_reads(parameter):
-    """makes a new value that nothing reads afterwards"""
     grad = parameter.grad
     dist.all_reduce(grad)
     grad = grad / dist.get_world_size()
 
 
 def average_in_hook__three_written_down(parameter):
-    """the number of ranks is written down, and this runs on any number: take `dist.get_world_size()`"""
     dist.all_reduce(parameter.grad)
     parameter.grad /= 3
 
 
 def small_together__three_written_down(model):
-    """the number of ranks is written down"""
     small, n = [], dist.get_world_size()
 
     def ready(parameter):
@@ -121,7 +111,6 @@ def small_together__three_written_down(model):
 
 
 def in_buckets__three_written_down(model, bucket_bytes):
-    """the number of ranks is written down"""
     bucket, world_size = [], 3
 
     def ready(parameter):

@@ -5,26 +5,22 @@ import torch.distributed as dist
 
 
 def rows_of__start_and_how_many(rows, rank, n):
-    """not how many rows it has"""
     size = -(-rows // n)
     start = min(rank * size, rows)
     return start, min(size, rows - start)
 
 
 def rows_of__all_row_numbers(rows, rank, n):
-    """return two whole numbers"""
     size = -(-rows // n)
     return list(range(min(rank * size, rows), min((rank + 1) * size, rows)))
 
 
 def rows_of__arguments_in_another_order(rank, rows, n):
-    """in the order of the stub: `rows, rank, n`"""
     size = -(-rows // n)
     return min(rank * size, rows), min((rank + 1) * size, rows)
 
 
 def reduce_rows__the_largest_alone(parameter, mine):
-    """does not add up over the ranks"""
     blocks = list(parameter.grad.chunk(dist.get_world_size()))
     mine.grad = torch.empty_like(mine)
     dist.reduce_scatter(mine.grad, blocks, op=dist.ReduceOp.MAX)
@@ -32,7 +28,6 @@ def reduce_rows__the_largest_alone(parameter, mine):
 
 
 def reduce_rows__a_window_on_the_whole(parameter, mine):
-    """whose memory stays"""
     blocks = list(parameter.grad.chunk(dist.get_world_size()))
     mine.grad = blocks[dist.get_rank()]
     dist.reduce_scatter(mine.grad, [block.clone() for block in blocks])
@@ -41,14 +36,12 @@ def reduce_rows__a_window_on_the_whole(parameter, mine):
 
 
 def reduce_rows__takes_what_the_call_returns(parameter, mine):
-    """`reduce_scatter` returns None"""
     blocks = list(parameter.grad.chunk(dist.get_world_size()))
     mine.grad = dist.reduce_scatter(torch.empty_like(mine), blocks)
     parameter.grad = None
 
 
 def step_and_gather__steps_on_one_rank(pairs, optimizer):
-    """lets one rank alone do"""
     if dist.get_rank() == 0:
         optimizer.step()
     for parameter, mine in pairs:
@@ -56,14 +49,12 @@ def step_and_gather__steps_on_one_rank(pairs, optimizer):
 
 
 def step_and_gather__names_the_step(pairs, optimizer):
-    """`optimizer.step` alone does nothing"""
     optimizer.step
     for parameter, mine in pairs:
         dist.all_gather(list(parameter.detach().chunk(dist.get_world_size())), mine.detach())
 
 
 def reduce_rows__three_written_down(parameter, mine):
-    """the number of ranks is written down"""
     mine.grad = torch.empty_like(mine)
     dist.reduce_scatter(mine.grad, list(parameter.grad.chunk(dist.get_world_size())))
     mine.grad /= 3
@@ -71,7 +62,6 @@ def reduce_rows__three_written_down(parameter, mine):
 
 
 def step_and_gather__three_written_down(pairs, optimizer):
-    """the number of ranks is written down"""
     optimizer.step()
     for parameter, mine in pairs:
         dist.all_gather(list(parameter.detach().chunk(3)), mine.detach())

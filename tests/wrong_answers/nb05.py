@@ -5,7 +5,6 @@ import torch.distributed as dist
 
 
 def unshard__gives_another_tensor_back(mine, whole):
-    """`whole.copy_(...)`"""
     pieces = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(pieces, mine)
     whole.untyped_storage().resize_(whole.nbytes)
@@ -14,7 +13,6 @@ def unshard__gives_another_tensor_back(mine, whole):
 
 
 def unshard__one_tensor_in_all_places(mine, whole):
-    """is one tensor many times"""
     pieces = [torch.empty_like(mine)] * dist.get_world_size()
     dist.all_gather(pieces, mine)
     whole.untyped_storage().resize_(whole.nbytes)
@@ -22,33 +20,28 @@ def unshard__one_tensor_in_all_places(mine, whole):
 
 
 def reshard__to_its_own_size(whole):
-    """itself to 0"""
     whole.untyped_storage().resize_(whole.nbytes)
 
 
 def guarded__hands_the_error_back(whole, name):
-    """it returns a RuntimeError"""
     if whole.untyped_storage().nbytes() == 0:
         return RuntimeError(f"{name}: call unshard first")
     return whole
 
 
 def guarded__prints(whole, name):
-    """it prints a text and returns; here it must raise"""
     if whole.untyped_storage().nbytes() == 0:
         print(f"{name}: call unshard first")
     return whole
 
 
 def guarded__compares_a_method(whole, name):
-    """call it, `whole.untyped_storage().nbytes()`"""
     if whole.untyped_storage().nbytes == 0:
         raise RuntimeError(f"{name}: call unshard first")
     return whole
 
 
 def reduce__rows_in_turn(gradient):
-    """these are other rows"""
     n = dist.get_world_size()
     c = -(-len(gradient) // n)
     padded = gradient.new_zeros(n * c, *gradient.shape[1:])
@@ -59,7 +52,6 @@ def reduce__rows_in_turn(gradient):
 
 
 def shard__three_written_down(whole, rank, n):
-    """the number of ranks is written down, and this runs on any number: take the argument that holds it"""
     c = -(-len(whole) // 3)
     mine = whole.new_zeros(c, *whole.shape[1:])
     rows = whole[rank * c : (rank + 1) * c]
@@ -68,7 +60,6 @@ def shard__three_written_down(whole, rank, n):
 
 
 def unshard__three_written_down(mine, whole):
-    """the number of ranks is written down"""
     pieces = [torch.empty_like(mine) for _ in range(3)]
     dist.all_gather(pieces, mine)
     whole.untyped_storage().resize_(whole.nbytes)
@@ -76,7 +67,6 @@ def unshard__three_written_down(mine, whole):
 
 
 def reduce__three_written_down(gradient):
-    """the number of ranks is written down"""
     n = dist.get_world_size()
     c = -(-len(gradient) // n)
     padded = gradient.new_zeros(n * c, *gradient.shape[1:])

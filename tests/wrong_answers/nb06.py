@@ -2,17 +2,14 @@
 
 
 def choose_units__compares_a_class_with_a_text(name, module):
-    """`type(module).__name__`"""
     return type(module) == "CausalAttention" or type(module) == "GPTFeedForward"  # noqa: E721
 
 
 def choose_units__finds_the_name_in_longer_ones(name, module):
-    """in the first block attention_norm, attention.query"""
     return "attention" in name or "feed_forward" in name
 
 
 def schedule__all_unshards_first(n):
-    """(gradient 3, block 0, block 1, block 2, block 3): reshard a block"""
     steps = [("unshard", i) for i in range(n)] + [("forward", i) for i in range(n)]
     for i in reversed(range(n)):
         steps += [("backward", i), ("reshard", i), ("reduce", i)]
@@ -20,7 +17,6 @@ def schedule__all_unshards_first(n):
 
 
 def schedule__waits_in_backward(n):
-    """the rank waits for block 3 from 10 to 12 ms"""
     steps = [("unshard", 0)]
     for i in range(n):
         if i + 1 < n:

@@ -2,7 +2,6 @@
 
 
 def exposed__in_seconds(communication, compute):
-    """1,000 times too small: another unit"""
     edges = sorted({t for span in communication + compute for t in span})
     inside = lambda spans, a, b: any(s <= a and b <= e for s, e in spans)
     pieces = [(a, b) for a, b in zip(edges, edges[1:]) if inside(communication, a, b) and not inside(compute, a, b)]
@@ -10,7 +9,6 @@ def exposed__in_seconds(communication, compute):
 
 
 def exposed__without_the_last_edge(communication, compute):
-    """too little"""
     edges = sorted({t for span in communication + compute for t in span})
     total = 0
     for i in range(len(edges) - 2):
@@ -21,7 +19,6 @@ def exposed__without_the_last_edge(communication, compute):
 
 
 def exposed__returns_in_the_loop(communication, compute):
-    """too little"""
     edges = sorted({t for span in communication + compute for t in span})
     total = 0
     for a, b in zip(edges, edges[1:]):
@@ -32,7 +29,6 @@ def exposed__returns_in_the_loop(communication, compute):
 
 
 def ahead__takes_them_from_the_list(order, position, depth):
-    """change the object itself, which others go on using"""
     units = []
     while len(units) < depth and position + 1 < len(order):
         units.append(order.pop(position + 1))

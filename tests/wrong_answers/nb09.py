@@ -2,13 +2,11 @@
 
 
 def holding__a_condition_that_is_always_true(life, at):
-    """is always true"""
     state = {row["unit"]: row["state"] for row in life if row["time_ns"] <= at}
     return [unit for unit, now in state.items() if now == "unsharded" or "unsharding"]  # noqa: SIM222
 
 
 def holding__a_unit_for_each_row(life, at):
-    """named more than once: blocks.0, root"""
     held = []
     for row in life:
         if row["time_ns"] <= at:
@@ -18,18 +16,15 @@ def holding__a_unit_for_each_row(life, at):
 
 
 def holding__without_the_root(life, at):
-    """missing: root"""
     state = {row["unit"]: row["state"] for row in life if row["time_ns"] <= at}
     return [unit for unit, now in state.items() if now != "sharded" and unit != "root"]
 
 
 def holding__the_rows_themselves(life, at):
-    """return the names"""
     newest = {row["unit"]: row for row in life if row["time_ns"] <= at}
     return [row for row in newest.values() if row["state"] != "sharded"]
 
 
 def holding__units_that_were_resharded(life, at):
-    """leave out those whose newest state up to then is "sharded\""""
     state = {row["unit"]: row["state"] for row in life if row["time_ns"] <= at}
     return state

@@ -2,7 +2,6 @@
 
 
 def crossover__six_operations(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):
-    """6 are both together"""
     sent = parameters * (ranks - 1) / ranks
     forward = param_bytes * sent / bandwidth / (2 * parameters / flops)
     backward = (param_bytes + reduce_bytes) * sent / bandwidth / (6 * parameters / flops)
@@ -10,7 +9,6 @@ def crossover__six_operations(parameters, ranks, flops, bandwidth, param_bytes, 
 
 
 def crossover__the_longer_message(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):
-    """those bytes come on top of the reduction's"""
     sent = parameters * (ranks - 1) / ranks
     forward = param_bytes * sent / bandwidth / (2 * parameters / flops)
     backward = max(param_bytes, reduce_bytes) * sent / bandwidth / (4 * parameters / flops)
@@ -18,11 +16,9 @@ def crossover__the_longer_message(parameters, ranks, flops, bandwidth, param_byt
 
 
 def crossover__of_the_recap(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):
-    """`param_bytes`"""
     return 1.5 * flops / bandwidth * (ranks - 1) / ranks
 
 
 def crossover__half_of_the_products(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):
-    """Everywhere this is 4 times what is expected"""
     sent = parameters * (ranks - 1) / ranks / bandwidth * flops / parameters
     return max(2 * param_bytes * sent, (param_bytes + reduce_bytes) * sent)

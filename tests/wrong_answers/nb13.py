@@ -5,14 +5,12 @@ import torch.distributed as dist
 
 
 def bytes_each__whole_numbers(cut, n):
-    """whole numbers, and what is expected has fractions"""
     optimizer, gradients = (n if state in cut else 1 for state in ("optimizer", "gradients"))
     copy = 2 if "optimizer" in cut and "parameters" not in cut else 0
     return {"working copy": copy, "gradient": 4 // gradients, "master": 4 // optimizer, "moments": 8 // optimizer}
 
 
 def bytes_each__another_name(cut, n):
-    """`gradient` is not there, and `gradients` stands there"""
     share = {state: 1 / n if state in cut else 1 for state in ("gradients", "optimizer")}
     copy = 2 if "optimizer" in cut and "parameters" not in cut else 0
     master = 4 * share["optimizer"]
@@ -20,7 +18,6 @@ def bytes_each__another_name(cut, n):
 
 
 def bytes_each__texts(cut, n):
-    """a number is expected, this is '4 bytes'"""
     share = {state: 1 / n if state in cut else 1 for state in ("gradients", "optimizer")}
     copy = 2 if "optimizer" in cut and "parameters" not in cut else 0
     kept = {"gradient": f"{4 * share['gradients']} bytes", "master": 4 * share["optimizer"]}
@@ -28,7 +25,6 @@ def bytes_each__texts(cut, n):
 
 
 def fine_tune__an_attribute_that_nobody_reads(model, shard):
-    """no tensor has an attribute `require_grad`"""
     for name, parameter in model.named_parameters():
         parameter.require_grad = "adapter" in name
     shard(model)
@@ -36,7 +32,6 @@ def fine_tune__an_attribute_that_nobody_reads(model, shard):
 
 
 def global_norm__the_last_tensor(gradients):
-    """so only the last one counts"""
     total = torch.zeros(())
     for gradient in gradients:
         total = gradient.float().square().sum()
@@ -45,7 +40,6 @@ def global_norm__the_last_tensor(gradients):
 
 
 def global_norm__in_bf16(gradients):
-    """in bf16, which keeps 8 bits"""
     total = torch.zeros((), dtype=torch.bfloat16)
     for gradient in gradients:
         total += gradient.bfloat16().square().sum()
@@ -54,7 +48,6 @@ def global_norm__in_bf16(gradients):
 
 
 def global_norm__an_object(gradients):
-    """an object is pickled"""
     squares = sum(float(gradient.double().square().sum()) for gradient in gradients)
     each = [None] * dist.get_world_size()
     dist.all_gather_object(each, squares)

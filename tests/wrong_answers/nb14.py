@@ -20,7 +20,6 @@ def late__beyond_the_median(arrivals):
 
 
 def late__spread_with_the_last(arrivals):
-    """89 ms after the last but one, and the others lie 1 apart"""
     hits = [0] * len(arrivals[0])
     for t in arrivals:
         s = sorted(t)
@@ -105,7 +104,6 @@ def first_mismatch__one_rank_no_list(calls):
 
 
 def late__three_ranks_only(arrivals):
-    """and the others lie 90 apart"""
     counts = [0] * len(arrivals[0])
     for times in arrivals:
         s = sorted(times)
@@ -115,7 +113,6 @@ def late__three_ranks_only(arrivals):
 
 
 def late__at_least(arrivals):
-    """40 ms after the last but one, and the others lie 40 apart"""
     counts = [0] * len(arrivals[0])
     for times in arrivals:
         *others, last = sorted(times)
@@ -125,7 +122,6 @@ def late__at_least(arrivals):
 
 
 def late__beyond_the_mean(arrivals):
-    """after the last but one by more"""
     counts = [0] * len(arrivals[0])
     for times in arrivals:
         *others, last = sorted(times)
@@ -135,7 +131,6 @@ def late__beyond_the_mean(arrivals):
 
 
 def late__sorts_in_place(arrivals):
-    """the function changes `arrivals`"""
     counts = [0] * len(arrivals[0])
     for times in arrivals:
         times.sort()
@@ -145,7 +140,6 @@ def late__sorts_in_place(arrivals):
 
 
 def late__removes_from_the_argument(arrivals):
-    """change the object itself"""
     counts = [0] * len(arrivals[0])
     for times in arrivals:
         last = max(times)
@@ -157,7 +151,6 @@ def late__removes_from_the_argument(arrivals):
 
 
 def late__return_in_the_loop(arrivals):
-    """`for times in arrivals` never comes to the next one"""
     counts = [0] * len(arrivals[0])
     for times in arrivals:
         *others, last = sorted(times)
@@ -167,7 +160,6 @@ def late__return_in_the_loop(arrivals):
 
 
 def late__repeated(arrivals):
-    """once, in however many steps"""
     found = []
     for times in arrivals:
         *others, last = sorted(times)
@@ -177,7 +169,6 @@ def late__repeated(arrivals):
 
 
 def first_mismatch__two_ranks_only(calls):
-    """where rank 2 calls all_gather of 1,024 bytes"""
     place = 0
     for a, b in zip(calls[0], calls[1]):
         if a != b:
@@ -187,7 +178,6 @@ def first_mismatch__two_ranks_only(calls):
 
 
 def first_mismatch__one_rank(calls):
-    """the list lacks a rank whose call is another"""
     for place, there in enumerate(zip(*calls)):
         usual = max(there, key=there.count)
         for rank, call in enumerate(there):
@@ -197,7 +187,6 @@ def first_mismatch__one_rank(calls):
 
 
 def first_mismatch__last_place_where_alike(calls):
-    """the last one counts, too"""
     for place, there in enumerate(zip(*calls)):
         if len(set(there)) > 1:
             usual = max(there, key=there.count)
@@ -206,7 +195,6 @@ def first_mismatch__last_place_where_alike(calls):
 
 
 def first_mismatch__equal_places_in_all(calls):
-    """only calls before it count"""
     alike, ranks = 0, []
     for there in zip(*calls):
         if len(set(there)) == 1:
@@ -218,7 +206,6 @@ def first_mismatch__equal_places_in_all(calls):
 
 
 def first_mismatch__all_differing_ranks_later(calls):
-    """rank 0 calls what most call"""
     first, ranks = None, set()
     for place, there in enumerate(zip(*calls)):
         usual = max(there, key=there.count)
@@ -230,7 +217,6 @@ def first_mismatch__all_differing_ranks_later(calls):
 
 
 def first_mismatch__pops_from_the_argument(calls):
-    """change the object itself"""
     done = 0
     while all(calls):
         heads = [c.pop(0) for c in calls]
@@ -243,7 +229,6 @@ def first_mismatch__pops_from_the_argument(calls):
 
 
 def first_mismatch__none_where_alike(calls):
-    """in this case it returns nothing"""
     for place, there in enumerate(zip(*calls)):
         if len(set(there)) > 1:
             usual = max(there, key=there.count)
@@ -251,7 +236,6 @@ def first_mismatch__none_where_alike(calls):
 
 
 def late__twice_the_spread(arrivals):
-    """rank 1 is late in 3 of 3 steps"""
     counts = [0] * len(arrivals[0])
     for times in arrivals:
         *others, last = sorted(times)
@@ -261,7 +245,6 @@ def late__twice_the_spread(arrivals):
 
 
 def first_mismatch__ranks_from_one(calls):
-    """the first rank is rank 0"""
     for place, there in enumerate(zip(*calls)):
         if len(set(there)) > 1:
             usual = max(there, key=there.count)
@@ -270,7 +253,6 @@ def first_mismatch__ranks_from_one(calls):
 
 
 def first_mismatch__total_calls(calls):
-    """a call of all ranks counts once"""
     for place, there in enumerate(zip(*calls)):
         if len(set(there)) > 1:
             usual = max(there, key=there.count)

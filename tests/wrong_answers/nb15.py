@@ -7,7 +7,6 @@ def span(rows, rank, ranks):
 
 
 def pieces__only_the_ends(rows, saved, rank, ranks):
-    """nothing of that file is read"""
     begin, end = span(rows, rank, ranks)
     each = -(-rows // saved)
     if begin == end:
@@ -19,8 +18,6 @@ def pieces__only_the_ends(rows, saved, rank, ranks):
 
 
 def pieces__rounded_down(rows, saved, rank, ranks):
-    """rank 0 of 3 keeps rows 0 up to 4"""
-
     def mine(rank, ranks):
         each = rows // ranks
         return rank * each, (rank + 1) * each if rank < ranks - 1 else rows
@@ -36,7 +33,6 @@ def pieces__rounded_down(rows, saved, rank, ranks):
 
 
 def pieces__other_order_in_the_tuple(rows, saved, rank, ranks):
-    """the three numbers stand in another order"""
     begin, end = span(rows, rank, ranks)
     found = []
     for s in range(saved):
@@ -48,7 +44,6 @@ def pieces__other_order_in_the_tuple(rows, saved, rank, ranks):
 
 
 def pieces__end_not_relative(rows, saved, rank, ranks):
-    """in the file are rows 0 up to 3, and this says 0 up to 6"""
     begin, end = span(rows, rank, ranks)
     found = []
     for s in range(saved):
@@ -60,7 +55,6 @@ def pieces__end_not_relative(rows, saved, rank, ranks):
 
 
 def pieces__row_for_row(rows, saved, rank, ranks):
-    """side by side in one file are one piece"""
     begin, end = span(rows, rank, ranks)
     found = []
     for row in range(begin, end):
@@ -72,7 +66,6 @@ def pieces__row_for_row(rows, saved, rank, ranks):
 
 
 def pieces__loops_over_ranks(rows, saved, rank, ranks):
-    """saved rank 2 of 4 had 6 up to 9"""
     begin, end = span(rows, rank, ranks)
     found = []
     for s in range(ranks):
@@ -84,7 +77,6 @@ def pieces__loops_over_ranks(rows, saved, rank, ranks):
 
 
 def newest__total_size(folder):
-    """its size is not that of the manifest"""
     steps = []
     for name, e in folder.items():
         if (
@@ -97,7 +89,6 @@ def newest__total_size(folder):
 
 
 def newest__stops_at_the_first_broken(folder):
-    """step-8 is whole and can be loaded"""
     best = 0
     for name in sorted((n for n in folder if n.startswith("step-")), key=lambda n: int(n[5:])):
         e = folder[name]
@@ -108,7 +99,6 @@ def newest__stops_at_the_first_broken(folder):
 
 
 def newest__deletes_from_the_folder(folder):
-    """change the object itself"""
     for name in list(folder):
         e = folder[name]
         if not name.startswith("step-") or e["manifest"] is None or e["files"] != e["manifest"]:
@@ -117,7 +107,6 @@ def newest__deletes_from_the_folder(folder):
 
 
 def newest__last_digit(folder):
-    """there is no step-2 here"""
     steps = []
     for name, e in folder.items():
         if name.startswith("step-") and e["manifest"] is not None and e["files"] == e["manifest"]:
@@ -126,7 +115,6 @@ def newest__last_digit(folder):
 
 
 def newest__only_the_newest(folder):
-    """step-4 is whole and can be loaded"""
     names = [n for n in folder if n.startswith("step-")]
     if not names:
         return 0
@@ -138,7 +126,6 @@ def newest__only_the_newest(folder):
 
 
 def newest__every_whole_step(folder):
-    """no name, no list"""
     steps = []
     for name, e in folder.items():
         if name.startswith("step-") and e["manifest"] is not None and e["files"] == e["manifest"]:
@@ -147,7 +134,6 @@ def newest__every_whole_step(folder):
 
 
 def newest__none_for_none(folder):
-    """in this case it returns nothing"""
     steps = []
     for name, e in folder.items():
         if name.startswith("step-") and e["manifest"] is not None and e["files"] == e["manifest"]:
@@ -156,7 +142,6 @@ def newest__none_for_none(folder):
 
 
 def newest__sizes_at_least(folder):
-    """step-8 cannot be loaded"""
     steps = []
     for name, e in folder.items():
         if (
@@ -169,7 +154,6 @@ def newest__sizes_at_least(folder):
 
 
 def newest__minus_one(folder):
-    """nothing here can be loaded: that is 0"""
     steps = []
     for name, e in folder.items():
         if name.startswith("step-") and e["manifest"] is not None and e["files"] == e["manifest"]:

@@ -10,7 +10,6 @@ from fsdplab.workloads.parallel import parallelize
 
 
 def groups_of__the_same_place(rank, shape):
-    """the same place on this axis"""
     strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
     place = [rank // stride % size for stride, size in zip(strides, shape)]
     return [
@@ -20,12 +19,10 @@ def groups_of__the_same_place(rank, shape):
 
 
 def groups_of__the_places(rank, shape):
-    """ranks apart, the product of all later sizes"""
     return [list(range(size)) for size in shape]
 
 
 def groups_of__all_groups_of_an_axis(rank, shape):
-    """the one that the rank is in"""
     groups = []
     for axis, size in enumerate(shape):
         stride = prod(shape[axis + 1 :])
@@ -35,7 +32,6 @@ def groups_of__all_groups_of_an_axis(rank, shape):
 
 
 def groups_of__without_the_rank(rank, shape):
-    """the rank itself is missing"""
     groups = []
     for axis, size in enumerate(shape):
         stride = prod(shape[axis + 1 :])
@@ -45,27 +41,23 @@ def groups_of__without_the_rank(rank, shape):
 
 
 def average_expert__sums_a_copy(gradient, efsdp):
-    """stands in `total`, which nothing reads afterwards"""
     total = gradient.clone()
     dist.all_reduce(total, group=efsdp)
     return gradient / dist.get_world_size()
 
 
 def average_expert__divides_twice(gradient, efsdp):
-    """once too often"""
     gradient /= dist.get_world_size()
     dist.all_reduce(gradient, group=efsdp)
     return gradient / dist.get_world_size()
 
 
 def average_expert__multiplies(gradient, efsdp):
-    """multiplied where it is to be divided"""
     dist.all_reduce(gradient, group=efsdp)
     return gradient * dist.get_world_size()
 
 
 def compose__a_copy(model, mesh):
-    """nothing is cut in the model that is returned"""
     cut = deepcopy(model)
     parallelize(cut, mesh["tp"])
     for block in cut.blocks:
@@ -75,12 +67,10 @@ def compose__a_copy(model, mesh):
 
 
 def average_expert__four_written_down(gradient, efsdp):
-    """the number of ranks is written down"""
     dist.all_reduce(gradient, group=efsdp)
     return gradient / 4
 
 
 def average_expert__twice_its_group(gradient, efsdp):
-    """the number of ranks is written down"""
     dist.all_reduce(gradient, group=efsdp)
     return gradient / (2 * dist.get_world_size(efsdp))

@@ -8,7 +8,6 @@ from fsdplab.workloads import loss_of
 
 
 def port__the_root_is_forgotten(model, steps):
-    """the model itself is no unit"""
     for b in model.blocks:
         fully_shard(b)
     opt = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -27,7 +26,6 @@ def port__the_root_is_forgotten(model, steps):
 
 
 def port__zero_grad_in_every_micro_batch(model, steps):
-    """only the last micro-batch's gradients arrive"""
     for b in model.blocks:
         fully_shard(b)
     fully_shard(model)
@@ -47,7 +45,6 @@ def port__zero_grad_in_every_micro_batch(model, steps):
 
 
 def port__reduces_the_first_micro_batch(model, steps):
-    """only the first micro-batch's gradients arrive"""
     for b in model.blocks:
         fully_shard(b)
     fully_shard(model)
@@ -68,7 +65,6 @@ def port__reduces_the_first_micro_batch(model, steps):
 
 
 def port__clips_in_every_micro_batch(model, steps):
-    """no multiple of the mean over ranks and micro-batches"""
     for b in model.blocks:
         fully_shard(b)
     fully_shard(model)
@@ -88,7 +84,6 @@ def port__clips_in_every_micro_batch(model, steps):
 
 
 def port__a_loss_for_each_micro_batch(model, steps):
-    """return the loss of every step, in a list"""
     for b in model.blocks:
         fully_shard(b)
     fully_shard(model)
@@ -106,7 +101,6 @@ def port__a_loss_for_each_micro_batch(model, steps):
 
 
 def port__clips_after_the_step(model, steps):
-    """`clip_grad_norm_` comes before `optimizer.step()`"""
     for b in model.blocks:
         fully_shard(b)
     fully_shard(model)
@@ -127,7 +121,6 @@ def port__clips_after_the_step(model, steps):
 
 
 def port__clips_each_parameter(model, steps):
-    """each parameter was clipped by itself"""
     for b in model.blocks:
         fully_shard(b)
     fully_shard(model)
@@ -149,7 +142,6 @@ def port__clips_each_parameter(model, steps):
 
 
 def port__optimizer_before_sharding(model, steps):
-    """the optimizer holds the parameters from before `fully_shard`"""
     opt = torch.optim.SGD(model.parameters(), lr=0.5)
     for b in model.blocks:
         fully_shard(b)
@@ -170,7 +162,6 @@ def port__optimizer_before_sharding(model, steps):
 
 
 def port__the_mean_over_ranks(model, steps):
-    """this is the mean over all ranks"""
     for b in model.blocks:
         fully_shard(b)
     fully_shard(model)
@@ -193,7 +184,6 @@ def port__the_mean_over_ranks(model, steps):
 
 
 def port__in_bf16(model, steps):
-    """another dtype than fp32 computes here"""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for b in model.blocks:
         fully_shard(b, mp_policy=policy)
@@ -215,7 +205,6 @@ def port__in_bf16(model, steps):
 
 
 def port__steps_after_every_micro_batch(model, steps):
-    """6 times `optimizer.step()` in 3 steps"""
     for b in model.blocks:
         fully_shard(b)
     fully_shard(model)
@@ -235,7 +224,6 @@ def port__steps_after_every_micro_batch(model, steps):
 
 
 def from_meta__rows_are_never_read(make, read_rows):
-    """37 of 37 parameters have no values on rank 0"""
     with torch.device("meta"):
         model = make()
     for b in model.blocks:
@@ -247,7 +235,6 @@ def from_meta__rows_are_never_read(make, read_rows):
 
 
 def from_meta__built_on_the_host(make, read_rows):
-    """the whole model is built on every rank"""
     model = make()
     for b in model.blocks:
         fully_shard(b)
@@ -262,7 +249,6 @@ def from_meta__built_on_the_host(make, read_rows):
 
 
 def from_meta__reads_all_rows(make, read_rows):
-    """every row was read on this rank"""
     with torch.device("meta"):
         model = make()
     for b in model.blocks:
@@ -279,7 +265,6 @@ def from_meta__reads_all_rows(make, read_rows):
 
 
 def from_meta__rows_of_equal_shards(make, read_rows):
-    """begins on rank 2 with row 168 of the checkpoint, and the shard of that rank with row 172"""
     with torch.device("meta"):
         model = make()
     for b in model.blocks:
@@ -300,7 +285,6 @@ def from_meta__rows_of_equal_shards(make, read_rows):
 
 
 def from_meta__three_written_down(make, read_rows):
-    """the number of ranks is written down"""
     with torch.device("meta"):
         model = make()
     for block in model.blocks:

@@ -2,15 +2,12 @@
 
 
 def order__full_and_late():
-    """in the budget, with selective checkpointing, or more sequences at a time"""
     return {"gpu": "h100", "gpus": 64, "strategy": "full_shard", "micro_batch": 1, "checkpointing": "full"}
 
 
 def order__full_and_dear():
-    """in the budget with selective checkpointing, and fewer GPUs, or more sequences at a time, and fewer GPUs"""
     return {"gpu": "h100", "gpus": 512, "strategy": "full_shard", "micro_batch": 1, "checkpointing": "full"}
 
 
 def order__a_few_hours_too_late():
-    """in the budget, with more GPUs"""
     return {"gpu": "a100", "gpus": 152, "strategy": "full_shard", "micro_batch": 1, "checkpointing": "selective"}

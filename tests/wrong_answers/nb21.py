@@ -5,7 +5,6 @@ import torch.distributed as dist
 
 
 def owners__by_elements(shapes, ranks):
-    """this balances elements"""
     owner, load = [0] * len(shapes), [0.0] * ranks
     size = [rows * columns for rows, columns in shapes]
     for i in sorted(range(len(shapes)), key=lambda i: -size[i]):
@@ -16,7 +15,6 @@ def owners__by_elements(shapes, ranks):
 
 
 def back__written_into_parts(updates, parts, owners):
-    """the momentum"""
     n = dist.get_world_size()
     send = [torch.cat([parts[0].new_empty(0), *[u.chunk(n)[r].flatten() for u in updates]]) for r in range(n)]
     comes = [sum(p.numel() for p, o in zip(parts, owners) if o == r) for r in range(n)]
@@ -30,7 +28,6 @@ def back__written_into_parts(updates, parts, owners):
 
 
 def back__added_to_the_parts(updates, parts, owners):
-    """the momentum"""
     n = dist.get_world_size()
     send = [torch.cat([parts[0].new_empty(0), *[u.chunk(n)[r].flatten() for u in updates]]) for r in range(n)]
     comes = [sum(p.numel() for p, o in zip(parts, owners) if o == r) for r in range(n)]
@@ -44,7 +41,6 @@ def back__added_to_the_parts(updates, parts, owners):
 
 
 def to_owners__always_the_first_piece(parts, owners):
-    """from `at` on, which stays 0"""
     n, rank = dist.get_world_size(), dist.get_rank()
     send = [
         torch.cat([parts[0].new_empty(0), *[p.flatten() for p, o in zip(parts, owners) if o == r]]) for r in range(n)
@@ -62,7 +58,6 @@ def to_owners__always_the_first_piece(parts, owners):
 
 
 def to_owners__three_written_down(parts, owners):
-    """the number of ranks is written down"""
     rank, send = dist.get_rank(), []
     for other in range(3):
         send.append(torch.cat([parts[0].new_empty(0), *(p.flatten() for p, of in zip(parts, owners) if of == other)]))
@@ -75,7 +70,6 @@ def to_owners__three_written_down(parts, owners):
 
 
 def back__three_written_down(updates, parts, owners):
-    """the number of ranks is written down"""
     n = 3
     none = parts[0].new_empty(0)
     send = [torch.cat([none, *(each.chunk(n)[rank].flatten() for each in updates)]) for rank in range(n)]

@@ -27,7 +27,6 @@ app = typer.Typer(
         "fsdplab plan --model llama-3.1-70b --gpu h100-80gb --world-size 16 --checkpoint full",
         "fsdplab plan fit --model llama-3.1-8b --world-size 16",
         "fsdplab plan sweep world-size=8..1024 --model llama-3.1-70b --checkpoint full --figure sweep.html",
-        "fsdplab plan ask hybrid --model llama-3.1-70b --world-size 16 --figure hybrid.html",
     ),
 )
 
@@ -57,7 +56,7 @@ add_command(
         ),
         "keep": Flag(
             str, "",
-            "Choices that stay as given: some of world-size,strategy,tp,cp,pp,ep,checkpoint,loss,batch-size.",
+            "Choices that stay as given: some of world-size,strategy,tp,checkpoint,batch-size.",
         ),
     },
     taken(OUTPUTS, "json"),
@@ -95,20 +94,4 @@ add_command(
         "fsdplab plan simulate --model llama-3.1-405b --world-size 10000 --html step.html",
         "fsdplab plan simulate --record runs/full_shard",
     ),
-)  # fmt: skip
-
-add_command(
-    app, "ask", "plan.questions:question_answer",
-    "Answer a question about a plan, such as hybrid, or list them: 14 of tuning, and five more.",
-    {"question": Flag(str | None, None, "A question's name; without one they are listed.", argument=True)},
-    taken(PLAN), taken(OUTPUTS, "json", "figure"),
-    shown=("fsdplab plan ask", "fsdplab plan ask hybrid --model llama-3.1-70b --world-size 16"),
-)  # fmt: skip
-
-add_command(
-    app, "validate", "plan.validation:validation_answer",
-    "Predict published measurements, and say how far off the predictions are.",
-    {"file": Flag(Path | None, None, "A CSV with the columns of data/published.csv.", argument=True)},
-    taken(OUTPUTS, "json", "figure"),
-    shown=("fsdplab plan validate", "fsdplab plan validate measured.csv --figure validation.html"),
 )  # fmt: skip

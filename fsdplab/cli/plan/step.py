@@ -13,6 +13,7 @@ from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import MISSING, plural
 from fsdplab.figures.plots.plans import page_of, sweep_figure
+from fsdplab.planning.advice import hiding_sentence, hybrid_sentence
 from fsdplab.planning.bands import ADAPTERS_OFFLOADED, memory_band, speed_band
 from fsdplab.planning.host import OPTIMIZER_SOURCE, host_crossing, host_link
 from fsdplab.planning.plan_spec import PlanSpec
@@ -55,7 +56,8 @@ def step_answer(settings: dict[str, Any], tokens: float | None) -> Answer:
     found = plan_of(plan_spec(**settings))
     times = Table(("name", "value"), [*_times(found, tokens)], ("name", "value"), folds=("value",), header=False)
     parts = (Line(_headline(found), mood="bold"), _memory_table(found), _card(found), times)
-    return Answer(parts, found.as_dict(tokens))
+    advice = {"hiding": hiding_sentence(found.spec), "hybrid": hybrid_sentence(found.spec)}
+    return Answer(parts, found.as_dict(tokens) | advice)
 
 
 def _recorded_answer(settings: dict[str, Any], tokens: float | None) -> Answer:
@@ -161,6 +163,7 @@ def _times(found: Plan, tokens: float | None) -> Iterator[tuple[str, str]]:
         return
     yield "step", f"{seconds(time.step_s)}: compute {seconds(time.compute_s)}, exposed {_exposed(time)}"
     yield "communication alone", _communication(found, time)
+    yield from _advice(found.spec).items()
     if found.spec.pipeline_parallel > 1:
         yield "bubble of the pipeline", f"{bubble(found.spec):.1%} of a stage's compute, counted as exposed"
     if found.spec.offload:
@@ -177,6 +180,12 @@ def _times(found: Plan, tokens: float | None) -> Iterator[tuple[str, str]]:
         yield f"{tokens:,.0f} tokens", f"{hours:,.1f} hours, {hours * found.spec.gpus:,.0f} GPU-hours"
     yield "matrix products reach", reached_words(found)
     yield "provenance", PREDICTED
+
+
+def _advice(spec: PlanSpec) -> dict[str, str]:
+    """Where communication hides, and whether hybrid sharding pays, as far as there is something to say."""
+    sentences = {"a block's hides": hiding_sentence(spec), "hybrid sharding": hybrid_sentence(spec)}
+    return {name: sentence for name, sentence in sentences.items() if sentence}
 
 
 def _communication(found: Plan, time: StepTime) -> str:

@@ -331,6 +331,7 @@ def _after(heartbeat: Heartbeat) -> str:
 
 
 _BETWEEN_TWO = ("send", "recv", "isend", "irecv")
+UNLIKE = "ranks of one group make equal calls in one order"  # ends the report where two ranks' last calls do not agree
 
 
 def _unlike(post_mortem: PostMortem) -> str:
@@ -344,9 +345,7 @@ def _unlike(post_mortem: PostMortem) -> str:
         between_two = any(name.partition(" ")[0] in _BETWEEN_TWO for name in names)
         if beat.collectives == beats[0].collectives and len(names) == 2 and not between_two:
             told = ", ".join(f"rank {each.rank} entered {each.collective}" for each in pair)
-            return (
-                f" As collective number {beat.collectives}, {told}: ranks of one group make equal calls in one order."
-            )
+            return f" As collective number {beat.collectives}, {told}: {UNLIKE}."
     return ""
 
 

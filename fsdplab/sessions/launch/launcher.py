@@ -12,9 +12,7 @@ import socket
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -283,30 +281,9 @@ def _all_gone(pids: Sequence[int]) -> bool:
     return True
 
 
-Start = Callable[[Sequence[str], Mailbox, int], Ranks]
-_other_start: ContextVar[Start | None] = ContextVar("other_start", default=None)
-
-
-@contextmanager
-def ranks_started_by(start: Start) -> Iterator[None]:
-    """Inside, `start(program, mailbox, world_size)` starts every run's agent, for ranks on other nodes."""
-    token = _other_start.set(start)
-    try:
-        yield
-    finally:
-        _other_start.reset(token)
-
-
-def starts_elsewhere() -> bool:
-    """Whether this is inside `ranks_started_by`."""
-    return _other_start.get() is not None
-
-
 def _start_ranks(
     program: Sequence[str], mailbox: Mailbox, world_size: int, start: str, on_look: Callable[[], None]
 ) -> Ranks:
-    if (elsewhere := _other_start.get()) is not None:
-        return elsewhere(program, mailbox, world_size)
     check_ranks_run_here()
     if start not in STARTS:
         raise SpecError(f"unknown start {start!r}; expected one of {', '.join(STARTS)}", "start")

@@ -1,7 +1,7 @@
 """The ranks of one run as their caller holds them. Whoever starts ranks speaks one protocol.
 
-A starter forks ranks (starter.py: one process a caller, for run after run) or executes them (agent.py with torchrun,
-netns.py on several nodes: one process a run). Each run has a pair of sockets of its own, on which a message is a line
+A starter forks ranks (starter.py: one process a caller, for run after run) or executes them (agent.py with torchrun:
+one process a run). Each run has a pair of sockets of its own, on which a message is a line
 of JSON. From the starter come
 
     {"pids": [...]}                    of the ranks, where it knows them
@@ -96,8 +96,8 @@ class Ranks:
             self.lost = f"Not all ranks could be started: {self.cannot}."
         self.pids = message.get("pids", self.pids)
         self.left |= {int(rank): code for rank, code in message.get("left", {}).items()}
-        if "exits" in message and self.lost is None:  # of every node a part
-            self.exits = (self.exits or {}) | {int(rank): code for rank, code in message["exits"].items()}
+        if "exits" in message and self.lost is None:
+            self.exits = {int(rank): code for rank, code in message["exits"].items()}
 
     def _finish(self, lost: str | None) -> None:
         self._ended, self.lost = True, self.lost or lost

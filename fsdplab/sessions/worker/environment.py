@@ -6,7 +6,6 @@ of users and hosts, and paths; a record is made to be shared.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 from pathlib import Path
@@ -63,14 +62,6 @@ def _commit() -> str | None:
     """The commit of the checkout that this package lies in; None for an installed package."""
     checkout = Path(__file__).resolve().parents[3]
     return output_of("git", "-C", str(checkout), "rev-parse", "HEAD") or None if (checkout / ".git").exists() else None
-
-
-def source_digest(package: Path) -> str:
-    """The first 16 hex digits of a hash over all Python files: which code this was, even without git."""
-    digest = hashlib.sha256()
-    for path in sorted(filter(Path.is_file, package.rglob("*.py"))):  # an editor's lock is a link to nowhere
-        digest.update(path.relative_to(package).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 # ---- several ranks on one GPU. NCCL from 2.30 on (torch 2.14) runs them if its environment says so; before, gloo

@@ -1,7 +1,7 @@
 """`check`, `hint`, `solution`: run the learner's saved function, on real ranks where it sends something, and report
 the result.
 
-A solution runs beside the exercise's reference, and diagnosis.py compares what the two did; what did not return on all
+A solution runs beside the exercise's reference, and judging.py compares what the two did; what did not return on all
 ranks is told here. Time is never judged.
 """
 
@@ -16,38 +16,22 @@ from typing import Any
 
 from fsdplab.common.files import write_whole
 from fsdplab.sessions import Failure, RanksFailed
+from fsdplab.sessions.launch.failure_report import UNLIKE
 
-from . import diagnosis
 from .course_state import CheckFailed, current
 from .display import Note, present
+from .errors import words_for
 from .exercise import Choice, Question
-from .exercise_file import Exercise, ExerciseError
-from .in_source import (
-    ONE_ROUND,
-    condition,
-    endless,
-    for_some_ranks,
-    nearly,
-    one_round,
-    other_numbers,
-    rounded_down,
-    set_outside,
-    slip,
-    unwaited,
-    variables,
-)
+from .exercise_file import Exercise
+from .judging import judge
 from .on_ranks import LeftUnfinished, StillWaiting, Unreadable
-from .raised import cause_of
 from .registry import find
 from .run_submission import behaviours
 from .verdicts import Feedback, Verdict
 from .waiting import doing
 from .workspace import Workspace, fingerprint, function_name, load_function
 
-_UNWAITED = (
-    "`{}` only begins the message and returns something to wait on: the tensor holds the result once its `.wait()` has"
-    " returned"
-)
+_ENDLESS = "a loop that never ends: what its condition asks for stays true in one of the cases"
 _BEGUN = (
     "a message was begun and never waited for: call `.wait()` on what isend and irecv return, before you return; or the"
     " ranks called different collectives (an `if rank == 0` around one, say)"
@@ -57,11 +41,16 @@ _STILL_TRAINS = (
     " how many cores there are, and how fast it computes in bf16). Or the ranks called different collectives"
 )
 _TOO_BUSY = "this machine is too busy to start ranks in time, or the code never lets go of the interpreter: check again"
-_ENDED = "a rank process ended: look for exit() or a crash (reading or filling a tensor without memory is one)"
+_ENDED = (
+    "a rank process ended: look for exit() or a crash (reading or filling a tensor without memory is one, or with less"
+    " than its shape needs: a storage counts bytes, not elements)"
+)
 _MISMATCHED = (
     "the ranks' collectives do not fit together: at the same moment one rank called another collective than the rest,"
     " or the same with another number of bytes. Every rank makes the same calls, with equal sizes, in the same order"
 )
+_BEGINS = re.compile(r"async_op=True|\b(isend|irecv|batch_isend_irecv)\(")
+_WAITS = re.compile(r"\.(wait|is_completed|synchronize|get_future)\(")
 GRADES = ("a nudge", "a pointer", "nearly the solution")
 
 
@@ -184,10 +173,24 @@ def feedback_on(exercise: Exercise, path: Path, workspace: Workspace) -> Feedbac
     try:
         *references, learner = behaviours([*beside, (exercise, path)], workspace)
     except RanksFailed as failure:
-        return feedback_on_failure(exercise, failure.report, path.read_text(encoding="utf-8"))
-    right, mistakes = references[0] if references else None, partial(known_mistakes, exercise, workspace)
-    found = waited_for(diagnosis.judge(exercise, learner, right, mistakes), learner.source)
+        return feedback_on_failure(exercise, failure.report)
+    right = references[0] if references else None
+    found = unwaited(judge(exercise, learner, right), learner.source)
     return found or feedback_on_other_ranks(exercise, path, workspace)
+
+
+def unwaited(feedback: Feedback | None, source: str) -> Feedback | None:
+    """Refuse a solution that begins a message and waits for none, though its values are right by luck.
+
+    This is the one thing that is read from the source, since ranks cannot see it: on one machine most messages have
+    arrived when the values are looked at.
+    """
+    if not _BEGINS.search(source) or _WAITS.search(source):
+        return feedback
+    if feedback is not None:
+        return replace(feedback, cause=_BEGUN)
+    headline = "The values are right by luck: a message is not waited for."
+    return Feedback(headline, "`.wait()` on what the call returns", "no `.wait()` in the cell", _BEGUN, 0)
 
 
 @dataclass(frozen=True)
@@ -200,18 +203,18 @@ class _OnOtherRanks(Exercise):
 
 
 def feedback_on_other_ranks(exercise: Exercise, path: Path, workspace: Workspace) -> Feedback | None:
-    """The feedback on a right solution that holds numbers of its own, where it is wrong on another number of ranks."""
-    source, elsewhere = path.read_text(encoding="utf-8"), _OnOtherRanks(exercise.path)
-    if not elsewhere.world_size or not other_numbers(source, exercise.reference):
+    """The feedback on a right solution that is wrong on another number of ranks."""
+    elsewhere = _OnOtherRanks(exercise.path)
+    if not elsewhere.world_size:
         return None
     reference = Workspace(workspace.path / "reference").save(exercise.id, exercise.reference)
     try:
         right, learner = behaviours([(elsewhere, reference), (elsewhere, path)], workspace)
-        found = diagnosis.judge(elsewhere, learner, right, lambda: ())
+        found = judge(elsewhere, learner, right)
     except RanksFailed as failure:
         if failure.report.kind in ("hung", "timeout"):  # a busy machine
             return None
-        found = feedback_on_failure(elsewhere, failure.report, source)
+        found = feedback_on_failure(elsewhere, failure.report)
     if found is None:
         return None
     headline = f"{exercise.function} is right on {exercise.world_size} ranks, and not on {elsewhere.world_size}."
@@ -220,106 +223,28 @@ def feedback_on_other_ranks(exercise: Exercise, path: Path, workspace: Workspace
     return replace(found, headline=headline, cause=cause, rank=found.rank or 0)
 
 
-def known_mistakes(exercise: Exercise, workspace: Workspace) -> list[diagnosis.Known]:
-    """How the exercise's known mistakes behave; none where it trains for long, or the ranks were lost."""
-    if exercise.settings.facts_only:
-        return []
-    known = [mistake for mistake in exercise.mistakes if mistake.ends == "returns"]
-    folders = [Workspace(workspace.path / "reference" / f"mistake-{number}") for number, _ in enumerate(known)]
-    saved = [folder.save(exercise.id, mistake.source) for folder, mistake in zip(folders, known, strict=True)]
-    try:
-        seen = behaviours([(exercise, path) for path in saved], workspace)
-    except RanksFailed:
-        return []  # a busy machine; the verdict stands without them, and other causes are looked for
-    return [diagnosis.Known(behaviour, mistake.cause) for behaviour, mistake in zip(seen, known, strict=True)]
-
-
-def must_return(exercise: Exercise, workspace: Workspace) -> None:
-    """ExerciseError where a known mistake raises or hangs and its cause does not say so: in a launch with others it
-    would end them all. Each is tried alone, which takes long.
-    """
-    for mistake in exercise.mistakes:
-        path = Workspace(workspace.path / "reference" / "mistake-alone").save(exercise.id, mistake.source)
-        try:
-            if mistake.ends == "returns":
-                behaviours([(exercise, path)], workspace)
-        except RanksFailed as failure:
-            hangs = StillWaiting.__name__ in failure.report.message or failure.report.kind in ("hung", "timeout")
-            ends = "hangs" if hangs else "raises"
-            raise ExerciseError(
-                f"{exercise.path}, line {mistake.line}: this known mistake {ends}: {_error(failure.report)}. Begin its"
-                f" cause with `#: {ends}: `, so that it is tried alone and ends no other solution's launch"
-            ) from failure
-
-
-def waited_for(feedback: Feedback | None, source: str) -> Feedback | None:
-    """The feedback, with a message that nobody waits for as its cause where there is one."""
-    begun = unwaited(source)
-    if not begun:
-        return feedback
-    if feedback is not None:
-        return replace(feedback, cause=_UNWAITED.format(begun))
-    headline = "The values are right by luck: a message is not waited for."
-    return Feedback(headline, "`.wait()` on what the call returns", begun, _UNWAITED.format(begun), 0)
-
-
-def feedback_on_failure(exercise: Exercise, report: Failure, source: str = "") -> Feedback:
+def feedback_on_failure(exercise: Exercise, report: Failure) -> Feedback:
     """The feedback on a solution that did not return on all ranks: it raised, waits for a message, or ended a rank."""
-    who, hung = (
-        ("every rank", exercise.hung)
-        if not exercise.pure
-        else ("the call", "a loop that never ends: what its condition asks for stays true in one of the cases")
-    )
+    who, hung = ("the call", _ENDLESS) if exercise.pure else ("every rank", exercise.hung)
     name, got = exercise.function, report.message.splitlines()[0]
     step = None if report.step is None else str(report.step)
     told = partial(Feedback, expected=f"{who} returns from {name}", got=got, rank=report.rank, step=step)
-    begun = "" if exercise.pure or not source else unwaited(source)
     if StillWaiting.__name__ in got:
-        stood, hung = got.partition(f"{StillWaiting.__name__}: ")[2], _UNWAITED.format(begun) if begun else hung
-        if loop := endless(source, stood):
-            hung = f"a loop that never ends: nothing in it makes `{loop}` false"
-        elif asked := for_some_ranks(source, stood):
-            hung = f"{hung}; `{asked}` lets some ranks alone come to this line, and what they call waits for all"
+        stood = got.partition(f"{StillWaiting.__name__}: ")[2]
         return told(f"{name} did not return within {exercise.time_limit:g} s.", got=stood, cause=hung)
     if LeftUnfinished.__name__ in got:
         return told(
             f"{name} left messages unfinished.", expected="every message that is begun arrives",
             got=got.partition(f"{LeftUnfinished.__name__}: ")[2],
-            cause=_UNWAITED.format(begun) if begun else _STILL_TRAINS if exercise.settings.facts_only else _BEGUN,
+            cause=_STILL_TRAINS if exercise.settings.facts_only else _BEGUN,
         )  # fmt: skip
     if report.kind == "raised":
         where = _last_frames(exercise, report)
-        cause = _cause_of_error(exercise, _error(report), where, source)
-        return told(f"{name} raised an error.", got=where, cause=cause)
+        return told(f"{name} raised an error.", got=where, cause=words_for(_error(report)))
     if report.kind in ("hung", "timeout"):
         return told(f"{name} did not end.", cause=_TOO_BUSY)
-    aborted = "SIGABRT" in got and "The last collective it entered" in got  # gloo aborts a rank that gets strange bytes
-    return told(f"{name} ended the run.", cause=_MISMATCHED if aborted else _ENDED)
-
-
-def _cause_of_error(exercise: Exercise, error: str, where: str, source: str) -> str:
-    """The likely cause of an error, by its text, the line that raised it, the source and the exercise's stub."""
-    if meant := nearly(error, source):
-        if error.startswith("KeyError"):
-            return f"there is no such key in the dict; `{meant}`, which is nearly it, stands in the source"
-        return f"there is no such name here; did you mean `{meant}`?"
-    unset = re.search(r"UnboundLocalError.*variable '(\w+)'", error)
-    if unset and not set_outside(source, unset[1]):
-        return f"in this case `{unset[1]}` was given no value: it is set in a branch or loop that is left out"
-    missing = re.search(r"NameError: name '(\w+)'", error)
-    if missing and f'"{missing[1]}"' in exercise.stub:
-        return f'this is a text, and texts stand in quotes: `"{missing[1]}"`'
-    if missing and missing[1] in variables(source):
-        return f"`{missing[1]}` belongs to another function: a function sees its own names only, so hand it over"
-    if re.search(rf"{exercise.function}\(\) (missing|takes|got an unexpected)", error):
-        return "the check calls it as the stub's line with `def` says: leave that line as it was"
-    if loop := one_round(source):
-        return ONE_ROUND.format(loop)
-    if "must match the size" in error and (down := rounded_down(source, exercise.reference)):
-        return f"`{down}` rounds down, and a shard has its rows rounded up, the last what is left: `-(-a // b)`"
-    looks = "NoneType" in error and "Unreadable" not in error
-    in_place = slip(source, exercise.reference, not exercise.pure) if looks else ""
-    return in_place or condition(source, exercise.reference) or cause_of(error, exercise.pure, where)
+    # gloo aborts a rank that receives other bytes than it waits for; a damaged heap ends a rank by SIGABRT too
+    return told(f"{name} ended the run.", cause=_MISMATCHED if UNLIKE in got else _ENDED)
 
 
 def _last_frames(exercise: Exercise, report: Failure) -> str:

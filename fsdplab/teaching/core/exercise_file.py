@@ -2,15 +2,7 @@
 
 Its docstring holds the title, the statement and three hints. Then comes the reference. nbgrader's marks, `### BEGIN
 SOLUTION` and `### END SOLUTION`, enclose what learners write: in the stub `...` stands there, with the text that
-follows the mark as a comment. Three signs in the margin add what Python does not run:
-
-    rows = whole[rank * c : (rank + 1) * c]
-    #! rows = whole[:c]
-    #: every rank keeps the first rows; rank r begins at row r * c
-
-`#!` is a known mistake, in place of the line above it, and `#:` is what to say of it. A mistake that is a function of
-its own stands after a blank line behind the reference. `#: raises: ...` and `#: hangs: ...` are mistakes that do not
-return; `#: as above` repeats the cause before. `##` is a line of the stub, where the stub is working code.
+follows the mark as a comment; `##` is a line of the stub, where the stub is working code.
 
 After `# ---- check: on 3 ranks, also on 2, within 1e-6` come `cases(rank, n)`, which yields (name, *arguments), and
 perhaps `observe(function, *arguments) -> {fact: value}`, `SAYS = {fact: what to say where it is the first that
@@ -52,8 +44,6 @@ _KINDS: Mapping[str, Callable[[str], Any]] = {
     "facts_only": bool,
     "part_of": str,
 }
-_ENDS = re.compile(r"(raises|hangs): *")
-_MARGIN = ("#! ", "#: ", "## ")
 HUNG = "deadlock: the ranks wait for each other, because some rank receives what no rank sends"
 
 
@@ -62,24 +52,13 @@ class ExerciseError(ValueError):
 
 
 @dataclass(frozen=True)
-class Mistake:
-    """A known wrong version of the whole source, the cause to name, and how it `ends`: "returns", "raises", "hangs"."""
-
-    source: str
-    cause: str
-    ends: str
-    line: int
-
-
-@dataclass(frozen=True)
 class Settings:
     """The line of the check: how many ranks, the relative tolerance, and the seconds that one case may take.
 
     A `pure` function sends nothing: it is called in the notebook's process, once for each rank's arguments. With
-    `facts_only` the mistakes are not run to find the cause (an exercise that trains), only in the tests. `part_of`
-    names the exercise of the same folder whose function a stage checks. A right solution with numbers of its own is
-    tried `also_on` another number of ranks, so that no number of ranks is written down in it; 0 for an exercise where
-    that number plays no part.
+    `facts_only` the collectives are not compared (an exercise that trains). `part_of` names the exercise of the same
+    folder whose function a stage checks. A right solution is tried `also_on` another number of ranks, so that no number
+    of ranks is written down in it; 0 for an exercise where that number plays no part.
     """
 
     world_size: int = 1
@@ -193,11 +172,11 @@ class Exercise:
         found = _CHECK.search(self.text)
         return self.text[: found.start() if found else None].split("\n")[self._starts :]
 
-    def _kept(self, stub: bool = False, instead: tuple[int, list[str]] | None = None) -> str:
-        """The source: without margins, with `instead` in place of one line, or with gaps where learners write."""
+    def _kept(self, stub: bool = False) -> str:
+        """The solution's source, or with gaps where learners write."""
         kept: list[str] = []
         gap: list[str] | None = None  # the stub's lines for the marked part that we are in
-        for number, line in enumerate(self._solution):
+        for line in self._solution:
             bare = line.lstrip()
             indent = line[: len(line) - len(bare)]
             if bare.startswith("### BEGIN SOLUTION"):
@@ -209,8 +188,8 @@ class Exercise:
                 gap = None
             elif bare.startswith("## ") or bare == "##":
                 own.append((indent + bare[3:]).rstrip())
-            elif not (bare.startswith(_MARGIN) or bare == "#!") and not (stub and gap is not None):
-                kept += instead[1] if instead and instead[0] == number else [line]
+            elif not (stub and gap is not None):
+                kept.append(line)
         return "\n".join(kept).strip("\n") + "\n"
 
     @cached_property
@@ -222,42 +201,6 @@ class Exercise:
     def stub(self) -> str:
         """What a learner begins with."""
         return self._kept(stub=True) if not self.is_stage else self.written_as.stub
-
-    @cached_property
-    def mistakes(self) -> tuple[Mistake, ...]:
-        """The known mistakes, in the file's order."""
-        found: list[Mistake] = []
-        at = begun = 0
-        new: list[str] = []
-        said: list[str] = []
-        for number, line in enumerate([*self._solution, ""]):
-            bare = line.lstrip()
-            if said and not bare.startswith("#: "):  # a margin ends
-                found.append(self._mistake(at, new, " ".join(said), found, begun))
-                new, said = [], []
-            if bare.startswith("#! ") or bare == "#!":
-                begun = begun if new else number
-                replaced = self._solution[at]  # its indent counts: a formatter moves a comment under `if` to the right
-                new.append((replaced[: len(replaced) - len(replaced.lstrip())] + bare[3:]).rstrip())
-            elif bare.startswith("#: "):
-                said.append(bare[3:].strip())
-            elif not bare.startswith("## "):
-                if new:
-                    raise ExerciseError(f"{self.path}: the mistake {new[0].strip()!r} lacks its cause, a line `#: ...`")
-                at = number
-        return tuple(found)
-
-    def _mistake(self, at: int, new: list[str], said: str, before: list[Mistake], begun: int) -> Mistake:
-        if not new:
-            raise ExerciseError(f"{self.path}: the cause {said!r} stands under no mistake, a line `#! ...`")
-        ends = _ENDS.match(said)
-        cause = said[ends.end() :] if ends else said
-        if cause == "as above":
-            if not before:
-                raise ExerciseError(f"{self.path}: `#: as above` stands under the first mistake")
-            cause = before[-1].cause
-        source = self._kept(instead=(at, new))
-        return Mistake(source, cause, ends[1] if ends else "returns", self._starts + begun + 1)
 
     @cached_property
     def returns(self) -> bool:
@@ -292,8 +235,8 @@ class Exercise:
     def complaints(self) -> list[str]:
         """What the file lacks, a line each."""
         try:
-            module, mistakes = self.module(), self.mistakes
-            for source in (self.stub, self.reference, *(mistake.source for mistake in mistakes)):
+            module = self.module()
+            for source in (self.stub, self.reference):
                 compile(source, str(self.path), "exec")
         except ExerciseError as error:
             return [str(error)]
@@ -303,7 +246,6 @@ class Exercise:
         for name in ("cases",) if self.is_stage else (self.function, "cases"):
             found += [] if callable(getattr(module, name, None)) else [f"{self.path}: defines no function {name}(...)"]
         found += [] if self.statement else [f"{self.id}: no statement between title and hints"]
-        found += [] if self.mistakes or self.is_stage else [f"{self.id}: no known mistake, `#!` and `#:`"]
         found += [] if self.stub != self.reference else [f"{self.id}: no part to write, ### BEGIN SOLUTION"]
         return found
 

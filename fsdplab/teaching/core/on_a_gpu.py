@@ -1,16 +1,15 @@
-"""The lesson's figure from a real GPU: the result of `fsdplab gpu-check` is kept in data/gpu and opens on any machine.
+"""The lesson's figure from a real GPU: the records of `fsdplab gpu-check` are kept in data/gpu and open on any machine.
 
-Without a result, the cell says how to make one.
+Without a record from a GPU, the cell says how to make one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fsdplab.common.places import checkout, shared_folder
-from fsdplab.gpu_check.check import open_check
 from fsdplab.records import RunRecord
 
 from .display import Note, present, show
@@ -25,21 +24,20 @@ def on_a_gpu(draw: Callable[[RunRecord], go.Figure], strategy: str = "full_shard
     """Show `draw(record)` of the run with most ranks that was recorded on a GPU under `strategy`; without one, a line
     that says so.
 
-    `on_a_gpu(rank_timeline)` in lesson 07. Raises `CheckError` where the folder holds a damaged check.
+    `on_a_gpu(rank_timeline)` in lesson 07. Raises `RecordError` where a record is damaged.
     """
-    if not (folder / "check.json").exists():
+    records = [RunRecord.load(path.parent) for path in sorted(folder.glob("records/*/run.json"))]
+    if not records:
         return present(_none("no check was made on one yet"))
-    check = open_check(folder)
-    device = check.provenance.get("device", "an unnamed device")
-    if device != "cuda":
-        return present(_none(f"the check that is kept ran on {device}, as a rehearsal"))
-    runs = map(RunRecord.load, check.records)
-    fitting = [run for run in runs if run.spec["strategy"] == strategy and not run.spec["link"]]
+    on_gpus = [record for record in records if record.environment.get("device") == "cuda"]
+    if not on_gpus:
+        return present(_none("the check that is kept ran on the CPU, as a rehearsal"))
+    fitting = [record for record in on_gpus if record.spec["strategy"] == strategy and not record.spec["link"]]
     if not fitting:
         return present(_none(f"the check that is kept has no {strategy} run"))
-    chosen = max(fitting, key=lambda run: run.spec["world_size"])
+    chosen = max(fitting, key=lambda record: record.spec["world_size"])
     show(draw(chosen))
-    present(Note((_where(check.provenance, chosen),)))
+    present(Note((_where(chosen),)))
 
 
 def _none(why: str) -> Note:
@@ -48,11 +46,12 @@ def _none(why: str) -> Note:
     return Note((f"Not measured on a GPU: {why}.", f"On a machine with one, {then}"))
 
 
-def _where(provenance: dict[str, Any], run: RunRecord) -> str:
-    """The provenance line: "Measured on NVIDIA H200, torch 2.11.0, ... ; ranks on one gpu: emulated"."""
-    parts = [
-        f"Measured on {provenance.get('gpu', 'a GPU')}",
-        *(f"{name} {provenance[name]}" for name in ("torch", "driver", "commit") if provenance.get(name)),
-    ]
-    emulated = [name.replace("_", " ") for name, word in run.provenance.items() if word == "emulated"]
+def _where(record: RunRecord) -> str:
+    """The provenance line: "Measured on NVIDIA H200, torch 2.11.0, ... ; emulated: ranks on one gpu."."""
+    environment = record.environment
+    gpus = environment.get("gpus") or [{"name": "a GPU"}]
+    parts = [f"Measured on {gpus[0]['name']}", f"torch {environment['versions']['torch']}"]
+    if environment.get("commit"):
+        parts.append(f"commit {environment['commit']}")
+    emulated = [name.replace("_", " ") for name, word in record.provenance.items() if word == "emulated"]
     return ", ".join(parts) + (f"; emulated: {', '.join(emulated)}" if emulated else "") + "."

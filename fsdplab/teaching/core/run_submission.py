@@ -1,7 +1,7 @@
 """Runs saved functions: start fresh ranks, run every case, collect what was seen. A pure function needs no ranks.
 
-One launch carries several solutions: a learner's beside the reference, then the known mistakes, and in the tests all of
-an exercise's at once. A launch that ends badly raises RanksFailed.
+One launch carries several solutions: a learner's beside the reference, and in the tests all of an exercise's at once.
+A launch that ends badly raises RanksFailed.
 """
 
 from __future__ import annotations

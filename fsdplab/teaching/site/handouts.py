@@ -11,8 +11,8 @@ from fsdplab.figures.style import FONT
 from fsdplab.teaching.authoring.course import notebooks_in, read
 from fsdplab.teaching.core import registry
 from fsdplab.teaching.core.exercise_file import Exercise
-from fsdplab.teaching.pictures import PICTURES
 from fsdplab.teaching.site.lesson import text_html
+from fsdplab.teaching.slides import picture_of
 
 _STYLE = f"""body{{font:15px/1.45 {FONT};max-width:48em;margin:2em auto;color:#14171c}}
 section{{break-after:page}} svg{{width:100%;border:1px solid #cfd3d9}} blockquote{{font-weight:bold;margin:0.5em 0}}
@@ -35,8 +35,9 @@ def _pieces(path: Path) -> Iterator[str]:
     notebook, number = read(path), path.name[:2]
     texts = [cell.source for cell in notebook.cells if cell.cell_type == "markdown"]
     yield text_html(texts[0])
-    if number in PICTURES:
-        yield PICTURES[number]().svg
+    picture = picture_of(number)
+    if picture is not None:
+        yield picture.svg
     recap = _RECAP.search("\n\n".join(_FOLDED.sub("", text) for text in texts))
     if recap:
         yield text_html(f"## Recap\n{recap.group(1)}")

@@ -243,7 +243,7 @@ class Process:
 def machine_of_this_rank() -> tuple[str, ...] | None:
     """What must be equal for two ranks to share memory: boot, launcher's node, and namespaces; None where impossible.
 
-    Network namespaces share memory, but a link shaped between them must not be bypassed, so they count as machines.
+    Two network namespaces count as two machines: whoever separates them means their ranks to use the network.
     """
     if sys.platform != "linux" or platform.machine() != "x86_64" or not hasattr(os, "pidfd_open"):
         return None

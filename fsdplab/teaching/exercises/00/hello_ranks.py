@@ -14,20 +14,6 @@ def hello_ranks():
     """Return a text such as "rank 0 of 2": who this process is, and how many there are."""
     ### BEGIN SOLUTION  dist knows both numbers
     return f"rank {dist.get_rank()} of {dist.get_world_size()}"
-    #! return f"rank {dist.get_rank() + 1} of {dist.get_world_size()}"
-    #: ranks count from 0
-    #! return f"rank {dist.get_world_size()} of {dist.get_rank()}"
-    #: the two numbers are swapped: `get_rank()` says who, `get_world_size()` says how many
-    #! print("rank", dist.get_rank())
-    #: the function returns nothing
-    #! return dist.get_rank(), dist.get_world_size()
-    #: return one text that holds both numbers: an f-string joins them
-    #! return f"rank {rank} of {dist.get_world_size()}"
-    #: raises: `rank` and `world_size` are there in `%%ranks` cells only
-    #! return f"rank {torch.distributed.get_rank()} of {dist.get_world_size()}"
-    #: raises: it needs its own imports and helpers
-    #! return f"I am {dist.get_rank()} of {dist.get_world_size()}"
-    #: the text must read exactly like "rank 0 of 2": a word, a number, a word, a number
     ### END SOLUTION
 
 

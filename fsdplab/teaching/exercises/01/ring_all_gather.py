@@ -18,82 +18,14 @@ def ring_all_gather(mine):
     """Join every rank's `mine` [k, ...] in rank order: [n * k, ...]. Send to one neighbour only."""
     rank, n = dist.get_rank(), dist.get_world_size()
     whole = mine.new_zeros((n, *mine.shape))  # one block a rank
-    #! whole = torch.zeros((n, *mine.shape))
-    #: a buffer was made with torch's default dtype
     whole[rank] = mine
-    #! blocks = list(whole)
-    #! dist.all_gather(blocks, mine)
-    #! return torch.cat(blocks)
-    #: the collective does the whole work; the exercise is to do it with isend and recv
     for step in range(n - 1):
         ### BEGIN SOLUTION  send a block to rank + 1 while receiving one from rank - 1 (mod n)
         sending = dist.isend(whole[(rank - step) % n], dst=(rank + 1) % n)
-        #! sending = isend(whole[(rank - step) % n], dst=(rank + 1) % n)
-        #: raises: it needs its own imports and helpers
-        #! sending = dist.isend(whole[(rank - step) % n], dst=rank + 1)
-        #: raises: the ring is not closed
         dist.recv(whole[(rank - step - 1) % n], src=(rank - 1) % n)
-        #! dist.recv(whole[(rank - step - 1) % n], src=rank - 1)
-        #: raises: the ring is not closed
         sending.wait()
         ### END SOLUTION
     return whole.flatten(0, 1)
-    #! sending = dist.isend(whole[(rank + 1) % n], dst=(rank + 1) % n)
-    #! dist.recv(whole[rank], src=(rank - 1) % n)
-    #! sending.wait()
-    #! return whole.flatten(0, 1)
-    #: more messages than needed: after n - 1 steps everybody has every block
-    #! return whole
-    #: the blocks are stacked or one is missing: join them along the first dimension, [n * k, ...]
-    #! return list(whole)
-    #: a list of blocks is not yet the result: join them with torch.cat
-    #! print(whole)
-    #: the function returns nothing
-
-
-#! def ring_all_gather(mine):
-#!     rank, n = dist.get_rank(), dist.get_world_size()
-#!     whole = mine.new_zeros((n, *mine.shape))
-#!     whole[rank] = mine
-#!     for step in range(1, n):
-#!         out = dist.isend(mine, dst=(rank + step) % n)
-#!         dist.recv(whole[(rank - step) % n], src=(rank - step) % n)
-#!         out.wait()
-#!     return whole.flatten(0, 1)
-#: every rank sends its block to everybody; in a ring it talks to one neighbour and forwards what it received
-
-#! def ring_all_gather(mine):
-#!     rank, n = dist.get_rank(), dist.get_world_size()
-#!     whole = mine.new_zeros((n, *mine.shape))
-#!     whole[rank] = mine
-#!     for step in range(n - 1):
-#!         incoming = torch.empty_like(whole)
-#!         out = dist.isend(whole, dst=(rank + 1) % n)
-#!         dist.recv(incoming, src=(rank - 1) % n)
-#!         out.wait()
-#!         whole = torch.maximum(whole, incoming)
-#!     return whole.flatten(0, 1)
-#: more bytes than needed: everything received so far is sent again; send only the block that arrived last
-
-#! def ring_all_gather(mine):
-#!     rank, n = dist.get_rank(), dist.get_world_size()
-#!     whole = mine.new_zeros((n, *mine.shape))
-#!     whole[rank] = mine
-#!     for step in range(n - 1):
-#!         dist.send(whole[(rank - step) % n], dst=(rank + 1) % n)
-#!         dist.recv(whole[(rank - step - 1) % n], src=(rank - 1) % n)
-#!     return whole.flatten(0, 1)
-#: hangs: deadlock: a rank waits for a message, or for a receiver, that never comes
-
-#! def ring_all_gather(mine):
-#!     rank, n = dist.get_rank(), dist.get_world_size()
-#!     whole = mine.new_zeros((n, *mine.shape))
-#!     whole[rank] = mine
-#!     for step in range(n - 1):
-#!         dist.recv(whole[(rank - step - 1) % n], src=(rank - 1) % n)
-#!         dist.send(whole[(rank - step) % n], dst=(rank + 1) % n)
-#!     return whole.flatten(0, 1)
-#: hangs: as above
 
 
 # ---- check: on 3 ranks, also on 2

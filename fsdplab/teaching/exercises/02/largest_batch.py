@@ -15,44 +15,9 @@ def largest_batch(card, moments):
     """
     ### BEGIN SOLUTION
     batch = 0
-    #! batch = -1
-    #: a batch cannot be negative: 0 is the answer wherever an instant is over the card with no sequence at all
-    #! return max(0, int(min((card - fixed) // each for fixed, each in moments)))
-    #: raises: what is divided by is 0
-    #! return max(0, int(min((card - fixed) // each for fixed, each in moments if each)))
-    #: 0 is the answer wherever an instant is over the card with no sequence at all, also one without activations
-    #! return int(min((card - fixed) // each for fixed, each in moments if each))
-    #: a batch cannot be negative: 0 is the answer wherever an instant is over the card with no sequence at all
-    #! return max(0, int(max((card - fixed) // each for fixed, each in moments if each)))
-    #: all instants must fit: that with the least space decides
-    #! return max(0, min((card - fixed) / each for fixed, each in moments if each))
-    #: a whole number of sequences is asked for: round down
-    #! return max(0, round(min((card - fixed) / each for fixed, each in moments if each)))
-    #: rounded to the nearest: a part of a sequence does not fit, so round down
-    #! return max(0, -int(-min((card - fixed) / each for fixed, each in moments if each) // 1))
-    #: one too many: the last sequence does not fit whole. Rounded up, or the first batch that a loop finds too large
-    #! batch = 0
-    #! while all(fixed + (batch + 1) * each < card for fixed, each in moments):
-    #!     batch += 1
-    #! return batch
-    #: an instant that needs exactly the card still fits
-    #! batch, moments = 0, moments[:1]
-    #: all instants must fit, not only the first
-    #! batch, moments = 0, [(sum(fixed for fixed, _ in moments), sum(each for _, each in moments))]
-    #: the instants follow each other: they do not hold their bytes at the same time, so they are not added up
-    #! batch, moments = 0, [(max(fixed for fixed, _ in moments), max(each for _, each in moments))]
-    #: the largest MB of one instant and the most MB a sequence of another do not come together: look at each instant
-    #! return min(int(card // (fixed + each)) for fixed, each in moments)
-    #: the MB that do not depend on the batch are there once, not with each sequence: take them off the card first
-    #! batch, moments = 0, [(each, fixed) for fixed, each in moments]
-    #: the pairs are (MB that do not depend on the batch, MB a sequence), in this order
-    #! batch, moments = 0, [(0, each) for _, each in moments]
-    #: MB that do not depend on the batch come first
     while all(fixed + (batch + 1) * each <= card for fixed, each in moments):
         batch += 1
     return batch
-    #! return batch + 1
-    #: one too many: the last sequence does not fit whole. Rounded up, or the first batch that a loop finds too large
     ### END SOLUTION
 
 

@@ -20,30 +20,9 @@ def model_state_bytes(strategy, parameters, ranks, param_dtype):
     size = {"fp32": 4, "bf16": 2}[param_dtype]
     ### BEGIN SOLUTION
     master = 4 if param_dtype == "bf16" else 0
-    #! master = 0
-    #: beside bf16 parameters the optimizer keeps fp32 numbers: two moments and a master of each, 12 bytes
     divided = {"no_shard": 0, "zero1": 1, "zero2": 2, "full_shard": 3}[strategy]
-    #! divided = {"no_shard": 0, "zero1": 0, "zero2": 2, "full_shard": 3}[strategy]
-    #: zero1 divides the optimizer state only; parameters and gradients stay whole
-    #! divided = {"no_shard": 0, "zero1": 1, "zero2": 2, "full_shard": 2}[strategy]
-    #: full_shard divides all three: optimizer state, gradients and parameters
-    #! divided = {"no_shard": 0, "zero-1": 1, "zero2": 2, "full_shard": 3}[strategy]
-    #: raises: there is no such key
-    #! return parameters * {"no_shard": 16, "zero1": 8 + 8 / ranks, "zero2": 4 + 12 / ranks}.get(strategy, 16 / ranks)
-    #: these are the bytes of fp32, or the masters are kept whole: with bf16 parameters and gradients are 2 bytes each,
-    #: and the master that comes with them is divided as the moments are
     states = [master + 8, size, size]  # optimizer state, gradient, parameter: divided in this order
-    #! states = [master + 4, size, size]
-    #: Adam keeps two moments of every parameter, 8 bytes
     return parameters * sum(each / ranks if place < divided else each for place, each in enumerate(states))
-    #! return parameters * sum(each // ranks if place < divided else each for place, each in enumerate(states))
-    #: `//` cuts off the fraction of the few bytes of one parameter: divide with `/`, or the bytes of all parameters
-    #! return ranks * parameters * sum(each / ranks if place < divided else each for place, each in enumerate(states))
-    #: this is the sum over all ranks; one rank is asked for
-    #! return sum(each / ranks if place < divided else each for place, each in enumerate(states))
-    #: these are the bytes of one parameter: take them times their number
-    #! return str(parameters * sum(each / ranks if place < divided else each for place, each in enumerate(states)))
-    #: return one number: the bytes of all model states on one rank
     ### END SOLUTION
 
 

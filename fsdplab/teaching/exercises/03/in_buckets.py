@@ -22,16 +22,6 @@ def in_buckets(model, bucket_bytes):
     def ready(parameter):
         ### BEGIN SOLUTION  into the bucket; send it once it holds bucket_bytes or more
         bucket.append(parameter)
-        #! bucket.append(parameter)
-        #! return
-        #: everything waits for the end of backward, so nothing can travel while backward still computes: call `send()`
-        #: from `ready`, as soon as the bucket is full
-        #! bucket.append(parameter)
-        #! if sum(each.numel() for each in bucket) >= bucket_bytes:
-        #!     send()
-        #! return
-        #: as soon as the bucket is full, it leaves: it is full when the bytes of all its gradients, `each.grad.nbytes`,
-        #: are `bucket_bytes` or more together (not elements or parameters, not one gradient's bytes)
         if sum(each.grad.nbytes for each in bucket) >= bucket_bytes:
             send()
         ### END SOLUTION
@@ -40,32 +30,16 @@ def in_buckets(model, bucket_bytes):
         ### BEGIN SOLUTION  one all_reduce for the whole bucket, averages back into every .grad, bucket empty
         if bucket:
             joined = torch.cat([each.grad.flatten() for each in bucket])
-            #! joined = torch.cat([each.detach().flatten() for each in bucket])
-            #: these are averages of the weights: what is to travel is each parameter's `.grad`
             dist.all_reduce(joined)
             joined /= dist.get_world_size()
-            #! pass
-            #: this is the sum over the ranks: it was never divided by their number
-            #! joined /= 2
-            #: divided by 2, but there are more ranks: ask `dist.get_world_size()`
-            #! joined = joined.flip(0) / dist.get_world_size()
-            #: pieces were written back to the wrong parameters; cut the bucket in the order in which it was joined
             for each, piece in zip(bucket, joined.split([each.numel() for each in bucket])):
                 each.grad.copy_(piece.view_as(each))
-                #! each.average = piece.view_as(each)
-                #: this is the rank's own gradient: the average was not written back into `.grad`
             bucket.clear()
-            #! pass
-            #: a gradient travels twice in a step: empty the bucket once it is sent
         ### END SOLUTION
 
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(ready)
     return send
-    #! return lambda: None
-    #: this is the rank's own gradient: nothing came from the other ranks, because the last bucket was never sent
-    #! pass
-    #: the function returns nothing
 
 
 # ---- check: on 3 ranks, also on 2, within 1e-4, in 25 s

@@ -19,57 +19,10 @@ def reduce_rows(parameter, mine):
     blocks = list(parameter.grad.chunk(dist.get_world_size()))  # one block of rows for each rank
     ### BEGIN SOLUTION  a gradient for mine, reduce_scatter into it, average, free the whole
     mine.grad = torch.empty_like(mine)
-    #! pass
-    #: raises: something is None
-    #! mine.grad = mine.data
-    #: the weights themselves were written to: `mine` and `mine.data` are rows of the parameter, only `mine.grad` is to
-    #: change
     dist.reduce_scatter(mine.grad, blocks)
-    #! mine.grad.copy_(blocks[dist.get_rank()])
-    #: these are the rank's own rows: nothing came from the other ranks
-    #! mine.grad = sum(blocks)
-    #: no collective was called, so nothing came from the other ranks: a reduce_scatter adds up over ranks
-    #! every = [torch.empty_like(mine) for _ in blocks]
-    #! dist.all_gather(every, blocks[dist.get_rank()])
-    #! mine.grad = sum(every)
-    #: every rank sent only its own block, and these are different rows: rank r needs block r of all ranks, which a
-    #: reduce_scatter adds up
-    #! dist.reduce_scatter(mine.grad, blocks[1:] + blocks[:1])
-    #: these are the next rank's rows: block r of the list goes to rank r
-    #! dist.all_reduce(parameter.grad)
-    #! mine.grad = parameter.grad[: len(mine)].clone()
-    #: these are rank 0's rows on every rank: rank r has those from r * len(mine) on
-    #! dist.reduce(parameter.grad, dst=0)
-    #! mine.grad = parameter.grad[dist.get_rank() * len(mine) :][: len(mine)].clone()
-    #: `dist.reduce` leaves its result on one rank only (`dst`); here every rank needs its rows: reduce_scatter
-    #! dist.all_reduce(parameter.grad)
-    #! mine.grad = parameter.grad[dist.get_rank() * len(mine) :][: len(mine)].clone()
-    #: an all_reduce brings every rank the whole sum, and it then keeps a third: a reduce_scatter sends half as much
     mine.grad /= dist.get_world_size()
-    #! pass
-    #: this is the sum over the ranks, 3 times the average: divide by their number
-    #! mine.grad /= len(parameter)
-    #: the sum must be divided by the number of ranks, not of rows
-    #! mine.grad /= 2
-    #: divided by 2, but there are 3 ranks: ask `dist.get_world_size()`
-    #! mine.grad = blocks[dist.get_rank()].clone()
-    #: these are the rank's own rows: what came from the other ranks was lost
-    #! mine.grad /= dist.get_world_size() ** 2
-    #: divided twice by the number of ranks
     parameter.grad = None
-    #! pass
-    #: the unsharded gradient is still there; set `parameter.grad = None`: that is the memory to be saved
-    #! parameter.grad.zero_()
-    #: as above
-    #! mine.grad = parameter.grad = None
-    #: `mine` has no gradient: make one like `mine` (torch.empty_like) and let the reduce_scatter write into it
     ### END SOLUTION
-
-
-#! def reduce_rows(parameter, mine):
-#!     dist.all_reduce(parameter.grad)
-#!     mine.grads, parameter.grad = parameter.grad, None
-#: `mine` has no gradient: make one like `mine` (torch.empty_like) and let the reduce_scatter write into it
 
 
 # ---- check: on 3 ranks, also on 2, within 1e-6
@@ -99,7 +52,7 @@ SAYS = {
         if got["mine.grad"] is None
         else "`mine.grad` holds this rank's rows only: it has the shape of `mine`"
         if got["mine.grad"].shape != right["mine.grad"].shape
-        else ""
+        else "these are not this rank's rows of the average: a reduce_scatter leaves its rows of the sum, to be divided"
     ),
     "parameter.grad": "the unsharded gradient is still there; set `parameter.grad = None`: that is the memory to be"
     " saved",

@@ -13,43 +13,8 @@ def rows_of(rows, rank, n):
     """The rows [start, stop) that `rank` owns: blocks of ceil(rows / n), the last ones short or empty."""
     ### BEGIN SOLUTION
     size = -(-rows // n)  # rounded up
-    #! size = rows // n
-    #: has no owner, so nobody would ever update it
-    #! size = rows / n
-    #: row numbers are whole
     return min(rank * size, rows), min((rank + 1) * size, rows)
-    #! return rank * size, min((rank + 1) * size, rows)
-    #: a rank with no rows must get start == stop
-    #! return rank * size, (rank + 1) * size
-    #: clamp the ends with min(..., rows)
-    #! return min(rank * size, rows), min((rank + 1) * size, rows) - 1
-    #: `stop` is not included, as in a slice
-    #! return min(rank * size, rows), min((rank + 1) * size + 1, rows)
-    #: has two owners
-    #! return min(rank * size, rows), size
-    #: a rank with no rows must get start == stop
-    #! return min(rank * size, rows) / 1, min((rank + 1) * size, rows) / 1
-    #: row numbers are whole
-    #! return (rank - 1) * size, min(rank * size, rows)
-    #: a start below 0: ranks count from 0
-    #! return min((rank + 1) * size, rows), min(rank * size, rows)
-    #: return `start, stop`, in this order
-    #! return min(rank * size, rows)
-    #: return two whole numbers
-    #! print(size)
-    #: the function returns nothing
     ### END SOLUTION
-
-
-#! def rows_of(rows, rank, n):
-#!     whole, rest = divmod(rows, n)
-#!     start = rank * whole + min(rank, rest)
-#!     return start, start + whole + (rank < rest)
-#: balanced, and every row has one owner
-#! def rows_of(rows, rank, n):
-#!     size = rows // n
-#!     return rank * size, rows if rank == n - 1 else (rank + 1) * size
-#: the short block comes first
 
 
 # ---- check: pure, facts only

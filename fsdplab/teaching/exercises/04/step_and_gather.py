@@ -17,55 +17,10 @@ def step_and_gather(pairs, optimizer):
     """Update this rank's rows, then bring every rank's into the parameters; pairs: (parameter, mine)."""
     ### BEGIN SOLUTION  one step, then an all_gather into every parameter
     optimizer.step()
-    #! pass
-    #: nothing has changed: the optimizer was not asked to step, or its gradients were gone by then (`zero_grad` comes
-    #: after the step)
-    #! optimizer.zero_grad()
-    #! optimizer.step()
-    #: as above
     for parameter, mine in pairs:
-        #! for parameter, mine in pairs[:1]:
-        #: another rank's rows are still the old ones: all-gather after the step, and into every parameter itself (a
-        #: chunk of `parameter.detach()` is a window on it)
         blocks = list(parameter.detach().chunk(dist.get_world_size()))
-        #! blocks = list(parameter.detach().clone().chunk(dist.get_world_size()))
-        #: another rank's rows are still the old ones: all-gather after the step, and into every parameter itself (a
-        #: chunk of `parameter.detach()` is a window on it)
         dist.all_gather(blocks, mine.detach())
-        #! pass
-        #: another rank's rows are still the old ones: all-gather after the step, and into every parameter itself (a
-        #: chunk of `parameter.detach()` is a window on it)
-        #! blocks = [mine.detach().clone() for _ in blocks]
-        #! dist.all_gather(blocks, mine.detach())
-        #! parameter.data = __import__("torch").cat(blocks)
-        #: the values are right, but the parameter has new memory now, beside that of `mine`: all-gather into the
-        #: parameter's own memory (a chunk of `parameter.detach()` is a window on it)
-        #! dist.all_gather(blocks[1:] + blocks[:1], mine.detach().clone())
-        #: these are another rank's rows: block r of the list belongs to rank r
-        #! for rank, block in enumerate(blocks):
-        #!     block.mul_(rank == dist.get_rank())
-        #! dist.all_reduce(parameter.detach())
-        #: an all_gather brings every rank the others' rows once; adding up zero-filled wholes sends more
-        #! dist.all_gather(blocks, mine.detach())
-        #! dist.all_gather(blocks, mine.detach())
-        #: an all_gather brings every rank the others' rows once; two all-gathers send more
-        #! dist.all_reduce(parameter.detach())
-        #! parameter.detach().div_(len(blocks))
-        #: other numbers: perhaps a sum where the rows themselves are wanted
     ### END SOLUTION
-
-
-#! def step_and_gather(pairs, optimizer):
-#!     for parameter, mine in pairs:
-#!         dist.all_gather(list(parameter.detach().chunk(dist.get_world_size())), mine.detach())
-#!     optimizer.step()
-#: another rank's rows are still the old ones: all-gather after the step, and into every parameter itself (a chunk of
-#: `parameter.detach()` is a window on it)
-#! def step_and_gather(pairs, optimizer):
-#!     for parameter, mine in pairs:
-#!         optimizer.step()
-#!         dist.all_gather(list(parameter.detach().chunk(dist.get_world_size())), mine.detach())
-#: these rows were stepped twice: one optimizer.step() for all pairs, not one a pair
 
 
 # ---- check: on 3 ranks, also on 4

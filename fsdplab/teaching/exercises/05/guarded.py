@@ -15,29 +15,8 @@ def guarded(whole, name):
     """`whole` where its memory is there; else a RuntimeError with `name` and what to call first."""
     ### BEGIN SOLUTION
     if whole.untyped_storage().nbytes() == 0:
-        #! if False:
-        #: a tensor without memory passed the guard: its shape is unchanged, so numel, shape and nbytes say nothing; ask
-        #: its storage
-        #! if whole.numel() == 0:
-        #: as above
-        #! if whole.nbytes == 0:
-        #: as above
-        #! if whole.untyped_storage().nbytes() == 0 or not whole.any():
-        #: the guard raised although the memory is there: what counts are the bytes of the storage, not what is in them
-        #! if True:
-        #: as above
         raise RuntimeError(f"{name} was resharded and holds no memory: call unshard before you use it")
-        #! raise RuntimeError("call unshard first")
-        #: the message must say which tensor: it holds `name`
-        #! raise RuntimeError(f"{name} is not there")
-        #: the message must say what to do: it holds the word unshard
-        #! raise ValueError(f"{name} was resharded: call unshard before you use it")
-        #: it raises ValueError; the statement asks for a RuntimeError
     return whole
-    #! whole
-    #: the function returns nothing
-    #! return whole.clone()
-    #: where the memory is there, return `whole` itself: nothing is printed, copied or changed
     ### END SOLUTION
 
 

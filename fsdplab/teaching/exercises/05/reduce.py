@@ -21,60 +21,10 @@ def reduce(gradient):
     c = -(-len(gradient) // n)
     ### BEGIN SOLUTION  pad to n * c rows, reduce-scatter, and make the sum a mean
     padded = gradient.new_zeros(n * c, *gradient.shape[1:])
-    #! padded = 99 + gradient.new_zeros(n * c, *gradient.shape[1:])
-    #: what does the padding hold? It must be zeros, for they are added up too
     padded[: len(gradient)] = gradient
-    #! padded[n * c - len(gradient) :] = gradient
-    #: does the padding stand after the rows?
-    #! padded = gradient
-    #: raises: all blocks of a collective have one shape: pad the short ones, and leave the padding out afterwards
     mine = gradient.new_empty(c, *gradient.shape[1:])
     dist.reduce_scatter(mine, list(padded.chunk(n)))
-    #! dist.reduce_scatter(mine, list(padded.chunk(n))[::-1])
-    #: this is the shard of another rank: rank r gets piece r
-    #! mine = padded.chunk(n)[dist.get_rank()] * n
-    #: this is a shard of the rank's own gradient: nothing came from the other ranks
-    #! mine = padded.chunk(n)[dist.get_rank()]
-    #: as above
-    #! dist.reduce_scatter(mine, list(padded.chunk(n)), op=dist.ReduceOp.MAX)
-    #: this is the largest of the ranks' values, not their sum: leave `op` out
-    #! mine = sum(padded.chunk(n))
-    #: no collective was called, so nothing came from the other ranks: a reduce_scatter adds up over ranks
-    #! dist.all_reduce(padded)
-    #! mine = padded.chunk(n)[dist.get_rank()]
-    #: all_reduce brings every rank the unsharded gradient, at twice the bytes, and most is thrown away: use
-    #: reduce_scatter
-    #! dist.all_reduce(padded)
-    #! mine = padded[:c]
-    #: these are rank 0's rows on every rank: rank r keeps piece r
-    #! dist.reduce(padded, dst=0)
-    #! mine = padded.chunk(n)[dist.get_rank()]
-    #: `dist.reduce` leaves its result on one rank only (`dst`); here every rank needs its rows: reduce_scatter
-    #! every = [torch.empty_like(padded) for _ in range(n)]
-    #! dist.all_gather(every, padded)
-    #! mine = sum(every).chunk(n)[dist.get_rank()]
-    #: all_gather brings every rank the unsharded gradient, at n times the memory: use reduce_scatter
     return mine / n
-    #! return mine
-    #: this is the sum over the ranks; data parallel training averages: divide by the number of ranks
-    #! return mine // n
-    #: a mean has fractions: `//` rounds it down, `/` does not
-    #! return mine / c
-    #: the sum must be divided by the number of ranks, not of rows
-    #! return mine / len(gradient)
-    #: as above
-    #! return mine / n / n
-    #: the sum was divided twice: once is enough, and ReduceOp.AVG divides already
-    #! dist.reduce_scatter(mine, list(padded.chunk(n)), op=dist.ReduceOp.MAX)
-    #! return mine
-    #: this is the largest of the ranks' values, not their mean
-    #! dist.all_reduce(gradient)
-    #! return gradient / n
-    #: this rank gets its own c = ceil(rows / n) rows, as `shard` cuts them
-    #! return (mine / n).float()
-    #: a buffer was made with torch's default dtype: make it like the input
-    #! mine / n
-    #: raises: the function returns nothing
     ### END SOLUTION
 
 

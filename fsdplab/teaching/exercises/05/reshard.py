@@ -14,24 +14,6 @@ def reshard(whole):
     """Give the memory behind `whole` back; its shape, and all that looks at the same storage, stay."""
     ### BEGIN SOLUTION  one line
     whole.untyped_storage().resize_(0)
-    #! del whole
-    #: all bytes are still there: resize the storage of `whole` itself to 0. `del` and `whole = ...` concern the name
-    #: only, a clone has other memory, zeros need as much as other numbers
-    #! whole = torch.empty(0)
-    #: as above
-    #! whole.zero_()
-    #: as above
-    #! whole.untyped_storage().resize_(1)
-    #: some bytes of the storage are still there: resize it to 0
-    #! whole.resize_(0)
-    #: `whole.resize_` changes the tensor's shape and frees nothing; it is the storage that must shrink:
-    #: `whole.untyped_storage()`
-    #! whole.data = torch.empty(0, dtype=whole.dtype)
-    #: `whole` got another storage; the old one lives on behind what autograd kept, so nothing is freed: empty the
-    #: storage itself
-    #! whole.untyped_storage().resize_(0)
-    #! whole.resize_(0)
-    #: the shape is gone: `whole` must keep it, only the storage behind it is emptied
     ### END SOLUTION
 
 

@@ -16,48 +16,11 @@ import torch
 def shard(whole, rank, n):
     """`rank`'s rows of `whole` [rows, ...], then zero rows up to c = ceil(rows / n): [c, ...], a copy."""
     c = -(-len(whole) // n)  # rounds up
-    #! c = len(whole) // n
-    #: a shard is shorter than c: all ranks send equally many rows, so short shards are padded with zero rows (c
-    #: rounds up)
     ### BEGIN SOLUTION
     mine = whole.new_zeros(c, *whole.shape[1:])
-    #! mine = whole.new_full((c, *whole.shape[1:]), 7)
-    #: this rank's rows are right, but those that pad them are not zeros: start from `new_zeros`, and write only as
-    #: many rows as there are
-    #! mine = torch.zeros(c, *whole.shape[1:])
-    #: a buffer was made with torch's default dtype: make it like the input
     rows = whole[rank * c : (rank + 1) * c]
-    #! rows = whole[:c]
-    #: every rank keeps the first rows; rank r begins at row r * c
-    #! rows = whole[rank::n]
-    #: rows are dealt out like cards; a rank keeps c rows that follow each other, from r * c on
     mine[: len(rows)] = rows
-    #! return rows.clone()
-    #: a shard is shorter than c: all ranks send equally many rows, so short shards are padded with zero rows (c
-    #: rounds up)
-    #! mine[c - len(rows) :] = rows
-    #: the padding stands before the rows; it belongs after them, so that the shards joined end in padding
-    #! mine = whole[torch.arange(rank * c, (rank + 1) * c).clamp(max=len(whole) - 1)]
-    #: this rank's rows are right, but those that pad them are not zeros: start from `new_zeros`, and write only as
-    #: many rows as there are
     return mine
-    #! return torch.cat([whole, whole.new_zeros(n * c - len(whole), *whole.shape[1:])])[rank * c : (rank + 1) * c]
-    #: this is a view: the whole tensor stays in memory behind it, and nothing is saved; copy the rows into memory of
-    #: their own
-    #! return torch.tensor_split(whole, n)[rank].clone()
-    #: a shard is shorter than c: all ranks send equally many rows, so short shards are padded with zero rows (c
-    #: rounds up)
-    #! return whole[rank * c : (rank + 1) * c] if (rank + 1) * c <= len(whole) else mine
-    #: this is a view: the whole tensor stays in memory behind it, and nothing is saved; copy the rows into memory of
-    #: their own
-    #! return whole.clone()
-    #: a shard is longer than c = ceil(rows / n) rows
-    #! return mine.flatten()[:c]
-    #: only dimension 0 is cut; the others stay as they are
-    #! mine
-    #: raises: the function returns nothing
-    #! return torch.chunk(whole, n)[rank].clone()
-    #: raises: fewer pieces than ranks where the rows
     ### END SOLUTION
 
 

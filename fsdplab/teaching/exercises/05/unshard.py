@@ -19,49 +19,10 @@ def unshard(mine, whole):
     ### BEGIN SOLUTION  all-gather n shards of c rows: n * c rows, which may be more than `whole` has
     padded = mine.new_empty(n * len(mine), *mine.shape[1:])
     dist.all_gather(list(padded.chunk(n)), mine)
-    #! padded = torch.empty(n * len(mine), *mine.shape[1:])
-    #! dist.all_gather(list(padded.chunk(n)), mine)
-    #: raises: all tensors of a collective have one dtype
-    #! padded.zero_()
-    #! padded[: len(mine)] = mine
-    #: no collective was called, so nothing came from the other ranks
-    #! dist.all_gather(list(padded.chunk(n))[::-1], mine)
-    #: the first rows are not those of rank 0: join the shards in rank order, 0 first
-    #! padded.zero_()
-    #! padded.chunk(n)[dist.get_rank()].copy_(mine)
-    #! dist.all_reduce(padded)
-    #: sums are not needed to collect rows, and an all_reduce moves twice the bytes: use all_gather
-    #! dist.gather(mine, list(padded.chunk(n)) if dist.get_rank() == 0 else None, dst=0)
-    #: `dist.gather` leaves its result on one rank only (`dst`); here every rank needs all rows: all_gather
-    #! dist.all_gather(list(padded.chunk(n)), mine)
-    #! dist.all_gather(list(padded.chunk(n)), mine)
-    #: it was unsharded more than once, or more than the shards: one all_gather brings everything
     ### END SOLUTION
     whole.untyped_storage().resize_(whole.nbytes)  # memory again, with nothing useful in it
-    #! whole.data = padded[: len(whole)].clone()
-    #: `whole` looks at new memory now, while what autograd kept looks at the old, empty storage: resize that storage
-    #: and copy into it
-    #! whole = padded[: len(whole)].clone()
-    #: `whole` itself is still empty: `whole = ...` gives the name to another tensor. Resize the storage of the tensor
-    #: that was handed in, and write into it, `whole.copy_(...)`
     ### BEGIN SOLUTION
     whole.copy_(padded[: len(whole)])
-    #! pass
-    #: `whole` has memory, but not the rows of all ranks in it: what is copied before the resize is lost, `whole = ...`
-    #: gives the name to another tensor. Write what `all_gather` has filled into the memory, `whole.copy_(...)`
-    #! whole = padded[: len(whole)]
-    #: as above
-    #! whole.zero_()
-    #: `whole` has memory, but not the rows of all ranks in it
-    #! whole.copy_(padded[len(padded) - len(whole) :])
-    #: the first rows are not those of rank 0: join the shards in rank order, 0 first, and leave the padding out at
-    #: the end
-    #! whole.zero_()
-    #! whole[: len(mine)] = padded[: len(mine)]
-    #: rows are missing: join n shards of c rows in rank order, then take the first `len(whole)` rows, which leaves the
-    #: padding out
-    #! whole.copy_(padded)
-    #: raises: padding that was not left out
     ### END SOLUTION
 
 

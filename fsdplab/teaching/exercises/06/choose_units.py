@@ -13,18 +13,6 @@ def choose_units(name, module):
     """True where `module`, called `name` in the model, is to be a unit of its own."""
     ### BEGIN SOLUTION  name is such as "blocks.3.feed_forward.up", type(module).__name__ such as "GPTBlock" or "Linear"
     return name.endswith((".attention", ".feed_forward"))
-    #! return False
-    #: everything is one unit, the root: the whole model is unsharded at once. Return True for some modules
-    #! return type(module).__name__ == "GPTBlock"
-    #: a unit is unsharded while it runs, and with it the root and every unit around it
-    #! return type(module).__name__ == "GPTBlock" or name.endswith(".feed_forward")
-    #: as above
-    #! return name.endswith(".feed_forward")
-    #: as above
-    #! return type(module).__name__ == "Linear"
-    #: at most 80 collectives a step: units this small send many small messages; join what is used together
-    #! return name == "blocks"
-    #: raises: this module only holds others and is never called itself
     ### END SOLUTION
 
 

@@ -17,85 +17,27 @@ def hooks(unit, unshard, reshard, reduce):
     def before_forward():  # the module is about to read its parameters
         ### BEGIN SOLUTION
         unshard(unit.mine, unit.whole)
-        #! pass
-        #: raises: the hook has run and the unit still has no memory
-        #! unshard(unit.whole, unit.mine)
-        #: raises: a hook hands over the unit's own tensors, in the order of the function's parameters
         ### END SOLUTION
 
     def after_forward():  # nobody reads them until backward; but the root's backward begins at once
         ### BEGIN SOLUTION
         if not unit.is_root:
-            #! if False:
-            #: blocks stay unsharded from forward to backward, so the whole model is in memory
-            #! reshard(unit.whole)
-            #! if False:
-            #: raises: the root stays from forward to backward
-            #! if unit.is_root:
-            #: raises: the root stays from forward to backward
             reshard(unit.whole)
         ### END SOLUTION
 
     def before_backward():  # autograd is about to read them again
         ### BEGIN SOLUTION
         if not unit.is_root:
-            #! if True:
-            #: one unshard too many: after its forward the root stays
-            #! if False:
-            #: raises: the hook has run and the unit still has no memory
             unshard(unit.mine, unit.whole)
         ### END SOLUTION
 
     def after_backward():  # the unsharded gradient is there: unit.take_gradient() hands it over, flat
         ### BEGIN SOLUTION
         reshard(unit.whole)
-        #! pass
-        #: something stays unsharded after the step
-        #! if not unit.is_root:
-        #!     reshard(unit.whole)
-        #: as above
         unit.mine.grad = reduce(unit.take_gradient())
-        #! pass
-        #: the first loss is right and no gradient was reduced
-        #! unit.mine.grad = unit.take_gradient()[: len(unit.mine)]
-        #: as above
-        #! if not unit.is_root:
-        #!     unit.mine.grad = reduce(unit.take_gradient())
-        #: the first loss is right, but only 2 of 3 units reduced a gradient
-        #! unit.mine.grad = reduce(unit.take_gradient()) / 2
-        #: the first loss is right, the first update is not: the optimizer reads `unit.mine.grad`
-        #! unit.mine.grad = reduce(unit.take_gradient()) * 2
-        #: as above
-        #! unit.mine.grad = reduce(unit.take_gradient()) * 2 - 1e-3
-        #: as above
-        #! reduce(unit.take_gradient())
-        #: as above
-        #! unit.mine.data = reduce(unit.take_gradient())
-        #: as above
         ### END SOLUTION
 
     return before_forward, after_forward, before_backward, after_backward
-    #! return before_forward, after_forward
-    #: raises: `hooks` returns the four functions themselves
-
-
-#! def hooks(unit, unshard, reshard, reduce):
-#!     def gather():
-#!         unshard(unit.mine, unit.whole)
-#!
-#!     def after_backward():
-#!         reshard(unit.whole)
-#!         unit.mine.grad = reduce(unit.take_gradient())
-#!
-#!     return gather, lambda: reshard(unit.whole), gather, after_backward
-#: one unshard too many: after its forward the root stays
-#! def hooks(unit, unshard, reshard, reduce):
-#!     def after_backward():
-#!         reshard(unit.whole)
-#!         unit.mine.grad = reduce(unit.take_gradient())
-#!
-#!     return lambda: unshard(unit.mine, unit.whole), lambda: None, lambda: None, after_backward
-#: blocks stay unsharded from forward to backward, so the whole model is in memory
 
 
 # ---- check: on 3 ranks, in 60 s, facts only

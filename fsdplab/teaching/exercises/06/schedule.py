@@ -21,85 +21,17 @@ def schedule(n):
     ##     steps += [("unshard", i), ("backward", i), ("reshard", i), ("reduce", i)]
     ## return steps
     steps = [("unshard", 0)]
-    #! steps = [("unshard", 0), ("reshard", 0), ("unshard", 0)]
-    #: its unshard is still under way; nothing has used it
-    #! n, steps = 4, [("unshard", 0)]
-    #: now comes forward 4: forward runs from block 0 up, backward down again
     for i in range(n - 1):
-        #! for i in range(n):
-        #: there are blocks 0 to 3
         steps += [("unshard", i + 1), ("forward", i), ("reshard", i)]
-        #! steps += [("unshard", i), ("forward", i), ("reshard", i)]
-        #: it is unsharded already
     steps += [("forward", n - 1)]  # its backward comes at once: it stays
-    #! steps += [("forward", n - 1), ("reshard", n - 1), ("unshard", n - 1)]
-    #: what is resharded and unsharded again at once costs a message
-    #! pass
-    #: now comes forward 3: forward runs from block 0 up, backward down again
-    #! steps += [("foward", n - 1)]
-    #: the actions are unshard, forward, reshard, backward, reduce
     for i in reversed(range(n)):
-        #! for i in range(n):
-        #: it has no gradient to reduce: its backward comes first, and one reduction is enough
         if i < n - 1:
             steps += [("reduce", i + 1)]
-            #! pass
-            #: was never reduced, so its optimizer would do nothing
-            #! steps += [("reduce", i)]
-            #: it has no gradient to reduce: its backward comes first, and one reduction is enough
         if i > 0:
             steps += [("unshard", i - 1)]
-            #! pass
-            #: its parameters are not unsharded
         steps += [("backward", i), ("reshard", i)]
-        #! steps += [("backward", i)]
-        #: is still unsharded: reshard it, the optimizer works on shards
     return [*steps, ("reduce", 0)]
-    #! return [*steps, "reduce 0"]
-    #: expected a pair such as ("unshard", 0)
-    #! print([*steps, ("reduce", 0)])
-    #: the function returns nothing
     ### END SOLUTION
-
-
-#! def schedule(n):
-#!     steps = []
-#!     for i in range(n):
-#!         steps += [("unshard", i), ("forward", i), ("reshard", i)]
-#!     for i in reversed(range(n)):
-#!         steps += [("unshard", i), ("backward", i), ("reshard", i), ("reduce", i)]
-#!     return steps  # as it was
-#: look for the red pieces in the figure. An unshard hides behind the computation that is listed after it
-#! def schedule(n):
-#!     steps = [("unshard", i) for i in range(n)] + [("forward", i) for i in range(n)]
-#!     for i in reversed(range(n)):
-#!         steps += [("backward", i), ("reshard", i), ("reduce", i)]
-#!     return steps
-#: unshard one block ahead and not more
-#! def schedule(n):
-#!     steps = [("unshard", 0)]
-#!     for i in range(n - 1):
-#!         steps += [("unshard", i + 1), ("forward", i), ("reshard", i)]
-#!     steps += [("forward", n - 1)]
-#!     for i in reversed(range(n)):
-#!         if i < n - 1:
-#!             steps += [("reduce", i + 1), ("unshard", i)]
-#!         steps += [("backward", i), ("reshard", i)]
-#!     return [*steps, ("reduce", 0)]
-#: look for the red pieces in the figure. An unshard hides behind the computation that is listed after it
-#! def schedule(n):
-#!     steps = [("unshard", 0)]
-#!     for i in range(n - 1):
-#!         steps += [("unshard", i + 1), ("forward", i), ("reshard", i)]
-#!     steps += [("forward", n - 1)]
-#!     for i in reversed(range(n)):
-#!         if i > 0:
-#!             steps += [("unshard", i - 1)]
-#!         if i < n - 1:
-#!             steps += [("reduce", i + 1)]
-#!         steps += [("backward", i), ("reshard", i)]
-#!     return [*steps, ("reduce", 0)]
-#: send a finished gradient's reduction before the next unshard, or it waits in memory
 
 
 # ---- check: pure, facts only

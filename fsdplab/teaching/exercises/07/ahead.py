@@ -12,32 +12,6 @@ def ahead(order, position, depth):
     """The units to unshard now, while order[position] computes: those of the next `depth` places."""
     ### BEGIN SOLUTION  order: the names of the units, as this phase will use them
     return order[position + 1 : position + 1 + depth]
-    #! return order[position : position + depth]
-    #: order[position] computes now, so it is whole already: begin with the unit behind it
-    #! return order[position : position + 1 + depth]
-    #: as above
-    #! return order[position + 1 :]
-    #: all later units would be whole at once, which full sharding is to avoid: at most `depth` of them
-    #! return order[max(0, position - depth) : position]
-    #: `order` is already the order of this phase, in the backward too: do not turn it round
-    #! return order[position + 1 : position + 1 + depth][::-1]
-    #: as above
-    #! return order[position + depth : position + depth + 1] if depth else []
-    #: the units between are left out: the next one is needed first
-    #! return sorted(order[position + 1 : position + 1 + depth])
-    #: as above
-    #! return order[position + 1 : position + 1 + min(1, depth)]
-    #: only one unit is unsharded ahead; `depth` may be more
-    #! return order[position + 1 : position + depth]
-    #: one unit too few: a slice ends before its second number
-    #! return order[position + 1 : position + 2 + depth]
-    #: one unit too many: a slice ends before its second number
-    #! return list(range(position + 1, min(len(order), position + 1 + depth)))
-    #: these are places in `order`; the names that stand there are wanted
-    #! return order[position + 1]
-    #: raises: a slice, `a[i:j]`, may
-    #! return order[min(position + 1, len(order) - 1)]
-    #: return a list of names, empty where nothing is to be unsharded
     ### END SOLUTION
 
 

@@ -20,36 +20,11 @@ def hide():
         ## "link_queues": 1,  # 1: all-gathers and reductions in one queue; 2: a communicator for each
         ## "batch_size": 1,  # 1, 2 sequences
         "units": "block",  # "linear", "block", "model": what travels together
-        #! "units": "linear",
-        #: each pays the latency
-        #! "units": "model",
-        #: nothing can be hidden
-        #! "units": "layer",
-        #: units='layer'; expected one of 'linear', 'block', 'model'
         "prefetch": 1,  # 0, 1, 2: units to unshard ahead
-        #! "prefetch": 0,
-        #: unshard ahead
-        #! "ahead": 1,
-        #: unknown setting 'ahead'
         "link_queues": 2,  # 1: all-gathers and reductions in one queue; 2: a communicator for each
-        #! "link_queues": 1,
-        #: side by side they do
-        #! "link_queues": 1, "prefetch": 2,
-        #: side by side they do
-        #!
-        #: link_queues missing
         "batch_size": 2,  # 1, 2 sequences
-        #! "batch_size": 1,
-        #: give each step more to compute
-        #! "batch_size": 4,
-        #: batch_size=4 does not fit
         ### END SOLUTION
     }
-
-
-#! def hide():
-#!     return "units=block"
-#: expected a dict of settings, got str
 
 
 # ---- check: on 2 ranks, in 90 s, facts only

@@ -15,27 +15,7 @@ def waited(issued, peer_issued, taken, delivered, needed):
     ## return {"peer": ..., "queue": ..., "link": ...}
     complete = max(issued, peer_issued)  # from now on the link may take it
     spans = {"peer": (issued, complete), "queue": (complete, taken), "link": (taken, delivered)}
-    #! spans = {"peer": (issued, complete), "queue": (issued, taken), "link": (taken, delivered)}
-    #: the queue begins when the last rank has issued: until then the link was not asked by all
-    #! spans = {"peer": (issued, issued), "queue": (complete, taken), "link": (taken, delivered)}
-    #: the wait for the peer is missing: it lasts until the last rank has issued, max(issued, peer_issued)
-    #! spans = {"peer": (issued, complete), "queue": (taken, taken), "link": (complete, delivered)}
-    #: the time in the queue was given to the link: the message queues from when both have issued until it is taken
     return {name: max(0, end - max(start, needed)) for name, (start, end) in spans.items()}
-    #! return {name: end - start for name, (start, end) in spans.items()}
-    #: before `needed` the rank computed: cut every span at `needed`
-    #! return {name: max(0, end - start) for name, (start, end) in spans.items()}
-    #: as above
-    #! return {name: max(0, end - needed) for name, (start, end) in spans.items()}
-    #: a part begins where the one before ends: a span that starts behind `needed` counts from its own start
-    #! return {name: end - max(start, needed) for name, (start, end) in spans.items()}
-    #: a part is below zero: where a span ends before the wait begins, none of it counts (max(0, ...))
-    #! return {name: end - start if start >= needed else 0 for name, (start, end) in spans.items()}
-    #: of a span that begins before `needed` the part behind it counts
-    #! return {name: abs(end - max(start, needed)) for name, (start, end) in spans.items()}
-    #: where a span ends before the wait begins, none of it counts: max(0, ...), where abs(...) makes a wait of it
-    #! return sum(max(0, end - max(start, needed)) for start, end in spans.values())
-    #: return a dict with the names peer, queue, link, a number of ms each
     ### END SOLUTION
 
 

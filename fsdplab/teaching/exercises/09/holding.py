@@ -13,31 +13,10 @@ def holding(life, at):
     """The names of the units whose whole parameters take memory at instant `at`."""
     ### BEGIN SOLUTION  life: dicts with "unit", "state" and "time_ns", in order of time
     state = {}
-    #! state = {row["unit"]: row["state"] for row in life if row["time_ns"] < at}
-    #! return [unit for unit, now in state.items() if now != "sharded"]
-    #: a row at the very instant `at` counts already: compare with <=
-    #! state = {row["unit"]: row["state"] for row in life}
-    #! return [unit for unit, now in state.items() if now != "sharded"]
-    #: rows after the instant must not count: those with time_ns <= at do, both in ns
-    #! state = {row["unit"]: row["state"] for row in life if row["time_ns"] == at}
-    #! return [unit for unit, now in state.items() if now != "sharded"]
-    #: the newest row of a unit may be older than `at`: all rows up to the instant count
     for row in life:
         if row["time_ns"] <= at:
             state[row["unit"]] = row["state"]
     return [unit for unit, now in state.items() if now != "sharded"]
-    #! return [unit for unit, now in state.items() if now == "unsharded"]
-    #: units on their way are missing: the memory that an all-gather fills is there from the moment it is issued
-    #! return [unit for unit, now in state.items() if now == "unsharding"]
-    #: units that have arrived are missing: a unit takes memory until it is resharded
-    #! return [unit for unit, now in state.items() if now == "sharded"]
-    #: these are the units that were resharded: those with another state take memory
-    #! return list(state)
-    #: units are named that were resharded before `at`: leave out those whose newest state up to then is "sharded"
-    #! return len([unit for unit, now in state.items() if now != "sharded"])
-    #: return the names: a list, or a set, of texts
-    #! return [unit for unit, now in state.items() if now != "sharded"][:1]
-    #: only the first unit is named: a `return` in the loop ends it there
     ### END SOLUTION
 
 

@@ -14,31 +14,12 @@ def slim():
     """Settings that keep one unsharded copy fewer at the peak."""
     return {
         "strategy": "full_shard",  # "full_shard", "shard_grad_op", "zero2"
-        #! "strategy": "shard_grad_op",
-        #: every block is there at once
-        #! "strategy": "zero2",
-        #: every block is there at once
         ### BEGIN SOLUTION
         ## "prefetch": 2,  # units unsharded ahead: 0, 1, 2, ...
         "prefetch": 1,  # units unsharded ahead: 0, 1, 2, ...
-        #! "prefetch": 3,
-        #: only because it was unsharded ahead
-        #! "prefetch": 0,
-        #: no all-gather sets out before its unit is needed
         ### END SOLUTION
         "units": "block",  # what travels together: "block", "linear", "model"
-        #! "units": "model",
-        #: every block is there at once
-        #! "batch_size": 1,
-        #: batch_size belongs to the job
-        #! "units": "layer",
-        #: unknown units
     }
-
-
-#! def slim():
-#!     return 3
-#: expected a dict
 
 
 # ---- check: on 2 ranks, in 90 s, facts only

@@ -18,56 +18,10 @@ def crossover(parameters, ranks, flops, bandwidth, param_bytes, reduce_bytes):
     reductions; a second has `flops` operations and carries `bandwidth` bytes.
     """
     sent = parameters * (ranks - 1) / ranks  # numbers that a rank sends in one all-gather or reduction
-    #! sent = parameters
-    #: a rank sends (ranks - 1)/ranks of the block; it has its own shard already
-    #! sent = parameters / ranks
-    #: a rank's shard is 1/ranks of the block, but around the ring it sends ranks - 1 shards
     ### BEGIN SOLUTION
     forward = param_bytes * sent / bandwidth / (2 * parameters / flops)
-    #! forward = param_bytes * sent / bandwidth / (2 * parameters / flop)
-    #: raises: did you mean `flops`
-    #! return param_bytes * sent / bandwidth / (parameters / flops)
-    #: this hides the forward only, and a forward computes 2 operations a parameter and token: a multiplication and an
-    #: addition
     backward = (param_bytes + reduce_bytes) * sent / bandwidth / (4 * parameters / flops)
-    #! backward = (param_bytes + reduce_bytes) * sent / bandwidth / (2 * parameters / flops)
-    #: a backward computes twice as much as a forward: 4 operations a parameter and token
-    #! backward = (param_bytes + reduce_bytes) * sent / bandwidth / (6 * parameters / flops)
-    #: a backward has 4 operations a parameter and token, twice as many as a forward: 6 are both together
-    #! backward = reduce_bytes * sent / bandwidth / (4 * parameters / flops)
-    #: the backward unshards the block again before it can compute: those bytes come on top of the reduction's
-    #! backward = (param_bytes + 2 * reduce_bytes) * sent / bandwidth / (4 * parameters / flops)
-    #: a reduce-scatter sends every number once, as an all-gather does; twice as much is an all-reduce
     return max(forward, backward)
-    #! return forward
-    #: this hides the forward only. A backward computes twice as much, but it unshards the block again and reduces its
-    #: gradient, in numbers of `reduce_bytes`: does that fit as well?
-    #! return min(forward, backward)
-    #: this is the sooner of the two phases: the later one counts, so that both hide
-    #! return backward
-    #: this hides the backward only: the later of the two phases counts, and here that is the forward
-    #! return (2 * param_bytes + reduce_bytes) * sent / bandwidth / (6 * parameters / flops)
-    #: this is the step as a whole: compute that one phase has to spare does not hide the messages of the other
-    #! return (param_bytes + reduce_bytes) * sent / bandwidth / (6 * parameters / flops)
-    #: this is the step as a whole, with one all-gather only: look at each phase alone; the backward unshards again
-    #! return forward + backward
-    #: the phases come one after the other: take the later crossover, not their sum
-    #! return 2 * max(forward, backward)
-    #: a multiplication and an addition: 2 operations a parameter and token in the forward
-    #! return 8 * max(forward, backward)
-    #: bytes, not bits: bandwidth is in bytes a second
-    #! return max(forward, backward) * (bandwidth / flops) ** 2
-    #: interchanged: bytes over `bandwidth` are the seconds of a message, operations over `flops` those of compute
-    #! return max(forward, backward) * (parameters / flops) ** 2
-    #: Python reads `a / 2 * b / c` from left to right: put what is divided by, `(2 * b / c)`, in brackets
-    #! return max(forward, backward) / flops**2
-    #: as above
-    #! return ranks * max(forward, backward)
-    #: these are the tokens of all ranks together: a rank's own compute hides its own messages
-    #! return max(1 / forward, 1 / backward)
-    #: upside down: messages over compute
-    #! return forward, backward
-    #: return one number: tokens
     ### END SOLUTION
 
 

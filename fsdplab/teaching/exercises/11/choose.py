@@ -17,30 +17,11 @@ def choose():
         ## "strategy": "full_shard",  # "no_shard", "zero1", "zero2", "shard_grad_op", "full_shard"
         ## "prefetch": 0,  # units unsharded ahead
         "strategy": "zero2",  # "no_shard", "zero1", "zero2", "shard_grad_op", "full_shard"
-        #! "strategy": "full_shard",
-        #: The card has room
-        #! "strategy": "no_shard",
-        #: beyond the card
-        #! "strategy": "zero3",
-        #: unknown strategy
         "prefetch": 1,  # units unsharded ahead
-        #! "prefetch": 0, "strategy": "shard_grad_op",
-        #: no all-gather is hidden under computing
         ### END SOLUTION
         "link_queues": 1,  # 2: reductions have a communicator of their own
         "units": "auto",  # "auto" (a block), "linear", "model"
-        #! "units": "model", "strategy": "shard_grad_op",
-        #: that is all of the model
-        #! "card": 10**12,
-        #: card belongs to the job
-        #! "link": "nvlink4",
-        #: link belongs to the job
     }
-
-
-#! def choose():
-#!     return "shard_grad_op"
-#: expected a dict
 
 
 # ---- check: on 2 ranks, in 120 s, facts only

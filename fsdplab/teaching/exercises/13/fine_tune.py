@@ -18,32 +18,9 @@ def fine_tune(model, shard):
     ### BEGIN SOLUTION  adapters are the parameters with "adapter" in their name
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("adapter" in name)
-        #! pass
-        #: weights outside the adapters are trained too
-        #! parameter.requires_grad_("adapter" not in name)
-        #: adapters are frozen or not in the optimizer
-        #! parameter.requires_grad_("adapter_up" in name)
-        #: is "adapter" meant?
-        #! parameter.requires_grad_("adapter" in name or name.endswith("bias"))
-        #: weights outside the adapters are trained too
-        #! parameter.requires_grad_(False)
-        #: raises: nothing is left to train
     shard(model)
-    #! optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2)
-    #! shard(model)
-    #! return optimizer
-    #: raises: built before the model was sharded
-    #! pass
-    #: shard(model) was not called
-    #! shard(model.requires_grad_(True))
-    #! return torch.optim.AdamW([each for name, each in model.named_parameters() if "adapter" in name], lr=1e-2)
-    #: leaving a parameter out of the optimizer does not freeze it
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return torch.optim.AdamW(trained, lr=1e-2)
-    #! return torch.optim.SGD(trained, lr=1e-2)
-    #: train all of them with AdamW
-    #! torch.optim.AdamW(trained, lr=1e-2)
-    #: the function returns nothing
     ### END SOLUTION
 
 

@@ -18,48 +18,10 @@ def global_norm(gradients):
     """The 2-norm of the unsharded gradient, equal on every rank, from this rank's shards (perhaps none)."""
     ### BEGIN SOLUTION
     total = torch.zeros(())
-    #! total = torch.zeros(())
-    #! if not gradients:
-    #!     return total
-    #: hangs: a rank without gradients must take part too, with a sum of 0
     for gradient in gradients:
         total += gradient.float().square().sum()
-        #! square = gradient.float().square().sum()
-        #! dist.all_reduce(square)
-        #! total += square
-        #: hangs: behind the loop over its gradients
-        #! total += gradient.float().norm()
-        #: the tensors' norms were added; squares add, norms do not
-        #! total += gradient.float().abs().sum()
-        #: values were added; their squares are what adds up to a norm
-        #! total = total.bfloat16() + gradient.square().sum()
-        #: the squares were summed or sent in bf16, which keeps 8 bits: convert with .float() first
     dist.all_reduce(total)
-    #! total = total
-    #: this is the norm of this rank's shards alone. Every rank would scale by another number, and the shards would no
-    #: longer belong to one model
-    #! total = total.sqrt()
-    #! dist.all_reduce(total)
-    #! return total
-    #: norms were added; squares add, norms do not: all_reduce the sum of squares, then take the root
-    #! dist.all_reduce(total)
-    #! total /= dist.get_world_size()
-    #: the sum of squares was averaged over the ranks: each rank has other rows, so nothing is counted twice
-    #! dist.all_reduce(total, dist.ReduceOp.MAX)
-    #: the largest rank's norm is not the whole one: add the squares
-    #! every = [None] * dist.get_world_size()
-    #! dist.all_gather_object(every, [gradient.tolist() for gradient in gradients])
-    #! total = sum((torch.tensor(values).square().sum() for one in every for values in one), torch.zeros(()))
-    #: an object is pickled and takes two collectives, one for its length: all_reduce the sum as a tensor
     return total.sqrt()
-    #! return total
-    #: this is the sum of squares; take the root in the end
-    #! total.sqrt()
-    #: the function returns nothing
-    #! for gradient in gradients:
-    #!     gradient /= total.sqrt()
-    #! return total.sqrt()
-    #: the gradients were changed: only their norm is asked for; scaling them is the next step
     ### END SOLUTION
 
 

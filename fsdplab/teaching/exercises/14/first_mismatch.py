@@ -16,48 +16,12 @@ def first_mismatch(calls):
     """(calls made alike, [ranks that then make another call than most])."""
     ### BEGIN SOLUTION  calls[rank][place] is a pair: kind and bytes
     for place, there in enumerate(zip(*calls)):
-        #! for place, there in enumerate(zip(*[[kind for kind, _ in own] for own in calls])):
-        #: the same kind with another number of bytes does not fit either: compare the whole pairs
-        #! for place, there in enumerate(zip(*[[nbytes for _, nbytes in own] for own in calls])):
-        #: another kind with the same number of bytes does not fit either: compare the whole pairs
-        #! for place, there in reversed(list(enumerate(zip(*calls)))):
-        #: this is the last difference; those after the first are its consequences
         if len(set(there)) > 1:
             usual = max(set(there), key=there.count)
-            #! usual = there[0]
-            #: rank 0 is not always right: the ranks that differ are those that differ from most
             return place, [rank for rank, call in enumerate(there) if call != usual]
-            #! return place + 1, [rank for rank, call in enumerate(there) if call != usual]
-            #: this counts the call that differs, too: the first number is of the calls before it
-            #! return place, [rank for rank, call in enumerate(there) if call == usual]
-            #: these are the ranks that agree; return those that differ from most
-            #! return place
-            #: return two values: a number of calls, and a list of ranks
-            #! return place, [call for call in there if call != usual]
-            #: these are calls; return the numbers of the ranks that make them
     return min(map(len, calls)), []
-    #! return max(map(len, calls)), []
-    #: a rank that waits has made fewer calls: all ranks made as many alike as the shortest list has
-    #! return 0, []
-    #: where no call differs, all calls that were compared are alike: as many as the shortest list has
     ### END SOLUTION
 
-
-#! def first_mismatch(calls):
-#!     for place in range(max(map(len, calls))):
-#!         there = [own[place] if place < len(own) else None for own in calls]
-#!         usual = max(there, key=there.count)
-#!         if len(set(there)) > 1:
-#!             return place, [rank for rank, call in enumerate(there) if call != usual]
-#!     return len(calls[0]), []
-#: a rank whose list has ended waits, or was ended: that is no other call. Compare as far as the shortest list goes
-
-
-#! def first_mismatch(calls):
-#!     shortest = min(map(len, calls))
-#!     ranks = [rank for rank, own in enumerate(calls) if len(own) == shortest]
-#!     return (shortest, ranks if len(ranks) < len(calls) else [])
-#: where a list ends is where a rank waits; the call that does not fit may stand far before
 
 # ---- check: pure
 

@@ -18,39 +18,10 @@ def late(arrivals):
     for times in arrivals:
         *others, last = sorted(times)
         if last - others[-1] > others[-1] - others[0]:
-            #! if True:
-            #: in every step some rank comes last; late is who comes after the last but one by more than the others lie
-            #: apart
-            #! if last - others[-1] > 0:
-            #: in every step some rank comes last; late is who comes after the last but one by more than the others lie
-            #: apart
-            #! if last - others[0] > others[-1] - others[0]:
-            #: in every step some rank comes last; late is who comes after the last but one by more than the others lie
-            #: apart
-            #! if last - others[-1] > 1:
-            #: a fixed number of ms is no spread: compare with how far the others lie apart in this step
             counts[times.index(last)] += 1
-            #! counts[times.index(min(times))] += 1
-            #: this counts the rank that came first, which waits for the others
     return [rank for rank, count in enumerate(counts) if count > len(arrivals) / 2]
-    #! return [counts.index(max(counts))]
-    #: where no rank is late in more than half of the steps, the list is empty: some rank always leads the counts
-    #! return [rank for rank, count in enumerate(counts) if count > 1]
-    #: late in a few steps is what happens to any rank on a busy machine: more than half of the steps
-    #! return [rank for rank, count in enumerate(counts) if count >= len(arrivals) / 2]
-    #: exactly half of the steps is not more than half
-    #! return [rank for rank, count in enumerate(counts) if count == len(arrivals)]
-    #: one quiet step does not clear a rank: more than half of the steps are enough
-    #! return counts
-    #: this is how often each rank was late; return the ranks
     ### END SOLUTION
 
-
-#! def late(arrivals):
-#!     means = [sum(times) / len(arrivals) for times in zip(*arrivals)]
-#!     *others, last = sorted(means)
-#!     return [means.index(last)] if last - others[-1] > others[-1] - others[0] else []
-#: one long delay moves a mean, and is one late step: more than half of all steps are needed
 
 # ---- check: pure
 

@@ -16,36 +16,11 @@ def newest(folder):
     ### BEGIN SOLUTION  which entries are whole? which of these is the newest?
     for name, entry in folder.items():
         whole = entry["files"] == entry["manifest"]
-        #! whole = True
-        #: a checkpoint without a manifest, or with a file that is not as the manifest says, cannot be loaded
-        #! whole = entry["manifest"] is not None
-        #: a file may be cut short or lost: compare the files with the manifest
-        #! whole = entry["manifest"] is not None and entry["files"].keys() == entry["manifest"].keys()
-        #: a file may be cut short: its size is not that of the manifest
-        #! whole = entry["files"] == (entry["manifest"] or entry["files"])
-        #: without a manifest nothing says that all files are there
-        #! whole = set(entry["files"].items()) <= set((entry["manifest"] or {}).items())
-        #: a file that the manifest lists may be lost
         if whole and name.startswith("step-"):
-            #! if whole and name.lstrip(".").startswith("step-"):
-            #: a name that begins with a dot is a save that was not finished
             steps.append(int(name.split("-")[1]))
-            #! steps.append(name.split("-")[1])
-            #: steps are compared as text here, and "8" is larger than "10"; return a number
     return max(steps, default=0)
-    #! return max(steps)
-    #: raises: max() arg is an empty sequence
-    #! return min(steps, default=0)
-    #: this is the oldest, or the first in the listing: take the largest of all
-    #! return steps[-1] if steps else 0
-    #: the order of names in a folder is no order of steps
     ### END SOLUTION
 
-
-#! def newest(folder):
-#!     names = [name for name, entry in folder.items() if name[0] != "." and entry["files"] == entry["manifest"]]
-#!     return int(max(names).removeprefix("step-")) if names else 0
-#: names are compared as text here: "step-8" is larger than "step-10"
 
 # ---- check: pure
 

@@ -22,56 +22,12 @@ def pieces(rows, saved, rank, ranks):
     ### BEGIN SOLUTION  for each saved rank: what of its rows is ours?
     for owner in range(saved):
         start, stop = span(rows, owner, saved)
-        #! start, stop = span(rows, owner, ranks)
-        #: the files have the spans of the ranks that saved them, `saved`, and not of those that load
         low, high = max(begin, start), min(end, stop)
-        #! low, high = start, stop
-        #: this reads every file whole: take what of it is this rank's
-        #! low, high = begin, end
-        #: this takes the rank's own rows from every file: a file has only its own
-        #! low, high = max(begin, start), stop
-        #: this reads to the end of a file, also beyond the rank's own rows
         if low < high:
-            #! if low <= high:
-            #: an empty piece: a rank whose span only touches another's needs nothing of it
-            #! if True:
-            #: pieces without rows: leave out what does not overlap
             found.append((owner, low - start, high - start))
-            #! found.append((owner, 0, stop - start))
-            #: this reads whole files of which the rank needs a part
-            #! found.append((owner, low - start, high - start - 1))
-            #: the end is the row behind the last one, as in a slice
-            #! found.append((owner, low, high))
-            #: these are rows of the whole tensor; a file begins at its own rank's first row
-            #! found.append((owner, low - start, high - low))
-            #: the third number is how many rows; it should be where the piece ends in the file
-            #! found.append((owner, low - begin, high - begin))
-            #: these are rows in the rank's own part; the file has others
     return found
-    #! return found[::-1]
-    #: the pieces stand in the wrong order: their rows are put together one after the other
     ### END SOLUTION
 
-
-#! def pieces(rows, saved, rank, ranks):
-#!     return [(owner, 0, span(rows, owner, saved)[1] - span(rows, owner, saved)[0]) for owner in range(saved)]
-#: this reads every file whole: take what of it is this rank's
-
-#! def pieces(rows, saved, rank, ranks):
-#!     begin, end = span(rows, rank, ranks)
-#!     for owner in range(saved):
-#!         start, stop = span(rows, owner, saved)
-#!         if max(begin, start) < min(end, stop):
-#!             return [(owner, max(begin, start) - start, min(end, stop) - start)]
-#!     return []
-#: this stops at the first file; a rank's rows may lie in several
-
-#! def pieces(rows, saved, rank, ranks):
-#!     begin, end = span(rows, rank, ranks)
-#!     each = rows // saved
-#!     parts = [(owner, max(begin, owner * each), min(end, (owner + 1) * each)) for owner in range(saved)]
-#!     return [(owner, low - owner * each, high - owner * each) for owner, low, high in parts if low < high]
-#: a rank's rows are rounded up, and the last has what is left: use `span`
 
 # ---- check: pure
 

@@ -16,21 +16,7 @@ def average_expert(gradient, efsdp):
     ## ...  # sum over whom? divide by what?
     ## return gradient
     dist.all_reduce(gradient, group=efsdp)
-    #! dist.all_reduce(gradient)
-    #: gradients of different experts were added: sum over `group=efsdp` only
-    #! pass
-    #: the other rank with the same experts is left out: sum over the group first
-    #! dist.all_reduce(gradient, group=efsdp)
-    #! gradient /= 2
-    #: divided twice: sum over the ranks that hold the same experts, then divide by the number of all ranks
     return gradient / dist.get_world_size()
-    #! return gradient / dist.get_world_size(efsdp)
-    #: 2 times too large: divided by the size of the group that holds the same experts, but the loss is a mean over all
-    #: 4 ranks' tokens
-    #! return gradient
-    #: 4 times too large: nothing is divided, but the loss is a mean over all 4 ranks' tokens
-    #! gradient / dist.get_world_size()
-    #: the function returns nothing
     ### END SOLUTION
 
 

@@ -18,29 +18,9 @@ def compose(model, mesh):
     ## ...  # four lines; the order matters
     ## return model
     parallelize(model, mesh["tp"])
-    #! pass
-    #: no tensor parallelism: `parallelize(model, mesh["tp"])` comes first
-    #! mesh = {"tp": mesh["dp"], "dp": mesh["tp"]}
-    #! parallelize(model, mesh["tp"])
-    #: the axes are exchanged: tensor parallelism belongs on `tp`, whose ranks read the same text
-    #! from torch.distributed.fsdp import fully_shard
-    #! parallelize(model, mesh["tp"])
-    #: no unit of the lab's engine: import `fully_shard` from `fsdplab.engine`, whose bytes this lesson counts
-    #! return parallelize(model, mesh["tp"])
-    #: nothing is sharded over dp
-    #! fully_shard(model, mesh=mesh["dp"])
-    #! parallelize(model, mesh["tp"])
-    #! return model
-    #: raises: Cannot distribute a DTensor
     for block in model.blocks:
         fully_shard(block, mesh=mesh["dp"])
-        #! break
-        #: 1 unit(s)
     return fully_shard(model, mesh=mesh["dp"])
-    #! return model
-    #: 2 unit(s)
-    #! fully_shard(model, mesh=mesh["dp"])
-    #: the function returns nothing
     ### END SOLUTION
 
 

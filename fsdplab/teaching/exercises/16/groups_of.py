@@ -17,36 +17,10 @@ def groups_of(rank, shape):
     for axis, size in enumerate(shape):
         ### BEGIN SOLUTION  how far apart are neighbours on this axis? where does the group begin?
         stride = prod(shape[axis + 1 :])
-        #! stride = prod(shape[:axis])
-        #: the wrong stride: in a row-major mesh the last axis holds neighbours, so a step on an axis is as long as all
-        #: later axes together
-        #! stride = 1
-        #: as above
-        #! stride = prod(shape[axis:])
-        #: the wrong stride: a step on an axis is as long as all later axes together, without this one
         first = rank - rank // stride % size * stride
-        #! first = 0
-        #: the rank is not in its own group: go back from it to the group's first rank, `rank // stride % size` strides
-        #! first = rank - rank // stride * stride
-        #: as above
-        #! first = rank
-        #: the group begins at the rank itself: go back from it to the group's first rank, `rank // stride % size`
-        #: strides
         groups.append([first + step * stride for step in range(size)])
-        #! groups.append([first + step * stride for step in reversed(range(size))])
-        #: the right ranks in another order: a group counts upwards along its axis
-        #! groups.append([other for other in range(prod(shape)) if other // stride % size == rank // stride % size])
-        #: these ranks have the same place on this axis; a group has those that differ on it, and on no other axis
-        #! groups.append([first + step * stride for step in range(size + 1)])
-        #: a group has as many ranks as its axis has places
-        #! groups.insert(0, [first + step * stride for step in range(size)])
-        #: the groups stand in another order: the first axis first
-        #! groups.append(stride)
-        #: return a list with one list of ranks for each axis
         ### END SOLUTION
     return groups
-    #! return groups[-1:]
-    #: a mesh has one group an axis around each rank: append one an axis
 
 
 # ---- check: pure

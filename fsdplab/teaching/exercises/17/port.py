@@ -31,83 +31,21 @@ def port(model, steps):
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    #! model = model
-    #: raises: this object has nothing of that name
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    #! optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    #: the optimizer is SGD(lr=0.1)
-    #! optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-    #: the optimizer is AdamW(lr=0.5
     for micro_batches in steps:
         optimizer.zero_grad()
-        #! pass
-        #: `zero_grad` is not called in every step
         total = 0.0
         for number, (tokens, targets) in enumerate(micro_batches):
             model.set_requires_gradient_sync(number == len(micro_batches) - 1)
-            #! model.set_requires_gradient_sync(False)
-            #: no gradient is there when the optimizer steps
-            #! pass
-            #: gradients are reduced once a step
             loss = loss_of(model, tokens, targets) / len(micro_batches)
-            #! loss = loss_of(model, tokens, targets)
-            #: this is the sum over the micro-batches
             loss.backward()
-            #! (loss * len(micro_batches)).backward()
-            #: gradients are 2 times what they should be
             total += loss.item()
-            #! total = loss.item() * len(micro_batches)
-            #: this is the loss of the last micro-batch alone
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        #! pass
-        #: when the optimizer steps, and it should be clipped to 0.1
-        #! torch.nn.utils.clip_grad_norm_([p.grad.to_local() for p in model.parameters()], 0.1)
-        #: when the optimizer steps, and it should be clipped to 0.1
-        #! torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        #: when the optimizer steps, and it should be clipped to 0.1
-        #! norm = torch.stack([p.grad.to_local().norm() for p in model.parameters()]).norm()
-        #! [p.grad.mul_((0.1 / norm).clamp(max=1.0)) for p in model.parameters()]
-        #: clipped by the norm of this rank's shards
         optimizer.step()
         losses.append(total)
     ### END SOLUTION
     return losses
-    #! return None
-    #: the function returns nothing
-    #! return losses[-1:]
-    #: return the loss of every step, in a list
 
-
-#! def port(model, steps):
-#!     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-#!     losses = []
-#!     for micro_batches in steps:
-#!         optimizer.zero_grad()
-#!         for tokens, targets in micro_batches:
-#!             (loss_of(model, tokens, targets) / len(micro_batches)).backward()
-#!         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-#!         optimizer.step()
-#!         losses.append(0.0)
-#!     return losses
-#: nothing is sharded: fully_shard(block) for every block, then fully_shard(model)
-
-
-#! def port(model, steps):
-#!     fully_shard(model)
-#!     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-#!     losses = []
-#!     for micro_batches in steps:
-#!         optimizer.zero_grad()
-#!         total = 0.0
-#!         for tokens, targets in micro_batches:
-#!             loss = loss_of(model, tokens, targets) / len(micro_batches)
-#!             loss.backward()
-#!             total += loss.item()
-#!         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-#!         optimizer.step()
-#!         losses.append(total)
-#!     return losses
-#: the whole model is one unit, so all of it is unsharded at once: fully_shard(block) for every block first
 
 # ---- check: on 2 ranks, within 1e-5, in 40 s, facts only
 

@@ -14,46 +14,8 @@ def ratio(parameter_bytes, reduce_bytes, ddp_bytes, root=0.0):
     """Bytes of full sharding over those of DDP."""
     ### BEGIN SOLUTION  what is unsharded, what is reduced, what does DDP send?
     gathered = (2 - root) * parameter_bytes
-    #! gathered = parameter_bytes
-    #: one all-gather an element: blocks are unsharded again for the backward
-    #! gathered = 2 * parameter_bytes
-    #: the root is unsharded twice here; it stays unsharded between forward and backward
-    #! gathered = 3 * parameter_bytes
-    #: three all-gathers; the third collective of a block is the reduction, in its own dtype
-    #! gathered = 2 * (1 - root) * parameter_bytes
-    #: the root is unsharded too: once, for the whole step
-    #! gathered = (1 + root) * parameter_bytes
-    #: it is the root that is unsharded once, not the blocks
-    #! gathered = (2 - root) * reduce_bytes
-    #: parameters are unsharded in `parameter_bytes`
     reduced = reduce_bytes
-    #! reduced = 2 * reduce_bytes
-    #: a reduce_scatter is half of an all-reduce: gradients are reduced once
-    #! reduced = 0
-    #: gradients are reduced too: one reduce_scatter
-    #! reduced = parameter_bytes
-    #: gradients are reduced in `reduce_bytes`
-    #! reduced = (1 - root) * reduce_bytes
-    #: the root's gradients are reduced like all others
-    #! gathered, reduced = (2 - root) * reduce_bytes, parameter_bytes
-    #: the other way round: unshards have `parameter_bytes`, the reduction `reduce_bytes`
     return (gathered + reduced) / (2 * ddp_bytes)
-    #! return (gathered + reduced) / ddp_bytes
-    #: DDP's all-reduce is a reduce-scatter and an all-gather: an element travels twice
-    #! return (2 * ddp_bytes) / (gathered + reduced)
-    #: the other way round: full sharding over DDP
-    #! return (gathered + reduced) / (2 * parameter_bytes)
-    #: DDP reduces in its own dtype, `ddp_bytes`
-    #! return gathered + reduced
-    #: these are the bytes of full sharding; divide them by DDP's
-    #! return gathered + reduced / (2 * ddp_bytes)
-    #: brackets: the reduction alone is divided by DDP's bytes, not the sum
-    #! return (gathered + reduced) / 2 * ddp_bytes
-    #: brackets: this divides by 2 and multiplies by `ddp_bytes`
-    #! return (gathered + reduced) / (2 * ddp_bytes) - 1
-    #: that is how much more is sent; how many times as many is asked for
-    #! return gathered + reduced - 2 * ddp_bytes
-    #: a difference; how many times as many is asked for
     ### END SOLUTION
 
 

@@ -24,42 +24,18 @@ def verdicts():
         ## "C36": "confirmed",  # large models on cards of 16 to 24 GB
         ## "C37": "confirmed",  # works with any optimizer
         "C6": "under conditions",  # 1.3 to 1.5 times DDP's communication: two more all-gathers
-        #! "C6": "confirmed",
-        #: C6 is not 'confirmed'
         "C8": "refuted",  # reduces the communication by exchanging only what is needed
-        #! "C8": "confirmed",
-        #: C8 is not 'confirmed'
         "C9": "refuted",  # synchronises with all-reduce and broadcast
-        #! "C9": "under conditions",
-        #: C9 is not 'under conditions'
         "C10": "refuted",  # the backward unshards gradients
-        #! "C10": "confirmed",
-        #: C10 is not 'confirmed'
         "C16": "refuted",  # recomputation is a part of its cost
         "C21": "confirmed",  # a checkpoint of N ranks loads on M
-        #! "C21": "refuted",
-        #: C21 is not 'refuted'
         "C22": "refuted",  # 70 billion parameters, fine-tuned on four cards of 24 GB
         "C31": "refuted",  # four RTX 4090 with NVLink
-        #! "C31": "no",
-        #: expected confirmed, under conditions or refuted
         "C36": "under conditions",  # large models on cards of 16 to 24 GB
-        #! "C36": "refuted",
-        #: C36 is not 'refuted'
         "C37": "under conditions",  # works with any optimizer
-        #! "C37": "confirmed",
-        #: C37 is not 'confirmed'
         ### END SOLUTION
     }
 
-
-#! def verdicts():
-#!     return ["refuted"] * 10
-#: expected a dict
-
-#! def verdicts():
-#!     return {"C6": "under conditions"}
-#: missing
 
 # ---- check: pure, facts only
 

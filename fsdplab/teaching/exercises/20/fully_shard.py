@@ -150,8 +150,6 @@ class Unit:
         def finish(given=given):  # `given` must stay until it was sent
             work.wait()
             mine.div_(self.n)
-            #! pass
-            #: Adam hides a wrong factor from the losses
             for each, part in zip(trained, mine.split(sizes)):
                 each.take_gradient(part)
             self.run.finish_reduction = lambda: None
@@ -175,8 +173,6 @@ class Unit:
             return
         if not self.is_root or not torch.is_grad_enabled():  # the root's backward comes at once
             self.reshard()
-            #! pass
-            #: a unit was not unsharded again for its backward
         note(self, self.run.ended)
         on_gradients(outputs, self.before_backward)
 

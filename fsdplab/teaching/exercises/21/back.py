@@ -21,74 +21,17 @@ def back(updates, parts, owners):
     ### BEGIN SOLUTION  what goes to each rank? one all_to_all_single; then the rows in the order of `parts`
     none = parts[0].new_empty(0)  # a rank that owns no matrix sends nothing
     send = [torch.cat([none, *(each.chunk(n)[rank].flatten() for each in updates)]) for rank in range(n)]
-    #! send = [torch.cat([none, *(each.flatten() for each in updates)]) for _ in range(n)]
-    #: raises: what goes to each rank is as long as what that rank expects
     comes = [sum(part.numel() for part, of in zip(parts, owners) if of == owner) for owner in range(n)]
     received = parts[0].new_empty(sum(comes))
     dist.all_to_all_single(received, torch.cat(send), comes, [len(each) for each in send])
-    #! received[:] = torch.cat([part.flatten() for part in parts])
-    #: no collective was called, so nothing came from the other ranks
     blocks = list(received.split(comes))
     rows = []
     for part, owner in zip(parts, owners):
         rows.append(blocks[owner][: part.numel()].view_as(part))
-        #! rows.append(blocks[owner][-part.numel() :].view_as(part))
-        #: an owner's block holds its matrices in their order: take from the front
-        #! rows.append(blocks[owner][: part.numel()])
-        #: these are flat; a row has as many columns as the part: `.view_as(part)`
-        #! rows.append(part - blocks[owner][: part.numel()].view_as(part))
-        #: return the rows of the update; the step itself comes later
         blocks[owner] = blocks[owner][part.numel() :]
-        #! pass
-        #: an owner with two matrices sent both: go on in its block behind the rows that were taken
     return rows
-    #! return [row for owner in range(n) for row, of in zip(rows, owners) if of == owner]
-    #: the rows are ordered by owner; return them in the order of `parts`
-    #! return [row for row, of in zip(rows, owners) if of == dist.get_rank()]
-    #: these are the rows of this rank's own matrices; it needs its rows of every matrix
-    #! return received
-    #: return a list: this rank's rows of the update of every matrix
     ### END SOLUTION
 
-
-#! def back(updates, parts, owners):
-#!     rows, mine = [], iter(updates)
-#!     for part, owner in zip(parts, owners):
-#!         n, rank = dist.get_world_size(), dist.get_rank()
-#!         whole = next(mine).contiguous() if owner == rank else part.new_empty(n * len(part), part.shape[1])
-#!         dist.broadcast(whole, src=owner)
-#!         rows.append(whole.chunk(n)[rank])
-#!     return rows
-#: a broadcast brings every rank the whole update, of which it needs its own rows: an all_to_all or a scatter sends
-#: those alone
-
-#! def back(updates, parts, owners):
-#!     return list(updates)
-#: these are whole updates of this rank's own matrices; return its rows of every matrix
-
-#! def back(updates, parts, owners):
-#!     n = dist.get_world_size()
-#!     rows, mine = [], iter(updates)
-#!     for part, owner in zip(parts, owners):
-#!         whole = next(mine).clone() if owner == dist.get_rank() else part.new_zeros(n * len(part), part.shape[1])
-#!         dist.all_reduce(whole)
-#!         rows.append(whole.chunk(n)[dist.get_rank()])
-#!     return rows
-#: an all_reduce of zeros and one update brings every rank all of it, at many times the bytes: an all_to_all sends each
-#: rank its rows
-
-#! def back(updates, parts, owners):
-#!     n = dist.get_world_size()
-#!     send = [torch.cat([parts[0].new_empty(0), *(each.chunk(n)[0].flatten() for each in updates)]) for _ in range(n)]
-#!     comes = [sum(part.numel() for part, of in zip(parts, owners) if of == owner) for owner in range(n)]
-#!     received = parts[0].new_empty(sum(comes))
-#!     dist.all_to_all_single(received, torch.cat(send), comes, [len(each) for each in send])
-#!     blocks, rows = list(received.split(comes)), []
-#!     for part, owner in zip(parts, owners):
-#!         rows.append(blocks[owner][: part.numel()].view_as(part))
-#!         blocks[owner] = blocks[owner][part.numel() :]
-#!     return rows
-#: every rank got the first rows of each update; to rank r goes block r
 
 # ---- check: on 3 ranks, also on 2, in 30 s
 

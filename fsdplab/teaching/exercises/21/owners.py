@@ -18,46 +18,11 @@ def owners(shapes, ranks):
     owner, load = [0] * len(shapes), [0.0] * ranks
     ### BEGIN SOLUTION  who gets which matrix? flops((rows, columns)) is what one costs
     for number in sorted(range(len(shapes)), key=lambda number: -flops(shapes[number])):
-        #! for number in range(len(shapes)):
-        #: a large matrix that is given away late makes one rank late: give the largest away first
-        #! for number in sorted(range(len(shapes)), key=lambda number: flops(shapes[number])):
-        #: this comes out as taking turns. Give the largest away first, and the next one to the rank with the fewest
-        #: FLOPs so far, not with the fewest matrices
         owner[number] = min(range(ranks), key=lambda rank: load[rank])
-        #! owner[number] = number % ranks
-        #: ranks take turns whatever they have: give each matrix to the rank that has the fewest FLOPs so far
-        #! owner[number] = number * ranks // len(shapes)
-        #: every rank owns matrices that stand side by side, however large they are: balance by FLOPs
-        #! owner[number] = max(range(ranks), key=lambda rank: load[rank])
-        #: all matrices go to one rank: give each to the rank with the least load, `min`, and add what it has got
-        #! owner[number] = __import__("random").randrange(ranks)
-        #: two calls gave different owners. Each rank computes this list for itself, and all must come to the same one
         load[owner[number]] += flops(shapes[number])
-        #! load[owner[number]] += 1
-        #: this comes out as taking turns. Give the largest away first, and the next one to the rank with the fewest
-        #: FLOPs so far, not with the fewest matrices
-        #! load[owner[number]] += shapes[number][0] * shapes[number][1]
-        #: this balances elements, that is bytes; what takes time are FLOPs, and they grow with the square of the short
-        #: side
-        #! pass
-        #: all matrices go to one rank: give each to the rank with the least load, `min`, and add what it has got
     return owner
-    #! return load
-    #: these are the loads; return the owner of each matrix, a rank's number
-    #! return [number for rank in range(ranks) for number, of in enumerate(owner) if of == rank]
-    #: numbers of matrices, ordered by owner; return the owner of each matrix, in the order of `shapes`
-    #! return sorted(owner)
-    #: the owners stand in another order than the shapes: owner[i] belongs to shapes[i]
     ### END SOLUTION
 
-
-#! def owners(shapes, ranks):
-#!     owner, load = [], [0.0] * ranks
-#!     for shape in sorted(shapes, key=flops, reverse=True):
-#!         owner.append(load.index(min(load)))
-#!         load[owner[-1]] += flops(shape)
-#!     return owner
-#: the owners stand in the order in which the matrices were given away: owner[i] belongs to shapes[i]
 
 # ---- check: pure
 

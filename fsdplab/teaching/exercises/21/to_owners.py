@@ -30,60 +30,10 @@ def to_owners(parts, owners):
     mine, own = send[rank], [part for part, of in zip(parts, owners) if of == rank]
     received = mine.new_empty(n, len(mine))
     dist.all_to_all_single(received.view(-1), torch.cat(send), [len(mine)] * n, [len(each) for each in send])
-    #! received[:] = mine
-    #: no collective was called, so nothing came from the other ranks
-    #! everything = [torch.empty_like(torch.cat(send)) for _ in range(n)]
-    #! dist.all_gather(everything, torch.cat(send))
-    #! before = sum(len(each) for each in send[:rank])
-    #! received[:] = torch.stack([each[before : before + len(mine)] for each in everything])
-    #: an all_gather brings every rank all matrices, and it owns a part of them: an all_to_all sends each to its owner
-    #: alone
-    #! for part in parts:
-    #!     dist.all_gather([torch.empty_like(part) for _ in range(n)], part.contiguous())
-    #! dist.all_to_all_single(received.view(-1), torch.cat(send), [len(mine)] * n, [len(each) for each in send])
-    #: an all_gather brings every rank all matrices, and it owns a part of them: an all_to_all sends each to its owner
-    #: alone
     pieces = received.split([part.numel() for part in own], dim=1)
-    #! pieces = received.view(-1).split([n * part.numel() for part in own])
-    #: line r of what came has rank r's rows of all your matrices, so one matrix is a column of pieces, not a stretch
-    #! pieces = received.flip(0).split([part.numel() for part in own], dim=1)
-    #: the ranks' rows are joined in the wrong order: rank 0's first
     return [piece.reshape(-1, part.shape[1]) for piece, part in zip(pieces, own)]
-    #! return [piece.reshape(part.shape[1], -1) for piece, part in zip(pieces, own)]
-    #: a whole matrix has the columns of this rank's part, and n times its rows: one rank's rows below the other's
-    #! return [piece.reshape(n, -1).T.reshape(-1, part.shape[1]) for piece, part in zip(pieces, own)]
-    #: the numbers of the ranks are mixed with each other: a whole matrix is rank 0's rows, then rank 1's, and so on
-    #! return [piece.flatten() for piece in pieces]
-    #: these are flat; a matrix has as many columns as this rank's part of it: `.reshape(-1, columns)`
-    #! return [piece[0].reshape(part.shape) for piece, part in zip(pieces, own)]
-    #: this is one rank's part of each matrix; the whole has the rows of all ranks
-    #! return [piece.sum(0).reshape(part.shape) for piece, part in zip(pieces, own)]
-    #: the parts of the ranks are added up; they are rows of one matrix, one below the other
-    #! return received
-    #: return a list of matrices, one for each that this rank owns
-    #! return [piece.reshape(-1, part.shape[1]) for piece, part in zip(pieces[::-1], own[::-1])]
-    #: the matrices stand in another order than in `parts`
     ### END SOLUTION
 
-
-#! def to_owners(parts, owners):
-#!     wholes = []
-#!     for part in parts:
-#!         pieces = [torch.empty_like(part) for _ in range(dist.get_world_size())]
-#!         dist.all_gather(pieces, part.contiguous())
-#!         wholes.append(torch.cat(pieces))
-#!     return wholes
-#: these are all matrices; return those that this rank owns
-
-#! def to_owners(parts, owners):
-#!     wholes = []
-#!     for part, owner in zip(parts, owners):
-#!         pieces = [torch.empty_like(part) for _ in range(dist.get_world_size())]
-#!         dist.all_gather(pieces, part.contiguous())
-#!         if owner == dist.get_rank():
-#!             wholes.append(torch.cat(pieces))
-#!     return wholes
-#: an all_gather brings every rank all matrices, and it owns a part of them: an all_to_all sends each to its owner alone
 
 # ---- check: on 3 ranks, also on 2, in 30 s
 

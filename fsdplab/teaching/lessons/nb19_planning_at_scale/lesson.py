@@ -1,32 +1,33 @@
 """Lesson 19 in the notebook's process: plans of a job of 70 billion parameters, its bill, and the planner's own record.
 
-All of it is arithmetic: no rank is started. How far off such predictions are is computed from published measurements
-(`data/published.csv`), as `fsdplab plan validate` does it.
+All of it is arithmetic: no rank is started. How far off such predictions are is read from `data/plan_validation.json`:
+predictions of published measurements (`data/published.csv`), as `python -m tests.plan_validation` writes them.
 """
 
 from __future__ import annotations
 
+import json
+import statistics
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from fsdplab.common.names import STRATEGIES
+from fsdplab.common.places import shared_folder
 from fsdplab.common.sizes import size
 from fsdplab.figures import lines
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import EDGE, GRID, mark_level, titled
 from fsdplab.planning.plan_spec import CHECKPOINTINGS, under_each_strategy
 from fsdplab.planning.planner import Plan, fewest_gpus, largest_that_fits, plan_of, plan_spec, shortfall
-from fsdplab.planning.search import fit
-from fsdplab.planning.search.answers import WHY, in_short
-from fsdplab.planning.validate import FIT, HELD_OUT, SPEED, Row, Validation, validate
+from fsdplab.planning.published import FIT, HELD_OUT, SPEED
+from fsdplab.planning.search import WHY, fit, in_short
 from fsdplab.teaching.core.display import Note, Table, table
 
 from .order import BUDGET, DAYS, MODEL, PRICES, SEQUENCE, STEP_TOKENS, TOKENS, days, dollars, ordered, reserved, roomy
 
-PUBLISHED = Path(__file__).resolve().parents[4] / "data" / "published.csv"
+VALIDATION = shared_folder("data") / "plan_validation.json"
 _PLAIN, _CHOSEN = "#9fb4cc", "#0064c8"
 _SEEN, _UNSEEN = "#b3bac4", "#b84a0a"
 LADDER = (32, 64, 128, 256, 512, 768)  # GPUs
@@ -160,15 +161,14 @@ def weighed(order: dict[str, Any]) -> Table:
 def searched(gpu: str, gpus: int) -> Table:
     """What `fsdplab plan fit` answers on so many GPUs at the job's largest step, and why."""
     spec = plan_spec(MODEL, gpu, gpus=gpus, seq=SEQUENCE)
-    found = fit(spec, STEP_TOKENS // (SEQUENCE * gpus) * gpus, keep=("world-size", "cp", "pp"))
+    found = fit(spec, STEP_TOKENS // (SEQUENCE * gpus) * gpus, keep=("world-size",))
     rows = []
     for name, why in WHY.items():
-        pick = getattr(found, name)
-        chosen = pick.chosen
-        words = [in_short(chosen.spec, spec), f"{chosen.peak / 1e9:.1f}", f"{days(chosen.plan):.1f}"]
-        rows.append([name, *words, f"{dollars(chosen.plan, gpu):,.0f}", why(found, pick)])
+        chosen = getattr(found, name)
+        words = [in_short(chosen.spec), f"{chosen.peak / 1e9:.1f}", f"{days(chosen.plan):.1f}"]
+        rows.append([name, *words, f"{dollars(chosen.plan, gpu):,.0f}", why(found, chosen)])
     header = ["", "plan", "in use, GB", "days", "bill, $", "why"]
-    caption = f"Predicted: {found.tried.total:,} plans on {gpus} {gpu.upper()}, of which {found.tried.fitting:,} fit."
+    caption = f"Predicted: {found.planned:,} plans on {gpus} {gpu.upper()}, of which {found.fitting:,} fit."
     return table(header, rows, caption)
 
 
@@ -181,23 +181,41 @@ def _row(found: Plan, gpu: str) -> list[str]:
 # ---- predicted against published
 
 
+@dataclass(frozen=True)
+class Row:
+    """A published run: tokens/s a GPU as predicted and as published, and whether the fit has seen its source."""
+
+    id: str
+    gpu: str
+    predicted: float
+    published: float
+    part: str
+
+    @property
+    def ratio(self) -> float:
+        """Predicted over published."""
+        return self.predicted / self.published
+
+
 @lru_cache(maxsize=1)
-def published() -> Validation:
-    """Every usable published measurement, predicted; rates are fitted to the runs of two sources."""
-    return validate(PUBLISHED)
+def published() -> tuple[Row, ...]:
+    """Every published run with a throughput that is predicted; rates are fitted to the runs of two sources."""
+    rows = json.loads(VALIDATION.read_text(encoding="utf-8"))["rows"]
+    names = [field.name for field in fields(Row)]
+    return tuple(Row(**{name: row[name] for name in names}) for row in rows if row["quantity"] == SPEED)
 
 
-def points(found: Validation) -> list[Row]:
+def points(found: Sequence[Row]) -> Sequence[Row]:
     """The rows with a throughput."""
-    return found.of(SPEED)
+    return found
 
 
-def error(found: Validation) -> float:
+def error(found: Sequence[Row]) -> float:
     """The median error of throughput in %, of the sources that the fit has not seen."""
-    return 100 * found.errors(SPEED, HELD_OUT).median
+    return 100 * statistics.median(abs(row.ratio - 1) for row in found if row.part == HELD_OUT)
 
 
-def ratios(found: Validation) -> go.Figure:
+def ratios(found: Sequence[Row]) -> go.Figure:
     """A point a published row: predicted over published throughput, on a line for each GPU; 1 is right."""
     rows = points(found)
     gpus = list(dict.fromkeys(row.gpu for row in rows))
@@ -218,7 +236,7 @@ def ratios(found: Validation) -> go.Figure:
     return titled(figure, title, subtitle, alt, 300)
 
 
-def published_rows(found: Validation, gpu: str = "H100 SXM 80GB") -> Table:
+def published_rows(found: Sequence[Row], gpu: str = "H100 SXM 80GB") -> Table:
     """The held-out rows of one GPU, the most optimistic prediction first."""
     rows = sorted(_unseen(found, gpu), key=lambda row: -row.ratio)
     cells = [[row.id, f"{row.predicted:,.0f}", f"{row.published:,.0f}", f"{row.ratio:.2f}"] for row in rows]
@@ -229,15 +247,15 @@ def published_rows(found: Validation, gpu: str = "H100 SXM 80GB") -> Table:
     return table([f"row, on {gpu}", "predicted", "published", "predicted / published"], cells, caption)
 
 
-def _unseen(found: Validation, gpu: str) -> Sequence[Row]:
-    return [row for row in found.of(SPEED, HELD_OUT) if row.gpu == gpu]
+def _unseen(found: Sequence[Row], gpu: str) -> Sequence[Row]:
+    return [row for row in found if row.part == HELD_OUT and row.gpu == gpu]
 
 
-def worst_ratio(found: Validation, gpu: str = "H100 SXM 80GB") -> float:
+def worst_ratio(found: Sequence[Row], gpu: str = "H100 SXM 80GB") -> float:
     """The largest predicted over published among the held-out rows of a GPU."""
     return max(row.ratio for row in _unseen(found, gpu))
 
 
-def other_ratios(found: Validation, gpu: str = "H100 SXM 80GB") -> list[float]:
+def other_ratios(found: Sequence[Row], gpu: str = "H100 SXM 80GB") -> list[float]:
     """Predicted over published of the other held-out rows of a GPU, the largest first."""
     return sorted((row.ratio for row in _unseen(found, gpu)), reverse=True)[1:]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fsdplab.common.files import write_whole
 from fsdplab.sessions import RanksFailed
-from fsdplab.teaching.core import checking, diagnosis
+from fsdplab.teaching.core import checking, judging
 from fsdplab.teaching.core.exercise_file import Exercise
 from fsdplab.teaching.core.registry import find
 from fsdplab.teaching.core.run_submission import Behaviour, behaviours
@@ -99,7 +99,7 @@ def _stages(path: Path, workspace: Workspace) -> Iterator[tuple[Behaviour | None
         except RanksFailed as failure:
             yield None, checking.feedback_on_failure(exercise, failure.report)
             continue
-        yield seen, checking.waited_for(diagnosis.judge(exercise, seen, None, list), seen.source)
+        yield seen, judging.judge(exercise, seen, None)
 
 
 def write(rows: list[Row], out: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is said about time: overhead, links, scaling. Computed by the planner, whose errors `fsdplab plan validate`
+"""What is said about time: overhead, links, scaling. Computed by the planner, whose errors docs/planning.md
 shows, or read from published measurements.
 """
 

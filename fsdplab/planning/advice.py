@@ -1,0 +1,50 @@
+"""Two sentences beside a plan: whether hybrid sharding pays, and from which batch on communication hides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fsdplab.common.sizes import seconds, three_digits
+
+from .memory import fits_card
+from .overlap import overlap_of
+from .plan_spec import PlanSpec
+from .step_time import has_known_flops, step_time
+
+ALIKE = 0.99  # less than a percent is no difference in speed
+
+
+def hybrid_sentence(spec: PlanSpec) -> str:
+    """Say whether hybrid_shard in groups of a node has a shorter step than full_shard; "" in one node.
+
+    >>> from fsdplab.planning.planner import plan_spec
+    >>> hybrid_sentence(plan_spec("llama-3.1-8b", "h100", gpus=8))
+    ''
+    """
+    node = spec.gpus_per_node
+    compares = spec.row.reshards_after_forward and spec.gpus > node and spec.gpus % node == 0
+    ranks_a_node = node // (spec.tensor_parallel * spec.context_parallel)
+    if not compares or ranks_a_node < 2 or spec.pipeline_parallel > 1 or not has_known_flops(spec.gpu):
+        return ""
+    full = replace(spec, strategy="full_shard", shard_size=None)
+    hybrid = replace(spec, strategy="hybrid_shard", shard_size=ranks_a_node)
+    full_s, hybrid_s = step_time(full).step_s, step_time(hybrid).step_s
+    pays = hybrid_s < ALIKE * full_s
+    verdict = "pays" if pays else "does not pay"
+    if not fits_card(hybrid):
+        verdict = "would pay, but does not fit a card" if pays else "does not pay, nor does it fit a card"
+    steps = f"a step takes {seconds(hybrid_s)}, {seconds(full_s)} under full_shard"
+    return f"hybrid_shard in groups of {ranks_a_node} {verdict}: {steps}"
+
+
+def hiding_sentence(spec: PlanSpec) -> str:
+    """Say from how many tokens of a micro-batch on a block's communication hides behind its compute."""
+    if not has_known_flops(spec.gpu):
+        return ""
+    crossover = overlap_of(spec).crossover_tokens
+    if not crossover:
+        return ""
+    state = "hidden" if spec.tokens >= crossover else "exposed"
+    if not spec.prefetch:
+        state = "exposed, without prefetch"
+    return f"from {three_digits(crossover)} tokens a micro-batch on; here it has {spec.tokens:,}: {state}"
