@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from fsdplab.common.names import CATEGORY_ROWS, IN_GROUPS, SAVES_MOST, STRATEGY_ROWS, category_titles, strategies_that
 from fsdplab.common.sizes import percent, seconds, size
+from fsdplab.profiling.faults import FAULTS
 from fsdplab.profiling.late_rank import too_few_steps
+from fsdplab.profiling.rules import Fact, Finding, Rule
 from fsdplab.profiling.step_facts import Claim, StepFacts, Unclaimed, ahead, beside, by_rank, of_ranks, step_facts
 from fsdplab.profiling.step_summary import ExposedCell
 from fsdplab.profiling.vocabulary import words_of
@@ -41,52 +42,6 @@ ALIKE = 1.5  # the largest unit over the smallest up to which units are alike
 MOST_OF_IT = 0.5
 
 
-@dataclass(frozen=True)
-class Fact:
-    """One cause: `seconds` of a step that it costs, as a part of the step's `exposed` time, the rest of the `step`, or
-    (0 seconds) of `memory` or the `machine`; the rank, unit and phase that it names, and what its words say.
-    """
-
-    kind: str
-    seconds: float
-    of: str = "exposed"
-    rank: int | None = None
-    unit: str = ""
-    phase: str = ""
-    values: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Finding(Fact):
-    """A fact as sentences: what was seen, what it means, what to do."""
-
-    title: str = ""
-    text: str = ""
-    remedy: str = ""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One row: what is claimed, and the words for it, whose names in braces are the fact's own; a remedy may depend on
-    the run. It is not tried where a finding of a kind in `unless` stands already.
-    """
-
-    kind: str
-    claims: Callable[[str, StepFacts, Unclaimed], Fact | None]
-    title: str
-    text: str
-    remedy: str | Callable[[StepFacts], str]
-    unless: tuple[str, ...] = ()
-
-    def in_words(self, fact: Fact, facts: StepFacts) -> Finding:
-        """The rule's words for a fact."""
-        words: dict[str, Any] = {**facts.words, "seconds": seconds(fact.seconds), "rank": fact.rank}
-        words |= {"share": percent(fact.seconds / facts.step_s), "step_s": seconds(facts.step_s), **fact.values}
-        title, text = self.title.format(**words).strip(), self.text.format(**words).strip()
-        remedy = self.remedy.format(**words) if isinstance(self.remedy, str) else self.remedy(facts)
-        return Finding(**vars(fact), title=title, text=text, remedy=remedy)
-
-
 def findings(record: RunRecord) -> list[Finding]:
     """At most five findings on a profiled run, costliest first; ValueError when the run was not profiled.
 
@@ -96,8 +51,9 @@ def findings(record: RunRecord) -> list[Finding]:
     facts = step_facts(record)
     peak = _found((_PEAK,), facts)
     if record.summary.short_of_cores:
-        return [*_found((_SHORT_OF_CORES,), facts), *peak]
-    found = _found(_RULES, facts)
+        told = [*_found(FAULTS, facts), *(each for each in _found(_LATE_RANKS, facts) if _outlasts_waits(each, facts))]
+        return [*_costliest_first(told), *_found((_SHORT_OF_CORES,), facts), *peak]
+    found = _found((*_LATE_RANKS, *FAULTS, *_RULES), facts)
     claimed = sum(each.seconds for each in found if each.of == "exposed")
     assert abs(claimed - facts.exposed_s) <= 1e-6, (claimed, facts.exposed_s)  # all that there is, and no more
     return [*_shown(facts, found), *peak]
@@ -112,6 +68,16 @@ def _found(rules: Sequence[Rule], facts: StepFacts) -> list[Finding]:
         if not stands and (fact := rule.claims(rule.kind, facts, left)) is not None:
             found.append(rule.in_words(fact, facts))
     return found
+
+
+def _costliest_first(found: Sequence[Finding]) -> list[Finding]:
+    return sorted(found, key=lambda each: -each.seconds)
+
+
+def _outlasts_waits(found: Finding, facts: StepFacts) -> bool:
+    """Whether a delay is longer than the ranks waited for a core: then it is not the machine's."""
+    waited: float | None = facts.observed.get("core_wait_s")
+    return waited is not None and found.seconds > waited
 
 
 def profiling_cost(record: RunRecord) -> str:
@@ -131,8 +97,10 @@ def _shown(facts: StepFacts, found: Sequence[Finding]) -> list[Finding]:
     """The findings that are worth saying, in order; what is left out is said together where it is a twentieth of what
     is exposed.
     """
-    worth = [each for each in found if each.seconds >= WORTH_SAYING * facts.step_s]
-    shown = _in_order(worth)[: MOST - 1]
+    counted = {rule.kind for rule in FAULTS}  # what is counted is told whatever it costs
+    faults = [each for each in found if each.kind in counted]
+    worth = [each for each in found if each not in faults and each.seconds >= WORTH_SAYING * facts.step_s]
+    shown = [*_costliest_first(faults), *_in_order(worth)][: MOST - 1]
     others = [each for each in found if each.of == "exposed" and each not in shown and each.seconds > 0]
     rest = sum(each.seconds for each in others)
     if rest <= UNTOLD * facts.exposed_s or rest < WORTH_SAYING * facts.step_s:
@@ -526,10 +494,10 @@ _SMALLER = Rule(
     "smaller_causes", lambda kind, facts, left: None, "Smaller causes take {seconds} of each step together ({share})",
     "They are: {listed}.", "Begin with the causes above: these change with them.",
 )  # fmt: skip
-# whom others wait for, the link, copies, the loader, idle time; a cause before its consequences
-_RULES = (
+# whom others wait for
+_LATE_RANKS = (
     Rule("slow_loading", _one_loader, "Rank {rank} waits {own} a step for its data, the others {others}",
-         _WAIT_FOR_IT, "Look at rank {rank}'s loader. {loader}"),
+         _WAIT_FOR_IT, "Look at rank {rank}'s loader. {loader}", is_fault=True),
     Rule("long_step", _long_step, "Step {step} was a long one {who}: {own} without communication, usually {usual}",
          "Spread over the {steps} profiled steps that is {seconds} a step. The other steps are as usual.",
          "Look at what else happened in this step: a checkpoint, an evaluation, garbage collection, new shapes"
@@ -537,11 +505,15 @@ _RULES = (
     Rule("slow_rank", _slow_rank, "Rank {rank} is slow: it computes for {own} a step, the others for {others}",
          f"It {_LATE}. {_WAIT_FOR_IT}",
          "Look at rank {rank}'s machine (another job, a hot or throttled card, fewer cores) and at its data (longer"
-         " sequences than the others')."),
+         " sequences than the others').", is_fault=True),
     Rule("late_rank", _late_rank, f"Rank {{rank}} {_LATE}",
          "It computes for {own} a step, the others for {others}, so its device is not slow. " + _WAIT_FOR_IT,
          "Look at what rank {rank} does between its collectives besides computing: its host's other work, loading,"
-         " logging, synchronisation, or more of the model's work than the others have.", unless=("slow_rank",)),
+         " logging, synchronisation, or more of the model's work than the others have.",
+         unless=("slow_rank",), is_fault=True),
+)  # fmt: skip
+# waiting for nobody in particular, the link, copies, the loader, idle time; a cause before its consequences
+_RULES = (
     Rule("skew", _waiting, "Ranks wait for each other for {seconds} of each step ({share}), most at {at}", "{why}",
          "Balance the lengths of sequences over the ranks, and give each rank cores of its own.",
          unless=("slow_rank", "late_rank")),

@@ -76,13 +76,16 @@ def assemble(folder: Path, exit_code: int | None = None) -> RunRecord:
     if not abouts:
         raise NothingRecorded(NOTHING)
     lines = [(rank, line) for rank in abouts for line in read_lines(mailbox.of(rank, "steps"))]
-    rows = [{"rank": rank, **dict(zip(COLUMNS, line)), "cpu_s": None, "core_wait_s": None} for rank, line in lines]
+    rows = [{"rank": rank, **dict(zip(COLUMNS, line)), "core_wait_s": None} for rank, line in lines]
     # the later one where there are two: the first step's end came later than it seemed
     steps = [*{(row["rank"], row["step"]): row for row in rows}.values()]
+    activities = _activities(steps)
+    _leave_out_evaluations(steps, activities)
     memory, results, subjects = (mailbox.reports(kind) for kind in ("memory", "result", "subject"))
     tables = tables_of(sorted(results), mailbox, [], folder, settings.first)
     spec = {"engine": "plain", "strategy": "no_shard", **_any(subjects)}
     spec |= {"world_size": _any(abouts)["world_size"], "job": settings.job}
+    environment = _any(mailbox.reports("environment")) or {"device": _any(abouts)["device"]}
     failed = not results and exit_code not in (None, 0)
     summary = _summary(settings, spec, results, steps, memory, tables)
     notes = [
@@ -93,7 +96,7 @@ def assemble(folder: Path, exit_code: int | None = None) -> RunRecord:
     record = RunRecord(
         folder,
         spec=spec,
-        environment=_any(mailbox.reports("environment")) or {"device": _any(abouts)["device"]},
+        environment={**environment, "observed": _observed(results)},
         status="failed" if failed else "finished",
         failure={"message": f"the job ended with exit code {exit_code}"} if failed else None,
         summary=replace(summary, notes=tuple(notes)),
@@ -103,10 +106,38 @@ def assemble(folder: Path, exit_code: int | None = None) -> RunRecord:
             "memory": [row for peak in memory.values() for row in peak["rows"]],
             "life": [row for result in results.values() for row in result["life"]],
             **tables,
+            "activities": [*activities, *tables["activities"]],
         },
     ).save()
     _tidy(mailbox)
     return record
+
+
+def _activities(steps: Sequence[Row]) -> list[Row]:
+    """What ranks did besides training, which is taken out of the rows of their steps: a row a rank, step and name."""
+    found = []
+    for row in steps:
+        for name, (count, took_ns, nbytes) in (row.pop("activities", None) or {}).items():
+            where = {"rank": row["rank"], "step": row["step"], "name": name}
+            found.append({**where, "count": count, "took_ns": took_ns, "nbytes": nbytes})
+    return found
+
+
+def _leave_out_evaluations(steps: Sequence[Row], activities: Sequence[Row]) -> None:
+    """A step that holds an evaluation is not timed, unless most do: then their times are those without it."""
+    evaluated = {(row["rank"], row["step"]) for row in activities if row["name"] == "evaluation"}
+    if 2 * len(evaluated) > len(steps):
+        return
+    for row in steps:
+        if (row["rank"], row["step"]) in evaluated:
+            row["step_time_s"] = row["loading_s"] = None
+
+
+def _observed(results: Mapping[int, Row]) -> Row:
+    """How the job is set up, as its first rank says, and for how long the ranks lacked a core in the profiled steps."""
+    waits = [wait for result in results.values() for wait in result.get("core_wait_s", ()) if wait is not None]
+    found: Row = _any(results).get("observed", {})
+    return found | {"core_wait_s": statistics.fmean(waits) if waits else None}
 
 
 def _summary(

@@ -34,7 +34,7 @@ class Recorder:
     """
 
     def __init__(
-        self, folder: str | Path, model: torch.nn.Module | None, optimizer: Any, *, steps: str = "10:13",
+        self, folder: str | Path, model: torch.nn.Module | None, optimizer: Any, *, steps: str = "8:16",
         ranks: tuple[int, ...] | None = None, job: str | None = None,
     ) -> None:  # fmt: skip
         place = Path(folder).absolute()
@@ -76,7 +76,7 @@ class Recorder:
         self._claimed, self._optimizers = None, []
 
 
-def trainer_callback(folder: str | Path, *, steps: str = "10:13") -> Any:
+def trainer_callback(folder: str | Path, *, steps: str = "8:16") -> Any:
     """A callback of transformers' Trainer that records some of its steps into `folder`, as `Recorder` does.
 
     `Trainer(..., callbacks=[fsdplab.trainer_callback("out")])`. A step's loss is what its backward was called of.
@@ -104,7 +104,7 @@ def trainer_callback(folder: str | Path, *, steps: str = "10:13") -> Any:
     return RecordSteps()
 
 
-def lightning_callback(folder: str | Path, *, steps: str = "10:13") -> Any:
+def lightning_callback(folder: str | Path, *, steps: str = "8:16") -> Any:
     """A callback of Lightning's Trainer that records some of its steps into `folder`, as `Recorder` does.
 
     `Trainer(..., callbacks=[fsdplab.lightning_callback("out")])`. A step's loss is what its backward was called of.
