@@ -16,7 +16,7 @@ from fsdplab.common.collectives import bus_factor
 from fsdplab.common.sizes import percent, seconds, size
 from fsdplab.common.words import plural
 from fsdplab.profiling.rules import Fact, Rule
-from fsdplab.profiling.step_facts import Activity, Claim, StepFacts, Unclaimed
+from fsdplab.profiling.step_facts import Activity, Claim, StepFacts, Unclaimed, ahead, beside, by_rank
 from fsdplab.profiling.step_summary import ExposedCell
 from fsdplab.records import PARTS_OF_EXPOSED
 from fsdplab.records.tables import Row
@@ -30,6 +30,9 @@ BUCKET_BYTES = 5_000_000  # a bucket of DDP that is smaller is small; PyTorch's 
 KEPT_UNITS = 0.1  # part of the peak that unsharded parameters may be
 SMALL_UNITS = 0.05  # part of the peak below which unsharded parameters save nothing worth a second gather
 SLOW_OPTIMIZER = 0.05  # part of a step that an optimizer may take which steps one tensor after the other
+MORE_WORK = 1.4  # CPU time of a rank over the others', from which on it has more work
+NEARLY_ALL = 0.75  # part of the steps in which it has
+LOADING = 0.05  # part of a step that the loader may take
 ENOUGH_MEMORY = 0.5  # part of the device's memory below which the peak leaves room
 REDUCTIONS = ("reduce_scatter", "all_reduce")
 
@@ -326,6 +329,30 @@ def _kept_gradients(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None
     return Fact(kind, 0.0, "memory", values={"kept": size(kept), "peak": size(peak), "part": percent(kept / peak)})
 
 
+def _more_work(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """A rank of CPUs that uses more CPU time than the others in nearly all steps; waiting for others uses none."""
+    means = by_rank(facts.cpu_s)
+    if len(means) < 2 or facts.record.environment.get("device") != "cpu":
+        return None
+    rank = max(means, key=means.__getitem__)
+    own, others = beside(facts.cpu_s, rank)
+    steps = {step for of, step in facts.cpu_s if of == rank}
+    more = [ahead(facts.cpu_s, rank, step) >= (MORE_WORK - 1) * others for step in steps]
+    if own < MORE_WORK * others or sum(more) < NEARLY_ALL * len(more) or len(more) < MANY:
+        return None
+    cost = left.claim("waiting_ns", at_most=own - others).seconds
+    values = {"own": seconds(own), "others": seconds(others), "times": f"{own / others:.1f}"}
+    return Fact(kind, cost, rank=rank, values=values)
+
+
+def _loading(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Every rank waits for its data in most of the steps; waiting for a core is no part of it."""
+    found = facts.activities.get("loading")
+    if found is None or found.regular <= REGULAR or found.seconds < LOADING * facts.step_s:
+        return None
+    return Fact(kind, min(found.seconds, facts.step_s), "step")
+
+
 # ---- the rules, a cause before its consequences
 
 
@@ -335,13 +362,22 @@ def _rule(kind: str, claims: Callable[[str, StepFacts, Unclaimed], Fact | None],
 
 
 FAULTS = (
+    _rule("slow_loading", _loading,
+          "Loading data takes {seconds} of a step of {step_s} ({share})",
+          "Nothing computes meanwhile: the loop waits for its next batch.",
+          "Load while the step computes. {loader}", unless=["slow_loading"]),
+    _rule("more_work", _more_work,
+          "Rank {rank} works {times} times as much as the others: {own} of CPU time a step, the others {others}",
+          "The others wait for it at their next collective, which costs no CPU time.",
+          "Look at rank {rank}'s data (more or longer samples than the others'), and at what else it does in a step:"
+          " files, logging, preparing batches.", unless=["slow_rank", "late_rank", "slow_loading"]),
     _rule("own_collectives", _own_collectives,
           "The loop calls collectives of its own in each step: {listed}, {blocked} of each step",
           "In each of them all ranks wait for the last one, so that nobody runs ahead; the longest is {which}.",
           _without_own),
     _rule("evaluation", _done_each_step("evaluation"),
-          "An evaluation in each step takes {took}, beside a step of {step_s}",
-          "The model is set to evaluate, and to train again, in most of the steps. The step's time is that without it.",
+          "An evaluation in each step takes {took}, beside {step_s} of training",
+          "The model is set to evaluate, and to train again, in most of the steps.",
           "{evaluate_less}"),
     _rule("state_dict", _done_each_step("saving", "state_dict", "full_tensor"),
           "The model's state is gathered or saved in each step: {calls}, {took} of each step",
@@ -413,5 +449,5 @@ FAULTS = (
     _rule("kept_units", _kept_units,
           "Units stay unsharded from the forward to the backward: {kept} of a peak of {peak} ({part})",
           "They are gathered once a step instead of twice; their memory is needed for as long.",
-          lambda facts: f"To lower the peak: {facts.words['reshard']}."),
+          lambda facts: f"To lower the peak: {facts.words['reshard']}.", unless=["one_unit"]),
 )  # fmt: skip

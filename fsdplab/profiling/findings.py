@@ -51,8 +51,9 @@ def findings(record: RunRecord) -> list[Finding]:
     facts = step_facts(record)
     peak = _found((_PEAK,), facts)
     if record.summary.short_of_cores:
-        told = [*_found(FAULTS, facts), *(each for each in _found(_LATE_RANKS, facts) if _outlasts_waits(each, facts))]
-        return [*_costliest_first(told), *_found((_SHORT_OF_CORES,), facts), *peak]
+        late = [each for each in _found(_LATE_RANKS, facts) if each.is_fault and _outlasts_waits(each, facts)]
+        told = [*late, *_found(FAULTS, facts)]
+        return [*_costliest_first(told)[: MOST - 1], *_found((_SHORT_OF_CORES,), facts), *peak]
     found = _found((*_LATE_RANKS, *FAULTS, *_RULES), facts)
     claimed = sum(each.seconds for each in found if each.of == "exposed")
     assert abs(claimed - facts.exposed_s) <= 1e-6, (claimed, facts.exposed_s)  # all that there is, and no more
@@ -560,9 +561,10 @@ _RULES = (
     Rule("unknown", _unknown, "The cause of {seconds} of exposed time in each step ({share}) is unknown",
          "The trace does not show who issued these collectives, or what they waited for.",
          "Look at the timeline, or in Perfetto, for what runs beside them."),
-    Rule("slow_loading", _loading_everywhere, "Loading data takes {seconds} of a step of {step_s}",
+    Rule("slow_loading", _loading_everywhere,
+         "Loading data takes {seconds} of a step of {step_s} ({share})",
          "{who} waits for its data before it computes, in most of the steps.",
-         "Load while the step computes. {loader}", unless=("slow_loading",)),
+         "Load while the step computes. {loader}", unless=("slow_loading",), is_fault=True),
     Rule("optimizer_step", _optimizer_step,
          "The optimizer's step takes {share} of the step ({seconds}){exchanging}",
          "It is {what}, as long for a small batch as for a large one.", _shorter_optimizer_step),

@@ -102,6 +102,15 @@ class StepFacts:
             by_name[name].append(Activity.of(rank, mine, steps))
         return {name: max(found, key=lambda each: each.seconds) for name, found in by_name.items()}
 
+    @cached_property
+    def cpu_s(self) -> ByRankAndStep:
+        """CPU time of all threads by rank and step, of the timed steps in which nothing was measured."""
+        return {
+            (row["rank"], row["step"]): row["cpu_s"]
+            for row in self.record.table("steps")
+            if row.get("cpu_s") is not None and row["step"] not in self.steps and row["step_time_s"] is not None
+        }
+
     def _steps_of(self, rank: int) -> list[int]:
         """The steps of a rank that were noted."""
         return [row["step"] for row in self.record.table("steps") if row["rank"] == rank]

@@ -144,9 +144,9 @@ def _summary(
     settings: Settings, spec: Row, results: Mapping[int, Row], steps: list[Row], memory: Mapping[int, Row],
     tables: dict[str, list[Row]],
 ) -> Summary:  # fmt: skip
-    """Times are those of the steps in which nothing else was measured."""
+    """Times are those of the steps in which nothing else was measured, from end to end: with their loading."""
     first = min((peak["rows"][0]["step"] for peak in memory.values()), default=settings.first)
-    timed = measured([row for row in steps if not first <= row["step"] < settings.end], memory)
+    timed = measured([_with_loading(row) for row in steps if not first <= row["step"] < settings.end], memory)
     profiled = [result["profiled_s"] for result in results.values()]
     shares = [share for result in results.values() if (share := result["cpu_share"]) is not None]
     return replace(
@@ -157,6 +157,12 @@ def _summary(
         profile=profile_of(settings.end - settings.first if results else 0, profiled, timed, tables),
         comm=communication(tables, spec["world_size"], _sent(results), None),
     )
+
+
+def _with_loading(row: Row) -> Row:
+    """A row of the table `steps` whose time is that of the whole step."""
+    training = row["step_time_s"]
+    return row if training is None else row | {"step_time_s": training + (row["loading_s"] or 0.0)}
 
 
 def _sent(results: Mapping[int, Row]) -> Comm | None:
