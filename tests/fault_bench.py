@@ -184,7 +184,9 @@ def main() -> None:
                 one = judged[-1]
                 remedy = one.first.remedy if one.first else ""
                 if not options.markdown:
-                    print(f"{'right' if one.is_right else 'WRONG'}  {engine:5}  {fault.name}: {one.sentence}", flush=True)
+                    print(
+                        f"{'right' if one.is_right else 'WRONG'}  {engine:5}  {fault.name}: {one.sentence}", flush=True
+                    )
                     print(f"                -> {remedy[:160]}", flush=True)
     if options.markdown:
         print(table(judged))

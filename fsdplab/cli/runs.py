@@ -118,13 +118,15 @@ def _notes(records: Sequence[RunRecord]) -> Iterator[Line]:
 
 
 def _findings(records: Sequence[RunRecord], verbose: bool) -> Iterator[Line]:
-    """Of several runs the three costliest findings in all; verbose, or of one run, at most five a run."""
+    """Of several runs three findings in all, first those against which a change gains most; verbose, or of one run, at
+    most five a run.
+    """
     if len(records) == 1 or verbose:
         yield from _all_findings(records)
         return
-    for number, (label, finding) in enumerate(costliest(records), start=1):
-        yield Line(f"{number}. {label}: {finding.title}.")
-        yield Line(f"   -> {finding.remedy}", mood="dim")
+    for number, advice in enumerate(costliest(records), start=1):
+        yield Line(f"{number}. {advice.label}: {advice.finding.title}.")
+        yield Line(f"   -> {advice.remedy}", mood="dim")
 
 
 def _all_findings(records: Sequence[RunRecord]) -> Iterator[Line]:

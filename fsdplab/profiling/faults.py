@@ -95,11 +95,13 @@ def _reduced_often(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     sent = sum(row["logical_bytes"] * bus_factor(row["kind"], row.get("group_size") or ranks) for row in reductions)
     avoidable = (times - 1) / times
     cost = _exposed(left, lambda cell: cell.kind in REDUCTIONS and cell.phase != "optimizer", avoidable)
-    return Fact(kind, cost, values={"times": times, "more": times - 1, "saved": size(avoidable * sent), "sent": size(sent)})
+    return Fact(
+        kind, cost, values={"times": times, "more": times - 1, "saved": size(avoidable * sent), "sent": size(sent)}
+    )
 
 
 def _own_collectives(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Collectives of the loop's own in each step; one of a job without an engine that reduces gradients is its engine."""
+    """Collectives of the loop's own in each step; a job without an engine reduces its gradients so, which is none."""
     own = _own(facts)
     if facts.spec.get("engine") == "plain":
         own = {name: each for name, each in own.items() if each.nbytes <= SMALL_BYTES * each.count}
@@ -110,8 +112,11 @@ def _own_collectives(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | Non
     blocked = sum(each.seconds for each in own.values())
     kinds = {name.removeprefix("own ") for name in own}
     claimed = 0.0
-    for part in ("waiting_ns", "on_link_ns"):
-        claimed += left.claim(part, lambda cell: not cell.unit and cell.kind in kinds, at_most=blocked - claimed).seconds
+    parts = ("waiting_ns", "on_link_ns")
+    claimable = sum(left.of(part, lambda cell: not cell.unit and cell.kind in kinds) for part in parts)
+    for part in parts if 2 * claimable > blocked else ():
+        claim = left.claim(part, lambda cell: not cell.unit and cell.kind in kinds, at_most=blocked - claimed)
+        claimed += claim.seconds
     values = {"listed": listed, "blocked": seconds(blocked), "which": longest.removeprefix("own ")}
     rank = own[longest].rank
     if claimed:
@@ -152,7 +157,12 @@ def _small_units(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
         return None
     units = {row["unit"] for row in small}
     cost = _exposed(left, lambda cell: cell.unit in units)
-    values = {"count": len(rows), "small": len(small), "part": percent(len(small) / len(rows)), "size": size(SMALL_BYTES)}
+    values = {
+        "count": len(rows),
+        "small": len(small),
+        "part": percent(len(small) / len(rows)),
+        "size": size(SMALL_BYTES),
+    }
     return Fact(kind, cost, values=values)
 
 
@@ -189,7 +199,11 @@ def _needless_resharding(kind: str, facts: StepFacts, left: Unclaimed) -> Fact |
     if not again or not peak or not facts.spec.get("job") or whole > SMALL_UNITS * peak:
         return None
     cost = _exposed(left, lambda cell: cell.kind == "all_gather" and cell.phase == "backward")
-    return Fact(kind, cost, values={"whole": size(whole), "peak": size(peak), "part": percent(whole / peak), "again": size(again)})
+    return Fact(
+        kind,
+        cost,
+        values={"whole": size(whole), "peak": size(peak), "part": percent(whole / peak), "again": size(again)},
+    )
 
 
 def _kept_units(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
@@ -242,7 +256,9 @@ def _done_each_step(*names: str) -> Callable[[str, StepFacts, Unclaimed], Fact |
             return None
         longest = max(found, key=lambda name: found[name].seconds)
         total = sum(each.seconds for each in found.values())
-        calls = ", ".join(f"{plural(max(1, round(each.count)), 'call')} of {_CALLED[name]}" for name, each in found.items())
+        calls = ", ".join(
+            f"{plural(max(1, round(each.count)), 'call')} of {_CALLED[name]}" for name, each in found.items()
+        )
         values = {"count": max(1, round(found[longest].count)), "calls": calls, "took": seconds(total)}
         return Fact(kind, total, "step", rank=found[longest].rank, values=values)
 
@@ -298,7 +314,12 @@ def _too_many_threads(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | No
     threads, cores, ranks = (int(facts.observed.get(name) or 0) for name in names)
     if facts.record.environment.get("device") != "cpu" or threads < 2 or 2 * threads * ranks <= 3 * cores:
         return None
-    values = {"threads": threads, "ranks": ranks, "cores": plural(cores, "core"), "fewer": max(1, cores // max(1, ranks))}
+    values = {
+        "threads": threads,
+        "ranks": ranks,
+        "cores": plural(cores, "core"),
+        "fewer": max(1, cores // max(1, ranks)),
+    }
     return Fact(kind, 0.0, "machine", values=values)
 
 

@@ -225,12 +225,27 @@ def _slow_link(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
 def _faster_link(facts: StepFacts) -> str:
     grown = ", or more micro-batches" if facts.spec.get("strategy") in _REDUCED_ONCE else ""
     less = _fewer_bytes(facts)
-    if facts.spec.get("strategy") not in IN_GROUPS:
+    if _can_be_grouped(facts.spec):
         less.append(facts.words["hybrid"])
     times = f"About {facts.link_s / facts.busy_s:.1f} times the tokens a rank and step would hide it"
     times += f" ({facts.words['larger_batch']}{grown})"
     traces = "Give the other ranks' traces too, which tell waiting from sending. " if facts.absent else ""
     return f"{traces}{times}" + (f"; or send less: {', '.join(less)}." if less else ".")
+
+
+def _can_be_grouped(spec: Mapping[str, Any]) -> bool:
+    """Whether the ranks can be cut into groups of two or more that shard, and DDP into fewer buckets."""
+    if spec.get("engine") == "torch-ddp":
+        return True
+    ranks = spec.get("world_size") or 0
+    enough = any(ranks % size == 0 for size in range(2, ranks // 2 + 1))
+    return enough and _gathers_units(spec) and spec.get("strategy") not in IN_GROUPS
+
+
+def _gathers_units(spec: Mapping[str, Any]) -> bool:
+    """Whether a step gathers its units; where the strategy is not known, it may."""
+    row = STRATEGY_ROWS.get(str(spec.get("strategy")))
+    return row is None or not row.gathers_once
 
 
 def _fewer_bytes(facts: StepFacts) -> list[str]:
@@ -602,4 +617,4 @@ _ON_A_CPU = (
 def _deeper(facts: StepFacts) -> str:
     """The remedy of gathering further ahead, where the run does not do so."""
     deep = facts.spec.get("engine") != "lab" or (facts.spec.get("prefetch") or 0) >= 2
-    return "" if deep else ", or gather two units ahead (prefetch=2)"
+    return "" if deep or not _gathers_units(facts.spec) else ", or gather two units ahead (prefetch=2)"

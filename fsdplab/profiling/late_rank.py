@@ -509,7 +509,9 @@ def too_few_steps(record: RunRecord) -> str:
     groups = {tuple(sorted(times)) for times in arrivals_of(record, _steps_of(record)).values()}
     largest = max(map(len, groups), default=max(2, record.spec.get("world_size") or 0))
     known, fewest = len(_steps_of(record) & ledger), fewest_steps(largest, sum(map(len, groups)))
-    return "" if known >= fewest else f"{plural(known, 'step')} cannot tell ({fewest} can: {_more_steps(record, fewest)})"
+    return (
+        "" if known >= fewest else f"{plural(known, 'step')} cannot tell ({fewest} can: {_more_steps(record, fewest)})"
+    )
 
 
 def _more_steps(record: RunRecord, steps: int) -> str:

@@ -216,7 +216,7 @@ _OF_AN_ENGINE = {
     },
     ("Lightning", "plain"): _SHARDED_BY_LIGHTNING,
     ("Lightning", "torch-fsdp1"): {
-        "keep_gathered": 'Trainer(strategy=FSDPStrategy(sharding_strategy="SHARD_GRAD_OP"))',
+        "keep_gathered": 'Trainer(strategy=FSDPStrategy(sharding_strategy="SHARD_GRAD_OP"))'
     },
 }
 

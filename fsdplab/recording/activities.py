@@ -8,7 +8,8 @@ inside each other the outermost one counts: collectives of an evaluation belong 
 | --- | --- |
 | `evaluation` | from `eval()` or `train(False)` of the model to its `train()` |
 | `garbage_collection` | collections of the oldest generation |
-| `state_dict`, `full_tensor`, `saving` | state dicts (torch.distributed.checkpoint's too), gathered DTensors, `torch.save` |
+| `state_dict` | calls of `state_dict`, and of torch.distributed.checkpoint's functions that return one |
+| `full_tensor`, `saving` | DTensors that are gathered, calls of `torch.save` |
 | `clipping` | calls of `clip_grad_norm_` and `clip_grad_value_` |
 | `recomputed` | calls of `torch.utils.checkpoint.checkpoint`; their backward takes as long again |
 | `loading` | batches of data loaders, without the time in which their thread waited for a core |
@@ -23,12 +24,13 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from fsdplab.recording.rows import is_main_thread
 
 if TYPE_CHECKING:
     from fsdplab.recording.rank import RankRecorder
@@ -174,7 +176,7 @@ def _watch_evaluations(recorder: RankRecorder) -> None:
             is_inside = False
             recorder.mode_is_set(self, mode)
 
-    Module.train = noting  # type: ignore[method-assign]
+    Module.train = noting
 
 
 def _watch_autocast(recorder: RankRecorder) -> None:
@@ -189,7 +191,7 @@ def _watch_autocast(recorder: RankRecorder) -> None:
             recorder.autocast = str(self.fast_dtype).removeprefix("torch.")
         return enter(self)
 
-    autocast.__enter__ = noting  # type: ignore[method-assign]
+    autocast.__enter__ = noting
 
 
 class _Collections:
@@ -205,8 +207,3 @@ class _Collections:
             self._began = time.perf_counter_ns()
         elif self._recorder.taken.may_begin():
             self._recorder.taken.note("garbage_collection", time.perf_counter_ns() - self._began)
-
-
-def is_main_thread() -> bool:
-    """Whether the loop itself calls, and not a thread that saves a checkpoint beside it."""
-    return threading.current_thread() is threading.main_thread()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import threading
 import time
 from collections import deque
 from contextlib import suppress
@@ -19,7 +20,6 @@ from typing import Any
 import torch
 
 from fsdplab.common.files import lock, unlock, write_whole
-from fsdplab.recording.activities import is_main_thread
 from fsdplab.recording.settings import Settings
 from fsdplab.records import RecordError
 
@@ -171,3 +171,8 @@ def note(settings: Settings, rank: int, words: str) -> None:
     """Append a sentence to a rank's notes."""
     with settings.mailbox.of(rank, "notes").open("a") as file:
         file.write(json.dumps({"words": words}) + "\n")
+
+
+def is_main_thread() -> bool:
+    """Whether the loop itself calls, and not a thread that saves a checkpoint beside it."""
+    return threading.current_thread() is threading.main_thread()

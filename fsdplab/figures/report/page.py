@@ -119,7 +119,7 @@ def _answer(shown: Sequence[RunView], source: Runs, records: Sequence[RunRecord]
 
 def _remedy(records: Sequence[RunRecord]) -> str:
     """What to do about the costliest finding of all; empty where no run was profiled."""
-    return " ".join(f"{label}: {found.title}. {found.remedy}" for label, found in costliest(records, most=1))
+    return " ".join(f"{each.label}: {each.finding.title}. {each.remedy}" for each in costliest(records, most=1))
 
 
 def _on_steady_card(runs: Sequence[RunView]) -> Sequence[RunView]:

@@ -15,10 +15,7 @@ from fsdplab.profiling.intervals import Intervals, union
 from fsdplab.profiling.traces.events import Events, Window
 
 # the name in the table `activities`, and the operators that it counts
-COUNTED = {
-    "read": ("aten::_local_scalar_dense",),
-    "norm": ("aten::linalg_vector_norm", "aten::norm"),
-}
+COUNTED = {"read": ("aten::_local_scalar_dense",), "norm": ("aten::linalg_vector_norm", "aten::norm")}
 _OF_A_LIST = ("aten::_foreach_norm",)
 
 

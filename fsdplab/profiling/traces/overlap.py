@@ -291,7 +291,8 @@ class StepAnalysis:
     """One step of one rank: a `breakdown` row, `timeline` and `exposed` rows as in the record's tables, and the
     collectives that began in it: one that ends in the next step is listed once, and is exposed in both. `idle`: the
     part "other" by cause, a row of the record's table of that name. `loading_ns`: until the host had the step's data,
-    on a GPU as far as the device did nothing meanwhile. `activities`: what `host_reads` counts. `computing`: when the step computed, sorted and disjoint.
+    on a GPU as far as the device did nothing meanwhile. `activities`: what `host_reads` counts. `computing`: when the
+    step computed, sorted and disjoint.
     """
 
     step: int
