@@ -382,6 +382,9 @@ def _rule(kind: str, claims: Callable[[str, StepFacts, Unclaimed], Fact | None],
     return Rule(kind, claims, title, text, remedy, tuple(unless), is_fault=True)
 
 
+# faults that trade time for memory, or for precision: what else is wrong comes first
+CHOICES = ("needless_resharding", "kept_units", "recomputed", "full_messages", "looping_optimizer")
+
 FAULTS = (
     _rule("slow_loading", _loading,
           "Loading data takes {seconds} of a step of {step_s} ({share})",

@@ -18,8 +18,8 @@ from typing import Any
 
 from fsdplab.common.names import CATEGORY_ROWS, IN_GROUPS, SAVES_MOST, STRATEGY_ROWS, category_titles, strategies_that
 from fsdplab.common.sizes import percent, seconds, size
-from fsdplab.profiling.faults import FAULTS
-from fsdplab.profiling.late_rank import too_few_steps
+from fsdplab.profiling.faults import CHOICES, FAULTS
+from fsdplab.profiling.late_rank import LateRank, too_few_steps
 from fsdplab.profiling.rules import Fact, Finding, Rule
 from fsdplab.profiling.step_facts import Claim, StepFacts, Unclaimed, ahead, beside, by_rank, of_ranks, step_facts
 from fsdplab.profiling.step_summary import ExposedCell
@@ -52,8 +52,8 @@ def findings(record: RunRecord) -> list[Finding]:
     peak = _found((_PEAK,), facts)
     if record.summary.short_of_cores:
         late = [each for each in _found(_LATE_RANKS, facts) if each.is_fault and _outlasts_waits(each, facts)]
-        told = [*late, *_found(FAULTS, facts)]
-        return [*_costliest_first(told)[: MOST - 1], *_found((_SHORT_OF_CORES,), facts), *peak]
+        told = _faults_in_order([*late, *_found(FAULTS, facts)])
+        return [*told[: MOST - 1], *_found((_SHORT_OF_CORES,), facts), *peak]
     found = _found((*_LATE_RANKS, *FAULTS, *_RULES), facts)
     claimed = sum(each.seconds for each in found if each.of == "exposed")
     assert abs(claimed - facts.exposed_s) <= 1e-6, (claimed, facts.exposed_s)  # all that there is, and no more
@@ -71,14 +71,18 @@ def _found(rules: Sequence[Rule], facts: StepFacts) -> list[Finding]:
     return found
 
 
-def _costliest_first(found: Sequence[Finding]) -> list[Finding]:
-    return sorted(found, key=lambda each: -each.seconds)
+def _faults_in_order(found: Sequence[Finding]) -> list[Finding]:
+    """Costliest first; last what is a choice between time and memory, which its owner may have made."""
+    return sorted(found, key=lambda each: (each.kind in CHOICES, -each.seconds))
 
 
 def _outlasts_waits(found: Finding, facts: StepFacts) -> bool:
-    """Whether a delay is longer than the ranks waited for a core: then it is not the machine's."""
-    waited: float | None = facts.observed.get("core_wait_s")
-    return waited is not None and found.seconds > waited
+    """Whether a rank delays a step for longer than it waited for a core: then the delay is not the machine's."""
+    waited = facts.observed.get("core_wait_s")
+    own = waited.get(str(found.rank)) if isinstance(waited, dict) else None
+    of_late = facts.late is not None and facts.late.rank == found.rank
+    delay = facts.late.a_step_ns / 1e9 if facts.late is not None and of_late else found.seconds
+    return own is not None and delay > own
 
 
 def profiling_cost(record: RunRecord) -> str:
@@ -99,9 +103,10 @@ def _shown(facts: StepFacts, found: Sequence[Finding]) -> list[Finding]:
     is exposed.
     """
     counted = {rule.kind for rule in FAULTS}  # what is counted is told whatever it costs
-    faults = [each for each in found if each.kind in counted]
-    worth = [each for each in found if each not in faults and each.seconds >= WORTH_SAYING * facts.step_s]
-    shown = [*_costliest_first(faults), *_in_order(worth)][: MOST - 1]
+    worth = [each for each in found if each.kind in counted or each.seconds >= WORTH_SAYING * facts.step_s]
+    faults = [each for each in worth if each.is_fault]
+    others = [each for each in worth if not each.is_fault]
+    shown = [*_faults_in_order(faults), *_in_order(others)][: MOST - 1]
     others = [each for each in found if each.of == "exposed" and each not in shown and each.seconds > 0]
     rest = sum(each.seconds for each in others)
     if rest <= UNTOLD * facts.exposed_s or rest < WORTH_SAYING * facts.step_s:
@@ -190,10 +195,17 @@ def _late_rank(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     own, others = beside(facts.compute_s, late.rank)
     values = {
         "where": f" in {late.phase}" if late.phase else "", "last": late.last, "of": late.of,
-        "by": seconds(late.by_ns / 1e9), "own": seconds(own), "others": seconds(others),
+        "by": _how_late(late), "own": seconds(own), "others": seconds(others),
     }  # fmt: skip
     cost = left.claim("waiting_ns", at_most=late.of_waiting(left.waiting * 1e9) / 1e9).seconds
     return Fact(kind, cost, rank=late.rank, phase=late.phase, values=values)
+
+
+def _how_late(late: LateRank) -> str:
+    """By how much at the median collective; where it is late to few of them, what that adds to a step."""
+    if late.by_ns > 0:
+        return f"{seconds(late.by_ns / 1e9)} after the others (median)"
+    return f"which delays each step by {seconds(late.a_step_ns / 1e9)}"
 
 
 def _waiting(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
@@ -488,7 +500,7 @@ def _link(record: RunRecord) -> str:
 
 
 _WAIT_FOR_IT = "The others wait for it at their next collective: {seconds} of each step."
-_LATE = "comes last to {last} of {of} collectives{where}, {by} after the others (median)"
+_LATE = "comes last to {last} of {of} collectives{where}, {by}"
 
 
 def _idle_rule(kind: str, why: str, remedy: str | Callable[[StepFacts], str], unless: tuple[str, ...] = ()) -> Rule:

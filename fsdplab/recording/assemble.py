@@ -135,9 +135,9 @@ def _leave_out_evaluations(steps: Sequence[Row], activities: Sequence[Row]) -> N
 
 def _observed(results: Mapping[int, Row]) -> Row:
     """How the job is set up, as its first rank says, and for how long the ranks lacked a core in the profiled steps."""
-    waits = [wait for result in results.values() for wait in result.get("core_wait_s", ()) if wait is not None]
     found: Row = _any(results).get("observed", {})
-    return found | {"core_wait_s": statistics.fmean(waits) if waits else None}
+    waits = {str(rank): [wait for wait in result["core_wait_s"] if wait is not None] for rank, result in results.items()}
+    return found | {"core_wait_s": {rank: statistics.fmean(each) for rank, each in waits.items() if each}}
 
 
 def _summary(
