@@ -1,11 +1,12 @@
 """The fault bench: jobs with one fault each are recorded for real, and the first finding must name the fault.
 
-    python -m tests.fault_bench [--engine fsdp2|ddp] [--only NAME ...] [--recordings FOLDER] [--again] [--markdown]
+    python -m tests.fault_bench [--engine NAME ...] [--only NAME ...] [--recordings FOLDER] [--again] [--markdown]
 
 One row a fault in `FAULTS`: what its first sentence must say, as words of which each group needs one, and what the
 remedy must say in each engine's own words. The jobs without a fault must be accused of nothing. The job is
-tests/fault_job.py, on two ranks that it forks, as `fsdplab record` runs any job. Recordings are kept in the folder, so
-that a change of the findings needs no new ones; `--again` makes them anew.
+tests/fault_job.py, on two ranks that it forks, as `fsdplab record` runs any job, and for some faults
+tests/fault_trainers.py under torchrun. Recordings are kept in the folder, so that a change of the findings needs no new
+ones; `--again` makes them anew.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from fsdplab.records import RunRecord
 
 ROOT = Path(__file__).parents[1]
 ENGINES = ("fsdp2", "ddp")
+TRAINERS = {"trainer": "trainer", "lightning": "lightning", "lightning-fsdp2": "fsdp2", "deepspeed": "deepspeed"}
 KEPT = Path(tempfile.gettempdir()) / "fsdplab-fault-bench"
 TIME_LIMIT_S = 300
 
@@ -43,18 +45,26 @@ class Fault:
     @property
     def engines(self) -> Sequence[str]:
         """The engines that can have it."""
-        return [engine for engine in ENGINES if engine in self.remedy]
+        return [engine for engine in (*ENGINES, *TRAINERS) if engine in self.remedy]
 
 
-def _both(*words: str) -> Mapping[str, Sequence[str]]:
-    return dict.fromkeys(ENGINES, words)
+def _both(*words: str, **of_trainers: str) -> Mapping[str, Sequence[str]]:
+    """The words for both engines; of a trainer its own, under its name with `_` for `-`."""
+    named = {name.replace("_", "-"): (word,) for name, word in of_trainers.items()}
+    return {**dict.fromkeys(ENGINES, words), **named}
+
+
+def _everywhere(word: str) -> Mapping[str, Sequence[str]]:
+    return dict.fromkeys((*ENGINES, *TRAINERS), (word,))
 
 
 FAULTS = (
-    Fault("none", "no fault", accuses=False, remedy=_both()),
+    Fault("none", "no fault", accuses=False, remedy=_everywhere("")),
     Fault("accumulates", "no fault: 4 micro-batches, reduced once", accuses=False, remedy=_both()),
     Fault("clip-once", "no fault: gradients are clipped together", accuses=False, remedy=_both()),
-    Fault("loader", "a loader that takes 10 ms a sample", ("load",), _both("num_workers")),
+    Fault("loader", "a loader that takes 10 ms a sample", ("load",),
+          _both("num_workers", trainer="dataloader_num_workers", lightning="num_workers", lightning_fsdp2="num_workers",
+                deepspeed="num_workers")),
     Fault("tiny-units", "each layer is a unit", ("small",), {"fsdp2": ("fully_shard", "block")}),
     Fault("one-unit", "the whole model is one unit", ("one unit",), {"fsdp2": ("fully_shard",)}),
     Fault("small-buckets", "buckets of 50 kB", ("bucket|small",), {"ddp": ("bucket_cap_mb",)}),
@@ -64,10 +74,9 @@ FAULTS = (
           {"ddp": ("broadcast_buffers=False",)}),
     Fault("reduce-each", "gradients are reduced in each of 4 micro-batches", ("4 times",),
           {"fsdp2": ("set_requires_gradient_sync",), "ddp": ("no_sync",)}),
-    Fault("loss-all-reduce", "an all-reduce of the loss in each micro-batch", ("all_reduce|all-reduce", "own"),
-          _both("every")),
-    Fault("loss-each-step", "an all-reduce of the loss in each step", ("all_reduce|all-reduce", "own"),
-          _both("every")),
+    Fault("loss-all-reduce", "an all-reduce of the loss in each micro-batch", ("all_reduce", "own"),
+          _everywhere("every")),
+    Fault("loss-each-step", "an all-reduce of the loss in each step", ("all_reduce", "own"), _both("every")),
     Fault("item-each", "200 numbers of tensors are read a step", (".item()|read",), _both(".item()")),
     Fault("barrier", "a barrier after each step", ("barrier",), _both("barrier")),
     Fault("metrics", "objects are gathered after each step", ("all_gather_object",), _both("every")),
@@ -76,19 +85,23 @@ FAULTS = (
     Fault("sleepy", "rank 1 sleeps 0.3 s a step", ("Rank 1",), _both("rank 1")),
     Fault("writes", "rank 1 writes a file a step", ("Rank 1",), _both("rank 1")),
     Fault("state-dict", "the state is gathered after each step", ("state dict|state_dict",), _both("every")),
-    Fault("checkpoint", "the state is saved after each step", ("checkpoint|sav|state_dict",), _both("every")),
+    Fault("checkpoint", "the state is saved after each step", ("saved",),
+          _both("every", trainer="save_steps", lightning="every_n_train_steps", lightning_fsdp2="every_n_train_steps",
+                deepspeed="every")),
     Fault("average-weights", "whole weights are averaged after each step", ("state_dict|state dict|full_tensor",),
           _both("every")),
-    Fault("evaluate", "an evaluation after each step", ("evaluat",), _both("evaluate")),
-    Fault("train-false", "an evaluation after each step, by train(False)", ("evaluat",), _both("evaluate")),
-    Fault("collect", "three collections of garbage after each step", ("garbage",), _both("gc")),
+    Fault("evaluate", "an evaluation after each step", ("evaluat",),
+          _both("evaluat", trainer="eval_steps", lightning="val_check_interval", lightning_fsdp2="val_check_interval",
+                deepspeed="Evaluate")),
+    Fault("train-false", "an evaluation after each step, by train(False)", ("evaluat",), _both("evaluat")),
+    Fault("collect", "three collections of garbage after each step", ("garbage",), _everywhere("gc")),
     Fault("no-prefetch", "no unit is gathered ahead", ("late|ahead|prefetch",),
           {"fsdp2": ("set_modules_to_forward_prefetch",)}),
     Fault("keep", "units stay gathered until the backward", ("gathered|unsharded|reshard",),
           {"fsdp2": ("reshard_after_forward=True",)}),
     Fault("reshard", "units are gathered twice beside large activations", ("twice|again",),
           {"fsdp2": ("reshard_after_forward=False",)}),
-    Fault("recompute", "activations are recomputed without need", ("recomput",), _both("checkpoint")),
+    Fault("recompute", "activations are recomputed without need", ("recomput",), _everywhere("checkpoint")),
     Fault("fp32-messages", "messages in fp32 beside products in bf16", ("fp32",),
           {"fsdp2": ("MixedPrecisionPolicy", "bfloat16"), "ddp": ("bf16_compress_hook",)}),
     Fault("loop-optimizer", "an optimizer that steps one tensor after the other", ("optimizer",), _both("fused=True")),
@@ -109,7 +122,7 @@ def recording_of(fault: str, engine: str, kept: Path = KEPT, again: bool = False
     folder = kept / engine / fault
     if again or not (folder / "run.json").exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        job = (sys.executable, "-m", "tests.fault_job", "--engine", engine, "--fault", fault)
+        job = _command(fault, engine)
         command = (sys.executable, "-m", "fsdplab", "record", "-q", "--force", "--out", str(folder), "--", *job)
         more = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(
@@ -118,6 +131,13 @@ def recording_of(fault: str, engine: str, kept: Path = KEPT, again: bool = False
         if done.returncode:
             raise RuntimeError(f"{' '.join(job)} ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")
     return folder
+
+
+def _command(fault: str, engine: str) -> Sequence[str]:
+    if engine in TRAINERS:
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+        return (sys.executable, *torchrun, "-m", "tests.fault_trainers", "--by", TRAINERS[engine], "--fault", fault)
+    return (sys.executable, "-m", "tests.fault_job", "--engine", engine, "--fault", fault)
 
 
 # ---- judging
@@ -170,7 +190,7 @@ def table(judged: Sequence[Judged]) -> str:
 def main() -> None:
     """Run the bench, and print what it found."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engine", choices=ENGINES)
+    parser.add_argument("--engine", choices=(*ENGINES, *TRAINERS), nargs="*", default=list(ENGINES))
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--recordings", type=Path, default=KEPT)
     parser.add_argument("--again", action="store_true")
@@ -179,7 +199,7 @@ def main() -> None:
     judged = []
     for fault in FAULTS:
         for engine in fault.engines:
-            if options.engine in (None, engine) and (not options.only or fault.name in options.only):
+            if engine in options.engine and (not options.only or fault.name in options.only):
                 judged.append(judge(fault, engine, options.recordings, options.again))
                 one = judged[-1]
                 remedy = one.first.remedy if one.first else ""

@@ -232,8 +232,9 @@ def _full_messages(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
 
 
 def _find_unused(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    needless = facts.observed.get("find_unused_parameters") and not facts.observed.get("unused_parameters")
-    return Fact(kind, 0.0, "step") if needless else None
+    """DDP was told to look for unused parameters, and not by transformers' Trainer, whose default it is."""
+    asked = facts.observed.get("find_unused_parameters") and facts.spec.get("trainer") != "Trainer"
+    return Fact(kind, 0.0, "step") if asked and not facts.observed.get("unused_parameters") else None
 
 
 def _sent_buffers(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
@@ -259,7 +260,7 @@ def _done_each_step(*names: str) -> Callable[[str, StepFacts, Unclaimed], Fact |
         calls = ", ".join(
             f"{plural(max(1, round(each.count)), 'call')} of {_CALLED[name]}" for name, each in found.items()
         )
-        values = {"count": max(1, round(found[longest].count)), "calls": calls, "took": seconds(total)}
+        values = {"calls": calls, "took": seconds(total), "of_both": percent(total / (total + facts.step_s))}
         return Fact(kind, total, "step", rank=found[longest].rank, values=values)
 
     return claims
@@ -400,7 +401,7 @@ FAULTS = (
           "In each of them all ranks wait for the last one, so that nobody runs ahead; the longest is {which}.",
           _without_own),
     _rule("evaluation", _done_each_step("evaluation"),
-          "An evaluation in each step takes {took}, beside {step_s} of training",
+          "An evaluation in each step takes {took}, beside {step_s} of training ({of_both} of both)",
           "The model is set to evaluate, and to train again, in most of the steps.",
           "{evaluate_less}"),
     _rule("state_dict", _done_each_step("saving", "state_dict", "full_tensor"),
@@ -424,7 +425,7 @@ FAULTS = (
           "The host reads {count} numbers out of tensors in each step (.item(), bool(), print)",
           "Each read waits until all that was queued on the device is done, so nothing is queued meanwhile.",
           "Take .item() and conditions on tensors out of the step and out of hooks: add up on the device, and read once"
-          " every hundredth step."),
+          " every hundredth step.", unless=["evaluation", "state_dict"]),
     _rule("one_unit", _one_unit,
           "The whole model is one unit: {moved} are gathered at once, and nothing computes meanwhile",
           "All {parameters} parameters are one unit: its all-gather has nothing to overlap with before it, its"

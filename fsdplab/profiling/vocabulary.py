@@ -48,7 +48,7 @@ _LAB = {
         " memory, samples that are decoded beforehand, a faster storage."
     ),
     "reduce_once": "Reduce once: model.set_requires_gradient_sync(False) for all micro-batches but the last.",
-    "evaluate_less": "Evaluate every so many hundred steps; an evaluation of fewer batches tells nearly as much.",
+    "evaluate_less": "Evaluate every so many hundred steps: an evaluation of fewer batches tells nearly as much.",
     "save_less": (
         "Save every so many minutes (lost work costs less than that), the local shards and not the whole state, and"
         " while the next step computes (torch.distributed.checkpoint.async_save)."

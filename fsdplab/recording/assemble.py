@@ -136,7 +136,9 @@ def _leave_out_evaluations(steps: Sequence[Row], activities: Sequence[Row]) -> N
 def _observed(results: Mapping[int, Row]) -> Row:
     """How the job is set up, as its first rank says, and for how long the ranks lacked a core in the profiled steps."""
     found: Row = _any(results).get("observed", {})
-    waits = {str(rank): [wait for wait in result["core_wait_s"] if wait is not None] for rank, result in results.items()}
+    waits = {
+        str(rank): [wait for wait in result["core_wait_s"] if wait is not None] for rank, result in results.items()
+    }
     return found | {"core_wait_s": {rank: statistics.fmean(each) for rank, each in waits.items() if each}}
 
 

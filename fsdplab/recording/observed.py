@@ -61,7 +61,7 @@ class Observed:
         return {"optimizer": ", ".join(names), "optimizer_loops": loops, "parameters": number}
 
     def _loops(self, group: dict[str, Any]) -> bool:
-        """Whether a group of an optimizer that could do otherwise steps its tensors one by one; on a CPU the default."""
+        """Whether a group steps its tensors one by one although its optimizer could do otherwise."""
         if "foreach" not in group or group.get("fused"):
             return False
         return group["foreach"] is False or (group["foreach"] is None and self._place.device.type == "cpu")
