@@ -183,6 +183,12 @@ def test_gradients_that_are_reduced_in_each_micro_batch(spec, calls, remedy, tmp
     assert faults(job(tmp_path, spec, once, backward=(4, 30 * MS, 0))) == []
 
 
+def test_fsdp2_that_gathers_nothing_ahead_is_told_so_and_not_accused(tmp_path):
+    told = findings(job(tmp_path, observed={"prefetches_forward": False}))[0]
+    assert (told.kind, told.is_fault) == ("not_ahead", False) and "set_modules_to_forward_prefetch" in told.remedy
+    assert not any(each.kind == "not_ahead" for each in findings(job(tmp_path, observed={"prefetches_forward": True})))
+
+
 def test_a_count_that_only_some_steps_have_is_no_fault(tmp_path):
     record = job(tmp_path, saving=(1, 20 * MS, 0))
     record.tables["activities"] = [each for each in record.table("activities") if each["step"] % 10 == 0]

@@ -190,6 +190,17 @@ def _one_unit(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     return Fact(kind, cost, unit="root", values={"parameters": facts.observed["parameters"], "moved": size(moved)})
 
 
+def _not_ahead(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """FSDP2 on CPUs gathers ahead in the forward only where it is told to; on a GPU its host runs ahead by itself."""
+    gathers = [row for row in _of_engine(facts) if row["kind"] == "all_gather" and row["phase"] == "forward"]
+    units = {row["unit"] for row in gathers}
+    told = facts.observed.get("prefetches_forward", True) or facts.record.environment.get("device") != "cpu"
+    if told or len(units) < 3:
+        return None
+    claim = left.claim("on_link_ns", lambda cell: cell.kind == "all_gather" and cell.phase == "forward")
+    return Fact(kind, claim.seconds, values={"count": len(gathers)})
+
+
 def _needless_resharding(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Units are gathered twice, although all of them unsharded would hardly raise the peak."""
     gathers = [row for row in _of_engine(facts) if row["kind"] == "all_gather" and row["unit"]]
@@ -261,13 +272,14 @@ def _done_each_step(*names: str) -> Callable[[str, StepFacts, Unclaimed], Fact |
             f"{plural(max(1, round(each.count)), 'call')} of {_CALLED[name]}" for name, each in found.items()
         )
         values = {"calls": calls, "took": seconds(total), "of_both": percent(total / (total + facts.step_s))}
+        values["times"] = max(1, round(sum(each.count for each in found.values())))
         return Fact(kind, total, "step", rank=found[longest].rank, values=values)
 
     return claims
 
 
 _CALLED = {
-    "state_dict": "state_dict", "full_tensor": "full_tensor", "saving": "torch.save", "evaluation": "eval()",
+    "state_dict": "state_dict", "full_tensor": "full_tensor", "saving": "torch.save", "evaluation": "eval",
     "garbage_collection": "gc.collect",
 }  # fmt: skip
 
@@ -408,7 +420,7 @@ FAULTS = (
           "The model's state is gathered or saved in each step: {calls}, {took} of each step",
           "A state dict of sharded parameters that is asked for as a whole gathers all of them.", "{save_less}"),
     _rule("garbage_collection", _done_each_step("garbage_collection"),
-          "Python's garbage collector runs in each step: {calls} or as long, {took} of each step",
+          "Python's garbage collector runs {times} times in each step, for {took}",
           "A full collection looks at every object of the process, of which torch alone has some hundred thousand.",
           "Take gc.collect() out of the loop, or call it every hundredth step; gc.freeze() before the loop leaves out"
           " what stays anyway."),
@@ -475,4 +487,10 @@ FAULTS = (
           "Units stay unsharded from the forward to the backward: {kept} of a peak of {peak} ({part})",
           "They are gathered once a step instead of twice; their memory is needed for as long.",
           lambda facts: f"To lower the peak: {facts.words['reshard']}.", unless=["one_unit"]),
+    # what FSDP2 does unless it is told otherwise is no fault
+    Rule("not_ahead", _not_ahead,
+         "Units are gathered when the forward needs them, and none ahead: {count} all-gathers a step take {seconds}"
+         " ({share})",
+         "Between CPU ranks fully_shard gathers ahead in the backward, and in the forward only where it is told to.",
+         lambda facts: facts.words["gather_ahead"], unless=("one_unit", "small_units")),
 )  # fmt: skip

@@ -73,7 +73,7 @@ def _found(rules: Sequence[Rule], facts: StepFacts) -> list[Finding]:
 
 def _faults_in_order(found: Sequence[Finding]) -> list[Finding]:
     """Costliest first; last what is a choice between time and memory, which its owner may have made."""
-    return sorted(found, key=lambda each: (each.kind in CHOICES, -each.seconds))
+    return sorted(found, key=lambda each: (not each.is_fault, each.kind in CHOICES, -each.seconds))
 
 
 def _outlasts_waits(found: Finding, facts: StepFacts) -> bool:
@@ -105,8 +105,9 @@ def _shown(facts: StepFacts, found: Sequence[Finding]) -> list[Finding]:
     counted = {rule.kind for rule in FAULTS}  # what is counted is told whatever it costs
     worth = [each for each in found if each.kind in counted or each.seconds >= WORTH_SAYING * facts.step_s]
     faults = [each for each in worth if each.is_fault]
-    others = [each for each in worth if not each.is_fault]
-    shown = [*_faults_in_order(faults), *_in_order(others)][: MOST - 1]
+    hints = [each for each in worth if not each.is_fault and each.kind in counted]
+    parts = [each for each in worth if not each.is_fault and each not in hints]
+    shown = [*_faults_in_order(faults), *hints, *_in_order(parts)][: MOST - 1]
     others = [each for each in found if each.of == "exposed" and each not in shown and each.seconds > 0]
     rest = sum(each.seconds for each in others)
     if rest <= UNTOLD * facts.exposed_s or rest < WORTH_SAYING * facts.step_s:
