@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fsdplab.common.errors import UserError
-from fsdplab.recording.hooks import hook_losses
+from fsdplab.recording.hooks import hook_losses, watch_all
 from fsdplab.recording.launch import prepare
 from fsdplab.recording.rank import RankRecorder
 from fsdplab.recording.settings import Settings, steps_of
@@ -65,8 +65,11 @@ class Recorder:
             self.close()
 
     def note_losses(self) -> None:
-        """From now on note every loss whose `backward` is called, for a loop that does not say it in `step`."""
+        """From now on note every loss whose `backward` is called, for a loop that does not say it in `step`; and what
+        the loop does besides.
+        """
         hook_losses(self._recorder)
+        watch_all(self._recorder)
 
     def close(self) -> None:
         """End the recording, which ends by itself some steps after the profiled ones."""

@@ -12,6 +12,7 @@ recording has ended they pass everything on.
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from collections.abc import Callable
 from types import ModuleType
@@ -179,10 +180,21 @@ def _hook_the_labs_engine(module: ModuleType, recorder: RankRecorder) -> None:
     RankRecorder.tags = RankRecorder.tags or TagLog()
 
 
-_OF_A_MODULE: dict[str, Callable[[ModuleType, RankRecorder], None]] = {
+def watch_all(recorder: RankRecorder) -> None:
+    """Count what the loop does besides training, for a recorder that was made after torch was imported."""
+    watch(recorder)
+    for name, count in _COUNTED_IN.items():
+        if name in sys.modules:
+            count(sys.modules[name], recorder)
+
+
+_COUNTED_IN: dict[str, Callable[[ModuleType, RankRecorder], None]] = {
     "torch.utils.checkpoint": watch_recomputation,
     "torch.distributed.checkpoint.state_dict": watch_state_dicts,
     "torch.distributed.tensor._api": watch_tensors,
+}
+_OF_A_MODULE: dict[str, Callable[[ModuleType, RankRecorder], None]] = {
+    **_COUNTED_IN,
     "torch.optim.optimizer": _hook_optimizers,
     "deepspeed.runtime.engine": _hook_deepspeed,
     "fsdplab.engine.events": _hook_the_labs_engine,

@@ -45,6 +45,7 @@ class RankRecorder:
         self.is_in_backward = False
         self._depth, self._inner = 0, None
         self._round = Round()
+        self._optimizers: Sequence[Any] = ()  # that stepped last
         self._rows: StepRows | None = None
         self._window: Window | None = None
         self._step = 0
@@ -91,7 +92,7 @@ class RankRecorder:
 
     def mode_is_set(self, module: torch.nn.Module, trains: bool) -> None:
         """A module was set to train or to evaluate; the model's evaluation lasts until it trains again."""
-        if not _trains(module, self._round.optimizers):
+        if not _trains(module, self._optimizers):
             return
         now = time.perf_counter_ns()
         began = self.taken.evaluates_since
@@ -122,6 +123,7 @@ class RankRecorder:
     def end_step(self, optimizers: Sequence[Any]) -> None:
         """A step has ended, in which these optimizers stepped; what follows is the next one's."""
         now = time.perf_counter()
+        self._optimizers = optimizers
         if self._rows is None:
             self._become_a_rank(optimizers)
         if self._rows is None:
@@ -180,7 +182,7 @@ class RankRecorder:
         self.done = True
         atexit.unregister(self.end)
         window, rows, self._window, self._rows = self._window, self._rows, None, None
-        self.model, self._round, self.taken = None, Round(), Taken()
+        self.model, self._round, self.taken, self._optimizers = None, Round(), Taken(), ()
         if window is not None:
             window.close()
         if rows is not None:

@@ -27,7 +27,7 @@ from fsdplab.recording.settings import Settings
 from fsdplab.recording.subject import LAB, Subject, subject_of, together
 from fsdplab.sessions.trace_tables import MEMORY_TRACE, TRACE, leave_analysis
 from fsdplab.sessions.worker import profiler
-from fsdplab.sessions.worker.core_share import core_time, waited_s
+from fsdplab.sessions.worker.core_share import CoreTime, core_time, waited_s
 from fsdplab.sessions.worker.environment import capture_environment
 
 
@@ -68,17 +68,15 @@ class Window:
         self._observed: Observed | None = None
         self.autocast = ""  # the type in which autocast computes, "" where it does not
         self._core_waits: list[float | None] = []  # of the profiled steps
-        self._reading = core_time()
+        self._reading: CoreTime | None = None
         self._first_reading = (time.perf_counter(), core_time())
         self._cpu_share: float | None = None
 
     def between(self, ended: int, seconds: float, evaluated: bool) -> None:
         """Step `ended` has ended after `seconds`, and the next one begins when this returns."""
         self._ended = ended
-        reading = core_time()
-        if self._settings.first <= ended < self._settings.end:
-            self._core_waits.append(waited_s(self._reading, reading, torch.get_num_threads()))
-        self._reading = reading
+        if self._settings.first - 1 <= ended < self._settings.end:
+            self._note_core_wait()
         if evaluated and self._memory_step <= ended < self._settings.end:
             self._rows.note(f"step {ended}, which was measured, holds an evaluation")
         if self._memory is not None:
@@ -193,6 +191,12 @@ class Window:
         if self._place.device.type == "cuda":
             torch.cuda.synchronize(self._place.device)
         events.flush()
+
+    def _note_core_wait(self) -> None:
+        """For how long the profiled step that has ended lacked a core; the step before them begins the count."""
+        before, self._reading = self._reading, core_time()
+        if before is not None:
+            self._core_waits.append(waited_s(before, self._reading, torch.get_num_threads()))
 
     def _share_of_a_core(self) -> float | None:
         """The part of the steps before the measured ones in which this rank had a core when it wanted one."""
