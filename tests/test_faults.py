@@ -122,6 +122,7 @@ def test_a_job_without_a_fault_is_accused_of_none(spec, calls, share, tmp_path):
     "kind,says,remedy,given",
     [
         ("own_collectives", "4 all_reduce of 4 B", "every hundredth step", {"own_all_reduce": (4, 9 * MS, 16)}),
+        ("own_collectives", "1 full_tensor of 4 B", "every hundredth step", {"full_tensor": (1, 9 * MS, 4)}),
         ("own_collectives", "1 barrier", "Take the barrier out", {"own_barrier": (1, 9 * MS, 0)}),
         ("own_collectives", "1 broadcast of 2.00 MB", "the broadcast out", {"own_broadcast": (1, MS, 2_000_000)}),
         ("evaluation", "An evaluation in each step takes 40.0 ms", "Evaluate every", {"evaluation": (1, 40 * MS, 0)}),

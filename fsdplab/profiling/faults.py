@@ -29,7 +29,7 @@ MANY_READS = 10  # numbers that a step may read out of tensors, and three a micr
 BUCKET_BYTES = 5_000_000  # a bucket of DDP that is smaller is small; PyTorch's default is 25 MiB
 KEPT_UNITS = 0.1  # part of the peak that unsharded parameters may be
 SMALL_UNITS = 0.05  # part of the peak below which unsharded parameters save nothing worth a second gather
-SLOW_OPTIMIZER = 0.05  # part of a step that an optimizer may take which steps one tensor after the other
+SLOW_OPTIMIZER = 0.02  # part of a step that an optimizer may take which steps one tensor after the other
 MORE_WORK = 1.4  # CPU time of a rank over the others', from which on it has more work
 NEARLY_ALL = 0.75  # part of the steps in which it has
 LOADING = 0.05  # part of a step that the loader may take
@@ -62,7 +62,15 @@ def _of_engine(facts: StepFacts) -> list[Row]:
 def _own(facts: StepFacts) -> dict[str, Activity]:
     """The collectives that the loop calls itself in each step."""
     named = {name: each for name, each in facts.activities.items() if name.startswith("own ")}
+    scalars = facts.activities.get("full_tensor")
+    if scalars is not None and not _is_state(scalars):
+        named["own full_tensor"] = scalars
     return {name: each for name, each in named.items() if each.regular > REGULAR}
+
+
+def _is_state(gathered: Activity) -> bool:
+    """Whether the DTensors that a step gathers are a model's, and not a norm or a loss."""
+    return gathered.count >= MANY or gathered.nbytes > SMALL_BYTES
 
 
 def _exposed(left: Unclaimed, which: Cells, part: float = 1.0) -> float:
@@ -264,6 +272,8 @@ def _done_each_step(*names: str) -> Callable[[str, StepFacts, Unclaimed], Fact |
 
     def claims(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
         found = {name: each for name in names if (each := facts.activities.get(name)) and each.regular > REGULAR}
+        if "full_tensor" in found and not _is_state(found["full_tensor"]):
+            del found["full_tensor"]
         if not found:
             return None
         longest = max(found, key=lambda name: found[name].seconds)

@@ -90,7 +90,7 @@ def _wrap_all(owners: list[Any], attribute: str, name: str, recorder: RankRecord
 
 
 def counted(function: Callable[..., Any], name: str, recorder: RankRecorder) -> Callable[..., Any]:
-    """`function`, whose outermost calls are counted in the step that runs."""
+    """`function`, whose outermost calls are counted in the step that runs, with the bytes of tensors it is given."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -102,7 +102,7 @@ def counted(function: Callable[..., Any], name: str, recorder: RankRecorder) -> 
             return function(*args, **kwargs)
         finally:
             recorder.taken.is_busy = False
-            recorder.taken.note(name, time.perf_counter_ns() - began)
+            recorder.taken.note(name, time.perf_counter_ns() - began, _bytes_of(args))
 
     return wrapper
 
