@@ -168,7 +168,7 @@ class Judged:
 
 
 def _has_one(sentence: str, words: str) -> bool:
-    return any(word in sentence for word in words.split("|"))
+    return any(word.lower() in sentence.lower() for word in words.split("|"))
 
 
 def judge(fault: Fault, engine: str, kept: Path = KEPT, again: bool = False) -> Judged:

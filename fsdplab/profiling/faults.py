@@ -32,7 +32,7 @@ SMALL_UNITS = 0.05  # part of the peak below which unsharded parameters save not
 SLOW_OPTIMIZER = 0.02  # part of a step that an optimizer may take which steps one tensor after the other
 MORE_WORK = 1.4  # CPU time of a rank over the others', from which on it has more work
 NEARLY_ALL = 0.75  # part of the steps in which it has
-LOADING = 0.05  # part of a step that the loader may take
+LOADING = 0.1  # part of a step that the loader may take
 ENOUGH_MEMORY = 0.5  # part of the device's memory below which the peak leaves room
 REDUCTIONS = ("reduce_scatter", "all_reduce")
 

@@ -592,7 +592,7 @@ _RULES = (
     Rule("slow_loading", _loading_everywhere,
          "Loading data takes {seconds} of a step of {step_s} ({share})",
          "{who} waits for its data before it computes, in most of the steps.",
-         "Load while the step computes. {loader}", unless=("slow_loading",), is_fault=True),
+         "Load while the step computes. {loader}", unless=("slow_loading",)),
     Rule("optimizer_step", _optimizer_step,
          "The optimizer's step takes {share} of the step ({seconds}){exchanging}",
          "It is {what}, as long for a small batch as for a large one.", _shorter_optimizer_step),
