@@ -189,7 +189,7 @@ def test_a_callback_of_lightning(strategy, engine, tmp_path):
     job = f"lightning_loop.main([fsdplab.lightning_callback('out')], {how})"
     record = with_a_callback(tmp_path, "lightning_loop", job, "job.py")
     assert (record.spec["engine"], record.spec["trainer"]) == (engine, "Lightning")
-    assert len(record.summary.losses) == 23 and record.summary.comm.bytes_per_step
+    assert len(record.summary.losses) == 24 and record.summary.comm.bytes_per_step
     assert record.table("memory") and {row["step"] for row in record.table("breakdown")} == {*range(8, 16)}
 
 
