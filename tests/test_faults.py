@@ -190,6 +190,12 @@ def test_fsdp2_that_gathers_nothing_ahead_is_told_so_and_not_accused(tmp_path):
     assert not any(each.kind == "not_ahead" for each in findings(job(tmp_path, observed={"prefetches_forward": True})))
 
 
+def test_numbers_that_ddp_reads_itself_are_not_the_loops(tmp_path):
+    """With find_unused_parameters DDP reads for each parameter whether it was used."""
+    record = job(tmp_path, DDP, REPLICATED, UNUSED | {"unused_parameters": 2}, read=(27, MS, 0), backward=(1, MS, 0))
+    assert faults(record) == []
+
+
 def test_a_count_that_only_some_steps_have_is_no_fault(tmp_path):
     record = job(tmp_path, saving=(1, 20 * MS, 0))
     record.tables["activities"] = [each for each in record.table("activities") if each["step"] % 10 == 0]

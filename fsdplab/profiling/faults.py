@@ -295,12 +295,14 @@ _CALLED = {
 
 
 def _reads(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Numbers read out of tensors, but for the losses that the recording itself reads."""
+    """Numbers read out of tensors, but for losses that the recording reads, and DDP's map of what was used."""
     found = facts.activities.get("read")
     if found is None or found.regular <= REGULAR:
         return None
     micro_batches = _micro_batches(facts)
     own = micro_batches if facts.spec.get("job") and facts.record.environment.get("device") == "cpu" else 0
+    if facts.observed.get("find_unused_parameters"):
+        own += micro_batches * (facts.observed.get("parameters") or 0)
     count = round(found.count / found.regular) - own
     if count < max(MANY_READS, 3 * micro_batches):
         return None
