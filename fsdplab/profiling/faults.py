@@ -281,7 +281,11 @@ def _done_each_step(*names: str) -> Callable[[str, StepFacts, Unclaimed], Fact |
         calls = ", ".join(
             f"{plural(max(1, round(each.count)), 'call')} of {_CALLED[name]}" for name, each in found.items()
         )
-        values = {"calls": calls, "took": seconds(total), "of_both": percent(total / (total + facts.step_s))}
+        values: dict[str, object] = {
+            "calls": calls,
+            "took": seconds(total),
+            "of_both": percent(total / (total + facts.step_s)),
+        }
         values["times"] = max(1, round(sum(each.count for each in found.values())))
         return Fact(kind, total, "step", rank=found[longest].rank, values=values)
 
