@@ -25,7 +25,7 @@ REGULAR = 0.5  # part of the steps from which on something is done in each step
 MANY = 8  # calls, collectives or parameters below which nothing is called many
 SMALL_BYTES = 10_000  # a collective of fewer is small: latency is all of it
 SMALL_PART = 1 / 3  # part of an engine's collectives that may be small
-MANY_READS = 10  # numbers that a step may read out of tensors, and three a micro-batch
+MANY_READS = 5  # numbers that a step reads out of tensors, from which on they are many, and two a micro-batch
 BUCKET_BYTES = 5_000_000  # a bucket of DDP that is smaller is small; PyTorch's default is 25 MiB
 KEPT_UNITS = 0.1  # part of the peak that unsharded parameters may be
 SMALL_UNITS = 0.05  # part of the peak below which unsharded parameters save nothing worth a second gather
@@ -308,7 +308,7 @@ def _reads(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     if facts.observed.get("find_unused_parameters"):
         own += micro_batches * (facts.observed.get("parameters") or 0)
     count = round(found.count / found.regular) - own
-    if count < max(MANY_READS, 3 * micro_batches):
+    if count < max(MANY_READS, 2 * micro_batches + 1):
         return None
     return Fact(kind, found.seconds, "step", rank=found.rank, values={"count": count})
 
