@@ -648,7 +648,7 @@ def busy(idle_us: float) -> GpuRank:
 def test_a_loader_that_leaves_the_device_idle(tmp_path: Path) -> None:
     (found,) = findings(record_of(tmp_path, busy(400).loader(310, 690)))
     assert (found.kind, found.of, found.seconds) == ("slow_loading", "step", pytest.approx(380e-6))
-    assert found.title == "Loading data takes 380 µs of a step of 801 µs" and "num_workers" in found.remedy
+    assert found.title == "Loading data takes 380 µs of a step of 801 µs (47 %)" and "num_workers" in found.remedy
 
 
 @pytest.mark.quick

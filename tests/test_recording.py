@@ -17,7 +17,7 @@ import torch
 
 from fsdplab import Recorder, open_record
 from fsdplab.profiling.findings import findings
-from fsdplab.profiling.vocabulary import _BY_ENGINE, _BY_TRAINER, _LAB, words_of
+from fsdplab.profiling.vocabulary import _BY_ENGINE, _BY_TRAINER, _LAB, _OF_AN_ENGINE, words_of
 from fsdplab.recording.assemble import NothingRecorded
 from fsdplab.recording.rank import Round
 from fsdplab.recording.settings import BOOTSTRAP, RecordingError, Settings, steps_of
@@ -94,7 +94,7 @@ def test_an_fsdp2_loop_trains_as_it_would_and_becomes_a_record(tmp_path):
     assert split["optimizer_state"] == pytest.approx(parameters, rel=0.01)
     # gathered twice and reduced once, half of it from each rank; the root is not gathered again
     assert record.summary.comm.bytes_per_step == pytest.approx(3 * parameters / 2, rel=0.01)
-    assert len(record.summary.losses) == 23 and {row["step"] for row in record.table("breakdown")} == {10, 11, 12}
+    assert len(record.summary.losses) == 24 and {row["step"] for row in record.table("breakdown")} == {*range(8, 16)}
     assert {path.name for path in (record.path / "traces").iterdir()} == {
         f"rank{rank}.pt.trace.json.gz" for rank in (0, 1)
     }
@@ -176,7 +176,7 @@ def test_a_callback_of_transformers_trainer(shards, engine, tmp_path):
     record = with_a_callback(tmp_path, "trainer", job, *TORCHRUN, "job.py", tmp_path / "of_trainer")
     assert (record.spec["engine"], record.spec["trainer"]) == (engine, "Trainer")
     assert len(record.summary.losses) == 20 and record.summary.comm.bytes_per_step
-    assert record.table("memory") and {row["step"] for row in record.table("breakdown")} == {10, 11, 12}
+    assert record.table("memory") and {row["step"] for row in record.table("breakdown")} == {*range(8, 16)}
 
 
 @pytest.mark.peers
@@ -189,8 +189,8 @@ def test_a_callback_of_lightning(strategy, engine, tmp_path):
     job = f"lightning_loop.main([fsdplab.lightning_callback('out')], {how})"
     record = with_a_callback(tmp_path, "lightning_loop", job, "job.py")
     assert (record.spec["engine"], record.spec["trainer"]) == (engine, "Lightning")
-    assert len(record.summary.losses) == 23 and record.summary.comm.bytes_per_step
-    assert record.table("memory") and {row["step"] for row in record.table("breakdown")} == {10, 11, 12}
+    assert len(record.summary.losses) == 24 and record.summary.comm.bytes_per_step
+    assert record.table("memory") and {row["step"] for row in record.table("breakdown")} == {*range(8, 16)}
 
 
 # What srun does for a job on one machine: one process a task, told by SLURM_* which one it is.
@@ -571,7 +571,7 @@ def test_a_folder_without_a_step_says_so(tmp_path):
 @pytest.mark.quick
 def test_remedies_are_said_in_the_jobs_own_words():
     """Every word has a general one, and a run of the lab keeps the lab's."""
-    for own in (*_BY_ENGINE.values(), *_BY_TRAINER.values()):
+    for own in (*_BY_ENGINE.values(), *_BY_TRAINER.values(), *_OF_AN_ENGINE.values()):
         assert own.keys() <= _LAB.keys()
     assert words_of({"engine": "torch-fsdp2"}) == _LAB
     assert words_of({"job": "a.py", "engine": "torch-fsdp2"})["gather_ahead"].startswith(

@@ -11,7 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from fsdplab.profiling.vocabulary import _BY_ENGINE, _BY_TRAINER, _DDP, _DEEPSPEED, _FSDP1, _FSDP2, _TORCH
+from fsdplab.profiling.vocabulary import (
+    _BY_ENGINE,
+    _BY_TRAINER,
+    _DDP,
+    _DEEPSPEED,
+    _FSDP1,
+    _FSDP2,
+    _OF_AN_ENGINE,
+    _TORCH,
+)
 
 pytestmark = pytest.mark.quick
 
@@ -60,6 +69,13 @@ def test_calls_of_torch():
         assert unknown(words, of) == []
 
 
+def all_words_of(trainer: str) -> dict[str, str]:
+    """What a trainer sets in its own words, of every engine."""
+    of_engines = [words for (name, _), words in _OF_AN_ENGINE.items() if name == trainer]
+    listed = [(f"{number} {word}", text) for number, words in enumerate(of_engines) for word, text in words.items()]
+    return {**_BY_TRAINER[trainer], **dict(listed)}
+
+
 def test_methods_and_strategies_of_torch():
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
     from torch.distributed.fsdp import FSDPModule, ShardingStrategy
@@ -76,7 +92,7 @@ def test_arguments_of_transformers_and_the_keys_that_accelerate_gets():
     transformers = pytest.importorskip("transformers")
     from accelerate import FullyShardedDataParallelPlugin
 
-    words = _BY_TRAINER["Trainer"]
+    words = all_words_of("Trainer")
     assert unknown(words, {"TrainingArguments": transformers.TrainingArguments}) == []
     keys = {key for text in words.values() for key in re.findall(r'fsdp_config=\{"(\w+)"', text)}
     assert keys and keys <= {field.name for field in fields(FullyShardedDataParallelPlugin)}
@@ -96,7 +112,8 @@ def test_arguments_of_lightning():
 
     engines = torch.nn.parallel.DistributedDataParallel, torch.distributed.fsdp.FullyShardedDataParallel
     of = {"Trainer": lightning.Trainer, "DDPStrategy": engines[0], "FSDPStrategy": FSDPStrategy}
-    assert unknown(_BY_TRAINER["Lightning"], of) == []
+    of["ModelCheckpoint"] = lightning.pytorch.callbacks.ModelCheckpoint
+    assert unknown(all_words_of("Lightning"), of) == []
     assert "kwargs" in inspect.signature(DDPStrategy).parameters  # which are DistributedDataParallel's
 
 

@@ -116,7 +116,7 @@ add_command(
         ),
         "out": Flag(Path, Path("runs/recorded"), "Folder of the record."),
         "steps": Flag(
-            str, "10:13", "Optimizer steps to profile, FIRST:END counted from 0; memory is measured in the one before."
+            str, "8:16", "Optimizer steps to profile, FIRST:END counted from 0; memory is measured in the one before."
         ),
         "ranks": Flag(
             str | None, None,

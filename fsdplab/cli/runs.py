@@ -14,6 +14,7 @@ from fsdplab.figures.conclusion import clock_words, conclusion, costliest, findi
 from fsdplab.figures.fastest import core_words, step_words
 from fsdplab.figures.table import EVERY_COLUMN, NUMBERS, SPLIT, WRAPPED, brief, cells, legend
 from fsdplab.figures.view import RunView, provenance, view, views, with_verdicts
+from fsdplab.profiling.diagnosis import diagnosis
 from fsdplab.profiling.findings import profiling_cost
 from fsdplab.profiling.tables import TablesOf
 from fsdplab.records import RunRecord, comparison_json, drift_sentence
@@ -25,13 +26,16 @@ def answer_of_runs(
     records: Sequence[RunRecord], reference: RunRecord | None, outputs: Outputs, more: Sequence[Part] = (),
     tables_of: TablesOf | None = None,
 ) -> Answer:  # fmt: skip
-    """The runs beside their reference (the finished record of the twin), then `more`; findings unless quiet.
+    """Of one run what is wrong with it; the runs beside their reference (the finished record of the twin), then `more`;
+    findings unless quiet.
 
     `tables_of` returns the tables of a record's traces for the page, where they have been made.
     """
     comparison = comparison_json(records, reference)
     shown = with_verdicts(records, comparison)
     parts: list[Part] = [*parts_of_runs(shown, reference, outputs)]
+    if len(records) == 1 and (sentence := diagnosis(records[0])):
+        parts.insert(0, Line(sentence, mood="bold"))
     if drift := drift_sentence(comparison):
         parts.append(Line(drift, mood="bold"))
     if not outputs.quiet:
@@ -114,13 +118,15 @@ def _notes(records: Sequence[RunRecord]) -> Iterator[Line]:
 
 
 def _findings(records: Sequence[RunRecord], verbose: bool) -> Iterator[Line]:
-    """Of several runs the three costliest findings in all; verbose, or of one run, at most five a run."""
+    """Of several runs three findings in all, first those against which a change gains most; verbose, or of one run, at
+    most five a run.
+    """
     if len(records) == 1 or verbose:
         yield from _all_findings(records)
         return
-    for number, (label, finding) in enumerate(costliest(records), start=1):
-        yield Line(f"{number}. {label}: {finding.title}.")
-        yield Line(f"   -> {finding.remedy}", mood="dim")
+    for number, advice in enumerate(costliest(records), start=1):
+        yield Line(f"{number}. {advice.label}: {advice.finding.title}.")
+        yield Line(f"   -> {advice.remedy}", mood="dim")
 
 
 def _all_findings(records: Sequence[RunRecord]) -> Iterator[Line]:

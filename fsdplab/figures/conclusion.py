@@ -8,7 +8,8 @@ beyond their spread.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from fsdplab.common.names import CATEGORIES, SAVES_MOST, UNSHARDED, strategies_that
 from fsdplab.common.sizes import percent, seconds, size
@@ -17,7 +18,9 @@ from fsdplab.figures.table import predicted_step, step_of
 from fsdplab.figures.view import CATEGORY_NAMES, RunView, emulated_links, views
 from fsdplab.profiling.findings import Finding, findings
 from fsdplab.records import RunRecord, known, race
-from fsdplab.sessions.steady_card import GIGAFLOPS
+from fsdplab.records.summary import Change
+from fsdplab.sessions.changes import LEAST_GAIN, gains
+from fsdplab.sessions.steady_card import GIGAFLOPS, spec_of
 
 _RESHARDING = strategies_that(lambda row: row.reshards_after_forward)
 _ALIKE = 0.005  # a relative difference below this is none
@@ -286,11 +289,53 @@ def findings_by_run(records: Sequence[RunRecord]) -> list[tuple[str, list[Findin
     return [(run.label, findings(record)) for run, record in zip(views(records), records) if record.table("breakdown")]
 
 
-def costliest(records: Sequence[RunRecord], most: int = 3) -> list[tuple[str, Finding]]:
-    """(label, finding) of the costliest causes over all runs, each of another kind and another run."""
-    found = [(label, finding) for label, own in findings_by_run(records) for finding in own if finding.seconds]
-    chosen: list[tuple[str, Finding]] = []
-    for label, finding in sorted(found, key=lambda each: -each[1].seconds):
-        if all(label != taken and finding.kind != other.kind for taken, other in chosen):
-            chosen.append((label, finding))
+# the settings of a run that change what a finding claims
+_SETTINGS_OF = {
+    "no_prefetch": ("prefetch",), "slow_link": ("precision", "tokens"), "copies": ("precision", "tokens"),
+    "nothing_to_hide_behind": ("tokens", "prefetch"), "busy_link": ("tokens", "prefetch"),
+    "one_communicator": ("link_queues", "prefetch"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to do about a finding of one of several runs: `gain` in tokens a second on the steady card, None where that
+    cannot show it; then the remedy is the finding's own.
+    """
+
+    label: str
+    finding: Finding
+    gain: float | None = None
+    remedy: str = ""
+
+
+def costliest(records: Sequence[RunRecord], most: int = 3) -> list[Advice]:
+    """Findings over all runs, each of another kind and another run: first those against which a change of the run gains
+    on the steady card, by what it gains; then by their cost.
+    """
+    found: list[Advice] = []
+    by_label = {run.label: record for run, record in zip(views(records), records)}
+    for label, own in findings_by_run(records):
+        changes = _gains(by_label[label])
+        found += [_advice(label, finding, changes) for finding in own if finding.seconds]
+    chosen: list[Advice] = []
+    for advice in sorted(found, key=lambda each: (-(each.gain or 0.0), -each.finding.seconds)):
+        if all(advice.label != taken.label and advice.finding.kind != taken.finding.kind for taken in chosen):
+            chosen.append(advice)
     return chosen[:most]
+
+
+def _gains(record: RunRecord) -> Mapping[str, Change]:
+    """What each setting of a run of the lab gains on the steady card at another value; empty for others."""
+    spec = None if record.spec.get("job") or record.summary.traces else spec_of(record)
+    return {} if spec is None else gains(spec)
+
+
+def _advice(label: str, finding: Finding, changes: Mapping[str, Change]) -> Advice:
+    """The change that gains most against the cause of a finding, if any does; else its own remedy."""
+    own = [changes[name] for name in _SETTINGS_OF.get(finding.kind, ()) if name in changes]
+    best = max(own, key=lambda change: change.gain or 0.0, default=Change())
+    if (best.gain or 0.0) < LEAST_GAIN:
+        return Advice(label, finding, remedy=finding.remedy)
+    words = f"{best.words[0].upper()}{best.words[1:]}: {percent(known(best.gain))} more tokens/s on the steady card."
+    return Advice(label, finding, best.gain, words)

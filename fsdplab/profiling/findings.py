@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from fsdplab.common.names import CATEGORY_ROWS, IN_GROUPS, SAVES_MOST, STRATEGY_ROWS, category_titles, strategies_that
 from fsdplab.common.sizes import percent, seconds, size
-from fsdplab.profiling.late_rank import too_few_steps
+from fsdplab.profiling.faults import CHOICES, FAULTS
+from fsdplab.profiling.late_rank import LateRank, too_few_steps
+from fsdplab.profiling.rules import Fact, Finding, Rule
 from fsdplab.profiling.step_facts import Claim, StepFacts, Unclaimed, ahead, beside, by_rank, of_ranks, step_facts
 from fsdplab.profiling.step_summary import ExposedCell
 from fsdplab.profiling.vocabulary import words_of
@@ -41,52 +42,6 @@ ALIKE = 1.5  # the largest unit over the smallest up to which units are alike
 MOST_OF_IT = 0.5
 
 
-@dataclass(frozen=True)
-class Fact:
-    """One cause: `seconds` of a step that it costs, as a part of the step's `exposed` time, the rest of the `step`, or
-    (0 seconds) of `memory` or the `machine`; the rank, unit and phase that it names, and what its words say.
-    """
-
-    kind: str
-    seconds: float
-    of: str = "exposed"
-    rank: int | None = None
-    unit: str = ""
-    phase: str = ""
-    values: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Finding(Fact):
-    """A fact as sentences: what was seen, what it means, what to do."""
-
-    title: str = ""
-    text: str = ""
-    remedy: str = ""
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One row: what is claimed, and the words for it, whose names in braces are the fact's own; a remedy may depend on
-    the run. It is not tried where a finding of a kind in `unless` stands already.
-    """
-
-    kind: str
-    claims: Callable[[str, StepFacts, Unclaimed], Fact | None]
-    title: str
-    text: str
-    remedy: str | Callable[[StepFacts], str]
-    unless: tuple[str, ...] = ()
-
-    def in_words(self, fact: Fact, facts: StepFacts) -> Finding:
-        """The rule's words for a fact."""
-        words: dict[str, Any] = {**facts.words, "seconds": seconds(fact.seconds), "rank": fact.rank}
-        words |= {"share": percent(fact.seconds / facts.step_s), "step_s": seconds(facts.step_s), **fact.values}
-        title, text = self.title.format(**words).strip(), self.text.format(**words).strip()
-        remedy = self.remedy.format(**words) if isinstance(self.remedy, str) else self.remedy(facts)
-        return Finding(**vars(fact), title=title, text=text, remedy=remedy)
-
-
 def findings(record: RunRecord) -> list[Finding]:
     """At most five findings on a profiled run, costliest first; ValueError when the run was not profiled.
 
@@ -96,8 +51,10 @@ def findings(record: RunRecord) -> list[Finding]:
     facts = step_facts(record)
     peak = _found((_PEAK,), facts)
     if record.summary.short_of_cores:
-        return [*_found((_SHORT_OF_CORES,), facts), *peak]
-    found = _found(_RULES, facts)
+        late = [each for each in _found(_LATE_RANKS, facts) if each.is_fault and _outlasts_waits(each, facts)]
+        told = _faults_in_order([*late, *_found(FAULTS, facts)])
+        return [*told[: MOST - 1], *_found((_SHORT_OF_CORES,), facts), *peak]
+    found = _found((*_LATE_RANKS, *FAULTS, *_RULES), facts)
     claimed = sum(each.seconds for each in found if each.of == "exposed")
     assert abs(claimed - facts.exposed_s) <= 1e-6, (claimed, facts.exposed_s)  # all that there is, and no more
     return [*_shown(facts, found), *peak]
@@ -112,6 +69,20 @@ def _found(rules: Sequence[Rule], facts: StepFacts) -> list[Finding]:
         if not stands and (fact := rule.claims(rule.kind, facts, left)) is not None:
             found.append(rule.in_words(fact, facts))
     return found
+
+
+def _faults_in_order(found: Sequence[Finding]) -> list[Finding]:
+    """Costliest first; last what is a choice between time and memory, which its owner may have made."""
+    return sorted(found, key=lambda each: (not each.is_fault, each.kind in CHOICES, -each.seconds))
+
+
+def _outlasts_waits(found: Finding, facts: StepFacts) -> bool:
+    """Whether a rank delays a step for longer than it waited for a core: then the delay is not the machine's."""
+    waited = facts.observed.get("core_wait_s")
+    own = waited.get(str(found.rank)) if isinstance(waited, dict) else None
+    of_late = facts.late is not None and facts.late.rank == found.rank
+    delay = facts.late.a_step_ns / 1e9 if facts.late is not None and of_late else found.seconds
+    return own is not None and delay > own
 
 
 def profiling_cost(record: RunRecord) -> str:
@@ -131,8 +102,12 @@ def _shown(facts: StepFacts, found: Sequence[Finding]) -> list[Finding]:
     """The findings that are worth saying, in order; what is left out is said together where it is a twentieth of what
     is exposed.
     """
-    worth = [each for each in found if each.seconds >= WORTH_SAYING * facts.step_s]
-    shown = _in_order(worth)[: MOST - 1]
+    counted = {rule.kind for rule in FAULTS}  # what is counted is told whatever it costs
+    worth = [each for each in found if each.kind in counted or each.seconds >= WORTH_SAYING * facts.step_s]
+    faults = [each for each in worth if each.is_fault]
+    hints = [each for each in worth if not each.is_fault and each.kind in counted]
+    parts = [each for each in worth if not each.is_fault and each not in hints]
+    shown = [*_faults_in_order(faults), *hints, *_in_order(parts)][: MOST - 1]
     others = [each for each in found if each.of == "exposed" and each not in shown and each.seconds > 0]
     rest = sum(each.seconds for each in others)
     if rest <= UNTOLD * facts.exposed_s or rest < WORTH_SAYING * facts.step_s:
@@ -221,10 +196,17 @@ def _late_rank(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     own, others = beside(facts.compute_s, late.rank)
     values = {
         "where": f" in {late.phase}" if late.phase else "", "last": late.last, "of": late.of,
-        "by": seconds(late.by_ns / 1e9), "own": seconds(own), "others": seconds(others),
+        "by": _how_late(late), "own": seconds(own), "others": seconds(others),
     }  # fmt: skip
     cost = left.claim("waiting_ns", at_most=late.of_waiting(left.waiting * 1e9) / 1e9).seconds
     return Fact(kind, cost, rank=late.rank, phase=late.phase, values=values)
+
+
+def _how_late(late: LateRank) -> str:
+    """By how much at the median collective; where it is late to few of them, what that adds to a step."""
+    if late.by_ns > 0:
+        return f"{seconds(late.by_ns / 1e9)} after the others (median)"
+    return f"which delays each step by {seconds(late.a_step_ns / 1e9)}"
 
 
 def _waiting(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
@@ -256,12 +238,27 @@ def _slow_link(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
 def _faster_link(facts: StepFacts) -> str:
     grown = ", or more micro-batches" if facts.spec.get("strategy") in _REDUCED_ONCE else ""
     less = _fewer_bytes(facts)
-    if facts.spec.get("strategy") not in IN_GROUPS:
+    if _can_be_grouped(facts.spec):
         less.append(facts.words["hybrid"])
     times = f"About {facts.link_s / facts.busy_s:.1f} times the tokens a rank and step would hide it"
     times += f" ({facts.words['larger_batch']}{grown})"
     traces = "Give the other ranks' traces too, which tell waiting from sending. " if facts.absent else ""
     return f"{traces}{times}" + (f"; or send less: {', '.join(less)}." if less else ".")
+
+
+def _can_be_grouped(spec: Mapping[str, Any]) -> bool:
+    """Whether the ranks can be cut into groups of two or more that shard, and DDP into fewer buckets."""
+    if spec.get("engine") == "torch-ddp":
+        return True
+    ranks = spec.get("world_size") or 0
+    enough = any(ranks % size == 0 for size in range(2, ranks // 2 + 1))
+    return enough and _gathers_units(spec) and spec.get("strategy") not in IN_GROUPS
+
+
+def _gathers_units(spec: Mapping[str, Any]) -> bool:
+    """Whether a step gathers its units; where the strategy is not known, it may."""
+    row = STRATEGY_ROWS.get(str(spec.get("strategy")))
+    return row is None or not row.gathers_once
 
 
 def _fewer_bytes(facts: StepFacts) -> list[str]:
@@ -504,7 +501,7 @@ def _link(record: RunRecord) -> str:
 
 
 _WAIT_FOR_IT = "The others wait for it at their next collective: {seconds} of each step."
-_LATE = "comes last to {last} of {of} collectives{where}, {by} after the others (median)"
+_LATE = "comes last to {last} of {of} collectives{where}, {by}"
 
 
 def _idle_rule(kind: str, why: str, remedy: str | Callable[[StepFacts], str], unless: tuple[str, ...] = ()) -> Rule:
@@ -526,10 +523,10 @@ _SMALLER = Rule(
     "smaller_causes", lambda kind, facts, left: None, "Smaller causes take {seconds} of each step together ({share})",
     "They are: {listed}.", "Begin with the causes above: these change with them.",
 )  # fmt: skip
-# whom others wait for, the link, copies, the loader, idle time; a cause before its consequences
-_RULES = (
+# whom others wait for
+_LATE_RANKS = (
     Rule("slow_loading", _one_loader, "Rank {rank} waits {own} a step for its data, the others {others}",
-         _WAIT_FOR_IT, "Look at rank {rank}'s loader. {loader}"),
+         _WAIT_FOR_IT, "Look at rank {rank}'s loader. {loader}", is_fault=True),
     Rule("long_step", _long_step, "Step {step} was a long one {who}: {own} without communication, usually {usual}",
          "Spread over the {steps} profiled steps that is {seconds} a step. The other steps are as usual.",
          "Look at what else happened in this step: a checkpoint, an evaluation, garbage collection, new shapes"
@@ -537,11 +534,15 @@ _RULES = (
     Rule("slow_rank", _slow_rank, "Rank {rank} is slow: it computes for {own} a step, the others for {others}",
          f"It {_LATE}. {_WAIT_FOR_IT}",
          "Look at rank {rank}'s machine (another job, a hot or throttled card, fewer cores) and at its data (longer"
-         " sequences than the others')."),
+         " sequences than the others').", is_fault=True),
     Rule("late_rank", _late_rank, f"Rank {{rank}} {_LATE}",
          "It computes for {own} a step, the others for {others}, so its device is not slow. " + _WAIT_FOR_IT,
          "Look at what rank {rank} does between its collectives besides computing: its host's other work, loading,"
-         " logging, synchronisation, or more of the model's work than the others have.", unless=("slow_rank",)),
+         " logging, synchronisation, or more of the model's work than the others have.",
+         unless=("slow_rank",), is_fault=True),
+)  # fmt: skip
+# waiting for nobody in particular, the link, copies, the loader, idle time; a cause before its consequences
+_RULES = (
     Rule("skew", _waiting, "Ranks wait for each other for {seconds} of each step ({share}), most at {at}", "{why}",
          "Balance the lengths of sequences over the ranks, and give each rank cores of its own.",
          unless=("slow_rank", "late_rank")),
@@ -588,7 +589,8 @@ _RULES = (
     Rule("unknown", _unknown, "The cause of {seconds} of exposed time in each step ({share}) is unknown",
          "The trace does not show who issued these collectives, or what they waited for.",
          "Look at the timeline, or in Perfetto, for what runs beside them."),
-    Rule("slow_loading", _loading_everywhere, "Loading data takes {seconds} of a step of {step_s}",
+    Rule("slow_loading", _loading_everywhere,
+         "Loading data takes {seconds} of a step of {step_s} ({share})",
          "{who} waits for its data before it computes, in most of the steps.",
          "Load while the step computes. {loader}", unless=("slow_loading",)),
     Rule("optimizer_step", _optimizer_step,
@@ -628,4 +630,4 @@ _ON_A_CPU = (
 def _deeper(facts: StepFacts) -> str:
     """The remedy of gathering further ahead, where the run does not do so."""
     deep = facts.spec.get("engine") != "lab" or (facts.spec.get("prefetch") or 0) >= 2
-    return "" if deep else ", or gather two units ahead (prefetch=2)"
+    return "" if deep or not _gathers_units(facts.spec) else ", or gather two units ahead (prefetch=2)"

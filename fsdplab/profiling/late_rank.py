@@ -501,18 +501,34 @@ def _repeated(arrivals: Mapping[Key, dict[int, int]]) -> dict[Key, dict[int, int
 def too_few_steps(record: RunRecord) -> str:
     """What to say where nobody can be named since the record has too few steps; "" where it has enough.
 
-    Of 6 steps between 2 ranks: `6 steps cannot tell (8 can: --steps 8)`.
+    Of 6 steps between 2 ranks: `6 steps cannot tell (8 can: --steps 8)`; of a recorded job `--steps 8:16`.
     """
     if record.provenance.get("step_time_s") == "simulated":
         return ""
-    ledger = {row["step"] for row in record.table("ledger")} or {row["step"] for row in record.table("collectives")}
+    ledger = _steps_of_tables(record, "ledger") or _steps_of_tables(record, "collectives")
     groups = {tuple(sorted(times)) for times in arrivals_of(record, _steps_of(record)).values()}
     largest = max(map(len, groups), default=max(2, record.spec.get("world_size") or 0))
     known, fewest = len(_steps_of(record) & ledger), fewest_steps(largest, sum(map(len, groups)))
-    return "" if known >= fewest else f"{plural(known, 'step')} cannot tell ({fewest} can: --steps {fewest})"
+    return (
+        "" if known >= fewest else f"{plural(known, 'step')} cannot tell ({fewest} can: {_more_steps(record, fewest)})"
+    )
+
+
+def _more_steps(record: RunRecord, steps: int) -> str:
+    """How so many steps are recorded: as `record` takes them, as `run` does, or by the profiler's schedule."""
+    if record.summary.traces is not None:
+        return f"torch.profiler.schedule(active={steps})"
+    if record.spec.get("job"):
+        first = min(_steps_of_tables(record, "breakdown"), default=FEWEST_STEPS)
+        return f"--steps {first}:{first + steps}"
+    return f"--steps {steps}"
+
+
+def _steps_of_tables(record: RunRecord, *names: str) -> set[int]:
+    return {row["step"] for name in names for row in record.table(name)}
 
 
 def _steps_of(record: RunRecord) -> set[int]:
     """The timed steps and the profiled ones."""
     timed = {row["step"] for row in record.table("steps") if row["step_time_s"] is not None}
-    return timed | {row["step"] for row in record.table("breakdown")}
+    return timed | _steps_of_tables(record, "breakdown")

@@ -13,8 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import inf
+from operator import itemgetter
 from typing import Any
 
+from fsdplab.common.rows import grouped
 from fsdplab.profiling.late_rank import LateRank, late_rank_of
 from fsdplab.profiling.step_summary import (
     ExposedCell,
@@ -24,6 +26,7 @@ from fsdplab.profiling.step_summary import (
     optimizer_step,
     step_summary,
 )
+from fsdplab.profiling.traces.host_reads import COUNTED as TRACED
 from fsdplab.profiling.vocabulary import words_of
 from fsdplab.records import PARTS_OF_EXPOSED, RunRecord
 from fsdplab.records.tables import Row
@@ -32,6 +35,28 @@ ByRankAndStep = Mapping[tuple[int, int], float]
 
 
 _ENOUGH = 4  # collectives of a step, of which the quickest tells what latency takes
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What a rank did in a step besides training: how often, for how long, with how many bytes, means of all steps;
+    `regular`: in which part of the steps.
+    """
+
+    rank: int
+    count: float
+    seconds: float
+    nbytes: float
+    regular: float
+
+    @classmethod
+    def of(cls, rank: int, rows: Sequence[Row], steps: Sequence[int]) -> Activity:
+        """The means over these steps of rows of the table `activities`."""
+        mine = [row for row in rows if row["step"] in set(steps)]
+        count, took_ns, nbytes = (
+            sum(row[name] for row in mine) / max(1, len(steps)) for name in ("count", "took_ns", "nbytes")
+        )
+        return cls(rank, count, took_ns / 1e9, nbytes, len({row["step"] for row in mine}) / max(1, len(steps)))
 
 
 @dataclass(frozen=True)
@@ -60,6 +85,35 @@ class StepFacts:
     def words(self) -> dict[str, str]:
         """What a change is called in the program that was run."""
         return words_of(self.spec)
+
+    @property
+    def observed(self) -> Mapping[str, Any]:
+        """How a recorded job is set up (recording/observed.py); empty for other records."""
+        found = self.record.environment.get("observed")
+        return found if isinstance(found, dict) else {}
+
+    @cached_property
+    def activities(self) -> dict[str, Activity]:
+        """What the ranks did besides training, by name: of the rank that did it longest."""
+        by_name: dict[str, list[Activity]] = defaultdict(list)
+        rows = self.record.table("activities")
+        for (name, rank), mine in grouped(rows, itemgetter("name", "rank")).items():
+            steps = self.steps if name in TRACED else self._steps_of(rank)
+            by_name[name].append(Activity.of(rank, mine, steps))
+        return {name: max(found, key=lambda each: each.seconds) for name, found in by_name.items()}
+
+    @cached_property
+    def cpu_s(self) -> ByRankAndStep:
+        """CPU time of all threads by rank and step, of the timed steps in which nothing was measured."""
+        return {
+            (row["rank"], row["step"]): row["cpu_s"]
+            for row in self.record.table("steps")
+            if row.get("cpu_s") is not None and row["step"] not in self.steps and row["step_time_s"] is not None
+        }
+
+    def _steps_of(self, rank: int) -> list[int]:
+        """The steps of a rank that were noted."""
+        return [row["step"] for row in self.record.table("steps") if row["rank"] == rank]
 
     @property
     def steps(self) -> list[int]:
@@ -271,6 +325,10 @@ class Unclaimed:
     def waiting(self) -> float:
         """Seconds of waiting for a peer that are left."""
         return sum(self._left["waiting_ns"])
+
+    def of(self, part: str, which: Callable[[ExposedCell], bool]) -> float:
+        """Seconds of one part of some collectives that are left."""
+        return sum(left for cell, left in zip(self._cells, self._left[part]) if which(cell))
 
     def claim(self, part: str, which: Callable[[ExposedCell], bool] = lambda cell: True, at_most: float = inf) -> Claim:
         """Claim at most so many seconds of one part of some collectives, of each the same share."""

@@ -1,7 +1,8 @@
 """Remedies in the words of what a job is written with: one row an engine or a trainer, one word a change.
 
 A run of the lab is told the lab's own settings. A recorded job is told the line, the argument or the JSON key that its
-own program has: first its trainer's, where it has one that sets this, else its engine's, else the general one; "" where
+own program has: first its trainer's, where it has one that sets this of its engine, else its engine's, else the general
+one; "" where
 its engine cannot be told.
 """
 
@@ -46,6 +47,15 @@ _LAB = {
         "More workers that stay and load ahead (DataLoader: num_workers, persistent_workers, prefetch_factor), pinned"
         " memory, samples that are decoded beforehand, a faster storage."
     ),
+    "reduce_once": "Reduce once: model.set_requires_gradient_sync(False) for all micro-batches but the last.",
+    "evaluate_less": "Evaluate every so many hundred steps: an evaluation of fewer batches tells nearly as much.",
+    "save_less": (
+        "Save every so many minutes (lost work costs less than that), the local shards and not the whole state, and"
+        " while the next step computes (torch.distributed.checkpoint.async_save)."
+    ),
+    "recompute_less": (
+        "Leave torch.utils.checkpoint.checkpoint out, or around some of the blocks only, as far as memory allows."
+    ),
 }
 
 # what any job of PyTorch can do, where its engine has no word of its own
@@ -59,6 +69,7 @@ _TORCH = {
         "look at the memory timeline: data that the job holds and the optimizer's temporaries (with fused=True it has"
         " none) are the usual reasons"
     ),
+    "reduce_once": "Add gradients up over the micro-batches, and all_reduce them after the last one.",
 }
 _FSDP2 = {
     **_TORCH,
@@ -79,6 +90,9 @@ _FSDP2 = {
     "offload_state": "fully_shard(..., offload_policy=CPUOffloadPolicy())",
     "offload": "fully_shard(..., offload_policy=CPUOffloadPolicy())",
     "reduce_low": "MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)",
+    "reduce_once": (
+        "Reduce once: model.set_requires_gradient_sync(False) for all micro-batches but the last, and (True) for it."
+    ),
 }
 _FSDP1 = {
     **_TORCH,
@@ -98,6 +112,7 @@ _FSDP1 = {
     "offload_state": "FullyShardedDataParallel(cpu_offload=CPUOffload(offload_params=True))",
     "offload": "FullyShardedDataParallel(cpu_offload=CPUOffload(offload_params=True))",
     "reduce_low": "MixedPrecision(reduce_dtype=torch.bfloat16)",
+    "reduce_once": "Reduce once: `with model.no_sync():` around all micro-batches but the last.",
 }
 _DDP = {
     **_TORCH,
@@ -112,6 +127,7 @@ _DDP = {
     "shard_state": "shard it: ZeroRedundancyOptimizer, or fully_shard instead of DistributedDataParallel",
     "shard_more": "shard them: fully_shard instead of DistributedDataParallel",
     "smaller_units": "DistributedDataParallel(gradient_as_bucket_view=True), which keeps no second copy of gradients",
+    "reduce_once": "Reduce once: `with model.no_sync():` around all micro-batches but the last.",
 }
 _DEEPSPEED = {
     **_TORCH,
@@ -134,35 +150,32 @@ _DEEPSPEED = {
     "offload": '"zero_optimization": {"offload_param": {"device": "cpu"}}',
     "reduce_low": '"communication_data_type": "bf16"',
     "fewer_in_flight": '"zero_optimization": {"overlap_comm": false}',
+    "reduce_once": '"zero_optimization": {"stage": 1} reduces once a step; stages 2 and 3 reduce each micro-batch.',
 }
 _BY_ENGINE = {
     "plain": _TORCH, "torch-ddp": _DDP, "torch-fsdp1": _FSDP1, "torch-fsdp2": _FSDP2,
     **{f"deepspeed-{stage}": _DEEPSPEED for stage in (1, 2, 3)},
 }  # fmt: skip
-# what trainers set in their own words; the rest is their engine's
+# what trainers set in their own words, whatever shards the model
 _BY_TRAINER = {
     "Trainer": {
         "recompute": "recompute them: TrainingArguments(gradient_checkpointing=True)",
+        "recompute_less": "Leave TrainingArguments(gradient_checkpointing=True) out, as far as memory allows.",
         "smaller_batch": "take a smaller micro-batch: TrainingArguments(per_device_train_batch_size=,"
         " gradient_accumulation_steps=)",
         "larger_batch": "a larger TrainingArguments(per_device_train_batch_size=)",
         "low_precision": "TrainingArguments(bf16=True)",
-        "keep_gathered": 'TrainingArguments(fsdp_config={"reshard_after_forward": False})',
-        "gather_ahead": 'Gather a unit ahead: TrainingArguments(fsdp_config={"forward_prefetch": True}).',
-        "fewer_units": "Larger buckets: TrainingArguments(ddp_bucket_cap_mb=100).",
-        "shard_more": "shard them: TrainingArguments(fsdp=True)",
-        "shard_gradients": "shard them: TrainingArguments(fsdp=True)",
-        "shard_state": "shard it: TrainingArguments(fsdp=True)",
         "loader": "Load ahead: TrainingArguments(dataloader_num_workers=4, dataloader_persistent_workers=True).",
+        "reduce_once": "Reduce once: TrainingArguments(gradient_accumulation_steps=) instead of a loop of your own.",
+        "evaluate_less": 'Evaluate every so many steps: TrainingArguments(eval_strategy="steps", eval_steps=500).',
+        "save_less": 'Save every so many steps: TrainingArguments(save_strategy="steps", save_steps=500).',
     },
     "Lightning": {
         "smaller_batch": "take a smaller micro-batch, with Trainer(accumulate_grad_batches=)",
         "low_precision": 'Trainer(precision="bf16-true")',
-        "keep_gathered": 'Trainer(strategy=FSDPStrategy(sharding_strategy="SHARD_GRAD_OP"))',
-        "fewer_units": "Larger buckets: Trainer(strategy=DDPStrategy(bucket_cap_mb=100)).",
-        "shard_more": 'shard them: Trainer(strategy="fsdp")',
-        "shard_gradients": 'shard them: Trainer(strategy="fsdp")',
-        "shard_state": 'shard it: Trainer(strategy="fsdp")',
+        "reduce_once": "Reduce once: Trainer(accumulate_grad_batches=) instead of a loop of your own.",
+        "evaluate_less": "Evaluate every so many steps: Trainer(val_check_interval=500, limit_val_batches=50).",
+        "save_less": "Save every so many steps: ModelCheckpoint(every_n_train_steps=500).",
     },
     "torchtitan": {
         "recompute": "recompute them: activation_checkpoint=FullAC.Config() or SelectiveAC.Config()",
@@ -174,6 +187,38 @@ _BY_TRAINER = {
     },
     "accelerate": {"low_precision": "accelerate launch --mixed_precision bf16"},
 }
+# what they set of one engine: the words follow from how the model was sharded
+_SHARDED_BY_TRAINER = {
+    "shard_more": "shard them: TrainingArguments(fsdp=True)",
+    "shard_gradients": "shard them: TrainingArguments(fsdp=True)",
+    "shard_state": "shard it: TrainingArguments(fsdp=True)",
+}
+_SHARDED_BY_LIGHTNING = {
+    "shard_more": 'shard them: Trainer(strategy="fsdp")',
+    "shard_gradients": 'shard them: Trainer(strategy="fsdp")',
+    "shard_state": 'shard it: Trainer(strategy="fsdp")',
+}
+_FSDP_BY_TRAINER = {
+    "keep_gathered": 'TrainingArguments(fsdp_config={"reshard_after_forward": False})',
+    "gather_ahead": 'Gather a unit ahead: TrainingArguments(fsdp_config={"forward_prefetch": True}).',
+}
+_OF_AN_ENGINE = {
+    ("Trainer", "torch-ddp"): {
+        **_SHARDED_BY_TRAINER,
+        "fewer_units": "Larger buckets: TrainingArguments(ddp_bucket_cap_mb=100).",
+    },
+    ("Trainer", "plain"): _SHARDED_BY_TRAINER,
+    ("Trainer", "torch-fsdp1"): _FSDP_BY_TRAINER,
+    ("Trainer", "torch-fsdp2"): {"keep_gathered": _FSDP_BY_TRAINER["keep_gathered"]},
+    ("Lightning", "torch-ddp"): {
+        **_SHARDED_BY_LIGHTNING,
+        "fewer_units": "Larger buckets: Trainer(strategy=DDPStrategy(bucket_cap_mb=100)).",
+    },
+    ("Lightning", "plain"): _SHARDED_BY_LIGHTNING,
+    ("Lightning", "torch-fsdp1"): {
+        "keep_gathered": 'Trainer(strategy=FSDPStrategy(sharding_strategy="SHARD_GRAD_OP"))'
+    },
+}
 
 
 def words_of(spec: Mapping[str, Any]) -> dict[str, str]:
@@ -184,5 +229,6 @@ def words_of(spec: Mapping[str, Any]) -> dict[str, str]:
     """
     if not spec.get("job"):
         return _LAB
-    own = _BY_ENGINE.get(str(spec.get("engine")), {})
-    return {**_LAB, **own, **_BY_TRAINER.get(str(spec.get("trainer")), {})}
+    engine, trainer = str(spec.get("engine")), str(spec.get("trainer"))
+    own = {**_BY_ENGINE.get(engine, {}), **_BY_TRAINER.get(trainer, {})}
+    return {**_LAB, **own, **_OF_AN_ENGINE.get((trainer, engine), {})}

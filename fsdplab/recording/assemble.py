@@ -76,13 +76,16 @@ def assemble(folder: Path, exit_code: int | None = None) -> RunRecord:
     if not abouts:
         raise NothingRecorded(NOTHING)
     lines = [(rank, line) for rank in abouts for line in read_lines(mailbox.of(rank, "steps"))]
-    rows = [{"rank": rank, **dict(zip(COLUMNS, line)), "cpu_s": None, "core_wait_s": None} for rank, line in lines]
+    rows = [{"rank": rank, **dict(zip(COLUMNS, line)), "core_wait_s": None} for rank, line in lines]
     # the later one where there are two: the first step's end came later than it seemed
     steps = [*{(row["rank"], row["step"]): row for row in rows}.values()]
+    activities = _activities(steps)
+    _leave_out_evaluations(steps, activities)
     memory, results, subjects = (mailbox.reports(kind) for kind in ("memory", "result", "subject"))
     tables = tables_of(sorted(results), mailbox, [], folder, settings.first)
     spec = {"engine": "plain", "strategy": "no_shard", **_any(subjects)}
     spec |= {"world_size": _any(abouts)["world_size"], "job": settings.job}
+    environment = _any(mailbox.reports("environment")) or {"device": _any(abouts)["device"]}
     failed = not results and exit_code not in (None, 0)
     summary = _summary(settings, spec, results, steps, memory, tables)
     notes = [
@@ -93,7 +96,7 @@ def assemble(folder: Path, exit_code: int | None = None) -> RunRecord:
     record = RunRecord(
         folder,
         spec=spec,
-        environment=_any(mailbox.reports("environment")) or {"device": _any(abouts)["device"]},
+        environment={**environment, "observed": _observed(results)},
         status="failed" if failed else "finished",
         failure={"message": f"the job ended with exit code {exit_code}"} if failed else None,
         summary=replace(summary, notes=tuple(notes)),
@@ -103,19 +106,49 @@ def assemble(folder: Path, exit_code: int | None = None) -> RunRecord:
             "memory": [row for peak in memory.values() for row in peak["rows"]],
             "life": [row for result in results.values() for row in result["life"]],
             **tables,
+            "activities": [*activities, *tables["activities"]],
         },
     ).save()
     _tidy(mailbox)
     return record
 
 
+def _activities(steps: Sequence[Row]) -> list[Row]:
+    """What ranks did besides training, which is taken out of the rows of their steps: a row a rank, step and name."""
+    found = []
+    for row in steps:
+        for name, (count, took_ns, nbytes) in (row.pop("activities", None) or {}).items():
+            where = {"rank": row["rank"], "step": row["step"], "name": name}
+            found.append({**where, "count": count, "took_ns": took_ns, "nbytes": nbytes})
+    return found
+
+
+def _leave_out_evaluations(steps: Sequence[Row], activities: Sequence[Row]) -> None:
+    """A step that holds an evaluation is not timed, unless most do: then their times are those without it."""
+    evaluated = {(row["rank"], row["step"]) for row in activities if row["name"] == "evaluation"}
+    if 2 * len(evaluated) > len(steps):
+        return
+    for row in steps:
+        if (row["rank"], row["step"]) in evaluated:
+            row["step_time_s"] = row["loading_s"] = None
+
+
+def _observed(results: Mapping[int, Row]) -> Row:
+    """How the job is set up, as its first rank says, and for how long the ranks lacked a core in the profiled steps."""
+    found: Row = _any(results).get("observed", {})
+    waits = {
+        str(rank): [wait for wait in result["core_wait_s"] if wait is not None] for rank, result in results.items()
+    }
+    return found | {"core_wait_s": {rank: statistics.fmean(each) for rank, each in waits.items() if each}}
+
+
 def _summary(
     settings: Settings, spec: Row, results: Mapping[int, Row], steps: list[Row], memory: Mapping[int, Row],
     tables: dict[str, list[Row]],
 ) -> Summary:  # fmt: skip
-    """Times are those of the steps in which nothing else was measured."""
+    """Times are those of the steps in which nothing else was measured, from end to end: with their loading."""
     first = min((peak["rows"][0]["step"] for peak in memory.values()), default=settings.first)
-    timed = measured([row for row in steps if not first <= row["step"] < settings.end], memory)
+    timed = measured([_with_loading(row) for row in steps if not first <= row["step"] < settings.end], memory)
     profiled = [result["profiled_s"] for result in results.values()]
     shares = [share for result in results.values() if (share := result["cpu_share"]) is not None]
     return replace(
@@ -126,6 +159,12 @@ def _summary(
         profile=profile_of(settings.end - settings.first if results else 0, profiled, timed, tables),
         comm=communication(tables, spec["world_size"], _sent(results), None),
     )
+
+
+def _with_loading(row: Row) -> Row:
+    """A row of the table `steps` whose time is that of the whole step."""
+    training = row["step_time_s"]
+    return row if training is None else row | {"step_time_s": training + (row["loading_s"] or 0.0)}
 
 
 def _sent(results: Mapping[int, Row]) -> Comm | None:

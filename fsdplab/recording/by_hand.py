@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fsdplab.common.errors import UserError
-from fsdplab.recording.hooks import hook_losses
+from fsdplab.recording.hooks import hook_losses, watch_all
 from fsdplab.recording.launch import prepare
 from fsdplab.recording.rank import RankRecorder
 from fsdplab.recording.settings import Settings, steps_of
@@ -34,7 +34,7 @@ class Recorder:
     """
 
     def __init__(
-        self, folder: str | Path, model: torch.nn.Module | None, optimizer: Any, *, steps: str = "10:13",
+        self, folder: str | Path, model: torch.nn.Module | None, optimizer: Any, *, steps: str = "8:16",
         ranks: tuple[int, ...] | None = None, job: str | None = None,
     ) -> None:  # fmt: skip
         place = Path(folder).absolute()
@@ -65,8 +65,11 @@ class Recorder:
             self.close()
 
     def note_losses(self) -> None:
-        """From now on note every loss whose `backward` is called, for a loop that does not say it in `step`."""
+        """From now on note every loss whose `backward` is called, for a loop that does not say it in `step`; and what
+        the loop does besides.
+        """
         hook_losses(self._recorder)
+        watch_all(self._recorder)
 
     def close(self) -> None:
         """End the recording, which ends by itself some steps after the profiled ones."""
@@ -76,7 +79,7 @@ class Recorder:
         self._claimed, self._optimizers = None, []
 
 
-def trainer_callback(folder: str | Path, *, steps: str = "10:13") -> Any:
+def trainer_callback(folder: str | Path, *, steps: str = "8:16") -> Any:
     """A callback of transformers' Trainer that records some of its steps into `folder`, as `Recorder` does.
 
     `Trainer(..., callbacks=[fsdplab.trainer_callback("out")])`. A step's loss is what its backward was called of.
@@ -104,7 +107,7 @@ def trainer_callback(folder: str | Path, *, steps: str = "10:13") -> Any:
     return RecordSteps()
 
 
-def lightning_callback(folder: str | Path, *, steps: str = "10:13") -> Any:
+def lightning_callback(folder: str | Path, *, steps: str = "8:16") -> Any:
     """A callback of Lightning's Trainer that records some of its steps into `folder`, as `Recorder` does.
 
     `Trainer(..., callbacks=[fsdplab.lightning_callback("out")])`. A step's loss is what its backward was called of.

@@ -12,6 +12,7 @@ recording has ended they pass everything on.
 from __future__ import annotations
 
 import functools
+import sys
 import time
 from collections.abc import Callable
 from types import ModuleType
@@ -19,6 +20,8 @@ from typing import Any
 
 import torch
 
+from fsdplab.profiling.core_waits import thread_waited_ns
+from fsdplab.recording.activities import watch, watch_recomputation, watch_state_dicts, watch_tensors
 from fsdplab.recording.rank import RankRecorder
 from fsdplab.recording.settings import Settings
 
@@ -45,7 +48,7 @@ def _hook_optimizers(module: ModuleType, recorder: RankRecorder) -> None:
     hook_losses(recorder)
     _hook_scalers(recorder)
     _hook_loaders(recorder)
-    _hook_evaluations(recorder)
+    watch(recorder)
     _hook_profilers(recorder)
 
 
@@ -88,7 +91,20 @@ def hook_losses(recorder: RankRecorder) -> None:
     """Note every scalar whose `backward` is called; optimizers may step inside it, as hooks of its parameters."""
     from torch import Tensor
 
-    Tensor.backward = ends_a_step(Tensor.backward, recorder, lambda loss, *_: recorder.note_loss(loss))
+    backward = Tensor.backward
+
+    @functools.wraps(backward)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or recorder.done:
+            return backward(*args, **kwargs)
+        began, recorder.is_in_backward = time.perf_counter_ns(), True
+        try:
+            return backward(*args, **kwargs)
+        finally:
+            recorder.is_in_backward = False
+            recorder.taken.note("backward", time.perf_counter_ns() - began)
+
+    Tensor.backward = ends_a_step(noting, recorder, lambda loss, *_: recorder.note_loss(loss))
 
 
 def _hook_scalers(recorder: RankRecorder) -> None:
@@ -116,23 +132,16 @@ def _hook_loaders(recorder: RankRecorder) -> None:
 
     @functools.wraps(following)
     def timed(self: Any) -> Any:
-        began = time.perf_counter()
+        began, waited = time.perf_counter(), thread_waited_ns()
         try:
             return following(self)
         finally:
-            recorder.taken.loading_s += time.perf_counter() - began
+            if recorder.taken.evaluates_since is None:  # else it is a part of the evaluation
+                loading_s = time.perf_counter() - began
+                recorder.taken.loading_s += loading_s
+                recorder.taken.note("loading", int(1e9 * loading_s) - (thread_waited_ns() - waited))
 
     _BaseDataLoaderIter.__next__ = timed
-
-
-def _hook_evaluations(recorder: RankRecorder) -> None:
-    """Note the module that is last set to evaluate."""
-    from torch.nn import Module
-
-    def note(evaluated: Module) -> None:
-        recorder.taken.evaluated = evaluated
-
-    Module.eval = _after(note, Module.eval, recorder)
 
 
 def _hook_profilers(recorder: RankRecorder) -> None:
@@ -171,7 +180,21 @@ def _hook_the_labs_engine(module: ModuleType, recorder: RankRecorder) -> None:
     RankRecorder.tags = RankRecorder.tags or TagLog()
 
 
+def watch_all(recorder: RankRecorder) -> None:
+    """Count what the loop does besides training, for a recorder that was made after torch was imported."""
+    watch(recorder)
+    for name, count in _COUNTED_IN.items():
+        if name in sys.modules:
+            count(sys.modules[name], recorder)
+
+
+_COUNTED_IN: dict[str, Callable[[ModuleType, RankRecorder], None]] = {
+    "torch.utils.checkpoint": watch_recomputation,
+    "torch.distributed.checkpoint.state_dict": watch_state_dicts,
+    "torch.distributed.tensor._api": watch_tensors,
+}
 _OF_A_MODULE: dict[str, Callable[[ModuleType, RankRecorder], None]] = {
+    **_COUNTED_IN,
     "torch.optim.optimizer": _hook_optimizers,
     "deepspeed.runtime.engine": _hook_deepspeed,
     "fsdplab.engine.events": _hook_the_labs_engine,

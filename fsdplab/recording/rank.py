@@ -41,12 +41,16 @@ class RankRecorder:
         self.settings, self.model = settings, model
         self.done = False
         self.taken = Taken()  # by the step that runs
+        self.autocast = ""  # the type in which autocast computed last
+        self.is_in_backward = False
         self._depth, self._inner = 0, None
         self._round = Round()
+        self._optimizers: Sequence[Any] = ()  # that stepped last
         self._rows: StepRows | None = None
         self._window: Window | None = None
         self._step = 0
         self._began: float | None = None
+        self._cpu_began = time.process_time()
         os.register_at_fork(after_in_child=self._forked)
 
     # ---- told by hooks
@@ -81,8 +85,23 @@ class RankRecorder:
         """`backward` is called of this tensor."""
         try:
             self.taken.note_loss(loss)
+            if self._window is not None:
+                self._window.before_backward()
         except Exception as error:  # as in `stepped`
             self.give_up(f"{type(error).__name__}: {error}")
+
+    def mode_is_set(self, module: torch.nn.Module, trains: bool) -> None:
+        """A module was set to train or to evaluate; the model's evaluation lasts until it trains again."""
+        if not _trains(module, self._optimizers):
+            return
+        now = time.perf_counter_ns()
+        began = self.taken.evaluates_since
+        if not trains:
+            self.taken.evaluated = module
+            self.taken.evaluates_since = now if began is None else began
+        elif began is not None:
+            self.taken.evaluates_since = None
+            self.taken.note("evaluation", now - began)
 
     def profiler_starts(self) -> None:
         """The job starts a profiler of its own, beside which no other one sees anything."""
@@ -104,15 +123,21 @@ class RankRecorder:
     def end_step(self, optimizers: Sequence[Any]) -> None:
         """A step has ended, in which these optimizers stepped; what follows is the next one's."""
         now = time.perf_counter()
+        self._optimizers = optimizers
         if self._rows is None:
             self._become_a_rank(optimizers)
         if self._rows is None:
             return
         seconds = None if self._began is None else now - self._began - self.taken.loading_s
-        evaluated = self.taken.evaluated is not None and _trains(self.taken.evaluated, optimizers)
-        self._rows.add(self._step, None if evaluated else seconds, self.taken)
+        if seconds is not None:
+            self.taken.cpu_s = time.process_time() - self._cpu_began
+        evaluated = self.taken.evaluated is not None
+        is_timed = seconds is not None and self.taken.evaluates_since is None
+        _, evaluation_ns, _ = self.taken.activities.get("evaluation", (0, 0, 0))
+        self._rows.add(self._step, seconds - evaluation_ns / 1e9 if seconds and is_timed else None, self.taken)
         if self._window is not None:
-            self._window.between(self._step, seconds or 0.0, evaluated)
+            self._window.autocast = self.autocast
+            self._window.between(self._step, (seconds or 0.0) + self.taken.loading_s, evaluated)
         self._step += 1
         if self._step > self.settings.last_timed:
             self.end()
@@ -126,7 +151,7 @@ class RankRecorder:
         self.taken.first_losses = losses
 
     def _begin(self) -> None:
-        self.taken, self._began = Taken(), time.perf_counter()
+        self.taken, self._began, self._cpu_began = Taken(), time.perf_counter(), time.process_time()
 
     def _become_a_rank(self, optimizers: Sequence[Any]) -> None:
         """Claim this rank's files; the recording has ended where another process has them."""
@@ -157,7 +182,7 @@ class RankRecorder:
         self.done = True
         atexit.unregister(self.end)
         window, rows, self._window, self._rows = self._window, self._rows, None, None
-        self.model, self._round, self.taken = None, Round(), Taken()
+        self.model, self._round, self.taken, self._optimizers = None, Round(), Taken(), ()
         if window is not None:
             window.close()
         if rows is not None:

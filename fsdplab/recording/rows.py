@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import threading
 import time
 from collections import deque
 from contextlib import suppress
@@ -40,7 +41,9 @@ class Taken:
     """What hooks have noted of a step: its losses, seconds in data loaders, tokens, and a module that was evaluated.
 
     `scaled`: what a GradScaler returned last, and what it had been given. `first_losses`: those of the first step, as
-    long as it may still go on.
+    long as it may still go on. `activities`: what else the loop did (activities.py), by name: how often, nanoseconds,
+    bytes; `is_busy` inside of one that holds others, `evaluates_since` while the model is set to evaluate. `cpu_s`: CPU
+    time of all threads.
     """
 
     losses: list[torch.Tensor | float] = field(default_factory=list)
@@ -49,6 +52,21 @@ class Taken:
     tokens: int | None = None
     evaluated: torch.nn.Module | None = None
     scaled: tuple[Any, Any] | None = None
+    activities: dict[str, list[int]] = field(default_factory=dict)
+    cpu_s: float | None = None
+    is_busy: bool = False
+    evaluates_since: int | None = None
+
+    def may_begin(self) -> bool:
+        """Whether an activity that begins now is inside no other one, and is of the loop's own thread."""
+        return not self.is_busy and self.evaluates_since is None and is_main_thread()
+
+    def note(self, name: str, took_ns: int, nbytes: int = 0) -> None:
+        """An activity has ended."""
+        found = self.activities.setdefault(name, [0, 0, 0])
+        found[0] += 1
+        found[1] += took_ns
+        found[2] += nbytes
 
     def note_loss(self, loss: torch.Tensor) -> None:
         """`backward` is called of this tensor; one that a GradScaler has scaled counts as it was before."""
@@ -121,7 +139,9 @@ class StepRows:
                 seconds = self._last_mark.elapsed_time(step.mark) / 1e3
             self._last_mark, loading_s = step.mark, None
         losses = [float(each) for each in (*step.taken.first_losses, *step.taken.losses)]
-        return [step.number, sum(losses) if losses else None, seconds, step.taken.tokens, loading_s]
+        loss = sum(losses) if losses else None
+        taken = step.taken
+        return [step.number, loss, seconds, taken.tokens, loading_s, taken.cpu_s, taken.activities]
 
     def note(self, words: str) -> None:
         """Something that the record must say of this rank."""
@@ -151,3 +171,8 @@ def note(settings: Settings, rank: int, words: str) -> None:
     """Append a sentence to a rank's notes."""
     with settings.mailbox.of(rank, "notes").open("a") as file:
         file.write(json.dumps({"words": words}) + "\n")
+
+
+def is_main_thread() -> bool:
+    """Whether the loop itself calls, and not a thread that saves a checkpoint beside it."""
+    return threading.current_thread() is threading.main_thread()

@@ -13,7 +13,7 @@ from fsdplab.sessions.launch.mailbox import Mailbox
 
 VARIABLE = "FSDPLAB_RECORD"
 FILE = "spec.json"
-COLUMNS = ("step", "loss", "step_time_s", "tokens", "loading_s")  # a rank's row of a step
+COLUMNS = ("step", "loss", "step_time_s", "tokens", "loading_s", "cpu_s", "activities")  # a rank's row of a step
 BOOTSTRAP = Path(__file__).parent / "bootstrap"
 TIMED_AFTER = 10  # steps that are timed after the profiled ones
 MOST_RANKS = 16  # a job of more has those of its first node recorded
@@ -30,8 +30,8 @@ class Settings:
     """
 
     folder: str
-    first: int = 10
-    end: int = 13
+    first: int = 8
+    end: int = 16
     ranks: tuple[int, ...] | None = None
     job: str = "job"
 
@@ -39,7 +39,7 @@ class Settings:
         if not 3 < self.first < self.end:
             raise RecordingError(
                 f"the steps to record are {self.first}:{self.end}; expected FIRST:END with FIRST at least 4, such as"
-                " 10:13: they are counted from 0, the first makes the optimizer's state, and memory is measured before"
+                " 8:16: they are counted from 0, the first makes the optimizer's state, and memory is measured before"
             )
 
     @property
@@ -89,10 +89,10 @@ class Settings:
 
 
 def steps_of(text: str) -> tuple[int, int]:
-    """`"10:13"` is (10, 13)."""
+    """`"8:16"` is (10, 13)."""
     first, colon, end = text.partition(":")
     if not (colon and first.isdecimal() and end.isdecimal()):
-        raise RecordingError(f"--steps is {text!r}; expected FIRST:END, such as 10:13")
+        raise RecordingError(f"--steps is {text!r}; expected FIRST:END, such as 8:16")
     return int(first), int(end)
 
 

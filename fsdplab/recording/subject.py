@@ -54,7 +54,7 @@ class Subject:
         inner = self.model
         while (wrapped := _wrapped(inner)) is not None:
             inner = wrapped
-        return type(inner).__name__.removeprefix("FSDP") if _fsdp2_units(inner) else type(inner).__name__
+        return type(inner).__name__.removeprefix("FSDP") if fsdp2_units(inner) else type(inner).__name__
 
 
 def subject_of(optimizers: Sequence[Any], model: nn.Module | None = None) -> Subject:
@@ -137,7 +137,7 @@ def _of_lab(module: nn.Module, optimizers: Sequence[Any]) -> Subject | None:
 
 def _of_fsdp2(module: nn.Module, optimizers: Sequence[Any]) -> Subject | None:
     """PyTorch's fully_shard: reshard_after_forward and the mesh tell the strategy."""
-    units = _fsdp2_units(module)
+    units = fsdp2_units(module)
     if not units:
         return None
     groups = [group for unit in units if (group := getattr(unit._get_fsdp_state(), "_fsdp_param_group", None))]
@@ -157,7 +157,7 @@ def _of_fsdp2(module: nn.Module, optimizers: Sequence[Any]) -> Subject | None:
     )
 
 
-def _fsdp2_units(module: nn.Module) -> list[Any]:
+def fsdp2_units(module: nn.Module) -> list[Any]:
     from torch.distributed.fsdp import FSDPModule
 
     return [each for each in module.modules() if isinstance(each, FSDPModule)]
@@ -188,7 +188,7 @@ def _of_ddp(module: nn.Module, optimizers: Sequence[Any]) -> Subject | None:
 
 def together(optimizers: Sequence[Any]) -> Any:
     """The optimizer that holds the state (of DeepSpeed's engine the one inside it); several as one."""
-    inner = [held for each in optimizers for held in _holding_state(each)]
+    inner = [held for each in optimizers for held in holding_state(each)]
     return inner[0] if len(inner) == 1 else _Together(inner)
 
 
@@ -202,7 +202,7 @@ def parameters_of(optimizers: Sequence[Any]) -> list[torch.Tensor]:
     return found
 
 
-def _holding_state(optimizer: Any) -> list[Any]:
+def holding_state(optimizer: Any) -> list[Any]:
     """The optimizers that have the state, such as those in DeepSpeed's engine, ZeroRedundancyOptimizer, accelerate's
     wrapper, or torchtitan's list of several.
     """
@@ -210,9 +210,9 @@ def _holding_state(optimizer: Any) -> list[Any]:
         return [optimizer.optimizer]
     several = getattr(optimizer, "optimizers", None)
     if isinstance(several, list) and several and all(isinstance(each, Optimizer) for each in several):
-        return [held for each in several for held in _holding_state(each)]
+        return [held for each in several for held in holding_state(each)]
     inner = getattr(optimizer, "optim" if type(optimizer).__name__ == "ZeroRedundancyOptimizer" else "optimizer", None)
-    return _holding_state(inner) if isinstance(inner, Optimizer) else [optimizer]
+    return holding_state(inner) if isinstance(inner, Optimizer) else [optimizer]
 
 
 class _Together(Optimizer):

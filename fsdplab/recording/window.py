@@ -21,12 +21,13 @@ from fsdplab.common.files import write_whole
 from fsdplab.engine import events
 from fsdplab.profiling import MemoryRecorder, TagLog
 from fsdplab.profiling.profiler import prepare_profiler
+from fsdplab.recording.observed import Observed
 from fsdplab.recording.rows import Place, StepRows
 from fsdplab.recording.settings import Settings
 from fsdplab.recording.subject import LAB, Subject, subject_of, together
 from fsdplab.sessions.trace_tables import MEMORY_TRACE, TRACE, leave_analysis
 from fsdplab.sessions.worker import profiler
-from fsdplab.sessions.worker.core_share import core_time, waited_s
+from fsdplab.sessions.worker.core_share import CoreTime, core_time, waited_s
 from fsdplab.sessions.worker.environment import capture_environment
 
 
@@ -64,12 +65,18 @@ class Window:
         self._is_starting = False
         self._ended, self._units = -1, profiler.UnitStateLog(place.rank)
         self._sent: _Sent | None = None
+        self._observed: Observed | None = None
+        self.autocast = ""  # the type in which autocast computes, "" where it does not
+        self._core_waits: list[float | None] = []  # of the profiled steps
+        self._reading: CoreTime | None = None
         self._first_reading = (time.perf_counter(), core_time())
         self._cpu_share: float | None = None
 
     def between(self, ended: int, seconds: float, evaluated: bool) -> None:
         """Step `ended` has ended after `seconds`, and the next one begins when this returns."""
         self._ended = ended
+        if self._settings.first - 1 <= ended < self._settings.end:
+            self._note_core_wait()
         if evaluated and self._memory_step <= ended < self._settings.end:
             self._rows.note(f"step {ended}, which was measured, holds an evaluation")
         if self._memory is not None:
@@ -85,6 +92,11 @@ class Window:
             self._if_no_other_profiles(self._begin_memory)
         if ended + 1 == self._settings.first - self._warmup and self._subject is not None:
             self._if_no_other_profiles(self._begin_profile)
+
+    def before_backward(self) -> None:
+        """The loop calls `backward`."""
+        if self._memory is not None and self._observed is not None:
+            self._observed.before_backward()
 
     def drop(self, why: str) -> None:
         """Measure nothing more, for a reason that is noted; nothing is said where nothing is being measured."""
@@ -127,6 +139,8 @@ class Window:
         if rank == 0:
             self._write("environment", _environment(self._place.device))
         self._write("subject", found.as_spec())
+        self._observed = Observed(found.model, self._optimizers, self._place)
+        self._observed.begin()
         self._open.callback(events.subscribe(self._units.on_event))
         self._units.step = self._memory_step
         self._memory = MemoryRecorder(
@@ -139,6 +153,8 @@ class Window:
 
     def _end_memory(self, memory: MemoryRecorder) -> None:
         self._is_starting, self._memory, self._units.step = True, None, None
+        if self._observed is not None:
+            self._observed.end()
         self._hear_all()
         self._open.close()
         self._is_starting = False
@@ -164,6 +180,9 @@ class Window:
         if self._sent is not None:
             steps = self._settings.end - self._settings.first + self._warmup
             content["sent"] = [round(self._sent.wire_bytes / steps), round(self._sent.collectives / steps)]
+        content["observed"] = {} if self._observed is None else self._observed.as_report(self.autocast)
+        content["core_wait_s"] = self._core_waits
+        self._observed = None
         self._write("result", {**content, "cpu_share": self._cpu_share})
         self._profiler = self._subject = self._sent = None
 
@@ -172,6 +191,12 @@ class Window:
         if self._place.device.type == "cuda":
             torch.cuda.synchronize(self._place.device)
         events.flush()
+
+    def _note_core_wait(self) -> None:
+        """For how long the profiled step that has ended lacked a core; the step before them begins the count."""
+        before, self._reading = self._reading, core_time()
+        if before is not None:
+            self._core_waits.append(waited_s(before, self._reading, torch.get_num_threads()))
 
     def _share_of_a_core(self) -> float | None:
         """The part of the steps before the measured ones in which this rank had a core when it wanted one."""

@@ -112,8 +112,10 @@ TABLES: dict[str, Schema] = {
     "life": _table("rank", "step", "unit", "state", "phase", "time_ns"),
     # one row a rank and profiled step: the part "other" of the step by cause, which sum to it
     "idle": _table("rank", "step", *IDLE_PARTS),
+    # of recorded jobs: what a rank did in a step besides training (recording/activities.py), and what a trace counts
+    "activities": _table("rank", "step", "name", "count", "took_ns", "nbytes"),
 }  # fmt: skip
-LATER_TABLES = ("idle", "collectives")  # records of earlier versions lack their files
+LATER_TABLES = ("idle", "collectives", "activities")  # records of earlier versions lack their files
 # columns in which a cell may be empty: the run did not measure it, or its trace does not tell
 _MAY_BE_EMPTY: dict[str, tuple[str, ...]] = {
     "steps": ("loss", "step_time_s", "tokens", "loading_s", "cpu_s", "core_wait_s"),

@@ -1,6 +1,7 @@
 """Changes to one setting of a run, and the one that gains most.
 
-`edits` is the one list of them: reports name the best (`best_change`), the strategy lab shows all of them. Each is
+`edits` is the one list of them: reports name the best (`best_change`), findings of a comparison that which gains most
+against their cause (`gains`), the strategy lab shows all of them. Each is
 simulated on the steady card before anything runs. Another strategy is none of them: these stand beside it in a
 comparison.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from fsdplab.records.summary import Change
@@ -16,7 +18,7 @@ from fsdplab.sessions.prediction import predict
 from fsdplab.sessions.spec import RunSpec, SpecError
 from fsdplab.sessions.steady_card import steady_step
 
-_LEAST = 0.03  # of the tokens a second: less is no advice
+LEAST_GAIN = 0.03  # of the tokens a second: less is no advice
 _VALUES: Mapping[str, tuple[Any, ...]] = {
     "prefetch": (0, 1, 2, 3, 4), "precision": ("fp32", "bf16"), "checkpoint": ("none", "selective", "full"),
     "units": ("auto", "linear", "model"), "optimizer": ("adamw", "muon"), "link_queues": (1, 2),
@@ -65,11 +67,21 @@ def best_change(spec: RunSpec) -> Change:
     >>> found.words, round(found.gain or 0.0, 1)
     ('compute and send in bf16, with fp32 masters', 0.5)
     """
+    best = max(gains(spec).values(), key=lambda change: change.gain or 0.0, default=Change())
+    return best if (best.gain or 0.0) >= LEAST_GAIN else Change()
+
+
+@lru_cache(maxsize=64)
+def gains(spec: RunSpec) -> Mapping[str, Change]:
+    """By setting: the advised edit of it that gains most on the steady card, of those that this run can take."""
     before = _speed(spec)
-    advised = (each for each in edits({**asdict(spec), "tokens": spec.tokens_per_rank}) if each.advice)
-    tried = [_tried(spec, before, edit) for edit in advised] if before else []
-    best = max(tried, key=lambda change: change.gain or 0.0, default=Change())
-    return best if (best.gain or 0.0) >= _LEAST else Change()
+    found: dict[str, Change] = {}
+    for edit in edits({**asdict(spec), "tokens": spec.tokens_per_rank}) if before else ():
+        if edit.advice and (change := _tried(spec, before, edit)).words:
+            best = found.get(edit.setting)
+            if best is None or (change.gain or 0.0) > (best.gain or 0.0):
+                found[edit.setting] = change
+    return found
 
 
 def _tried(spec: RunSpec, before: float, edit: Edit) -> Change:

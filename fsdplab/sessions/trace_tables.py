@@ -26,7 +26,7 @@ from fsdplab.profiling.traces.steps import NoStep
 from fsdplab.sessions.launch.mailbox import Mailbox
 
 Row = dict[str, Any]
-TABLES = ("timeline", "breakdown", "exposed", "collectives", "idle")
+TABLES = ("timeline", "breakdown", "exposed", "collectives", "idle", "activities")
 TRACE, MEMORY_TRACE = "pt.trace.json.gz", "memory.trace.json.gz"
 _SUFFIX, _WAITS = ".analysis", ".core_waits"
 # bytes: about two seconds. The caller waits for a larger trace itself, so that no rank seems to hang over it
@@ -66,7 +66,7 @@ def _analysis_of(
         waits = pairs(json.loads(noted.read_text())) if noted.exists() else EMPTY
         return analyse_trace(trace, ledger=ledger, rank=rank, core_waits=waits)
     world_size, device, steps, no_step, origin = json.loads(left.read_text())
-    rows = ("timeline", "exposed", "collectives")
+    rows = ("timeline", "exposed", "collectives", "activities")
     return TraceAnalysis(
         trace,
         rank,

@@ -36,6 +36,7 @@ from fsdplab.figures.style import on_page
 from fsdplab.figures.table import SHORT, WRAPPED, beside, legend, mood, predicted_step, step_of, told
 from fsdplab.figures.trace_tables import cells, left_out
 from fsdplab.figures.view import STEADY_CARD, Runs, RunView, provenance, ranks_and_device, view, views, with_verdicts
+from fsdplab.profiling.diagnosis import diagnosis
 from fsdplab.profiling.findings import profiling_cost
 from fsdplab.profiling.tables import Table, TablesOf, tables_of_pair, tables_of_record
 from fsdplab.profiling.traces.chrome import TraceError
@@ -110,16 +111,21 @@ def _answer(shown: Sequence[RunView], source: Runs, records: Sequence[RunRecord]
     draws = (steady_steps,) if all(run.traced for run in shown) else (memory_by_category, steady_steps)
     return rendered(
         "answer.html",
-        sentence=conclusion(shown),
+        sentence=" ".join(filter(None, [_what_is_wrong(records), conclusion(shown)])),
         figures=[drawn(draw, source) for draw in draws],
         clock=clock_words(shown),
         change=change_words(shown) or _remedy(records),
     )
 
 
+def _what_is_wrong(records: Sequence[RunRecord]) -> str:
+    """What is wrong with the only run; empty beside others, which the comparison is about."""
+    return diagnosis(records[0]) if len(records) == 1 else ""
+
+
 def _remedy(records: Sequence[RunRecord]) -> str:
     """What to do about the costliest finding of all; empty where no run was profiled."""
-    return " ".join(f"{label}: {found.title}. {found.remedy}" for label, found in costliest(records, most=1))
+    return " ".join(f"{each.label}: {each.finding.title}. {each.remedy}" for each in costliest(records, most=1))
 
 
 def _on_steady_card(runs: Sequence[RunView]) -> Sequence[RunView]:

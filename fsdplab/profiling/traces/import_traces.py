@@ -29,7 +29,7 @@ from fsdplab.records.summary import Comm, Link, Peak, Profile, Traces
 from fsdplab.records.tables import Row
 
 ENGINE = "trace"
-TABLES = ("timeline", "breakdown", "exposed", "collectives", "idle")
+TABLES = ("timeline", "breakdown", "exposed", "collectives", "idle", "activities")
 
 
 _WITHOUT_LINK = (

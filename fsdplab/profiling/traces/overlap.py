@@ -33,6 +33,7 @@ from fsdplab.profiling.traces.chrome import TraceError, without_collection
 from fsdplab.profiling.traces.clocks import Clock
 from fsdplab.profiling.traces.collectives import Collective, communicating, find_collectives
 from fsdplab.profiling.traces.events import Events, Kind, Window, check_device, read_events
+from fsdplab.profiling.traces.host_reads import HostReads
 from fsdplab.profiling.traces.segments import Segments
 from fsdplab.profiling.traces.steps import NoStep, Step, pieces_of, steps_of
 from fsdplab.records.tables import IDLE_PARTS, PARTS_OF_COLLECTIVE, PARTS_OF_EXPOSED
@@ -290,7 +291,8 @@ class StepAnalysis:
     """One step of one rank: a `breakdown` row, `timeline` and `exposed` rows as in the record's tables, and the
     collectives that began in it: one that ends in the next step is listed once, and is exposed in both. `idle`: the
     part "other" by cause, a row of the record's table of that name. `loading_ns`: until the host had the step's data,
-    on a GPU as far as the device did nothing meanwhile. `computing`: when the step computed, sorted and disjoint.
+    on a GPU as far as the device did nothing meanwhile. `activities`: what `host_reads` counts. `computing`: when the
+    step computed, sorted and disjoint.
     """
 
     step: int
@@ -300,6 +302,7 @@ class StepAnalysis:
     collectives: tuple[Row, ...]
     idle: Row = field(default_factory=dict)
     loading_ns: int = 0
+    activities: tuple[Row, ...] = ()
     computing: Intervals = field(default_factory=lambda: EMPTY, compare=False)
 
     @property
@@ -332,7 +335,7 @@ class TraceAnalysis:
     devices: tuple[int, ...] = ()
 
     def rows(self, table: str) -> list[Row]:
-        """The rows of `breakdown`, `idle`, `timeline`, `exposed` or `collectives` over all steps."""
+        """The rows of `breakdown`, `idle`, `timeline`, `exposed`, `collectives` or `activities` over all steps."""
         rows = [getattr(step, table) for step in self.steps]
         if table in ("breakdown", "idle"):
             return rows
@@ -388,12 +391,12 @@ def analyse_trace(
     steps, no_step = steps_of(found, collectives, ranges, computing, whole=not profiled)
     trace = TraceSets(found, collectives, segments, core_waits - found.base_ns)
     loading = subtract(union(found.spans(Kind.LOADING)), trace.device)
-    host_steps = {number: span for number, *span in ranges}
+    host_steps, reads = {each.number: each for each in ranges}, HostReads(found)
     allocated, reserved = found.peaks([step.window for step in steps] or ranges)
     analysis = TraceAnalysis(
         Path(path), own_rank, world_size, "cuda" if on_gpu else "cpu",
         tuple(
-            _analysed(StepRows(own_rank, trace, step), size(within(loading, *host_steps[step.window.number])))
+            _analysed(StepRows(own_rank, trace, step), loading, reads, host_steps[step.window.number])
             for step in steps
         ),
         replace(no_step, step_ranges=whole or bool(profiled)),
@@ -419,10 +422,13 @@ def _process(found: Events) -> str:
     return f"{found.metadata.get('host_name') or ''}:{found.threads[int(found.thread[rows[0]])][0]}"
 
 
-def _analysed(rows: StepRows, loading_ns: int) -> StepAnalysis:
+def _analysed(rows: StepRows, loading: Intervals, reads: HostReads, of_host: Window) -> StepAnalysis:
+    """The rows of a step; `of_host` is the host's range of it, in which `loading` and `reads` are counted."""
+    loading_ns = size(within(loading, of_host.start, of_host.end))
     return StepAnalysis(
         rows.step.window.number, rows.breakdown(), tuple(rows.timeline()), tuple(rows.exposed()),
-        tuple(rows.collectives()), rows.idle(), loading_ns, rows.step.computing + rows.trace.found.base_ns,
+        tuple(rows.collectives()), rows.idle(), loading_ns, tuple(reads.of_step(of_host, rows.rank)),
+        rows.step.computing + rows.trace.found.base_ns,
     )  # fmt: skip
 
 

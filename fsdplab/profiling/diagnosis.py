@@ -1,0 +1,50 @@
+"""The first sentence on a profiled run: what is wrong with it, and which part of its step that costs."""
+
+from __future__ import annotations
+
+from fsdplab.common.sizes import percent, seconds
+from fsdplab.profiling.findings import Finding, findings
+from fsdplab.profiling.step_facts import StepFacts, step_facts
+from fsdplab.records import RunRecord
+
+_MUCH = 0.1  # part of a step from which on what could be shorter is the answer
+
+
+def diagnosis(record: RunRecord) -> str:
+    """One sentence, or two where nothing is wrong; "" for a run that was not profiled.
+
+    The first fault; else the costliest part of the step that could be shorter, after what the step consists of:
+    `No fault is found in a step of 88.1 ms: computing takes 61 % of it, exposed communication 30 %. ...`
+    """
+    if not record.table("breakdown"):
+        return ""
+    facts, found = step_facts(record), findings(record)
+    fault = next((each for each in found if each.is_fault), None)
+    if fault is not None:
+        return f"{_with_share(fault, facts)}."
+    if record.summary.short_of_cores:
+        return ""  # which is said anyway, and nothing else can be
+    costs = [each for each in found if each.seconds >= _MUCH * facts.step_s]
+    if costs and not record.spec.get("job"):
+        return f"{_with_share(costs[0], facts)}."
+    most = f" Most could be shorter here: {costs[0].title}." if costs else ""
+    return f"No fault is found in a step of {seconds(facts.step_s)}: {_breakdown(facts)}.{most}"
+
+
+def _with_share(found: Finding, facts: StepFacts) -> str:
+    """The finding's title, with the part of the step that it costs where the title does not say it."""
+    if not found.seconds or "%" in found.title:
+        return found.title
+    cost, step = seconds(found.seconds), seconds(facts.step_s)
+    return f"{found.title} ({cost} of a step of {step}, {percent(found.seconds / facts.step_s)})"
+
+
+def _breakdown(facts: StepFacts) -> str:
+    """What the step consists of, the parts that are a hundredth of it."""
+    worst = facts.worst
+    parts = {
+        "computing takes": worst.compute_ns, "exposed communication": worst.exposed_ns, "neither": worst.other_ns,
+    }  # fmt: skip
+    told = [f"{name} {percent(part / worst.step_ns)}" for name, part in parts.items() if part >= 0.01 * worst.step_ns]
+    first, *others = told or ["computing takes all"]
+    return ", ".join([f"{first} of it", *others])

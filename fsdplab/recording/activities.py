@@ -1,0 +1,209 @@
+"""What a job does in a step besides forward, backward and update: counted and timed where it is called.
+
+A trace shows operators and collectives, and not why they ran: a state dict is copies, an evaluation is a forward, and
+the garbage collector is nothing at all. So functions of torch are wrapped that a loop calls for such things. Of calls
+inside each other the outermost one counts: collectives of an evaluation belong to the evaluation.
+
+| name | what is counted |
+| --- | --- |
+| `evaluation` | from `eval()` or `train(False)` of the model to its `train()` |
+| `garbage_collection` | collections of the oldest generation |
+| `state_dict` | calls of `state_dict`, and of torch.distributed.checkpoint's functions that return one |
+| `full_tensor`, `saving` | DTensors that are gathered, calls of `torch.save` |
+| `clipping` | calls of `clip_grad_norm_` and `clip_grad_value_` |
+| `recomputed` | calls of `torch.utils.checkpoint.checkpoint`; their backward takes as long again |
+| `loading` | batches of data loaders, without the time in which their thread waited for a core |
+| `backward` | calls of `Tensor.backward` |
+| `own all_reduce`, `own barrier`, ... | collectives that the loop calls itself, and not its engine |
+
+Once the recording has ended the wrappers pass everything on. Under torch.compile they always do.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fsdplab.recording.rows import is_main_thread
+
+if TYPE_CHECKING:
+    from fsdplab.recording.rank import RankRecorder
+
+# collectives that a loop may call itself; those without bytes that a rank would know are counted only
+OWN = (
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast", "broadcast_object_list",
+    "reduce", "reduce_scatter", "reduce_scatter_tensor", "gather", "gather_object", "scatter", "all_to_all",
+    "all_to_all_single", "barrier", "monitored_barrier",
+)  # fmt: skip
+_ENGINES = ("torch.", "fsdplab.", "deepspeed.")  # modules whose collectives are an engine's
+
+
+def watch(recorder: RankRecorder) -> None:
+    """Wrap what is imported with torch."""
+    from torch import serialization
+    from torch.nn import Module
+    from torch.nn.utils import clip_grad
+    from torch.optim.optimizer import Optimizer
+
+    _wrap(Module, "state_dict", "state_dict", recorder)
+    _wrap(Optimizer, "state_dict", "state_dict", recorder)
+    _wrap_all([serialization, torch], "save", "saving", recorder)
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        _wrap_all([clip_grad, torch.nn.utils], name, "clipping", recorder)
+    _watch_collectives(recorder)
+    _watch_evaluations(recorder)
+    _watch_autocast(recorder)
+    gc.callbacks.append(_Collections(recorder))
+
+
+def watch_recomputation(module: Any, recorder: RankRecorder) -> None:
+    """Wrap `torch.utils.checkpoint.checkpoint`, which was just imported."""
+    _wrap(module, "checkpoint", "recomputed", recorder)
+
+
+def watch_state_dicts(module: Any, recorder: RankRecorder) -> None:
+    """Wrap the functions of torch.distributed.checkpoint.state_dict, which was just imported."""
+    for name in ("get_state_dict", "get_model_state_dict", "get_optimizer_state_dict"):
+        _wrap(module, name, "state_dict", recorder)
+
+
+def watch_tensors(module: Any, recorder: RankRecorder) -> None:
+    """Wrap `DTensor.full_tensor` of torch.distributed.tensor._api, which was just imported."""
+    _wrap(module.DTensor, "full_tensor", "full_tensor", recorder)
+
+
+def _wrap(owner: Any, attribute: str, name: str, recorder: RankRecorder) -> None:
+    setattr(owner, attribute, counted(getattr(owner, attribute), name, recorder))
+
+
+def _wrap_all(owners: list[Any], attribute: str, name: str, recorder: RankRecorder) -> None:
+    """The same function under several names."""
+    wrapper = counted(getattr(owners[0], attribute), name, recorder)
+    for owner in owners:
+        setattr(owner, attribute, wrapper)
+
+
+def counted(function: Callable[..., Any], name: str, recorder: RankRecorder) -> Callable[..., Any]:
+    """`function`, whose outermost calls are counted in the step that runs, with the bytes of tensors it is given."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or recorder.done or not recorder.taken.may_begin():
+            return function(*args, **kwargs)
+        began = time.perf_counter_ns()
+        recorder.taken.is_busy = True
+        try:
+            return function(*args, **kwargs)
+        finally:
+            recorder.taken.is_busy = False
+            recorder.taken.note(name, time.perf_counter_ns() - began, _bytes_of(args))
+
+    return wrapper
+
+
+# ---- collectives of the loop's own
+
+
+def _watch_collectives(recorder: RankRecorder) -> None:
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return
+    from torch.distributed import distributed_c10d
+
+    for name in OWN:
+        if hasattr(distributed_c10d, name):
+            wrapper = _of_the_loop(getattr(distributed_c10d, name), f"own {name}", recorder)
+            setattr(distributed_c10d, name, wrapper)
+            setattr(dist, name, wrapper)
+
+
+def _of_the_loop(function: Callable[..., Any], name: str, recorder: RankRecorder) -> Callable[..., Any]:
+    """`function`, a collective, whose calls are counted with their bytes unless an engine makes them.
+
+    In a backward what does not wait is an engine's too: hooks of gradients and of buckets call it.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or recorder.done or not recorder.taken.may_begin():
+            return function(*args, **kwargs)
+        caller = str(sys._getframe(1).f_globals.get("__name__"))
+        if caller.startswith(_ENGINES) or (recorder.is_in_backward and kwargs.get("async_op")):
+            return function(*args, **kwargs)
+        began = time.perf_counter_ns()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            recorder.taken.note(name, time.perf_counter_ns() - began, _bytes_of(args))
+
+    return wrapper
+
+
+def _bytes_of(args: tuple[Any, ...]) -> int:
+    """Bytes of the largest tensor that a collective was given."""
+    tensors = [each for each in args if isinstance(each, torch.Tensor)]
+    return max((each.numel() * each.element_size() for each in tensors), default=0)
+
+
+# ---- evaluations, autocast, the garbage collector
+
+
+def _watch_evaluations(recorder: RankRecorder) -> None:
+    """Note the module that is last set to evaluate, and how long until it is set to train again.
+
+    Both `eval` and what other libraries call instead of it end in `Module.train`, which calls itself for each child.
+    """
+    from torch.nn import Module
+
+    train, is_inside = Module.train, False
+
+    @functools.wraps(train)
+    def noting(self: Module, mode: bool = True) -> Module:
+        nonlocal is_inside
+        if is_inside or torch.compiler.is_compiling() or recorder.done or not is_main_thread():
+            return train(self, mode)
+        is_inside = True
+        try:
+            return train(self, mode)
+        finally:
+            is_inside = False
+            recorder.mode_is_set(self, mode)
+
+    Module.train = noting
+
+
+def _watch_autocast(recorder: RankRecorder) -> None:
+    """Note in which type autocast computes."""
+    from torch.amp.autocast_mode import autocast
+
+    enter = autocast.__enter__
+
+    @functools.wraps(enter)
+    def noting(self: Any) -> Any:
+        if not torch.compiler.is_compiling() and not recorder.done and self._enabled:
+            recorder.autocast = str(self.fast_dtype).removeprefix("torch.")
+        return enter(self)
+
+    autocast.__enter__ = noting
+
+
+class _Collections:
+    """Called by Python's garbage collector before and after a collection."""
+
+    def __init__(self, recorder: RankRecorder) -> None:
+        self._recorder, self._began = recorder, 0
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        if info["generation"] != 2 or self._recorder.done:
+            return
+        if phase == "start":
+            self._began = time.perf_counter_ns()
+        elif self._recorder.taken.may_begin():
+            self._recorder.taken.note("garbage_collection", time.perf_counter_ns() - self._began)

@@ -1,0 +1,218 @@
+"""The fault bench: jobs with one fault each are recorded for real, and the first finding must name the fault.
+
+    python -m tests.fault_bench [--engine NAME ...] [--only NAME ...] [--recordings FOLDER] [--again] [--markdown]
+
+One row a fault in `FAULTS`: what its first sentence must say, as words of which each group needs one, and what the
+remedy must say in each engine's own words. The jobs without a fault must be accused of nothing. The job is
+tests/fault_job.py, on two ranks that it forks, as `fsdplab record` runs any job, and for some faults
+tests/fault_trainers.py under torchrun. Recordings are kept in the folder, so that a change of the findings needs no new
+ones; `--again` makes them anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from fsdplab.profiling.findings import Finding, findings
+from fsdplab.records import RunRecord
+
+ROOT = Path(__file__).parents[1]
+ENGINES = ("fsdp2", "ddp")
+TRAINERS = {"trainer": "trainer", "lightning": "lightning", "lightning-fsdp2": "fsdp2", "deepspeed": "deepspeed"}
+KEPT = Path(tempfile.gettempdir()) / "fsdplab-fault-bench"
+TIME_LIMIT_S = 300
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault of the job: `says` are groups of words, of each of which the finding's title must have one; `remedy` are
+    words that the remedy must have, by engine. Where `accuses` is False, the job has no fault.
+    """
+
+    name: str
+    what: str
+    says: Sequence[str] = ()
+    remedy: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    accuses: bool = True
+
+    @property
+    def engines(self) -> Sequence[str]:
+        """The engines that can have it."""
+        return [engine for engine in (*ENGINES, *TRAINERS) if engine in self.remedy]
+
+
+def _both(*words: str, **of_trainers: str) -> Mapping[str, Sequence[str]]:
+    """The words for both engines; of a trainer its own, under its name with `_` for `-`."""
+    named = {name.replace("_", "-"): (word,) for name, word in of_trainers.items()}
+    return {**dict.fromkeys(ENGINES, words), **named}
+
+
+def _everywhere(word: str) -> Mapping[str, Sequence[str]]:
+    return dict.fromkeys((*ENGINES, *TRAINERS), (word,))
+
+
+FAULTS = (
+    Fault("none", "no fault", accuses=False, remedy=_everywhere("")),
+    Fault("accumulates", "no fault: 4 micro-batches, reduced once", accuses=False, remedy=_both()),
+    Fault("clip-once", "no fault: gradients are clipped together", accuses=False, remedy=_both()),
+    Fault("loader", "a loader that takes 10 ms a sample", ("load",),
+          _both("num_workers", trainer="dataloader_num_workers", lightning="num_workers", lightning_fsdp2="num_workers",
+                deepspeed="num_workers")),
+    Fault("tiny-units", "each layer is a unit", ("small",), {"fsdp2": ("fully_shard", "block")}),
+    Fault("one-unit", "the whole model is one unit", ("one unit",), {"fsdp2": ("fully_shard",)}),
+    Fault("small-buckets", "buckets of 50 kB", ("bucket|small",), {"ddp": ("bucket_cap_mb",)}),
+    Fault("find-unused", "find_unused_parameters without need", ("find_unused_parameters",),
+          {"ddp": ("find_unused_parameters=False",)}),
+    Fault("broadcast-buffers", "a constant buffer is broadcast in each forward", ("buffers",),
+          {"ddp": ("broadcast_buffers=False",)}),
+    Fault("reduce-each", "gradients are reduced in each of 4 micro-batches", ("4 times",),
+          {"fsdp2": ("set_requires_gradient_sync",), "ddp": ("no_sync",)}),
+    Fault("loss-all-reduce", "an all-reduce of the loss in each micro-batch", ("all_reduce", "own"),
+          _everywhere("every")),
+    Fault("loss-each-step", "an all-reduce of the loss in each step", ("all_reduce", "own"), _both("every")),
+    Fault("item-each", "200 numbers of tensors are read a step", (".item()|read",), _both(".item()")),
+    Fault("barrier", "a barrier after each step", ("barrier",), _both("barrier")),
+    Fault("metrics", "objects are gathered after each step", ("all_gather_object",), _both("every")),
+    Fault("broadcast-weights", "weights are broadcast after each step", ("broadcast",), {"ddp": ("broadcast",)}),
+    Fault("imbalance", "rank 1 has six times the data", ("Rank 1",), _both("data")),
+    Fault("sleepy", "rank 1 sleeps 0.3 s a step", ("Rank 1",), _both("rank 1")),
+    Fault("writes", "rank 1 writes a file a step", ("Rank 1",), _both("rank 1")),
+    Fault("state-dict", "the state is gathered after each step", ("state dict|state_dict",), _both("every")),
+    Fault("checkpoint", "the state is saved after each step", ("saved",),
+          _both("every", trainer="save_steps", lightning="every_n_train_steps", lightning_fsdp2="every_n_train_steps",
+                deepspeed="every")),
+    Fault("average-weights", "whole weights are averaged after each step", ("state_dict|state dict|full_tensor",),
+          _both("every")),
+    Fault("evaluate", "an evaluation after each step", ("evaluat",),
+          _both("evaluat", trainer="eval_steps", lightning="val_check_interval", lightning_fsdp2="val_check_interval",
+                deepspeed="Evaluate")),
+    Fault("train-false", "an evaluation after each step, by train(False)", ("evaluat",), _both("evaluat")),
+    Fault("collect", "three collections of garbage after each step", ("garbage",), _everywhere("gc")),
+    Fault("no-prefetch", "no unit is gathered ahead", ("late|ahead|prefetch",),
+          {"fsdp2": ("set_modules_to_forward_prefetch",)}),
+    Fault("keep", "units stay gathered until the backward", ("gathered|unsharded|reshard",),
+          {"fsdp2": ("reshard_after_forward=True",)}),
+    Fault("reshard", "units are gathered twice beside large activations", ("twice|again",),
+          {"fsdp2": ("reshard_after_forward=False",)}),
+    Fault("recompute", "activations are recomputed without need", ("recomput",), _everywhere("checkpoint")),
+    Fault("fp32-messages", "messages in fp32 beside products in bf16", ("fp32",),
+          {"fsdp2": ("MixedPrecisionPolicy", "bfloat16"), "ddp": ("bf16_compress_hook",)}),
+    Fault("loop-optimizer", "an optimizer that steps one tensor after the other", ("optimizer",), _both("fused=True")),
+    Fault("threads", "8 threads a rank on few cores", ("threads",), _both("threads")),
+    Fault("kept-gradients", "gradients are set to zero and kept", ("radients",), _both("set_to_none")),
+    Fault("clip-each", "gradients are clipped one parameter after the other", ("clip|norm",),
+          _both("clip_grad_norm_")),
+    Fault("hook-check", "a hook reads a number after each layer", (".item()|read",), _both(".item()")),
+    Fault("hook-barrier", "a hook waits for all ranks after each layer", ("barrier",), _both("barrier")),
+)  # fmt: skip
+
+
+# ---- recording
+
+
+def recording_of(fault: str, engine: str, kept: Path = KEPT, again: bool = False) -> Path:
+    """The folder of a job's record; recorded where it is not there yet."""
+    folder = kept / engine / fault
+    if again or not (folder / "run.json").exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        job = _command(fault, engine)
+        command = (sys.executable, "-m", "fsdplab", "record", "-q", "--force", "--out", str(folder), "--", *job)
+        more = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        done = subprocess.run(
+            command, cwd=ROOT, env={**os.environ, **more}, capture_output=True, text=True, timeout=TIME_LIMIT_S
+        )
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(job)} ended with exit code {done.returncode}:\n{done.stderr[-2000:]}")
+    return folder
+
+
+def _command(fault: str, engine: str) -> Sequence[str]:
+    if engine in TRAINERS:
+        torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+        return (sys.executable, *torchrun, "-m", "tests.fault_trainers", "--by", TRAINERS[engine], "--fault", fault)
+    return (sys.executable, "-m", "tests.fault_job", "--engine", engine, "--fault", fault)
+
+
+# ---- judging
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What was found of one job."""
+
+    fault: Fault
+    engine: str
+    first: Finding | None
+
+    @property
+    def sentence(self) -> str:
+        """The first finding's title."""
+        return self.first.title if self.first else "nothing stands out"
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the first finding names the fault and its remedy; of a job without a fault, whether none is named."""
+        if not self.fault.accuses:
+            return self.first is None or not self.first.is_fault
+        if self.first is None:
+            return False
+        named = all(_has_one(self.sentence, words) for words in self.fault.says)
+        return named and all(word in self.first.remedy for word in self.fault.remedy[self.engine])
+
+
+def _has_one(sentence: str, words: str) -> bool:
+    return any(word.lower() in sentence.lower() for word in words.split("|"))
+
+
+def judge(fault: Fault, engine: str, kept: Path = KEPT, again: bool = False) -> Judged:
+    """Record a job, where that is needed, and look at its first finding."""
+    record = RunRecord.load(recording_of(fault.name, engine, kept, again))
+    found = findings(record)
+    return Judged(fault, engine, found[0] if found else None)
+
+
+def table(judged: Sequence[Judged]) -> str:
+    """The bench's table as Markdown."""
+    lines = ["| fault | engine | first sentence | right |", "| --- | --- | --- | --- |"]
+    for each in judged:
+        sentence = each.sentence.replace("|", "\\|")
+        lines.append(f"| {each.fault.what} | {each.engine} | {sentence} | {'yes' if each.is_right else '**no**'} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run the bench, and print what it found."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--engine", choices=(*ENGINES, *TRAINERS), nargs="*", default=list(ENGINES))
+    parser.add_argument("--only", nargs="*")
+    parser.add_argument("--recordings", type=Path, default=KEPT)
+    parser.add_argument("--again", action="store_true")
+    parser.add_argument("--markdown", action="store_true")
+    options = parser.parse_args()
+    judged = []
+    for fault in FAULTS:
+        for engine in fault.engines:
+            if engine in options.engine and (not options.only or fault.name in options.only):
+                judged.append(judge(fault, engine, options.recordings, options.again))
+                one = judged[-1]
+                remedy = one.first.remedy if one.first else ""
+                if not options.markdown:
+                    print(
+                        f"{'right' if one.is_right else 'WRONG'}  {engine:5}  {fault.name}: {one.sentence}", flush=True
+                    )
+                    print(f"                -> {remedy[:160]}", flush=True)
+    if options.markdown:
+        print(table(judged))
+    right = sum(each.is_right for each in judged)
+    print(f"\n{right} of {len(judged)} jobs: the first sentence is right")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,306 @@
+"""A small training job with one fault: python -m tests.fault_job --engine fsdp2|ddp --fault NAME [--steps N]
+
+It forks two ranks of its own, so that torch is imported once, and is written as any job is: nothing in it knows that it
+is recorded. `none` has no fault, `accumulates` none either: it accumulates four micro-batches and reduces once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import gc
+import os
+import tempfile
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, Dataset
+
+WIDTH, DEPTH, TOKENS = 128, 4, 64
+MICRO_BATCHES = 4  # of the jobs that accumulate
+ACCUMULATE = ("accumulates", "reduce-each", "loss-all-reduce", "item-each")
+
+
+class Block(nn.Module):
+    """Attention's products are left out: a norm and two layers are enough."""
+
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.recomputes = recomputes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, tokens, width), as it came."""
+        if self.recomputes and self.training:
+            return x + checkpoint(self._inner, x, use_reentrant=False)
+        return x + self._inner(x)
+
+    def _inner(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Network(nn.Module):
+    """Blocks and a head; `positions` is a buffer that never changes."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(fault == "recompute") for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, 10)
+        if fault == "broadcast-buffers":
+            self.register_buffer("positions", torch.randn(TOKENS, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, tokens, width) to (batch, 10)."""
+        if hasattr(self, "positions"):
+            x = x + self.positions
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+class Samples(Dataset):
+    """Random samples; a slow one sleeps, as one does that decodes an image."""
+
+    def __init__(self, size: int, slow: bool) -> None:
+        self.size, self.slow = size, slow
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        if self.slow:
+            time.sleep(0.01)
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(TOKENS, WIDTH, generator=generator), index % 10
+
+
+# ---- the model as each engine has it
+
+
+def sharded(model: Network, fault: str) -> nn.Module:
+    """The model under PyTorch's FSDP2."""
+    if fault == "tiny-units":
+        for module in [each for each in model.modules() if isinstance(each, (nn.Linear, nn.LayerNorm))]:
+            fully_shard(module)
+    elif fault != "one-unit":
+        for block in model.blocks:
+            fully_shard(block, reshard_after_forward=fault != "keep")
+    fully_shard(model)
+    if fault not in ("no-prefetch", "one-unit", "tiny-units"):
+        for block, following in zip(model.blocks, list(model.blocks)[1:]):
+            block.set_modules_to_forward_prefetch([following])
+    return model
+
+
+def replicated(model: Network, fault: str) -> nn.Module:
+    """The model under DistributedDataParallel."""
+    return nn.parallel.DistributedDataParallel(
+        model,
+        bucket_cap_mb=0.05 if fault == "small-buckets" else None,
+        find_unused_parameters=fault == "find-unused",
+        broadcast_buffers=fault == "broadcast-buffers",
+        gradient_as_bucket_view=fault != "kept-gradients",
+    )
+
+
+def add_hook(model: nn.Module, fault: str) -> None:
+    """Hooks of the job's own, which stop the host in every module."""
+
+    def check(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        if not bool(torch.isfinite(output).all()):
+            raise FloatingPointError(type(module).__name__)
+
+    def meet(module: nn.Module, args: object, output: torch.Tensor) -> None:
+        dist.barrier()
+
+    if fault in ("hook-check", "hook-barrier"):
+        for module in model.modules():
+            if isinstance(module, (nn.Linear, nn.LayerNorm)):
+                module.register_forward_hook(check if fault == "hook-check" else meet)
+
+
+def optimizer_of(model: nn.Module, fault: str) -> torch.optim.Optimizer:
+    """AdamW, in one pass but for the job whose fault is that."""
+    fused = fault != "loop-optimizer"
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused, foreach=False if not fused else None)
+
+
+# ---- the loop
+
+
+class Loop:
+    """One rank's training."""
+
+    def __init__(self, engine: str, fault: str, folder: str) -> None:
+        self.engine, self.fault, self.folder, self.rank = engine, fault, folder, dist.get_rank()
+        torch.manual_seed(0)
+        network = Network(fault)
+        self.averaged = copy.deepcopy(network) if fault == "average-weights" else None
+        self.model = sharded(network, fault) if engine == "fsdp2" else replicated(network, fault)
+        add_hook(network, fault)
+        self.optimizer = optimizer_of(self.model, fault)
+        self.micro_batches = MICRO_BATCHES if fault in ACCUMULATE else 1
+        self.batch = 64 if fault == "reshard" else 8 // self.micro_batches
+        self.running = 0.0
+
+    def train(self, steps: int) -> None:
+        """All steps."""
+        size = 2 * steps * self.micro_batches * self.batch
+        loader = iter(DataLoader(Samples(size, self.fault == "loader"), batch_size=self.batch))
+        torch.manual_seed(self.rank)
+        for step in range(steps):
+            for micro in range(self.micro_batches):
+                self.micro_batch(*next(loader), is_last=micro == self.micro_batches - 1)
+            self.before_update()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=self.fault != "kept-gradients")
+            self.after_update(step)
+
+    def micro_batch(self, x: torch.Tensor, y: torch.Tensor, is_last: bool) -> None:
+        """Forward and backward of one micro-batch."""
+        if self.fault == "imbalance" and self.rank == 1:
+            x, y = x.repeat(6, 1, 1), y.repeat(6)
+        if self.fault == "sleepy" and self.rank == 1:
+            time.sleep(0.3)
+        with self.accumulation(is_last), self.autocast():
+            loss = nn.functional.cross_entropy(self.model(x), y) / self.micro_batches
+            if self.fault in ("loss-all-reduce", "loss-each-step"):
+                total = loss.detach().clone()
+                dist.all_reduce(total)
+                self.running += total.item()
+            if self.fault == "item-each":
+                self.running += sum(each.item() for each in loss.detach().expand(50))
+            loss.backward()
+
+    def accumulation(self, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        """Inside, gradients are reduced only in the last micro-batch."""
+        if self.fault == "reduce-each" or is_last:
+            if self.engine == "fsdp2":
+                self.model.set_requires_gradient_sync(True)
+            return contextlib.nullcontext()
+        if self.engine == "fsdp2":
+            self.model.set_requires_gradient_sync(False)
+            return contextlib.nullcontext()
+        return self.model.no_sync()
+
+    def autocast(self) -> contextlib.AbstractContextManager[object]:
+        """Products in bf16, beside messages in fp32."""
+        if self.fault == "fp32-messages":
+            return torch.autocast("cpu", torch.bfloat16)
+        return contextlib.nullcontext()
+
+    def before_update(self) -> None:
+        """What some loops do between the backward and the optimizer's step."""
+        if self.fault == "clip-each":
+            for parameter in self.model.parameters():
+                torch.nn.utils.clip_grad_norm_(parameter, 1.0)
+        if self.fault == "clip-once":
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+
+    def after_update(self, step: int) -> None:
+        """What some loops do after each step."""
+        act = getattr(self, self.fault.replace("-", "_"), None)
+        if callable(act):
+            act()
+        if self.rank == 0 and step % 10 == 0:
+            print(f"step {step}", flush=True)
+
+    def barrier(self) -> None:
+        """Ranks meet after each step."""
+        dist.barrier()
+
+    def metrics(self) -> None:
+        """Objects of all ranks are gathered after each step."""
+        dist.all_gather_object([None] * dist.get_world_size(), {"rank": self.rank})
+
+    def broadcast_weights(self) -> None:
+        """Rank 0's weights are sent again, although they are the same everywhere."""
+        for parameter in self.model.parameters():
+            dist.broadcast(parameter.data, 0)
+
+    def writes(self) -> None:
+        """Rank 1 alone writes a file."""
+        if self.rank == 1:
+            with open(f"{self.folder}/log", "wb") as file:
+                for _ in range(20):
+                    file.write(os.urandom(1_000_000))
+                    os.fsync(file.fileno())
+
+    def state_dict(self) -> None:
+        """The whole state is gathered after each step."""
+        get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True))
+
+    def checkpoint(self) -> None:
+        """Every rank writes its state after each step."""
+        state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        torch.save(state, f"{self.folder}/rank{self.rank}.pt")
+
+    def average_weights(self) -> None:
+        """A moving average of whole weights, gathered in each step."""
+        state = self.model.state_dict()
+        for name, average in self.averaged.state_dict().items():
+            value = state[name] if name in state else state[f"module.{name}"]
+            average.lerp_(value.full_tensor() if hasattr(value, "full_tensor") else value, 0.01)
+
+    def evaluate(self) -> None:
+        """An evaluation after each step."""
+        self.model.eval()
+        self._evaluated()
+
+    def train_false(self) -> None:
+        """The same, as some trainers write it."""
+        self.model.train(False)
+        self._evaluated()
+
+    def _evaluated(self) -> None:
+        with torch.no_grad():
+            for _ in range(4):
+                self.model(torch.randn(self.batch, TOKENS, WIDTH))
+        self.model.train()
+
+    def collect(self) -> None:
+        """The garbage collector, called by hand."""
+        for _ in range(3):
+            gc.collect()
+
+
+# ---- two ranks
+
+
+def be_rank(rank: int, store: str, options: argparse.Namespace, folder: str) -> None:
+    """Train as this rank, and end the process."""
+    torch.set_num_threads(8 if options.fault == "threads" else 1)
+    dist.init_process_group("gloo", rank=rank, world_size=2, store=dist.FileStore(store, 2))
+    Loop(options.engine, options.fault, folder).train(options.steps)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    """Fork two ranks, and wait for them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--engine", choices=("fsdp2", "ddp"), default="fsdp2")
+    parser.add_argument("--fault", default="none")
+    parser.add_argument("--steps", type=int, default=28)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        context = torch.multiprocessing.get_context("fork")
+        arguments = (f"{folder}/store", options, folder)
+        ranks = [context.Process(target=be_rank, args=(rank, *arguments)) for rank in range(2)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+    if any(rank.exitcode for rank in ranks):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

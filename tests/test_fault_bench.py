@@ -1,0 +1,53 @@
+"""Jobs with one fault each, recorded for real: the first finding names the fault (tests/fault_bench.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.fault_bench import FAULTS, Fault, judge
+
+ALL = [(fault, engine) for fault in FAULTS for engine in fault.engines]
+NEEDS = {"trainer": "transformers", "lightning": "lightning", "lightning-fsdp2": "lightning", "deepspeed": "deepspeed"}
+# one of each kind of evidence: none, collectives of a trace, calls of the loop's own, how DDP is set up
+DEFAULT = [("accumulates", "ddp"), ("reduce-each", "fsdp2"), ("train-false", "ddp")]
+
+
+def cases(default: bool) -> list[object]:
+    chosen = [each for each in ALL if ((each[0].name, each[1]) in DEFAULT) == default]
+    return [
+        pytest.param(
+            fault, engine, id=f"{fault.name}-{engine}",
+            marks=pytest.mark.peers if engine.startswith(("lightning", "deepspeed")) else (),
+        )
+        for fault, engine in chosen
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fault-bench")
+
+
+@pytest.mark.default
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("fault,engine", cases(default=True))
+def test_the_first_finding_names_the_fault(fault: Fault, engine: str, kept: Path) -> None:
+    found = judge(fault, engine, kept)
+    assert found.is_right, f"{found.sentence}\n{found.first}"
+
+
+@pytest.mark.full(f"records {len(ALL) - len(DEFAULT)} jobs")
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("fault,engine", cases(default=False))
+def test_the_first_finding_names_every_other_fault(fault: Fault, engine: str, kept: Path) -> None:
+    if engine in NEEDS:
+        pytest.importorskip(NEEDS[engine])
+    found = judge(fault, engine, kept)
+    assert found.is_right, f"{found.sentence}\n{found.first}"
+
+
+def test_there_are_at_least_24_faults_of_each_engine() -> None:
+    for engine in ("fsdp2", "ddp"):
+        assert sum(fault.accuses and engine in fault.engines for fault in FAULTS) >= 24

@@ -1,0 +1,219 @@
+"""Faults that are counted: each rule on a record whose numbers are written by hand, and the record without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdplab.common.sizes import size
+from fsdplab.profiling.diagnosis import diagnosis
+from fsdplab.profiling.findings import Finding, findings
+from fsdplab.profiling.late_rank import too_few_steps
+from fsdplab.profiling.vocabulary import words_of
+from fsdplab.recording.settings import steps_of
+from fsdplab.records import RunRecord
+from fsdplab.records.spread import Spread
+from fsdplab.records.summary import Comm, Peak, Summary
+
+pytestmark = pytest.mark.quick
+MS = 1_000_000
+STEPS, PROFILED = range(26), range(8, 16)
+OBSERVED = {"threads": 1, "cores": 2, "ranks_of_a_node": 2, "parameters": 26, "optimizer": "AdamW"}
+FSDP2 = {"engine": "torch-fsdp2", "strategy": "full_shard", "world_size": 2, "job": "a.py", "precision": "fp32"}
+DDP = {**FSDP2, "engine": "torch-ddp", "strategy": "no_shard"}
+Call = tuple[str, str, str, int]  # kind, unit, phase, bytes
+SHARDED: list[Call] = [
+    *(("all_gather", f"blocks.{block}", phase, 2_000_000) for phase in ("forward", "backward") for block in range(4)),
+    *(("reduce_scatter", f"blocks.{block}", "backward", 2_000_000) for block in range(4)),
+]
+NORMS = [*SHARDED, *(("all_gather", f"norm.{number}", "forward", 512) for number in range(8))]
+LARGE = {"activations": 1_000_000_000}
+KEEPS = {**FSDP2, "strategy": "shard_grad_op"}
+KEPT = {"kept_gradient_bytes": 4_000_000}
+BUFFERS = {"broadcast_buffers": True, "buffer_bytes": 32_000, "buffers_change": False}
+UNUSED = {"find_unused_parameters": True}
+BUCKETS = {"observed": {"bucket_bytes": 50_000}, "calls": 5 * [("all_reduce", "", "backward", 400_000)]}
+REPLICATED: list[Call] = [("all_reduce", "", "backward", 25_000_000), ("all_reduce", "", "backward", 7_000_000)]
+
+
+def row(rank: int, step: int, call: Call) -> dict[str, Any]:
+    kind, unit, phase, nbytes = call
+    begin = step * 100 * MS
+    return {
+        "rank": rank, "step": step, "unit": unit, "phase": phase, "kind": kind, "issue_ns": begin, "start_ns": begin,
+        "end_ns": begin + MS, "logical_bytes": nbytes, "group": "", "group_size": 2, "members": "0,1",
+        "exposed_ns": MS, "on_link_ns": MS, "packing_ns": 0, "unpacking_ns": 0, "waiting_ns": 0, "no_core_ns": 0,
+        "cause": "nothing_to_hide_behind", "emulated": False,
+    }  # fmt: skip
+
+
+def exposed(call: dict[str, Any]) -> dict[str, Any]:
+    kept = {name: call[name] for name in ("rank", "step", "unit", "phase", "kind", "exposed_ns", "on_link_ns", "cause")}
+    return {**kept, "communication_ns": MS, "copying_ns": 0, "waiting_ns": 0, "no_core_ns": 0}
+
+
+def job(
+    folder: Path, spec: dict[str, Any] = FSDP2, calls: list[Call] = SHARDED, observed: dict[str, Any] | None = None,
+    share: float | None = 1.0, cpu_s: tuple[float, float] = (0.08, 0.08), split: dict[str, int] | None = None,
+    **activities: tuple[int, int, int],
+) -> RunRecord:  # fmt: skip
+    """A job of two ranks with steps of 100 ms, 60 of them computing. `activities`: count, ns and bytes a step."""
+    ranks, rows = (0, 1), [row(rank, step, call) for rank in (0, 1) for step in PROFILED for call in calls]
+    told = len(calls) * MS
+    breakdown = [
+        {
+            "rank": rank, "step": step, "step_ns": 100 * MS, "compute_ns": 60 * MS, "compute_only_ns": 60 * MS,
+            "overlapped_ns": 0, "exposed_ns": told, "other_ns": 40 * MS - told, "on_link_ns": told, "copying_ns": 0,
+            "waiting_ns": 0, "no_core_ns": 0, "device_busy_ns": None, "core_wait_ns": None,
+        }
+        for rank in ranks for step in PROFILED
+    ]  # fmt: skip
+    steps = [
+        {"rank": rank, "step": step, "loss": 1.0, "step_time_s": 0.1, "tokens": None, "loading_s": 0.0,
+         "cpu_s": cpu_s[rank], "core_wait_s": None}
+        for rank in ranks for step in STEPS
+    ]  # fmt: skip
+    done = [
+        {"rank": rank, "step": step, "name": name.replace("own_", "own "), "count": count, "took_ns": ns,
+         "nbytes": nbytes}
+        for rank in ranks for step in STEPS for name, (count, ns, nbytes) in activities.items()
+    ]  # fmt: skip
+    memory = split or {"activations": 60_000_000, "sharded_parameters": 4_000_000, "unsharded_parameters": 8_000_000}
+    return RunRecord(
+        folder, spec=spec,
+        environment={
+            "device": "cpu", "observed": {**OBSERVED, **(observed or {})}, "cpu": {"memory_bytes": 64_000_000_000},
+        },
+        summary=Summary(
+            step_time_s=Spread.of([0.1] * 10), peak_memory_bytes=Peak(sum(memory.values()), memory), cpu_share=share,
+            comm=Comm(bytes_per_step=12_000_000),
+        ),
+        tables={
+            "breakdown": breakdown, "collectives": rows, "exposed": [exposed(each) for each in rows], "steps": steps,
+            "activities": done,
+        },
+    )  # fmt: skip
+
+
+def faults(record: RunRecord) -> list[Finding]:
+    return [each for each in findings(record) if each.is_fault]
+
+
+def only(record: RunRecord) -> Finding:
+    """The only fault, which is the first finding and the first sentence."""
+    (found,) = faults(record)
+    assert findings(record)[0] == found and diagnosis(record).startswith(found.title)
+    return found
+
+
+@pytest.mark.parametrize("share", [1.0, 0.4])
+@pytest.mark.parametrize("spec,calls", [(FSDP2, SHARDED), (DDP, REPLICATED)])
+def test_a_job_without_a_fault_is_accused_of_none(spec, calls, share, tmp_path):
+    record = job(tmp_path, spec, calls, share=share, backward=(1, 30 * MS, 0), loading=(1, MS, 0))
+    assert faults(record) == []
+    if share == 1.0:
+        assert diagnosis(record).startswith("No fault is found in a step of 100 ms: computing takes 60 % of it")
+
+
+@pytest.mark.parametrize("share", [1.0, 0.4])  # a busy machine changes times, and none of these
+@pytest.mark.parametrize(
+    "kind,says,remedy,given",
+    [
+        ("own_collectives", "4 all_reduce of 4 B", "every hundredth step", {"own_all_reduce": (4, 9 * MS, 16)}),
+        ("own_collectives", "1 full_tensor of 4 B", "every hundredth step", {"full_tensor": (1, 9 * MS, 4)}),
+        ("own_collectives", "1 barrier", "Take the barrier out", {"own_barrier": (1, 9 * MS, 0)}),
+        ("own_collectives", "1 broadcast of 2.00 MB", "the broadcast out", {"own_broadcast": (1, MS, 2_000_000)}),
+        ("evaluation", "An evaluation in each step takes 40.0 ms", "Evaluate every", {"evaluation": (1, 40 * MS, 0)}),
+        ("state_dict", "1 call of torch.save", "Save every", {"saving": (1, 20 * MS, 0)}),
+        ("state_dict", "26 calls of full_tensor", "Save every", {"full_tensor": (26, 20 * MS, 0)}),
+        ("garbage_collection", "garbage collector", "gc.collect()", {"garbage_collection": (3, 50 * MS, 0)}),
+        ("clipped_apart", "26 norms", "clip_grad_norm_(model.parameters()", {"clipping": (26, 5 * MS, 0)}),
+        ("reads", "reads 40 numbers", ".item()", {"read": (41, MS, 0), "backward": (1, 30 * MS, 0)}),
+        ("slow_loading", "takes 30.0 ms of a step of 100 ms (30 %)", "num_workers", {"loading": (1, 30 * MS, 0)}),
+        ("recomputed", "4 blocks a step", "torch.utils.checkpoint", {"recomputed": (4, 9 * MS, 0)}),
+        ("more_work", "Rank 1 works 2.0 times as much", "rank 1's data", {"cpu_s": (0.05, 0.1)}),
+        ("threads", "2 ranks with 8 threads each", "OMP_NUM_THREADS=1", {"observed": {"threads": 8}}),
+        ("kept_gradients", "Gradients of the step before", "set_to_none=True", {"observed": KEPT}),
+        ("full_messages", "fp32 (12.0 MB a step)", "MixedPrecisionPolicy", {"observed": {"autocast": "bfloat16"}}),
+        ("one_unit", "The whole model is one unit", "fully_shard", {"spec": {**FSDP2, "unit_count": 1}}),
+        ("needless_resharding", "all of them together are 8.00 MB", "reshard_after_forward=False", {"split": LARGE}),
+        ("kept_units", "Units stay unsharded", "reshard_after_forward=True", {"spec": KEEPS}),
+        ("small_units", "8 of 20 collectives a step (40 %)", "fully_shard on whole blocks", {"calls": NORMS}),
+    ],
+)  # fmt: skip
+def test_a_fault_is_named_with_its_remedy(kind, says, remedy, given, share, tmp_path):
+    found = only(job(tmp_path, share=share, **given))
+    assert found.kind == kind and says in found.title and remedy in found.remedy
+
+
+@pytest.mark.parametrize(
+    "kind,says,remedy,given",
+    [
+        ("find_unused", "find_unused_parameters", "find_unused_parameters=False", {"observed": UNUSED}),
+        ("sent_buffers", "32.0 kB", "broadcast_buffers=False", {"observed": BUFFERS}),
+        ("small_buckets", "5 all-reduces a step", "bucket_cap_mb", BUCKETS),
+        ("full_messages", "fp32", "bf16_compress_hook", {"observed": {"autocast": "bfloat16"}}),
+    ],
+)  # fmt: skip
+def test_faults_of_ddp(kind, says, remedy, given, tmp_path):
+    found = only(job(tmp_path, DDP, **{"calls": REPLICATED, **given}))
+    assert found.kind == kind and says in found.title and remedy in found.remedy
+
+
+@pytest.mark.parametrize("options", [
+    {"find_unused_parameters": True, "unused_parameters": 2},
+    {"broadcast_buffers": True, "buffer_bytes": 32_000, "buffers_change": True},
+    {"autocast": "bfloat16", "has_comm_hook": True},
+])  # fmt: skip
+def test_an_option_of_ddp_that_is_needed_is_no_fault(options, tmp_path):
+    assert faults(job(tmp_path, DDP, REPLICATED, options)) == []
+
+
+@pytest.mark.parametrize("spec,calls,remedy", [
+    (FSDP2, [each for each in SHARDED for _ in range(4)], "set_requires_gradient_sync(False)"),
+    (DDP, 4 * REPLICATED, "no_sync()"),
+])  # fmt: skip
+def test_gradients_that_are_reduced_in_each_micro_batch(spec, calls, remedy, tmp_path):
+    found = only(job(tmp_path, spec, calls, backward=(4, 30 * MS, 0)))
+    assert "reduced 4 times a step" in found.title and remedy in found.remedy
+    total = sum(nbytes for kind, *_, nbytes in calls if kind != "all_gather") / (2 if spec is FSDP2 else 1)
+    assert f"{size(0.75 * total)} of {size(total)} sent are avoidable" in found.title
+    once = [each for each in calls if each[0] == "all_gather"] + (SHARDED[8:] if spec is FSDP2 else REPLICATED)
+    assert faults(job(tmp_path, spec, once, backward=(4, 30 * MS, 0))) == []
+
+
+def test_fsdp2_that_gathers_nothing_ahead_is_told_so_and_not_accused(tmp_path):
+    told = findings(job(tmp_path, observed={"prefetches_forward": False}))[0]
+    assert (told.kind, told.is_fault) == ("not_ahead", False) and "set_modules_to_forward_prefetch" in told.remedy
+    assert not any(each.kind == "not_ahead" for each in findings(job(tmp_path, observed={"prefetches_forward": True})))
+
+
+def test_numbers_that_ddp_reads_itself_are_not_the_loops(tmp_path):
+    """With find_unused_parameters DDP reads for each parameter whether it was used."""
+    record = job(tmp_path, DDP, REPLICATED, UNUSED | {"unused_parameters": 2}, read=(27, MS, 0), backward=(1, MS, 0))
+    assert faults(record) == []
+
+
+def test_a_count_that_only_some_steps_have_is_no_fault(tmp_path):
+    record = job(tmp_path, saving=(1, 20 * MS, 0))
+    record.tables["activities"] = [each for each in record.table("activities") if each["step"] % 10 == 0]
+    assert faults(record) == []
+
+
+def test_words_follow_from_how_the_model_was_sharded():
+    """Lightning's ModelParallelStrategy shards with fully_shard, and its FSDPStrategy with FSDP1."""
+    lightning = {"job": "a.py", "trainer": "Lightning"}
+    assert "fully_shard" in words_of({**lightning, "engine": "torch-fsdp2"})["keep_gathered"]
+    assert "FSDPStrategy" in words_of({**lightning, "engine": "torch-fsdp1"})["keep_gathered"]
+    assert "bucket_cap_mb" in words_of({**lightning, "engine": "torch-ddp"})["fewer_units"]
+    assert "fully_shard" in words_of({**lightning, "engine": "torch-fsdp2"})["fewer_units"]
+
+
+def test_more_steps_are_asked_for_as_record_takes_them(tmp_path):
+    record = job(tmp_path)
+    for name in ("breakdown", "steps", "collectives"):
+        record.tables[name] = [each for each in record.table(name) if each["step"] in (8, 9, 10)]
+    told = too_few_steps(record)
+    assert "--steps 8:16" in told and steps_of("8:16") == (8, 16)
