@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from fsdplab.common.sizes import seconds, three_digits
 
 from .memory import fits_card
 from .overlap import overlap_of
-from .plan_spec import PlanSpec
+from .plan_spec import PlanSpec, changed
 from .step_time import has_known_flops, step_time
 
 ALIKE = 0.99  # less than a percent is no difference in speed
@@ -26,8 +24,10 @@ def hybrid_sentence(spec: PlanSpec) -> str:
     ranks_a_node = node // (spec.tensor_parallel * spec.context_parallel)
     if not compares or ranks_a_node < 2 or spec.pipeline_parallel > 1 or not has_known_flops(spec.gpu):
         return ""
-    full = replace(spec, strategy="full_shard", shard_size=None)
-    hybrid = replace(spec, strategy="hybrid_shard", shard_size=ranks_a_node)
+    full = changed(spec, strategy="full_shard", shard_size=None)
+    hybrid = changed(spec, strategy="hybrid_shard", shard_size=ranks_a_node)
+    if full is None or hybrid is None:  # experts or heads that such groups do not divide
+        return ""
     full_s, hybrid_s = step_time(full).step_s, step_time(hybrid).step_s
     pays = hybrid_s < ALIKE * full_s
     verdict = "pays" if pays else "does not pay"
@@ -38,8 +38,11 @@ def hybrid_sentence(spec: PlanSpec) -> str:
 
 
 def hiding_sentence(spec: PlanSpec) -> str:
-    """Say from how many tokens of a micro-batch on a block's communication hides behind its compute."""
-    if not has_known_flops(spec.gpu):
+    """Say from how many tokens of a micro-batch on a block's communication hides behind its compute.
+
+    It is "" for a pipeline, whose stages wait for each other, and where nothing is sent or no times are known.
+    """
+    if spec.pipeline_parallel > 1 or not has_known_flops(spec.gpu):
         return ""
     crossover = overlap_of(spec).crossover_tokens
     if not crossover:

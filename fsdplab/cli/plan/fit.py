@@ -44,12 +44,23 @@ def fit_answer(
     spec, asked = plan_spec(**settings), Asked(tokens, price)
     found = fit(spec, global_batch, [name for name in names if name])
     begin = f"fsdplab plan --model {settings['model']} --gpu {settings['gpu']} --sequence-length {spec.seq}"
-    parts: list[Part] = [_table(found, asked), *_reasons(found, begin), _single(found)]
-    kept = f"; kept as given: {', '.join(found.kept)}" if found.kept else ""
-    batch = f"{found.sequences:,} sequences, {found.sequences * spec.seq:,} tokens, a step{kept}"
-    parts += [Line(batch, "global batch"), Line(f"{found.planned:,} plans, of which {found.fitting:,} fit", "tried")]
-    parts.append(provenance([found.own.plan]))
+    parts: list[Part] = [
+        _table(found, asked),
+        *_reasons(found, begin),
+        _single(found),
+        *_tried(found),
+        provenance([found.own.plan]),
+    ]
     return Answer(parts, _as_dict(found, asked))
+
+
+def _tried(found: Fit) -> Iterator[Line]:
+    tokens = found.sequences * found.own.spec.seq
+    kept = ""
+    if found.kept:
+        kept = f"; kept as given: {', '.join(found.kept)}"
+    yield Line(f"{found.sequences:,} sequences, {tokens:,} tokens, a step{kept}", "global batch")
+    yield Line(f"{found.planned:,} plans, of which {found.fitting:,} fit", "tried")
 
 
 def _picks(found: Fit) -> dict[str, Candidate]:
@@ -61,18 +72,22 @@ def _table(found: Fit, asked: Asked) -> Table:
     what = f"{asked.tokens:,.0f} tokens" if asked.tokens else "a billion tokens"
     cost = f"{'$' if asked.price else 'GPU-hours'} of {what}"
     columns = ("", "GPUs", "plan", "peak", "fits", "step", "tokens/s a GPU", cost)
-    rows = [_row("as given", found.own, asked)]
-    rows += [_row(name, candidate, asked) for name, candidate in _picks(found).items()]
+    named = {"as given": found.own, **_picks(found)}
+    rows = [_row(name, candidate, asked) for name, candidate in named.items()]
     return Table(columns, rows, words=("", "plan", "fits"), folds=("plan",))
 
 
 def _row(name: str, candidate: Candidate, asked: Asked) -> tuple[str, ...]:
     plan, spec = candidate.plan, candidate.spec
+    step, speed, cost = None, MISSING, MISSING
+    if plan.time is not None:
+        step = plan.time.step_s
+    if plan.tokens_per_s_per_gpu:
+        speed = three_digits(plan.tokens_per_s_per_gpu)
     hours = asked.gpu_hours(candidate)
-    cost = f"{hours * (asked.price or 1):,.0f}" if hours and plan.fits else MISSING
-    speed = three_digits(plan.tokens_per_s_per_gpu) if plan.tokens_per_s_per_gpu else MISSING
-    step = seconds(plan.time.step_s if plan.time else None)
-    return name, str(spec.gpus), in_short(spec), size(candidate.peak), plan.fitness, step, speed, cost
+    if hours and plan.fits:
+        cost = f"{hours * (asked.price or 1):,.0f}"
+    return (name, str(spec.gpus), in_short(spec), size(candidate.peak), plan.fitness, seconds(step), speed, cost)
 
 
 def _reasons(found: Fit, begin: str) -> Iterator[Line]:
@@ -104,12 +119,15 @@ def _fewest_gpus(spec: PlanSpec) -> str:
 
 def _single(found: Fit) -> Line:
     own, single = found.own, found.single
+    label = "best single change"
     if single is None:
-        return Line("none is faster" if own.fits else "none makes it fit", "best single change")
-    gain = own.expected_s / single.candidate.expected_s - 1
-    effect = f"{percent(gain)} faster" if own.fits else "makes it fit"
+        return Line("none is faster" if own.fits else "none makes it fit", label)
+    effect = "makes it fit"
+    if own.fits:
+        gain = own.expected_s / single.candidate.expected_s - 1
+        effect = f"{percent(gain)} faster"
     peak = f"{size(single.candidate.peak)} at the peak"
-    return Line(f"{changes_in_words(single.changes)}: {effect}, {peak}", "best single change")
+    return Line(f"{changes_in_words(single.changes)}: {effect}, {peak}", label)
 
 
 def _as_dict(found: Fit, asked: Asked) -> dict[str, Any]:
