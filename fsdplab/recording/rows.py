@@ -59,7 +59,16 @@ class Taken:
 
     def may_begin(self) -> bool:
         """Whether an activity that begins now is inside no other one, and is of the loop's own thread."""
+        self.end_evaluation()
         return not self.is_busy and self.evaluates_since is None and is_main_thread()
+
+    def end_evaluation(self, trains: bool = False) -> None:
+        """Note the evaluation if the model trains again, which some trainers say without a call of `train`."""
+        if self.evaluates_since is None or self.evaluated is None:
+            return
+        if trains or self.evaluated.training:
+            self.note("evaluation", time.perf_counter_ns() - self.evaluates_since)
+            self.evaluates_since = None
 
     def note(self, name: str, took_ns: int, nbytes: int = 0) -> None:
         """An activity has ended."""
