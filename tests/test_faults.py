@@ -222,9 +222,9 @@ def test_more_steps_are_asked_for_as_record_takes_them(tmp_path):
 
 
 def test_an_evaluation_ends_when_the_model_trains_again_however_that_is_said():
-    """Lightning sets the attribute of every module, and calls `train` of none."""
-    taken, model = Taken(), torch.nn.Linear(1, 1).eval()
-    taken.evaluated, taken.evaluates_since = model, 1
+    """Lightning sets the attribute of every module but DDP's wrapper, and calls `train` of none."""
+    taken, model = Taken(), torch.nn.Linear(1, 1)
+    taken.evaluated, taken.evaluates_since = torch.nn.Sequential(model).eval(), 1
     assert not taken.may_begin() and not taken.activities
     model.training = True
     assert taken.may_begin() and taken.activities["evaluation"][0] == 1
