@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from fsdplab.common.sizes import size
 from fsdplab.profiling.diagnosis import diagnosis
 from fsdplab.profiling.findings import Finding, findings
 from fsdplab.profiling.late_rank import too_few_steps
 from fsdplab.profiling.vocabulary import words_of
+from fsdplab.recording.rows import Taken
 from fsdplab.recording.settings import steps_of
 from fsdplab.records import RunRecord
 from fsdplab.records.spread import Spread
@@ -217,3 +219,12 @@ def test_more_steps_are_asked_for_as_record_takes_them(tmp_path):
         record.tables[name] = [each for each in record.table(name) if each["step"] in (8, 9, 10)]
     told = too_few_steps(record)
     assert "--steps 8:16" in told and steps_of("8:16") == (8, 16)
+
+
+def test_an_evaluation_ends_when_the_model_trains_again_however_that_is_said():
+    """Lightning sets the attribute of every module but DDP's wrapper, and calls `train` of none."""
+    taken, model = Taken(), torch.nn.Linear(1, 1)
+    taken.evaluated, taken.evaluates_since = torch.nn.Sequential(model).eval(), 1
+    assert not taken.may_begin() and not taken.activities
+    model.training = True
+    assert taken.may_begin() and taken.activities["evaluation"][0] == 1

@@ -286,7 +286,8 @@ def _done_each_step(*names: str) -> Callable[[str, StepFacts, Unclaimed], Fact |
             "took": seconds(total),
             "of_both": percent(total / (total + facts.step_s)),
         }
-        values["times"] = max(1, round(sum(each.count for each in found.values())))
+        times = max(1, round(sum(each.count for each in found.values())))
+        values["times"] = "once" if times == 1 else f"{times} times"
         return Fact(kind, total, "step", rank=found[longest].rank, values=values)
 
     return claims
@@ -424,10 +425,6 @@ FAULTS = (
           "The others wait for it at their next collective, which costs no CPU time.",
           "Look at rank {rank}'s data (more or longer samples than the others'), and at what else it does in a step:"
           " files, logging, preparing batches.", unless=["slow_rank", "late_rank", "slow_loading"]),
-    _rule("own_collectives", _own_collectives,
-          "The loop calls collectives of its own in each step: {listed}, {blocked} of each step",
-          "In each of them all ranks wait for the last one, so that nobody runs ahead; the longest is {which}.",
-          _without_own),
     _rule("evaluation", _done_each_step("evaluation"),
           "An evaluation in each step takes {took}, beside {step_s} of training ({of_both} of both)",
           "The model is set to evaluate, and to train again, in most of the steps.",
@@ -436,10 +433,14 @@ FAULTS = (
           "The model's state is gathered or saved in each step: {calls}, {took} of each step",
           "A state dict of sharded parameters that is asked for as a whole gathers all of them.", "{save_less}"),
     _rule("garbage_collection", _done_each_step("garbage_collection"),
-          "Python's garbage collector runs {times} times in each step, for {took}",
+          "Python's garbage collector runs {times} in each step, for {took}",
           "A full collection looks at every object of the process, of which torch alone has some hundred thousand.",
           "Take gc.collect() out of the loop, or call it every hundredth step; gc.freeze() before the loop leaves out"
           " what stays anyway."),
+    _rule("own_collectives", _own_collectives,
+          "The loop calls collectives of its own in each step: {listed}, {blocked} of each step",
+          "In each of them all ranks wait for the last one, so that nobody runs ahead; the longest is {which}.",
+          _without_own, unless=["evaluation", "state_dict", "garbage_collection"]),
     _rule("reduced_often", _reduced_often,
           "Gradients are reduced {times} times a step, once for each micro-batch: {saved} of {sent} sent are avoidable",
           "Backward runs {times} times before the optimizer steps, and {more} of the reductions add nothing that the"

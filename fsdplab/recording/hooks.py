@@ -132,6 +132,7 @@ def _hook_loaders(recorder: RankRecorder) -> None:
 
     @functools.wraps(following)
     def timed(self: Any) -> Any:
+        recorder.taken.end_evaluation()
         began, waited = time.perf_counter(), thread_waited_ns()
         try:
             return following(self)

@@ -85,6 +85,7 @@ class RankRecorder:
         """`backward` is called of this tensor."""
         try:
             self.taken.note_loss(loss)
+            self.taken.end_evaluation()
             if self._window is not None:
                 self._window.before_backward()
         except Exception as error:  # as in `stepped`
@@ -94,14 +95,10 @@ class RankRecorder:
         """A module was set to train or to evaluate; the model's evaluation lasts until it trains again."""
         if not _trains(module, self._optimizers):
             return
-        now = time.perf_counter_ns()
-        began = self.taken.evaluates_since
-        if not trains:
-            self.taken.evaluated = module
-            self.taken.evaluates_since = now if began is None else began
-        elif began is not None:
-            self.taken.evaluates_since = None
-            self.taken.note("evaluation", now - began)
+        if trains:
+            self.taken.end_evaluation(trains=True)
+        elif self.taken.evaluates_since is None:
+            self.taken.evaluated, self.taken.evaluates_since = module, time.perf_counter_ns()
 
     def profiler_starts(self) -> None:
         """The job starts a profiler of its own, beside which no other one sees anything."""

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from fsdplab.common.files import lock, unlock, write_whole
 from fsdplab.recording.settings import Settings
 from fsdplab.records import RecordError
 
+_WRAPPERS = 4  # around a model, with the model itself
 _APART_S = 0.02  # shorter steps than this are written several at once
 
 
@@ -59,7 +61,19 @@ class Taken:
 
     def may_begin(self) -> bool:
         """Whether an activity that begins now is inside no other one, and is of the loop's own thread."""
+        self.end_evaluation()
         return not self.is_busy and self.evaluates_since is None and is_main_thread()
+
+    def end_evaluation(self, trains: bool = False) -> None:
+        """Note the evaluation if the model trains again, which some trainers say without a call of `train`."""
+        if self.evaluates_since is None or self.evaluated is None:
+            return
+        outermost = islice(
+            self.evaluated.modules(), _WRAPPERS
+        )  # of a wrapper around it nobody says that it trains again
+        if trains or any(each.training for each in outermost):
+            self.note("evaluation", time.perf_counter_ns() - self.evaluates_since)
+            self.evaluates_since = None
 
     def note(self, name: str, took_ns: int, nbytes: int = 0) -> None:
         """An activity has ended."""
