@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from fsdplab.common.sizes import seconds, three_digits
 
 from .memory import fits_card
 from .overlap import overlap_of
 from .plan_spec import PlanSpec, changed
 from .step_time import has_known_flops, step_time
+
+if TYPE_CHECKING:
+    from .planner import Plan
 
 ALIKE = 0.99  # less than a percent is no difference in speed
 
@@ -51,3 +56,9 @@ def hiding_sentence(spec: PlanSpec) -> str:
     if not spec.prefetch:
         state = "exposed, without prefetch"
     return f"from {three_digits(crossover)} tokens a micro-batch on; here it has {spec.tokens:,}: {state}"
+
+
+def plan_json(plan: Plan, tokens: float | None = None) -> dict[str, Any]:
+    """Return the plan with both sentences: what `plan --json` writes and the planner's page shows."""
+    advice = {"hiding": hiding_sentence(plan.spec), "hybrid": hybrid_sentence(plan.spec)}
+    return plan.as_dict(tokens) | advice

@@ -13,7 +13,7 @@ from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import MISSING, plural
 from fsdplab.figures.plots.plans import page_of, sweep_figure
-from fsdplab.planning.advice import hiding_sentence, hybrid_sentence
+from fsdplab.planning.advice import hiding_sentence, hybrid_sentence, plan_json
 from fsdplab.planning.bands import ADAPTERS_OFFLOADED, memory_band, speed_band
 from fsdplab.planning.host import OPTIMIZER_SOURCE, host_crossing, host_link
 from fsdplab.planning.plan_spec import PlanSpec
@@ -56,8 +56,7 @@ def step_answer(settings: dict[str, Any], tokens: float | None) -> Answer:
     found = plan_of(plan_spec(**settings))
     times = Table(("name", "value"), [*_times(found, tokens)], ("name", "value"), folds=("value",), header=False)
     parts = (Line(_headline(found), mood="bold"), _memory_table(found), _card(found), times)
-    advice = {"hiding": hiding_sentence(found.spec), "hybrid": hybrid_sentence(found.spec)}
-    return Answer(parts, found.as_dict(tokens) | advice)
+    return Answer(parts, plan_json(found, tokens))
 
 
 def _recorded_answer(settings: dict[str, Any], tokens: float | None) -> Answer:

@@ -10,6 +10,7 @@ from fsdplab.common.errors import UserError
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import MISSING
+from fsdplab.planning.advice import plan_json
 from fsdplab.planning.bands import Band, memory_band, speed_band
 from fsdplab.planning.copy_as import accelerate_yaml, of_plan, pytorch
 from fsdplab.planning.host import OPTIMIZER_SOURCE, host_link
@@ -47,7 +48,7 @@ def answer(choice: Mapping[str, str], width: int) -> dict[str, str]:
         "step": step_drawing(_first_rank(record), room) if record else "",
         "step-words": escape(_step_words(found, record)),
         **{name: escape(text) for name, text in copies.items()},
-        "json": escape(json.dumps(found.as_dict(), indent=2)),
+        "json": escape(json.dumps(plan_json(found), indent=2)),
     }
 
 
