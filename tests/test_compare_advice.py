@@ -1,0 +1,42 @@
+"""The advice below a comparison: ordered by what a change gains on the steady card, and only what the run can take."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fsdplab import RunSpec
+from fsdplab.figures.conclusion import costliest
+from fsdplab.profiling.findings import findings
+from fsdplab.records import RunRecord
+from fsdplab.sessions.changes import gains
+
+pytestmark = pytest.mark.quick
+DATA = Path(__file__).parents[1] / "data"
+
+
+@pytest.fixture(scope="module")
+def late() -> RunRecord:
+    """full_shard that gathers nothing ahead, on two ranks of one machine, over an emulated link."""
+    return RunRecord.load(DATA / "lesson-07" / "late")
+
+
+def test_what_gains_most_comes_first(late: RunRecord) -> None:
+    early = RunRecord.load(DATA / "lesson-07" / "early")
+    first, second = costliest([early, late], most=9)
+    assert findings(late)[0].kind == "slow_link", "by its cost alone another finding would be first"
+    assert (first.finding.kind, second.finding.kind) == ("no_prefetch", "copies")
+    assert (first.gain or 0) > (second.gain or 0) > 0
+    for advice in (first, second):
+        (said,) = re.findall(r"(\d+) % more tokens/s on the steady card", advice.remedy)
+        assert int(said) == round(100 * (advice.gain or 0))
+
+
+def test_only_what_a_run_can_take_is_offered(late: RunRecord) -> None:
+    assert not [finding for finding in findings(late) if "hybrid_shard" in finding.remedy], "two ranks have no replicas"
+    unsharded = RunSpec(strategy="no_shard", link="400MB/s", device="cpu")
+    sharded = RunSpec(strategy="full_shard", prefetch=0, link="400MB/s", device="cpu")
+    assert "prefetch" in gains(sharded) and "prefetch" not in gains(unsharded)
+    assert (gains(sharded)["prefetch"].gain or 0) > 0
