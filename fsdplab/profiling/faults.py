@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from fsdplab.common.collectives import bus_factor
+from fsdplab.common.names import STRATEGY_ROWS
 from fsdplab.common.sizes import percent, seconds, size
 from fsdplab.common.words import plural
 from fsdplab.profiling.rules import Fact, Rule
@@ -229,7 +230,9 @@ def _kept_units(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """Units stay unsharded from the forward to the backward, and are much of the peak."""
     peak = facts.record.summary.peak_memory_bytes
     kept = peak.split.get("unsharded_parameters", 0)
-    if facts.spec.get("strategy") != "shard_grad_op" or not facts.spec.get("job") or not peak.total:
+    strategy = STRATEGY_ROWS.get(facts.spec.get("strategy") or "")
+    keeps_gathered = strategy is not None and strategy.can_offload and not strategy.reshards_after_forward
+    if not keeps_gathered or not facts.spec.get("job") or not peak.total:
         return None
     if kept < KEPT_UNITS * peak.total:
         return None
