@@ -38,6 +38,8 @@ class Command(NamedTuple):
 
 def gpu_check(device: str, out: Path | None) -> Answer:
     """Run the commands in order; as JSON `{"format": 2, "commands": [{"command", "exit_code", "seconds"}, ...]}`."""
+    if device not in ("cuda", "cpu"):
+        refuse(f"--device is {device!r}; expected cuda, or cpu for a rehearsal in tiny sizes")
     folder = out or Path(f"gpu-check-{device}")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         refuse(f"--out is {folder}, which is not empty; give a new folder, so that no earlier result is mixed in")

@@ -39,6 +39,7 @@ LOADING = 0.05  # part of a step that all ranks wait for their data from which o
 IDLE = 0.1  # part of a step below which idle time is usual
 OPTIMIZER = 0.2  # part of a step from which on the optimizer's step is worth a remedy
 ALIKE = 1.5  # the largest unit over the smallest up to which units are alike
+MUCH_LONGER = 1.5  # what one rank waits for its data over what the others wait, where it alone is slow
 MOST_OF_IT = 0.5
 
 
@@ -143,6 +144,8 @@ def _one_loader(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
         return None
     rank = max(means, key=means.__getitem__)
     own, others = beside(facts.loading, rank)
+    if own < MUCH_LONGER * others:  # a loader that is slow on every rank is another fault
+        return None
     worth = WORTH_SAYING * facts.step_s
     so = [ahead(facts.loading, rank, step) >= worth for step in {step for _, step in facts.loading}]
     if min(own - others, left.waiting) < worth or sum(so) <= MOST_OF_IT * len(so):

@@ -94,6 +94,8 @@ class Snapshot:
 
 def is_snapshot(path: Path) -> bool:
     """Whether a file begins as a pickle does, also a gzipped one; a trace of PyTorch's profiler is JSON."""
+    if not path.is_file():  # opening a pipe would wait for somebody who writes
+        return False
     try:
         with _open(path) as file:
             return file.read(1) == _PICKLE
