@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from fsdplab.cli import main
-from fsdplab.figures.plots.allocator import allocator_timeline, thinned
+from fsdplab.figures.plots.allocator import allocator_timeline
 from fsdplab.profiling.memory.snapshot_file import SnapshotError, is_snapshot, read_snapshot
-from fsdplab.profiling.memory.snapshot_memory import UNRECORDED, Moment, memory_of
+from fsdplab.profiling.memory.snapshot_memory import UNRECORDED, memory_of
 
 pytestmark = pytest.mark.quick
 MB = 10**6
@@ -118,7 +118,7 @@ def test_the_peak_and_what_was_alive_at_it(tmp_path: Path) -> None:
     assert memory.by_category == {"activations": 150 * MB, "parameters": 40 * MB, "not known": 5 * MB}
     assert [moment.in_use // MB for moment in memory.moments] == [45, 145, 145, 195, 195, 190, 190, 90, 90, 170]
     assert memory.sentence == (
-        "195 MB were in use at the peak, of 195 MB reserved, 77% of it activations; 77% was allocated in"
+        "195 MB were in use at the peak, of 195 MB reserved, 77 % of it activations; 77 % was allocated in"
         " job/model.py:41 forward."
     )
 
@@ -140,7 +140,7 @@ def test_running_out_of_memory_is_the_first_thing_said(tmp_path: Path) -> None:
     (memory,) = memory_of(read_snapshot(written(tmp_path, allocator.snapshot())))
     assert memory.sentence.startswith(
         "Out of memory: 90.0 MB were asked for in job/model.py:41 forward while 170 MB were in use, 275 MB were"
-        " reserved and 3.00 MB were free on the device; at the peak 195 MB were in use, 77% of it activations"
+        " reserved and 3.00 MB were free on the device; at the peak 195 MB were in use, 77 % of it activations"
     )
     assert "expandable_segments" not in memory.fragmentation, "a piece of 100 MB was there"
     allocator.fail(102 * MB, 3 * MB)
@@ -164,13 +164,6 @@ def test_devices_are_told_apart(tmp_path: Path) -> None:
     content["segments"] += [segment | {"device": 1} for segment in other.snapshot()["segments"]]
     first, second = memory_of(read_snapshot(written(tmp_path, content)))
     assert (first.device, first.peak, second.device, second.peak) == (0, 195 * MB, 1, 7 * MB)
-
-
-def test_a_line_keeps_its_highest_and_lowest_points() -> None:
-    moments = [Moment(number, in_use=number % 97, reserved=100) for number in range(9_999)]
-    kept = thinned(moments, 200)
-    assert len(kept) <= 200 and max(moment.in_use for moment in kept) == 96
-    assert [moment.time_us for moment in kept] == sorted(moment.time_us for moment in kept)
 
 
 # ---- files that are none, or mean harm

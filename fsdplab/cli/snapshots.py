@@ -17,6 +17,7 @@ from fsdplab.figures.report.snapshot_page import (
 )
 from fsdplab.profiling.memory.snapshot_file import SnapshotError, read_snapshot
 from fsdplab.profiling.memory.snapshot_memory import DeviceMemory, memory_of
+from fsdplab.records import FORMAT
 
 _MOST_LINES = 10
 _NO_HISTORY = (
@@ -41,7 +42,7 @@ def answer_of_snapshots(paths: Sequence[Path]) -> Answer:
             f"{named}: no device had any memory; take the snapshot in the process that allocates, while it holds it."
         )
     fullest_first = dict(sorted(devices.items(), key=_urgency))
-    data = {"snapshots": {name: _plain(memory) for name, memory in fullest_first.items()}}
+    data = {"format": FORMAT, "snapshots": {name: _plain(memory) for name, memory in fullest_first.items()}}
     return Answer([*_parts(fullest_first)], data, lambda: snapshot_page(fullest_first, data))
 
 

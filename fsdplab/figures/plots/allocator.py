@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from fsdplab.common.sizes import size
+from fsdplab.common.thinning import downsample
 from fsdplab.figures.lines import line, peak
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import ALARM, titled
-from fsdplab.profiling.memory.snapshot_memory import DeviceMemory, Moment
+from fsdplab.profiling.memory.snapshot_memory import DeviceMemory
 
 MB = 1e6
 _IN_USE_COLOUR, _RESERVED_COLOUR = "#4aa3e0", "rgba(128,132,136,0.9)"
-_MOST_POINTS = 2_000  # of a line; the highest and the lowest of each stretch stay
+_MOST_POINTS = 2_000  # of a line
 
 
 def allocator_timeline(memory: DeviceMemory) -> go.Figure:
@@ -25,7 +24,8 @@ def allocator_timeline(memory: DeviceMemory) -> go.Figure:
             "the snapshot holds no events, so its memory has no past; call"
             " torch.cuda.memory._record_memory_history() before the job begins"
         )
-    moments = thinned(memory.moments, _MOST_POINTS)
+    kept = downsample([moment.in_use for moment in memory.moments], _MOST_POINTS)
+    moments = [memory.moments[place] for place in kept]
     start = moments[0].time_us
     times = [(moment.time_us - start) / 1e3 for moment in moments]
     in_use = [moment.in_use / MB for moment in moments]
@@ -45,20 +45,3 @@ def allocator_timeline(memory: DeviceMemory) -> go.Figure:
     title = f"Device {memory.device}: {size(memory.peak)} in use at the peak"
     conditions = f"Recorded by PyTorch's allocator, {len(memory.moments):,} events"
     return titled(figure, title, conditions, f"Memory over time. {title}, {size(memory.reserved_at_peak)} reserved.")
-
-
-def thinned(moments: Sequence[Moment], most: int) -> list[Moment]:
-    """At most `most` moments in their order: of each stretch the lowest and the highest in use, and the last of all."""
-    if len(moments) <= most:
-        return list(moments)
-    stretch = -(-2 * len(moments) // most)
-    kept: list[Moment] = []
-    for begin in range(0, len(moments), stretch):
-        part = moments[begin : begin + stretch]
-        extremes = {min(part, key=_in_use), max(part, key=_in_use)}
-        kept += sorted(extremes, key=part.index)
-    return kept
-
-
-def _in_use(moment: Moment) -> int:
-    return moment.in_use

@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from fsdplab.common.sizes import size
+from fsdplab.common.sizes import percent, size
 from fsdplab.figures.plots.allocator import allocator_timeline
 from fsdplab.figures.report.parts import drawn, number_table, rendered
 from fsdplab.figures.style import on_page
@@ -75,4 +75,4 @@ def category_rows(memory: DeviceMemory) -> list[Sequence[str]]:
 
 
 def _share(nbytes: int, memory: DeviceMemory) -> str:
-    return f"{nbytes / max(1, memory.peak):.0%}"
+    return percent(nbytes / max(1, memory.peak))

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fsdplab.common.sizes import size
+from fsdplab.common.sizes import percent, size
 from fsdplab.profiling.memory.snapshot_file import Block, Event, Frame, Segment, Snapshot
 
 IN_USE = "active_allocated"
@@ -103,15 +103,15 @@ class DeviceMemory:
             return ""
         category, largest = next(iter(self.by_category)), self.alive[0]
         of_category, of_line = self.by_category[category] / self.peak, largest.nbytes / self.peak
-        named = "" if category == OTHER else f", {of_category:.0%} of it {category}"
-        return f"{named}; {of_line:.0%} was allocated in {largest.where}"
+        named = "" if category == OTHER else f", {percent(of_category)} of it {category}"
+        return f"{named}; {percent(of_line)} was allocated in {largest.where}"
 
     @property
     def fragmentation(self) -> str:
         """How the memory lies that is reserved and used by nothing, and what to do where a request failed beside it."""
         share = self.free / max(1, self.reserved)
         told = (
-            f"{size(self.free)} ({share:.0%}) of the reserved memory are used by nothing, the largest piece has"
+            f"{size(self.free)} ({percent(share)}) of the reserved memory are used by nothing, the largest piece has"
             f" {size(self.largest_free)}"
         )
         failed = self.out_of_memory
