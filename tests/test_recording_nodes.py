@@ -67,7 +67,7 @@ def is_of_both(found: RunRecord) -> None:
     assert found.status == "finished" and found.spec["world_size"] == 2 and found.spec["engine"] == "torch-fsdp2"
     for name in ("steps", "memory", "breakdown"):
         assert {row["rank"] for row in found.table(name)} == {0, 1}, name
-    assert len(found.summary.losses) == 26 and found.summary.comm.bytes_per_step
+    assert len(found.summary.losses) == 24 and found.summary.comm.bytes_per_step
     assert not any("left nothing" in note for note in found.summary.notes)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -460,9 +461,21 @@ def what_is_left(starter: int) -> dict[str, Any]:
         "starter's files": len(os.listdir(f"/proc/{starter}/fd")),
         "starter's children": children(starter),
         "zombies": [pid for pid in children(os.getpid()) if not alive(pid)],
-        # another worker may drive a browser
-        "segments": sorted(path.name for path in Path("/dev/shm").glob("*") if "chromium" not in path.name),
+        "segments": left_segments(starter),
     }
+
+
+def left_segments(starter: int) -> list[str]:
+    """Shared memory that names the starter, the caller or a process that has ended; other tests' is not counted."""
+    left = []
+    for path in Path("/dev/shm").iterdir():
+        numbers = [int(number) for number in re.findall(r"\d{2,7}", path.name)]
+        ours = {starter, os.getpid()}.intersection(numbers)
+        # torch_1234_... is what process 1234 shares
+        ended = path.name.startswith("torch_") and not alive(numbers[0])
+        if ours or ended:
+            left.append(path.name)
+    return sorted(left)
 
 
 @pytest.mark.full("two hundred runs")

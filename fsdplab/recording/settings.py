@@ -89,7 +89,7 @@ class Settings:
 
 
 def steps_of(text: str) -> tuple[int, int]:
-    """`"8:16"` is (10, 13)."""
+    """Return (8, 16) for `"8:16"`."""
     first, colon, end = text.partition(":")
     if not (colon and first.isdecimal() and end.isdecimal()):
         raise RecordingError(f"--steps is {text!r}; expected FIRST:END, such as 8:16")

@@ -134,8 +134,7 @@ class Exchange:
         counts = self._counts(comes)
         longest = max(counts)
         send, received = self._buffer(longest), self._buffer(self.ranks * longest)
-        flat = [result.reshape(-1) for result in results]
-        torch.cat(flat or [send[:0]], out=send[: counts[self.rank]])
+        _pack(results, send[: counts[self.rank]])
         logical, wire = received.nbytes, received.nbytes - send.nbytes
         padding = logical - sum(counts) * self.dtype.itemsize
         work = self._run("all_gather", compat.all_gather_single, received, send, logical, wire, padding)
@@ -168,6 +167,14 @@ class Exchange:
         for rank, shape in parts:
             counts[rank] += prod(shape)
         return counts
+
+
+def _pack(results: Sequence[torch.Tensor], packed: torch.Tensor) -> None:
+    """Write `results` one after another into `packed`, of one dimension."""
+    # A transposed matrix is copied to become flat: here the copies end before the collective begins.
+    flat = [result.reshape(-1) for result in results]
+    if flat:
+        torch.cat(flat, out=packed)
 
 
 def _cut(buffer: torch.Tensor, counts: Sequence[int], parts: Sequence[tuple[int, Shape]]) -> list[torch.Tensor]:
