@@ -54,13 +54,21 @@ except ImportError:  # before torch 2.13
             return (self.replicate,) if isinstance(self.replicate, str) else tuple(self.replicate or ())
 
 
-def all_gather_single(output: torch.Tensor, source: torch.Tensor, **options: Any) -> Any:
+def all_gather_single(
+    output: torch.Tensor,  # [ranks * elements], written in place
+    source: torch.Tensor,  # [elements]
+    **options: Any,
+) -> Any:
     """`all_gather_into_tensor`, under the name that this torch prefers (renamed in 2.13)."""
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return call(output, source, **options)
 
 
-def reduce_scatter_single(output: torch.Tensor, source: torch.Tensor, **options: Any) -> Any:
+def reduce_scatter_single(
+    output: torch.Tensor,  # [elements], written in place
+    source: torch.Tensor,  # [ranks * elements], a part for each rank
+    **options: Any,
+) -> Any:
     """`reduce_scatter_tensor`, under the name that this torch prefers (renamed in 2.13)."""
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return call(output, source, **options)
@@ -183,43 +191,60 @@ def outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
     return outside
 
 
-def dtensor_of(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+def dtensor_of(
+    local: torch.Tensor,  # any shape: what this rank holds
+    spec: DTensorSpec,  # of the whole: its mesh, placements and shape
+) -> DTensor:
     """A DTensor around `local` itself: no copy, no autograd, neither `from_local`'s checks nor an empty `__init__`."""
     return DTensor.__new__(DTensor, local, spec, requires_grad=local.requires_grad)
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
+def local_of(
+    tensor: torch.Tensor,  # any shape
+) -> torch.Tensor:
     """`tensor` itself, or the local tensor of a DTensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
-def is_fake(tensor: torch.Tensor) -> bool:
+def is_fake(
+    tensor: torch.Tensor,  # any shape
+) -> bool:
     """Whether `tensor` has a shape and a dtype but no values (`FakeTensorMode`)."""
     return isinstance(tensor, FakeTensor)
 
 
-def keep_gradient_dtype(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def keep_gradient_dtype(
+    source: torch.Tensor,  # any shape
+    target: torch.Tensor,  # any shape
+) -> torch.Tensor:
     """`target`, whose gradients have the dtype that was set for those of `source`, if any (`Tensor.grad_dtype`)."""
     if _has_gradient_dtype(source) and not _has_gradient_dtype(target):
         target.grad_dtype = source.grad_dtype
     return target
 
 
-def gradient_dtype(parameter: torch.Tensor) -> torch.dtype | None:
+def gradient_dtype(
+    parameter: torch.Tensor,  # any shape
+) -> torch.dtype | None:
     """The dtype of the gradients of `parameter`: its own unless another was set; None where any will do."""
     if not hasattr(torch.Tensor, "grad_dtype") or not getattr(parameter, "_has_grad_dtype_override", True):
         return parameter.dtype
     return parameter.grad_dtype
 
 
-def _has_gradient_dtype(parameter: torch.Tensor) -> bool:
+def _has_gradient_dtype(
+    parameter: torch.Tensor,  # any shape
+) -> bool:
     """Before torch 2.15 nothing tells that the parameter's own dtype was set."""
     if not hasattr(parameter, "grad_dtype"):
         return False
     return getattr(parameter, "_has_grad_dtype_override", parameter.grad_dtype is not parameter.dtype)
 
 
-def move_data(parameter: torch.Tensor, device: torch.device) -> None:
+def move_data(
+    parameter: torch.Tensor,  # any shape, changed in place
+    device: torch.device,
+) -> None:
     """Move what `parameter` holds to `device`, keeping the object."""
     parameter.data = parameter.data.to(device)
     if is_fake(parameter):  # it says itself where it is
@@ -238,7 +263,9 @@ def has_streams(device: torch.device) -> bool:
     return device.type != "cpu" and torch.cuda.is_available()
 
 
-def address_of(tensor: torch.Tensor) -> int:
+def address_of(
+    tensor: torch.Tensor,  # any shape
+) -> int:
     """Where the elements of `tensor` begin, 0 where it has no memory; fake tensors differ by their storages."""
     if is_fake(tensor):
         return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.itemsize
@@ -253,12 +280,16 @@ def forget_casts() -> None:
         torch.clear_autocast_cache()
 
 
-def storage_id(tensor: torch.Tensor) -> int:
+def storage_id(
+    tensor: torch.Tensor,  # any shape
+) -> int:
     """What tells the storage of `tensor` (of a DTensor: its own empty one) from others that are alive."""
     return tensor.untyped_storage()._cdata
 
 
-def is_held_once(parameter: torch.Tensor) -> bool:
+def is_held_once(
+    parameter: torch.Tensor,  # any shape, plain or a DTensor
+) -> bool:
     """Whether the memory of `parameter` is held by it alone: by no other tensor, array or state dict. What is held by a
     DTensor is its local tensor, of which no variable may know either.
     """
@@ -284,7 +315,10 @@ def _references_to_a_base() -> int:
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def differ(one: torch.Tensor, other: torch.Tensor) -> bool | torch.Tensor:
+def differ(
+    one: torch.Tensor,  # any shape
+    other: torch.Tensor,  # of the shape, dtype and device of `one`
+) -> bool | torch.Tensor:
     """Whether two tensors of one shape and dtype differ in a bit (NaNs may be equal); a tensor on other devices than
     the CPU, which the host then need not wait for.
     """
@@ -293,7 +327,10 @@ def differ(one: torch.Tensor, other: torch.Tensor) -> bool | torch.Tensor:
     return not torch.equal(one, other) if one.is_cpu else torch.ne(one, other).any()
 
 
-def all_reduce_unseen(flags: torch.Tensor, group: dist.ProcessGroup) -> None:
+def all_reduce_unseen(
+    flags: torch.Tensor,  # any shape, reduced in place
+    group: dist.ProcessGroup,
+) -> None:
     """Leave the largest values of all ranks in `flags`, by the backend itself: a trace of `group` shows collectives of
     parameters and gradients only.
     """
@@ -306,7 +343,9 @@ def all_reduce_unseen(flags: torch.Tensor, group: dist.ProcessGroup) -> None:
     backend.allreduce([flags], options).wait()
 
 
-def own_storage(view: torch.Tensor) -> torch.Tensor:
+def own_storage(
+    view: torch.Tensor,  # any shape
+) -> torch.Tensor:
     """The memory of `view` as the whole of a storage; it keeps that of `view` alive.
 
     What copies, saves or pickles a DTensor asks its local tensor for its storage, and takes an offset in it for a

@@ -98,7 +98,11 @@ def flush() -> None:
         _deferred.pop(0)()
 
 
-def tag(category: str, tensor: torch.Tensor, unit: str) -> None:
+def tag(
+    category: str,
+    tensor: torch.Tensor,  # any shape: its storage is what counts
+    unit: str,
+) -> None:
     """Announce the category of the storage under `tensor`; storages that are empty, meta or fake are not."""
     if not _subscribers:
         return

@@ -147,7 +147,10 @@ class FSDPModule(TorchFSDPModule):
         self.set_gradient_divide_factor(factor)
 
     def set_all_reduce_hook(
-        self, hook: Callable[[torch.Tensor], None], *, stream: torch.cuda.Stream | None = None
+        self,
+        hook: Callable[[torch.Tensor], None],  # is given [shard elements]
+        *,
+        stream: torch.cuda.Stream | None = None,
     ) -> None:
         """Call `hook` with the reduced shard of this unit before the optimizer's gradients are made from it."""
         unit = self._only_unit("set_all_reduce_hook")

@@ -79,7 +79,9 @@ def _changed(tree: Any, items: Iterable[tuple[Any, Any]], put: Callable[[Any, An
 def cast_floats(tree: Any, dtype: torch.dtype) -> Any:
     """Return `tree` with its floating-point tensors in `dtype`."""
 
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
+    def cast(
+        tensor: torch.Tensor,  # any shape
+    ) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return map_tensors(tree, cast)

@@ -35,13 +35,23 @@ class ShardStorage:
         """`nbytes` zeroed bytes that live as long as somebody holds them."""
         return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
-    def will_read(self, flat: torch.Tensor) -> None:
+    def will_read(
+        self,
+        flat: torch.Tensor,  # [shard_bytes] (uint8), as `make` returned it
+    ) -> None:
         """A gather is about to read `flat`, which `make` returned."""
 
-    def done_reading(self, flat: torch.Tensor) -> None:
+    def done_reading(
+        self,
+        flat: torch.Tensor,  # [shard_bytes] (uint8), as `make` returned it
+    ) -> None:
         """The gather has read `flat`."""
 
-    def send(self, write: Callable[[torch.Tensor], object], target: torch.Tensor) -> Pending:
+    def send(
+        self,
+        write: Callable[[torch.Tensor], object],
+        target: torch.Tensor,  # [shard_bytes] (uint8), on the device that computes
+    ) -> Pending:
         """Have `write` fill `target`, on the device that computes, from shards at rest; what to wait for before reading
         `target`, which has an event unless that is done in the order of the current stream.
         """
@@ -50,7 +60,10 @@ class ShardStorage:
     def await_copies(self) -> None:
         """Return once `send` has read the shards at rest: the host may write to them."""
 
-    def take(self, gradients: Iterable[torch.Tensor]) -> tuple[Iterable[torch.Tensor], Pending]:
+    def take(
+        self,
+        gradients: Iterable[torch.Tensor],  # any shapes: this rank's rows of each average
+    ) -> tuple[Iterable[torch.Tensor], Pending]:
         """Begin to move reduced gradients to where their parameters rest: where each will be, and what to wait for
         before reading them there.
         """
@@ -115,7 +128,11 @@ class UnshardedBuffer:
             self._places = [self._place(words, piece) for piece in self.layout.pieces]
         return self._places
 
-    def _place(self, words: torch.Tensor, piece: Piece) -> torch.Tensor:
+    def _place(
+        self,
+        words: torch.Tensor,  # [whole_bytes / word], the whole as words of the layout
+        piece: Piece,
+    ) -> torch.Tensor:
         """Return where one piece of all shards belongs, [ranks, words of the piece], in the `words` of the whole."""
         shape = (self.layout.ranks, piece.words)
         if piece.slot is None:
@@ -140,24 +157,40 @@ def _keep_free_memory() -> None:
     bytes(31 << 20)  # of `calloc`, of which no profiler of tensors knows
 
 
-def unpack(staging: torch.Tensor, whole: UnshardedBuffer) -> None:
+def unpack(
+    staging: torch.Tensor,  # [ranks * shard elements] in any dtype, rank after rank
+    whole: UnshardedBuffer,
+) -> None:
     """Copy all shards, `staging` [ranks * shard_bytes], into the whole."""
     shards = staging.view(WORDS[whole.layout.word]).view(whole.layout.ranks, -1)
     _spread(shards, 1, whole.layout, whole.places())
 
 
-def unpack_from(rank: int, part: torch.Tensor, whole: UnshardedBuffer) -> None:
+def unpack_from(
+    rank: int,
+    part: torch.Tensor,  # [shard_bytes] (uint8)
+    whole: UnshardedBuffer,
+) -> None:
     """Copy the shard of one rank, `part` [shard_bytes], to its rows in the whole."""
     _spread(part.view(WORDS[whole.layout.word]), 0, whole.layout, whole.places_of(rank))
 
 
-def _spread(source: torch.Tensor, dim: int, layout: Layout, places: list[torch.Tensor]) -> None:
+def _spread(
+    source: torch.Tensor,  # [words of a shard], or [ranks, words of a shard]
+    dim: int,
+    layout: Layout,
+    places: list[torch.Tensor],  # [words of a piece] each, or [ranks, words of a piece]
+) -> None:
     """Copy the pieces of `source`, words that follow each other along `dim`, to their places."""
     if places:  # else nothing travels
         torch.split_with_sizes_copy(source, layout.piece_words, dim, out=places)
 
 
-def cut_out(rank: int, whole: UnshardedBuffer, part: torch.Tensor) -> None:
+def cut_out(
+    rank: int,
+    whole: UnshardedBuffer,
+    part: torch.Tensor,  # [shard_bytes] (uint8), written in place
+) -> None:
     """Copy the rows of one rank out of the whole into its shard, `part` [shard_bytes]."""
     layout = whole.layout
     pieces = part.view(WORDS[layout.word]).split_with_sizes(layout.piece_words)
@@ -175,7 +208,9 @@ def _weights(device: torch.device, count: int) -> torch.Tensor:
     return torch.randint(-(1 << 63), (1 << 63) - 1, (count,), generator=generator).to(device)
 
 
-def fingerprint(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+def fingerprint(
+    tensors: Iterable[torch.Tensor],  # any shapes, contiguous, on one device
+) -> torch.Tensor:
     """Return a number (int64, 0-d) that other values have with a probability below 1e-9.
 
     The tensors are contiguous and on one device. Their 64-bit words are mixed with their upper halves, weighted at
@@ -194,7 +229,9 @@ def fingerprint(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     return total
 
 
-def _in_rows(values: torch.Tensor) -> Iterator[torch.Tensor]:
+def _in_rows(
+    values: torch.Tensor,  # [bytes] (uint8)
+) -> Iterator[torch.Tensor]:
     """Yield `values` [bytes] as matrices of words, [up to _ROWS, up to _COLUMNS]; the last bytes are a word each."""
     in_words = len(values) // 8 * 8
     words = values[:in_words].view(torch.int64)
@@ -216,7 +253,11 @@ def same_order(one: Layout, other: Layout) -> bool:
     return one.shard_bytes * other_size == other.shard_bytes * size
 
 
-def chunks(shard: torch.Tensor, layout: Layout, dtypes: Dtypes) -> list[torch.Tensor]:
+def chunks(
+    shard: torch.Tensor,  # [shard_bytes] (uint8)
+    layout: Layout,
+    dtypes: Dtypes,  # of each slot
+) -> list[torch.Tensor]:
     """Return the first slots of a shard, [shard_bytes], one a dtype and in that dtype, without those that are empty."""
     in_one_dtype = len(set(dtypes)) == 1 and layout.shard_bytes % dtypes[0].itemsize == 0
     if in_one_dtype and len(dtypes) == len(layout.slots):  # one call cuts all of them
@@ -230,12 +271,18 @@ def chunks(shard: torch.Tensor, layout: Layout, dtypes: Dtypes) -> list[torch.Te
     return filled
 
 
-def missing(like: torch.Tensor) -> torch.Tensor:
+def missing(
+    like: torch.Tensor,  # any shape, of the dtype and on the device of what is sent
+) -> torch.Tensor:
     """Return one element of what is sent in place of a gradient that is missing."""
     return like.new_full((1,), -0.0)
 
 
-def pack(layout: Layout, gradients: Sequence[torch.Tensor | None], send: torch.Tensor) -> None:
+def pack(
+    layout: Layout,
+    gradients: Sequence[torch.Tensor | None],  # [rows, *others] each, whole; None: missing
+    send: torch.Tensor,  # [ranks * shard elements], rank after rank
+) -> None:
     """Copy unsharded gradients, [rows, *others] each, into `send`, [ranks * elements of a shard], and cast them to its
     dtype. Padding becomes zeros, None negative zeros.
     """
@@ -258,6 +305,10 @@ def pack(layout: Layout, gradients: Sequence[torch.Tensor | None], send: torch.T
         torch._chunk_cat(columns, dim=0, num_chunks=layout.ranks, out=send.view(layout.ranks, -1))
 
 
-def _every_row(layout: Layout, slot: Slot, element: torch.Tensor) -> torch.Tensor:
+def _every_row(
+    layout: Layout,
+    slot: Slot,
+    element: torch.Tensor,  # [1]
+) -> torch.Tensor:
     """Return `element` in every row that is sent, those that are padding too."""
     return element.expand(layout.ranks * slot.chunk, *slot.shape[1:])

@@ -56,7 +56,11 @@ class ShardsOverFewerRanks:
             rows = place.view(value.dtype).view(stop - start, *param.shape[1:])
             self._show(param, rows.copy_(value[start:stop]))
 
-    def _show(self, param: ShardedParam, rows: torch.Tensor) -> None:
+    def _show(
+        self,
+        param: ShardedParam,
+        rows: torch.Tensor,  # [rows of this rank, *others], the dimension that is cut first
+    ) -> None:
         """Make the modules show `rows`, [rows of this rank, *others], as a DTensor."""
         spec = spec_at_rest(param.name, param.unsharded, Axes(self._mesh), param.dim)
         local = param.natural(rows).contiguous()

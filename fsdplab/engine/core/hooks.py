@@ -262,7 +262,10 @@ class UnitHooks:
             if type(value) not in _NO_TENSORS and isinstance(value, torch.Tensor):  # the first is ten times as fast
                 self._ask_part(value)
 
-    def _ask_part(self, tensor: torch.Tensor) -> None:
+    def _ask_part(
+        self,
+        tensor: torch.Tensor,  # any shape
+    ) -> None:
         """Be called before the backward of `tensor`, once: a module may keep a tensor for many forwards."""
         if not tensor.requires_grad or tensor.is_leaf:
             return
@@ -270,7 +273,10 @@ class UnitHooks:
         if not hooks or self._before_backward_of_part not in hooks.values():
             tensor.register_hook(self._before_backward_of_part)
 
-    def _before_backward_of_part(self, gradient: torch.Tensor) -> None:
+    def _before_backward_of_part(
+        self,
+        gradient: torch.Tensor,  # any shape, not looked at
+    ) -> None:
         """Unshard the unit, unless one of its outputs has announced this backward."""
         if self.unit.backward is not RUNNING:
             self.bound.before_backward(self.unit)
@@ -313,7 +319,10 @@ class UnitHooks:
         if id(module) in self.unit.to_run:
             self.runtime.raised = self.unit
 
-    def _ask(self, output: torch.Tensor) -> None:
+    def _ask(
+        self,
+        output: torch.Tensor,  # any shape, with a gradient to come
+    ) -> None:
         """Be called before the backward of `output`."""
         output.register_hook(partial(self._before_backward, self.unit.memory.replacements))
         # A view that is written to in place gets another node, and loses its hook; the node of its base stays.
@@ -322,20 +331,30 @@ class UnitHooks:
             if node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction):
                 node.register_prehook(self._before_backward_of_base)
 
-    def _ask_through(self, output: torch.Tensor) -> torch.Tensor:
+    def _ask_through(
+        self,
+        output: torch.Tensor,  # any shape, any dtype
+    ) -> torch.Tensor:
         """As `_ask` where `torch.func` hides that an output needs a gradient: a hook would never be called."""
         if output.requires_grad or not (output.is_floating_point() or output.is_complex()):
             return output
         return _BeginOfBackward.apply(self, output)
 
     @compat.not_compiled
-    def _before_backward_of_base(self, gradients: tuple[torch.Tensor, ...]) -> None:
+    def _before_backward_of_base(
+        self,
+        gradients: tuple[torch.Tensor, ...],  # any shapes, not looked at
+    ) -> None:
         """Unshard the unit before the backward of the tensor that an output is a view of."""
         if not self.bound.in_backward or self.unit.backward is not DONE:  # it may come after the view's backward
             self.bound.before_backward(self.unit)
 
     @compat.not_compiled
-    def _before_backward(self, replacements: int, gradient: torch.Tensor) -> torch.Tensor:
+    def _before_backward(
+        self,
+        replacements: int,
+        gradient: torch.Tensor,  # any shape, returned as it is
+    ) -> torch.Tensor:
         """Unshard the unit; raise if its shards were replaced since the forward, which counted `replacements`."""
         if self.unit.memory.replacements != replacements:
             raise RuntimeError(
@@ -376,15 +395,25 @@ class _EndOfBackward(_Identity):
     """The identity on a unit's inputs: its backward ends that of the unit. Tangents pass as they are."""
 
     @staticmethod
-    def forward(hooks: UnitHooks, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        hooks: UnitHooks,
+        *inputs: torch.Tensor,  # any shapes, returned as they are
+    ) -> tuple[torch.Tensor, ...]:
         return inputs
 
     @staticmethod
-    def jvp(ctx: Any, _: object, *tangents: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def jvp(
+        ctx: Any,
+        _: object,
+        *tangents: torch.Tensor,  # any shapes, returned as they are
+    ) -> tuple[torch.Tensor, ...]:
         return tangents
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple:
+    def backward(
+        ctx: Any,
+        *gradients: torch.Tensor,  # any shapes, returned as they are; `hooks` has none
+    ) -> tuple:
         ctx.hooks.after_backward()
         return None, *gradients
 
@@ -393,15 +422,25 @@ class _BeginOfBackward(_Identity):
     """The identity on an output, and on its tangent: its backward unshards the unit first."""
 
     @staticmethod
-    def forward(hooks: UnitHooks, output: torch.Tensor) -> torch.Tensor:
+    def forward(
+        hooks: UnitHooks,
+        output: torch.Tensor,  # any shape, returned as it is
+    ) -> torch.Tensor:
         return output
 
     @staticmethod
-    def jvp(ctx: Any, _: object, tangent: torch.Tensor | None) -> torch.Tensor | None:
+    def jvp(
+        ctx: Any,
+        _: object,
+        tangent: torch.Tensor | None,  # any shape, as the output; None: it has none
+    ) -> torch.Tensor | None:
         return None if tangent is None else _BeginOfBackward.apply(ctx.hooks, tangent)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple:
+    def backward(
+        ctx: Any,
+        gradient: torch.Tensor,  # any shape, returned as it is; `hooks` has none
+    ) -> tuple:
         return None, ctx.hooks._before_backward(ctx.replacements, gradient)
 
 

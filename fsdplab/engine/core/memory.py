@@ -170,7 +170,12 @@ class UnitMemory(GradientMemory):
         elif self.plan.aliased:
             self._lay_out(apart=True)
 
-    def _rows_in(self, buffer: torch.Tensor, param: ShardedParam, slot: Slot) -> torch.Tensor:
+    def _rows_in(
+        self,
+        buffer: torch.Tensor,  # [bytes] (uint8), the whole or the shards
+        param: ShardedParam,
+        slot: Slot,
+    ) -> torch.Tensor:
         """Return where this rank's rows of `param` belong in `buffer`, [bytes], which is the whole or the shards."""
         start, stop = slot.span(self.config.rank)
         offset = slot.offset
@@ -253,11 +258,17 @@ class UnitMemory(GradientMemory):
         self._fill(piece)
         return piece
 
-    def _write(self, target: torch.Tensor) -> Pending:
+    def _write(
+        self,
+        target: torch.Tensor,  # [shard_bytes] (uint8), on the device that computes
+    ) -> Pending:
         """Begin to write this rank's shards, in the dtypes that are sent, into `target`, [shard_bytes]."""
         return self.config.storage.send(self._fill, target)
 
-    def _fill(self, target: torch.Tensor) -> None:
+    def _fill(
+        self,
+        target: torch.Tensor,  # [shard_bytes] (uint8), on the device that computes
+    ) -> None:
         """Write this rank's shards into `target`, [shard_bytes], from wherever they lie."""
         plan = self.plan
         if plan.aliased:
@@ -273,7 +284,10 @@ class UnitMemory(GradientMemory):
         for parted in plan.parted:
             parted.write_parts(plan.layout, target)
 
-    def _copy_apart(self, target: torch.Tensor) -> None:
+    def _copy_apart(
+        self,
+        target: torch.Tensor,  # [shard_bytes] (uint8), on the device that computes
+    ) -> None:
         """Copy every shard from where it lies to its place in `target`, [shard_bytes]."""
         plan = self.plan
         filled = [param for param, slot in zip(plan.plain, plan.layout.slots) if slot.chunk_bytes]
@@ -283,7 +297,11 @@ class UnitMemory(GradientMemory):
         rows = [place[: shard.numel()].view(shard.shape) for place, shard in zip(places, shards)]
         torch._foreach_copy_(rows, shards, non_blocking=True)
 
-    def _cast(self, shards: torch.Tensor, target: torch.Tensor) -> None:
+    def _cast(
+        self,
+        shards: torch.Tensor,  # [shard_bytes at rest] (uint8)
+        target: torch.Tensor,  # [shard_bytes as sent] (uint8)
+    ) -> None:
         """Copy `shards` [bytes at rest] into `target` [bytes that are sent], casting each parameter."""
         plan = self.plan
         if plan.casts_at_once:

@@ -72,13 +72,19 @@ class ShardedParam:
         self._home = 0  # address of its place in the buffer of its unit; 0: it was never there
         self._given: compat.StorageWeakRef | None = None  # the storage of what was put there last
 
-    def rows_first(self, tensor: torch.Tensor) -> torch.Tensor:
+    def rows_first(
+        self,
+        tensor: torch.Tensor,  # any shape, in the parameter's own order
+    ) -> torch.Tensor:
         """Return `tensor`, in the parameter's own order, with the dimension that is cut first."""
         if self.dim == 0:
             return tensor
         return tensor.movedim(self.dim, 0)
 
-    def natural(self, rows: torch.Tensor) -> torch.Tensor:
+    def natural(
+        self,
+        rows: torch.Tensor,  # [rows, *others], the dimension that is cut first
+    ) -> torch.Tensor:
         """Return `rows`, [rows, *others], with their dimensions in the parameter's own order."""
         if self.dim == 0:
             return rows
@@ -96,7 +102,12 @@ class ShardedParam:
         original._replaced_by_shard = original.grad  # for those who still hold it, with the gradient that it had
         self.show(self.at_rest)
 
-    def _rows_of(self, original: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    def _rows_of(
+        self,
+        original: torch.Tensor,  # any shape, in the parameter's own order: the local part before sharding
+        start: int,
+        stop: int,
+    ) -> torch.Tensor:
         """Return rows [start, stop) of `original` as the shard at rest."""
         return compat.own_storage(original.narrow(self.dim, start, stop - start))
 
@@ -219,7 +230,12 @@ class ShardedParam:
         for module, attribute in places:
             module._parameters[attribute] = shown[0]
 
-    def _check_replacement(self, new: torch.Tensor, module: nn.Module, attribute: str) -> None:
+    def _check_replacement(
+        self,
+        new: torch.Tensor,  # any shape: what `module` shows now
+        module: nn.Module,
+        attribute: str,
+    ) -> None:
         """Raise where `new`, which was put in place of the shards, cannot be trained in their place."""
         what = f"parameter {attribute!r} of {type(module).__name__}, which was sharded, was replaced by"
         if self.spec is not None and not isinstance(new, DTensor):
@@ -242,7 +258,10 @@ class ShardedParam:
                 " detach it (and require its gradient, if that is wanted)"
             )
 
-    def _check_wrapper(self, at_rest: torch.Tensor) -> None:
+    def _check_wrapper(
+        self,
+        at_rest: torch.Tensor,  # any shape, a DTensor
+    ) -> None:
         """Raise where `.data` of a DTensor was set, which leaves its local tensor, the values, as it was."""
         if compat.storage_id(at_rest) != self._wrapper:
             raise RuntimeError(
@@ -250,7 +269,10 @@ class ShardedParam:
                 " keeps its local tensor); write with parameter.copy_(value) under torch.no_grad()"
             )
 
-    def _note_replacement_by(self, new: torch.Tensor) -> None:
+    def _note_replacement_by(
+        self,
+        new: torch.Tensor,  # any shape: what the sites show now
+    ) -> None:
         """Mark the parameter that `new` replaces, with its gradient, for an optimizer that still holds it."""
         ShardedParam.replacements += 1
         self.at_rest._replaced_at_rest = self.at_rest.grad
@@ -286,7 +308,10 @@ class ShardedParam:
         """Forget where the shard lay: its unit has another buffer now, or none yet."""
         self._home, self._given = 0, None
 
-    def settle(self, place: torch.Tensor) -> None:
+    def settle(
+        self,
+        place: torch.Tensor,  # [rows of this rank, *others], rows first: a view of the unit's buffer
+    ) -> None:
         """Move the shard at rest into `place`, a view of the unit's buffer, keeping the parameter object."""
         place = place.view(self._own_order(place.shape))
         local = self.local
@@ -303,7 +328,10 @@ class ShardedParam:
         """Leave the shard at rest in its own memory, which others hold too; copy it if that is not on `device`."""
         self._hold(self.local.to(device))
 
-    def _hold(self, local: torch.Tensor) -> None:
+    def _hold(
+        self,
+        local: torch.Tensor,  # any shape, in the parameter's own order: this rank's rows
+    ) -> None:
         """Have the parameter at rest hold `local`, and note where that lies."""
         at_rest = self.at_rest
         moved = at_rest.device != local.device
@@ -320,7 +348,12 @@ class ShardedParam:
 
     # ---- the gathered form
 
-    def back(self, whole: torch.Tensor, offset: int, dtype: torch.dtype) -> None:
+    def back(
+        self,
+        whole: torch.Tensor,  # [whole_bytes] (uint8), all rows of every parameter
+        offset: int,  # bytes from the start of `whole`
+        dtype: torch.dtype,
+    ) -> None:
         """Put the gathered form over the memory of `whole`, [bytes], `offset` from its start.
 
         The parameter object stays while its dtype does: autograd may have recorded it, and will leave a gradient on it.
@@ -332,7 +365,10 @@ class ShardedParam:
         gathered = self.as_gathered(wrapped(value, self.whole_spec))
         self.gathered = compat.keep_gradient_dtype(self.at_rest, gathered)
 
-    def as_gathered(self, value: torch.Tensor) -> nn.Parameter:
+    def as_gathered(
+        self,
+        value: torch.Tensor,  # any shape, in the parameter's own order: the whole, or its DTensor
+    ) -> nn.Parameter:
         """Return the parameter that modules show while `value`, the whole, is there, with its hooks."""
         trains = value.is_floating_point() or value.is_complex()
         gathered = nn.Parameter(value, requires_grad=trains)
@@ -365,7 +401,10 @@ class ShardedParam:
                 parts.append(_alias(value, offset, self._own_order((held, *others))))
         self.write(torch.cat(parts, self.dim))
 
-    def write(self, whole: torch.Tensor) -> None:
+    def write(
+        self,
+        whole: torch.Tensor,  # any shape, in the parameter's own order
+    ) -> None:
         """Give the gathered form the values of `whole`, in the parameter's own order.
 
         It writes through an alias: autograd may have saved the gathered form, whose version must not change.
@@ -411,7 +450,10 @@ class ShardedParam:
         at_rest = self.at_rest
         return at_rest.grad is not None or bool(at_rest._backward_hooks or at_rest._post_accumulate_grad_hooks)
 
-    def give_gradient(self, local: torch.Tensor) -> None:
+    def give_gradient(
+        self,
+        local: torch.Tensor,  # any shape, in the parameter's own order: this rank's rows
+    ) -> None:
         """Add `local`, this rank's part of the reduced gradient, to what the optimizer will read.
 
         Hooks on the parameter at rest are called as autograd would call them.
@@ -429,7 +471,10 @@ class ShardedParam:
             for hook in list(at_rest._post_accumulate_grad_hooks.values()):
                 hook(at_rest)
 
-    def _as_at_rest(self, local: torch.Tensor) -> torch.Tensor:
+    def _as_at_rest(
+        self,
+        local: torch.Tensor,  # any shape, in the parameter's own order: this rank's rows
+    ) -> torch.Tensor:
         """Return a part of the gradient as the parameter at rest has it: a DTensor, where that is one."""
         if self.spec is None:
             return local
@@ -451,12 +496,18 @@ class ShardedParam:
                 yield module, attribute
 
 
-def _same_cut(spec: DTensorSpec, expected: DTensorSpec) -> bool:
+def _same_cut(
+    spec: DTensorSpec,  # of what was put in place of the shards
+    expected: DTensorSpec,  # of the shards
+) -> bool:
     """Whether two DTensors have the same shape, and are cut alike over the same ranks."""
     return (spec.shape, spec.placements, spec.mesh) == (expected.shape, expected.placements, expected.mesh)
 
 
-def _are_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _are_alike(
+    one: torch.Tensor,  # any shape
+    other: torch.Tensor,  # any shape
+) -> bool:
     """Whether two parameters hold the same values, on this rank."""
     if one is other:
         return True
@@ -472,7 +523,12 @@ def _report_gradient(param: ShardedParam | None) -> None:
         param.on_gradient()
 
 
-def _alias(like: torch.Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
+def _alias(
+    like: torch.Tensor,  # any shape: its storage is what counts
+    offset: int,  # elements of `dtype` before the alias
+    shape: Sequence[int],
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """Return elements of the storage of `like`, from `offset` on, with a version counter of their own."""
     empty = torch.empty(0, dtype=dtype or like.dtype, device=like.device)
     return empty.set_(like.untyped_storage(), offset, tuple(shape))

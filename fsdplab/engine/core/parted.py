@@ -21,7 +21,9 @@ from fsdplab.engine.core.param import ShardedParam
 from fsdplab.engine.core.policy import MixedPrecisionPolicy
 
 
-def gathers_itself(parameter: torch.Tensor) -> bool:
+def gathers_itself(
+    parameter: torch.Tensor,  # any shape
+) -> bool:
     """Whether `parameter` says itself how it is gathered: by its class, or by methods given to its local tensor."""
     local = compat.local_of(parameter)
     methods = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
@@ -57,7 +59,12 @@ class PartedParam(ShardedParam):
         self._freed: tuple[torch.Tensor, ...] = ()
         self._dtype_wanted = self.dtype
 
-    def _rows_of(self, original: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    def _rows_of(
+        self,
+        original: torch.Tensor,  # [rows, *others]
+        start: int,
+        stop: int,
+    ) -> torch.Tensor:
         """Copy rows [start, stop) into memory that is padded to the largest rank's rows."""
         most_rows = -(-self.shape[0] // self.axes.shard_ranks)
         padded = original.new_zeros((most_rows, *original.shape[1:]))
@@ -90,7 +97,11 @@ class PartedParam(ShardedParam):
         self._dtype_wanted = policy.param_dtype or self.dtype
         return [self._entry(number, part) for number, part in enumerate(self._parts)]
 
-    def _entry(self, number: int, part: torch.Tensor) -> tuple[str, Sequence[int], int]:
+    def _entry(
+        self,
+        number: int,
+        part: torch.Tensor,  # [rows, *others]: what this rank sends
+    ) -> tuple[str, Sequence[int], int]:
         """Return the name, the gathered shape and the itemsize of one part.
 
         A part with as many rows as this rank has may be shorter than on other ranks: it is sent padded.
@@ -101,13 +112,21 @@ class PartedParam(ShardedParam):
             rows = -(-self.shape[0] // ranks)
         return f"{self.name}[{number}]", (rows * ranks, *part.shape[1:]), part.element_size()
 
-    def write_parts(self, layout: Layout, target: torch.Tensor) -> None:
+    def write_parts(
+        self,
+        layout: Layout,
+        target: torch.Tensor,  # [shard_bytes] (uint8), this rank's shard
+    ) -> None:
         """Copy the parts to their places in `target`, this rank's shard, [shard_bytes]."""
         for slot, part in zip(self.slots(layout), self._parts):
             packed = part.contiguous().reshape(-1).view(torch.uint8)
             target[slot.offset : slot.offset + packed.numel()].copy_(packed)
 
-    def assemble(self, layout: Layout, whole: torch.Tensor) -> None:
+    def assemble(
+        self,
+        layout: Layout,
+        whole: torch.Tensor,  # [whole_bytes] (uint8), the parts of all ranks
+    ) -> None:
         """Make the gathered value out of everybody's parts, in the same tensor as the first time."""
         self._receive(layout, whole)
         received = (tuple(self._outputs), self._remembered, self._dtype_wanted)
@@ -125,7 +144,11 @@ class PartedParam(ShardedParam):
             self.local.fsdp_post_all_gather(*received, out=out)
         self._parts, self._remembered = (), None
 
-    def _receive(self, layout: Layout, whole: torch.Tensor) -> None:
+    def _receive(
+        self,
+        layout: Layout,
+        whole: torch.Tensor,  # [whole_bytes] (uint8), the parts of all ranks
+    ) -> None:
         """Copy everybody's parts out of `whole`: subclasses want tensors that begin with their storage, and autograd
         may have saved them, so that their versions must not change.
         """
@@ -150,7 +173,9 @@ class PartedParam(ShardedParam):
         return [slot for slot in layout.slots if slot.name.rpartition("[")[0] == self.name]
 
 
-def _allocate(tensor: torch.Tensor) -> None:
+def _allocate(
+    tensor: torch.Tensor,  # any shape, its storage freed or not
+) -> None:
     """Give `tensor` its memory again."""
     if tensor.untyped_storage().nbytes() == 0:
         tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize)

@@ -87,12 +87,19 @@ def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return mesh[names]._flatten("_".join(names))
 
 
-def local_part(parameter: torch.Tensor) -> torch.Tensor:
+def local_part(
+    parameter: torch.Tensor,  # any shape, plain or a DTensor
+) -> torch.Tensor:
     """Return what this rank holds of `parameter` before it is sharded: its local tensor where it is a DTensor."""
     return compat.local_of(parameter).detach()
 
 
-def spec_at_rest(name: str, parameter: torch.Tensor, axes: Axes, dim: int) -> DTensorSpec:
+def spec_at_rest(
+    name: str,
+    parameter: torch.Tensor,  # any shape, plain or a DTensor of tensor or expert parallelism
+    axes: Axes,
+    dim: int,  # the dimension to cut
+) -> DTensorSpec:
     """Return the description of the shards of `parameter`, cut along `dim`; raise where it does not fit the mesh.
 
     On 2 replicas x 4 shards a plain parameter becomes `(Replicate(), Shard(0))`, and one that tensor parallelism has
@@ -110,7 +117,12 @@ def spec_at_rest(name: str, parameter: torch.Tensor, axes: Axes, dim: int) -> DT
     return DTensorSpec(joined, (*replicas, cut, *spec.placements), tensor_meta=spec.tensor_meta)
 
 
-def _on_full_mesh(name: str, parameter: torch.Tensor, axes: Axes, dim: int) -> DTensorSpec:
+def _on_full_mesh(
+    name: str,
+    parameter: torch.Tensor,  # any shape, a DTensor on the full mesh
+    axes: Axes,
+    dim: int,  # the dimension to cut
+) -> DTensorSpec:
     """As `spec_at_rest`, of a parameter on the full mesh, which replicates it over the data-parallel dimensions."""
     if not isinstance(parameter, DTensor):
         raise ValueError(
@@ -153,7 +165,10 @@ def _on_full_mesh(name: str, parameter: torch.Tensor, axes: Axes, dim: int) -> D
     return DTensorSpec(joined, placed, tensor_meta=meta)
 
 
-def wrapped(value: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
+def wrapped(
+    value: torch.Tensor,  # any shape: the local part of the whole
+    spec: DTensorSpec | None,  # of the parameter before sharding; None: it was plain
+) -> torch.Tensor:
     """Return `value` as the DTensor that a forward should see: `spec` is that of the parameter before sharding."""
     if spec is None:
         return value
@@ -163,7 +178,11 @@ def wrapped(value: torch.Tensor, spec: DTensorSpec | None) -> torch.Tensor:
     return compat.dtensor_of(value, spec)
 
 
-def local_gradient(gradient: torch.Tensor, spec: DTensorSpec | None, axes: Axes) -> torch.Tensor:
+def local_gradient(
+    gradient: torch.Tensor,  # any shape: of the whole parameter
+    spec: DTensorSpec | None,  # of the parameter before sharding; None: it was plain
+    axes: Axes,
+) -> torch.Tensor:
     """Return this rank's plain gradient of a parameter with `spec`; sums what tensor parallelism has left partial."""
     if spec is None or not isinstance(gradient, DTensor):
         return gradient

@@ -51,7 +51,10 @@ class GradientLayout:
         """Whether it is the layout of these parameters in this dtype."""
         return self.dtype is dtype and self.params == params
 
-    def as_sent(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    def as_sent(
+        self,
+        gradient: torch.Tensor | None,  # [rows, *others], whole; None: missing
+    ) -> torch.Tensor | None:
         """Return `gradient` as real numbers; None stays None."""
         if gradient is None or not self.dtype.is_complex:
             return gradient
@@ -255,7 +258,12 @@ class GradientMemory(Memory):
 
     # ---- hand out
 
-    def _hand_out(self, reduction: Reduction, options: ReduceOptions, missing_everywhere: torch.Tensor | None) -> None:
+    def _hand_out(
+        self,
+        reduction: Reduction,
+        options: ReduceOptions,
+        missing_everywhere: torch.Tensor | None,  # [parameters that have a mark], bool, on the device
+    ) -> None:
         """Give every parameter its rows; one that no rank has a gradient of gets none, unless `options.unused`.
 
         Where `missing_everywhere` is given, parameters that this rank has no gradient of wait until it is read
@@ -309,7 +317,12 @@ class GradientMemory(Memory):
 
 
 def _gradient_of(
-    param: ShardedParam, output: torch.Tensor, first: int, start: int, stop: int, dtype: torch.dtype
+    param: ShardedParam,
+    output: torch.Tensor,  # [shard elements], this rank's averages of all parameters
+    first: int,  # the element of `output` at which the rows begin
+    start: int,
+    stop: int,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
     """Return rows [start, stop) of the average of `param` as it has them at rest, in `dtype`.
 

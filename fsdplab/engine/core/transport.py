@@ -50,7 +50,10 @@ class SendShard:
     resident: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, shard: torch.Tensor) -> SendShard:
+    def of(
+        cls,
+        shard: torch.Tensor,  # [elements], in the dtype that is sent
+    ) -> SendShard:
         """A shard that lies ready in a tensor."""
         resident = shard.view(torch.uint8)
         write = lambda target: Pending(lambda: None, target.copy_(resident))  # noqa: E731
@@ -131,32 +134,45 @@ class Transport(ABC):
 
     @abstractmethod
     def reduce_scatter(
-        self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, average: Average
+        self,
+        layout: Layout,
+        gradients: Gradients,  # [rows, *others] each, whole; None: this rank has none
+        output: torch.Tensor,  # [shard elements], in the dtype that is sent
+        label: CollectiveLabel,
+        average: Average,
     ) -> Pending:
         """Average every rank's `gradients`, and leave this rank's shard in `output`."""
 
     @abstractmethod
     def all_reduce(
         self,
-        buffer: torch.Tensor,
+        buffer: torch.Tensor,  # [shard elements], this rank's sum over the shards
         label: CollectiveLabel,
         average: Average,
-        padding: int = 0,
-        after: Pending | None = None,
+        padding: int = 0,  # bytes of `buffer` that hold no gradient
+        after: Pending | None = None,  # the work on another stream that fills `buffer`
     ) -> Pending:
         """Average `buffer`, which is marked, over all ranks in place; `after`: the work on another stream that fills
         it.
         """
 
     def all_reduce_packed(
-        self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, average: Average
+        self,
+        layout: Layout,
+        gradients: Gradients,  # [rows, *others] each, whole; None: this rank has none
+        output: torch.Tensor,  # [shard elements], one shard being everything here
+        label: CollectiveLabel,
+        average: Average,
     ) -> Pending:
         """Pack `gradients` into `output` and average it over all ranks in place."""
         pack(layout, gradients, output)
         average.mark(output)
         return self.all_reduce(output, label, average, layout.padding_bytes)
 
-    def largest(self, flags: torch.Tensor) -> torch.Tensor:
+    def largest(
+        self,
+        flags: torch.Tensor,  # [units] (uint8), 1: this rank's shards of the unit have changed
+    ) -> torch.Tensor:
         """The largest of all ranks' `flags` (uint8), at once: a few bytes, in no ledger."""
         compat.all_reduce_unseen(flags, self.group)
         return flags

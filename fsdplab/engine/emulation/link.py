@@ -178,7 +178,10 @@ class Transfer(core.Departure):
         # until all ranks have issued, the host waits for a peer, not for the link
         super().moved(start, end, max(0, end - max(issued, awaited_ns)))
 
-    def deliver(self, result: list[torch.Tensor]) -> torch.futures.Future:
+    def deliver(
+        self,
+        result: list[torch.Tensor],  # any shapes: what the collective has left
+    ) -> torch.futures.Future:
         """A future that holds `result` once the link has delivered, for engines that wait in C++. The row is written
         now that all ranks have issued: how long anybody waits is not known.
         """
@@ -192,7 +195,11 @@ class Transfer(core.Departure):
         return future
 
 
-def _set_at(time_ns: int, future: torch.futures.Future, result: list[torch.Tensor]) -> None:
+def _set_at(
+    time_ns: int,
+    future: torch.futures.Future,
+    result: list[torch.Tensor],  # any shapes
+) -> None:
     time.sleep(max(0.0, (time_ns - time.time_ns()) / 1e9))
     future.set_result(result)
 
@@ -211,7 +218,11 @@ class Channel:
         queue = self._queues[0 if row.keywords["kind"] == "all_gather" else -1]
         return Transfer(*self._link.carry(row, self._ranks), queue)
 
-    def depart_for_torch(self, kind: str, outputs: Sequence[torch.Tensor]) -> Callable[..., torch.futures.Future]:
+    def depart_for_torch(
+        self,
+        kind: str,
+        outputs: Sequence[torch.Tensor],  # any shapes: what this rank receives
+    ) -> Callable[..., torch.futures.Future]:
         """A collective of an engine that has no units joins its queue; `outputs` are what this rank receives. What is
         returned makes the future of its result.
         """

@@ -101,7 +101,10 @@ def _warn(names: Sequence[str], text: str) -> None:
         )
 
 
-def _differing(group: dist.ProcessGroup, entries: Sequence[tuple[UnitMemory, torch.Tensor]]) -> list[str]:
+def _differing(
+    group: dist.ProcessGroup,
+    entries: Sequence[tuple[UnitMemory, torch.Tensor]],  # [3, parameters] (int64) of each unit
+) -> list[str]:
     """The names of parameters whose checksums differ over `group`, and that no rank has written since."""
     sent = torch.cat([rows for _, rows in entries], dim=1)
     largest, minus_least, rewritten = _maximum_over(group, sent).unbind()
@@ -110,7 +113,10 @@ def _differing(group: dist.ProcessGroup, entries: Sequence[tuple[UnitMemory, tor
     return [name for name, is_other in zip(names, differs) if is_other]
 
 
-def _maximum_over(group: dist.ProcessGroup, values: torch.Tensor) -> torch.Tensor:
+def _maximum_over(
+    group: dist.ProcessGroup,
+    values: torch.Tensor,  # [3, parameters] (int64)
+) -> torch.Tensor:
     """Not through `torch.distributed`, and not before the eyes of `CommDebugMode`: it belongs to no step."""
     carried = values.to(compat.device_for(group, torch.device("cpu")))
     compat.all_reduce_unseen(carried, group)
@@ -119,13 +125,17 @@ def _maximum_over(group: dist.ProcessGroup, values: torch.Tensor) -> torch.Tenso
 
 @compat.with_real_tensors
 @torch.no_grad()
-def _checksums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+def _checksums(
+    tensors: Sequence[torch.Tensor],  # any shapes, any dtypes
+) -> torch.Tensor:
     """One number a tensor; 0 for those without values of their own that can be read as bits."""
     sums = [_checksum(tensor) for tensor in tensors]
     return torch.stack([each.cpu() for each in sums]) if sums else torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
-def _checksum(tensor: torch.Tensor) -> torch.Tensor:
+def _checksum(
+    tensor: torch.Tensor,  # any shape, any dtype
+) -> torch.Tensor:
     if type(tensor) is not torch.Tensor or tensor.is_meta or tensor.numel() == 0:
         return torch.zeros((), dtype=torch.int64, device="cpu")  # also where another device is the default
     flat = tensor.contiguous().view(-1)

@@ -130,7 +130,9 @@ def zeros(folder: Path, nbytes: int, label: str) -> torch.Tensor:
     return data
 
 
-def file_under(tensor: torch.Tensor) -> MappedFile | None:
+def file_under(
+    tensor: torch.Tensor,  # any shape
+) -> MappedFile | None:
     """The mapped file that holds `tensor`, if one does."""
     if tensor.device.type != "cpu" or not tensor.numel():
         return None
@@ -142,7 +144,9 @@ def file_under(tensor: torch.Tensor) -> MappedFile | None:
     return None
 
 
-def bring_in(tensor: torch.Tensor) -> None:
+def bring_in(
+    tensor: torch.Tensor,  # any shape, dense
+) -> None:
     """Begin to read `tensor` from its file; nothing happens to tensors in memory."""
     if (file := file_under(tensor)) is not None:
         file.bring_in(*_span(file, tensor))
@@ -154,7 +158,10 @@ def bring_in_all(address: int) -> None:
         file.bring_in(0, len(file))
 
 
-def let_go(tensor: torch.Tensor, keep_cached: bool = False) -> None:
+def let_go(
+    tensor: torch.Tensor,  # any shape, dense
+    keep_cached: bool = False,
+) -> None:
     """Take `tensor` out of memory, to its file; nothing happens to tensors in memory."""
     if (file := file_under(tensor)) is not None:
         file.let_go(*_span(file, tensor), keep_cached)
@@ -183,7 +190,10 @@ def _pages(start: int, stop: int) -> tuple[int, int]:
     return first, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE - first
 
 
-def _span(file: MappedFile, tensor: torch.Tensor) -> tuple[int, int]:
+def _span(
+    file: MappedFile,
+    tensor: torch.Tensor,  # any shape, dense, in `file`
+) -> tuple[int, int]:
     start = tensor.data_ptr() - file.address
     return start, start + tensor.nbytes
 

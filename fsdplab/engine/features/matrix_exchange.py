@@ -61,7 +61,12 @@ class Exchange:
         """The number of ranks in the group."""
         return 1 if self.group is None else self.group.size()
 
-    def to_owners(self, parts: Iterable[torch.Tensor]) -> Arriving:
+    def to_owners(
+        self,
+        parts: Iterable[
+            torch.Tensor
+        ],  # [rows, columns] of this rank's part of each matrix, with 0 rows where it has none
+    ) -> Arriving:
         """Send this rank's `parts` of the matrices to their owners; each is packed as it comes."""
         pieces = []
         for matrix, owner in zip(self.matrices, self.owners):
@@ -81,7 +86,10 @@ class Exchange:
             else:
                 yield torch.cat(parts, matrix.dim or 0)
 
-    def back(self, results: Sequence[torch.Tensor]) -> Arriving:
+    def back(
+        self,
+        results: Sequence[torch.Tensor],  # [rows, columns] each, in the order of the matrices that this rank owns
+    ) -> Arriving:
         """Send every rank its parts of `results`, the updates of the matrices that this rank owns."""
         pieces = []
         for matrix, owner in zip(self.matrices, self.owners):
@@ -90,7 +98,10 @@ class Exchange:
             return self._all_gather(pieces, results)
         return self._all_to_all(pieces, self._parts_of(results))
 
-    def _parts_of(self, results: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    def _parts_of(
+        self,
+        results: Sequence[torch.Tensor],  # [rows, columns] each, one for each matrix that this rank owns
+    ) -> Iterator[torch.Tensor]:
         """Yield the parts of all ranks of each result, one at a time."""
         for matrix, whole in zip(self._owned(), results):
             for rank in range(self.ranks):
@@ -102,7 +113,13 @@ class Exchange:
 
     # ---- moving bytes
 
-    def _all_to_all(self, pieces: Sequence[Piece], values: Iterable[torch.Tensor]) -> Arriving:
+    def _all_to_all(
+        self,
+        pieces: Sequence[Piece],
+        values: Iterable[
+            torch.Tensor
+        ],  # [rows, columns] of each piece of this rank; not looked at where the piece is empty
+    ) -> Arriving:
         """Send `values`, one for each piece of this rank; those of empty pieces stay here."""
         goes = [(piece.target, piece.shape) for piece in pieces if piece.source == self.rank]
         comes = [(piece.source, piece.shape) for piece in pieces if piece.target == self.rank]
@@ -121,14 +138,22 @@ class Exchange:
         bytes_in = [count * width for count in counts_in]
         bytes_out = [count * width for count in counts_out]
 
-        def collective(out: torch.Tensor, source: torch.Tensor, **options: Any) -> object:
+        def collective(
+            out: torch.Tensor,  # [bytes] (uint8), rank after rank
+            source: torch.Tensor,  # [bytes] (uint8), rank after rank
+            **options: Any,
+        ) -> object:
             return dist.all_to_all_single(out, source, bytes_in, bytes_out, **options)
 
         logical = sum(matrix.numel for matrix in self.matrices) * width // self.ranks
         work = self._run("all_to_all", collective, received, send, logical, sum(bytes_out) - bytes_out[self.rank])
         return Arriving(work, _cut(received, counts_in, comes))
 
-    def _all_gather(self, pieces: Sequence[Piece], results: Sequence[torch.Tensor]) -> Arriving:
+    def _all_gather(
+        self,
+        pieces: Sequence[Piece],
+        results: Sequence[torch.Tensor],  # [rows, columns] each, one for each matrix that this rank owns
+    ) -> Arriving:
         """Gather the updates of all owners, each padded to the longest."""
         comes = [(piece.source, piece.shape) for piece in pieces if piece.target == self.rank]
         counts = self._counts(comes)
@@ -169,7 +194,10 @@ class Exchange:
         return counts
 
 
-def _pack(results: Sequence[torch.Tensor], packed: torch.Tensor) -> None:
+def _pack(
+    results: Sequence[torch.Tensor],  # [rows, columns] each
+    packed: torch.Tensor,  # [elements of all results], written in place
+) -> None:
     """Write `results` one after another into `packed`, of one dimension."""
     # A transposed matrix is copied to become flat: here the copies end before the collective begins.
     flat = [result.reshape(-1) for result in results]
@@ -177,7 +205,11 @@ def _pack(results: Sequence[torch.Tensor], packed: torch.Tensor) -> None:
         torch.cat(flat, out=packed)
 
 
-def _cut(buffer: torch.Tensor, counts: Sequence[int], parts: Sequence[tuple[int, Shape]]) -> list[torch.Tensor]:
+def _cut(
+    buffer: torch.Tensor,  # [sum(counts)], rank after rank
+    counts: Sequence[int],  # elements of each rank
+    parts: Sequence[tuple[int, Shape]],  # (rank, shape), in the order of the matrices
+) -> list[torch.Tensor]:
     """Return the place of each part, (rank, shape), in a buffer with `counts[rank]` elements of each rank in turn."""
     offsets = [0, *accumulate(counts)]  # of the next part of each rank
     places = []
@@ -188,7 +220,11 @@ def _cut(buffer: torch.Tensor, counts: Sequence[int], parts: Sequence[tuple[int,
     return places
 
 
-def _part_of(matrix: Matrix, whole: torch.Tensor, rank: int) -> torch.Tensor:
+def _part_of(
+    matrix: Matrix,
+    whole: torch.Tensor,  # [rows, columns]
+    rank: int,
+) -> torch.Tensor:
     """Return the rows or columns of `whole` that `rank` holds; all of it where every rank does."""
     if matrix.dim is None:
         return whole

@@ -42,7 +42,10 @@ class _Place:
     matrix: Matrix
     index: int | None = None  # the expert's place in what this rank holds of the stack; None for a plain matrix
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+    def of(
+        self,
+        tensor: torch.Tensor,  # of the parameter's shape, plain or a DTensor
+    ) -> torch.Tensor:
         """Return this rank's part of the matrix in a tensor like the parameter; empty where it holds none."""
         local = compat.local_of(tensor)
         if self.index is None:
@@ -108,20 +111,36 @@ class MatrixOptimizer(Optimizer):
     # ---- what subclasses say
 
     @abstractmethod
-    def prepare(self, gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]) -> torch.Tensor:
+    def prepare(
+        self,
+        gradient: torch.Tensor,  # [rows, columns] of this rank's part
+        state: dict[str, torch.Tensor],  # [rows, columns] of this rank's part each
+        group: dict[str, Any],
+    ) -> torch.Tensor:
         """What to send to the owner, from this rank's part of the gradient; updates the part of the state in place."""
 
     @abstractmethod
-    def whole(self, matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    def whole(
+        self,
+        matrix: torch.Tensor,  # [rows, columns] of the whole of what was prepared
+        group: dict[str, Any],
+    ) -> torch.Tensor:
         """The update from the whole of what was prepared [rows, columns]; on the owner alone."""
 
     @abstractmethod
     def apply(
-        self, parameter: torch.Tensor, update: torch.Tensor, shape: tuple[int, int], group: dict[str, Any]
+        self,
+        parameter: torch.Tensor,  # [rows, columns] of this rank's part
+        update: torch.Tensor,  # [rows, columns] of this rank's part
+        shape: tuple[int, int],  # (rows, columns) of the whole
+        group: dict[str, Any],
     ) -> None:
         """Step on this rank's part of a parameter, whose whole has `shape`, in place."""
 
-    def sent_dtype(self, gradient: torch.Tensor) -> torch.dtype:
+    def sent_dtype(
+        self,
+        gradient: torch.Tensor,  # any shape: what this rank has of a gradient
+    ) -> torch.dtype:
         """The dtype of what `prepare` returns."""
         return gradient.dtype
 
@@ -275,19 +294,35 @@ class Muon(MatrixOptimizer, torch.optim.Muon):
 
     states = ("momentum_buffer",)
 
-    def prepare(self, gradient: torch.Tensor, state: dict[str, torch.Tensor], group: dict[str, Any]) -> torch.Tensor:
+    def prepare(
+        self,
+        gradient: torch.Tensor,  # [rows, columns] of this rank's part
+        state: dict[str, torch.Tensor],  # momentum_buffer: [rows, columns] of this rank's part
+        group: dict[str, Any],
+    ) -> torch.Tensor:
         momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         return update.bfloat16()
 
-    def sent_dtype(self, gradient: torch.Tensor) -> torch.dtype:
+    def sent_dtype(
+        self,
+        gradient: torch.Tensor,  # any shape
+    ) -> torch.dtype:
         return torch.bfloat16
 
-    def whole(self, matrix: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
+    def whole(
+        self,
+        matrix: torch.Tensor,  # [rows, columns] of the whole update before Newton-Schulz (bfloat16)
+        group: dict[str, Any],
+    ) -> torch.Tensor:
         return _muon._zeropower_via_newtonschulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
     def apply(
-        self, parameter: torch.Tensor, update: torch.Tensor, shape: tuple[int, int], group: dict[str, Any]
+        self,
+        parameter: torch.Tensor,  # [rows, columns] of this rank's part
+        update: torch.Tensor,  # [rows, columns] of this rank's part (bfloat16)
+        shape: tuple[int, int],  # (rows, columns) of the whole
+        group: dict[str, Any],
     ) -> None:
         rate = float(group["lr"])
         parameter.mul_(1 - rate * group["weight_decay"])
@@ -328,7 +363,9 @@ def whole_matrices(
     return optimizer
 
 
-def _check(parameter: torch.Tensor) -> None:
+def _check(
+    parameter: torch.Tensor,  # [rows, columns] or [experts, rows, columns], if it is valid
+) -> None:
     """Raise for a parameter that is no matrix, or of which no group of ranks holds parts."""
     if parameter.ndim not in (2, 3):
         raise ValueError(

@@ -99,14 +99,19 @@ def _refuse_strangers(optimizer: Optimizer) -> None:
         warn_of_late_parameters(root, {id(parameter) for parameter in held})
 
 
-def _has_left(parameter: torch.Tensor, mark: str) -> bool:
+def _has_left(
+    parameter: torch.Tensor,  # any shape
+    mark: str,
+) -> bool:
     """Whether `parameter` bears `mark`, the gradient that it had when it left the model, and has got none since: one
     with a new gradient is trained by another model.
     """
     return hasattr(parameter, mark) and (parameter.grad is None or parameter.grad is getattr(parameter, mark))
 
 
-def _not_shown(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+def _not_shown(
+    parameters: list[torch.Tensor],  # any shapes
+) -> list[torch.Tensor]:
     """Those of `parameters` that no module shows again, as it does after a replacement for one forward."""
     if not parameters:
         return []
@@ -117,7 +122,11 @@ def _not_shown(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
     return [parameter for parameter in parameters if id(parameter) not in shown]
 
 
-def refuse_unsharded_forms(parameters: Iterable[torch.Tensor], holder: str, remedy: str) -> None:
+def refuse_unsharded_forms(
+    parameters: Iterable[torch.Tensor],  # any shapes
+    holder: str,
+    remedy: str,
+) -> None:
     """Raise a `RuntimeError` where `parameters` were taken while a unit was unsharded: they never have gradients."""
     held = list(parameters)
     unsharded = sum(hasattr(parameter, "_shown_during_step") for parameter in held)
@@ -138,7 +147,9 @@ def watch_units(units: Iterable[Unit]) -> None:
     _watched.update(units)
 
 
-def mark_ignored(parameters: Iterable[torch.Tensor]) -> None:
+def mark_ignored(
+    parameters: Iterable[torch.Tensor],  # any shapes
+) -> None:
     """Each rank trains its own copy of `parameters`, as the user has asked."""
     for parameter in parameters:
         parameter._trained_apart = True
@@ -178,7 +189,10 @@ def watch_optimizers() -> None:
     register_optimizer_step_pre_hook(_before_step)
 
 
-def warn_of_low_masters(params: Iterable[tuple[str, torch.Tensor]], policy: MixedPrecisionPolicy) -> None:
+def warn_of_low_masters(
+    params: Iterable[tuple[str, torch.Tensor]],  # names, and tensors of any shapes
+    policy: MixedPrecisionPolicy,
+) -> None:
     """Warn where mixed precision was asked for and a trained parameter is kept in no more than what it computes in."""
     low = policy.param_dtype
     if low not in (torch.bfloat16, torch.float16):

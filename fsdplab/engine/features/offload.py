@@ -65,11 +65,18 @@ class HostStorage(ShardStorage):
     def make(self, nbytes: int, unit: str) -> torch.Tensor:
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self.pin)
 
-    def holds(self, tensor: torch.Tensor) -> bool:
+    def holds(
+        self,
+        tensor: torch.Tensor,  # any shape
+    ) -> bool:
         """Whether `tensor` is where `make` would put it."""
         return tensor.device.type == "cpu"
 
-    def send(self, write: Callable[[torch.Tensor], object], target: torch.Tensor) -> Pending:
+    def send(
+        self,
+        write: Callable[[torch.Tensor], object],
+        target: torch.Tensor,  # [shard_bytes] (uint8), on the device that computes
+    ) -> Pending:
         if not compat.has_streams(target.device):
             return super().send(write, target)
         stream = _arriving(target.device)
@@ -84,7 +91,10 @@ class HostStorage(ShardStorage):
             self._sent.synchronize()
             self._sent = None
 
-    def take(self, gradients: Iterable[torch.Tensor]) -> tuple[Iterable[torch.Tensor], Pending]:
+    def take(
+        self,
+        gradients: Iterable[torch.Tensor],  # any shapes: this rank's rows of each average
+    ) -> tuple[Iterable[torch.Tensor], Pending]:
         values = list(gradients)
         if not values or not compat.has_streams(values[0].device):
             return super().take([value.cpu() for value in values])
@@ -114,15 +124,24 @@ class FileStorage(HostStorage):
     def make(self, nbytes: int, unit: str) -> torch.Tensor:
         return mapped.zeros(self.folder, nbytes, f"unit {unit!r}")
 
-    def holds(self, tensor: torch.Tensor) -> bool:
+    def holds(
+        self,
+        tensor: torch.Tensor,  # any shape
+    ) -> bool:
         return mapped.file_under(tensor) is not None
 
-    def will_read(self, flat: torch.Tensor) -> None:
+    def will_read(
+        self,
+        flat: torch.Tensor,  # [shard_bytes] (uint8), as `make` returned it
+    ) -> None:
         if flat.numel():
             mapped.bring_in(flat)
             mapped.bring_in_all(_order.next_after(flat.data_ptr()))
 
-    def done_reading(self, flat: torch.Tensor) -> None:
+    def done_reading(
+        self,
+        flat: torch.Tensor,  # [shard_bytes] (uint8), as `make` returned it
+    ) -> None:
         mapped.let_go(flat, self.keep_cached)
 
 
@@ -137,7 +156,11 @@ class _Leaving:
         self._device, self._stream = device, torch.cuda.Stream(device)
         self._last: tuple[torch.cuda.Event, Sequence[torch.Tensor]] | None = None
 
-    def copy(self, values: Sequence[torch.Tensor], landings: Sequence[torch.Tensor]) -> Pending:
+    def copy(
+        self,
+        values: Sequence[torch.Tensor],  # any shapes, on the device
+        landings: Sequence[torch.Tensor],  # of the shapes and dtypes of `values`, on the host
+    ) -> Pending:
         """Begin to copy `values` into `landings`; the host waits for what is returned before it reads them."""
         current = torch.cuda.current_stream(self._device)
         if self._last is not None:
@@ -168,14 +191,21 @@ def _arriving(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def end_to_end(values: Sequence[torch.Tensor], make: Callable[[int], torch.Tensor]) -> list[torch.Tensor]:
+def end_to_end(
+    values: Sequence[torch.Tensor],  # any shapes, any dtypes
+    make: Callable[[int], torch.Tensor],  # from a number of bytes: [bytes] (uint8)
+) -> list[torch.Tensor]:
     """Tensors of the dtypes, shapes and order of `values`, in one piece of memory; `make` returns so many bytes."""
     sizes = [-(-value.nbytes // _ALIGNMENT) * _ALIGNMENT for value in values]
     piece = make(sum(sizes))
     return [_view(piece, start, value) for start, value in zip(accumulate(sizes, initial=0), values)]
 
 
-def _view(piece: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
+def _view(
+    piece: torch.Tensor,  # [bytes] (uint8)
+    start: int,
+    like: torch.Tensor,  # any shape, any dtype
+) -> torch.Tensor:
     """The bytes of `piece` from `start` on, as a dense tensor with the dtype, shape and order of `like`."""
     strides = torch.empty_like(like, device="meta").stride()
     return piece[start : start + like.nbytes].view(like.dtype).as_strided(like.shape, strides)

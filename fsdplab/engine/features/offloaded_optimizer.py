@@ -258,13 +258,20 @@ class _Lift:
         self._device, self._ahead, self._stream = device, ahead, torch.cuda.Stream(device)
         self._leaving: deque[tuple[torch.cuda.Event, list[torch.Tensor]]] = deque()
 
-    def bring(self, rests: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.cuda.Event]:
+    def bring(
+        self,
+        rests: Sequence[torch.Tensor],  # any shapes, on the host
+    ) -> tuple[list[torch.Tensor], torch.cuda.Event]:
         """Begin to copy `rests` to the device; return the copies, and what says that they are complete."""
         with torch.cuda.stream(self._stream):
             copies = [rest.to(self._device, non_blocking=True) for rest in rests]
             return copies, self._stream.record_event()
 
-    def put_away(self, values: list[torch.Tensor], rests: Sequence[torch.Tensor]) -> None:
+    def put_away(
+        self,
+        values: list[torch.Tensor],  # any shapes, on the device
+        rests: Sequence[torch.Tensor],  # of the shapes of `values`, on the host
+    ) -> None:
         """Copy `values` to `rests` once the device's present work is done."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -281,7 +288,10 @@ class _Lift:
         self._leaving.clear()
 
 
-def _like(value: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+def _like(
+    value: torch.Tensor,  # any shape: a state as the optimizer has it
+    local: torch.Tensor,  # any shape: what this rank holds of it
+) -> torch.Tensor:
     """Return `local` as a DTensor where `value` is one."""
     if isinstance(value, DTensor):
         return compat.dtensor_of(local, value._spec)

@@ -40,12 +40,22 @@ class CustomTransport(StagedTransport):
             return super()._staging(numel, dtype, role)
         return comm.allocate((numel,), dtype=dtype, device=self.device)
 
-    def _gather(self, staging: torch.Tensor, send: torch.Tensor, asynchronous: bool) -> Any:
+    def _gather(
+        self,
+        staging: torch.Tensor,  # [ranks * shard elements]
+        send: torch.Tensor,  # [shard elements], this rank's
+        asynchronous: bool,
+    ) -> Any:
         if self.gather is None:
             return super()._gather(staging, send, asynchronous)
         return self.gather(staging, send, self.group, async_op=asynchronous)
 
-    def _reduction(self, send: torch.Tensor, output: torch.Tensor, average: Average) -> Reduction:
+    def _reduction(
+        self,
+        send: torch.Tensor,  # [ranks * shard elements]
+        output: torch.Tensor,  # [shard elements], this rank's part of the average
+        average: Average,
+    ) -> Reduction:
         if self.scatter is None:
             return super()._reduction(send, output, average)
         received = self._staging(output.numel(), output.dtype, "scatter")
@@ -98,7 +108,13 @@ class CollectiveIn:
         self.memory, self.allocate, self._collective = memory, memory.allocate, collective
 
     def __call__(
-        self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, op: Any = None, *, async_op: bool
+        self,
+        output: torch.Tensor,  # [ranks * elements] of a gather, [elements] of a reduction
+        source: torch.Tensor,  # [elements] of a gather, [ranks * elements] of a reduction
+        group: dist.ProcessGroup,
+        op: Any = None,
+        *,
+        async_op: bool,
     ) -> Any:
         if source.numel() < output.numel():  # a gather, whose source is a part of its output
             self.memory.register(group, output)
@@ -162,10 +178,15 @@ def _check_not_custom(transport: Transport, method: str) -> None:
             raise AssertionError(f"{method} cannot be used with a collective of your own ({type(comm).__name__})")
 
 
-def on_stream(hook: Callable[[torch.Tensor], None], stream: torch.cuda.Stream) -> Callable[[torch.Tensor], None]:
+def on_stream(
+    hook: Callable[[torch.Tensor], None],  # is given [shard elements]
+    stream: torch.cuda.Stream,
+) -> Callable[[torch.Tensor], None]:
     """Return a function that runs `hook` on `stream`, between what came before and what comes after."""
 
-    def hooked(reduced: torch.Tensor) -> None:
+    def hooked(
+        reduced: torch.Tensor,  # [shard elements]
+    ) -> None:
         device = torch.get_device_module(reduced.device)
         stream.wait_stream(device.current_stream())
         with device.stream(stream), events.span("all_reduce_hook"):

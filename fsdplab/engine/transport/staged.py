@@ -72,7 +72,12 @@ class StagedTransport(Transport):
         return self._gather_stream.run(Job(issue, lambda: None, departure, (staging, send), written, copy_out))
 
     def reduce_scatter(
-        self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, average: Average
+        self,
+        layout: Layout,
+        gradients: Gradients,  # [rows, *others] each, whole; None: this rank has none
+        output: torch.Tensor,  # [shard elements], in the dtype that is sent
+        label: CollectiveLabel,
+        average: Average,
     ) -> Pending:
         """Average every rank's `gradients` (None where one is missing), and leave this rank's shard in `output`."""
         before = 1.0  # what is divided by before the sum, which could overflow
@@ -92,11 +97,11 @@ class StagedTransport(Transport):
 
     def all_reduce(
         self,
-        buffer: torch.Tensor,
+        buffer: torch.Tensor,  # [shard elements], this rank's sum over the shards
         label: CollectiveLabel,
         average: Average,
-        padding: int = 0,
-        after: Pending | None = None,
+        padding: int = 0,  # bytes of `buffer` that hold no gradient
+        after: Pending | None = None,  # the work on another stream that fills `buffer`
     ) -> Pending:
         """Average `buffer` over all ranks in place."""
         before = half(average.factor) if buffer.dtype is torch.float16 else 1.0
@@ -124,11 +129,21 @@ class StagedTransport(Transport):
         """Return memory for a "gather" or a "scatter" of `numel` elements."""
         return torch.empty(numel, dtype=dtype, device=self.device)
 
-    def _gather(self, staging: torch.Tensor, send: torch.Tensor, asynchronous: bool) -> Any:
+    def _gather(
+        self,
+        staging: torch.Tensor,  # [ranks * shard elements], rank after rank
+        send: torch.Tensor,  # [shard elements], this rank's
+        asynchronous: bool,
+    ) -> Any:
         """Issue the all-gather of `send`, [elements of a shard], into `staging`."""
         return compat.all_gather_single(staging, send, group=self.group, async_op=asynchronous)
 
-    def _reduction(self, send: torch.Tensor, output: torch.Tensor, average: Average) -> Reduction:
+    def _reduction(
+        self,
+        send: torch.Tensor,  # [ranks * shard elements], rank after rank
+        output: torch.Tensor,  # [shard elements], this rank's part of the average
+        average: Average,
+    ) -> Reduction:
         """Return how to sum `send`, [ranks * elements of a shard], into `output`, [elements of a shard]."""
 
         def issue(asynchronous: bool) -> Any:

@@ -126,7 +126,10 @@ class Arena(SharedFile):
         weakref.finalize(part, self._give_back, start, length, os.getpid()).atexit = False
         return torch.frombuffer(part, dtype=torch.uint8)
 
-    def place_of(self, tensor: torch.Tensor) -> Place | None:
+    def place_of(
+        self,
+        tensor: torch.Tensor,  # any shape, contiguous
+    ) -> Place | None:
         """Where `tensor` lies in this arena; None where it lies elsewhere."""
         address = tensor.data_ptr()
         for start, segment in self._segments.items():

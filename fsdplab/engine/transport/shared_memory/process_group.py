@@ -80,23 +80,44 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Return what DDP's log and `name()` show."""
         return NAME
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def allreduce(
+        self,
+        tensors: Tensors,  # one, of any shape
+        opts: Any = None,
+    ) -> dist.Work:
         """Reduce one tensor in place."""
         return self._all_reduce("allreduce", [_only("all_reduce", tensors)], opts)
 
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def allreduce_coalesced(
+        self,
+        tensors: Tensors,  # any shapes
+        opts: Any = None,
+    ) -> dist.Work:
         """Reduce several tensors in place."""
         return self._all_reduce("allreduce_coalesced", tensors, opts)
 
-    def _all_reduce(self, call: str, tensors: Tensors, opts: Any) -> dist.Work:
+    def _all_reduce(
+        self,
+        call: str,
+        tensors: Tensors,  # any shapes, reduced in place
+        opts: Any,
+    ) -> dist.Work:
         operations = [operation_of(opts, tensor) for tensor in tensors]
 
-        def calls(flats: Tensors, _: Tensors) -> Iterable[tuple[Any, ...]]:
+        def calls(
+            flats: Tensors,  # [elements] each
+            _: Tensors,
+        ) -> Iterable[tuple[Any, ...]]:
             return zip(flats, operations)
 
         return self._moved("all_reduce", call, [tensors], tensors, [], calls)
 
-    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> dist.Work:
+    def allgather(
+        self,
+        outputs: Sequence[Tensors],  # one list, with a tensor of any shape for each rank
+        inputs: Tensors,  # one, of any shape
+        opts: Any = None,
+    ) -> dist.Work:
         """Fill a list with every rank's tensor; they may differ in size."""
         output, source = _only("all_gather", outputs), _only("all_gather", inputs)
         if len(output) != self._ranks or _shown(output[self._rank]) != _shown(source):
@@ -105,27 +126,54 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 " its own like its input"
             )
 
-        def calls(flats: Tensors, sources: Tensors) -> Iterable[tuple[Any, ...]]:
+        def calls(
+            flats: Tensors,  # [elements] each, one a rank
+            sources: Tensors,  # one, [elements]
+        ) -> Iterable[tuple[Any, ...]]:
             return [(flats, *sources)]
 
         return self._moved("all_gather", "allgather", [outputs, inputs], output, inputs, calls)
 
-    def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
+    def _allgather_base(
+        self,
+        output: torch.Tensor,  # [ranks * elements] in any shape
+        source: torch.Tensor,  # [elements] in any shape
+        opts: Any = None,
+    ) -> dist.Work:
         return self._gather_whole("_allgather_base", [output, source], [output], [source])
 
-    def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+    def allgather_into_tensor_coalesced(
+        self,
+        outputs: Tensors,  # [ranks * elements] each, in any shapes
+        inputs: Tensors,  # [elements] each, in any shapes
+        opts: Any = None,
+    ) -> dist.Work:
         """Gather several tensors, each into one output."""
         return self._gather_whole("allgather_into_tensor_coalesced", [outputs, inputs], outputs, inputs)
 
-    def _gather_whole(self, call: str, arguments: Sequence[Any], outputs: Tensors, inputs: Tensors) -> dist.Work:
+    def _gather_whole(
+        self,
+        call: str,  # the name of torch's method
+        arguments: Sequence[Any],  # those of `call`, to be announced
+        outputs: Tensors,  # [ranks * elements] each, in any shapes
+        inputs: Tensors,  # [elements] each, in any shapes
+    ) -> dist.Work:
         self._check_whole("all_gather", outputs, inputs)
 
-        def calls(flats: Tensors, sources: Tensors) -> Iterable[tuple[Any, ...]]:
+        def calls(
+            flats: Tensors,  # [ranks * elements] each
+            sources: Tensors,  # [elements] each
+        ) -> Iterable[tuple[Any, ...]]:
             return zip(self._split(flats), sources)
 
         return self._moved("all_gather", call, arguments, outputs, inputs, calls)
 
-    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> dist.Work:
+    def reduce_scatter(
+        self,
+        outputs: Tensors,  # one, of any shape
+        inputs: Sequence[Tensors],  # one list, with a tensor of any shape for each rank
+        opts: Any = None,
+    ) -> dist.Work:
         """Reduce a list with one tensor a rank and keep this rank's; they may differ in size."""
         output, sources = _only("reduce_scatter", outputs), _only("reduce_scatter", inputs)
         is_alike = len({source.dtype for source in sources}) == 1
@@ -136,25 +184,46 @@ class SharedMemoryGroup(dist.ProcessGroup):
             )
         operation = operation_of(opts, output)
 
-        def calls(flats: Tensors, parts: Tensors) -> Iterable[tuple[Any, ...]]:
+        def calls(
+            flats: Tensors,  # one, [elements]
+            parts: Tensors,  # [elements] each, one a rank
+        ) -> Iterable[tuple[Any, ...]]:
             return [(*flats, parts, operation)]
 
         return self._moved("reduce_scatter", "reduce_scatter", [outputs, inputs], outputs, sources, calls)
 
-    def _reduce_scatter_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
+    def _reduce_scatter_base(
+        self,
+        output: torch.Tensor,  # [elements] in any shape
+        source: torch.Tensor,  # [ranks * elements] in any shape
+        opts: Any = None,
+    ) -> dist.Work:
         return self._scatter_whole("_reduce_scatter_base", [output, source], [output], [source], opts)
 
-    def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> dist.Work:
+    def reduce_scatter_tensor_coalesced(
+        self,
+        outputs: Tensors,  # [elements] each, in any shapes
+        inputs: Tensors,  # [ranks * elements] each, in any shapes
+        opts: Any = None,
+    ) -> dist.Work:
         """Reduce and scatter several tensors."""
         return self._scatter_whole("reduce_scatter_tensor_coalesced", [outputs, inputs], outputs, inputs, opts)
 
     def _scatter_whole(
-        self, call: str, arguments: Sequence[Any], outputs: Tensors, inputs: Tensors, opts: Any
+        self,
+        call: str,  # the name of torch's method
+        arguments: Sequence[Any],  # those of `call`, to be announced
+        outputs: Tensors,  # [elements] each, in any shapes
+        inputs: Tensors,  # [ranks * elements] each, in any shapes
+        opts: Any,
     ) -> dist.Work:
         self._check_whole("reduce_scatter", inputs, outputs)
         operations = [operation_of(opts, output) for output in outputs]
 
-        def calls(flats: Tensors, sources: Tensors) -> Iterable[tuple[Any, ...]]:
+        def calls(
+            flats: Tensors,  # [elements] each
+            sources: Tensors,  # [ranks * elements] each
+        ) -> Iterable[tuple[Any, ...]]:
             return zip(flats, self._split(sources), operations)
 
         return self._moved("reduce_scatter", call, arguments, outputs, inputs, calls)
@@ -163,12 +232,19 @@ class SharedMemoryGroup(dist.ProcessGroup):
     all_gather_single, all_gather_single_coalesced = _allgather_base, allgather_into_tensor_coalesced
     reduce_scatter_single, reduce_scatter_single_coalesced = _reduce_scatter_base, reduce_scatter_tensor_coalesced
 
-    def broadcast(self, tensors: Tensors, opts: Any = None) -> dist.Work:
+    def broadcast(
+        self,
+        tensors: Tensors,  # one, of any shape
+        opts: Any = None,
+    ) -> dist.Work:
         """Give the root's tensor to all."""
         _only("broadcast", tensors)
         root = 0 if opts is None else opts.rootRank
 
-        def calls(flats: Tensors, _: Tensors) -> Iterable[tuple[Any, ...]]:
+        def calls(
+            flats: Tensors,  # one, [elements]
+            _: Tensors,
+        ) -> Iterable[tuple[Any, ...]]:
             return [(*flats, root)]
 
         return self._moved("broadcast", "broadcast", [tensors], tensors, [], calls)
@@ -182,7 +258,13 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._depart = depart
 
     def _moved(
-        self, kind: str, call: str, arguments: Sequence[Any], outputs: Tensors, inputs: Tensors, calls: Calls
+        self,
+        kind: str,  # the name of a method of `Moves`
+        call: str,  # the name of torch's method
+        arguments: Sequence[Any],  # those of `call`, to be announced
+        outputs: Tensors,  # any shapes, written in place
+        inputs: Tensors,  # any shapes
+        calls: Calls,  # makes the arguments of the method of `Moves`
     ) -> dist.Work:
         """Show a call of torch's to whoever watches, then have the algorithm of that kind write `outputs`.
 
@@ -204,10 +286,18 @@ class SharedMemoryGroup(dist.ProcessGroup):
                     output.data.copy_(flat.view(output.shape))
         return _create_work_from_future(arrive(list(outputs)))
 
-    def _split(self, wholes: Tensors) -> Iterable[Tensors]:
+    def _split(
+        self,
+        wholes: Tensors,  # [ranks * elements] each
+    ) -> Iterable[Tensors]:
         return (whole.tensor_split(self._ranks) for whole in wholes)
 
-    def _check_whole(self, kind: str, wholes: Tensors, parts: Tensors) -> None:
+    def _check_whole(
+        self,
+        kind: str,
+        wholes: Tensors,  # any shapes
+        parts: Tensors,  # any shapes
+    ) -> None:
         for whole, part in zip(wholes, parts, strict=True):
             if whole.numel() != self._ranks * part.numel() or whole.dtype != part.dtype:
                 raise ValueError(f"{kind}: {_shown(whole)} is not {self._ranks} times {_shown(part)}")
@@ -225,7 +315,10 @@ def _shown(*tensors: torch.Tensor) -> str:
     return ", ".join(f"{tensor.numel()} x {_name(tensor)}" for tensor in tensors)
 
 
-def _flat(kind: str, tensors: Tensors) -> list[torch.Tensor]:
+def _flat(
+    kind: str,
+    tensors: Tensors,  # any shapes
+) -> list[torch.Tensor]:
     """Return the tensors in one dimension, without autograd and its version counter, as backends write to them."""
     for tensor in tensors:
         if tensor.device != _CPU or tensor.layout != torch.strided:
@@ -236,7 +329,9 @@ def _flat(kind: str, tensors: Tensors) -> list[torch.Tensor]:
     return [tensor.data.contiguous().view(-1) for tensor in tensors]
 
 
-def _arrived(result: list[torch.Tensor]) -> torch.futures.Future:
+def _arrived(
+    result: list[torch.Tensor],  # any shapes
+) -> torch.futures.Future:
     """Return a future that holds `result` now."""
     future: torch.futures.Future = torch.futures.Future()
     future.set_result(result)
@@ -268,7 +363,11 @@ class Moves:
         self.slots = Slots(group, _SLOTS)
         self._buffers = Buffers(self.slots, _SLOTS)
 
-    def all_reduce(self, flat: torch.Tensor, operation: str) -> None:
+    def all_reduce(
+        self,
+        flat: torch.Tensor,  # [elements], reduced in place
+        operation: str,
+    ) -> None:
         """Reduce in place."""
         for part in _cut(flat, _PIECE // flat.element_size()):
             number = self._publish([part], part.nbytes, f"all_reduce {operation} {_name(part)}")
@@ -278,7 +377,12 @@ class Moves:
                 self._reduce_and_share(number, part.tensor_split(self._ranks), operation)
             self.slots.done(number)
 
-    def _reduce_and_share(self, number: int, shares: Sequence[torch.Tensor], operation: str) -> None:
+    def _reduce_and_share(
+        self,
+        number: int,
+        shares: Sequence[torch.Tensor],  # [elements] each, one a rank: parts of one tensor, end to end
+        operation: str,
+    ) -> None:
         """Reduce this rank's share, put it back into its slot, and copy the shares of the others from theirs.
 
         Nobody else reads a share before its owner says that it is summed. `shares` [elements of each rank's share] are
@@ -298,7 +402,11 @@ class Moves:
                 self.slots.await_summed(peer, number)
                 shares[peer].copy_(place)
 
-    def all_gather(self, wholes: Sequence[torch.Tensor], source: torch.Tensor) -> None:
+    def all_gather(
+        self,
+        wholes: Sequence[torch.Tensor],  # [elements] each, one a rank; written in place
+        source: torch.Tensor,  # [elements], this rank's
+    ) -> None:
         """Fill `wholes[r]` from rank r's `source`; ranks may differ in size."""
         wholes = [whole.view(torch.uint8) for whole in wholes]
         source = source.view(torch.uint8)
@@ -315,7 +423,12 @@ class Moves:
                     place.copy_(self.slots.read(peer, number, size)[: len(place)])
             self.slots.done(number)
 
-    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], operation: str) -> None:
+    def reduce_scatter(
+        self,
+        output: torch.Tensor,  # [elements], written in place
+        inputs: Sequence[torch.Tensor],  # [elements] each, one a rank
+        operation: str,
+    ) -> None:
         """Reduce `inputs[r]` into rank r's output; ranks may differ in size."""
         longest, word = max(len(source) for source in inputs), output.element_size()
         label = f"reduce_scatter {operation} {_name(output)}"
@@ -328,7 +441,11 @@ class Moves:
             self._reduce(number, nbytes, self._rank * length, output[start : start + length], operation)
             self.slots.done(number)
 
-    def broadcast(self, flat: torch.Tensor, root: int) -> None:
+    def broadcast(
+        self,
+        flat: torch.Tensor,  # [elements], written in place on all ranks but `root`
+        root: int,
+    ) -> None:
         """Give the root's tensor to all."""
         is_root = self._rank == root
         for piece in _cut(flat.view(torch.uint8), _PIECE):
@@ -344,7 +461,12 @@ class Moves:
             self.slots.read(peer, number, 1)
         self.slots.done(number)
 
-    def _publish(self, parts: Sequence[torch.Tensor], nbytes: int, label: str) -> int:
+    def _publish(
+        self,
+        parts: Sequence[torch.Tensor],  # [elements] each
+        nbytes: int,
+        label: str,
+    ) -> int:
         """Write `parts` at equal distances into this rank's buffer; return the operation's number.
 
         All ranks give equal `nbytes` and `label`.
@@ -356,7 +478,14 @@ class Moves:
         self.slots.publish(number, buffer)
         return number
 
-    def _reduce(self, number: int, nbytes: int, first: int, output: torch.Tensor, operation: str) -> None:
+    def _reduce(
+        self,
+        number: int,
+        nbytes: int,
+        first: int,  # element of the buffers at which this rank's part begins
+        output: torch.Tensor,  # [elements], written in place
+        operation: str,
+    ) -> None:
         """Reduce what starts at element `first` of every rank's buffer into `output`, rank 0 first."""
         parts = []  # [elements of `output`] each, in the buffers of all ranks
         for peer in range(self._ranks):
@@ -371,7 +500,10 @@ class Moves:
             Average(divide).sum_up(parts, output)
 
 
-def operation_of(opts: Any, tensor: torch.Tensor) -> str:
+def operation_of(
+    opts: Any,
+    tensor: torch.Tensor,  # any shape
+) -> str:
     """Return the name of the reduction; raise where it is not offered for such a tensor."""
     wanted = dist.ReduceOp.SUM if opts is None else opts.reduceOp
     names = [name for name in _OPERATIONS if wanted == getattr(dist.ReduceOp, name)]
@@ -384,10 +516,15 @@ def operation_of(opts: Any, tensor: torch.Tensor) -> str:
     return name
 
 
-def _cut(flat: torch.Tensor, length: int) -> Sequence[torch.Tensor]:
+def _cut(
+    flat: torch.Tensor,  # [elements]
+    length: int,
+) -> Sequence[torch.Tensor]:
     """Cut `flat` into pieces of at most `length`; an empty tensor has none."""
     return flat.split(length) if len(flat) else ()
 
 
-def _name(tensor: torch.Tensor) -> str:
+def _name(
+    tensor: torch.Tensor,  # any shape
+) -> str:
     return str(tensor.dtype).removeprefix("torch.")

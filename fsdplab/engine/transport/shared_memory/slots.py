@@ -154,7 +154,11 @@ class Slots:
         except OSError as error:
             self._no_memory(f"{nbytes} bytes to share for {label or 'an operation'}", error)
 
-    def publish(self, number: int, source: torch.Tensor) -> None:
+    def publish(
+        self,
+        number: int,
+        source: torch.Tensor,  # [bytes] (uint8), in this rank's arena
+    ) -> None:
         """Let peers read `source`, which lies in the arena, as operation `number`."""
         slot = number % self.count
         with self.unrepeatable("telling its peers of an operation"):

@@ -132,7 +132,11 @@ class PendingOperation(Pending):
 
     __slots__ = ("_operation",)
 
-    def __init__(self, operation: Operation, source: torch.Tensor) -> None:
+    def __init__(
+        self,
+        operation: Operation,
+        source: torch.Tensor,  # [bytes] (uint8), what peers read
+    ) -> None:
         super().__init__(operation.arrive, source, early=operation.advance, on_drop=operation.give_up)
         self._operation = operation
 
@@ -192,7 +196,12 @@ class Operations:
         return staging.get(staging.turn, nbytes, name)
 
     def publish(
-        self, operation: Operation, source: torch.Tensor, staging: Staging | None, steps: Sequence[Step], kept: int = 0
+        self,
+        operation: Operation,
+        source: torch.Tensor,  # [bytes] (uint8), a buffer of `staging` or memory of the arena
+        staging: Staging | None,  # None: peers read memory that is no buffer
+        steps: Sequence[Step],
+        kept: int = 0,  # how many of the last steps must not be done early
     ) -> Pending:
         """Peers may read `source`, a buffer of `staging` or memory of the arena; on waiting, `steps` complete the
         operation on this rank: all but the last `kept` may be done early. Where its slot is needed it is completed
@@ -248,7 +257,13 @@ class PendingReduction:
     buffer: torch.Tensor
     stride: int
 
-    def part(self, buffer: torch.Tensor, owner: int, reader: int, like: torch.Tensor) -> torch.Tensor:
+    def part(
+        self,
+        buffer: torch.Tensor,  # [bytes] (uint8), of rank `owner`
+        owner: int,
+        reader: int,
+        like: torch.Tensor,  # [elements], of the length and dtype of the part
+    ) -> torch.Tensor:
         """Return what `owner` wrote into its `buffer` for `reader`.
 
         A buffer has no part for its owner: on 3 ranks that of rank 1 has those of ranks 0 and 2.
@@ -259,7 +274,11 @@ class PendingReduction:
         first = index * self.stride
         return buffer[first : first + like.nbytes].view(like.dtype)
 
-    def last(self, buffer: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def last(
+        self,
+        buffer: torch.Tensor,  # [bytes] (uint8), of any rank
+        like: torch.Tensor,  # [elements], of the length and dtype of the sum
+    ) -> torch.Tensor:
         """Return what an owner put behind the parts of its `buffer`: its sum."""
         return buffer[-self.stride :][: like.nbytes].view(like.dtype)
 
@@ -297,7 +316,10 @@ class SharedTransport(Transport):
         """Begin anew with all ranks where one has failed in the middle, or this one has left a step unfinished."""
         self._operations.recover(unfinished or self._slots.broken)
 
-    def largest(self, flags: torch.Tensor) -> torch.Tensor:
+    def largest(
+        self,
+        flags: torch.Tensor,  # [units] (uint8), reduced in place
+    ) -> torch.Tensor:
         """Return the largest of all ranks' `flags`, [units] (uint8)."""
         operation = self._operations.claim(flags.nbytes, "comparison", "shards", Unseen())
         published = self._operations.stage(self._flags, flags.nbytes, operation.name).copy_(flags)
@@ -347,12 +369,20 @@ class SharedTransport(Transport):
         return source
 
     def reduce_scatter(
-        self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, average: Average
+        self,
+        layout: Layout,
+        gradients: Gradients,  # [rows, *others] each, whole; None: this rank has none
+        output: torch.Tensor,  # [shard elements], in the dtype that is sent
+        label: CollectiveLabel,
+        average: Average,
     ) -> Pending:
         """Publish what peers need of the gradients; on waiting, average this rank's shard over the ranks."""
         departure = self.depart(label, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
 
-        def write(peer: int, target: torch.Tensor) -> None:
+        def write(
+            peer: int,
+            target: torch.Tensor,  # [shard elements], written in place
+        ) -> None:
             pack_part(layout, gradients, peer, target)
             average.mark(target)
 
@@ -363,40 +393,60 @@ class SharedTransport(Transport):
 
     def all_reduce(
         self,
-        buffer: torch.Tensor,
+        buffer: torch.Tensor,  # [shard elements], averaged in place
         label: CollectiveLabel,
         average: Average,
-        padding: int = 0,
+        padding: int = 0,  # bytes of `buffer` that hold no gradient
         after: Pending | None = None,
     ) -> Pending:
         """Publish what peers need of `buffer`; on waiting, sum one nth of it and gather the others' sums."""
         pieces = buffer.tensor_split(self.ranks)
 
-        def write(peer: int, target: torch.Tensor) -> None:
+        def write(
+            peer: int,
+            target: torch.Tensor,  # [elements of the part of `peer`], written in place
+        ) -> None:
             if peer != self.rank:  # this rank's own part is where its sum will be
                 target.copy_(pieces[peer])
 
         return self._all_reduce(write, buffer, label, self._parts(buffer, average)[self.rank], padding)
 
     def all_reduce_packed(
-        self, layout: Layout, gradients: Gradients, output: torch.Tensor, label: CollectiveLabel, average: Average
+        self,
+        layout: Layout,
+        gradients: Gradients,  # [rows, *others] each, whole; None: this rank has none
+        output: torch.Tensor,  # [shard elements], one shard being everything here
+        label: CollectiveLabel,
+        average: Average,
     ) -> Pending:
         """As `pack` and `all_reduce`, in one pass over the gradients."""
         firsts, parts = _firsts(output, self.ranks), self._parts(output, average)
 
-        def write(peer: int, target: torch.Tensor) -> None:
+        def write(
+            peer: int,
+            target: torch.Tensor,  # [elements of the part of `peer`], written in place
+        ) -> None:
             pack_part(layout, gradients, 0, target, firsts[peer])
             parts[peer].mark(target)
 
         return self._all_reduce(write, output, label, parts[self.rank], layout.padding_bytes)
 
-    def _parts(self, buffer: torch.Tensor, average: Average) -> list[Average]:
+    def _parts(
+        self,
+        buffer: torch.Tensor,  # [elements]
+        average: Average,
+    ) -> list[Average]:
         """Return how each rank averages the part of `buffer` that it sums."""
         bounds = [*_firsts(buffer, self.ranks), buffer.numel()]
         return [average.of_part(first, end - first) for first, end in itertools.pairwise(bounds)]
 
     def _all_reduce(
-        self, write: Write, buffer: torch.Tensor, label: CollectiveLabel, average: Average, padding: int
+        self,
+        write: Write,  # writes the part of a peer
+        buffer: torch.Tensor,  # [elements], where the average will be
+        label: CollectiveLabel,
+        average: Average,  # of this rank's part
+        padding: int,
     ) -> Pending:
         """Reduce-scatter and all-gather `buffer`, of which `write` publishes a peer's part."""
         departure = self.depart(label, "all_reduce", buffer.nbytes, padding, buffer.dtype)
@@ -412,10 +462,10 @@ class SharedTransport(Transport):
         kind: str,
         label: CollectiveLabel,
         departure: Departure,
-        write: Write,
-        parts: Sequence[torch.Tensor],
+        write: Write,  # writes the part of a peer
+        parts: Sequence[torch.Tensor],  # [elements] each: what each rank sums; the sum of this rank is left in its own
         average: Average,
-        shown: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+        shown: Callable[[], tuple[torch.Tensor, torch.Tensor]],  # output and source, for whoever watches
     ) -> Pending:
         """Publish every peer's part; on waiting, sum this rank's part as soon as all peers have published theirs.
 
@@ -458,7 +508,12 @@ class SharedTransport(Transport):
         for peer in self._slots.nearest_first:
             self._slots.await_written(peer, sent.number)
 
-    def _sum(self, sent: PendingReduction, output: torch.Tensor, average: Average) -> None:
+    def _sum(
+        self,
+        sent: PendingReduction,
+        output: torch.Tensor,  # [elements of this rank's part]
+        average: Average,
+    ) -> None:
         """Turn `output`, which holds this rank's own part, into the average over all ranks, summed in rank order.
 
         The sum begins with `output`, in place. That is in rank order too: the sum of the ranks before this one, plus
@@ -476,12 +531,20 @@ class SharedTransport(Transport):
             before = [sum(before[1:], start=before[0].to(wide))]
         average.sum_up([output, *before, *parts[self.rank + 1 :]], output)
 
-    def _share(self, sent: PendingReduction, total: torch.Tensor) -> None:
+    def _share(
+        self,
+        sent: PendingReduction,
+        total: torch.Tensor,  # [elements of this rank's part]
+    ) -> None:
         """Put this rank's sum behind the parts of its buffer, where nobody reads before it says so."""
         sent.last(sent.buffer, total).copy_(total)
         self._slots.summed(sent.number)
 
-    def _collect(self, sent: PendingReduction, parts: Sequence[torch.Tensor]) -> None:
+    def _collect(
+        self,
+        sent: PendingReduction,
+        parts: Sequence[torch.Tensor],  # [elements] each, one a rank; those of peers are written
+    ) -> None:
         """Copy the sums of all peers into their places."""
         for peer in self._slots.nearest_first:
             if peer != self.rank:
@@ -495,14 +558,21 @@ def _gather_buffers(shard: SendShard, ranks: int) -> tuple[torch.Tensor, torch.T
     return source.new_empty(ranks * source.numel()), source
 
 
-def _reduce_buffers(layout: Layout, gradients: Gradients, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _reduce_buffers(
+    layout: Layout,
+    gradients: Gradients,  # [rows, *others] each, whole; None: missing
+    output: torch.Tensor,  # [shard elements], for its dtype and length
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the flat output and source that a reduce-scatter would have."""
     source = output.new_empty(layout.ranks * output.numel())
     pack(layout, gradients, source)
     return torch.empty_like(output), source
 
 
-def _firsts(buffer: torch.Tensor, ranks: int) -> list[int]:
+def _firsts(
+    buffer: torch.Tensor,  # [elements]
+    ranks: int,
+) -> list[int]:
     """Return the number of elements before each rank's part of `buffer`."""
     return [piece.storage_offset() - buffer.storage_offset() for piece in buffer.tensor_split(ranks)]
 
@@ -510,7 +580,13 @@ def _firsts(buffer: torch.Tensor, ranks: int) -> list[int]:
 # ---- gradients packed for one peer at a time: no buffer holds the shards of all ranks
 
 
-def pack_part(layout: Layout, gradients: Gradients, rank: int, target: torch.Tensor, first: int = 0) -> None:
+def pack_part(
+    layout: Layout,
+    gradients: Gradients,  # [rows, *others] each, whole; None: missing
+    rank: int,
+    target: torch.Tensor,  # [elements], written in place
+    first: int = 0,  # the element of the shard at which `target` begins
+) -> None:
     """Copy elements [first, first + len(target)) of the shard of `rank` out of unsharded gradients, in the dtype of
     `target`. Padding becomes zeros, None negative zeros.
     """
@@ -529,7 +605,11 @@ def pack_part(layout: Layout, gradients: Gradients, rank: int, target: torch.Ten
 
 
 def _columns(
-    slot: Slot, gradient: torch.Tensor | None, rank: int, part: slice, like: torch.Tensor
+    slot: Slot,
+    gradient: torch.Tensor | None,  # [rows, *others], whole; None: missing
+    rank: int,
+    part: slice,  # of the elements that the shard reserves for this slot
+    like: torch.Tensor,  # any shape, of the dtype and device of what is sent
 ) -> list[torch.Tensor]:
     """Return the elements `part` of what the shard of `rank` holds of one gradient, with the padding behind it."""
     if gradient is None:
