@@ -59,7 +59,7 @@ def all_gather_single(
     source: torch.Tensor,  # [elements]
     **options: Any,
 ) -> Any:
-    """`all_gather_into_tensor`, under the name that this torch prefers (renamed in 2.13)."""
+    """Call `all_gather_into_tensor`, under the name that this torch prefers (renamed in 2.13)."""
     call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return call(output, source, **options)
 
@@ -69,7 +69,7 @@ def reduce_scatter_single(
     source: torch.Tensor,  # [ranks * elements], a part for each rank
     **options: Any,
 ) -> Any:
-    """`reduce_scatter_tensor`, under the name that this torch prefers (renamed in 2.13)."""
+    """Call `reduce_scatter_tensor`, under the name that this torch prefers (renamed in 2.13)."""
     call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return call(output, source, **options)
 
@@ -106,12 +106,12 @@ def call_after_backward(function: Callable[[], None]) -> None:
 
 
 def groups_alive() -> Container[dist.ProcessGroup]:
-    """The groups that are not destroyed, now and later; where ranks are threads, those of this thread's rank."""
+    """Return the groups that are not destroyed, now and later; where ranks are threads, those of this thread's rank."""
     return dist.distributed_c10d._world.pg_map
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The name of the backend that serves `device` in `group`; that of the group itself where Python implements it."""
+    """Return the name of the backend that serves `device` in `group`; the group's own where Python implements it."""
     try:
         return group._get_backend(device).name()
     except RuntimeError:  # "No backend type associated with device type cpu"
@@ -119,18 +119,18 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def device_for(group: dist.ProcessGroup, wanted: torch.device) -> torch.device:
-    """`wanted` where `group` has a backend for it, else a device that it has one for: NCCL's have none for the host."""
+    """Return `wanted` where `group` has a backend for it, else a device that it has one for: NCCL serves no host."""
     kinds = [each.type for each in group._device_types]
     return wanted if wanted.type in kinds or not kinds else torch.device(kinds[0])
 
 
 def seconds_before_giving_up(group: dist.ProcessGroup) -> float:
-    """The time-out that `group` was made with."""
+    """Return the time-out that `group` was made with."""
     return group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
 
 
 def with_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which makes real tensors also within a `FakeTensorMode`: a mesh holds the numbers of its ranks."""
+    """Have `function` make real tensors also within a `FakeTensorMode`: a mesh holds the numbers of its ranks."""
 
     @wraps(function)
     def outside(*args: Any, **kwargs: Any) -> Any:
@@ -142,22 +142,22 @@ def with_real_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @with_real_tensors
 def concatenated(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
-    """The mesh whose dimensions are those of `meshes`, which must be cut from one parent."""
+    """Return the mesh whose dimensions are those of `meshes`, which must be cut from one parent."""
     return meshes[0] if len(meshes) == 1 else DeviceMesh._concatenate(list(meshes))
 
 
 def shard_beside(dim: int, others: int) -> Shard:
-    """The cut along `dim` of what `others` ranks have cut along it already."""
+    """Return the cut along `dim` of what `others` ranks have cut along it already."""
     return _StridedShard(dim, split_factor=others) if others > 1 else Shard(dim)
 
 
 def not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which `torch.compile` runs as it is, with all that it calls, instead of tracing it."""
+    """Have `torch.compile` run `function` as it is, with all that it calls, instead of tracing it."""
     return torch._disable_dynamo(function)
 
 
 def frame_not_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which `torch.compile` runs as it is; what it calls is compiled, as from `nn.Module.__call__`. It must
+    """Have `torch.compile` run `function` as it is; what it calls is compiled, as from `nn.Module.__call__`. It must
     not carry the attributes of a compiled function (`wraps(..., updated=())`): they name what to compile instead of it.
     """
     return torch._dynamo.decorators.skip(function)
@@ -174,8 +174,8 @@ def is_transformed() -> bool:
 
 
 def outside_modes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, which sees and makes plain tensors also where `torch.func` transforms (jvp, vmap) what calls it, or
-    in inference mode: what it makes is kept, and nobody may write to an inference tensor later, or train with it.
+    """Have `function` see and make plain tensors also where `torch.func` transforms (jvp, vmap) what calls it, or in
+    inference mode: what it makes is kept, and nobody may write to an inference tensor later, or train with it.
     """
 
     @wraps(function)
@@ -195,14 +195,16 @@ def dtensor_of(
     local: torch.Tensor,  # any shape: what this rank holds
     spec: DTensorSpec,  # of the whole: its mesh, placements and shape
 ) -> DTensor:
-    """A DTensor around `local` itself: no copy, no autograd, neither `from_local`'s checks nor an empty `__init__`."""
+    """Return a DTensor around `local` itself: no copy, no autograd, neither `from_local`'s checks nor an empty
+    `__init__`.
+    """
     return DTensor.__new__(DTensor, local, spec, requires_grad=local.requires_grad)
 
 
 def local_of(
     tensor: torch.Tensor,  # any shape
 ) -> torch.Tensor:
-    """`tensor` itself, or the local tensor of a DTensor."""
+    """Return `tensor` itself, or the local tensor of a DTensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
@@ -217,7 +219,9 @@ def keep_gradient_dtype(
     source: torch.Tensor,  # any shape
     target: torch.Tensor,  # any shape
 ) -> torch.Tensor:
-    """`target`, whose gradients have the dtype that was set for those of `source`, if any (`Tensor.grad_dtype`)."""
+    """Give the gradients of `target` the dtype that was set for those of `source` (`Tensor.grad_dtype`), if any was;
+    return `target`.
+    """
     if _has_gradient_dtype(source) and not _has_gradient_dtype(target):
         target.grad_dtype = source.grad_dtype
     return target
@@ -226,7 +230,7 @@ def keep_gradient_dtype(
 def gradient_dtype(
     parameter: torch.Tensor,  # any shape
 ) -> torch.dtype | None:
-    """The dtype of the gradients of `parameter`: its own unless another was set; None where any will do."""
+    """Return the dtype of the gradients of `parameter`: its own unless another was set; None where any will do."""
     if not hasattr(torch.Tensor, "grad_dtype") or not getattr(parameter, "_has_grad_dtype_override", True):
         return parameter.dtype
     return parameter.grad_dtype
@@ -235,7 +239,7 @@ def gradient_dtype(
 def _has_gradient_dtype(
     parameter: torch.Tensor,  # any shape
 ) -> bool:
-    """Before torch 2.15 nothing tells that the parameter's own dtype was set."""
+    """Whether a dtype was set for the gradients; before torch 2.15 nothing tells that the parameter's own was set."""
     if not hasattr(parameter, "grad_dtype"):
         return False
     return getattr(parameter, "_has_grad_dtype_override", parameter.grad_dtype is not parameter.dtype)
@@ -252,7 +256,7 @@ def move_data(
 
 
 def device_of(kind: str) -> torch.device:
-    """The current device of a kind; where the machine has none, the one that fake tensors of that kind are on."""
+    """Return the current device of a kind; where the machine has none, the one that fake tensors of the kind are on."""
     if kind != "cuda":
         return torch.device(kind)
     return torch.device(kind, torch.cuda.current_device() if torch.cuda.is_available() else 0)
@@ -266,7 +270,7 @@ def has_streams(device: torch.device) -> bool:
 def address_of(
     tensor: torch.Tensor,  # any shape
 ) -> int:
-    """Where the elements of `tensor` begin, 0 where it has no memory; fake tensors differ by their storages."""
+    """Return where the elements of `tensor` begin, 0 where it has no memory; fake tensors differ by their storages."""
     if is_fake(tensor):
         return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.itemsize
     return tensor.data_ptr()
@@ -283,7 +287,7 @@ def forget_casts() -> None:
 def storage_id(
     tensor: torch.Tensor,  # any shape
 ) -> int:
-    """What tells the storage of `tensor` (of a DTensor: its own empty one) from others that are alive."""
+    """Return what tells the storage of `tensor` (of a DTensor: its own empty one) from others that are alive."""
     return tensor.untyped_storage()._cdata
 
 
@@ -306,7 +310,7 @@ def is_held_once(
 
 @cache
 def _references_to_a_base() -> int:
-    """What Python counts for the base of a view that one variable holds: versions of torch differ."""
+    """Return what Python counts for the base of a view that one variable holds: versions of torch differ."""
     view = torch.zeros(1).view(1)
     base = view._base
     return sys.getrefcount(base)
@@ -346,7 +350,7 @@ def all_reduce_unseen(
 def own_storage(
     view: torch.Tensor,  # any shape
 ) -> torch.Tensor:
-    """The memory of `view` as the whole of a storage; it keeps that of `view` alive.
+    """Return the memory of `view` as the whole of a storage; it keeps that of `view` alive.
 
     What copies, saves or pickles a DTensor asks its local tensor for its storage, and takes an offset in it for a
     pointer.
@@ -360,7 +364,7 @@ def own_storage(
 
 
 def silent_group(rank: int, ranks: int) -> dist.ProcessGroup:
-    """A process group that moves nothing: it lets an algorithm show the collective that it implements."""
+    """Make a process group that moves nothing: it lets an algorithm show the collective that it implements."""
     kind = dist.ProcessGroup.BackendType.CUSTOM
     group = dist.ProcessGroup(dist.HashStore(), rank, ranks)
     group._register_backend(torch.device("cpu"), kind, FakeProcessGroup._create_internal(rank, ranks))
@@ -378,5 +382,5 @@ def register_state(module: nn.Module, state: Any) -> None:
 
 
 def registered_state(module: nn.Module) -> Any:
-    """What `register_state` was given for `module`; None for a module that is no unit."""
+    """Return what `register_state` was given for `module`; None for a module that is no unit."""
     return module.__dict__.get(STATE_KEY, {}).get(torch_fully_shard.__wrapped__)

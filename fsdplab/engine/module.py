@@ -241,7 +241,7 @@ class FSDPModule(TorchFSDPModule):
             unit.memory.keep_storage = keep
 
     def _only_unit(self, method: str) -> Unit:
-        """The unit of this module; a `ValueError` where its parameters are cut over several meshes."""
+        """Return the unit of this module; a `ValueError` where its parameters are cut over several meshes."""
         if self._unit_hooks.beside:
             raise ValueError(
                 f"{method} is not supported with multiple param groups (from per-param mesh via shard_placement_fn)."
@@ -256,7 +256,7 @@ class FSDPModule(TorchFSDPModule):
             param.zero_gradient(set_to_none)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As those of any module: while a unit is unsharded, its unsharded parameters."""
+        """Yield what any module does: while a unit is unsharded, its unsharded parameters."""
         yield from super(TorchFSDPModule, self).named_parameters(*args, **kwargs)
         if not torch.compiler.is_compiling():  # read to the end, as by a list
             note_taken(units_under(self, recurse=True))
@@ -321,7 +321,7 @@ def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
 
 
 def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """`FSDP<Name>`; its `forward`, called directly, runs the hooks that `__call__` runs."""
+    """Return `FSDP<Name>`, a subclass; its `forward`, called directly, runs the hooks that `__call__` runs."""
     if cls not in _classes:
         body: dict[str, str | Callable[..., Any]] = {"__module__": cls.__module__}
         if cls.forward is not nn.Module.forward:
@@ -331,7 +331,7 @@ def sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _guarded_forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
-    """The `forward` that `cls` has when it is called: libraries with faster kernels replace it, before or after."""
+    """Return the `forward` that `cls` has when it is called: libraries may replace it, before or after this."""
 
     @compat.frame_not_compiled
     @wraps(cls.forward, updated=())
@@ -345,16 +345,17 @@ def _guarded_forward_of(cls: type[nn.Module]) -> Callable[..., Any]:
 
 @compat.not_compiled
 def _is_gathered(module: nn.Module) -> bool:
+    """Whether the parameters of `module` are unsharded."""
     return all(unit.state is UNSHARDED for unit in units_under(module, recurse=False) if unit.memory.params)
 
 
 def bound(module: nn.Module) -> Runtime:
-    """The runtime of `module`, which becomes the root if it has none."""
+    """Return the runtime of `module`, which becomes the root if it has none."""
     return module._unit_hooks.runtime or bind_root(module)
 
 
 def below(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """`module` and what is below it, down to where another unit begins, each with the prefix of its names."""
+    """Yield `module` and what is below it, down to where another unit begins, each with the prefix of its names."""
     yield prefix, module
     for name, child in module._modules.items():
         if child is not None and hooks_of(child) is None:

@@ -35,7 +35,7 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> 
     if isinstance(tree, torch.Tensor):
         return function(tree)
     parts, rebuild = _opened(tree)
-    mapped = [map_tensors(part, function) for part in parts]
+    mapped = [map_tensors(part, function) for part in parts]  # a leaf has no parts, and is returned itself
     if all(new is old for new, old in zip(mapped, parts)):
         return tree
     return rebuild(mapped)
@@ -48,7 +48,7 @@ def _opened(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     if kind is tuple or kind is list:
         return list(tree), kind
     if kind is dict:
-        return list(tree.values()), lambda new: dict(zip(tree, new))
+        return list(tree.values()), lambda new: dict(zip(tree, new))  # the keys in their order
 
     # One level of what is registered with pytree, which returns a leaf as its own only child.
     children, shape = tree_flatten(tree, is_leaf=lambda part: part is not tree)

@@ -96,7 +96,7 @@ def _filled(
     tensor: torch.Tensor,  # [values], written in place
     values: Sequence[float],
 ) -> torch.Tensor:
-    """`tensor` with `values` from the host, which does not wait for the device as it would for a copy."""
+    """Fill `tensor` with `values` from the host, without waiting for the device as a copy would."""
     for place, value in zip(tensor, values):
         place.fill_(value)
     return tensor
@@ -145,6 +145,7 @@ class Average:
 
     @property
     def _is_power_of_two(self) -> bool:
+        """Whether to divide by the factor rounds nothing."""
         return math.frexp(self.factor)[0] == 0.5
 
     def finish(
@@ -202,15 +203,15 @@ class Average:
         self.marks.put(target, found)
 
     def keeping(self) -> Average:
-        """The same for what is not a whole sum yet: other ranks may look at its marks."""
+        """Return the same for what is not a whole sum yet: other ranks may look at its marks."""
         return replace(self, keeps=True)
 
     def after(self, factor: float) -> Average:
-        """What is left to do once this rank has divided by `factor` before the sum."""
+        """Return what is left to do once this rank has divided by `factor` before the sum."""
         return replace(self, factor=self.factor / factor)
 
     def of_part(self, first: int, count: int) -> Average:
-        """The same of `count` elements from `first` on, whose sum this rank makes for all."""
+        """Return the same for `count` elements from `first` on, whose sum this rank makes for all."""
         if self.marks is None:
             return self
         marks, inside = self.marks.within(first, count)
@@ -223,7 +224,7 @@ def _add_scaled(
     scale: float,
     output: torch.Tensor,  # [elements], may be the first of `terms`
 ) -> None:
-    """`output = scale * terms[0] + scale * terms[1] + ...` for two terms or more; the first two in one pass."""
+    """Leave `scale * terms[0] + scale * terms[1] + ...` of two terms or more in `output`; the first two in one pass."""
     first, second, *others = (term.view(1, -1) for term in terms)
     total = output.view(1, -1)
     # the outer product with one number is the sum of two scaled vectors (axpby), which torch has no other name for
@@ -233,5 +234,5 @@ def _add_scaled(
 
 
 def half(divide: float) -> float:
-    """A power of two near the square root of `divide`: half of the division, exact in any precision."""
+    """Return a power of two near the square root of `divide`: half of the division, exact in any precision."""
     return 2.0 ** round(math.log2(max(divide, 1.0)) / 2)

@@ -83,7 +83,7 @@ class Runtime(StepOrder):
 
     @compat.outside_modes
     def unshard_again(self, unit: Unit) -> None:
-        """A forward of `unit` runs within its backward, or within another; it may have been resharded meanwhile."""
+        """Unshard `unit`, whose forward runs within its backward or within another: it may be sharded again by now."""
         unit.start_unshard("backward")
         unit.finish_unshard("backward")
 
@@ -118,6 +118,7 @@ class Runtime(StepOrder):
         return [unit for unit in units if unit.memory in memories]
 
     def _hand_out_undecided(self) -> None:
+        """Hand out the gradients that this rank lacked and other ranks had."""
         hand_out_undecided(unit.memory for unit in self.units.values())
 
     @property
@@ -335,7 +336,7 @@ class UnitHooks:
         self,
         output: torch.Tensor,  # any shape, any dtype
     ) -> torch.Tensor:
-        """As `_ask` where `torch.func` hides that an output needs a gradient: a hook would never be called."""
+        """Do as `_ask` where `torch.func` hides that an output needs a gradient: a hook would never be called."""
         if output.requires_grad or not (output.is_floating_point() or output.is_complex()):
             return output
         return _BeginOfBackward.apply(self, output)

@@ -32,18 +32,18 @@ class Matrix:
 
     @classmethod
     def sharded(cls, shape: Shape, dim: int, ranks: int) -> Matrix:
-        """As `Shard(dim)` of a DTensor cuts it: chunks of equal length, of which the last may be short or empty."""
+        """Cut a matrix as `Shard(dim)` of a DTensor does: chunks of equal length; the last may be short or empty."""
         chunk = -(-shape[dim] // ranks)
         return cls(shape, dim, tuple(max(0, min(chunk, shape[dim] - rank * chunk)) for rank in range(ranks)))
 
     @classmethod
     def replicated(cls, shape: Shape, ranks: int) -> Matrix:
-        """On every rank."""
+        """Describe a matrix that every rank holds."""
         return cls(shape, None, (0,) * ranks)
 
     @classmethod
     def held_by(cls, rank: int, shape: Shape, ranks: int) -> Matrix:
-        """On one rank alone, such as an expert of a stack that is cut between experts."""
+        """Describe a matrix that one rank holds alone, such as an expert of a stack that is cut between experts."""
         return cls(shape, 0, tuple(shape[0] if other == rank else 0 for other in range(ranks)))
 
     @property
@@ -61,14 +61,14 @@ class Matrix:
         return max(range(len(self.lengths)), key=self.lengths.__getitem__)
 
     def part(self, rank: int) -> Shape:
-        """The shape of what `rank` gets back."""
+        """Return the shape of what `rank` gets back."""
         if self.dim is None:
             return self.shape
         rows, columns = self.shape
         return (self.lengths[rank], columns) if self.dim == 0 else (rows, self.lengths[rank])
 
     def sent(self, rank: int, owner: int) -> int:
-        """Elements that `rank` contributes for `owner` to compute with."""
+        """Return how many elements `rank` contributes for `owner` to compute with."""
         if self.dim is None:
             return self.numel if rank == owner else 0
         return prod(self.part(rank))
@@ -123,7 +123,7 @@ def buckets_of(matrices: Sequence[Matrix], costs: Sequence[float], ranks: int, b
 
 
 def elements_sent(matrices: Sequence[Matrix], bucket: Bucket, rank: int) -> tuple[int, int]:
-    """Elements that `rank` sends to other ranks for a bucket: to the owners, and back from it.
+    """Return how many elements `rank` sends to other ranks for a bucket: to the owners, and back from it.
 
     >>> matrices = [Matrix.sharded((4, 4), 0, 2), Matrix.sharded((4, 4), 0, 2)]
     >>> elements_sent(matrices, Bucket((0, 1), (0, 1)), rank=0)

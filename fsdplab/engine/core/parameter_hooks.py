@@ -31,8 +31,8 @@ class HooksOfWhole:
         original: torch.Tensor,  # any shape: the parameter before sharding
         move: bool,
     ) -> HooksOfWhole:
-        """Those of `original`. `move`: take them off it, since it stays a parameter of the model, whose own hooks see
-        the reduced gradient.
+        """Take the hooks of `original`. `move`: take them off it, since it stays a parameter of the model, whose own
+        hooks see the reduced gradient.
         """
         hooks = original._backward_hooks
         if move and hooks is not None:
@@ -61,7 +61,7 @@ def apply_hooks(
     hooks: Mapping[int, Hook],
     gradient: torch.Tensor,  # any shape
 ) -> torch.Tensor:
-    """What `hooks` make of `gradient`, one after the other; one that returns None leaves it as it is."""
+    """Return what `hooks` make of `gradient`, one after the other; one that returns None leaves it as it is."""
     for hook in list(hooks.values()):
         changed = hook(gradient)
         if changed is None:

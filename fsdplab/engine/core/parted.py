@@ -74,7 +74,7 @@ class PartedParam(ShardedParam):
         return rows
 
     def settled(self) -> bool:
-        """It stays where it is: its storage is its own affair."""
+        """Whether it is where its unit expects it: always, since its storage is its own affair."""
         return True
 
     def prepare(self, policy: MixedPrecisionPolicy) -> list[tuple[str, Sequence[int], int]]:

@@ -123,7 +123,7 @@ def _on_full_mesh(
     axes: Axes,
     dim: int,  # the dimension to cut
 ) -> DTensorSpec:
-    """As `spec_at_rest`, of a parameter on the full mesh, which replicates it over the data-parallel dimensions."""
+    """Do as `spec_at_rest` for a parameter on the full mesh, which replicates it over the data-parallel dimensions."""
     if not isinstance(parameter, DTensor):
         raise ValueError(
             "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh (e.g. via"

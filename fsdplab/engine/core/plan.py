@@ -46,7 +46,7 @@ class UnitConfig:
 
 
 def layout_of(params: Sequence[ShardedParam], dtypes: Sequence[torch.dtype], ranks: int, alignment: int = 0) -> Layout:
-    """The layout of `params` in `dtypes`, cut over `ranks` ranks."""
+    """Return the layout of `params` in `dtypes`, cut over `ranks` ranks."""
     return Layout.of([(p.name, p.shape, dtype.itemsize) for p, dtype in zip(params, dtypes)], ranks, alignment)
 
 
@@ -70,7 +70,7 @@ class UnitPlan:
 
     @classmethod
     def of(cls, params: Sequence[ShardedParam], config: UnitConfig, apart: bool = False) -> UnitPlan:
-        """The plan for the dtypes that `params` have now; `apart`: one of them must stay in its own memory."""
+        """Make the plan for the dtypes that `params` have now; `apart`: one of them must stay in its own memory."""
         parted = [param for param in params if isinstance(param, PartedParam)]
         plain = [param for param in params if not isinstance(param, PartedParam)]
         low, shards = config.policy.param_dtype, config.strategy.shard_parameters
@@ -115,7 +115,7 @@ class UnitPlan:
         return self.compute_dtypes[0] if len(set(self.compute_dtypes)) == 1 and not self.parted else _BYTES
 
     def with_parts(self, config: UnitConfig) -> UnitPlan:
-        """This plan for the parts of the next gather instead of those of the last."""
+        """Return this plan for the parts of the next gather instead of those of the last."""
         if not self.parted:
             return self
         last = {id(slot) for param in self.parted for slot in param.slots(self.layout)}
@@ -125,8 +125,8 @@ class UnitPlan:
 
 
 def _alignment(parted: Sequence[PartedParam], config: UnitConfig) -> int:
-    """Of what is gathered: slots follow each other without gaps, unless parts of any dtype follow; the one shard of one
-    rank lies as the whole does, because it is the whole.
+    """Return how slots are aligned in what is gathered: they follow each other without gaps, unless parts of any dtype
+    follow; the one shard of one rank lies as the whole does, because it is the whole.
     """
     if config.ranks == 1:
         return WHOLE_ALIGNED

@@ -54,13 +54,13 @@ class SendShard:
         cls,
         shard: torch.Tensor,  # [elements], in the dtype that is sent
     ) -> SendShard:
-        """A shard that lies ready in a tensor."""
+        """Describe a shard that lies ready in a tensor."""
         resident = shard.view(torch.uint8)
         write = lambda target: Pending(lambda: None, target.copy_(resident))  # noqa: E731
         return cls(shard.nbytes, shard.dtype, write, resident)
 
     def made(self, device: torch.device) -> torch.Tensor:
-        """The shard as a tensor of its dtype: the resident one, or one made for this."""
+        """Return the shard as a tensor of its dtype, [shard elements]: the resident one, or one made for this."""
         if self.resident is not None:
             return self.resident.view(self.dtype)
         shard = torch.empty(self.nbytes, dtype=torch.uint8, device=device)
@@ -83,10 +83,10 @@ class Departure:
         return self._row.keywords["issue_ns"]
 
     def leave(self) -> None:
-        """The collective is issued next on the current stream; what is interrupted before this can be tried again."""
+        """Note that the collective is issued next on the current stream; what is interrupted before is tried again."""
 
     def moved(self, start_ns: int, end_ns: int, waited_ns: int | None) -> None:
-        """The transport has moved the bytes: write the row."""
+        """Write the row, now that the transport has moved the bytes."""
         if events.listening():
             events.emit(self._row(start_ns=start_ns, end_ns=end_ns, waited_ns=waited_ns))
 
@@ -103,14 +103,14 @@ class Unseen(Departure):
         super().__init__(partial(events.Collective))
 
     def moved(self, start_ns: int, end_ns: int, waited_ns: int | None) -> None:
-        """Nobody hears of it."""
+        """Write no row."""
 
 
 class Link(Protocol):
     """An emulated link, as a transport uses it."""
 
     def depart(self, row: Row) -> Departure:
-        """A collective is about to be issued."""
+        """Note that a collective is about to be issued; return its departure."""
 
 
 class Transport(ABC):
@@ -123,7 +123,7 @@ class Transport(ABC):
         self.group, self.rank, self.ranks = group, group.rank(), group.size()
 
     def behind(self, link: Link | None) -> Transport:
-        """The same transport with `link` in front of it, or with none; other users of this one are not slowed."""
+        """Return the same transport with `link` in front of it, or none; other users of this one are not slowed."""
         made = copy.copy(self)
         made._link = link
         return made
@@ -173,12 +173,12 @@ class Transport(ABC):
         self,
         flags: torch.Tensor,  # [units] (uint8), 1: this rank's shards of the unit have changed
     ) -> torch.Tensor:
-        """The largest of all ranks' `flags` (uint8), at once: a few bytes, in no ledger."""
+        """Return the largest of all ranks' `flags`, at once: a few bytes, in no ledger."""
         compat.all_reduce_unseen(flags, self.group)
         return flags
 
     def storage(self, device: torch.device) -> ShardStorage:
-        """Where shards rest that no offload policy sends elsewhere."""
+        """Return where shards rest that no offload policy sends elsewhere."""
         return ShardStorage(device)
 
     def await_peers(self) -> None:
@@ -188,7 +188,7 @@ class Transport(ABC):
         """Begin anew where a rank has failed in the middle of a collective: then all ranks must come here."""
 
     def leave_step(self, unfinished: bool) -> None:
-        """The same, also where this rank has left a step `unfinished`."""
+        """Begin anew as `recover` does, also where this rank has left a step `unfinished`."""
 
     def announce_buffers(self) -> None:
         """Tag buffers that outlive a collective, for whoever subscribed since they were made."""
@@ -197,7 +197,7 @@ class Transport(ABC):
         """Let reductions no longer queue behind gathers, or again; where they never do there is nothing to separate."""
 
     def depart(self, label: CollectiveLabel, kind: str, logical: int, padding: int, dtype: torch.dtype) -> Departure:
-        """The departure of a collective that is about to be issued; `logical` and `padding` are bytes."""
+        """Make the departure of a collective that is about to be issued; `logical` and `padding` are bytes."""
         wire = (2 if kind == "all_reduce" else 1) * logical * (self.ranks - 1) // self.ranks
         return departure(label, kind, logical, wire, padding, dtype, self._link)
 
@@ -205,7 +205,7 @@ class Transport(ABC):
 def departure(
     label: CollectiveLabel, kind: str, logical: int, wire: int, padding: int, dtype: torch.dtype, link: Link | None
 ) -> Departure:
-    """The departure of a collective that is about to be issued behind `link`, if there is one; sizes are in bytes."""
+    """Make the departure of a collective that is about to be issued behind `link`, if there is one; sizes are bytes."""
     row = partial(
         events.Collective, unit=label.unit, phase=label.phase, kind=kind, logical_bytes=logical, wire_bytes=wire,
         padding_bytes=padding, dtype=str(dtype).removeprefix("torch."), issue_ns=time.time_ns(),

@@ -57,7 +57,7 @@ class StreamChannel:
         self.free_ns = 0
 
     def depart(self, row: Row) -> StreamTransfer:
-        """A collective is issued now."""
+        """Make the transfer of a collective that is issued now."""
         return StreamTransfer(*self._carry(row), self)
 
 

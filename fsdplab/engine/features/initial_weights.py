@@ -40,7 +40,7 @@ class Noted:
 
 
 def set_initial_weights_check(enabled: bool) -> None:
-    """Whether models that are sharded from now on are checked at their first forward: every rank reads its weights
+    """Have models that are sharded from now on checked at their first forward, or not: every rank reads its weights
     twice, and one all-reduce over each group compares the checksums. On by default.
     """
     global _enabled
@@ -55,7 +55,7 @@ class WholeWeights:
         self._wholes = _checksums([local_part(param.at_rest) for param in memory.params]) if _enabled else None
 
     def cut(self) -> None:
-        """The parameters are shards now."""
+        """Note the checksums of the shards, which the parameters are now."""
         if self._wholes is not None:
             _noted[self._memory] = Noted(self._wholes, _checksums([param.local for param in self._memory.params]))
 
@@ -93,6 +93,7 @@ def warn_of_differing_weights(memories: Iterable[UnitMemory]) -> None:
 
 
 def _warn(names: Sequence[str], text: str) -> None:
+    """Warn of the parameters called `names`, if there are any."""
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         warnings.warn(
@@ -105,7 +106,7 @@ def _differing(
     group: dist.ProcessGroup,
     entries: Sequence[tuple[UnitMemory, torch.Tensor]],  # [3, parameters] (int64) of each unit
 ) -> list[str]:
-    """The names of parameters whose checksums differ over `group`, and that no rank has written since."""
+    """Return the names of parameters whose checksums differ over `group`, and that no rank has written since."""
     sent = torch.cat([rows for _, rows in entries], dim=1)
     largest, minus_least, rewritten = _maximum_over(group, sent).unbind()
     differs = ((largest != -minus_least) & (rewritten == 0)).tolist()
@@ -117,7 +118,7 @@ def _maximum_over(
     group: dist.ProcessGroup,
     values: torch.Tensor,  # [3, parameters] (int64)
 ) -> torch.Tensor:
-    """Not through `torch.distributed`, and not before the eyes of `CommDebugMode`: it belongs to no step."""
+    """Return the largest values of all ranks, by the backend itself and unseen by `CommDebugMode`: it belongs to no step."""
     carried = values.to(compat.device_for(group, torch.device("cpu")))
     compat.all_reduce_unseen(carried, group)
     return carried.cpu()
@@ -128,7 +129,7 @@ def _maximum_over(
 def _checksums(
     tensors: Sequence[torch.Tensor],  # any shapes, any dtypes
 ) -> torch.Tensor:
-    """One number a tensor; 0 for those without values of their own that can be read as bits."""
+    """Return one number a tensor, [tensors] (int64); 0 for those without values that can be read as bits."""
     sums = [_checksum(tensor) for tensor in tensors]
     return torch.stack([each.cpu() for each in sums]) if sums else torch.zeros(0, dtype=torch.int64, device="cpu")
 
@@ -136,6 +137,7 @@ def _checksums(
 def _checksum(
     tensor: torch.Tensor,  # any shape, any dtype
 ) -> torch.Tensor:
+    """Return the sum of the bits of a tensor as words of 64 bits, 0-d (int64)."""
     if type(tensor) is not torch.Tensor or tensor.is_meta or tensor.numel() == 0:
         return torch.zeros((), dtype=torch.int64, device="cpu")  # also where another device is the default
     flat = tensor.contiguous().view(-1)

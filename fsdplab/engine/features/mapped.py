@@ -35,7 +35,7 @@ _WRITE, _WRITE_AND_WAIT = 2, 1 | 2 | 4
 
 @cache
 def _sync_file_range() -> Callable[..., int]:
-    """The C library's function, looked up when it is first needed: only Linux has it."""
+    """Return the C library's function, looked up when it is first needed: only Linux has it."""
     function = ctypes.CDLL(None, use_errno=True).sync_file_range
     function.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint]
     return function
@@ -90,6 +90,7 @@ class MappedFile(mmap.mmap):
             os.posix_fadvise(self.descriptor, *_pages(start, stop), os.POSIX_FADV_DONTNEED)
 
     def _sync(self, start: int, stop: int, how: int) -> None:
+        """Begin to write bytes [start, stop) to the disk, or wait for that; raise the `OSError` of a failed write."""
         if _sync_file_range()(self.descriptor, *_pages(start, stop), how) != 0:
             number = ctypes.get_errno()
             what = f"{self.label} could not be written to {self.folder} ({os.strerror(number)})"
@@ -104,6 +105,7 @@ class _Leaving(NamedTuple):
     stop: int
 
     def finish(self) -> None:
+        """Wait until the bytes are written, and drop the kernel's copy of them."""
         if (file := self.file()) is not None:  # else its bytes are gone with it
             file.drop(self.start, self.stop)
 
@@ -114,7 +116,7 @@ _starts: list[int] = []  # the addresses, sorted; some of files that are gone
 
 
 def zeros(folder: Path, nbytes: int, label: str) -> torch.Tensor:
-    """`nbytes` zeroed bytes over a new file in `folder`, reserved on the disk.
+    """Make `nbytes` zeroed bytes over a new file in `folder`, reserved on the disk.
 
     Raises the `OSError` of the case (`FileNotFoundError`, `PermissionError`, ENOSPC, ...) with folder, sizes and
     remedy.
@@ -133,7 +135,7 @@ def zeros(folder: Path, nbytes: int, label: str) -> torch.Tensor:
 def file_under(
     tensor: torch.Tensor,  # any shape
 ) -> MappedFile | None:
-    """The mapped file that holds `tensor`, if one does."""
+    """Return the mapped file that holds `tensor`, if one does."""
     if tensor.device.type != "cpu" or not tensor.numel():
         return None
     at = tensor.data_ptr()
@@ -185,7 +187,7 @@ def is_in_memory(folder: Path) -> bool:
 
 
 def _pages(start: int, stop: int) -> tuple[int, int]:
-    """First byte and number of bytes of the pages around [start, stop): the kernel drops whole pages only."""
+    """Return first byte and number of bytes of the pages around [start, stop): the kernel drops whole pages only."""
     first = start // mmap.PAGESIZE * mmap.PAGESIZE
     return first, -(-stop // mmap.PAGESIZE) * mmap.PAGESIZE - first
 
@@ -194,6 +196,7 @@ def _span(
     file: MappedFile,
     tensor: torch.Tensor,  # any shape, dense, in `file`
 ) -> tuple[int, int]:
+    """Return the bytes [start, stop) of `file` that `tensor` takes."""
     start = tensor.data_ptr() - file.address
     return start, start + tensor.nbytes
 
@@ -202,7 +205,7 @@ def _span(
 
 
 def _reserved(folder: Path, nbytes: int, label: str) -> int:
-    """A descriptor of a new file without a name whose bytes are its own: a full disk shows here, not as SIGBUS."""
+    """Return a descriptor of a new unnamed file whose bytes are its own: a full disk shows here, not as SIGBUS."""
     descriptor = _unnamed(folder, label)
     found = os.fstatvfs(descriptor)
     free = found.f_bavail * found.f_frsize
@@ -221,6 +224,7 @@ def _reserved(folder: Path, nbytes: int, label: str) -> int:
 
 
 def _unnamed(folder: Path, label: str) -> int:
+    """Return a descriptor of a new file without a name in `folder`; the `OSError` of the case says what to do."""
     if sys.platform != "linux":
         raise OSError(errno.ENOTSUP, f"offload to files needs Linux, got {sys.platform}; use CPUOffloadPolicy")
     try:
@@ -234,6 +238,7 @@ def _unnamed(folder: Path, label: str) -> int:
 
 
 def _open(folder: Path) -> int:
+    """Open a file without a name; where the file system has none, one whose name is removed at once."""
     try:
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:

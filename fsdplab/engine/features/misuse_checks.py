@@ -44,7 +44,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def note_taken(units: Iterable[Unit]) -> None:
-    """Somebody has read the parameters of `units`: of those that are unsharded, a list may be kept for a later clip."""
+    """Note that somebody has read the parameters of `units`: of unsharded ones a list may be kept for a later clip."""
     if not compat.inside_backward():
         _taken.update(unit for unit in units if unit.state is UNSHARDED and unit not in _searched)
 
@@ -66,6 +66,7 @@ def _warn_of_lists() -> None:
 
 
 def _refuse_uncollected(unit: Unit, optimizer: Optimizer) -> None:
+    """Raise where `optimizer` steps parameters of `unit`, whose gradients no backward has collected."""
     stepped = {id(parameter) for parameter in _parameters_of(optimizer)}
     if any(id(param.at_rest) in stepped for param in unit.memory.params):
         unit.refuse_uncollected()
@@ -112,7 +113,7 @@ def _has_left(
 def _not_shown(
     parameters: list[torch.Tensor],  # any shapes
 ) -> list[torch.Tensor]:
-    """Those of `parameters` that no module shows again, as it does after a replacement for one forward."""
+    """Return those of `parameters` that no module shows again, as it does after a replacement for one forward."""
     if not parameters:
         return []
     sharded = [param for unit in _watched for param in unit.memory.params]
@@ -139,6 +140,7 @@ def refuse_unsharded_forms(
 
 
 def _parameters_of(optimizer: Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of all groups of `optimizer`."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -150,7 +152,7 @@ def watch_units(units: Iterable[Unit]) -> None:
 def mark_ignored(
     parameters: Iterable[torch.Tensor],  # any shapes
 ) -> None:
-    """Each rank trains its own copy of `parameters`, as the user has asked."""
+    """Mark `parameters`, of which each rank trains its own copy, as the user has asked."""
     for parameter in parameters:
         parameter._trained_apart = True
 

@@ -181,13 +181,13 @@ class _Leaving:
 
 @cache
 def _leaving(device: torch.device) -> _Leaving:
-    """One a device, whatever storages the units have."""
+    """Return what copies gradients from `device`, one a device whatever storages the units have."""
     return _Leaving(device)
 
 
 @cache
 def _arriving(device: torch.device) -> torch.cuda.Stream:
-    """The stream on which shards are copied to `device`."""
+    """Return the stream on which shards are copied to `device`."""
     return torch.cuda.Stream(device)
 
 
@@ -195,7 +195,7 @@ def end_to_end(
     values: Sequence[torch.Tensor],  # any shapes, any dtypes
     make: Callable[[int], torch.Tensor],  # from a number of bytes: [bytes] (uint8)
 ) -> list[torch.Tensor]:
-    """Tensors of the dtypes, shapes and order of `values`, in one piece of memory; `make` returns so many bytes."""
+    """Return tensors of the dtypes, shapes and order of `values`, in one piece of memory."""
     sizes = [-(-value.nbytes // _ALIGNMENT) * _ALIGNMENT for value in values]
     piece = make(sum(sizes))
     return [_view(piece, start, value) for start, value in zip(accumulate(sizes, initial=0), values)]
@@ -206,7 +206,7 @@ def _view(
     start: int,
     like: torch.Tensor,  # any shape, any dtype
 ) -> torch.Tensor:
-    """The bytes of `piece` from `start` on, as a dense tensor with the dtype, shape and order of `like`."""
+    """Return the bytes of `piece` from `start` on, as a dense tensor with the dtype, shape and order of `like`."""
     strides = torch.empty_like(like, device="meta").stride()
     return piece[start : start + like.nbytes].view(like.dtype).as_strided(like.shape, strides)
 
@@ -219,7 +219,7 @@ class _Order:
         self._last = (0, 0)
 
     def next_after(self, address: int) -> int:
-        """Note that `address` is read; the one to expect after it, or 0."""
+        """Note that `address` is read; return the one to expect after it, or 0."""
         self._followed[self._last] = address
         self._last = (self._last[1], address)
         return self._followed.get(self._last, 0)
@@ -229,7 +229,7 @@ _order = _Order()  # of all units of this process, also where `fully_shard` gave
 
 
 def storage_of(policy: OffloadPolicy | None, device: torch.device, row: Strategy | None = None) -> ShardStorage:
-    """The storage that `policy` asks for, for shards that are computed on `device`.
+    """Return the storage that `policy` asks for, for shards that are computed on `device`.
 
     Raises `ValueError` for a policy that nobody knows, and where `row` keeps parameters whole: then there is nothing at
     rest to offload.
@@ -245,7 +245,7 @@ def storage_of(policy: OffloadPolicy | None, device: torch.device, row: Strategy
 
 
 def away_from(policy: OffloadPolicy) -> HostStorage:
-    """The storage of a policy that does offload; raises `ValueError` for any other."""
+    """Return the storage of a policy that does offload; raises `ValueError` for any other."""
     if isinstance(policy, CPUOffloadPolicy):
         return HostStorage(policy.pin_memory)
     if isinstance(policy, NVMeOffloadPolicy):

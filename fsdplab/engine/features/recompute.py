@@ -40,7 +40,7 @@ _ATTENTIONS = {
 
 @cache
 def recompute_of(choice: str) -> Callable[..., Any] | None:
-    """What runs a forward for `choice`: (forward, module, *args, **kwargs) -> output; None for "none"."""
+    """Return what runs a forward for `choice`: (forward, module, *args, **kwargs) -> output; None for "none"."""
     if choice not in CHECKPOINTS:
         raise ValueError(f"unknown checkpoint {choice!r}; expected one of {', '.join(CHECKPOINTS)}")
     if choice == "none":
@@ -51,7 +51,7 @@ def recompute_of(choice: str) -> Callable[..., Any] | None:
 
 @cache
 def recomputing(kind: type[nn.Module], recompute: Callable[..., Any]) -> type[nn.Module]:
-    """A subclass of `kind`, under its name, whose forward is run by `recompute` where gradients are wanted."""
+    """Return a subclass of `kind`, under its name, whose forward is run by `recompute` where gradients are wanted."""
 
     @wraps(kind.forward, updated=())
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

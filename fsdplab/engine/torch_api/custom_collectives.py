@@ -30,7 +30,7 @@ class CustomTransport(StagedTransport):
         self._overflows_in_float16 = scatter is None
 
     def separate_reductions(self, enable: bool) -> None:
-        """As below, and for good: what is made over the same transport later reduces in the same group."""
+        """Do as the transport below, and for good: what is made over it later reduces in the same group."""
         self.below.separate_reductions(enable)
         super().separate_reductions(enable)
 

@@ -114,7 +114,7 @@ class Group:
         return ", ".join(self._unit.memory.module_names) if self._hooks.runtime is not None else None
 
     def _name_from_root(self, name: str) -> str | None:
-        """The name of a parameter in the root; modules that form a unit together are in the order of the tree."""
+        """Return a parameter's name in the root; modules that form a unit together are in the order of the tree."""
         if self._hooks.runtime is None:
             return None
         modules = self._unit.memory.module_names

@@ -62,7 +62,7 @@ class HostStream:
 
 
 def _future(work: dist.Work) -> torch.futures.Future | None:
-    """What tells when a collective is done; works of groups written in Python need not have it."""
+    """Return what tells when a collective is done; works of groups written in Python need not have it."""
     try:
         return work.get_future()
     except RuntimeError:
@@ -125,13 +125,13 @@ class _StreamWait:
         self._around[1].record(stream)
 
     def nanoseconds(self) -> int:
-        """How long the stream stood still, once the device is idle; 0 where nobody has waited yet."""
+        """Return how long the stream stood still, once the device is idle; 0 where nobody has waited yet."""
         return _nanoseconds(*self._around) if self._around else 0
 
 
 @cache
 def comm_stream(device: torch.device, role: str) -> CudaStream:
-    """One high-priority stream per device and role (gather, reduce, all_reduce), shared by all units."""
+    """Return the high-priority stream of a device and role (gather, reduce, all_reduce), shared by all units."""
     with torch.cuda.device(device):
         return CudaStream(torch.cuda.Stream(device, priority=-1), device_clock(device))
 
@@ -152,7 +152,7 @@ class DeviceClock:
         self._zero_ns = 0
 
     def when(self, event: torch.cuda.Event) -> Callable[[], int]:
-        """What tells, once the device is idle, when `event`, which is recorded already, happened."""
+        """Return what tells, once the device is idle, when `event`, which is recorded already, happened."""
         self._asked += 1
         number = self._asked
 
@@ -164,6 +164,7 @@ class DeviceClock:
         return happened
 
     def _set_zero(self) -> None:
+        """Record a new event to count back from, and note when the host sees it."""
         with torch.cuda.device(self._device):
             self._zero, before = torch.cuda.Event(enable_timing=True), time.time_ns()
             self._zero.record()
@@ -172,10 +173,11 @@ class DeviceClock:
 
 
 def _nanoseconds(start: torch.cuda.Event, end: torch.cuda.Event) -> int:
+    """Return the time between two events of a device that is idle now."""
     return int(start.elapsed_time(end) * 1e6)
 
 
 @cache
 def device_clock(device: torch.device) -> DeviceClock:
-    """The one clock of all streams of a device."""
+    """Return the one clock of all streams of a device."""
     return DeviceClock(device)

@@ -41,7 +41,7 @@ _PUNCH_HOLE = 1 | 2  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 
 @cache
 def _libc() -> ctypes.CDLL:
-    """The C library, looked up when an arena is made: Windows has none, and macOS one without `fallocate`."""
+    """Return the C library, looked up when an arena is made: Windows has none, and macOS one without `fallocate`."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
@@ -58,8 +58,8 @@ class Place(ctypes.Structure):
 
 
 def _mapped(descriptor: int, start: int, length: int) -> Memory:
-    """Bytes [start, start + length) of a file, mapped while anybody holds them or a tensor over them; `OSError` where
-    the system does not map them.
+    """Map bytes [start, start + length) of a file, while anybody holds them or a tensor over them; `OSError` where the
+    system does not map them.
     """
     address = _libc().mmap(None, length, _READ_WRITE, _SHARED, descriptor, start)
     if address == _FAILED:
@@ -83,7 +83,7 @@ class SharedFile:
         self.header = _mapped(descriptor, 0, pages(header))
 
     def part(self, place: Place, nbytes: int) -> torch.Tensor:
-        """`nbytes` bytes at `place`; `OSError` where the system does not map them."""
+        """Return `nbytes` bytes at `place`, [nbytes] (uint8); `OSError` where the system does not map them."""
         start = place.segment
         segment = self._segments.get(start)
         if segment is None:
@@ -109,7 +109,7 @@ class Arena(SharedFile):
         self._grow_for(_SEGMENT)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """`nbytes` zeroed bytes, a storage of their own; the range is free again when the last tensor over it is gone.
+        """Return `nbytes` zeroed bytes, a storage of their own; their range is free again with the last tensor over it.
 
         The pages are taken from the system now: where there are none, this is an error here and no signal later.
         """
@@ -130,7 +130,7 @@ class Arena(SharedFile):
         self,
         tensor: torch.Tensor,  # any shape, contiguous
     ) -> Place | None:
-        """Where `tensor` lies in this arena; None where it lies elsewhere."""
+        """Return where `tensor` lies in this arena; None where it lies elsewhere."""
         address = tensor.data_ptr()
         for start, segment in self._segments.items():
             offset = address - ctypes.addressof(segment)
@@ -139,11 +139,11 @@ class Arena(SharedFile):
         return None
 
     def close(self) -> None:
-        """Nothing more is published: what peers have not read yet must stay until they let go of the file."""
+        """Publish nothing more: what peers have not read yet must stay until they let go of the file."""
         self._closed = True
 
     def _take(self, length: int) -> int:
-        """The start of a range that is now taken: the first that is long enough, in a new segment if none is."""
+        """Take the first free range that is long enough, in a new segment if none is; return its start."""
         while self._given_back:
             self._add_free(*self._given_back.popleft())
         while True:
@@ -154,15 +154,14 @@ class Arena(SharedFile):
             self._grow_for(length)
 
     def _grow_for(self, length: int) -> None:
-        """A new segment, zeroed: longer the more there are already, and only as long as asked for where that is
-        refused.
-        """
+        """Add a segment, zeroed: longer the more there are, and only as long as asked for where that is refused."""
         try:
             self._grow(max(length, _SEGMENT, self._size // 2 // PAGE * PAGE))
         except OSError:
             self._grow(length)
 
     def _grow(self, length: int) -> None:
+        """Add a segment of `length` bytes behind the last."""
         start = self._size
         os.ftruncate(self.descriptor, start + length)
         self._segments[start] = _mapped(self.descriptor, start, length)
@@ -180,8 +179,8 @@ class Arena(SharedFile):
         self._free = joined
 
     def _give_back(self, start: int, length: int, process: int) -> None:
-        """Nobody uses a range any more. A forked child that lets go of its copy leaves the memory alone; a range whose
-        pages the system does not take back is not used again, because it is not zero.
+        """Give a range back that nobody uses any more. A forked child that lets go of its copy leaves the memory alone;
+        a range whose pages the system does not take back is not used again, because it is not zero.
         """
         ours = not self._closed and process == os.getpid()
         if ours and _libc().fallocate(self.descriptor, _PUNCH_HOLE, start, length) == 0:
@@ -203,7 +202,7 @@ class SharedStorage(ShardStorage):
 
 
 def pages(nbytes: int) -> int:
-    """`nbytes`, rounded up to whole pages."""
+    """Round `nbytes` up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
 
 
@@ -227,7 +226,7 @@ class Process:
 
     @classmethod
     def of(cls, number: int) -> Process:
-        """The handle of a process; a new one where a number is used again."""
+        """Return the handle of a process; a new one where a number is used again."""
         key = os.getpid(), number  # what a forked child inherits is its parent's view
         known = cls._known.get(key)
         if known is None or known.ended():
@@ -244,7 +243,7 @@ class Process:
 
 
 def machine_of_this_rank() -> tuple[str, ...] | None:
-    """What must be equal for two ranks to share memory: boot, launcher's node, and namespaces; None where impossible.
+    """Return what must be equal for two ranks to share memory (boot, launcher's node, namespaces); None: impossible.
 
     Two network namespaces count as two machines: whoever separates them means their ranks to use the network.
     """
@@ -287,6 +286,7 @@ class PeerMemory:
         _from_all(group, "may not open its peers' memory", open_all)  # nobody goes on before everybody has
 
     def _offer(self, header: int) -> ArenaHandle:
+        """Make this rank's arena; return what its peers open it with."""
         machine = machine_of_this_rank()
         if machine is None:
             raise OSError("it is not on an x86-64 Linux, or has no descriptor left")
@@ -295,11 +295,13 @@ class PeerMemory:
         return ArenaHandle(os.getpid(), machine, self.own.descriptor, cookie)
 
     def _open(self, handles: list[ArenaHandle], rank: int, header: int) -> None:
+        """Open the arenas of all peers."""
         self.arenas = [self.own if peer == rank else _opened(handle, header) for peer, handle in enumerate(handles)]
         self.processes = [Process.of(handle.process) for handle in handles]
 
 
 def _opened(handle: ArenaHandle, header: int) -> SharedFile:
+    """Open the arena of a peer; raise where its descriptor names another file by now."""
     arena = SharedFile(os.open(f"/proc/{handle.process}/fd/{handle.descriptor}", os.O_RDWR), header)
     if bytes(memoryview(arena.header)[:COOKIE]) != handle.cookie:
         raise OSError(errno.ESTALE, f"descriptor {handle.descriptor} of process {handle.process} is another file")
@@ -307,7 +309,7 @@ def _opened(handle: ArenaHandle, header: int) -> SharedFile:
 
 
 def _from_all(group: dist.ProcessGroup, failure: str, act: Callable[[], T]) -> list[T]:
-    """What `act` returns on every rank; `SharingRefused` on all of them where the system refuses it to one."""
+    """Return what `act` returns on every rank; `SharingRefused` on all of them where the system refuses it to one."""
     mine: Any
     try:
         mine = act()

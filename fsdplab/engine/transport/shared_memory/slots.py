@@ -39,7 +39,7 @@ _LINE, _LABEL, _REASON = 64, 80, 648  # bytes of a cache line, a label and a rea
 
 @cache
 def _call() -> Callable[..., int]:
-    """The C library's `syscall`, looked up when it is first needed: Windows has none."""
+    """Return the C library's `syscall`, looked up when it is first needed: Windows has none."""
     return ctypes.CDLL(None, use_errno=True).syscall
 
 
@@ -317,6 +317,7 @@ class Slots:
         return ""
 
     def _no_memory(self, what: str, error: OSError) -> NoReturn:
+        """Break the slots: this rank has no memory for what its peers wait for."""
         self._fail(
             f"rank {self.rank} got no memory {what} ({error}): raise the limits of the process (ulimit -f, -v) or of"
             " its container, or use transport='gloo' on every rank",
@@ -324,6 +325,7 @@ class Slots:
         )
 
     def _fail(self, reason: str, cause: BaseException | None = None) -> NoReturn:
+        """Break the slots for all ranks, and raise `reason` here."""
         self._break(reason)
         raise RuntimeError(reason) from cause
 

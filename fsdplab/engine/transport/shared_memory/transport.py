@@ -66,7 +66,7 @@ class Operation:
         self._lost: GivenUp | None = None
 
     def leave(self) -> None:
-        """It is published next."""
+        """Note that it is published next."""
         self._published = True
         self._departure.leave()
 
@@ -301,7 +301,7 @@ class SharedTransport(Transport):
         self._reductions.announce()
 
     def storage(self, device: torch.device) -> ShardStorage:
-        """Memory that peers read in place."""
+        """Return memory that peers read in place."""
         return self._operations.storage
 
     def await_peers(self) -> None:
@@ -419,7 +419,7 @@ class SharedTransport(Transport):
         label: CollectiveLabel,
         average: Average,
     ) -> Pending:
-        """As `pack` and `all_reduce`, in one pass over the gradients."""
+        """Do as `pack` and `all_reduce`, in one pass over the gradients."""
         firsts, parts = _firsts(output, self.ranks), self._parts(output, average)
 
         def write(
