@@ -84,8 +84,12 @@ def collectives_are_replaced() -> bool:
 
 
 _COLLECTIVES = (
-    "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single", "all_reduce",
-)  # fmt: skip
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+    "all_reduce",
+)
 
 
 def inside_backward() -> bool:
@@ -120,8 +124,10 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 def device_for(group: dist.ProcessGroup, wanted: torch.device) -> torch.device:
     """Return `wanted` where `group` has a backend for it, else a device that it has one for: NCCL serves no host."""
-    kinds = [each.type for each in group._device_types]
-    return wanted if wanted.type in kinds or not kinds else torch.device(kinds[0])
+    kinds = [device.type for device in group._device_types]
+    if not kinds or wanted.type in kinds:
+        return wanted
+    return torch.device(kinds[0])
 
 
 def seconds_before_giving_up(group: dist.ProcessGroup) -> float:
@@ -326,9 +332,12 @@ def differ(
     """Whether two tensors of one shape and dtype differ in a bit (NaNs may be equal); a tensor on other devices than
     the CPU, which the host then need not wait for.
     """
-    if (word := _WORDS.get(one.itemsize)) is not None:
+    word = _WORDS.get(one.itemsize)
+    if word is not None:
         one, other = one.view(word), other.view(word)
-    return not torch.equal(one, other) if one.is_cpu else torch.ne(one, other).any()
+    if one.is_cpu:
+        return not torch.equal(one, other)
+    return torch.ne(one, other).any()
 
 
 def all_reduce_unseen(

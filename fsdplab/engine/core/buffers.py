@@ -333,3 +333,54 @@ def _every_row(
 ) -> torch.Tensor:
     """Return `element` in every row that is sent, those that are padding too."""
     return element.expand(layout.ranks * slot.chunk, *slot.shape[1:])
+
+
+def pack_part(
+    layout: Layout,
+    gradients: Sequence[torch.Tensor | None],  # [rows, *others] each, whole; None: missing
+    rank: int,
+    target: torch.Tensor,  # [elements], written in place
+    first: int = 0,  # the element of the shard at which `target` begins
+) -> None:
+    """Copy elements [first, first + len(target)) of the shard of `rank` out of unsharded gradients, in the dtype of
+    `target`: so no buffer need hold the shards of all ranks. Padding becomes zeros, None negative zeros.
+    """
+    size = target.element_size()
+    columns: list[torch.Tensor] = []  # what one kernel writes end to end
+    for slot, gradient in zip(layout.slots, gradients, strict=True):
+        # Where the slot begins in `target`, and which of its elements lie there: with first=5 and a target of 4, a slot
+        # of 6 elements from 2 on begins at -3, and its elements 3, 4 and 5 are the first three of `target`.
+        begin = slot.offset // size - first
+        length = slot.chunk_bytes // size
+        low = max(0, -begin)
+        high = min(length, len(target) - begin)
+        if low < high:
+            columns += _columns(slot, gradient, rank, slice(low, high), target)
+    if len({column.dtype for column in columns}) > 1:
+        columns = [column.to(target.dtype) for column in columns]
+    if columns:
+        torch._chunk_cat(columns, dim=0, num_chunks=1, out=target.view(1, -1))
+
+
+def _columns(
+    slot: Slot,
+    gradient: torch.Tensor | None,  # [rows, *others], whole; None: missing
+    rank: int,
+    part: slice,  # of the elements that the shard reserves for this slot
+    like: torch.Tensor,  # any shape, of the dtype and device of what is sent
+) -> list[torch.Tensor]:
+    """Return the elements `part` of what the shard of `rank` holds of one gradient, with the padding behind it."""
+    if gradient is None:
+        return [missing(like).expand(part.stop - part.start)]
+    start, stop = slot.span(rank)
+    rows = gradient[start:stop]
+    filled = rows.numel()  # elements with values; those behind them are padding
+    if part.start or part.stop < filled:
+        rows = rows.reshape(-1)[part]
+    columns = []
+    if rows.numel():
+        columns.append(rows)
+    padding = part.stop - max(part.start, filled)
+    if padding > 0:
+        columns.append(like.new_zeros(padding))
+    return columns

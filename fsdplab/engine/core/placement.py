@@ -36,7 +36,9 @@ class Axes:
     @property
     def shard_ranks(self) -> int:
         """Over how many ranks shards are cut."""
-        return self.mesh.size(self.mesh.ndim - 1) if self.shards else 1
+        if not self.shards:
+            return 1
+        return self.mesh.size(self.mesh.ndim - 1)
 
 
 def axes_of(mesh: DeviceMesh, dims: compat.DataParallelMeshDims | None) -> Axes:
@@ -60,7 +62,7 @@ def axes_of(mesh: DeviceMesh, dims: compat.DataParallelMeshDims | None) -> Axes:
             )
     # Several dimensions that replicate count as one, and so do several that shard.
     parts = [_flat(mesh, group) for group in (dims.replicate_names, dims.shard_names) if group]
-    joined = parts[0] if len(parts) == 1 else compat.concatenated(parts)
+    joined = compat.concatenated(parts)  # of one part, that part itself
     replicated = [names.index(name) for name in dims.replicate_names]
     cut = [names.index(name) for name in dims.shard_names]
     return Axes(joined, bool(cut), mesh, named=(*replicated, *cut), cut=tuple(cut))
@@ -111,6 +113,7 @@ def spec_at_rest(
     if not isinstance(parameter, DTensor):
         meta = TensorMeta(parameter.size(), parameter.stride(), parameter.dtype)
         return DTensorSpec(axes.mesh, (*replicas, Shard(dim)), tensor_meta=meta)
+    # Tensor parallelism has cut first: of 8 rows on 2 x 2 ranks each of its ranks has 4, of which a shard is 2.
     spec = parameter._spec
     cut = compat.shard_beside(dim, spec.num_shards_map[dim])
     joined = compat.concatenated([axes.mesh, spec.mesh])
@@ -161,7 +164,8 @@ def _on_full_mesh(
     meshes = [axes.full[axes.full.mesh_dim_names[position]] for position in others]
     joined = compat.concatenated([axes.mesh, *meshes])
     replicas = [Replicate()] * (axes.mesh.ndim - 1)
-    placed = (*replicas, placements[first], *(placements[position] for position in others))
+    placements_of_others = [placements[position] for position in others]
+    placed = (*replicas, placements[first], *placements_of_others)
     return DTensorSpec(joined, placed, tensor_meta=meta)
 
 
@@ -173,7 +177,7 @@ def wrapped(
     if spec is None:
         return value
     meta = spec.tensor_meta
-    if meta is not None and meta.dtype != value.dtype:
+    if meta is not None and meta.dtype != value.dtype:  # mixed precision computes in another dtype
         spec = replace(spec, tensor_meta=TensorMeta(meta.shape, meta.stride, value.dtype))
     return compat.dtensor_of(value, spec)
 

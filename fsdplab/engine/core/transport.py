@@ -198,7 +198,8 @@ class Transport(ABC):
 
     def depart(self, label: CollectiveLabel, kind: str, logical: int, padding: int, dtype: torch.dtype) -> Departure:
         """Make the departure of a collective that is about to be issued; `logical` and `padding` are bytes."""
-        wire = (2 if kind == "all_reduce" else 1) * logical * (self.ranks - 1) // self.ranks
+        rounds = 2 if kind == "all_reduce" else 1  # an all-reduce is a reduce-scatter and an all-gather
+        wire = rounds * logical * (self.ranks - 1) // self.ranks
         return departure(label, kind, logical, wire, padding, dtype, self._link)
 
 
@@ -207,7 +208,16 @@ def departure(
 ) -> Departure:
     """Make the departure of a collective that is about to be issued behind `link`, if there is one; sizes are bytes."""
     row = partial(
-        events.Collective, unit=label.unit, phase=label.phase, kind=kind, logical_bytes=logical, wire_bytes=wire,
-        padding_bytes=padding, dtype=str(dtype).removeprefix("torch."), issue_ns=time.time_ns(),
-    )  # fmt: skip
-    return Departure(row) if link is None else link.depart(row)
+        events.Collective,
+        unit=label.unit,
+        phase=label.phase,
+        kind=kind,
+        logical_bytes=logical,
+        wire_bytes=wire,
+        padding_bytes=padding,
+        dtype=str(dtype).removeprefix("torch."),
+        issue_ns=time.time_ns(),
+    )
+    if link is None:
+        return Departure(row)
+    return link.depart(row)

@@ -90,16 +90,16 @@ class Board:
         try:
             arenas = PeerMemory(group, _START + ctypes.sizeof(numbers)).arenas
             self._all = [numbers.from_buffer(arena.header, _START) for arena in arenas]
-            self._mine = self._all[group.rank()]
+            self._issues_here = self._all[group.rank()]
         except SharingRefused:
-            self._mine = numbers()
-            self._all = [self._mine]
+            self._issues_here = numbers()
+            self._all = [self._issues_here]
 
     def write(self, number: int, now_ns: int) -> None:
         """Note that this rank issues its collective `number` now."""
         place = 2 * (number % _RING)
-        self._mine[place + 1] = now_ns
-        self._mine[place] = number
+        self._issues_here[place + 1] = now_ns
+        self._issues_here[place] = number  # last: a peer that sees this number sees the time before it
 
     def last_issue(self, number: int) -> int:
         """Return when the last rank issued collective `number`; every rank must be known to have done so."""
@@ -107,7 +107,8 @@ class Board:
 
     def _issue(self, issues: ctypes.Array[ctypes.c_int64], number: int) -> int:
         """Return when one rank issued collective `number`, once it has written that; raise where it never will."""
-        place, deadline = 2 * (number % _RING), time.monotonic() + 60
+        place = 2 * (number % _RING)
+        deadline = time.monotonic() + 60
         while (seen := issues[place]) != number:
             if seen > number or time.monotonic() > deadline:
                 raise RuntimeError(
@@ -146,6 +147,8 @@ class Queue:
 
     def times(self, passage: Passage) -> tuple[int, int, int]:
         """Return the times of `passage`; all ranks must have issued it, and who was interrupted here may ask again."""
+        # Those before it come first: the link is free for one when it has delivered the one before. Issued at 0 and 2,
+        # 5 ns each: the first passes from 0 to 5, the second from 5 to 10.
         while passage.times is None:
             first = self._unresolved[0]
             issued = self._board.last_issue(first.number)
@@ -173,7 +176,8 @@ class Transfer(core.Departure):
     def arrive(self, awaited_ns: int) -> None:
         """Sleep until the link has delivered, and write the row."""
         issued, start, end = self._queue.times(self._passage)
-        if (remaining := end - time.time_ns()) > 0:
+        remaining = end - time.time_ns()
+        if remaining > 0:
             with events.span("link", self._row.keywords["unit"]):
                 time.sleep(remaining / 1e9)
         # until all ranks have issued, the host waits for a peer, not for the link
@@ -228,12 +232,22 @@ class Channel:
         """A collective of an engine that has no units joins its queue; `outputs` are what this rank receives. What is
         returned makes the future of its result.
         """
-        received = sum(output.nbytes for output in outputs)
+        logical = sum(output.nbytes for output in outputs)
+        if kind == "reduce_scatter":  # a rank receives its part only
+            logical *= self._ranks
+        dtype = ""
+        if outputs:
+            dtype = str(outputs[0].dtype).removeprefix("torch.")
         row = partial(
-            events.Collective, unit="", phase="backward" if compat.inside_backward() else "forward", kind=kind,
-            logical_bytes=received * (self._ranks if kind == "reduce_scatter" else 1), padding_bytes=0,
-            dtype=str(outputs[0].dtype).removeprefix("torch.") if outputs else "", issue_ns=time.time_ns(),
-        )  # fmt: skip
+            events.Collective,
+            unit="",
+            phase="backward" if compat.inside_backward() else "forward",
+            kind=kind,
+            logical_bytes=logical,
+            padding_bytes=0,
+            dtype=dtype,
+            issue_ns=time.time_ns(),
+        )
         transfer = self.depart(row)
         transfer.leave()
         return transfer.deliver

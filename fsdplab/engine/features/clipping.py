@@ -66,6 +66,7 @@ def _total_norm(
     for key in sorted(by_cut, key=lambda key: key.name):  # every rank calls the all-reduces in the same order
         members = by_cut[key]
         part = _power_sum([compat.local_of(gradient) for gradient in members], p, device)
+        # On replicas x shards only the second dimension cuts: each replica has the whole sum once.
         for dimension in key.cut:
             _combine(part, members[0].device_mesh.get_group(dimension), p)
         total = torch.maximum(total, part) if math.isinf(p) else total + part

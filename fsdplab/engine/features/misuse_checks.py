@@ -55,7 +55,10 @@ def _warn_of_lists() -> None:
     _taken.clear()
     _searched.update(searched)
     unsharded = [param.gathered for unit in searched for param in unit.memory.params if param.gathered is not None]
-    holders = [each for each in gc.get_referrers(*unsharded) if type(each) in (list, tuple) and each is not unsharded]
+    holders = []
+    for referrer in gc.get_referrers(*unsharded):
+        if type(referrer) in (list, tuple) and referrer is not unsharded:
+            holders.append(referrer)
     if holders:
         warnings.warn(
             f"a list holds unsharded parameters of unit {searched[0].name!r}: it was taken between a forward and its"
@@ -77,18 +80,19 @@ def _refuse_strangers(optimizer: Optimizer) -> None:
     sharded parameter has been replaced.
     """
     held = _parameters_of(optimizer)
-    seen = len(held), ShardedParam.replacements
+    seen = len(held), ShardedParam.replacements  # what changes where there is something new to look at
     if _checked.get(optimizer) == seen:
         return
     name = type(optimizer).__name__
-    left = [parameter for parameter in held if _has_left(parameter, "_replaced_by_shard")]
-    if left:
+    from_before = [parameter for parameter in held if _has_left(parameter, "_replaced_by_shard")]
+    if from_before:
         raise RuntimeError(
-            f"this optimizer ({name}) was built before the model was sharded: {len(left)} of its {len(held)}"
+            f"this optimizer ({name}) was built before the model was sharded: {len(from_before)} of its {len(held)}"
             " parameters are no longer part of the model; build it after fully_shard or shard_model"
         )
     refuse_unsharded_forms(held, f"this optimizer ({name})", "build it while the model is sharded")
-    replaced = _not_shown([parameter for parameter in held if _has_left(parameter, "_replaced_at_rest")])
+    replaced = [parameter for parameter in held if _has_left(parameter, "_replaced_at_rest")]
+    replaced = _not_shown(replaced)
     if replaced:
         raise RuntimeError(
             f"{len(replaced)} of the {len(held)} parameters of this optimizer ({name}) are no longer part of the model:"
@@ -167,13 +171,15 @@ def warn_of_late_parameters(root: nn.Module, among: Container[int] | None = None
         return
     sharded = [param for unit in units for param in unit.memory.params]
     owned = {(id(module), attribute) for param in sharded for module, attribute in param.sites()}
-    late = [
-        (f"{prefix}.{attribute}".lstrip("."), parameter)
-        for prefix, module in root.named_modules()
-        for attribute, parameter in module._parameters.items()
-        if parameter is not None and parameter.requires_grad and (id(module), attribute) not in owned
-        if not hasattr(parameter, "_trained_apart") and (among is None or id(parameter) in among)
-    ]
+    late = []
+    for prefix, module in root.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is None or not parameter.requires_grad or (id(module), attribute) in owned:
+                continue
+            if hasattr(parameter, "_trained_apart"):  # the user has said so, or was warned already
+                continue
+            if among is None or id(parameter) in among:
+                late.append((f"{prefix}.{attribute}".lstrip("."), parameter))
     if not late:
         return
     mark_ignored(parameter for _, parameter in late)
@@ -214,19 +220,18 @@ def watching_meta_buffers(module: nn.Module, below: Iterable[tuple[str, nn.Modul
     """Have the next forward of `module` warn of buffers of `below`, named by their prefixes, that get memory here
     (`to_empty`), and that nobody has written to by then.
     """
-    were_meta = [
-        (prefix + attribute, each, attribute)
-        for prefix, each in below
-        for attribute, buffer in each._buffers.items()
-        if buffer is not None and buffer.is_meta
-    ]
+    were_meta: list[tuple[str, nn.Module, str]] = []  # the buffer's whole name, its module and its attribute
+    for prefix, part in below:
+        for attribute, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                were_meta.append((prefix + attribute, part, attribute))
     yield
-    now = [(name, each._buffers[attribute]) for name, each, attribute in were_meta]
-    unwritten = [
-        (name, weakref.ref(buffer), buffer._version)
-        for name, buffer in now
-        if buffer is not None and not buffer.is_meta
-    ]
+    unwritten: Unwritten = []
+    for name, part, attribute in were_meta:
+        buffer = part._buffers[attribute]
+        if buffer is not None and not buffer.is_meta:
+            # Whoever writes to a tensor raises its version.
+            unwritten.append((name, weakref.ref(buffer), buffer._version))
 
     @compat.not_compiled
     def warn_once(module: nn.Module, _: Any) -> None:
@@ -240,10 +245,11 @@ def watching_meta_buffers(module: nn.Module, below: Iterable[tuple[str, nn.Modul
 def _warn_of_unwritten(buffers: Unwritten, modules: Iterable[nn.Module]) -> None:
     """Warn of buffers that still hold what `to_empty` left in them."""
     shown = {id(buffer) for module in modules for buffer in module._buffers.values()}
-    names = [
-        name for name, reference, version in buffers
-        if (buffer := reference()) is not None and id(buffer) in shown and buffer._version == version
-    ]  # fmt: skip
+    names = []
+    for name, reference, version in buffers:
+        buffer = reference()
+        if buffer is not None and id(buffer) in shown and buffer._version == version:
+            names.append(name)
     if names:
         warnings.warn(
             f"buffers {', '.join(names)} hold garbage: to_empty gave them memory and nothing wrote to them since;"

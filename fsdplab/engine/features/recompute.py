@@ -63,6 +63,7 @@ def recomputing(kind: type[nn.Module], recompute: Callable[..., Any]) -> type[nn
 
 
 def _every_other_product() -> Any:
+    """Return the contexts of one checkpointed forward: attentions and every other matrix product are saved."""
     seen = {False: 0, True: 0}  # in the forward, in the recomputation: both must take the same decisions
 
     def decide(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

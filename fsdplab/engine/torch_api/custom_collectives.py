@@ -35,6 +35,7 @@ class CustomTransport(StagedTransport):
         super().separate_reductions(enable)
 
     def _staging(self, numel: int, dtype: torch.dtype, role: str) -> torch.Tensor:
+        """Return memory, [numel], of the collective of that role where it is the user's, else of torch."""
         comm = self.gather if role == "gather" else self.scatter
         if comm is None:
             return super()._staging(numel, dtype, role)
@@ -46,6 +47,7 @@ class CustomTransport(StagedTransport):
         send: torch.Tensor,  # [shard elements], this rank's
         asynchronous: bool,
     ) -> Any:
+        """Issue the user's all-gather, if there is one."""
         if self.gather is None:
             return super()._gather(staging, send, asynchronous)
         return self.gather(staging, send, self.group, async_op=asynchronous)
@@ -56,6 +58,7 @@ class CustomTransport(StagedTransport):
         output: torch.Tensor,  # [shard elements], this rank's part of the average
         average: Average,
     ) -> Reduction:
+        """Return how to sum by the user's reduce-scatter, if there is one."""
         if self.scatter is None:
             return super()._reduction(send, output, average)
         received = self._staging(output.numel(), output.dtype, "scatter")

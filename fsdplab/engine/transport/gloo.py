@@ -34,6 +34,7 @@ class GlooTransport(StagedTransport):
         output: torch.Tensor,  # [shard elements], this rank's part of the average
         average: Average,
     ) -> Reduction:
+        """Return how to sum `send` into `output`: an all-to-all, then a sum on this rank."""
         received = torch.empty_like(send)
         events.tag("communication_buffers", received, "")
 

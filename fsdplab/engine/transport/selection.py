@@ -66,6 +66,7 @@ def forget_destroyed() -> None:
 
 
 def _make(group: dist.ProcessGroup, device: torch.device, wanted: str) -> Transport:
+    """Make the transport for a group: staged on GPUs and over other backends than gloo, else by what `wanted` says."""
     backend = compat.backend_of(group, device)
     if device.type == "cuda" or wanted == "auto" and backend != "gloo":
         return StagedTransport(group, device)

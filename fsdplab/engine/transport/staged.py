@@ -51,13 +51,14 @@ class StagedTransport(Transport):
         """
         layout = whole.layout
         numel = shard.nbytes // shard.dtype.itemsize
-        staging = self._staging(self.ranks * numel, shard.dtype, "gather")  # [ranks * elements of a shard]
+        staging = self._staging(self.ranks * numel, shard.dtype, "gather")  # [ranks * shard elements]
         events.tag("communication_buffers", staging, label.unit)
         written = None  # what to wait for before the shard is sent
         if shard.resident is not None and not self._gathers_in_place:
             send = shard.resident.view(shard.dtype)
-        else:
-            send = staging[self.rank * numel : (self.rank + 1) * numel]
+        else:  # in its own place in the result: rank 1 of 2 writes the second half of `staging`
+            first = self.rank * numel
+            send = staging[first : first + numel]
             written = shard.write(send.view(torch.uint8))
 
         def issue(asynchronous: bool) -> Any:
@@ -69,7 +70,8 @@ class StagedTransport(Transport):
                 unpack(staging, whole)
 
         departure = self.depart(label, "all_gather", layout.total_bytes, layout.padding_bytes, shard.dtype)
-        return self._gather_stream.run(Job(issue, lambda: None, departure, (staging, send), written, copy_out))
+        job = Job(issue, lambda: None, departure, (staging, send), written, copy_out)
+        return self._gather_stream.run(job)
 
     def reduce_scatter(
         self,
@@ -93,7 +95,8 @@ class StagedTransport(Transport):
         issue, sum_up, received = self._reduction(send, output, average.after(before))
         departure = self.depart(label, "reduce_scatter", layout.total_bytes, layout.padding_bytes, output.dtype)
         sum_up = events.span("reduce_scatter", label.unit)(sum_up)
-        return self._reduce_stream.run(Job(issue, sum_up, departure, (send, received, output)))
+        job = Job(issue, sum_up, departure, (send, received, output))
+        return self._reduce_stream.run(job)
 
     def all_reduce(
         self,
@@ -104,7 +107,9 @@ class StagedTransport(Transport):
         after: Pending | None = None,  # the work on another stream that fills `buffer`
     ) -> Pending:
         """Average `buffer` over all ranks in place."""
-        before = half(average.factor) if buffer.dtype is torch.float16 else 1.0
+        before = 1.0  # what is divided by before the sum, which could overflow
+        if buffer.dtype is torch.float16:
+            before = half(average.factor)
 
         def issue(asynchronous: bool) -> Any:
             with events.span("all_reduce", label.unit):
@@ -114,7 +119,8 @@ class StagedTransport(Transport):
 
         departure = self.depart(label, "all_reduce", buffer.nbytes, padding, buffer.dtype)
         finish = average.after(before).finish_once(buffer)
-        return self._all_reduce_stream.run(Job(issue, finish, departure, (buffer,), after))
+        job = Job(issue, finish, departure, (buffer,), after)
+        return self._all_reduce_stream.run(job)
 
     def separate_reductions(self, enable: bool) -> None:
         """Reduce over a communicator of its own, or over the group again; collective over the group.

@@ -118,8 +118,10 @@ class Arena(SharedFile):
             start = self._take(length)
         try:
             os.posix_fallocate(self.descriptor, start, length)
-            segment = max(each for each in tuple(self._segments) if each <= start)
-            part = memoryview(self._segments[segment])[start - segment :][:nbytes]
+            # A range lies in the last segment that begins before it: one from 70 MiB on in that from 64 MiB on, say.
+            segment = max(begin for begin in tuple(self._segments) if begin <= start)
+            first = start - segment
+            part = memoryview(self._segments[segment])[first : first + nbytes]
         except BaseException:
             self._give_back(start, length, os.getpid())
             raise
@@ -148,9 +150,13 @@ class Arena(SharedFile):
             self._add_free(*self._given_back.popleft())
         while True:
             for index, (start, free) in enumerate(self._free):
-                if free >= length:
-                    self._free[index : index + 1] = [(start + length, free - length)] if free > length else []
-                    return start
+                if free < length:
+                    continue
+                rest = []
+                if free > length:
+                    rest = [(start + length, free - length)]
+                self._free[index : index + 1] = rest
+                return start
             self._grow_for(length)
 
     def _grow_for(self, length: int) -> None:
@@ -162,7 +168,7 @@ class Arena(SharedFile):
 
     def _grow(self, length: int) -> None:
         """Add a segment of `length` bytes behind the last."""
-        start = self._size
+        start = self._size  # the file ends here so far
         os.ftruncate(self.descriptor, start + length)
         self._segments[start] = _mapped(self.descriptor, start, length)
         self._size += length
@@ -172,8 +178,10 @@ class Arena(SharedFile):
         """Put a range among the free ones, joined with its neighbours in the same segment."""
         joined: list[tuple[int, int]] = []
         for begin, size in sorted([*self._free, (start, length)]):
-            if joined and begin == sum(joined[-1]) and begin not in self._segments:
-                joined[-1] = joined[-1][0], joined[-1][1] + size
+            follows_last = joined and begin == sum(joined[-1])  # (start, length): their sum is where it ends
+            if follows_last and begin not in self._segments:
+                first, length_before = joined[-1]
+                joined[-1] = first, length_before + size
             else:
                 joined.append((begin, size))
         self._free = joined
@@ -182,8 +190,8 @@ class Arena(SharedFile):
         """Give a range back that nobody uses any more. A forked child that lets go of its copy leaves the memory alone;
         a range whose pages the system does not take back is not used again, because it is not zero.
         """
-        ours = not self._closed and process == os.getpid()
-        if ours and _libc().fallocate(self.descriptor, _PUNCH_HOLE, start, length) == 0:
+        is_owner = not self._closed and process == os.getpid()
+        if is_owner and _libc().fallocate(self.descriptor, _PUNCH_HOLE, start, length) == 0:
             self._given_back.append((start, length))
 
 
@@ -279,7 +287,7 @@ class PeerMemory:
 
     def __init__(self, group: dist.ProcessGroup, header: int) -> None:
         handles = _from_all(group, "got no memory to share", lambda: self._offer(header))
-        machines = {each.machine for each in handles}
+        machines = {handle.machine for handle in handles}
         if len(machines) > 1:
             raise SharingRefused(f"got {len(machines)} machines")
         open_all = lambda: self._open(handles, group.rank(), header)  # noqa: E731
@@ -290,13 +298,18 @@ class PeerMemory:
         machine = machine_of_this_rank()
         if machine is None:
             raise OSError("it is not on an x86-64 Linux, or has no descriptor left")
-        self.own, cookie = Arena(header), os.urandom(COOKIE)
+        self.own = Arena(header)
+        cookie = os.urandom(COOKIE)
         ctypes.memmove(self.own.header, cookie, COOKIE)
         return ArenaHandle(os.getpid(), machine, self.own.descriptor, cookie)
 
     def _open(self, handles: list[ArenaHandle], rank: int, header: int) -> None:
         """Open the arenas of all peers."""
-        self.arenas = [self.own if peer == rank else _opened(handle, header) for peer, handle in enumerate(handles)]
+        arenas = []
+        for peer, handle in enumerate(handles):
+            arena = self.own if peer == rank else _opened(handle, header)
+            arenas.append(arena)
+        self.arenas = arenas
         self.processes = [Process.of(handle.process) for handle in handles]
 
 
@@ -310,13 +323,13 @@ def _opened(handle: ArenaHandle, header: int) -> SharedFile:
 
 def _from_all(group: dist.ProcessGroup, failure: str, act: Callable[[], T]) -> list[T]:
     """Return what `act` returns on every rank; `SharingRefused` on all of them where the system refuses it to one."""
-    mine: Any
+    answer: Any
     try:
-        mine = act()
+        answer = act()
     except OSError as error:
-        mine = SharingRefused(f"rank {group.rank()} {failure}: {error}")
-    answers = [mine] * group.size()
-    dist.all_gather_object(answers, mine, group=group)
+        answer = SharingRefused(f"rank {group.rank()} {failure}: {error}")
+    answers = [answer] * group.size()
+    dist.all_gather_object(answers, answer, group=group)
     for answer in answers:
         if isinstance(answer, SharingRefused):
             raise answer

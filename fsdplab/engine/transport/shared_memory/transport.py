@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from fsdplab.engine import compat, events
 from fsdplab.engine.core.average import Average
-from fsdplab.engine.core.buffers import ShardStorage, UnshardedBuffer, missing, pack, unpack_from
-from fsdplab.engine.core.layout import Layout, Slot
+from fsdplab.engine.core.buffers import ShardStorage, UnshardedBuffer, pack, pack_part, unpack_from
+from fsdplab.engine.core.layout import Layout
 from fsdplab.engine.core.pending import Pending
 from fsdplab.engine.core.transport import CollectiveLabel, Departure, Gradients, SendShard, Transport, Unseen
 from fsdplab.engine.transport.gloo import announce
@@ -57,13 +57,17 @@ class Operation:
     def __init__(self, slots: Slots, nbytes: int, kind: str, unit: str, departure: Departure) -> None:
         self.name = f"{kind} of {unit}"  # in errors; all ranks must give it the same
         self.number = slots.claim(nbytes, self.name)
-        self.steps: list[Step] = []
-        self.kept = 0  # steps that `advance` leaves to `complete`
-        self._slots, self._epoch = slots, slots.epoch
-        self._span, self._unit, self._departure = _COMPLETES.get(kind, kind), unit, departure
+        self.steps: list[Step] = []  # that are to come; each is removed once it is done
+        self.steps_for_wait = 0  # how many of the last steps `advance` leaves to `complete`
+        self._slots = slots
+        self._epoch = slots.epoch  # in another one it cannot be completed any more
+        self._span = _COMPLETES.get(kind, kind)
+        self._unit = unit
+        self._departure = departure
         self._waited_ns = 0
-        self._published = self._complete = False
-        self._lost: GivenUp | None = None
+        self._published = False
+        self._complete = False
+        self._lost: GivenUp | None = None  # raised again where somebody waits again
 
     def leave(self) -> None:
         """Note that it is published next."""
@@ -72,7 +76,7 @@ class Operation:
 
     def advance(self) -> None:
         """Run the steps that peers wait for."""
-        self._go_on(self.kept, f"{self._span}_sum")
+        self._go_on(self.steps_for_wait, f"{self._span}_sum")
 
     def complete(self) -> None:
         """Run what is left of the steps, then let the peers go on; nothing happens the second time."""
@@ -93,15 +97,15 @@ class Operation:
         if self._published:
             self._slots.done(self.number)
 
-    def _go_on(self, left: int, span: str) -> int:
-        """Run all but the last `left` steps; return the time (ns) at which they were done."""
+    def _go_on(self, until: int, span: str) -> int:
+        """Run steps until `until` of them are to come; return the time (ns) at which they were done."""
         awaited = time.time_ns()
         with events.span(span, self._unit):
             self._check()
             try:
-                while len(self.steps) > left:
+                while len(self.steps) > until:
                     self._run(self.steps[0])
-            except GivenUp as error:
+            except GivenUp as error:  # by a peer: nobody can complete it, so this rank is done with it too
                 self._lost = error
                 self._slots.done(self.number)
                 raise
@@ -201,13 +205,14 @@ class Operations:
         source: torch.Tensor,  # [bytes] (uint8), a buffer of `staging` or memory of the arena
         staging: Staging | None,  # None: peers read memory that is no buffer
         steps: Sequence[Step],
-        kept: int = 0,  # how many of the last steps must not be done early
+        steps_for_wait: int = 0,  # how many of the last steps must not be done early
     ) -> Pending:
-        """Peers may read `source`, a buffer of `staging` or memory of the arena; on waiting, `steps` complete the
-        operation on this rank: all but the last `kept` may be done early. Where its slot is needed it is completed
-        sooner, and whoever waits later finds it done.
+        """Let peers read `source`; return what to wait for, which runs `steps` to complete the operation on this rank.
+
+        Where its slot is needed it is completed sooner, and whoever waits later finds it done.
         """
-        operation.steps, operation.kept = list(steps), kept
+        operation.steps = list(steps)
+        operation.steps_for_wait = steps_for_wait
         pending = PendingOperation(operation, source)
         with self.slots.unrepeatable(f"telling its peers of {operation.name}"):
             self._live[operation.number] = pending
@@ -290,7 +295,8 @@ class SharedTransport(Transport):
         super().__init__(group)
         self._operations = Operations(group)
         self._slots = self._operations.slots
-        self._gathers, self._reductions = (self._operations.staging(_BUFFERS) for _ in range(2))
+        self._gathers = self._operations.staging(_BUFFERS)
+        self._reductions = self._operations.staging(_BUFFERS)
         self._exchanges = self._operations.staging(_BUFFERS + 1)  # an all-reduce ends one unit later than it sums
         self._flags = self._operations.staging(_BUFFERS)
         self._announced = compat.silent_group(self.rank, self.ranks)
@@ -320,16 +326,19 @@ class SharedTransport(Transport):
         self,
         flags: torch.Tensor,  # [units] (uint8), reduced in place
     ) -> torch.Tensor:
-        """Return the largest of all ranks' `flags`, [units] (uint8)."""
+        """Return the largest of all ranks' `flags`."""
         operation = self._operations.claim(flags.nbytes, "comparison", "shards", Unseen())
-        published = self._operations.stage(self._flags, flags.nbytes, operation.name).copy_(flags)
+        published = self._operations.stage(self._flags, flags.nbytes, operation.name)
+        published.copy_(flags)
         peers = [peer for peer in self._slots.nearest_first if peer != self.rank]
 
-        def read() -> None:
+        def read() -> None:  # repeatable, though in place: the largest stays the largest
             for peer in peers:
-                torch.maximum(flags, self._slots.read(peer, operation.number, flags.nbytes), out=flags)
+                theirs = self._slots.read(peer, operation.number, flags.nbytes)
+                torch.maximum(flags, theirs, out=flags)
 
-        self._operations.publish(operation, published, self._flags, [Step(read)]).wait()
+        pending = self._operations.publish(operation, published, self._flags, [Step(read)])
+        pending.wait()
         return flags
 
     def all_gather(self, shard: SendShard, whole: UnshardedBuffer, label: CollectiveLabel) -> Pending:
@@ -337,11 +346,12 @@ class SharedTransport(Transport):
 
         The memory is taken now: what is gathered ahead costs as much as it does where collectives have buffers.
         """
-        layout, nbytes = whole.layout, shard.nbytes
+        layout = whole.layout
+        nbytes = shard.nbytes
         whole.tensor  # noqa: B018 - takes its memory
         departure = self.depart(label, "all_gather", layout.total_bytes, layout.padding_bytes, shard.dtype)
         staging = None  # peers read the shard where it rests
-        if shard.resident is None or nbytes == 0:
+        if shard.resident is None or nbytes == 0:  # a shard without bytes lies nowhere
             staging = self._gathers
         with events.span("all_gather", label.unit):
             operation = self._operations.claim(nbytes, "all_gather", label.unit, departure)
@@ -352,7 +362,9 @@ class SharedTransport(Transport):
 
         def read() -> None:
             for peer in self._slots.nearest_first:
-                part = source if peer == self.rank else self._slots.read(peer, number, nbytes)
+                part = source
+                if peer != self.rank:
+                    part = self._slots.read(peer, number, nbytes)
                 unpack_from(peer, part, whole)
 
         return self._operations.publish(operation, source, staging, [Step(read)])
@@ -389,7 +401,9 @@ class SharedTransport(Transport):
         def shown() -> tuple[torch.Tensor, torch.Tensor]:
             return _reduce_buffers(layout, gradients, output)
 
-        return self._reduce("reduce_scatter", label, departure, write, [output] * self.ranks, average, shown)
+        # Parts of every rank are as long as this rank's, and only this rank's is written: so one tensor stands for all.
+        parts = [output] * self.ranks
+        return self._reduce("reduce_scatter", label, departure, write, parts, average, shown)
 
     def all_reduce(
         self,
@@ -400,7 +414,7 @@ class SharedTransport(Transport):
         after: Pending | None = None,
     ) -> Pending:
         """Publish what peers need of `buffer`; on waiting, sum one nth of it and gather the others' sums."""
-        pieces = buffer.tensor_split(self.ranks)
+        pieces = buffer.tensor_split(self.ranks)  # of 7 elements on 3 ranks: 3, 2 and 2
 
         def write(
             peer: int,
@@ -409,7 +423,8 @@ class SharedTransport(Transport):
             if peer != self.rank:  # this rank's own part is where its sum will be
                 target.copy_(pieces[peer])
 
-        return self._all_reduce(write, buffer, label, self._parts(buffer, average)[self.rank], padding)
+        average_of_part = self._parts(buffer, average)[self.rank]
+        return self._all_reduce(write, buffer, label, average_of_part, padding)
 
     def all_reduce_packed(
         self,
@@ -420,16 +435,17 @@ class SharedTransport(Transport):
         average: Average,
     ) -> Pending:
         """Do as `pack` and `all_reduce`, in one pass over the gradients."""
-        firsts, parts = _firsts(output, self.ranks), self._parts(output, average)
+        firsts = _firsts(output, self.ranks)
+        averages = self._parts(output, average)
 
         def write(
             peer: int,
             target: torch.Tensor,  # [elements of the part of `peer`], written in place
         ) -> None:
-            pack_part(layout, gradients, 0, target, firsts[peer])
-            parts[peer].mark(target)
+            pack_part(layout, gradients, 0, target, firsts[peer])  # of the only shard, that of rank 0
+            averages[peer].mark(target)
 
-        return self._all_reduce(write, output, label, parts[self.rank], layout.padding_bytes)
+        return self._all_reduce(write, output, label, averages[self.rank], layout.padding_bytes)
 
     def _parts(
         self,
@@ -437,7 +453,7 @@ class SharedTransport(Transport):
         average: Average,
     ) -> list[Average]:
         """Return how each rank averages the part of `buffer` that it sums."""
-        bounds = [*_firsts(buffer, self.ranks), buffer.numel()]
+        bounds = [*_firsts(buffer, self.ranks), buffer.numel()]  # of 7 elements on 3 ranks: 0, 3, 5, 7
         return [average.of_part(first, end - first) for first, end in itertools.pairwise(bounds)]
 
     def _all_reduce(
@@ -474,9 +490,13 @@ class SharedTransport(Transport):
         this rank collects the sums of its peers.
         """
         is_all_reduce = kind == "all_reduce"
-        staging, count, span = self._reductions, self.ranks - 1, "post_backward_reduce"
+        staging = self._reductions
+        span = "post_backward_reduce"
+        count = self.ranks - 1  # parts in the buffer: one for each peer
         if is_all_reduce:
-            staging, count, span = self._exchanges, self.ranks, "all_reduce"
+            staging = self._exchanges
+            span = "all_reduce"
+            count = self.ranks  # and behind them the sum that this rank makes
         stride = parts[0].nbytes  # the first part is the longest
         with events.span(span, label.unit):
             operation = self._operations.claim(count * stride, kind, label.unit, departure)
@@ -494,13 +514,15 @@ class SharedTransport(Transport):
             Step(lambda: self._await_peers(sent)),
             Step(lambda: self._sum(sent, output, average), repeatable=False),
         ]
+        steps_for_wait = 0
         if is_all_reduce:
             steps.append(Step(lambda: self._share(sent, output)))
             steps.append(Step(lambda: self._collect(sent, parts)))
-        return self._operations.publish(operation, buffer, staging, steps, kept=1 if is_all_reduce else 0)
+            steps_for_wait = 1  # the last: it waits for the sums of peers
+        return self._operations.publish(operation, buffer, staging, steps, steps_for_wait)
 
     def _read(self, sent: PendingReduction, peer: int) -> torch.Tensor:
-        """Return the buffer of a peer."""
+        """Return the buffer of a peer, [bytes] (uint8)."""
         return self._slots.read(peer, sent.number, sent.buffer.nbytes)
 
     def _await_peers(self, sent: PendingReduction) -> None:
@@ -526,10 +548,11 @@ class SharedTransport(Transport):
                 part = sent.part(self._read(sent, peer), peer, self.rank, output)
             parts.append(part)
         before = parts[: self.rank]
-        if len(before) > 1:
+        after = parts[self.rank + 1 :]
+        if len(before) > 1:  # rank 2 of 4 adds the sum of 0 and 1 to its own part, then 3
             wide = torch.promote_types(output.dtype, torch.float32)
             before = [sum(before[1:], start=before[0].to(wide))]
-        average.sum_up([output, *before, *parts[self.rank + 1 :]], output)
+        average.sum_up([output, *before, *after], output)
 
     def _share(
         self,
@@ -575,54 +598,3 @@ def _firsts(
 ) -> list[int]:
     """Return the number of elements before each rank's part of `buffer`."""
     return [piece.storage_offset() - buffer.storage_offset() for piece in buffer.tensor_split(ranks)]
-
-
-# ---- gradients packed for one peer at a time: no buffer holds the shards of all ranks
-
-
-def pack_part(
-    layout: Layout,
-    gradients: Gradients,  # [rows, *others] each, whole; None: missing
-    rank: int,
-    target: torch.Tensor,  # [elements], written in place
-    first: int = 0,  # the element of the shard at which `target` begins
-) -> None:
-    """Copy elements [first, first + len(target)) of the shard of `rank` out of unsharded gradients, in the dtype of
-    `target`. Padding becomes zeros, None negative zeros.
-    """
-    size = target.element_size()
-    columns: list[torch.Tensor] = []  # what one kernel writes end to end
-    for slot, gradient in zip(layout.slots, gradients, strict=True):
-        begin = slot.offset // size - first  # of the slot in `target`
-        length = slot.chunk_bytes // size
-        low, high = max(0, -begin), min(length, len(target) - begin)  # what of the slot lies in `target`
-        if low < high:
-            columns += _columns(slot, gradient, rank, slice(low, high), target)
-    if len({column.dtype for column in columns}) > 1:
-        columns = [column.to(target.dtype) for column in columns]
-    if columns:
-        torch._chunk_cat(columns, dim=0, num_chunks=1, out=target.view(1, -1))
-
-
-def _columns(
-    slot: Slot,
-    gradient: torch.Tensor | None,  # [rows, *others], whole; None: missing
-    rank: int,
-    part: slice,  # of the elements that the shard reserves for this slot
-    like: torch.Tensor,  # any shape, of the dtype and device of what is sent
-) -> list[torch.Tensor]:
-    """Return the elements `part` of what the shard of `rank` holds of one gradient, with the padding behind it."""
-    if gradient is None:
-        return [missing(like).expand(part.stop - part.start)]
-    start, stop = slot.span(rank)
-    rows = gradient[start:stop]
-    filled = rows.numel()
-    if part.start or part.stop < filled:
-        rows = rows.reshape(-1)[part]
-    columns = []
-    if rows.numel():
-        columns.append(rows)
-    padding = part.stop - max(part.start, filled)
-    if padding > 0:
-        columns.append(like.new_zeros(padding))
-    return columns
