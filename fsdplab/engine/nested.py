@@ -35,8 +35,8 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> 
     if isinstance(tree, torch.Tensor):
         return function(tree)
     parts, rebuild = _opened(tree)
-    mapped = [map_tensors(part, function) for part in parts]  # a leaf has no parts, and is returned itself
-    if all(new is old for new, old in zip(mapped, parts)):
+    mapped = [map_tensors(part, function) for part in parts]
+    if all(new is old for new, old in zip(mapped, parts)):  # a leaf, which has no parts, too
         return tree
     return rebuild(mapped)
 
@@ -44,6 +44,7 @@ def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> 
 def _opened(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Return the parts of `tree`, and a function that makes one like it of other parts; a leaf has no parts."""
     kind = type(tree)
+
     # The usual kinds, without asking pytree.
     if kind is tuple or kind is list:
         return list(tree), kind

@@ -201,6 +201,7 @@ def _make_units(
     mark_ignored(ignored)
     for module in modules:
         _check(module)
+
     # Which parameters it has, and over which mesh each of them is cut.
     owned = owned_parameters(modules, {id(parameter) for parameter in ignored})
     warn_of_low_masters([(name, original) for original, (name, _) in owned.items()], config.policy)
@@ -212,7 +213,7 @@ def _make_units(
         if axes not in configs and config_of is not None:
             configs[axes], params_over[axes] = config_of(axes), []
         params_over[axes].append(_sharded_param(name, sites, original, configs[axes], dim))
-    if len(params_over) > 1 and not params_over[config.axes]:
+    if len(params_over) > 1 and not params_over[config.axes]:  # all of them are cut over other meshes
         del params_over[config.axes]
 
     # Cut them, and bind the units to the modules.
@@ -226,7 +227,7 @@ def _make_units(
     units = [Unit(memory, after(memory.config.axes), ReduceOptions(memory.config.divide)) for memory in memories]
     watch_units(units)
     for original in owned:
-        original._owned_by_unit = True
+        original._owned_by_unit = True  # so that another unit refuses it
     beside = [UnitHooks(modules, unit) for unit in units[1:]]
     torch_interop.State(modules, UnitHooks(modules, units[0], beside))
     for module in modules:

@@ -31,7 +31,7 @@ class ShardsOverFewerRanks:
     """The shards that a unit keeps from its forward to its backward, cut over the ranks of `transport`."""
 
     def __init__(self, params: Sequence[ShardedParam], mesh: DeviceMesh, transport: Transport) -> None:
-        if any(param.whole_spec is not None for param in params):
+        if any(param.whole_spec is not None for param in params):  # DTensors before they were sharded
             raise NotImplementedError("reshard_after_forward as a number of ranks does not go with DTensor parameters")
         self._params = params
         self._mesh = mesh
@@ -68,7 +68,8 @@ class ShardsOverFewerRanks:
         """Make the modules show `rows`, [rows of this rank, *others], as a DTensor."""
         spec = spec_at_rest(param.name, param.unsharded, Axes(self._mesh), param.dim)
         local = param.natural(rows).contiguous()
-        shown = nn.Parameter(compat.dtensor_of(local, spec), requires_grad=param.at_rest.requires_grad)
+        sharded = compat.dtensor_of(local, spec)
+        shown = nn.Parameter(sharded, requires_grad=param.at_rest.requires_grad)
         shown._shown_during_step = True  # for optimizers that are given it by mistake
         param.show(shown)
 
@@ -76,6 +77,7 @@ class ShardsOverFewerRanks:
         """Fill `whole`, laid out for all ranks, from the shards of the few, through a buffer laid out for those."""
         shard = self._shard
         assert shard is not None, "no forward has kept anything"
+        # Cut over 2 ranks a parameter has other padding than over 8, so its rows lie elsewhere than in `whole`.
         near = UnshardedBuffer(self._layout, shard.device, label.unit, "communication_buffers")
         dtypes = {param.unsharded.dtype for param in self._params}
         if len(dtypes) == 1:  # so that the ledger names it; else bytes are sent
@@ -86,6 +88,7 @@ class ShardsOverFewerRanks:
             pending.wait()
             whole.tensor  # noqa: B018 - takes its memory, which the parameters are views of
             source = near.tensor  # [bytes]
+            # Written one by one: a parameter that is cut along another dimension has another order in `whole`.
             for param, slot in zip(self._params, near.layout.slots):
                 start = slot.whole_offset
                 in_bytes = source[start : start + slot.nbytes]  # without the padding behind the last row

@@ -150,7 +150,8 @@ class UnitHooks:
     """
 
     def __init__(self, modules: Sequence[nn.Module], unit: Unit, beside: Sequence[UnitHooks] = ()) -> None:
-        self.unit, self.beside = unit, beside
+        self.unit = unit
+        self.beside = beside
         self.policy = unit.memory.config.policy
         self.runtime: Runtime | None = None
         self._all = frozenset(id(module) for module in modules)
@@ -187,7 +188,8 @@ class UnitHooks:
     @compat.not_compiled
     def before_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Unshard, cast the inputs, and plant the end of this unit's backward on them."""
-        runtime, unit = self.runtime or bind_root(module), self.unit
+        unit = self.unit
+        runtime = self.runtime or bind_root(module)  # the first unit to run is the root
         if unit is runtime.root and torch.is_grad_enabled():
             runtime.check_before_training(module)
         if self.policy.cast_forward_inputs and self.policy.param_dtype:
@@ -201,17 +203,18 @@ class UnitHooks:
             runtime.before_forward(unit)
             unit.to_run, unit.hidden = set(self._all), False
         device = unit.memory.config.device
-        if unit is runtime.root and device.type != "cpu":
+        if unit is runtime.root and device.type != "cpu":  # as PyTorch's FSDP2: a batch may come from the host
             args, kwargs = map_tensors((args, kwargs), lambda tensor: tensor.to(device))
-        if is_first and torch.is_grad_enabled():
+        if is_first and torch.is_grad_enabled():  # the inputs of the first module have their gradients last
             args, kwargs = self._plant(args, kwargs)
         return args, kwargs
 
     @compat.not_compiled
     def after_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
         """Reshard the unit once all its modules ran, and ask to be called before its backward."""
-        unit, records = self.unit, torch.is_grad_enabled()
-        if not self.bound.recomputes(unit):
+        unit = self.unit
+        records = torch.is_grad_enabled()
+        if not self.bound.recomputes(unit):  # a recomputation is a part of the backward that has begun already
             has_backward = False
             for tensor in tensors_in(output):
                 if tensor.requires_grad:
@@ -324,8 +327,9 @@ class UnitHooks:
         self,
         output: torch.Tensor,  # any shape, with a gradient to come
     ) -> None:
-        """Be called before the backward of `output`."""
-        output.register_hook(partial(self._before_backward, self.unit.memory.replacements))
+        """Be called before the backward of `output`, with the number of replacements so far."""
+        before_backward = partial(self._before_backward, self.unit.memory.replacements)
+        output.register_hook(before_backward)
         # A view that is written to in place gets another node, and loses its hook; the node of its base stays.
         if output._is_view():
             node = output._base.grad_fn
@@ -378,8 +382,15 @@ class UnitHooks:
         inputs = [tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad]
         if not inputs:
             return args, kwargs
+        # One function of all of them: its backward runs once, when the last of their gradients is there.
         planted = iter(_EndOfBackward.apply(self, *inputs))
-        return map_tensors((args, kwargs), lambda tensor: next(planted) if tensor.requires_grad else tensor)
+
+        def in_place_of(
+            tensor: torch.Tensor,  # any shape
+        ) -> torch.Tensor:
+            return next(planted) if tensor.requires_grad else tensor
+
+        return map_tensors((args, kwargs), in_place_of)
 
 
 class _Identity(torch.autograd.Function):
@@ -488,7 +499,7 @@ def bind_root(root: nn.Module, prefetch: int = 1) -> Runtime:
                 " module first, so that it becomes the root of all units"
             )
         hooks.unit.memory.module_names = names
-        title = "+".join(names)
+        title = "+".join(names)  # "blocks.0", or "embedding+head" of two modules that form one unit
         if not title:
             title = "(root)" if ["root"] in names_of.values() else "root"  # a module may be called root
         hooks.unit.memory.name = title
@@ -499,7 +510,7 @@ def bind_root(root: nn.Module, prefetch: int = 1) -> Runtime:
     runtime = Runtime({hooks.unit.name: hooks.unit for hooks in names_of}, prefetch)
     for hooks in names_of:
         hooks.runtime = runtime
-        if hooks.unit.reshard_after_forward is None:
+        if hooks.unit.reshard_after_forward is None:  # all but the root, whose backward comes at once
             hooks.unit.reshard_after_forward = hooks not in (top, *top.beside)
         hooks.watch_parts()
     return runtime

@@ -41,7 +41,9 @@ class ShardedParam:
     replacements = 0  # how often, in this process, a parameter at rest was found to be replaced
 
     def __init__(self, name: str, sites: Sites, original: nn.Parameter, axes: Axes, dim: int | None = 0) -> None:
-        self.name, self.axes, self.dim = name, axes, dim or 0
+        self.name = name
+        self.axes = axes
+        self.dim = dim or 0
         self._whole_at_rest = dim is None
         # What it is: whole and at rest, as DTensors (None: plain), and the local part of the whole.
         self.whole_spec: DTensorSpec | None = getattr(original, "_spec", None)
@@ -97,6 +99,7 @@ class ShardedParam:
         original = self.at_rest
         local = self._rows_of(local_part(original), start, stop)
         self.at_rest = nn.Parameter(compat.dtensor_of(local, self.spec), requires_grad=original.requires_grad)
+        # What users have put on the parameter goes with it: attributes, hooks.
         compat.keep_gradient_dtype(original, self.at_rest).__dict__.update(original.__dict__)
         self.at_rest._post_accumulate_grad_hooks = original._post_accumulate_grad_hooks
         original._replaced_by_shard = original.grad  # for those who still hold it, with the gradient that it had
@@ -161,7 +164,7 @@ class ShardedParam:
 
     def is_untouched(self) -> bool:
         """Whether nobody has replaced the parameter or its shard since `settle`; False also where nothing tells."""
-        if self._held is None or self._setters:
+        if self._held is None or self._setters:  # a module with its own `__setattr__` may keep it elsewhere too
             return False
         for parameters, attribute in self._entries:
             if parameters.get(attribute) is not self.at_rest:
@@ -173,6 +176,7 @@ class ShardedParam:
         """Whether the parameter at rest holds the same memory as when its unit took it over."""
         if not isinstance(self.at_rest, DTensor):
             return self.settled()
+        # Three ways to put other values there: another local tensor, other memory under it, another `.data`.
         local = self.at_rest._local_tensor
         if local is not self._held or compat.address_of(local) != self._address:
             return False
@@ -184,7 +188,9 @@ class ShardedParam:
         Returns a tensor where only the device knows the result.
         """
         gathered = local_part(self.unsharded).narrow(self.dim, start, stop - start)
-        return compat.differ(gathered, self.local.to(gathered.device, gathered.dtype))
+        # Cast as a gather casts: what bfloat16 does not show makes no difference to a forward.
+        at_rest = self.local.to(gathered.device, gathered.dtype)
+        return compat.differ(gathered, at_rest)
 
     def find(self) -> None:
         """Take over the parameter that the sites show now: `to_empty`, `to` and assigned state dicts replace it."""
@@ -358,7 +364,8 @@ class ShardedParam:
 
         The parameter object stays while its dtype does: autograd may have recorded it, and will leave a gradient on it.
         """
-        value = _alias(whole, offset // dtype.itemsize, self._own_order(self.shape), dtype)
+        own_shape = self._own_order(self.shape)
+        value = _alias(whole, offset // dtype.itemsize, own_shape, dtype)
         if self.gathered is not None and self.gathered.dtype == dtype and self.whole_spec is None:
             self.gathered.data = value
             return
@@ -414,6 +421,7 @@ class ShardedParam:
 
     def _own_order(self, rows_first: Sequence[int]) -> tuple[int, ...]:
         """Put a shape with the dimension that is cut first into the parameter's own order."""
+        # (rows, a, b) of a parameter that is cut along dimension 1 is (a, rows, b) in its own order.
         first, *others = rows_first
         return (*others[: self.dim], first, *others[self.dim :])
 
@@ -433,7 +441,8 @@ class ShardedParam:
         gathered = self.gathered
         if gathered is None or gathered.grad is None:
             return
-        gradient, gathered.grad = gathered.grad, None
+        gradient = gathered.grad
+        gathered.grad = None
         if gradient.layout is not torch.strided:  # of an embedding with `sparse=True`: other ranks have other rows
             gradient = gradient.to_dense()
         gradient = self.rows_first(local_gradient(gradient, self.whole_spec, self.axes))
@@ -462,7 +471,7 @@ class ShardedParam:
         if at_rest._backward_hooks:
             changed = apply_hooks(at_rest._backward_hooks, self._as_at_rest(local))
             local = compat.local_of(changed)
-        held = at_rest.grad
+        held = at_rest.grad  # of an earlier step that was not zeroed, or of an earlier reduction of this one
         if held is not None:
             compat.local_of(held).add_(local)
         else:
@@ -531,4 +540,4 @@ def _alias(
 ) -> torch.Tensor:
     """Return elements of the storage of `like`, from `offset` on, with a version counter of their own."""
     empty = torch.empty(0, dtype=dtype or like.dtype, device=like.device)
-    return empty.set_(like.untyped_storage(), offset, tuple(shape))
+    return empty.set_(like.untyped_storage(), offset, tuple(shape))  # a view would share the version counter

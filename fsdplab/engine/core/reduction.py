@@ -146,7 +146,10 @@ class GradientMemory(Memory):
 
     def has_gradients(self, or_zeros: bool) -> bool:
         """Whether there is anything to reduce; `or_zeros`: a missing gradient counts as zeros."""
-        return any(or_zeros or param.unsharded_gradient is not None for param in self._to_reduce())
+        params = self._to_reduce()
+        if or_zeros:
+            return bool(params)
+        return any(param.unsharded_gradient is not None for param in params)
 
     def reduce(self, options: ReduceOptions) -> Iterator[Pending]:
         """Average the gradients over the ranks and hand them out; each collective is issued when it is taken."""
@@ -157,7 +160,7 @@ class GradientMemory(Memory):
             self._partial_sum = reduction.sent  # added by the next reduction over the replicas
             return
         missing_everywhere = None
-        if reduction.asks_ranks:
+        if reduction.asks_ranks:  # on the device: nothing waits for it here
             missing_everywhere = reduction.layout.marks.missing(reduction.sent)
         self._hand_out(reduction, options, missing_everywhere)
 
@@ -268,7 +271,8 @@ class GradientMemory(Memory):
         # The last ranks may hold fewer rows than a shard reserves.
         filled = 0
         for slot, (start, stop) in zip(layout.slots, layout.spans(self.config.rank)):
-            filled += (stop - start) * slot.row_bytes
+            rows = stop - start
+            filled += rows * slot.row_bytes
         return layout.shard_bytes - filled
 
     # ---- hand out
@@ -369,6 +373,7 @@ def hand_out_undecided(memories: Iterable[GradientMemory]) -> None:
     if not undecided:
         return
     device = undecided[0].missing_everywhere.device
+    # Reductions of 3 and of 2 parameters are one tensor of 5 flags, which is read at once.
     flags = torch.cat([reduction.missing_everywhere.to(device) for reduction in undecided])
     is_missing = iter(flags.tolist())  # here the host waits for the device
     for reduction in undecided:

@@ -41,7 +41,7 @@ def clip_grad_norm_(
         raise RuntimeError(
             f"the total norm of {len(gradients)} gradients is {total.item()}; look for the step that made it so"
         )
-    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as torch's: a norm of zero does not divide by zero
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}  # one kernel scales all of them
     for gradient in gradients:
         local = compat.local_of(gradient)
@@ -120,7 +120,7 @@ def _power_sum(
     device: torch.device,
 ) -> torch.Tensor:
     """Return the sum of the p-th powers of all elements, or their maximum where p is infinite, on `device`."""
-    filled = [tensor for tensor in tensors if tensor.numel()]
+    filled = [tensor for tensor in tensors if tensor.numel()]  # a maximum of no elements is an error
     norms = torch._foreach_norm(filled or [torch.zeros(1)], p)
     stacked = torch.stack([norm.to(device, torch.float32) for norm in norms])  # [tensors]
     if math.isinf(p):

@@ -188,8 +188,9 @@ class OffloadedOptimizer(Optimizer):
         step = super().step.__func__
         if getattr(step, "hooked", False):  # the hooks belong to the whole step
             step = step.__wrapped__
-        if part.arrived is not None:
+        if part.arrived is not None:  # the device waits, not the host
             torch.cuda.current_stream(part.params[0].device).wait_event(part.arrived)
+        # The step sees one group with the parameters of this part; options that it reads are those of the group.
         try:
             self.param_groups, part.group["params"] = [part.group], part.params
             step(self)

@@ -38,9 +38,11 @@ class HostStream:
         start = time.time_ns()
         job.departure.leave()
         work = job.issue(True)
-        done: list[int] = []
-        if events.listening() and isinstance(work, dist.Work) and (future := _future(work)) is not None:
-            future.then(lambda _: done.append(time.time_ns()))
+        done: list[int] = []  # when the bytes were moved, as soon as a thread of the backend tells
+        if events.listening() and isinstance(work, dist.Work):
+            future = _future(work)
+            if future is not None:
+                future.then(lambda _: done.append(time.time_ns()))
 
         def move() -> None:
             awaited = time.time_ns()
@@ -55,7 +57,7 @@ class HostStream:
             awaited = time.time_ns()
             while steps:
                 steps[0]()
-                del steps[0]
+                del steps[0]  # only now: a step that was interrupted is run again
             job.departure.arrive(awaited)
 
         return Pending(finish, *job.buffers, on_drop=lambda: None)  # the work itself holds what it reads and writes
@@ -84,7 +86,8 @@ class CudaStream:
     def run(self, job: Job) -> Pending:
         """Enqueue everything on the side stream; waiting is an event that the current stream waits for."""
         timed = events.listening()
-        start, end = (torch.cuda.Event(enable_timing=timed) for _ in range(2))
+        start = torch.cuda.Event(enable_timing=timed)
+        end = torch.cuda.Event(enable_timing=timed)
         if job.after is not None and job.after.event is not None:
             self._stream.wait_event(job.after.event)
         else:
@@ -96,8 +99,9 @@ class CudaStream:
             job.complete()
             end.record()
         wait = _StreamWait(self._stream.device, end, timed)
-        if timed:
-            begun, ended = self._clock.when(start), self._clock.when(end)
+        if timed:  # the row is written at the end of the step, when the device is idle and the times can be read
+            begun = self._clock.when(start)
+            ended = self._clock.when(end)
             events.defer(lambda: job.departure.moved(begun(), ended(), wait.nanoseconds()))
 
         def finish() -> None:
@@ -126,7 +130,9 @@ class _StreamWait:
 
     def nanoseconds(self) -> int:
         """Return how long the stream stood still, once the device is idle; 0 where nobody has waited yet."""
-        return _nanoseconds(*self._around) if self._around else 0
+        if self._around is None:
+            return 0
+        return _nanoseconds(*self._around)
 
 
 @cache
@@ -166,10 +172,13 @@ class DeviceClock:
     def _set_zero(self) -> None:
         """Record a new event to count back from, and note when the host sees it."""
         with torch.cuda.device(self._device):
-            self._zero, before = torch.cuda.Event(enable_timing=True), time.time_ns()
+            self._zero = torch.cuda.Event(enable_timing=True)
+            before = time.time_ns()
             self._zero.record()
             self._zero.synchronize()
-            self._zero_ns, self._covered = (before + time.time_ns()) // 2, self._asked
+            after = time.time_ns()
+            self._zero_ns = (before + after) // 2  # it happened between the two
+            self._covered = self._asked
 
 
 def _nanoseconds(start: torch.cuda.Event, end: torch.cuda.Event) -> int:
