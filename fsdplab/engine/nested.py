@@ -24,7 +24,10 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
         yield from tensors_in(part)
 
 
-def map_tensors(tree: Any, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def map_tensors(
+    tree: Any,
+    function: Callable[[torch.Tensor], torch.Tensor],  # is given tensors of any shape
+) -> Any:
     """Return `tree` with `function` of every tensor in its place.
 
     A container whose tensors all stay is returned itself: a module may write to a list that it was given.

@@ -49,7 +49,7 @@ class ShardStorage:
 
     def send(
         self,
-        write: Callable[[torch.Tensor], object],
+        write: Callable[[torch.Tensor], object],  # fills the tensor that it is given
         target: torch.Tensor,  # [shard_bytes] (uint8), on the device that computes
     ) -> Pending:
         """Have `write` fill `target` from shards at rest; return what to wait for before reading `target`, which has an

@@ -34,7 +34,11 @@ class Matrix:
     def sharded(cls, shape: Shape, dim: int, ranks: int) -> Matrix:
         """Cut a matrix as `Shard(dim)` of a DTensor does: chunks of equal length; the last may be short or empty."""
         chunk = -(-shape[dim] // ranks)
-        return cls(shape, dim, tuple(max(0, min(chunk, shape[dim] - rank * chunk)) for rank in range(ranks)))
+        lengths = []  # of 5 rows on 4 ranks: 2, 2, 1, 0
+        for rank in range(ranks):
+            behind = shape[dim] - rank * chunk
+            lengths.append(max(0, min(chunk, behind)))
+        return cls(shape, dim, tuple(lengths))
 
     @classmethod
     def replicated(cls, shape: Shape, ranks: int) -> Matrix:
@@ -54,10 +58,8 @@ class Matrix:
     @property
     def holder(self) -> int | None:
         """The rank that has all of it while no other has; None where there is no such rank."""
-        return None if self.dim is None or self.shape[self.dim] not in self.lengths else self._fullest
-
-    @property
-    def _fullest(self) -> int:
+        if self.dim is None or self.shape[self.dim] not in self.lengths:
+            return None
         return max(range(len(self.lengths)), key=self.lengths.__getitem__)
 
     def part(self, rank: int) -> Shape:
@@ -65,11 +67,13 @@ class Matrix:
         if self.dim is None:
             return self.shape
         rows, columns = self.shape
-        return (self.lengths[rank], columns) if self.dim == 0 else (rows, self.lengths[rank])
+        if self.dim == 0:
+            return self.lengths[rank], columns
+        return rows, self.lengths[rank]
 
     def sent(self, rank: int, owner: int) -> int:
         """Return how many elements `rank` contributes for `owner` to compute with."""
-        if self.dim is None:
+        if self.dim is None:  # the owner has all of it
             return self.numel if rank == owner else 0
         return prod(self.part(rank))
 
@@ -100,7 +104,7 @@ def buckets_of(matrices: Sequence[Matrix], costs: Sequence[float], ranks: int, b
     of the best possible), so every bucket is balanced about as well as all of them. A matrix that one rank holds
     alone is its own.
     """
-    load = [0.0] * ranks
+    load = [0.0] * ranks  # what each rank has to compute so far
     for matrix, cost in zip(matrices, costs):
         if matrix.holder is not None:
             load[matrix.holder] += cost
@@ -119,7 +123,9 @@ def buckets_of(matrices: Sequence[Matrix], costs: Sequence[float], ranks: int, b
         if elements >= bucket_elements and len(numbers) >= ranks:
             buckets.append(Bucket(tuple(numbers), tuple(owners)))
             numbers, owners, elements = [], [], 0
-    return [*buckets, Bucket(tuple(numbers), tuple(owners))] if numbers else buckets
+    if numbers:  # the last one may not be full
+        buckets.append(Bucket(tuple(numbers), tuple(owners)))
+    return buckets
 
 
 def elements_sent(matrices: Sequence[Matrix], bucket: Bucket, rank: int) -> tuple[int, int]:

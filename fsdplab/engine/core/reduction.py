@@ -210,7 +210,12 @@ class GradientMemory(Memory):
             self._gradient_layout = layout = GradientLayout(params, dtype, self.config)
         return layout
 
-    def _sum(self, reduction: Reduction, gradients: Gradients, all_reduce: bool) -> Iterator[Pending]:
+    def _sum(
+        self,
+        reduction: Reduction,
+        gradients: Gradients,  # [rows, *others] each, whole; None: this rank has none
+        all_reduce: bool,
+    ) -> Iterator[Pending]:
         """Average `gradients` into `reduction.sent`: over the shards, with `all_reduce` over the replicas too.
 
         Each collective is issued when it is taken, so that it hides behind the backward of one further unit. So do the

@@ -106,7 +106,8 @@ class _Leaving(NamedTuple):
 
     def finish(self) -> None:
         """Wait until the bytes are written, and drop the kernel's copy of them."""
-        if (file := self.file()) is not None:  # else its bytes are gone with it
+        file = self.file()
+        if file is not None:  # else its bytes are gone with it
             file.drop(self.start, self.stop)
 
 
@@ -139,24 +140,32 @@ def file_under(
     if tensor.device.type != "cpu" or not tensor.numel():
         return None
     at = tensor.data_ptr()
-    while _starts and (index := bisect_right(_starts, at)):
-        if (file := _files.get(_starts[index - 1])) is not None:
-            return file if at < file.address + len(file) else None
-        del _starts[index - 1]  # freed meanwhile
-    return None
+    while True:
+        index = bisect_right(_starts, at)  # so many files begin at or before the tensor
+        if index == 0:
+            return None
+        file = _files.get(_starts[index - 1])
+        if file is None:
+            del _starts[index - 1]  # freed meanwhile
+        elif at < file.address + len(file):
+            return file
+        else:
+            return None
 
 
 def bring_in(
     tensor: torch.Tensor,  # any shape, dense
 ) -> None:
     """Begin to read `tensor` from its file; nothing happens to tensors in memory."""
-    if (file := file_under(tensor)) is not None:
+    file = file_under(tensor)
+    if file is not None:
         file.bring_in(*_span(file, tensor))
 
 
 def bring_in_all(address: int) -> None:
     """Begin to read the whole file that is mapped at `address`, if one still is."""
-    if (file := _files.get(address)) is not None:
+    file = _files.get(address)
+    if file is not None:
         file.bring_in(0, len(file))
 
 
@@ -165,7 +174,8 @@ def let_go(
     keep_cached: bool = False,
 ) -> None:
     """Take `tensor` out of memory, to its file; nothing happens to tensors in memory."""
-    if (file := file_under(tensor)) is not None:
+    file = file_under(tensor)
+    if file is not None:
         file.let_go(*_span(file, tensor), keep_cached)
 
 
@@ -179,6 +189,7 @@ def is_in_memory(folder: Path) -> bool:
     """Whether `folder` is a file system of memory (tmpfs, ramfs): files there take the memory they are to spare."""
     device = os.stat(folder).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
+    # "36 35 98:0 / /mnt rw,noatime shared:1 - ext4 /dev/sda rw": the third word is the device, the kind follows " - ".
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
         where, _, what = line.partition(" - ")
         if where.split()[2] == number:
@@ -207,8 +218,8 @@ def _span(
 def _reserved(folder: Path, nbytes: int, label: str) -> int:
     """Return a descriptor of a new unnamed file whose bytes are its own: a full disk shows here, not as SIGBUS."""
     descriptor = _unnamed(folder, label)
-    found = os.fstatvfs(descriptor)
-    free = found.f_bavail * found.f_frsize
+    disk = os.fstatvfs(descriptor)
+    free = disk.f_bavail * disk.f_frsize
     try:
         if free < nbytes:  # asked first: a reservation that fails has filled the disk for a moment
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -63,9 +63,7 @@ class Exchange:
 
     def to_owners(
         self,
-        parts: Iterable[
-            torch.Tensor
-        ],  # [rows, columns] of this rank's part of each matrix, with 0 rows where it has none
+        parts: Iterable[torch.Tensor],  # [rows, columns] of this rank's part of each matrix
     ) -> Arriving:
         """Send this rank's `parts` of the matrices to their owners; each is packed as it comes."""
         # The pieces of all ranks, also those between others: each rank picks its own, and sees whether anything moves.
@@ -124,9 +122,7 @@ class Exchange:
     def _all_to_all(
         self,
         pieces: Sequence[Piece],
-        values: Iterable[
-            torch.Tensor
-        ],  # [rows, columns] of each piece of this rank; not looked at where the piece is empty
+        values: Iterable[torch.Tensor],  # [rows, columns] of each piece of this rank
     ) -> Arriving:
         """Send `values`, one for each piece of this rank; those of empty pieces stay here."""
         goes = [(piece.target, piece.shape) for piece in pieces if piece.source == self.rank]

@@ -74,7 +74,7 @@ class HostStorage(ShardStorage):
 
     def send(
         self,
-        write: Callable[[torch.Tensor], object],
+        write: Callable[[torch.Tensor], object],  # fills the tensor that it is given
         target: torch.Tensor,  # [shard_bytes] (uint8), on the device that computes
     ) -> Pending:
         if not compat.has_streams(target.device):

@@ -45,7 +45,9 @@ def recompute_of(choice: str) -> Callable[..., Any] | None:
         raise ValueError(f"unknown checkpoint {choice!r}; expected one of {', '.join(CHECKPOINTS)}")
     if choice == "none":
         return None
-    options = {} if choice == "full" else {"context_fn": _every_other_product}
+    options = {}
+    if choice == "selective":
+        options["context_fn"] = _every_other_product
     return partial(checkpoint, use_reentrant=False, **options)
 
 

@@ -79,7 +79,11 @@ class GroupMemory:
         """Return memory of the group."""
         return self._backend.allocate_tensor(*size, dtype=dtype, device=device)
 
-    def register(self, group: dist.ProcessGroup, *tensors: torch.Tensor) -> None:
+    def register(
+        self,
+        group: dist.ProcessGroup,
+        *tensors: torch.Tensor,  # any shapes
+    ) -> None:
         """Make `tensors` known to all ranks of `group`, before its collective uses them."""
 
 
@@ -98,7 +102,11 @@ class SymmetricMemory(GroupMemory):
         with torch.cuda.use_mem_pool(self._memory.get_mem_pool(device)):
             return torch.empty(tuple(size), dtype=dtype, device=device)
 
-    def register(self, group: dist.ProcessGroup, *tensors: torch.Tensor) -> None:
+    def register(
+        self,
+        group: dist.ProcessGroup,
+        *tensors: torch.Tensor,  # any shapes
+    ) -> None:
         """Meet the other ranks over `tensors`."""
         for tensor in tensors:
             self._memory.rendezvous(tensor, group=group.group_name)

@@ -326,7 +326,9 @@ def _only(kind: str, given: Sequence[Any]) -> Any:
     return given[0]
 
 
-def _shown(*tensors: torch.Tensor) -> str:
+def _shown(
+    *tensors: torch.Tensor,  # any shapes
+) -> str:
     """Describe tensors in an error: `"6 x float32, 4 x float32"`."""
     return ", ".join(f"{tensor.numel()} x {_name(tensor)}" for tensor in tensors)
 
