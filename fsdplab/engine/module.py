@@ -264,12 +264,14 @@ class FSDPModule(TorchFSDPModule):
     # ---- what torch looks for
 
     def _get_fsdp_state(self) -> torch_interop.State | None:
+        """Return the state that torch's pipelining and other libraries ask for."""
         return compat.registered_state(self)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted for compatibility: gathers are always asynchronous."""
 
     def _apply(self, *args: Any, **kwargs: Any) -> nn.Module:
+        """Apply a function (`to`, `to_empty`) to the shards, and take over what it puts in their place."""
         for unit in units_under(self, recurse=True):
             unit.reshard_by_hand()
         with watching_meta_buffers(self, below(self)):
@@ -363,6 +365,7 @@ def below(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]
 
 
 def _units_in(modules: Sequence[nn.Module]) -> list[weakref.ref[Unit]]:
+    """Return references to the units of `modules`; raise `ValueError` for a module that is no unit."""
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"Expects FSDPModule but got {type(module)}: fully_shard it first")

@@ -109,6 +109,7 @@ class Runtime(StepOrder):
 
     @torch.no_grad()
     def end_backward(self) -> None:
+        """End the backward of the root, without autograd recording what is done."""
         super().end_backward()
 
     @torch.no_grad()
@@ -400,6 +401,7 @@ class _Identity(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Any) -> None:
+        """Keep the hooks, and how often the unit's shards had been replaced at the forward."""
         ctx.hooks, ctx.replacements = inputs[0], inputs[0].unit.memory.replacements
 
 
@@ -411,6 +413,7 @@ class _EndOfBackward(_Identity):
         hooks: UnitHooks,
         *inputs: torch.Tensor,  # any shapes, returned as they are
     ) -> tuple[torch.Tensor, ...]:
+        """Return the inputs themselves."""
         return inputs
 
     @staticmethod
@@ -419,6 +422,7 @@ class _EndOfBackward(_Identity):
         _: object,
         *tangents: torch.Tensor,  # any shapes, returned as they are
     ) -> tuple[torch.Tensor, ...]:
+        """Return the tangents themselves."""
         return tangents
 
     @staticmethod
@@ -426,6 +430,7 @@ class _EndOfBackward(_Identity):
         ctx: Any,
         *gradients: torch.Tensor,  # any shapes, returned as they are; `hooks` has none
     ) -> tuple:
+        """End the unit's backward: all gradients of its inputs are there."""
         ctx.hooks.after_backward()
         return None, *gradients
 
@@ -438,6 +443,7 @@ class _BeginOfBackward(_Identity):
         hooks: UnitHooks,
         output: torch.Tensor,  # any shape, returned as it is
     ) -> torch.Tensor:
+        """Return the output itself."""
         return output
 
     @staticmethod
@@ -446,6 +452,7 @@ class _BeginOfBackward(_Identity):
         _: object,
         tangent: torch.Tensor | None,  # any shape, as the output; None: it has none
     ) -> torch.Tensor | None:
+        """Plant the same identity on the tangent: a backward may come through it."""
         return None if tangent is None else _BeginOfBackward.apply(ctx.hooks, tangent)
 
     @staticmethod
@@ -453,6 +460,7 @@ class _BeginOfBackward(_Identity):
         ctx: Any,
         gradient: torch.Tensor,  # any shape, returned as it is; `hooks` has none
     ) -> tuple:
+        """Begin the unit's backward."""
         return None, ctx.hooks._before_backward(ctx.replacements, gradient)
 
 

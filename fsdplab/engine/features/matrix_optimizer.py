@@ -322,6 +322,7 @@ class Muon(MatrixOptimizer, torch.optim.Muon):
         state: dict[str, torch.Tensor],  # momentum_buffer: [rows, columns] of this rank's part
         group: dict[str, Any],
     ) -> torch.Tensor:
+        """Update the momentum of this rank's part; return the update before Newton-Schulz, in bfloat16."""
         momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
         if not group["nesterov"]:
             return momentum.bfloat16()
@@ -331,6 +332,7 @@ class Muon(MatrixOptimizer, torch.optim.Muon):
         self,
         gradient: torch.Tensor,  # any shape
     ) -> torch.dtype:
+        """Return bfloat16, with which Newton-Schulz begins."""
         return torch.bfloat16
 
     def whole(
@@ -338,6 +340,7 @@ class Muon(MatrixOptimizer, torch.optim.Muon):
         matrix: torch.Tensor,  # [rows, columns] of the whole update before Newton-Schulz (bfloat16)
         group: dict[str, Any],
     ) -> torch.Tensor:
+        """Return the matrix orthogonalised by torch's own Newton-Schulz iteration."""
         return _muon._zeropower_via_newtonschulz(matrix, group["ns_coefficients"], group["ns_steps"], group["eps"])
 
     def apply(
@@ -347,6 +350,7 @@ class Muon(MatrixOptimizer, torch.optim.Muon):
         shape: tuple[int, int],  # (rows, columns) of the whole
         group: dict[str, Any],
     ) -> None:
+        """Decay the weights of this rank's part and add the update, as torch's Muon does."""
         rate = float(group["lr"])
         parameter.mul_(1 - rate * group["weight_decay"])
         # The rate is adjusted by the shape of the whole matrix, of which this rank may hold one row.
@@ -354,6 +358,7 @@ class Muon(MatrixOptimizer, torch.optim.Muon):
         parameter.add_(update, alpha=-adjusted_rate)
 
     def cost(self, shape: tuple[int, int], group: dict[str, Any]) -> float:
+        """Return the floating-point operations of the Newton-Schulz steps."""
         return newton_schulz_flops(shape, group["ns_steps"])
 
 

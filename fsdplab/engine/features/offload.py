@@ -63,6 +63,7 @@ class HostStorage(ShardStorage):
             )
 
     def make(self, nbytes: int, unit: str) -> torch.Tensor:
+        """Return zeroed bytes of host memory, [nbytes] (uint8)."""
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=self.pin)
 
     def holds(
@@ -77,6 +78,7 @@ class HostStorage(ShardStorage):
         write: Callable[[torch.Tensor], object],  # fills the tensor that it is given
         target: torch.Tensor,  # [shard_bytes] (uint8), on the device that computes
     ) -> Pending:
+        """Have `write` fill `target` on the stream on which shards arrive: the copy hides behind what computes."""
         if not compat.has_streams(target.device):
             return super().send(write, target)
         stream = _arriving(target.device)
@@ -87,6 +89,7 @@ class HostStorage(ShardStorage):
         return Pending(lambda: torch.cuda.current_stream(target.device).wait_event(sent), event=sent)
 
     def await_copies(self) -> None:
+        """Wait for the last copy of a shard to the device, and with it for all before it."""
         if self._sent is not None:
             self._sent.synchronize()
             self._sent = None
@@ -95,6 +98,7 @@ class HostStorage(ShardStorage):
         self,
         gradients: Iterable[torch.Tensor],  # any shapes: this rank's rows of each average
     ) -> tuple[Iterable[torch.Tensor], Pending]:
+        """Begin to copy gradients to host memory; return where each will be, and what the host waits for."""
         values = list(gradients)
         if not values or not compat.has_streams(values[0].device):
             return super().take([value.cpu() for value in values])
@@ -122,18 +126,21 @@ class FileStorage(HostStorage):
             )
 
     def make(self, nbytes: int, unit: str) -> torch.Tensor:
+        """Return zeroed bytes of a new file, [nbytes] (uint8)."""
         return mapped.zeros(self.folder, nbytes, f"unit {unit!r}")
 
     def holds(
         self,
         tensor: torch.Tensor,  # any shape
     ) -> bool:
+        """Whether `tensor` is mapped from a file."""
         return mapped.file_under(tensor) is not None
 
     def will_read(
         self,
         flat: torch.Tensor,  # [shard_bytes] (uint8), as `make` returned it
     ) -> None:
+        """Begin to read the file under `flat`, and the one that followed it last time."""
         if flat.numel():
             mapped.bring_in(flat)
             mapped.bring_in_all(_order.next_after(flat.data_ptr()))
@@ -142,6 +149,7 @@ class FileStorage(HostStorage):
         self,
         flat: torch.Tensor,  # [shard_bytes] (uint8), as `make` returned it
     ) -> None:
+        """Take the pages of `flat` out of memory."""
         mapped.let_go(flat, self.keep_cached)
 
 

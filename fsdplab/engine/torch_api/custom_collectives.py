@@ -127,6 +127,7 @@ class CollectiveIn:
         *,
         async_op: bool,
     ) -> Any:
+        """Make the buffers known to all ranks, then issue the collective."""
         if source.numel() < output.numel():  # a gather, whose source is a part of its output
             self.memory.register(group, output)
         else:

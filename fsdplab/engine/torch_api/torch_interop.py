@@ -68,19 +68,23 @@ class State:
         return groups[0]
 
     def _lazy_init(self) -> None:
+        """Make the module a root, if no forward has decided that yet."""
         if self._hooks.runtime is None:
             bind_root(self._module())
 
     def _pre_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Do what the unit's hooks do before a forward, with the detours of its groups."""
         args, kwargs = before_forward(module, args, kwargs)
         for group in self._groups:
             group._take_part()
         return args, kwargs
 
     def _post_forward(self, module: nn.Module, args: tuple, output: Any) -> Any:
+        """Do what the unit's hooks do after a forward."""
         return after_forward(module, args, output)
 
     def _root_post_backward_final_callback(self) -> None:
+        """End the backward of the root."""
         if self._hooks.runtime is not None:
             self._hooks.runtime.end_backward()
 

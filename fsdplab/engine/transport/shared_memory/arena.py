@@ -203,6 +203,7 @@ class SharedStorage(ShardStorage):
         self._arena = arena
 
     def make(self, nbytes: int, unit: str) -> torch.Tensor:
+        """Return zeroed bytes of the arena, [nbytes] (uint8), or of ordinary memory where it has none."""
         if nbytes:
             with suppress(OSError):
                 return self._arena.allocate(nbytes)
