@@ -30,7 +30,12 @@ def smaller_mesh(mesh: DeviceMesh, ranks: int) -> DeviceMesh:
 class ShardsOverFewerRanks:
     """The shards that a unit keeps from its forward to its backward, cut over the ranks of `transport`."""
 
-    def __init__(self, params: Sequence[ShardedParam], mesh: DeviceMesh, transport: Transport) -> None:
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],  # all of the unit
+        mesh: DeviceMesh,  # replicas x the few ranks
+        transport: Transport,  # among the few ranks
+    ) -> None:
         if any(param.whole_spec is not None for param in params):  # DTensors before they were sharded
             raise NotImplementedError("reshard_after_forward as a number of ranks does not go with DTensor parameters")
         self._params = params
@@ -65,7 +70,7 @@ class ShardsOverFewerRanks:
         param: ShardedParam,
         rows: torch.Tensor,  # [rows of this rank, *others], the dimension that is cut first
     ) -> None:
-        """Make the modules show `rows`, [rows of this rank, *others], as a DTensor."""
+        """Make the modules show `rows` as a DTensor."""
         spec = spec_at_rest(param.name, param.unsharded, Axes(self._mesh), param.dim)
         local = param.natural(rows).contiguous()
         sharded = compat.dtensor_of(local, spec)
@@ -73,8 +78,12 @@ class ShardsOverFewerRanks:
         shown._shown_during_step = True  # for optimizers that are given it by mistake
         param.show(shown)
 
-    def gather(self, whole: UnshardedBuffer, label: CollectiveLabel) -> Pending:
-        """Fill `whole`, laid out for all ranks, from the shards of the few, through a buffer laid out for those."""
+    def gather(
+        self,
+        whole: UnshardedBuffer,  # [whole_bytes], laid out for all ranks
+        label: CollectiveLabel,
+    ) -> Pending:
+        """Fill `whole` from the shards of the few ranks, through a buffer that is laid out for those."""
         shard = self._shard
         assert shard is not None, "no forward has kept anything"
         # Cut over 2 ranks a parameter has other padding than over 8, so its rows lie elsewhere than in `whole`.
