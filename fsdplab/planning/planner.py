@@ -1,9 +1,8 @@
 """`plan(...)`: what one step of a job needs and takes, before anybody rents a GPU.
 
 Memory by category against the card, traffic by mesh axis, step time with its exposed share, tokens/s, MFU and
-GPU-hours; where it does not fit, what is missing and what would fit; and how far one choice can go: the largest
-micro-batch, the fewest GPUs, and a choice swept over values. What to choose together is searched in
-`planning/search`.
+GPU-hours; and how far one choice can go: the largest micro-batch, the fewest GPUs, and a choice swept over values.
+What to choose together is searched in `planning/search`, and what makes a plan fit in `planning/remedies`.
 """
 
 from __future__ import annotations
@@ -11,11 +10,10 @@ from __future__ import annotations
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from fsdplab.common.sizes import size
 from fsdplab.common.words import did_you_mean
 from fsdplab.workloads.model_files import model_named
 from fsdplab.workloads.shapes import ModelShape
@@ -159,82 +157,7 @@ def plan_of(spec: PlanSpec) -> Plan:
     return Plan(spec, memory_of(spec), tuple(plan_traffic(spec)), time)
 
 
-# ---- where it does not fit
-
-
-def shortfall(found: Plan) -> str | None:
-    """What is missing, by how much, and what would fit, in one line; None for a plan that fits.
-
-    `35.3 GB of sharded parameters on a 25.8 GB card, 152 GB too much in all; needs 44 cards for the states, or CPU
-    offload of 141 GB a rank, or ...`
-    """
-    if found.fits:
-        return None
-    peak, card = found.memory.peak, found.spec.gpu.memory_bytes
-    alone = next((name for name, nbytes in peak.by_category.items() if nbytes > card), None)
-    what = f"{size(peak.by_category[alone])} of {alone.replace('_', ' ')}" if alone else f"{size(peak.total)}"
-    advice = ", or ".join(_ways(found.spec)) or "a smaller model or larger cards: no other choice tried would fit"
-    return f"{what} on a {size(card)} card, {size(peak.total - card)} too much in all; needs {advice}"
-
-
-# what need not be said beside something simpler: the cut of products that send; offload under another strategy
-_SIMPLER = {"tensor": "recompute", "offload": "shard"}
-
-
-def _ways(spec: PlanSpec) -> Iterator[str]:
-    """Changes that make it fit, each tried: more GPUs, host memory, recomputation, smaller pieces, adapters."""
-    gpus = least_gpus(spec)
-    if gpus is not None and gpus > spec.gpus:
-        yield f"{gpus} cards"
-    elif states := _cards_for_states(spec):
-        yield states
-    found = set[str]()
-    for kind, words, changes in _changes(spec):
-        simpler = _SIMPLER.get(kind) in found and not (kind == "offload" and spec.row.can_offload)
-        other = None if simpler or kind in found else changed(spec, **changes)
-        if other is not None and other != spec and fits_card(other):
-            found.add(kind)
-            yield words.format(f"of {size(host_bytes(other))} a rank")
-
-
-def _cards_for_states(spec: PlanSpec) -> str | None:
-    """How many cards could hold the states, where more of them are known to be of no help or cannot be joined."""
-    stepping = memory_of(spec).moments[-1].by_category
-    states = [stepping[name] for name in ("sharded_parameters", "sharded_gradients", "optimizer_state")]
-    card = spec.gpu.memory_bytes
-    if spec.row.gathers_once or spec.replicas > 1 or sum(states) <= card:
-        return None
-    slices, every = (math.ceil(nbytes * spec.gpus / card) for nbytes in (states[0], sum(states)))
-    return f"{slices} cards for the sharded parameters and {every} for all states"
-
-
-def _changes(spec: PlanSpec) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """What to try, of each kind the least change first; `{}` in its words stands for the host memory."""
-    full: dict[str, Any] = {"checkpointing": "full"}
-    sharded: dict[str, Any] = {"strategy": "full_shard", "shard_size": None}
-    small, least = full, "--checkpoint full"
-    if spec.micro_batch > 1:
-        small, least = full | {"micro_batch": 1}, f"{least} and --batch-size 1"
-    for loss in ("fused", "chunked"):
-        yield "loss", f"--loss {loss}", {"loss": loss}
-    yield "recompute", "--checkpoint full", full
-    yield "recompute", least, small
-    if not spec.row.saves_most:
-        yield "shard", "--strategy full_shard", sharded
-        yield "shard", "--strategy full_shard with --checkpoint full", sharded | full
-    moved, there = sharded | {"offload": True}, "CPU offload {} under --strategy full_shard"
-    if spec.row.can_offload:
-        moved, there = {"offload": True}, "CPU offload {}"
-    yield "offload", there, moved
-    yield "offload", f"{there} with {least}", moved | small
-    if not spec.lora_rank:
-        base, words = {"lora_rank": 16, "base_dtype": "nf4"}, "a frozen base in nf4 (--base-dtype nf4 --lora-rank 16)"
-        yield "adapters", words, base
-        yield "adapters", f"{words} with {least}", base | small
-    more = "" if spec.checkpointing == "full" else " with --checkpoint full"
-    for ways in (2, 4, 8):
-        if ways > spec.tensor_parallel:
-            yield "tensor", f"--tp {ways}{more}", full | {"tensor_parallel": ways}
+# ---- how far one choice can go
 
 
 def least_gpus(spec: PlanSpec) -> int | None:
@@ -257,9 +180,6 @@ def least_gpus(spec: PlanSpec) -> int | None:
 def _fits_on(gpus: int, spec: PlanSpec) -> bool:
     found = changed(spec, gpus=gpus)
     return found is not None and fits_card(found)
-
-
-# ---- how far one choice can go
 
 
 _MOST_SEQUENCES = 2**12

@@ -8,12 +8,15 @@ from typing import Any
 
 from fsdplab.cli.answer import Answer, Line, Part, Table
 from fsdplab.cli.errors import refuse
-from fsdplab.cli.plan.step import check_tokens, provenance
+from fsdplab.cli.plan.step import check_tokens, provenance, remedy_parts
 from fsdplab.common.sizes import percent, seconds, size, three_digits
 from fsdplab.common.words import MISSING
+from fsdplab.planning.as_flags import changes_in_words, flags, in_short
+from fsdplab.planning.elsewhere import HOST, elsewhere, sentences
 from fsdplab.planning.plan_spec import PlanSpec
-from fsdplab.planning.planner import fewest_gpus, plan_spec, shortfall
-from fsdplab.planning.search import WHY, Candidate, Fit, changes_in_words, fit, flags, in_short
+from fsdplab.planning.planner import fewest_gpus, plan_spec
+from fsdplab.planning.remedies import Remedy, lacking, remedies
+from fsdplab.planning.search import WHY, Candidate, Fit, fit
 
 _BILLION = 1e9
 
@@ -43,15 +46,26 @@ def fit_answer(
     names = [part.strip().lstrip("-") for part in keep.split(",")]
     spec, asked = plan_spec(**settings), Asked(tokens, price)
     found = fit(spec, global_batch, [name for name in names if name])
-    begin = f"fsdplab plan --model {settings['model']} --gpu {settings['gpu']} --sequence-length {spec.seq}"
+    model = f"fsdplab plan --model {settings['model']} --gpu {settings['gpu']}"
+    begin = f"{model} --sequence-length {spec.seq}"
+    ways = () if found.own.fits else remedy_parts(found.own.spec, model, frozenset(found.kept))
     parts: list[Part] = [
         _table(found, asked),
         *_reasons(found, begin),
-        _single(found),
+        *ways,
+        *_single(found),
+        *_host(found),
         *_tried(found),
         provenance([found.own.plan]),
     ]
     return Answer(parts, _as_dict(found, asked))
+
+
+def _host(found: Fit) -> Iterator[Line]:
+    """What offloaded states take of a node's host memory, and the question for it where it is not known."""
+    for name, words in sentences(elsewhere(found.own.spec)):
+        if name == HOST:
+            yield Line(words, name)
 
 
 def _tried(found: Fit) -> Iterator[Line]:
@@ -103,9 +117,9 @@ def _reasons(found: Fit, begin: str) -> Iterator[Line]:
 def _nothing_fits(own: Candidate) -> Iterator[Line]:
     """What the plan that was given lacks, and the fewest GPUs that hold it."""
     yield Line(f"nothing fits on {own.spec.gpus} GPUs or fewer, whatever was tried", mood="bad")
-    lacking = shortfall(own.plan)
-    if lacking:
-        yield Line(lacking, "as given")
+    missing = lacking(own.plan)
+    if missing:
+        yield Line(missing, "as given")
     yield Line(_fewest_gpus(own.spec), "fewest GPUs")
 
 
@@ -117,17 +131,18 @@ def _fewest_gpus(spec: PlanSpec) -> str:
     return f"no number of these GPUs holds it{'' if spec.fabric else unknown}"
 
 
-def _single(found: Fit) -> Line:
+def _single(found: Fit) -> Iterator[Line]:
+    """The best single change of a plan that fits; what makes another one fit is told apart."""
     own, single = found.own, found.single
     label = "best single change"
+    if not own.fits:
+        return
     if single is None:
-        return Line("none is faster" if own.fits else "none makes it fit", label)
-    effect = "makes it fit"
-    if own.fits:
-        gain = own.expected_s / single.candidate.expected_s - 1
-        effect = f"{percent(gain)} faster"
+        yield Line("none is faster", label)
+        return
+    gain = own.expected_s / single.candidate.expected_s - 1
     peak = f"{size(single.candidate.peak)} at the peak"
-    return Line(f"{changes_in_words(single.changes)}: {effect}, {peak}", label)
+    yield Line(f"{changes_in_words(single.changes)}: {percent(gain)} faster, {peak}", label)
 
 
 def _as_dict(found: Fit, asked: Asked) -> dict[str, Any]:
@@ -139,10 +154,15 @@ def _as_dict(found: Fit, asked: Asked) -> dict[str, Any]:
         "as_given": _candidate(found.own, asked),
         "answers": answers,
         "best_single_change": single and {"changes": single.changes, **_candidate(single.candidate, asked)},
+        "remedies": [remedy.as_dict() for remedy in _remedies(found)],
         "global_batch": found.sequences,
         "kept": list(found.kept),
         "tried": {"plans": found.planned, "fit": found.fitting},
     }
+
+
+def _remedies(found: Fit) -> tuple[Remedy, ...]:
+    return () if found.own.fits else remedies(found.own.spec, frozenset(found.kept))
 
 
 def _candidate(candidate: Candidate, asked: Asked) -> dict[str, Any]:

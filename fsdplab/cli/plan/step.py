@@ -15,11 +15,13 @@ from fsdplab.common.words import MISSING, plural
 from fsdplab.figures.plots.plans import page_of, sweep_figure
 from fsdplab.planning.advice import hiding_sentence, hybrid_sentence, plan_json
 from fsdplab.planning.bands import ADAPTERS_OFFLOADED, memory_band, speed_band
+from fsdplab.planning.elsewhere import elsewhere, sentences
 from fsdplab.planning.host import OPTIMIZER_SOURCE, host_crossing, host_link
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import latency_s, part_of_network
-from fsdplab.planning.planner import Plan, parse_sweep, plan_of, plan_spec, shortfall, sweep
+from fsdplab.planning.planner import Plan, parse_sweep, plan_of, plan_spec, sweep
 from fsdplab.planning.recorded_plan import PROVENANCE, RecordedPlan
+from fsdplab.planning.remedies import Remedy, cards_for_states, lacking, remedies
 from fsdplab.planning.stages import bubble
 from fsdplab.planning.step_time import StepTime, peak_flops
 
@@ -55,7 +57,9 @@ def step_answer(settings: dict[str, Any], tokens: float | None) -> Answer:
         return _recorded_answer(settings, tokens)
     found = plan_of(plan_spec(**settings))
     times = Table(("name", "value"), [*_times(found, tokens)], ("name", "value"), folds=("value",), header=False)
-    parts = (Line(_headline(found), mood="bold"), _memory_table(found), _card(found), times)
+    begin = f"fsdplab plan --model {settings['model']} --gpu {settings['gpu']}"
+    ways = () if found.fits else remedy_parts(found.spec, begin)
+    parts = (Line(_headline(found), mood="bold"), _memory_table(found), _card(found), *ways, times)
     return Answer(parts, plan_json(found, tokens))
 
 
@@ -138,7 +142,8 @@ def _memory_table(found: Plan) -> Table:
 
 def _card(found: Plan) -> Line:
     memory, card = found.memory, found.spec.gpu.memory_bytes
-    if missing := shortfall(found):
+    missing = lacking(found)
+    if missing is not None:
         return Line(missing, "does not fit", "bad")
     peak, band = memory.peak, memory_band(found.spec)
     low, high = band.around(peak.total)
@@ -147,6 +152,28 @@ def _card(found: Plan) -> Line:
         f" the allocator is likely to reserve {size(memory.reserved_bytes)}"
     )
     return Line(words, f"fits: {found.fitness}", "good" if found.fitness == "yes" else "")
+
+
+def remedy_parts(spec: PlanSpec, begin: str, kept: frozenset[str] = frozenset()) -> Iterator[Part]:
+    """What makes a plan fit that does not: a table, and the command of each row behind `begin`."""
+    ways = remedies(spec, kept)
+    if ways:
+        columns = ("what makes it fit", "peak", "fits", "tokens/s a GPU", "beside that")
+        rows = [_remedy_row(remedy) for remedy in ways]
+        yield Table(columns, rows, words=("what makes it fit", "fits", "beside that"), folds=("beside that",))
+    else:
+        yield Line("no change tried makes it fit; take a smaller model or larger cards", "remedies", "bad")
+    for remedy in ways:
+        yield Line(f"{begin} {remedy.as_dict()['flags']}", "  command", "dim")
+    states = cards_for_states(spec)
+    if states:
+        yield Line(states, "in cards alone")
+
+
+def _remedy_row(remedy: Remedy) -> Sequence[str]:
+    speed = remedy.tokens_per_s
+    shown = three_digits(speed) if speed else MISSING
+    return remedy.words, size(remedy.peak), remedy.fitness, shown, "; ".join(remedy.notes)
 
 
 def _times(found: Plan, tokens: float | None) -> Iterator[tuple[str, str]]:
@@ -174,6 +201,7 @@ def _times(found: Plan, tokens: float | None) -> Iterator[tuple[str, str]]:
     low, high = map(three_digits, band.around(speed))
     unlike = ", none of which offloads" if found.spec.offload and band.kind != ADAPTERS_OFFLOADED else ""
     yield "", f"{low} to {high} {band.words}{unlike}"
+    yield from sentences(elsewhere(found.spec))
     hours = found.hours(tokens) if tokens else None
     if hours:
         yield f"{tokens:,.0f} tokens", f"{hours:,.1f} hours, {hours * found.spec.gpus:,.0f} GPU-hours"
@@ -217,8 +245,10 @@ def sweep_answer(settings: dict[str, Any], values: str) -> Answer:
         settings = settings | {"gpus": tried[0]}
     plans = sweep(plan_spec(**settings), name, tried)
     labelled = [(f"{name} {value:,}", each) for value, each in zip(tried, plans)]
-    lacking = [(label, shortfall(each)) for label, each in labelled]
-    missing = [Line(words, f"{label}: does not fit", "bad") for label, words in lacking if words]
+    short = [(label, lacking(plan)) for label, plan in labelled]
+    missing = [Line(words, f"{label}: does not fit", "bad") for label, words in short if words]
+    if missing:
+        missing.append(Line("fsdplab plan with the flags of a row says what makes it fit", "remedies"))
     rows = [{name: value} | each.as_dict() for value, each in zip(tried, plans)]
     parts: list[Part] = [_table(labelled), *missing, provenance(plans)]
     return Answer(parts, {"sweep": name, "rows": rows}, lambda: page_of(sweep_figure(name, tried, plans)))

@@ -15,7 +15,8 @@ from fsdplab.planning.bands import Band, memory_band, speed_band
 from fsdplab.planning.copy_as import accelerate_yaml, of_plan, pytorch
 from fsdplab.planning.host import OPTIMIZER_SOURCE, host_link
 from fsdplab.planning.plan_spec import PlanSpec
-from fsdplab.planning.planner import Plan, plan_of, shortfall
+from fsdplab.planning.planner import Plan, plan_of
+from fsdplab.planning.remedies import shortfall
 from fsdplab.planning.simulation import simulate
 from fsdplab.records import RunRecord
 
