@@ -199,7 +199,7 @@ def _times(found: Plan, tokens: float | None) -> Iterator[tuple[str, str]]:
     yield "tokens/s a GPU", f"{three_digits(speed)} (MFU {mfu:.1%})"
     band = speed_band(found.spec)
     low, high = map(three_digits, band.around(speed))
-    unlike = ", none of which offloads" if found.spec.offload and band.kind != ADAPTERS_OFFLOADED else ""
+    unlike = "; none of them offloads" if found.spec.offload and band.kind != ADAPTERS_OFFLOADED else ""
     yield "", f"{low} to {high} {band.words}{unlike}"
     yield from sentences(elsewhere(found.spec))
     hours = found.hours(tokens) if tokens else None
