@@ -29,6 +29,7 @@ from typing import Any
 
 from fsdplab.common.errors import UserError
 from fsdplab.common.files import read_file
+from fsdplab.common.sizes import size
 from fsdplab.common.words import did_you_mean, near
 
 from .links import NETWORK_S, PRESETS, LinkError, LinkSpec, parse_link
@@ -61,6 +62,14 @@ class Gpu:
     die: str = ""
     product_flops: float | None = None
     host_link: LinkSpec | None = None
+
+    @property
+    def memory_words(self) -> str:
+        """`85.9 GB: the 80 GiB (2^30 bytes each) of the H100 SXM 80GB; sizes here are in GB of 10^9 bytes`."""
+        return (
+            f"{size(self.memory_bytes)}: the {self.memory_bytes / _GIB:.4g} GiB (2^30 bytes each) of the {self.name};"
+            " sizes here are in GB of 10^9 bytes"
+        )
 
 
 # seven links of 64 GB/s: one peer alone sees one; latency assumed NVLink's

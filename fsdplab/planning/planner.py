@@ -12,7 +12,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from fsdplab.common.words import did_you_mean
 from fsdplab.workloads.model_files import model_named
@@ -184,7 +184,8 @@ def _fits_on(gpus: int, spec: PlanSpec) -> bool:
 
 _MOST_SEQUENCES = 2**12
 SWEPT = ("gpus", "seq", "micro_batch", "grad_accum", "tensor_parallel", "prefetch", "lora_rank")
-_FIELDS = {flag_of(name)[2:].replace("-", "_"): name for name in SWEPT}  # by what the flag is called
+SWEPT_WORDS = ("model", "gpu", "network", "strategy", "checkpointing", "loss", "optimizer", "reduce_dtype")
+_FIELDS = {flag_of(name)[2:].replace("-", "_"): name for name in (*SWEPT, *SWEPT_WORDS)}  # by what the flag is called
 _MOST_VALUES = 64
 
 
@@ -225,37 +226,64 @@ def fewest_gpus(spec: PlanSpec) -> Plan | None:
 # ---- sweeps
 
 
-def parse_sweep(text: str) -> tuple[str, list[int]]:
-    """`world-size=8..1024` (doubling) or `seq=1024,4096,8192` -> the field and its values; raises PlanError.
+Value: TypeAlias = "int | str"
+
+
+def parse_sweep(text: str) -> tuple[str, list[Value]]:
+    """`world-size=8..1024` (doubling), `seq=1024,4096` or `loss=eager,fused` -> the field and its values; PlanError.
 
     >>> parse_sweep("world-size=8..64")
     ('gpus', [8, 16, 32, 64])
+    >>> parse_sweep("network=ib400,eth100")
+    ('network', ['ib400', 'eth100'])
     """
     name, equals, values = text.partition("=")
     name = name.strip().replace("-", "_")
     name = _FIELDS.get(name, name)
-    if not equals or name not in SWEPT:
-        known = [flag_of(each)[2:] for each in SWEPT]
+    if not equals or name not in (*SWEPT, *SWEPT_WORDS):
+        known = [flag_of(each)[2:] for each in (*SWEPT, *SWEPT_WORDS)]
         meant = did_you_mean(name, known)
         raise PlanError(
             f"sweep is {text[:60]!r}{meant}; expected one of {', '.join(known)} and its values, such as"
-            " world-size=8..1024 or sequence-length=1024,4096"
+            " world-size=8..1024 or loss=eager,fused"
         )
-    if span := re.fullmatch(r"\s*(\d{1,9})\s*\.\.\s*(\d{1,9})\s*", values, re.ASCII):
-        low, high = int(span[1]), int(span[2])
-        found = [low * 2**power for power in range(_MOST_VALUES) if 0 < low * 2**power <= high]
-    else:
-        parts = [part.strip() for part in values.split(",")]
-        found = [int(part) for part in parts if re.fullmatch(r"\d{1,9}", part, re.ASCII)]
-        found = found if len(found) == len(parts) else []
+    parts = [part.strip() for part in values.split(",")]
+    if name in SWEPT_WORDS:
+        if not all(parts) or len(parts) > _MOST_VALUES:
+            raise PlanError(f"sweep has values {values[:60]!r}; expected 1 to {_MOST_VALUES} words with commas between")
+        return name, [*parts]
+    span = re.fullmatch(r"\s*(\d{1,9})\s*\.\.\s*(\d{1,9})\s*", values, re.ASCII)
+    found = _doubled(int(span[1]), int(span[2])) if span else _whole_numbers(parts)
     if not found or len(found) > _MOST_VALUES:
         raise PlanError(
             f"sweep has values {values[:60]!r}; expected 1 to {_MOST_VALUES} whole numbers: 8..1024 (doubling) or"
             " 8,16,64"
         )
-    return name, found
+    return name, [*found]
 
 
-def sweep(spec: PlanSpec, name: str, values: Sequence[int]) -> list[Plan]:
+def _doubled(low: int, high: int) -> list[int]:
+    return [low * 2**power for power in range(_MOST_VALUES) if 0 < low * 2**power <= high]
+
+
+def _whole_numbers(parts: Sequence[str]) -> list[int]:
+    """The numbers of these texts; none where one of them is no whole number."""
+    if not all(re.fullmatch(r"\d{1,9}", part, re.ASCII) for part in parts):
+        return []
+    return [int(part) for part in parts]
+
+
+def sweep(spec: PlanSpec, name: str, values: Sequence[Value]) -> list[Plan]:
     """The plan for each value of one choice; raises PlanError for a value that contradicts the others."""
-    return [plan_of(replace(spec, **{name: value})) for value in values]  # type: ignore[arg-type]
+    return [plan_of(with_value(spec, name, value)) for value in values]
+
+
+def with_value(spec: PlanSpec, name: str, value: Any) -> PlanSpec:
+    """The plan with another value of one choice; raises ModelError, HardwareError, LinkError or PlanError."""
+    if name == "model":
+        return replace(spec, model=model_named(value))
+    if name == "gpu":
+        return replace(spec, gpu=gpu_named(value))
+    if name == "strategy":
+        return replace(spec, strategy=value, shard_size=None)
+    return replace(spec, **{name: value})

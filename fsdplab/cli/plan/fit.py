@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdplab.cli.answer import Answer, Line, Part, Table
-from fsdplab.cli.errors import refuse
-from fsdplab.cli.plan.step import check_tokens, provenance, remedy_parts
+from fsdplab.cli.plan.step import check_price, check_tokens, provenance, remedy_parts
 from fsdplab.common.sizes import percent, seconds, size, three_digits
 from fsdplab.common.words import MISSING
 from fsdplab.planning.as_flags import changes_in_words, flags, in_short
@@ -41,8 +40,7 @@ def fit_answer(
 ) -> Answer:
     """Search around the settings: three answers and the best single change."""
     check_tokens(tokens)
-    if price is not None and not 0 < price < 1e6:
-        refuse(f"--price is {price!r}; expected dollars of a GPU-hour above 0, such as 2.5")
+    check_price(price)
     names = [part.strip().lstrip("-") for part in keep.split(",")]
     spec, asked = plan_spec(**settings), Asked(tokens, price)
     found = fit(spec, global_batch, [name for name in names if name])
@@ -54,8 +52,10 @@ def fit_answer(
         *_reasons(found, begin),
         *ways,
         *_single(found),
+        Line(_fewest_gpus(found.own.spec), "fewest GPUs"),
         *_host(found),
         *_tried(found),
+        Line(spec.gpu.memory_words, "card", "dim"),
         provenance([found.own.plan]),
     ]
     return Answer(parts, _as_dict(found, asked))
@@ -85,7 +85,10 @@ def _picks(found: Fit) -> dict[str, Candidate]:
 def _table(found: Fit, asked: Asked) -> Table:
     what = f"{asked.tokens:,.0f} tokens" if asked.tokens else "a billion tokens"
     cost = f"{'$' if asked.price else 'GPU-hours'} of {what}"
-    columns = ("", "GPUs", "plan", "peak", "fits", "step", "tokens/s a GPU", cost)
+    columns = ["", "GPUs", "plan", "peak", "fits", "step", "tokens/s a GPU"]
+    if asked.tokens:
+        columns.append("hours")
+    columns.append(cost)
     named = {"as given": found.own, **_picks(found)}
     rows = [_row(name, candidate, asked) for name, candidate in named.items()]
     return Table(columns, rows, words=("", "plan", "fits"), folds=("plan",))
@@ -98,10 +101,11 @@ def _row(name: str, candidate: Candidate, asked: Asked) -> tuple[str, ...]:
         step = plan.time.step_s
     if plan.tokens_per_s_per_gpu:
         speed = three_digits(plan.tokens_per_s_per_gpu)
-    hours = asked.gpu_hours(candidate)
+    hours, long = asked.gpu_hours(candidate), MISSING
     if hours and plan.fits:
-        cost = f"{hours * (asked.price or 1):,.0f}"
-    return (name, str(spec.gpus), in_short(spec), size(candidate.peak), plan.fitness, seconds(step), speed, cost)
+        cost, long = f"{hours * (asked.price or 1):,.0f}", f"{hours / spec.gpus:,.1f}"
+    last = (long, cost) if asked.tokens else (cost,)
+    return (name, str(spec.gpus), in_short(spec), size(candidate.peak), plan.fitness, seconds(step), speed, *last)
 
 
 def _reasons(found: Fit, begin: str) -> Iterator[Line]:
@@ -115,12 +119,11 @@ def _reasons(found: Fit, begin: str) -> Iterator[Line]:
 
 
 def _nothing_fits(own: Candidate) -> Iterator[Line]:
-    """What the plan that was given lacks, and the fewest GPUs that hold it."""
+    """What the plan that was given lacks."""
     yield Line(f"nothing fits on {own.spec.gpus} GPUs or fewer, whatever was tried", mood="bad")
     missing = lacking(own.plan)
     if missing:
         yield Line(missing, "as given")
-    yield Line(_fewest_gpus(own.spec), "fewest GPUs")
 
 
 def _fewest_gpus(spec: PlanSpec) -> str:
