@@ -18,6 +18,7 @@ from fsdplab.planning.bands import ADAPTERS_OFFLOADED, memory_band, speed_band
 from fsdplab.planning.elsewhere import elsewhere, sentences
 from fsdplab.planning.host import OPTIMIZER_SOURCE, host_crossing, host_link
 from fsdplab.planning.memory import memory_of
+from fsdplab.planning.peers import peerless_band
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import latency_s, part_of_network
 from fsdplab.planning.planner import Plan, Value, largest_micro_batch, parse_sweep, plan_of, plan_spec, sweep
@@ -203,6 +204,9 @@ def _times(found: Plan, tokens: float | None, price: float | None) -> Iterator[t
         return
     yield "step", f"{seconds(time.step_s)}: compute {seconds(time.compute_s)}, exposed {_exposed(time)}"
     yield "communication alone", _communication(found, time)
+    peers = peerless_band(found.spec)
+    if peers:
+        yield "its rate", peers.words
     yield from _advice(found.spec).items()
     if found.spec.pipeline_parallel > 1:
         yield "bubble of the pipeline", f"{bubble(found.spec):.1%} of a stage's compute, counted as exposed"

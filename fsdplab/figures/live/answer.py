@@ -15,6 +15,7 @@ from fsdplab.planning.bands import Band, memory_band, speed_band
 from fsdplab.planning.copy_as import accelerate_yaml, of_plan, pytorch
 from fsdplab.planning.elsewhere import elsewhere, sentences
 from fsdplab.planning.host import OPTIMIZER_SOURCE, host_link
+from fsdplab.planning.peers import peerless_band
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.planner import Plan, plan_of
 from fsdplab.planning.remedies import Remedy, cards_for_states, in_words, lacking, remedies
@@ -128,8 +129,14 @@ def _quantities(found: Plan, memory: Band) -> Iterator[tuple[str, str, str]]:
     yield (
         "exposed communication and copies" if found.spec.offload else "exposed communication",
         f"{exposed / time.step_s:.1%}",
-        f"{seconds(exposed)} of a step; no published run says it, so no band is known",
+        f"{seconds(exposed)} of a step; {_exposed_words(found.spec)}",
     )
+
+
+def _exposed_words(spec: PlanSpec) -> str:
+    """The band of exposed time on cards whose collectives go through host memory, or why there is none."""
+    peers = peerless_band(spec)
+    return peers.words if peers else "no published run says it, so no band is known"
 
 
 def _quantity(name: str, value: str, beside: str) -> str:
