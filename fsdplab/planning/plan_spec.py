@@ -107,6 +107,12 @@ class PlanSpec:
     )
     prefetch: int = option(1, "Units gathered ahead of the one that computes.")
     offload: bool = option(False, "Keep shards, gradients and optimizer state in host memory.")
+    host_memory: int | None = option(
+        None, "Memory of a node's host, such as 512GB; default: that of the usual node of the GPU, where one is known."
+    )
+    storage: int | None = option(
+        None, "Bytes that a node writes to storage in a second, such as 5GB, for checkpoints; default: 2GB, assumed."
+    )
     lora_rank: int = option(0, "Train adapters of this rank on a frozen base; 0: train all parameters.")
     base_dtype: str | None = option(None, "Dtype of a frozen base: bf16, int8 or nf4; default: that of computing.")
     flash_1: bool = False  # flash attention is the first version's, in Triton
@@ -124,6 +130,9 @@ class PlanSpec:
         for name, most in _LARGEST.items():
             _check_count(name, getattr(self, name), most, least=0 if name == "prefetch" else 1)
         _check_count("lora_rank", self.lora_rank, 10**5, least=0)
+        for name in ("host_memory", "storage"):
+            if getattr(self, name) is not None:
+                _check_count(name, getattr(self, name), 10**18)
         for name, known in (
             ("strategy", STRATEGIES), ("checkpointing", POLICIES), ("param_dtype", tuple(ITEMSIZES)),
             ("reduce_dtype", tuple(ITEMSIZES)), ("master_dtype", tuple(ITEMSIZES)), ("masters", MASTERS),

@@ -56,7 +56,7 @@ _ASSUMED_FLOPS = {"H100 SXM 96GB": 989e12}
 class StepTime:
     """Seconds of a step of one rank, and its parts: compute, of which `host_optimizer_s` on the CPU; communication and
     copies from and to host memory, each as if alone; what of both was waited for, and how much of that without copies
-    would not be.
+    would not be. `slowed_s` of the compute are what collectives beside it take.
     """
 
     step_s: float
@@ -66,6 +66,7 @@ class StepTime:
     host_optimizer_s: float = 0.0
     copies_s: float = 0.0
     exposed_copies_s: float = 0.0
+    slowed_s: float = 0.0
 
 
 def step_time(spec: PlanSpec) -> StepTime:
@@ -96,7 +97,7 @@ def _of_stage(spec: PlanSpec, stage: PlanSpec) -> StepTime:
 def time_of(spec: PlanSpec, work: StepWork, rows: Sequence[AxisTraffic]) -> StepTime:
     """The seconds of a step of `work`, which sends `rows`."""
     step_s, alone_s = step_seconds(work), sum(row.count * transfer_of(spec, row).seconds for row in rows)
-    found = StepTime(step_s, work.compute_s, alone_s, step_s - work.compute_s)
+    found = StepTime(step_s, work.compute_s, alone_s, step_s - work.compute_s, slowed_s=work.slowed_s)
     if not spec.offload:
         return found
     exposed_s = step_s - step_seconds(work.without_copies)
