@@ -23,7 +23,7 @@ from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import latency_s, part_of_network
 from fsdplab.planning.planner import Plan, Value, largest_micro_batch, parse_sweep, plan_of, plan_spec, sweep
 from fsdplab.planning.recorded_plan import PROVENANCE, RecordedPlan
-from fsdplab.planning.remedies import Remedy, cards_for_states, lacking, remedies
+from fsdplab.planning.remedies import Remedy, in_cards, lacking, remedies
 from fsdplab.planning.stages import bubble
 from fsdplab.planning.step_time import StepTime, peak_flops
 
@@ -180,9 +180,9 @@ def remedy_parts(spec: PlanSpec, begin: str, kept: frozenset[str] = frozenset())
         yield Line("no change tried makes it fit; take a smaller model or larger cards", "remedies", "bad")
     for remedy in ways:
         yield Line(f"{begin} {remedy.as_dict()['flags']}", "  command", "dim")
-    states = cards_for_states(spec)
-    if states:
-        yield Line(states, "in cards alone")
+    cards = in_cards(spec)
+    if cards:
+        yield Line(cards, "in cards alone")
 
 
 def _remedy_row(remedy: Remedy) -> Sequence[str]:

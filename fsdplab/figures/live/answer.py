@@ -18,7 +18,7 @@ from fsdplab.planning.host import OPTIMIZER_SOURCE, host_link
 from fsdplab.planning.peers import peerless_band
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.planner import Plan, plan_of
-from fsdplab.planning.remedies import Remedy, cards_for_states, in_words, lacking, remedies
+from fsdplab.planning.remedies import Remedy, in_cards, in_words, lacking, remedies
 from fsdplab.planning.simulation import simulate
 from fsdplab.planning.step_time import MOST_PASSES
 from fsdplab.records import RunRecord
@@ -84,9 +84,9 @@ def _remedies(found: Plan, choice: Mapping[str, str]) -> Iterator[str]:
         yield f"<li>{_remedy(remedy, choice)}</li>"
     if not ways:
         yield "<li>No change tried makes it fit; take a smaller model or larger cards.</li>"
-    states = cards_for_states(found.spec)
-    if states:
-        yield f"<li>In cards alone: {escape(states)}.</li>"
+    cards = in_cards(found.spec)
+    if cards:
+        yield f"<li>In cards alone: {escape(cards)}.</li>"
 
 
 def _remedy(remedy: Remedy, choice: Mapping[str, str]) -> str:
