@@ -12,7 +12,6 @@ from fsdplab.cli.errors import refuse
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import MISSING, plural
-from fsdplab.figures.plots.plans import page_of, sweep_figure
 from fsdplab.planning.advice import hiding_sentence, hybrid_sentence, plan_json
 from fsdplab.planning.bands import ADAPTERS_OFFLOADED, memory_band, speed_band
 from fsdplab.planning.elsewhere import elsewhere, sentences
@@ -279,7 +278,13 @@ def sweep_answer(settings: dict[str, Any], values: str) -> Answer:
         missing.append(Line("fsdplab plan with the flags of a row says what makes it fit", "remedies"))
     rows = [{name: value} | each.as_dict() for value, each in zip(tried, plans)]
     parts: list[Part] = [_table(labelled), *missing, provenance(plans)]
-    return Answer(parts, {"sweep": name, "rows": rows}, lambda: page_of(sweep_figure(name, tried, plans)))
+
+    def page() -> str:
+        from fsdplab.figures.plots.plans import page_of, sweep_figure  # which other plans need not load
+
+        return page_of(sweep_figure(name, tried, plans))
+
+    return Answer(parts, {"sweep": name, "rows": rows}, page)
 
 
 def _readable(value: Value) -> str:
