@@ -476,11 +476,11 @@ def test_an_impossible_request_says_what_is_missing_and_what_would_do():
     alone = plan("llama-3.1-70b", "4090", gpus=4, master_dtype="bf16", checkpointing="full", seq=512)
     said = shortfall(alone) or ""
     assert said.startswith("35.3 GB of sharded parameters on a 25.8 GB card, "), said
-    assert "6 cards for the sharded parameters" in said and "--offload cpu" in said
+    assert "6 cards hold the sharded parameters" in said and "--offload cpu" in said
     assert "564 GB of host memory a node" in said, "8 bytes of state a parameter"
     many = plan("llama-3.1-70b", "h100-80gb", gpus=8, checkpointing="full")
     gpus = planner.least_gpus(many.spec)
-    assert gpus and f"--world-size {gpus} (" in (shortfall(many) or "")
+    assert gpus and f"{gpus} cards hold the same choices" in (shortfall(many) or "")
     assert plan_of(replace(many.spec, gpus=gpus)).fits
     assert not plan_of(replace(many.spec, gpus=gpus - 8)).fits, "it is the least"
 

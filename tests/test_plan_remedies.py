@@ -161,7 +161,7 @@ def test_the_commands_that_are_named_are_plans_that_fit(capsys, tmp_path):
     path, again = tmp_path / "plan.json", tmp_path / "again.json"
     given = ["plan", "--model", "llama-3.1-70b", "--gpu", "4090", "--world-size", "4"]
     code, out, _ = ended([*given, "--json", str(path)], capsys)
-    assert code == 0 and "what makes it fit" in out and "11 cards for the sharded parameters and 44" in out
+    assert code == 0 and "what makes it fit" in out and "11 cards hold the sharded parameters and 44 all" in out
     found = json.loads(path.read_text())["remedies"]
     assert len(found) == 2
     for remedy in found:

@@ -334,11 +334,9 @@ def shortfall(found: Plan) -> str | None:
     if missing is None:
         return None
     ways = [in_words(remedy) for remedy in remedies(found.spec)]
-    states = cards_for_states(found.spec)
-    if states:
-        ways.append(states)
     advice = ", or ".join(ways) or "a smaller model or larger cards: no change tried makes it fit"
-    return f"{missing}; needs {advice}"
+    cards = in_cards(found.spec)
+    return f"{missing}; needs {advice}" + (f"; {cards}" if cards else "")
 
 
 def in_words(remedy: Remedy) -> str:
@@ -350,6 +348,16 @@ def in_words(remedy: Remedy) -> str:
     return f"{remedy.words} ({'; '.join([figures, *remedy.notes])})"
 
 
+def in_cards(spec: PlanSpec) -> str | None:
+    """Return how many cards hold a plan without another change, or where no number is known to, how many could hold its
+    states; None where more cards do not help.
+    """
+    more = more_cards(spec)
+    if more:
+        return f"{more[0]['gpus']} cards hold the same choices"
+    return cards_for_states(spec)
+
+
 def cards_for_states(spec: PlanSpec) -> str | None:
     """Return how many cards could hold the states, where more of them are known to be of no help or cannot be joined;
     else None.
@@ -357,7 +365,7 @@ def cards_for_states(spec: PlanSpec) -> str | None:
     stepping = memory_of(spec).moments[-1].by_category
     states = [stepping[name] for name in ("sharded_parameters", "sharded_gradients", "optimizer_state")]
     card = spec.gpu.memory_bytes
-    if spec.row.gathers_once or spec.replicas > 1 or sum(states) <= card or more_cards(spec):
+    if spec.row.gathers_once or spec.replicas > 1 or sum(states) <= card:
         return None
     slices, every = (math.ceil(nbytes * spec.gpus / card) for nbytes in (states[0], sum(states)))
-    return f"{slices} cards for the sharded parameters and {every} for all states, without activations"
+    return f"{slices} cards hold the sharded parameters and {every} all states, without activations"

@@ -46,7 +46,7 @@ from .plan_traffic import (
 from .program import BLOCK, ROOT, Holds, StepWork, Transfer, UnitWork, copies_seconds, step_seconds
 from .stages import bubble, stages
 
-_MOST_PASSES = 10_000  # of a simulated step: each costs some milliseconds, and thousands of bytes of its record
+MOST_PASSES = 10_000  # of a simulated step: each costs some milliseconds, and thousands of bytes of its record
 _USUAL_ATTENTION = 0.6  # of an ideal card's FLOP/s, what flash attention is taken to reach
 # the H100 of torchtitan's tables (500 W, HBM2e) has no data sheet: its efficiency is of the 80 GB model's rate
 _ASSUMED_FLOPS = {"H100 SXM 96GB": 989e12}
@@ -110,10 +110,10 @@ def work_of(spec: PlanSpec, efficiency: float | None = None, in_flight: int = 1)
     """
     if spec.pipeline_parallel > 1:
         raise PlanError("a pipeline is planned in closed form, and its step not unit by unit; leave --pp out")
-    if (passes := spec.model.layers * spec.grad_accum) > _MOST_PASSES:
+    if (passes := spec.model.layers * spec.grad_accum) > MOST_PASSES:
         raise PlanError(
             f"a simulated step has {spec.model.layers:,} blocks x {spec.grad_accum:,} micro-batches = {passes:,}"
-            f" passes; expected at most {_MOST_PASSES:,}: give fewer --micro-batches: those in the middle are alike"
+            f" passes; expected at most {MOST_PASSES:,}: give fewer --micro-batches: those in the middle are alike"
         )
     return replace(_work(spec, plan_traffic(spec), efficiency), in_flight=in_flight)
 

@@ -12,7 +12,6 @@ from fsdplab.cli.errors import refuse
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import MISSING, plural
-from fsdplab.figures.plots.plans import page_of, sweep_figure
 from fsdplab.planning.advice import hiding_sentence, hybrid_sentence, plan_json
 from fsdplab.planning.bands import ADAPTERS_OFFLOADED, memory_band, speed_band
 from fsdplab.planning.elsewhere import elsewhere, sentences
@@ -23,7 +22,7 @@ from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import latency_s, part_of_network
 from fsdplab.planning.planner import Plan, Value, largest_micro_batch, parse_sweep, plan_of, plan_spec, sweep
 from fsdplab.planning.recorded_plan import PROVENANCE, RecordedPlan
-from fsdplab.planning.remedies import Remedy, cards_for_states, lacking, remedies
+from fsdplab.planning.remedies import Remedy, in_cards, lacking, remedies
 from fsdplab.planning.stages import bubble
 from fsdplab.planning.step_time import StepTime, peak_flops
 
@@ -180,9 +179,9 @@ def remedy_parts(spec: PlanSpec, begin: str, kept: frozenset[str] = frozenset())
         yield Line("no change tried makes it fit; take a smaller model or larger cards", "remedies", "bad")
     for remedy in ways:
         yield Line(f"{begin} {remedy.as_dict()['flags']}", "  command", "dim")
-    states = cards_for_states(spec)
-    if states:
-        yield Line(states, "in cards alone")
+    cards = in_cards(spec)
+    if cards:
+        yield Line(cards, "in cards alone")
 
 
 def _remedy_row(remedy: Remedy) -> Sequence[str]:
@@ -279,7 +278,13 @@ def sweep_answer(settings: dict[str, Any], values: str) -> Answer:
         missing.append(Line("fsdplab plan with the flags of a row says what makes it fit", "remedies"))
     rows = [{name: value} | each.as_dict() for value, each in zip(tried, plans)]
     parts: list[Part] = [_table(labelled), *missing, provenance(plans)]
-    return Answer(parts, {"sweep": name, "rows": rows}, lambda: page_of(sweep_figure(name, tried, plans)))
+
+    def page() -> str:
+        from fsdplab.figures.plots.plans import page_of, sweep_figure  # which other plans need not load
+
+        return page_of(sweep_figure(name, tried, plans))
+
+    return Answer(parts, {"sweep": name, "rows": rows}, page)
 
 
 def _readable(value: Value) -> str:

@@ -18,8 +18,9 @@ from fsdplab.planning.host import OPTIMIZER_SOURCE, host_link
 from fsdplab.planning.peers import peerless_band
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.planner import Plan, plan_of
-from fsdplab.planning.remedies import Remedy, cards_for_states, in_words, lacking, remedies
+from fsdplab.planning.remedies import Remedy, in_cards, in_words, lacking, remedies
 from fsdplab.planning.simulation import simulate
+from fsdplab.planning.step_time import MOST_PASSES
 from fsdplab.records import RunRecord
 
 from .controls import command_of, offered, spec_of
@@ -36,7 +37,7 @@ def answer(choice: Mapping[str, str], width: int) -> dict[str, str]:
     try:
         spec = spec_of(choice)
         found = plan_of(spec)
-        record = simulate(spec) if found.time and spec.pipeline_parallel == 1 else None
+        record = simulate(spec) if found.time and _is_simulated(spec) else None
     except UserError as error:
         return {"error": escape(str(error))}
     room, band = max(_LEAST, min(_MOST, width)), memory_band(spec)
@@ -54,6 +55,10 @@ def answer(choice: Mapping[str, str], width: int) -> dict[str, str]:
         **{name: escape(text) for name, text in copies.items()},
         "json": escape(json.dumps(plan_json(found), indent=2)),
     }
+
+
+def _is_simulated(spec: PlanSpec) -> bool:
+    return spec.pipeline_parallel == 1 and spec.model.layers * spec.grad_accum <= MOST_PASSES
 
 
 def answered(choice: str, width: int) -> str:
@@ -79,9 +84,9 @@ def _remedies(found: Plan, choice: Mapping[str, str]) -> Iterator[str]:
         yield f"<li>{_remedy(remedy, choice)}</li>"
     if not ways:
         yield "<li>No change tried makes it fit; take a smaller model or larger cards.</li>"
-    states = cards_for_states(found.spec)
-    if states:
-        yield f"<li>In cards alone: {escape(states)}.</li>"
+    cards = in_cards(found.spec)
+    if cards:
+        yield f"<li>In cards alone: {escape(cards)}.</li>"
 
 
 def _remedy(remedy: Remedy, choice: Mapping[str, str]) -> str:
@@ -169,6 +174,8 @@ def _first_rank(record: RunRecord) -> list[dict[str, object]]:
 def _step_words(found: Plan, record: RunRecord | None) -> str:
     if found.time is None:
         return f"No bf16 FLOP/s are known for {found.spec.gpu.name}, so no step is drawn."
+    if record is None and found.spec.pipeline_parallel == 1:
+        return "A step of so many micro-batches is predicted in closed form, and none is drawn."
     if record is None:
         return "A pipeline's step is predicted in closed form, and not simulated event by event, so none is drawn."
     return (

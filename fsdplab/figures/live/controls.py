@@ -17,6 +17,8 @@ from fsdplab.workloads.shapes import SHAPES
 USUAL = "usual"  # of the network and the host: what the tables have for the GPU; of a frozen base: that of computing
 # whole nodes of eight GPUs, near each other where remedies lie
 _GPUS = (1, 2, 4, 8, *range(16, 129, 8), 160, 192, 224, 256, 384, 512, 768, 1024, 1536, 2048, 4096, 8192, 16_384)
+# what smaller micro-batches make of one and of each other
+_PASSES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)
 _HOSTS = ("128GB", "256GB", "512GB", "1TB", "1.5TB", "2TB", "4TB")
 _FEWEST_LAYERS = 12  # of a model that is offered: smaller ones are the lab's own, for CPUs
 _MODEL, _GPU = "llama-3.1-8b", "h100-80gb"  # those of `fsdplab plan`
@@ -63,7 +65,7 @@ def controls() -> tuple[Control, ...]:
         _of_a_field("context_parallel", "Context parallel", _powers(1, 8), folded=True),
         _of_a_field("pipeline_parallel", "Stages of a pipeline", _powers(1, 16), folded=True),
         _of_a_field("expert_parallel", "Expert parallel", _powers(1, 8), folded=True),
-        _of_a_field("grad_accum", "Micro-batches of a step", _powers(1, 64), folded=True),
+        _of_a_field("grad_accum", "Micro-batches of a step", tuple(map(str, _PASSES)), folded=True),
         _of_a_field("prefetch", "Units gathered ahead", tuple(map(str, range(5))), folded=True),
         _of_a_field("optimizer", "Optimizer", tuple(OPTIMIZERS), folded=True),
         Control("offload", "States in host memory", ("none", "cpu"), "none", folded=True),

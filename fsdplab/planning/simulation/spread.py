@@ -2,7 +2,8 @@
 
 A plan knows these seconds for the passes as a whole (`step_time.slowed_s`), so a rank computes them behind its last
 reduction. In the log they belong where compute and collectives go on at once: all of that takes longer by one factor,
-what follows moves, and the step, its compute and what is exposed stay as long as they were.
+what follows moves, and the step, its compute and what is exposed stay as long as they were. Collectives take as long
+as before: one that begins beside compute begins later in it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def spread_slowed(log: RankLog) -> RankLog:
         log,
         computed=[_span(span, moved) for span in log.computed if span is not behind],
         waited=[_span(span, moved) for span in log.waited],
-        collectives=[_collective(each, moved) for each in log.collectives],
+        collectives=[_collective(each, moved, computing) for each in log.collectives],
         life=[(unit, state, phase, moved(time)) for unit, state, phase, time in log.life],
         passed=[moved(time) for time in log.passed],
     )
@@ -62,10 +63,15 @@ def _span(span: Span, moved: Callable[[float], float]) -> Span:
     return replace(span, start=moved(span.start), end=moved(span.end))
 
 
-def _collective(each: Collective, moved: Callable[[float], float]) -> Collective:
+def _collective(each: Collective, moved: Callable[[float], float], computing: Sequence[Interval]) -> Collective:
+    """A collective at its new times, no longer than before where compute leaves it room to begin later."""
+    assert each.begun is not None and each.ended is not None, "a step that is over has no collective under way"
+    ended = moved(each.ended)
+    computes_until = next((end for start, end in computing if start <= each.begun < end), each.begun)
+    begun = max(moved(each.begun), min(ended - (each.ended - each.begun), moved(computes_until)))
     issued = {rank: moved(time) for rank, time in each.issued.items()}
-    started = {rank: moved(time) for rank, time in each.started.items()}
-    begun, ended = (None if time is None else moved(time) for time in (each.begun, each.ended))
+    # its turn comes when it begins, unless it waited for a peer
+    started = {rank: begun if time == each.begun else moved(time) for rank, time in each.started.items()}
     return replace(each, issued=issued, started=started, begun=begun, ended=ended)
 
 
