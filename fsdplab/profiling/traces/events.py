@@ -20,7 +20,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -132,6 +132,10 @@ _ITEM_BYTES = {
     "complexhalf": 4, "complexfloat": 8, "complexdouble": 16,
     "c10::complex<c10::half>": 4, "c10::complex<float>": 8, "c10::complex<double>": 16,
 }  # fmt: skip
+_FORMATS = {
+    "float": "fp32", "float32": "fp32", "double": "fp64", "float64": "fp64", "bfloat16": "bf16",
+    "c10::bfloat16": "bf16", "half": "fp16", "c10::half": "fp16", "float16": "fp16",
+}  # fmt: skip
 _EIGHT_BITS = re.compile(r"^(c10::)?float8_e\w+$")
 
 
@@ -155,6 +159,20 @@ def tensor_bytes(dims: Any, kind: Any) -> int:
 
 def _item_bytes(kind: str) -> int:
     return 1 if _EIGHT_BITS.match(kind) else _ITEM_BYTES.get(kind, 0)
+
+
+@lru_cache(maxsize=4096)
+def number_format(shapes: str) -> str:
+    """The number format of the first matrix that an operator was given, as JSON of `Events.shapes`; "" for none.
+
+    >>> number_format('[[[2], [4, 8], [8, 2]], ["c10::BFloat16", "c10::BFloat16", "c10::BFloat16"]]')
+    'bf16'
+    """
+    dims, types, *_ = json.loads(shapes) if shapes else ([], [])
+    given = zip(dims or (), types or ())
+    matrices = (str(kind).lower() for dim, kind in given if isinstance(dim, list) and len(dim) > 1)
+    first = next(matrices, "")
+    return "fp8" if _EIGHT_BITS.match(first) else _FORMATS.get(first, "")
 
 
 @dataclass
@@ -460,6 +478,8 @@ class _Reader:
                 if kind in _KEEPS_DETAILS:
                     given = event.get("args")
                     details[count] = given if isinstance(given, dict) else {}
+                elif kind in COPIES:
+                    self._note_bytes(count, event.get("args"))
                 elif wants_shapes and kind == 0:
                     self._note_shapes(count, event["name"], event.get("args"))
                 count += 1
@@ -501,6 +521,11 @@ class _Reader:
             device, allocated, reserved = (each if type(each) is int and 0 <= each < LATEST_NS else 0 for each in said)
             if allocated:
                 self._memory.extend((nanoseconds(event["ts"]), device, allocated, reserved))
+
+    def _note_bytes(self, row: int, given: Any) -> None:
+        """How many bytes a copy moved; the rest of its arguments is not needed."""
+        if isinstance(given, dict) and "bytes" in given:
+            self._details[row] = {"bytes": given["bytes"]}
 
     def _note_shapes(self, row: int, name: str, given: Any) -> None:
         """The shapes and types; of a convolution its stride and padding too."""
