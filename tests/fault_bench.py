@@ -109,6 +109,29 @@ FAULTS = (
     Fault("kept-gradients", "gradients are set to zero and kept", ("radients",), _both("set_to_none")),
     Fault("clip-each", "gradients are clipped one parameter after the other", ("clip|norm",),
           _both("clip_grad_norm_")),
+    Fault("validation-loss", "a validation loss after each step, computed with a graph", ("no backward",),
+          _both("no_grad")),
+    Fault("second-step", "the optimizer steps twice", ("steps 2 times",), _both("optimizer.step()")),
+    Fault("eval-mode", "trained in eval mode, with dropout", ("Dropout",), _both("train()")),
+    Fault("anomaly", "anomaly detection is on", ("anomaly",), _both("set_detect_anomaly")),
+    Fault("deep-copy", "the model is copied after each step", ("copied",), {"ddp": ("AveragedModel",)}),
+    Fault("empty-cache", "the allocator's cache is emptied after each step", ("empty_cache",), _both("of the loop")),
+    Fault("histograms", "histograms of all parameters after each step", ("reads",), _both("hundredth")),
+    Fault("log-norms", "the norm of each gradient is taken after each step", ("Norms",), _both("hundredth")),
+    Fault("clip-twice", "gradients are clipped twice", ("clipped again",), _both("Once a step")),
+    Fault("item-micro", "the loss of each of 4 micro-batches is read", (".item()|read",), _both(".item()")),
+    Fault("prints", "a tensor is printed in each step", (".item()|read|print",), _both(".item()")),
+    Fault("fp64", "parameters in fp64", ("fp64",), _both("float()")),
+    Fault("keeps-graph", "losses are added up with their graphs", ("Memory grows",), _both("detach")),
+    Fault("begin-loader", "the data loader is begun anew in each step", ("begun",), _both("before the loop")),
+    Fault("optimizer-checkpoint", "the optimizer's state is saved after each step", ("saved",), _both("every")),
+    Fault("static-graph", "find_unused_parameters beside static_graph", ("find_unused_parameters",),
+          {"ddp": ("find_unused_parameters=False",)}),
+    Fault("two-losses", "backward is called of two losses", ("2 times",),
+          {"fsdp2": ("set_requires_gradient_sync",), "ddp": ("no_sync",)}),
+    Fault("reduce-again", "gradients are reduced by hand too", ("all_reduce",), _both("every")),
+    Fault("average-in-place", "no fault: each rank averages its own shards", accuses=False, remedy=_both()),
+    Fault("waits", "not recognised: every rank waits 0.1 s outside of PyTorch", accuses=False, remedy=_both()),
     Fault("hook-check", "a hook reads a number after each layer", (".item()|read",), _both(".item()")),
     Fault("hook-barrier", "a hook waits for all ranks after each layer", ("barrier",), _both("barrier")),
 )  # fmt: skip
@@ -124,7 +147,8 @@ def recording_of(fault: str, engine: str, kept: Path = KEPT, again: bool = False
         folder.parent.mkdir(parents=True, exist_ok=True)
         job = _command(fault, engine)
         command = (sys.executable, "-m", "fsdplab", "record", "-q", "--force", "--out", str(folder), "--", *job)
-        more = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        places = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        more = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(places)}
         done = subprocess.run(
             command, cwd=ROOT, env={**os.environ, **more}, capture_output=True, text=True, timeout=TIME_LIMIT_S
         )

@@ -9,11 +9,15 @@ orders the findings. A job that has none of them is accused of none.
 from __future__ import annotations
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
+from operator import itemgetter
 
 from fsdplab.common.collectives import bus_factor
 from fsdplab.common.names import STRATEGY_ROWS
+from fsdplab.common.rows import grouped
 from fsdplab.common.sizes import percent, seconds, size
 from fsdplab.common.words import plural
 from fsdplab.profiling.rules import Fact, Rule
@@ -35,6 +39,10 @@ MORE_WORK = 1.4  # CPU time of a rank over the others', from which on it has mor
 NEARLY_ALL = 0.75  # part of the steps in which it has
 LOADING = 0.1  # part of a step that the loader may take
 ENOUGH_MEMORY = 0.5  # part of the device's memory below which the peak leaves room
+DROPPED = 0.2  # part of a step's nodes of graphs that no backward uses, from which on a forward is dropped
+GROWING = 0.9  # part of the steps in which memory grows
+GROWN = 0.02  # part of the peak by which it has grown in all
+GROWN_BYTES = 10_000_000  # and by at least so much: what a process holds scatters
 REDUCTIONS = ("reduce_scatter", "all_reduce")
 
 Cells = Callable[[ExposedCell], bool]
@@ -298,37 +306,111 @@ def _done_each_step(*names: str) -> Callable[[str, StepFacts, Unclaimed], Fact |
 
 _CALLED = {
     "state_dict": "state_dict", "full_tensor": "full_tensor", "saving": "torch.save", "evaluation": "eval",
-    "garbage_collection": "gc.collect",
+    "garbage_collection": "gc.collect", "deep copy": "copy.deepcopy", "cache emptied": "torch.cuda.empty_cache",
+    "loader begun": "iter(loader)", "clipped again": "clip_grad_norm_",
 }  # fmt: skip
 
 
 def _reads(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Numbers read out of tensors, but for losses that the recording reads, and DDP's map of what was used."""
+    """Numbers read out of tensors, but for losses that the recording reads, what a trainer checks of each loss, and
+    DDP's map of what was used.
+    """
     found = facts.activities.get("read")
     if found is None or found.regular <= REGULAR:
         return None
     micro_batches = _micro_batches(facts)
     own = micro_batches if facts.spec.get("job") and facts.record.environment.get("device") == "cpu" else 0
+    if facts.spec.get("trainer") == "Trainer":
+        own += micro_batches
     if facts.observed.get("find_unused_parameters"):
         own += micro_batches * (facts.observed.get("parameters") or 0)
     count = round(found.count / found.regular) - own
-    if count < max(MANY_READS, 2 * micro_batches + 1):
+    if count < (MANY_READS if micro_batches == 1 else max(MANY_READS - 1, micro_batches)):
         return None
     return Fact(kind, found.seconds, "step", rank=found.rank, values={"count": count})
 
 
+def _read_whole(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Tensors whose numbers the host reads all, as for histograms."""
+    found = facts.activities.get("to numpy")
+    if found is None or found.regular <= REGULAR or found.count < MANY:
+        return None
+    return Fact(kind, found.seconds, "step", rank=found.rank, values={"count": round(found.count)})
+
+
 def _clipped_apart(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Norms are taken, or gradients clipped, one parameter after the other."""
-    parameters = facts.observed.get("parameters") or 0
-    clips, norms = facts.activities.get("clipping"), facts.activities.get("norm")
-    most = clips if clips is not None else norms
+    """Gradients are clipped one parameter after the other."""
+    return _one_by_one(kind, facts, "clipping")
+
+
+def _norms_apart(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Norms are taken one parameter after the other, and not to clip."""
     by_engine = str(facts.spec.get("engine")).startswith("deepspeed")  # which takes norms of its own pieces
-    if most is None or by_engine or most.regular <= REGULAR:
+    return None if by_engine or "clipping" in facts.activities else _one_by_one(kind, facts, "norm")
+
+
+def _one_by_one(kind: str, facts: StepFacts, name: str) -> Fact | None:
+    """An activity that is done for at least half of the parameters."""
+    found, parameters = facts.activities.get(name), facts.observed.get("parameters") or 0
+    if found is None or found.regular <= REGULAR or found.count < max(MANY, 0.5 * parameters):
         return None
-    if most.count < max(MANY, 0.5 * parameters):
+    values = {"count": round(found.count), "parameters": parameters}
+    return Fact(kind, found.seconds, "step", rank=found.rank, values=values)
+
+
+def _dropped_graph(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """Operators build a graph of which no backward is called, as a validation loss does without torch.no_grad."""
+    dropped, nodes = facts.activities.get("dropped graph"), facts.activities.get("graph")
+    if dropped is None or nodes is None or dropped.regular <= REGULAR:
         return None
-    values = {"count": round(most.count), "parameters": parameters}
-    return Fact(kind, most.seconds, "step", rank=most.rank, values=values)
+    if dropped.count < max(MANY, DROPPED * nodes.count):
+        return None
+    values = {"count": round(dropped.count), "nodes": round(nodes.count)}
+    return Fact(kind, dropped.seconds, "step", rank=dropped.rank, values=values)
+
+
+def _idle_steps(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """The optimizer steps again although no backward was called since its last step."""
+    found = facts.activities.get("backward")
+    if found is None or found.regular > NEARLY_ALL or found.regular * MANY < 1:
+        return None
+    cost = facts.optimizer.seconds if facts.optimizer is not None else 0.0
+    times = round(1 / found.regular)
+    return Fact(kind, cost, "step", values={"times": times, "without": percent(1 - found.regular)})
+
+
+def _in_eval_mode(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """The model is set to evaluate while it trains, and has layers to which that matters."""
+    layers = facts.observed.get("asleep")
+    if not layers:
+        return None
+    listed = " and ".join(f"{count} {name}" for name, count in layers.items())
+    return Fact(kind, 0.0, "step", values={"layers": listed})
+
+
+def _anomaly_mode(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    return Fact(kind, 0.0, "step") if facts.observed.get("anomaly_mode") else None
+
+
+def _double_precision(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    return Fact(kind, 0.0, "step") if facts.spec.get("precision") == "fp64" and facts.spec.get("job") else None
+
+
+def _grows(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """A rank holds more memory after each step than after the one before; steps that are profiled hold the profile."""
+    last = max(facts.steps, default=0)
+    after = [row for row in facts.record.table("activities") if row["name"] == "resident" and row["step"] > last]
+    peak = facts.record.summary.peak_memory_bytes.total or 0
+    for rank, rows in grouped(after, itemgetter("rank")).items():
+        held = [row["nbytes"] for row in sorted(rows, key=itemgetter("step"))]
+        more = [later - earlier for earlier, later in pairwise(held)]
+        if len(more) < MANY or sum(each > 0 for each in more) < GROWING * len(more):
+            continue
+        if held[-1] - held[0] < max(GROWN_BYTES, GROWN * peak):
+            continue
+        values = {"more": size(statistics.median(more)), "first": size(held[0]), "last": size(held[-1])}
+        return Fact(kind, 0.0, "memory", rank=rank, values={**values, "steps": len(more)})
+    return None
 
 
 def _looping_optimizer(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
@@ -419,10 +501,15 @@ def _rule(kind: str, claims: Callable[[str, StepFacts, Unclaimed], Fact | None],
 CHOICES = ("needless_resharding", "kept_units", "recomputed", "full_messages", "looping_optimizer")
 
 FAULTS = (
+    _rule("loader_begun", _done_each_step("loader begun"),
+          "A data loader is begun {times} in each step, which takes {took} before the first batch is loaded",
+          "iter(loader) makes a new sampler, and new workers where it has some.",
+          "Begin it once: batches = iter(loader) before the loop and next(batches) in it, or for batch in loader;"
+          " persistent_workers=True keeps the workers from one epoch to the next."),
     _rule("slow_loading", _loading,
           "Loading data takes {seconds} of a step of {step_s} ({share})",
           "Nothing computes meanwhile: the loop waits for its next batch.",
-          "Load while the step computes. {loader}", unless=["slow_loading"]),
+          "Load while the step computes. {loader}", unless=["slow_loading", "loader_begun"]),
     _rule("more_work", _more_work,
           "Rank {rank} works {times} times as much as the others: {own} of CPU time a step, the others {others}",
           "The others wait for it at their next collective, which costs no CPU time.",
@@ -440,6 +527,41 @@ FAULTS = (
           "A full collection looks at every object of the process, of which torch alone has some hundred thousand.",
           "Take gc.collect() out of the loop, or call it every hundredth step; gc.freeze() before the loop leaves out"
           " what stays anyway."),
+    _rule("deep_copy", _done_each_step("deep copy"),
+          "The whole model is copied {times} in each step (copy.deepcopy), which takes {took}",
+          "A copy allocates everything anew, hooks and buffers too.",
+          "Keep one copy, and average into it in place: torch.optim.swa_utils.AveragedModel, or torch._foreach_lerp_ of"
+          " both lists of parameters under torch.no_grad().", unless=["state_dict"]),
+    _rule("emptied_cache", _done_each_step("cache emptied"),
+          "torch.cuda.empty_cache is called {times} in each step, for {took}",
+          "It waits for the device, and gives memory back that the next step has to ask the driver for again.",
+          "Take it out of the loop: memory that is freed is used again without it."),
+    _rule("dropped_graph", _dropped_graph,
+          "Operators build a graph that no backward uses: {count} of the {nodes} nodes of a step, {seconds} ({share})",
+          "Such a forward keeps all its activations, and computes as much as one that is trained.",
+          "Put with torch.no_grad() around what is not trained (a validation loss, metrics, an average of the weights),"
+          " and compute it every hundredth step.", unless=["evaluation"]),
+    _rule("idle_steps", _idle_steps,
+          "The optimizer steps {times} times for each backward: {without} of its steps have no new gradients",
+          "A step without a backward applies the gradients of the step before again, or none.",
+          "Call optimizer.step() once, after the last backward of a step."),
+    _rule("in_eval_mode", _in_eval_mode,
+          "The model is set to evaluate while it trains: {layers} do not what they do in training",
+          "model.eval() was called, and no model.train() after it: Dropout drops nothing, BatchNorm learns nothing.",
+          "Call model.train() before the loop, and after each evaluation."),
+    _rule("anomaly_mode", _anomaly_mode,
+          "Autograd's anomaly detection is on in each step",
+          "Every operator of the backward is checked for NaN, and every operator of the forward notes its stack.",
+          "torch.autograd.set_detect_anomaly(True) only while you look for the origin of a NaN."),
+    _rule("double_precision", _double_precision,
+          "Parameters are fp64: memory, messages and products are twice those of fp32",
+          "Few cards compute fp64 at more than a fraction of their rate of fp32.",
+          "model.float(), and inputs of torch.float32: arrays of NumPy are fp64 unless they are told otherwise."),
+    _rule("growing", _grows,
+          "Memory grows in each step, by {more}: rank {rank} holds {first}, and {last} {steps} steps later",
+          "Something keeps the tensors of every step.",
+          "Add up loss.detach() (or loss.item()) and not the loss, which keeps its whole graph; look for lists and"
+          " dicts that tensors are appended to."),
     _rule("own_collectives", _own_collectives,
           "The loop calls collectives of its own in each step: {listed}, {blocked} of each step",
           "In each of them all ranks wait for the last one, so that nobody runs ahead; the longest is {which}.",
@@ -453,6 +575,19 @@ FAULTS = (
           "Each norm of a sharded gradient is a collective of its own, and the clipped step is not the usual one: the"
           " norm is meant of all gradients together.",
           "Once for all: torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)."),
+    _rule("clipped_again", _done_each_step("clipped again"),
+          "Gradients whose norm was taken already are clipped again in each step ({times}, {took})",
+          "Each call goes over all gradients, and between ranks that shard them it is a collective.",
+          "Once a step: clip_grad_norm_ returns the norm, which can be logged.", unless=["clipped_apart"]),
+    _rule("norms_apart", _norms_apart,
+          "Norms are taken one parameter after the other: {count} a step of {parameters} parameters",
+          "Each is an operator (or several) of its own, and of a sharded tensor a collective.",
+          "Take them every hundredth step, and all at once: torch.nn.utils.get_total_norm, or torch._foreach_norm."),
+    _rule("read_whole", _read_whole,
+          "The host reads {count} tensors whole in each step (.numpy(), .tolist()), as histograms do",
+          "Each read waits until all that was queued on the device is done, and copies the tensor.",
+          "Take statistics of tensors every hundredth step, and on the device (torch.histc, quantile, norms).",
+          unless=["evaluation", "state_dict"]),
     _rule("reads", _reads,
           "The host reads {count} numbers out of tensors in each step (.item(), bool(), print)",
           "Each read waits until all that was queued on the device is done, so nothing is queued meanwhile.",

@@ -200,6 +200,7 @@ class Events:
     comm_kernels: CommKernels
     shapes: dict[int, str]
     memory: np.ndarray  # of the devices' allocators: when, of which device, bytes allocated and reserved
+    sequence: np.ndarray  # rows of operators and of autograd's ranges, each with its number in autograd's sequence
     odd: tuple[str, ...] = ()  # sentences on what was left out
     unread: Mapping[str, int] = field(default_factory=dict)  # ns of the categories that nobody knows
 
@@ -432,6 +433,7 @@ class _Reader:
         self.first: int | None = None
         self.last = 0
         self._memory = array("q")  # when, of which device, bytes allocated and reserved: four numbers an event
+        self._sequence = array("q")  # rows, each with its number in autograd's sequence
         self._negative: list[str] = []  # the first events of a negative duration
         self._negatives = 0
         self._unread: dict[str, int] = {}  # ns of each category that is neither read nor known
@@ -440,7 +442,7 @@ class _Reader:
         """The hot loop: what an event counts as is looked up by its name and category."""
         verdicts, threads, details, add = self._verdicts, self._threads, self._details, self._rows.extend
         first, last, count, ignored, device = None, 0, 0, Kind.IGNORED, Kind.KERNEL
-        wants_shapes = self._wants_shapes
+        wants_shapes, autograd, numbered = self._wants_shapes, Kind.AUTOGRAD, self._sequence.extend
         event: dict[str, Any] = {}
         try:
             for event in trace:
@@ -480,8 +482,14 @@ class _Reader:
                     details[count] = given if isinstance(given, dict) else {}
                 elif kind in COPIES:
                     self._note_bytes(count, event.get("args"))
-                elif wants_shapes and kind == 0:
-                    self._note_shapes(count, event["name"], event.get("args"))
+                elif kind <= autograd:
+                    given = event.get("args")
+                    if type(given) is dict:
+                        number = given.get("Sequence number")
+                        if type(number) is int and 0 <= number < LATEST_NS:
+                            numbered((count, number))
+                        if wants_shapes and kind == 0:
+                            self._note_shapes(count, event["name"], given)
                 count += 1
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             if isinstance(error, TraceError):
@@ -527,9 +535,9 @@ class _Reader:
         if isinstance(given, dict) and "bytes" in given:
             self._details[row] = {"bytes": given["bytes"]}
 
-    def _note_shapes(self, row: int, name: str, given: Any) -> None:
+    def _note_shapes(self, row: int, name: str, given: dict[str, Any]) -> None:
         """The shapes and types; of a convolution its stride and padding too."""
-        if isinstance(given, dict) and "Input Dims" in given:
+        if "Input Dims" in given:
             kept = [given["Input Dims"], given.get("Input type")]
             if name.removeprefix("aten::") in CONVOLUTIONS:
                 kept.append(given.get("Concrete Inputs"))
@@ -558,7 +566,8 @@ class _Reader:
         return Events(
             trace.path, trace.metadata, trace.base_ns, self.first or 0, self.last, kind, start, end, name, thread,
             correlation, names, list(self._threads), self._details, self._comm_kernels,
-            self._shapes, np.frombuffer(self._memory, dtype=np.int64).reshape(-1, 4), self._odd(trace), self._unread,
+            self._shapes, np.frombuffer(self._memory, dtype=np.int64).reshape(-1, 4),
+            np.frombuffer(self._sequence, dtype=np.int64).reshape(-1, 2), self._odd(trace), self._unread,
         )  # fmt: skip
 
 
