@@ -39,7 +39,7 @@ MORE_WORK = 1.4  # CPU time of a rank over the others', from which on it has mor
 NEARLY_ALL = 0.75  # part of the steps in which it has
 LOADING = 0.1  # part of a step that the loader may take
 ENOUGH_MEMORY = 0.5  # part of the device's memory below which the peak leaves room
-DROPPED = 0.2  # part of a step's nodes of graphs that no backward uses, from which on a forward is dropped
+DROPPED = 0.2  # part of a step's nodes of graphs, and of their time, that no backward uses: then a forward is dropped
 GROWING = 0.9  # part of the steps in which memory grows
 GROWN = 0.02  # part of the peak by which it has grown in all
 GROWN_BYTES = 10_000_000  # and by at least so much: what a process holds scatters
@@ -363,7 +363,7 @@ def _dropped_graph(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     dropped, nodes = facts.activities.get("dropped graph"), facts.activities.get("graph")
     if dropped is None or nodes is None or dropped.regular <= REGULAR:
         return None
-    if dropped.count < max(MANY, DROPPED * nodes.count):
+    if dropped.count < max(MANY, DROPPED * nodes.count) or dropped.seconds < DROPPED * nodes.seconds:
         return None
     values = {"count": round(dropped.count), "nodes": round(nodes.count)}
     return Fact(kind, dropped.seconds, "step", rank=dropped.rank, values=values)
@@ -384,7 +384,7 @@ def _in_eval_mode(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     layers = facts.observed.get("asleep")
     if not layers:
         return None
-    listed = " and ".join(f"{count} {name}" for name, count in layers.items())
+    listed = " and ".join(f"{name} ({count})" for name, count in layers.items())
     return Fact(kind, 0.0, "step", values={"layers": listed})
 
 
@@ -546,8 +546,8 @@ FAULTS = (
           "A step without a backward applies the gradients of the step before again, or none.",
           "Call optimizer.step() once, after the last backward of a step."),
     _rule("in_eval_mode", _in_eval_mode,
-          "The model is set to evaluate while it trains: {layers} do not what they do in training",
-          "model.eval() was called, and no model.train() after it: Dropout drops nothing, BatchNorm learns nothing.",
+          "The model is trained in eval mode: its layers {layers} work as in an evaluation",
+          "model.eval() was called, and no model.train() after it: Dropout drops nothing, BatchNorm keeps its means.",
           "Call model.train() before the loop, and after each evaluation."),
     _rule("anomaly_mode", _anomaly_mode,
           "Autograd's anomaly detection is on in each step",
@@ -592,7 +592,7 @@ FAULTS = (
           "The host reads {count} numbers out of tensors in each step (.item(), bool(), print)",
           "Each read waits until all that was queued on the device is done, so nothing is queued meanwhile.",
           "Take .item() and conditions on tensors out of the step and out of hooks: add up on the device, and read once"
-          " every hundredth step.", unless=["evaluation", "state_dict"]),
+          " every hundredth step.", unless=["evaluation", "state_dict", "anomaly_mode"]),
     _rule("one_unit", _one_unit,
           "The whole model is one unit: {moved} are gathered at once, and nothing computes meanwhile",
           "All {parameters} parameters are one unit: its all-gather has nothing to overlap with before it, its"

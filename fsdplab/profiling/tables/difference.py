@@ -76,7 +76,7 @@ def difference_by_module(first: Work | str | Path, second: Work | str | Path) ->
     `{"unit": "blocks.0", "kind": "kernel", "difference_ns": 6e6, ...}`.
     """
     before, after = _by_module(first), _by_module(second)
-    rows = []
+    rows: list[Row] = []
     for unit, kind in {**before, **after}:
         times = [side.get((unit, kind), 0.0) for side in (before, after)]
         rows.append({

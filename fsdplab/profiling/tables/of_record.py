@@ -18,8 +18,9 @@ from fsdplab.profiling.tables.difference import difference, difference_by_module
 from fsdplab.profiling.tables.operators import launches, operators
 from fsdplab.profiling.tables.rates import DevicePeak, achieved, copies, roofline
 from fsdplab.profiling.tables.table import Row, Table
-from fsdplab.profiling.tables.work import Work, work_in
+from fsdplab.profiling.tables.work import Work, work_of
 from fsdplab.profiling.traces.chrome import TraceError
+from fsdplab.profiling.traces.events import read_events
 from fsdplab.profiling.traces.import_traces import TracedRecord
 from fsdplab.profiling.traces.overlap import TraceAnalysis
 from fsdplab.profiling.traces.side_by_side import read_all
@@ -66,16 +67,24 @@ def tables_of_pair(first: RunRecord, second: RunRecord) -> list[Table]:
 def _work_of_worst(record: RunRecord) -> Work:
     """The work of the rank that is exposed longest."""
     traces, worst = traces_of(record), step_summary(record.table("breakdown"))
-    trace = traces[worst.rank if worst is not None and worst.rank in traces else min(traces)]
+    rank = worst.rank if worst is not None and worst.rank in traces else min(traces)
+    trace = traces[rank]
     if not trace.exists():
         raise TraceError(f"{trace} is missing; copy the record with its traces, or record the run again.")
-    return _work_in(trace, trace.stat().st_mtime_ns, tuple(_patterns(record)))
+    return _work_in(trace, trace.stat().st_mtime_ns, tuple(_patterns(record)), _device_of(record, rank))
+
+
+def _device_of(record: RunRecord, rank: int) -> int | None:
+    """The device that stands for a rank, where a process drives several; None where it drives one."""
+    analyses = record.analyses if isinstance(record, TracedRecord) else ()
+    return next((each.only_device for each in analyses if each.rank == rank), None)
 
 
 @lru_cache(maxsize=8)
-def _work_in(trace: Path, changed_ns: int, patterns: tuple[str, ...]) -> Work:
+def _work_in(trace: Path, changed_ns: int, patterns: tuple[str, ...], device: int | None) -> Work:
     """Kept, as a page shows a run's own tables, and its difference to several others."""
-    return work_in(trace, patterns, shapes=True)
+    found = read_events(trace, patterns, shapes=True)
+    return work_of(found if device is None else found.of_device(device))
 
 
 def _critical_path(analyses: Sequence[TraceAnalysis]) -> Table:

@@ -56,7 +56,10 @@ def counted(work: Work, peak: DevicePeak = DevicePeak()) -> Counted:
     elements = np.flatnonzero(work.of_kind(work.computes) & ~work.communicates)
     operators = work.operator[elements]
     is_first = _first_of_operator(operators)
-    flops, nbytes, at_peak_s, formats = [], [], [], []
+    flops: list[int] = []
+    nbytes: list[int] = []
+    at_peak_s: list[float] = []
+    formats: list[str] = []
     for element, once in zip(elements.tolist(), is_first.tolist()):
         name, shapes = _operator_name(work, element), work.shapes[element]
         products = flops_of(name, shapes) if once else 0
@@ -66,8 +69,8 @@ def counted(work: Work, peak: DevicePeak = DevicePeak()) -> Counted:
         nbytes.append(bytes_of(name, shapes) if once else 0)
         at_peak_s.append(products / rate if rate else np.nan if products else 0.0)
         formats.append(product_format)
-    columns = (np.array(column, dtype=np.float64) for column in (flops, nbytes, at_peak_s))
-    return Counted(elements, work.own_ns[elements], is_first, *columns, formats)
+    columns = [np.array(column, dtype=np.float64) for column in (flops, nbytes, at_peak_s)]
+    return Counted(elements, work.own_ns[elements], is_first, columns[0], columns[1], columns[2], formats)
 
 
 def _first_of_operator(operators: np.ndarray) -> np.ndarray:
@@ -78,10 +81,15 @@ def _first_of_operator(operators: np.ndarray) -> np.ndarray:
     return first
 
 
+def _name_of(work: Work, row: int) -> str:
+    """The name of an event of the trace."""
+    return work.found.names[int(work.found.name[row])]
+
+
 def _operator_name(work: Work, element: int) -> str:
     """The operator, or the one that launched a kernel; "" where the trace does not say."""
     row = int(work.operator[element])
-    return work.found.names[work.found.name[row]] if row >= 0 else ""
+    return _name_of(work, row) if row >= 0 else ""
 
 
 _IN_TF32 = re.compile(r"tf32|s1688|s16816_?gemm_f32")
@@ -93,7 +101,7 @@ def _format_of_product(work: Work, element: int) -> str:
     given = number_format(work.shapes[element])
     if given != "fp32" or work.computes != KERNEL:
         return given
-    kernel = work.found.names[work.found.name[work.rows[element]]]
+    kernel = _name_of(work, int(work.rows[element]))
     if _IN_TF32.search(kernel):
         return "tf32"
     return "fp32" if _IN_FP32.search(kernel) else ""
@@ -131,14 +139,13 @@ def _sums(found: Counted, groups: np.ndarray, many: int, steps: int, peak: Devic
     columns = (found.time_ns, found.is_first, found.flops, found.nbytes, found.at_peak_s)
     sums = [np.bincount(groups, column, minlength=many) / steps for column in columns]
     return [
-        {"group": group, **_rates(*values, peak)} for group, values in enumerate(zip(*(each.tolist() for each in sums)))
+        {"group": group, **_rates(values, peak)} for group, values in enumerate(zip(*(each.tolist() for each in sums)))
     ]
 
 
-def _rates(
-    time_ns: float, calls: float, flops: float, nbytes: float, at_peak_s: float, peak: DevicePeak
-) -> dict[str, Any]:  # fmt: skip
-    """The rates of one group; None for what is not known."""
+def _rates(sums: Sequence[float], peak: DevicePeak) -> dict[str, Any]:
+    """The rates of one group, from its time, calls, operations, bytes and seconds at the peak; None for the unknown."""
+    time_ns, calls, flops, nbytes, at_peak_s = sums
     taken = time_ns / 1e9
     knows_peak = flops > 0 and taken > 0 and at_peak_s == at_peak_s  # not NaN
     moved_per_s = nbytes / taken if nbytes and taken else None
@@ -214,7 +221,7 @@ def roofline(work: Work, peak: DevicePeak = DevicePeak()) -> Table:
 
 def _key_of_shape(work: Work, found: Counted, place: int) -> tuple[str, str, str]:
     element = int(found.elements[place])
-    kernel = work.found.names[work.found.name[work.rows[element]]]
+    kernel = _name_of(work, int(work.rows[element]))
     shapes = work.shapes[element]
     return _operator_name(work, element) or short(kernel), shapes, found.formats[place] or number_format(shapes)
 
@@ -287,7 +294,7 @@ def copies(work: Work) -> Table:
     """
     sums: dict[tuple[str, str], np.ndarray] = {}
     for row, own_ns in _copied(work):
-        key = _way(work.found.names[work.found.name[row]])
+        key = _way(_name_of(work, row))
         nbytes = work.found.details.get(row, {}).get("bytes")
         known_bytes = nbytes if type(nbytes) is int and 0 <= nbytes < _MOST_BYTES else np.nan
         sums[key] = sums.get(key, np.zeros(3)) + (1, known_bytes, own_ns)
@@ -298,11 +305,10 @@ def copies(work: Work) -> Table:
 
 def _copied(work: Work) -> list[tuple[int, int]]:
     """(row, ns) of each copy: of copy engines, also to other devices, which count as communication."""
-    names = work.found.names
     is_copy = work.of_kind(COPY)
     to_others = _DIRECTIONS[2][1]
     for element in np.flatnonzero(~is_copy & ~work.of_kind(work.computes)).tolist():
-        is_copy[element] = bool(to_others.search(names[work.found.name[work.rows[element]]]))
+        is_copy[element] = bool(to_others.search(_name_of(work, int(work.rows[element]))))
     return list(zip(work.rows[is_copy].tolist(), work.own_ns[is_copy].tolist()))
 
 

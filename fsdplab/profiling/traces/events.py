@@ -485,9 +485,9 @@ class _Reader:
                 elif kind <= autograd:
                     given = event.get("args")
                     if type(given) is dict:
-                        number = given.get("Sequence number")
-                        if type(number) is int and 0 <= number < LATEST_NS:
-                            numbered((count, number))
+                        node = given.get("Sequence number")
+                        if type(node) is int and 0 <= node < LATEST_NS:
+                            numbered((count, node))
                         if wants_shapes and kind == 0:
                             self._note_shapes(count, event["name"], given)
                 count += 1

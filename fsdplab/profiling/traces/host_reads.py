@@ -72,8 +72,11 @@ class _Graphs:
         dropped = numbers - self._used
         if not self._used or not dropped:
             return {}
-        rows = self._built[in_step & np.isin(self._numbers, list(dropped))]
-        return {NODES: (len(numbers), 0), DROPPED: (len(dropped), size(union(self._found.spans_of(rows))))}
+        of_dropped = in_step & np.isin(self._numbers, list(dropped))
+        return {NODES: (len(numbers), self._lasted(in_step)), DROPPED: (len(dropped), self._lasted(of_dropped))}
+
+    def _lasted(self, which: np.ndarray) -> int:
+        return size(union(self._found.spans_of(self._built[which])))
 
 
 def _rows_named(found: Events, names: Iterable[str]) -> np.ndarray:
