@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,7 +33,8 @@ TIME_LIMIT_S = 300
 @dataclass(frozen=True)
 class Fault:
     """A fault of the job: `says` are groups of words, of each of which the finding's title must have one; `remedy` are
-    words that the remedy must have, by engine. Where `accuses` is False, the job has no fault.
+    words that the remedy must have, by engine. Where `accuses` is False, the job has no fault. It is recorded `runs`
+    times.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Fault:
     says: Sequence[str] = ()
     remedy: Mapping[str, Sequence[str]] = field(default_factory=dict)
     accuses: bool = True
+    runs: int = 1
 
     @property
     def engines(self) -> Sequence[str]:
@@ -59,7 +61,7 @@ def _everywhere(word: str) -> Mapping[str, Sequence[str]]:
 
 
 FAULTS = (
-    Fault("none", "no fault", accuses=False, remedy=_everywhere("")),
+    Fault("none", "no fault", accuses=False, remedy=_everywhere(""), runs=3),
     Fault("accumulates", "no fault: 4 micro-batches, reduced once", accuses=False, remedy=_both()),
     Fault("clip-once", "no fault: gradients are clipped together", accuses=False, remedy=_both()),
     Fault("loader", "a loader that takes 10 ms a sample", ("load",),
@@ -140,9 +142,9 @@ FAULTS = (
 # ---- recording
 
 
-def recording_of(fault: str, engine: str, kept: Path = KEPT, again: bool = False) -> Path:
-    """The folder of a job's record; recorded where it is not there yet."""
-    folder = kept / engine / fault
+def recording_of(fault: str, engine: str, kept: Path = KEPT, again: bool = False, run: int = 1) -> Path:
+    """The folder of a job's record, of the first run or a later one; recorded where it is not there yet."""
+    folder = kept / engine / (fault if run == 1 else f"{fault}-{run}")
     if again or not (folder / "run.json").exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
         job = _command(fault, engine)
@@ -195,9 +197,9 @@ def _has_one(sentence: str, words: str) -> bool:
     return any(word.lower() in sentence.lower() for word in words.split("|"))
 
 
-def judge(fault: Fault, engine: str, kept: Path = KEPT, again: bool = False) -> Judged:
+def judge(fault: Fault, engine: str, kept: Path = KEPT, again: bool = False, run: int = 1) -> Judged:
     """Record a job, where that is needed, and look at its first finding."""
-    record = RunRecord.load(recording_of(fault.name, engine, kept, again))
+    record = RunRecord.load(recording_of(fault.name, engine, kept, again, run))
     found = findings(record)
     return Judged(fault, engine, found[0] if found else None)
 
@@ -211,6 +213,21 @@ def table(judged: Sequence[Judged]) -> str:
     return "\n".join(lines)
 
 
+def chosen(engines: Sequence[str], only: Sequence[str] | None) -> Iterator[tuple[Fault, str, int]]:
+    """Each job of these engines, with the number of its run; `only` those of these faults."""
+    for fault in FAULTS:
+        for engine in fault.engines:
+            if engine in engines and (not only or fault.name in only):
+                yield from ((fault, engine, run) for run in range(1, fault.runs + 1))
+
+
+def tell(judged: Judged) -> None:
+    """Print a job's first sentence and its remedy."""
+    verdict = "right" if judged.is_right else "WRONG"
+    print(f"{verdict}  {judged.engine:5}  {judged.fault.name}: {judged.sentence}", flush=True)
+    print(f"                -> {judged.first.remedy[:160] if judged.first else ''}", flush=True)
+
+
 def main() -> None:
     """Run the bench, and print what it found."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -221,17 +238,10 @@ def main() -> None:
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
     judged = []
-    for fault in FAULTS:
-        for engine in fault.engines:
-            if engine in options.engine and (not options.only or fault.name in options.only):
-                judged.append(judge(fault, engine, options.recordings, options.again))
-                one = judged[-1]
-                remedy = one.first.remedy if one.first else ""
-                if not options.markdown:
-                    print(
-                        f"{'right' if one.is_right else 'WRONG'}  {engine:5}  {fault.name}: {one.sentence}", flush=True
-                    )
-                    print(f"                -> {remedy[:160]}", flush=True)
+    for fault, engine, run in chosen(options.engine, options.only):
+        judged.append(judge(fault, engine, options.recordings, options.again, run))
+        if not options.markdown:
+            tell(judged[-1])
     if options.markdown:
         print(table(judged))
     right = sum(each.is_right for each in judged)
