@@ -70,6 +70,7 @@ FAULTS = (
     Fault("tiny-units", "each layer is a unit", ("small",), {"fsdp2": ("fully_shard", "block")}),
     Fault("one-unit", "the whole model is one unit", ("one unit",), {"fsdp2": ("fully_shard",)}),
     Fault("small-buckets", "buckets of 50 kB", ("bucket|small",), {"ddp": ("bucket_cap_mb",)}),
+    Fault("one-bucket", "a bucket of 1 GB", ("one bucket",), {"ddp": ("bucket_cap_mb",)}),
     Fault("find-unused", "find_unused_parameters without need", ("find_unused_parameters",),
           {"ddp": ("find_unused_parameters=False",)}),
     Fault("broadcast-buffers", "a constant buffer is broadcast in each forward", ("buffers",),

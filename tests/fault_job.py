@@ -105,7 +105,7 @@ def replicated(model: Network, fault: str) -> nn.Module:
     """The model under DistributedDataParallel."""
     return nn.parallel.DistributedDataParallel(
         model,
-        bucket_cap_mb=0.05 if fault == "small-buckets" else None,
+        bucket_cap_mb={"small-buckets": 0.05, "one-bucket": 1000}.get(fault),
         find_unused_parameters=fault in ("find-unused", "static-graph"),
         static_graph=fault == "static-graph",
         broadcast_buffers=fault == "broadcast-buffers",

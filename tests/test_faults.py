@@ -39,6 +39,7 @@ KEPT = {"kept_gradient_bytes": 4_000_000}
 BUFFERS = {"broadcast_buffers": True, "buffer_bytes": 32_000, "buffers_change": False}
 UNUSED = {"find_unused_parameters": True}
 BUCKETS = {"observed": {"bucket_bytes": 50_000}, "calls": 5 * [("all_reduce", "", "backward", 400_000)]}
+ONE_BUCKET = {"observed": {"bucket_bytes": 10**9}, "calls": [("all_reduce", "", "backward", 25_000_000)]}
 REPLICATED: list[Call] = [("all_reduce", "", "backward", 25_000_000), ("all_reduce", "", "backward", 7_000_000)]
 
 
@@ -168,6 +169,7 @@ def test_a_fault_is_named_with_its_remedy(kind, says, remedy, given, share, tmp_
         ("find_unused", "find_unused_parameters", "find_unused_parameters=False", {"observed": UNUSED}),
         ("sent_buffers", "32.0 kB", "broadcast_buffers=False", {"observed": BUFFERS}),
         ("small_buckets", "5 all-reduces a step", "bucket_cap_mb", BUCKETS),
+        ("one_bucket", "the all-reduce of 25.0 MB begins", "bucket_cap_mb=25", ONE_BUCKET),
         ("full_messages", "fp32", "bf16_compress_hook", {"observed": {"autocast": "bfloat16"}}),
     ],
 )  # fmt: skip
@@ -180,6 +182,7 @@ def test_faults_of_ddp(kind, says, remedy, given, tmp_path):
     {"find_unused_parameters": True, "unused_parameters": 2},
     {"broadcast_buffers": True, "buffer_bytes": 32_000, "buffers_change": True},
     {"autocast": "bfloat16", "has_comm_hook": True},
+    {"bucket_bytes": 10**9},  # and there are two buckets
 ])  # fmt: skip
 def test_an_option_of_ddp_that_is_needed_is_no_fault(options, tmp_path):
     assert faults(job(tmp_path, DDP, REPLICATED, options)) == []

@@ -24,6 +24,8 @@ from fsdplab.records.tables import Row
 
 SMALL_PART = 1 / 3  # part of an engine's collectives that may be small
 BUCKET_BYTES = 5_000_000  # a bucket of DDP that is smaller is small; PyTorch's default is 25 MiB
+USUAL_BUCKET = 25 * 2**20
+FIRST_BUCKET = 2**20  # PyTorch's first bucket is of 1 MiB, so that its all-reduce begins early
 KEPT_UNITS = 0.1  # part of the peak that unsharded parameters may be
 SMALL_UNITS = 0.05  # part of the peak below which unsharded parameters save nothing worth a second gather
 REDUCTIONS = ("reduce_scatter", "all_reduce")
@@ -127,7 +129,8 @@ def _without_own(facts: StepFacts) -> str:
     large = [name for name, each in own.items() if "broadcast" in name and each.nbytes > SMALL_BYTES]
     if large:
         ways.append(
-            "Take the broadcast out: ranks that begin with the same weights and step the same gradients stay equal."
+            "Take the broadcast out: ranks that begin with the same weights and step the same gradients stay equal, and"
+            " of data each rank can load its own part."
         )
     if any("barrier" not in name and name not in large for name in own):
         ways.append(
@@ -166,6 +169,19 @@ def _small_buckets(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     needed = max(1, math.ceil(total / 25e6))
     values = {"count": round(each_time), "size": size(total / each_time), "bucket": size(bucket), "needed": needed}
     return Fact(kind, cost, values=values)
+
+
+def _one_bucket(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
+    """DDP's buckets are set larger than PyTorch makes them, so that one holds all gradients."""
+    bucket = facts.observed.get("bucket_bytes")
+    rows = [row for row in _of_engine(facts) if row["kind"] == "all_reduce"]
+    if not bucket or bucket <= USUAL_BUCKET or len(rows) != micro_batches(facts):
+        return None
+    total = rows[0]["logical_bytes"] or 0
+    if total < FIRST_BUCKET:
+        return None
+    cost = _exposed(left, lambda cell: cell.kind == "all_reduce")
+    return Fact(kind, cost, values={"size": size(total), "bucket": size(bucket)})
 
 
 def _one_unit(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
@@ -275,6 +291,10 @@ FAULTS = (
           "DDP's buckets are too small: {count} all-reduces a step of {size} each, where {needed} would do",
           "bucket_cap_mb is set to {bucket}; latency is most of such a collective.",
           lambda facts: facts.words["fewer_units"]),
+    fault_rule("one_bucket", _one_bucket,
+          "All gradients are one bucket: the all-reduce of {size} begins when the backward has ended",
+          "bucket_cap_mb is set to {bucket}; of smaller buckets the first is sent while the others are computed.",
+          "DistributedDataParallel(model) with the default, bucket_cap_mb=25, whose first bucket has 1 MiB."),
     fault_rule("sent_buffers", _sent_buffers,
           "DDP broadcasts the model's buffers in each forward, {bytes}, although they do not change",
           "The first rank sends them to all others before each forward ({times} a step).",

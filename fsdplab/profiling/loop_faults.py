@@ -181,7 +181,7 @@ def _looping_optimizer(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | N
     parameters, found = facts.observed.get("parameters") or 0, facts.optimizer
     if not facts.observed.get("optimizer_loops") or parameters < MANY or found is None:
         return None
-    if found.seconds < SLOW_OPTIMIZER * facts.step_s:
+    if found.seconds < SLOW_OPTIMIZER * facts.step_s and not facts.observed.get("told_to_loop"):
         return None
     values = {"optimizer": facts.observed["optimizer"], "parameters": parameters}
     return Fact(kind, found.seconds, "step", values=values)
@@ -360,7 +360,7 @@ LOOP_FAULTS = (
         "Memory grows in each step, by {more}: rank {rank} holds {first}, and {last} {steps} steps later",
         "Something keeps the tensors of every step.",
         "Add up loss.detach() (or loss.item()) and not the loss, which keeps its whole graph; look for lists and"
-        " dicts that tensors are appended to.",
+        " dicts to which tensors, or samples, are added.",
     ),
     fault_rule(
         "clipped_apart",

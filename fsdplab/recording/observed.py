@@ -62,9 +62,15 @@ class Observed:
         inner = [held for each in self._optimizers for held in holding_state(each)]
         groups = [group for each in inner for group in getattr(each, "param_groups", ())]
         loops = any(self._loops(group) for group in groups)
+        is_told_to = loops and any(group.get("foreach") is False for group in groups)
         names = sorted({type(each).__name__ for each in inner})
         number = sum(len(group["params"]) for group in groups)
-        return {"optimizer": ", ".join(names), "optimizer_loops": loops, "parameters": number}
+        return {
+            "optimizer": ", ".join(names),
+            "optimizer_loops": loops,
+            "told_to_loop": is_told_to,
+            "parameters": number,
+        }
 
     def _loops(self, group: dict[str, Any]) -> bool:
         """Whether a group steps its tensors one by one although its optimizer could do otherwise."""
