@@ -386,7 +386,43 @@ def test_the_difference_of_two_traces_by_unit(tmp_path):
         ("blocks.0", "kernel", 5_000, "both"),
     ]  # fmt: skip
     assert table.sentence == "blocks.1 differs most: 40.0 µs a step more in its kernels, of 45.0 µs in all."
-    assert tables.difference_by_module(paths[0], paths[0]).sentence == "No unit takes longer in one of the two."
+    assert tables.difference_by_module(paths[0], paths[0]).sentence == "No module takes longer in one of the two."
+
+
+class Model(torch.nn.Module):
+    """Two layers in modules of their own; the second is as wide as it is told."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = torch.nn.Sequential(torch.nn.Linear(64, 64))
+        self.second = torch.nn.Sequential(torch.nn.Linear(64, width), torch.nn.Linear(width, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+@pytest.mark.quick
+def test_the_difference_by_module_of_traces_without_units(tmp_path):
+    """The backward of a module is its own; the model around them is no module beside them."""
+    paths = []
+    for width in (64, 2048):
+        model, x = Model(width), torch.randn(256, 64)
+        model(x).sum().backward()
+        with torch.profiler.profile(record_shapes=True, with_stack=True) as profile:
+            for _ in range(2):
+                model(x).sum().backward()
+        paths.append(tmp_path / f"{width}.json")
+        profile.export_chrome_trace(str(paths[-1]))
+    found = {row["unit"]: row for row in rows(tables.difference_by_module(*paths))}
+    first, second = (next(row for name, row in found.items() if name == f"Sequential_{at}") for at in (0, 1))
+    assert second["difference_ns"] > 10 * abs(first["difference_ns"]) and second["state"] == "both"
+    work = work_of(read_events(paths[1], shapes=True))
+    of_products = {
+        module
+        for module, row in zip(work.modules, work.rows.tolist())
+        if work.found.names[int(work.found.name[row])] in ("aten::mm", "aten::addmm")
+    }
+    assert of_products == {"Sequential_0", "Sequential_1"}, "of forward and backward"
 
 
 def step_record(tmp_path: Path, computing: list[int], waiting: list[int]) -> RunRecord:

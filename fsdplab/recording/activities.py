@@ -48,7 +48,8 @@ OWN = (
     "reduce", "reduce_scatter", "reduce_scatter_tensor", "gather", "gather_object", "scatter", "all_to_all",
     "all_to_all_single", "barrier", "monitored_barrier",
 )  # fmt: skip
-_ENGINES = ("torch.", "fsdplab.", "deepspeed.")  # modules whose collectives are an engine's
+# modules whose collectives are an engine's, or of a trainer's loop, which tells all ranks of a signal in each step
+_ENGINES = ("torch.", "fsdplab.", "deepspeed.", "lightning.pytorch.loops.", "pytorch_lightning.loops.")
 
 
 def watch(recorder: RankRecorder) -> None:

@@ -70,7 +70,8 @@ _OF_MODULES = (
 
 
 def difference_by_module(first: Work | str | Path, second: Work | str | Path) -> Table:
-    """Time a step of each unit of two traces by kind of work, the largest difference first.
+    """Time a step of each unit of two traces by kind of work, the largest difference first; of traces without units, of
+    each module, where they were recorded with `with_stack=True`.
 
     On a GPU only the device's work counts. A unit that computes for 24 ms in the first and 30 in the second:
     `{"unit": "blocks.0", "kind": "kernel", "difference_ns": 6e6, ...}`.
@@ -84,31 +85,31 @@ def difference_by_module(first: Work | str | Path, second: Work | str | Path) ->
             "difference_ns": times[1] - times[0], "state": _state((unit, kind) in before, (unit, kind) in after),
         })  # fmt: skip
     rows.sort(key=lambda row: -abs(row["difference_ns"]))
-    return Table("module_difference", "Difference by unit", _of_modules(rows), _OF_MODULES, tuple(rows))
+    return Table("module_difference", "Difference by module", _of_modules(rows), _OF_MODULES, tuple(rows))
 
 
 def _by_module(trace: Work | str | Path) -> dict[tuple[str, str], float]:
     """ns a step of each unit and kind of work; of a trace with a device without the host's operators."""
-    work = work_in(trace)
+    work = work_in(trace, shapes=True)
     on_device = work.computes == KERNEL
     sums: dict[tuple[str, str], float] = {}
-    for unit, kind, own_ns in zip(work.unit.tolist(), work.kind.tolist(), work.own_ns.tolist()):
+    for module, kind, own_ns in zip(work.modules, work.kind.tolist(), work.own_ns.tolist()):
         if on_device and KINDS[kind] == OPERATOR:
             continue
-        key = work.units[unit], KINDS[kind]
+        key = module, KINDS[kind]
         sums[key] = sums.get(key, 0.0) + own_ns / work.steps
     return sums
 
 
 def _of_modules(rows: Sequence[Row]) -> str:
-    """The unit that differs most, and by how much all of them do."""
+    """The module that differs most, and by how much all of them do."""
     total = sum(row["difference_ns"] for row in rows)
     way = [row for row in rows if row["difference_ns"] * total > 0]
     if not way:
-        return "No unit takes longer in one of the two."
+        return "No module takes longer in one of the two."
     most = way[0]
     return (
-        f"{most['unit'] or 'What is in no unit'} differs most: {seconds(abs(most['difference_ns']) / 1e9)} a step"
+        f"{most['unit'] or 'What is in no module'} differs most: {seconds(abs(most['difference_ns']) / 1e9)} a step"
         f" {'more' if total > 0 else 'less'} in its {_PLURAL[most['kind']]}, of {seconds(abs(total) / 1e9)} in all."
     )
 

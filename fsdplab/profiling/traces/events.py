@@ -51,6 +51,7 @@ _OF_BEFORE = {  # categories as PyTorch wrote them until 2021 -> as it does now
 _OF_HOST = ("cpu_op", "user_annotation")
 _OF_RUNTIME = ("cuda_runtime", "cuda_driver", "xpu_runtime", "xpu_driver")
 _READ = {*_OF_HOST, *_OF_RUNTIME, "kernel", "gpu_memcpy", "gpu_memset", *_OF_BEFORE}
+_OF_PYTHON, _OF_MODULES = "python_function", "nn.Module: "  # the category of Python's stack, and its modules
 _PASSED_OVER = {  # what the profiler writes beside them: of itself, Python's stack, arrows, and what is shown twice
     "", "python_function", "gpu_user_annotation", "cuda_sync", "overhead", "Trace", "fwdbwd", "ac2g", "emulated",
     "async_cpu_to_gpu", "cpu_instant_event", "cuda_profiler_range", "external_correlation", "collective_comm",
@@ -201,6 +202,7 @@ class Events:
     shapes: dict[int, str]
     memory: np.ndarray  # of the devices' allocators: when, of which device, bytes allocated and reserved
     sequence: np.ndarray  # rows of operators and of autograd's ranges, each with its number in autograd's sequence
+    modules: Sequence[Range]  # of the model, where shapes were asked for and the trace has Python's stack
     odd: tuple[str, ...] = ()  # sentences on what was left out
     unread: Mapping[str, int] = field(default_factory=dict)  # ns of the categories that nobody knows
 
@@ -433,6 +435,7 @@ class _Reader:
         self.first: int | None = None
         self.last = 0
         self._memory = array("q")  # when, of which device, bytes allocated and reserved: four numbers an event
+        self._modules: list[Range] = []
         self._sequence = array("q")  # rows, each with its number in autograd's sequence
         self._negative: list[str] = []  # the first events of a negative duration
         self._negatives = 0
@@ -452,7 +455,10 @@ class _Reader:
                     continue
                 category = event.get("cat", "")
                 if category not in _READ:
-                    if category not in _PASSED_OVER:
+                    if category == _OF_PYTHON:
+                        if wants_shapes:
+                            self._note_module(event)
+                    elif category not in _PASSED_OVER:
                         self._pass_over(str(category), event)
                     continue
                 start = nanoseconds(event["ts"])
@@ -530,6 +536,18 @@ class _Reader:
             if allocated:
                 self._memory.extend((nanoseconds(event["ts"]), device, allocated, reserved))
 
+    def _note_module(self, event: dict[str, Any]) -> None:
+        """Note the range of a module of the model; the rest of Python's stack is not needed."""
+        name = event["name"]
+        if not isinstance(name, str) or not name.startswith(_OF_MODULES):
+            return
+        own = event["pid"], event["tid"]
+        thread = self._threads.setdefault(own, len(self._threads))
+        start = nanoseconds(event["ts"])
+        end = start + nanoseconds(event.get("dur") or 0)
+        if end >= start:
+            self._modules.append(Range(name.removeprefix(_OF_MODULES), "", start, end, thread))
+
     def _note_bytes(self, row: int, given: Any) -> None:
         """How many bytes a copy moved; the rest of its arguments is not needed."""
         if isinstance(given, dict) and "bytes" in given:
@@ -567,7 +585,7 @@ class _Reader:
             trace.path, trace.metadata, trace.base_ns, self.first or 0, self.last, kind, start, end, name, thread,
             correlation, names, list(self._threads), self._details, self._comm_kernels,
             self._shapes, np.frombuffer(self._memory, dtype=np.int64).reshape(-1, 4),
-            np.frombuffer(self._sequence, dtype=np.int64).reshape(-1, 2), self._odd(trace), self._unread,
+            np.frombuffer(self._sequence, dtype=np.int64).reshape(-1, 2), self._modules, self._odd(trace), self._unread,
         )  # fmt: skip
 
 
