@@ -18,7 +18,7 @@ def cases(default: bool) -> list[object]:
     jobs = [each for each in ALL if ((each[0].name, each[1]) in DEFAULT) == default]
     return [
         pytest.param(
-            fault, engine, run, id=f"{fault.name}-{engine}-{run}",
+            fault, engine, run, id=f"{fault.name}-{engine}" if run == 1 else f"{fault.name}-{engine}-{run}",
             marks=pytest.mark.peers if engine.startswith(("lightning", "deepspeed")) else (),
         )
         for fault, engine, run in jobs
