@@ -70,9 +70,7 @@ def _report_snapshots(snapshots: Sequence[Path], given: Sequence[Path], outputs:
     outputs.give(answer_of_snapshots(snapshots))
 
 
-def _of_traces(
-    records: Sequence[RunRecord], made: Sequence[Sequence[Table]]
-) -> Iterator[tuple[str, Sequence[Table]]]:  # fmt: skip
+def _of_traces(records: Sequence[RunRecord], made: Sequence[Sequence[Table]]) -> Iterator[tuple[str, Sequence[Table]]]:
     """The tables of each record's traces by its label, then those of each other record beside the first."""
     labels = [each.label for each in views(records)]
     yield from zip(labels, made)

@@ -124,11 +124,17 @@ GPUS: dict[str, Gpu] = {
 _HOPPER = {"fp64": 67, "fp32": 67, "tf32": 494.7, "fp16": 989, "fp8": 1979}
 _AMPERE = {"fp64": 19.5, "fp32": 19.5, "tf32": 156, "fp16": 312}
 _OTHER_FORMATS: dict[str, dict[str, float]] = {
-    "H100 SXM 80GB": _HOPPER, "H200 SXM 141GB": _HOPPER, "A100 SXM 40GB": _AMPERE, "A100 SXM 80GB": _AMPERE,
-    "B200 SXM": {"fp16": 2250, "fp8": 4500}, "RTX 4090": {"fp32": 82.6, "tf32": 82.6, "fp16": 165.2, "fp8": 330.3},
-    "RTX 3090": {"fp32": 35.6, "tf32": 35.6, "fp16": 71}, "L40S": {"fp32": 91.6, "tf32": 183, "fp16": 362, "fp8": 733},
-    "T4": {"fp32": 8.1, "fp16": 65}, "MI300X": {"fp32": 163.4, "tf32": 653.7, "fp16": 1307.4, "fp8": 2614.9},
-}  # fmt: skip
+    "H100 SXM 80GB": _HOPPER,
+    "H200 SXM 141GB": _HOPPER,
+    "A100 SXM 40GB": _AMPERE,
+    "A100 SXM 80GB": _AMPERE,
+    "B200 SXM": {"fp16": 2250, "fp8": 4500},
+    "RTX 4090": {"fp32": 82.6, "tf32": 82.6, "fp16": 165.2, "fp8": 330.3},
+    "RTX 3090": {"fp32": 35.6, "tf32": 35.6, "fp16": 71},
+    "L40S": {"fp32": 91.6, "tf32": 183, "fp16": 362, "fp8": 733},
+    "T4": {"fp32": 8.1, "fp16": 65},
+    "MI300X": {"fp32": 163.4, "tf32": 653.7, "fp16": 1307.4, "fp8": 2614.9},
+}
 # Usual short names, squeezed, and their rows.
 _SHORT = {
     "h100": "H100 SXM 80GB", "h100sxm": "H100 SXM 80GB", "h10080gb": "H100 SXM 80GB", "h10096gb": "H100 SXM 96GB",

@@ -69,10 +69,16 @@ def _done_each_step(*names: str) -> Callable[[str, StepFacts, Unclaimed], Fact |
 
 
 _CALLED = {
-    "state_dict": "state_dict", "full_tensor": "full_tensor", "saving": "torch.save", "evaluation": "eval",
-    "garbage_collection": "gc.collect", "deep copy": "copy.deepcopy", "cache emptied": "torch.cuda.empty_cache",
-    "loader begun": "iter(loader)", "clipped again": "clip_grad_norm_",
-}  # fmt: skip
+    "state_dict": "state_dict",
+    "full_tensor": "full_tensor",
+    "saving": "torch.save",
+    "evaluation": "eval",
+    "garbage_collection": "gc.collect",
+    "deep copy": "copy.deepcopy",
+    "cache emptied": "torch.cuda.empty_cache",
+    "loader begun": "iter(loader)",
+    "clipped again": "clip_grad_norm_",
+}
 
 
 def _reads(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:

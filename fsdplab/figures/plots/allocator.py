@@ -35,9 +35,11 @@ def allocator_peak(memory: DeviceMemory) -> go.Figure:
     if failed is not None:
         ends["when a request failed"] = f"<b>{size(failed.asked)}</b> were asked for"
         then = {
-            "in use": failed.in_use, _UNUSED: max(0, failed.reserved - failed.in_use),
-            "free on the device": failed.device_free or 0, "asked for": failed.asked,
-        }  # fmt: skip
+            "in use": failed.in_use,
+            _UNUSED: max(0, failed.reserved - failed.in_use),
+            "free on the device": failed.device_free or 0,
+            "asked for": failed.asked,
+        }
         for name, nbytes in then.items():
             lengths[name] = [lengths.get(name, [0])[0], nbytes]
     parts = [

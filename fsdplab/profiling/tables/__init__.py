@@ -9,7 +9,21 @@ from fsdplab.profiling.tables.rates import DevicePeak, achieved, copies, rooflin
 from fsdplab.profiling.tables.table import Column, Table
 
 __all__ = [
-    "Column", "DevicePeak", "Table", "TablesOf", "achieved", "bandwidths_by_size", "copies", "critical_path",
-    "difference", "difference_by_module", "difference_of_steps", "idle_time", "launches", "operators", "roofline",
-    "tables_of_pair", "tables_of_record",
-]  # fmt: skip
+    "Column",
+    "DevicePeak",
+    "Table",
+    "TablesOf",
+    "achieved",
+    "bandwidths_by_size",
+    "copies",
+    "critical_path",
+    "difference",
+    "difference_by_module",
+    "difference_of_steps",
+    "idle_time",
+    "launches",
+    "operators",
+    "roofline",
+    "tables_of_pair",
+    "tables_of_record",
+]

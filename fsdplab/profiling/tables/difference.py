@@ -64,9 +64,13 @@ def difference(
 
 
 _OF_MODULES = (
-    Column("unit", "unit"), Column("kind", "kind"), Column("before_ns", "first", "ns"),
-    Column("after_ns", "second", "ns"), Column("difference_ns", "difference", "ns"), Column("state", "in both"),
-)  # fmt: skip
+    Column("unit", "unit"),
+    Column("kind", "kind"),
+    Column("before_ns", "first", "ns"),
+    Column("after_ns", "second", "ns"),
+    Column("difference_ns", "difference", "ns"),
+    Column("state", "in both"),
+)
 
 
 def difference_by_module(first: Work | str | Path, second: Work | str | Path) -> Table:
@@ -80,10 +84,16 @@ def difference_by_module(first: Work | str | Path, second: Work | str | Path) ->
     rows: list[Row] = []
     for unit, kind in {**before, **after}:
         times = [side.get((unit, kind), 0.0) for side in (before, after)]
-        rows.append({
-            "unit": unit, "kind": kind, "before_ns": times[0], "after_ns": times[1],
-            "difference_ns": times[1] - times[0], "state": _state((unit, kind) in before, (unit, kind) in after),
-        })  # fmt: skip
+        rows.append(
+            {
+                "unit": unit,
+                "kind": kind,
+                "before_ns": times[0],
+                "after_ns": times[1],
+                "difference_ns": times[1] - times[0],
+                "state": _state((unit, kind) in before, (unit, kind) in after),
+            }
+        )
     rows.sort(key=lambda row: -abs(row["difference_ns"]))
     return Table("module_difference", "Difference by module", _of_modules(rows), _OF_MODULES, tuple(rows))
 

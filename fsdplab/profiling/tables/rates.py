@@ -281,10 +281,13 @@ _DIRECTIONS = (
     ("memory is set", re.compile(r"Memset|FillBuffer", re.IGNORECASE)),
 )
 _OF_COPIES = (
-    Column("direction", "direction"), Column("memory", "host memory"), Column("count", "copies a step", "count"),
-    Column("nbytes", "bytes a step", "bytes"), Column("time_ns", "time a step", "ns"),
+    Column("direction", "direction"),
+    Column("memory", "host memory"),
+    Column("count", "copies a step", "count"),
+    Column("nbytes", "bytes a step", "bytes"),
+    Column("time_ns", "time a step", "ns"),
     Column("bytes_per_s", "bandwidth", "bytes/s"),
-)  # fmt: skip
+)
 
 
 def copies(work: Work) -> Table:
@@ -326,10 +329,13 @@ def _way(name: str) -> tuple[str, str]:
 def _copy_row(direction: str, memory: str, count: float, nbytes: float, time_ns: float) -> Row:
     knows_bytes = nbytes == nbytes  # not NaN
     return {
-        "direction": direction, "memory": memory, "count": count, "time_ns": time_ns,
+        "direction": direction,
+        "memory": memory,
+        "count": count,
+        "time_ns": time_ns,
         "nbytes": nbytes if knows_bytes else None,
         "bytes_per_s": nbytes / (time_ns / 1e9) if knows_bytes and time_ns else None,
-    }  # fmt: skip
+    }
 
 
 def _of_copies(rows: Sequence[Row]) -> str:

@@ -134,9 +134,16 @@ _ITEM_BYTES = {
     "c10::complex<c10::half>": 4, "c10::complex<float>": 8, "c10::complex<double>": 16,
 }  # fmt: skip
 _FORMATS = {
-    "float": "fp32", "float32": "fp32", "double": "fp64", "float64": "fp64", "bfloat16": "bf16",
-    "c10::bfloat16": "bf16", "half": "fp16", "c10::half": "fp16", "float16": "fp16",
-}  # fmt: skip
+    "float": "fp32",
+    "float32": "fp32",
+    "double": "fp64",
+    "float64": "fp64",
+    "bfloat16": "bf16",
+    "c10::bfloat16": "bf16",
+    "half": "fp16",
+    "c10::half": "fp16",
+    "float16": "fp16",
+}
 _EIGHT_BITS = re.compile(r"^(c10::)?float8_e\w+$")
 
 
@@ -582,11 +589,28 @@ class _Reader:
         kind, name, thread = (columns[at].astype(small) for at, small in ((2, np.int8), (3, np.int32), (4, np.int32)))
         names = [name for name, _ in self._verdicts]
         return Events(
-            trace.path, trace.metadata, trace.base_ns, self.first or 0, self.last, kind, start, end, name, thread,
-            correlation, names, list(self._threads), self._details, self._comm_kernels,
-            self._shapes, np.frombuffer(self._memory, dtype=np.int64).reshape(-1, 4),
-            np.frombuffer(self._sequence, dtype=np.int64).reshape(-1, 2), self._modules, self._odd(trace), self._unread,
-        )  # fmt: skip
+            trace.path,
+            trace.metadata,
+            trace.base_ns,
+            self.first or 0,
+            self.last,
+            kind,
+            start,
+            end,
+            name,
+            thread,
+            correlation,
+            names,
+            list(self._threads),
+            self._details,
+            self._comm_kernels,
+            self._shapes,
+            np.frombuffer(self._memory, dtype=np.int64).reshape(-1, 4),
+            np.frombuffer(self._sequence, dtype=np.int64).reshape(-1, 2),
+            self._modules,
+            self._odd(trace),
+            self._unread,
+        )
 
 
 _KEEPS_DETAILS = {Kind.GLOO, Kind.SHM, Kind.COMM, Kind.ISSUE}
