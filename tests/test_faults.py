@@ -144,6 +144,7 @@ def test_a_job_without_a_fault_is_accused_of_none(spec, calls, share, tmp_path):
         ("loader_begun", "begun once in each step", "before the loop", {"loader begun": (1, 20 * MS, 0)}),
         ("clipped_again", "clipped again", "Once a step", {"clipping": (2, MS, 0), "clipped again": (1, MS, 0)}),
         ("norms_apart", "26 a step", "get_total_norm", {"norm": (26, MS, 0)}),
+        ("norms_apart", "26 a step", "get_total_norm", {"norm": (28, MS, 0), "clipping": (1, MS, 0)}),
         ("read_whole", "reads 26 tensors whole", "hundredth", {"to numpy": (26, MS, 0)}),
         ("dropped_graph", "50 of the 100 nodes", "torch.no_grad()", GRAPHS),
         ("in_eval_mode", "Dropout (4)", "model.train()", {"observed": {"asleep": {"Dropout": 4}}}),
@@ -204,7 +205,7 @@ def test_gradients_that_are_reduced_in_each_micro_batch(spec, calls, remedy, tmp
 @pytest.mark.parametrize("given", [
     {"graph": (100, 40 * MS, 0), "dropped graph": (26, 2 * MS, 0)},  # many nodes, and hardly any time: to_local
     {"graph": (100, 40 * MS, 0), "dropped graph": (6, 20 * MS, 0)},  # a metric that keeps few nodes
-    {"clipping": (1, MS, 0), "norm": (26, MS, 0)},  # clip_grad_norm_ of single norms
+    {"clipping": (1, MS, 0), "norm": (2, MS, 0)},  # what clip_grad_norm_ takes besides its list of norms
     {"to numpy": (2, MS, 0)}, {"read": (4, MS, 0), "backward": (1, 30 * MS, 0)},
     {"read": (7, MS, 0), "backward": (4, 30 * MS, 0)},  # the recording reads four losses
     {"resident": (1, 0, 500_000_000)},

@@ -19,6 +19,7 @@ from fsdplab.profiling.step_facts import Activity, StepFacts, Unclaimed, ahead, 
 REGULAR = 0.5  # part of the steps from which on something is done in each step
 MANY = 8  # calls, collectives or parameters below which nothing is called many
 SMALL_BYTES = 10_000  # a collective of fewer is small: latency is all of it
+NORMS_OF_CLIPPING = 2  # single norms that a call of clip_grad_norm_ takes: of the list of norms, and of sharded ones
 MANY_READS = 5  # numbers that a step reads out of tensors, from which on they are many, and two a micro-batch
 SLOW_OPTIMIZER = 0.02  # part of a step that an optimizer may take which steps one tensor after the other
 MORE_WORK = 1.4  # CPU time of a rank over the others', from which on it has more work
@@ -114,17 +115,22 @@ def _clipped_apart(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
 
 
 def _norms_apart(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
-    """Norms are taken one parameter after the other, and not to clip."""
-    by_engine = str(facts.spec.get("engine")).startswith("deepspeed")  # which takes norms of its own pieces
-    return None if by_engine or "clipping" in facts.activities else _one_by_one(kind, facts, "norm")
+    """Norms are taken one parameter after the other, besides those of a call that clips all gradients together."""
+    if str(facts.spec.get("engine")).startswith("deepspeed"):  # which takes norms of its own pieces
+        return None
+    clipping = facts.activities.get("clipping")
+    return _one_by_one(kind, facts, "norm", besides=NORMS_OF_CLIPPING * clipping.count if clipping else 0.0)
 
 
-def _one_by_one(kind: str, facts: StepFacts, name: str) -> Fact | None:
+def _one_by_one(kind: str, facts: StepFacts, name: str, besides: float = 0.0) -> Fact | None:
     """An activity that is done for at least half of the parameters."""
     found, parameters = facts.activities.get(name), facts.observed.get("parameters") or 0
-    if found is None or found.regular <= REGULAR or found.count < max(MANY, 0.5 * parameters):
+    if found is None or found.regular <= REGULAR:
         return None
-    values = {"count": round(found.count), "parameters": parameters}
+    count = found.count - besides
+    if count < max(MANY, 0.5 * parameters):
+        return None
+    values = {"count": round(count), "parameters": parameters}
     return Fact(kind, found.seconds, "step", rank=found.rank, values=values)
 
 
@@ -390,6 +396,7 @@ LOOP_FAULTS = (
         "Norms are taken one parameter after the other: {count} a step of {parameters} parameters",
         "Each is an operator (or several) of its own, and of a sharded tensor a collective.",
         "Take them every hundredth step, and all at once: torch.nn.utils.get_total_norm, or torch._foreach_norm.",
+        unless=["clipped_apart"],
     ),
     fault_rule(
         "read_whole",
