@@ -29,8 +29,8 @@ def allocator_peak(memory: DeviceMemory) -> go.Figure:
         raise ValueError(f"nothing was in use on device {memory.device}, so there is no peak to draw")
     unused = max(0, memory.reserved_at_peak - memory.peak)
     ends = {_AT_THE_PEAK: f"<b>{size(memory.peak)}</b> in use, {size(memory.reserved_at_peak)} reserved"}
-    lengths = {name: [nbytes] for name, nbytes in memory.by_category.items()}
-    lengths[_UNUSED] = [unused]
+    lengths = {name: [nbytes, 0] for name, nbytes in memory.by_category.items()}
+    then = {_UNUSED: 0}
     failed = memory.out_of_memory
     if failed is not None:
         ends["when a request failed"] = f"<b>{size(failed.asked)}</b> were asked for"
@@ -40,10 +40,10 @@ def allocator_peak(memory: DeviceMemory) -> go.Figure:
             "free on the device": failed.device_free or 0,
             "asked for": failed.asked,
         }
-        for name, nbytes in then.items():
-            lengths[name] = [lengths.get(name, [0])[0], nbytes]
+    for name, nbytes in then.items():
+        lengths[name] = [unused if name == _UNUSED else 0, nbytes]
     parts = [
-        Part(name, _colour(name, place), [nbytes / MB for nbytes in [*each, 0][: len(ends)]])
+        Part(name, _colour(name, place), [nbytes / MB for nbytes in each[: len(ends)]])
         for place, (name, each) in enumerate(lengths.items())
         if any(each)
     ]

@@ -33,12 +33,12 @@ def step_causes(record: RunRecord) -> go.Figure:
     profile.rows_of(record, "breakdown")
     facts, found = step_facts(record), findings(record)
     parts = _parts(facts)
-    whole = facts.worst.step_ns / MS
+    whole = 1e3 * facts.step_s
     fault = _marked(found, facts)
-    ends = {_STEP: f"<b>{duration(facts.worst.step_ns)}</b>"}
+    ends = {_STEP: f"<b>{seconds(facts.step_s)}</b>"}
     cost = 0.0
     if fault is not None:
-        cost = min(whole, 1e3 * fault.seconds * whole / (1e3 * facts.step_s))
+        cost = min(whole, 1e3 * fault.seconds)
         ends[_named(fault)] = f"<b>{seconds(fault.seconds)}</b> ({percent(fault.seconds / facts.step_s)} of a step)"
     rows = len(ends)
     drawn = [Part(name, colour, [length, 0.0][:rows]) for name, colour, length in parts]
@@ -48,8 +48,11 @@ def step_causes(record: RunRecord) -> go.Figure:
     told = ", ".join(f"{name} {duration(length * MS)}" for name, _, length in parts)
     costs = f"; {_named(fault)} costs {seconds(fault.seconds)}" if fault is not None else ""
     title = diagnosis(record).rstrip(".") or f"A step of {profile.label(record)} takes {seconds(facts.step_s)}"
-    where = profile.conditions([record], "mean of the profiled steps of the rank exposed longest")
-    alt = f"A bar of one step of {duration(facts.worst.step_ns)}: {told}{costs}."
+    how = "mean of the profiled steps of the rank exposed longest"
+    if facts.step_s < facts.worst.step_ns / 1e9:
+        how += f" ({duration(facts.worst.step_ns)}), drawn as long as a timed step"
+    where = profile.conditions([record], how)
+    alt = f"A bar of one step of {seconds(facts.step_s)}: {told}{costs}."
     return titled(figure, title, where, alt, 86 + 43 * rows)
 
 
@@ -68,15 +71,16 @@ def _named(found: Finding) -> str:
 
 
 def _parts(facts: StepFacts) -> list[tuple[str, str, float]]:
-    """(name, colour, ms) of each part of the step; together they are the step."""
+    """(name, colour, ms) of each part of the step; together they are a timed step, as findings claim parts of it."""
     worst = facts.worst
+    scale = 1e3 * facts.step_s / worst.step_ns
     parts = [
         ("computing alone", STEP_COLOURS["compute only"], worst.compute_only_ns),
         ("communication hidden under computing", STEP_COLOURS["overlapped"], worst.overlapped_ns),
         *_exposed(facts),
         *_idle(facts),
     ]
-    return [(name, colour, ns / MS) for name, colour, ns in parts if ns >= _ALIKE * worst.step_ns]
+    return [(name, colour, scale * ns) for name, colour, ns in parts if ns >= _ALIKE * worst.step_ns]
 
 
 def _exposed(facts: StepFacts) -> list[tuple[str, str, float]]:
