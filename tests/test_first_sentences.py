@@ -136,7 +136,7 @@ def test_the_first_figure_shows_where_the_step_goes_and_what_the_first_finding_c
     step = sum(bar.x[0] for bar in figure.data)
     end = figure.layout.xaxis.range[1]
     assert end < 3 * step, "no bar is alone on an axis three times as long"
-    (marked,) = [bar for bar in figure.data if bar.name.startswith("what the first")] or [None]
+    (marked,) = [bar for bar in figure.data if bar.name == "what the diagnosis names"] or [None]
     assert (marked is not None) == (len(rows) == 2)
     if marked is not None:
         assert 0 < marked.x[1] <= step * 1.001
@@ -152,7 +152,7 @@ def test_the_parts_of_the_figure_are_the_step(tmp_path):
     assert parts["idle: data loading"] == pytest.approx(0.6, rel=0.02)
     assert parts["computing alone"] == pytest.approx(0.3, rel=0.02)
     assert sum(parts.values()) == pytest.approx(record.table("breakdown")[0]["step_ns"] / 1e6, rel=0.01)
-    (cost,) = [bar.x[1] for bar in figure.data if bar.name == "what the first finding costs"]
+    (cost,) = [bar.x[1] for bar in figure.data if bar.name == "what the diagnosis names"]
     assert cost == pytest.approx(0.6, rel=0.02)
 
 
