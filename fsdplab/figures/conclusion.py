@@ -318,15 +318,16 @@ def costliest(records: Sequence[RunRecord], most: int = 3) -> list[Advice]:
     """Findings over all runs, each of another kind and another run: first those against which a change of the run gains
     on the steady card, by what it gains and costs; then by the seconds of the finding.
     """
-    found: list[Advice] = []
+    every: list[Advice] = []
     by_label = {run.label: record for run, record in zip(views(records), records)}
-    for label, own in findings_by_run(records):
+    for label, of_run in findings_by_run(records):
         changes = _gains(by_label[label])
-        found += [_advice(label, finding, changes) for finding in own if finding.seconds]
-    by_cost = sorted(found, key=lambda advice: -advice.finding.seconds)
-    places = {change: place for place, change in enumerate(in_order({each.change for each in found if each.gain}))}
+        every += [_advice(label, finding, changes) for finding in of_run if finding.seconds]
+    by_cost = sorted(every, key=lambda advice: -advice.finding.seconds)
+    ordered = in_order({advice.change for advice in every if advice.gain})
+    places = {change: place for place, change in enumerate(ordered)}
     chosen: list[Advice] = []
-    for advice in sorted(by_cost, key=lambda each: places.get(each.change, len(places))):
+    for advice in sorted(by_cost, key=lambda advice: places.get(advice.change, len(places))):
         if all(advice.label != taken.label and advice.finding.kind != taken.finding.kind for taken in chosen):
             chosen.append(advice)
     return chosen[:most]

@@ -30,14 +30,14 @@ def diagnosis(record: RunRecord) -> str:
     return f"No fault is found in a step of {seconds(facts.step_s)}: {_breakdown(facts)}.{most}"
 
 
-def named_finding(facts: StepFacts, found: Sequence[Finding]) -> Finding | None:
+def named_finding(facts: StepFacts, listed: Sequence[Finding]) -> Finding | None:
     """What the diagnosis names: the first fault, else the first finding that costs a tenth of the step; None for none,
     and where ranks lacked cores.
     """
-    fault = next((each for each in found if each.is_fault), None)
+    fault = next((finding for finding in listed if finding.is_fault), None)
     if fault is not None or facts.record.summary.short_of_cores:
         return fault
-    return next((each for each in found if each.seconds >= _MUCH * facts.step_s), None)
+    return next((finding for finding in listed if finding.seconds >= _MUCH * facts.step_s), None)
 
 
 def _with_share(found: Finding, facts: StepFacts) -> str:

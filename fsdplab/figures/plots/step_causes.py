@@ -31,10 +31,10 @@ def step_causes(record: RunRecord) -> go.Figure:
     for 347: a part "idle: data loading" of 347 ms, and below it the finding's bar of the same length.
     """
     profile.rows_of(record, "breakdown")
-    facts, found = step_facts(record), findings(record)
+    facts, listed = step_facts(record), findings(record)
     parts = _parts(facts)
     whole = 1e3 * facts.step_s
-    fault = _marked(found, facts)
+    fault = _marked(listed, facts)
     ends = {_STEP: f"<b>{seconds(facts.step_s)}</b>"}
     cost = 0.0
     if fault is not None:
@@ -56,18 +56,18 @@ def step_causes(record: RunRecord) -> go.Figure:
     return titled(figure, title, where, alt, 86 + 43 * rows)
 
 
-def _marked(found: list[Finding], facts: StepFacts) -> Finding | None:
+def _marked(listed: list[Finding], facts: StepFacts) -> Finding | None:
     """What the diagnosis names, where it costs a part of the step: what fills memory has no place on its axis."""
-    named = named_finding(facts, found)
+    named = named_finding(facts, listed)
     if named is None or named.seconds < _ALIKE * facts.step_s or named.of not in ("exposed", "step"):
         return None
     return named
 
 
-def _named(found: Finding) -> str:
+def _named(finding: Finding) -> str:
     """The finding's kind in words, and whose it is."""
-    whose = "" if found.rank is None or not found.is_fault else f", rank {found.rank}"
-    return f"{found.kind.replace('_', ' ')}{whose}"
+    whose = "" if finding.rank is None or not finding.is_fault else f", rank {finding.rank}"
+    return f"{finding.kind.replace('_', ' ')}{whose}"
 
 
 def _parts(facts: StepFacts) -> list[tuple[str, str, float]]:
@@ -82,7 +82,7 @@ def _parts(facts: StepFacts) -> list[tuple[str, str, float]]:
         ("computing alone", STEP_COLOURS["compute only"], worst.compute_only_ns),
         ("communication hidden under computing", STEP_COLOURS["overlapped"], worst.overlapped_ns),
         *_exposed(facts),
-        *(each for each in idle if each[0] != _LOADING),
+        *(part for part in idle if part[0] != _LOADING),
     ]
     scale = (1e3 * facts.step_s - loaded_ms) / (worst.step_ns - profiled_ns)
     shown = [*parts[:2], (_LOADING, _LOADING_COLOUR, loaded_ms / scale), *parts[2:]]

@@ -124,22 +124,25 @@ def achieved(work: Work, peak: DevicePeak = DevicePeak()) -> Table:
     The rate is over all computing of the unit: what the other operators take makes it smaller, as it makes the step
     longer. A unit that does 2e9 operations in 10 ms achieves 2e11 a second: a fifth of a device of 1e12.
     """
-    found = counted(work, peak)
-    rows = [row for row in _sums(found, work.unit[found.elements], len(work.units), work.steps, peak) if row["time_ns"]]
+    counts = counted(work, peak)
+    rows = [
+        row for row in _sums(counts, work.unit[counts.elements], len(work.units), work.steps, peak) if row["time_ns"]
+    ]
     for row in rows:
         row["unit"] = work.units[row["group"]]
     rows.sort(key=lambda row: -row["time_ns"])
-    is_counted = np.array([flops_of(_operator_name(work, at), work.shapes[at]) > 0 for at in found.elements], bool)
-    covered_ns = float(found.time_ns[is_counted].sum() / work.steps)
+    is_counted = np.array([flops_of(_operator_name(work, at), work.shapes[at]) > 0 for at in counts.elements], bool)
+    covered_ns = float(counts.time_ns[is_counted].sum() / work.steps)
     return Table("achieved", "Achieved rates", _of_units(rows, covered_ns), _OF_UNITS, tuple(rows), _notes(peak))
 
 
-def _sums(found: Counted, groups: np.ndarray, many: int, steps: int, peak: DevicePeak) -> list[Row]:
+def _sums(counts: Counted, groups: np.ndarray, many: int, steps: int, peak: DevicePeak) -> list[Row]:
     """A row for each group: time, calls, operations and bytes of a step, and the rates."""
-    columns = (found.time_ns, found.is_first, found.flops, found.nbytes, found.at_peak_s)
+    columns = (counts.time_ns, counts.is_first, counts.flops, counts.nbytes, counts.at_peak_s)
     sums = [np.bincount(groups, column, minlength=many) / steps for column in columns]
     return [
-        {"group": group, **_rates(values, peak)} for group, values in enumerate(zip(*(each.tolist() for each in sums)))
+        {"group": group, **_rates(values, peak)}
+        for group, values in enumerate(zip(*(column.tolist() for column in sums)))
     ]
 
 
@@ -205,11 +208,11 @@ def roofline(work: Work, peak: DevicePeak = DevicePeak()) -> Table:
     On a GPU its time is that of the kernels it launched. A product of 128 operations a byte on a device of 1e12
     operations and 1e10 bytes a second, which needs 100, is limited by "computing"; one of 50 by "memory".
     """
-    found = counted(work, peak)
+    counts = counted(work, peak)
     numbers: dict[tuple[str, str, str], int] = {}
-    keys = [_key_of_shape(work, found, place) for place in range(len(found.elements))]
+    keys = [_key_of_shape(work, counts, place) for place in range(len(counts.elements))]
     groups = np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
-    rows, whole = _sums(found, groups, len(numbers), work.steps, peak), float(found.time_ns.sum()) / work.steps
+    rows, whole = _sums(counts, groups, len(numbers), work.steps, peak), float(counts.time_ns.sum()) / work.steps
     for row, (name, shapes, format_) in zip(rows, numbers):
         row |= {"name": name, "shapes": dimensions(shapes), "format": format_}
         row["share"] = row["time_ns"] / whole if whole else 0.0
@@ -219,11 +222,11 @@ def roofline(work: Work, peak: DevicePeak = DevicePeak()) -> Table:
     return Table("roofline", "Operators by shape", _of_shapes(rows), _OF_SHAPES, tuple(rows), _notes(peak))
 
 
-def _key_of_shape(work: Work, found: Counted, place: int) -> tuple[str, str, str]:
-    element = int(found.elements[place])
+def _key_of_shape(work: Work, counts: Counted, place: int) -> tuple[str, str, str]:
+    element = int(counts.elements[place])
     kernel = _name_of(work, int(work.rows[element]))
     shapes = work.shapes[element]
-    return _operator_name(work, element) or short(kernel), shapes, found.formats[place] or number_format(shapes)
+    return _operator_name(work, element) or short(kernel), shapes, counts.formats[place] or number_format(shapes)
 
 
 def _intensity(row: Row) -> float | None:

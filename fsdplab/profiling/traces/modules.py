@@ -18,40 +18,40 @@ from fsdplab.profiling.traces.segments import nests
 class Modules:
     """Finds the module at instants of threads; "" where the trace has none."""
 
-    def __init__(self, found: Events) -> None:
-        self._found = found
-        self._around = nests(found.modules)
-        numbers = dict(found.sequence.tolist())
-        backward = [row for row in numbers if found.kind[row] == Kind.AUTOGRAD]
+    def __init__(self, events: Events) -> None:
+        self._events = events
+        self._around = nests(events.modules)
+        numbers = dict(events.sequence.tolist())
+        backward = [row for row in numbers if events.kind[row] == Kind.AUTOGRAD]
         self._nodes = nests(self._node(row, numbers[row]) for row in backward)
         self._forward: dict[str, int] = {}
         for row, number in numbers.items():
-            if found.kind[row] == Kind.OPERATOR:
+            if events.kind[row] == Kind.OPERATOR:
                 self._forward.setdefault(str(number), row)
-        self._depth = self._depth_of_several() if found.modules else 0
+        self._depth = self._depth_of_several() if events.modules else 0
 
     def _node(self, row: int, number: int) -> Range:
-        found = self._found
-        return Range(str(number), "", int(found.start[row]), int(found.end[row]), int(found.thread[row]))
+        events = self._events
+        return Range(str(number), "", int(events.start[row]), int(events.end[row]), int(events.thread[row]))
 
     def _depth_of_several(self) -> int:
         """The outermost depth at which several modules ran."""
         names: list[set[str]] = []
-        for each in self._found.modules:
-            depth = len(self._path(each.start, each.thread)) - 1
+        for module in self._events.modules:
+            depth = len(self._path(module.start, module.thread)) - 1
             while len(names) <= depth:
                 names.append(set())
-            names[depth].add(each.label)
-        return next((depth for depth, found in enumerate(names) if len(found) > 1), 0)
+            names[depth].add(module.label)
+        return next((depth for depth, labels in enumerate(names) if len(labels) > 1), 0)
 
     def _path(self, instant: int, thread: int) -> list[str]:
         """The modules around an instant, outermost first."""
         nest = self._around.get(thread)
-        return [] if nest is None else [each.label for each in reversed(nest.around(instant))]
+        return [] if nest is None else [module.label for module in reversed(nest.around(instant))]
 
     def at(self, instants: np.ndarray, threads: np.ndarray) -> list[str]:
         """The module of work that began at each instant on each thread."""
-        if not self._found.modules:
+        if not self._events.modules:
             return [""] * len(instants)
         return [self._at(instant, thread) for instant, thread in zip(instants.tolist(), threads.tolist())]
 
@@ -65,5 +65,5 @@ class Modules:
         for node in [] if nest is None else nest.around(instant):
             row = self._forward.get(node.label)
             if row is not None:
-                return self._path(int(self._found.start[row]), int(self._found.thread[row]))
+                return self._path(int(self._events.start[row]), int(self._events.thread[row]))
         return []
