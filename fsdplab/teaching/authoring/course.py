@@ -31,9 +31,19 @@ from fsdplab.teaching.core.workspace import WorkspaceError, has_code
 DROPPED = {"learner": ("solution", "teacher"), "teacher": ("stub",)}
 EDITION_TAGS = ("solution", "stub", "teacher")
 OTHER_TAGS = (
-    "raises-exception", "hide-input", "hide-output", "hide-cell", "remove-input", "remove-output", "remove-cell",
-    "nbval-skip", "nbval-ignore-output", "nbval-check-output", "nbval-raises-exception", "nbval-test-listed",
-)  # fmt: skip
+    "raises-exception",
+    "hide-input",
+    "hide-output",
+    "hide-cell",
+    "remove-input",
+    "remove-output",
+    "remove-cell",
+    "nbval-skip",
+    "nbval-ignore-output",
+    "nbval-check-output",
+    "nbval-raises-exception",
+    "nbval-test-listed",
+)
 STARTS = 'edition="teacher"'
 MOST_BYTES = 300_000
 _LARGEST_FILE = 10**8  # bytes of an executed notebook

@@ -83,9 +83,13 @@ def run_notebook(
     began, failure = time.monotonic(), None
     with _connection() as config, _errors_of_the_kernel() as errors:
         client = NotebookClient(
-            notebook, timeout=CELL_TIME_LIMIT, kernel_name="python3", resources={"metadata": {"path": str(directory)}},
-            store_widget_state=False, config=config,
-        )  # fmt: skip
+            notebook,
+            timeout=CELL_TIME_LIMIT,
+            kernel_name="python3",
+            resources={"metadata": {"path": str(directory)}},
+            store_widget_state=False,
+            config=config,
+        )
         try:
             client.execute(env={**os.environ, "FSDPLAB_HOME": str(workspace)}, stderr=errors)
         except (CellExecutionError, CellTimeoutError, DeadKernelError) as error:

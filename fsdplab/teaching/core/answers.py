@@ -256,9 +256,11 @@ def number_field(item: Question, judge: Judge, earlier: str = "") -> ipywidgets.
     import ipywidgets
 
     entry = ipywidgets.Text(
-        value=earlier, placeholder="your answer, then Enter", continuous_update=False,
+        value=earlier,
+        placeholder="your answer, then Enter",
+        continuous_update=False,
         layout={"width": "14em", "flex": "0 0 auto"},
-    )  # fmt: skip
+    )
     entry.observe(lambda change: judge(change["new"] if change["new"].strip() else ...), names="value")
     return ipywidgets.HBox([entry, ipywidgets.Label(item.unit)], layout={"flex_flow": "row wrap"})
 

@@ -257,9 +257,14 @@ def run_cell_on_ranks(
     on_output = print_labelled if show else None
     try:
         return call_on_ranks(
-            ON_RANKS, "run_cell", world_size=world_size, payload=payload, time_limit=limit, on_output=on_output,
+            ON_RANKS,
+            "run_cell",
+            world_size=world_size,
+            payload=payload,
+            time_limit=limit,
+            on_output=on_output,
             device="any",
-        ).output  # fmt: skip
+        ).output
     except RanksFailed as failure:
         raise CellFailed(_OWN_FRAMES.sub("", str(failure))) from None
     except KeyboardInterrupt:

@@ -234,10 +234,11 @@ def feedback_on_failure(exercise: Exercise, report: Failure) -> Feedback:
         return told(f"{name} did not return within {exercise.time_limit:g} s.", got=stood, cause=hung)
     if LeftUnfinished.__name__ in got:
         return told(
-            f"{name} left messages unfinished.", expected="every message that is begun arrives",
+            f"{name} left messages unfinished.",
+            expected="every message that is begun arrives",
             got=got.partition(f"{LeftUnfinished.__name__}: ")[2],
             cause=_STILL_TRAINS if exercise.settings.facts_only else _BEGUN,
-        )  # fmt: skip
+        )
     if report.kind == "raised":
         where = _last_frames(exercise, report)
         return told(f"{name} raised an error.", got=where, cause=words_for(_error(report)))

@@ -77,11 +77,15 @@ def _trace(cells: Sequence[HeldCell], kind: str, colour: str, moments: int, plac
     """All cells of a kind as they are after the first `moments` moments: one that lasts longer grows."""
     spans = [
         Span(
-            places[cell.row], float(cell.moment), min(cell.lasts, moments - cell.moment) - 1 + _WIDE, cell.label,
+            places[cell.row],
+            float(cell.moment),
+            min(cell.lasts, moments - cell.moment) - 1 + _WIDE,
+            cell.label,
             f"{cell.row}: {kind}",
         )
-        for cell in cells if cell.kind == kind and cell.moment < moments
-    ]  # fmt: skip
+        for cell in cells
+        if cell.kind == kind and cell.moment < moments
+    ]
     return lane(kind, colour, spans, textfont_size=14, hovertemplate="%{hovertext}<br>%{text}<extra></extra>")
 
 
@@ -90,18 +94,27 @@ def _buttons(milliseconds: int) -> dict[str, object]:
     play = dict(frame=frame, transition=dict(duration=0), fromcurrent=False, mode="immediate")
     all_at_once = dict(frame=dict(duration=0, redraw=True), mode="immediate", transition=dict(duration=0))
     return dict(
-        type="buttons", direction="left", x=1, xanchor="right", y=1.02, yanchor="bottom", showactive=False,
+        type="buttons",
+        direction="left",
+        x=1,
+        xanchor="right",
+        y=1.02,
+        yanchor="bottom",
+        showactive=False,
         buttons=[
             dict(label="▶ Play", method="animate", args=[None, play]),
             dict(label="Pause", method="animate", args=[[None], all_at_once]),
         ],
-    )  # fmt: skip
+    )
 
 
 def mesh(
-    columns: Sequence[str], rows: Sequence[str], owners: Sequence[Sequence[int]], texts: Sequence[Sequence[str]],
+    columns: Sequence[str],
+    rows: Sequence[str],
+    owners: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[str]],
     colours: Sequence[str],
-) -> go.Figure:  # fmt: skip
+) -> go.Figure:
     """A figure of ranks in rows and columns, each with its text, in the colour of its owner: a node, a row."""
     parts = len(colours)
     steps = [(edge, colour) for index, colour in enumerate(colours) for edge in (index / parts, (index + 1) / parts)]

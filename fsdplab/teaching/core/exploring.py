@@ -89,9 +89,11 @@ def sliders(explorer: Explorer, moved: Callable[[], None]) -> ipywidgets.VBox:
     def slider(name: str, axis: Axis) -> ipywidgets.SelectionSlider:
         made = ipywidgets.SelectionSlider(
             options=[(f"{value:,}" if isinstance(value, int) else str(value), value) for value in axis],
-            value=explorer.values[name], description=name.replace("_", " "),
-            style={"description_width": "12em"}, layout={"width": "32em"},
-        )  # fmt: skip
+            value=explorer.values[name],
+            description=name.replace("_", " "),
+            style={"description_width": "12em"},
+            layout={"width": "32em"},
+        )
         made.observe(lambda change: take(name, change["new"]), names="value")
         return made
 

@@ -255,9 +255,12 @@ def number_field(prediction: Prediction) -> ipywidgets.HBox:
     import ipywidgets
 
     entry = ipywidgets.Text(
-        value=prediction.written, placeholder="your number", continuous_update=False,
-        disabled=prediction.locked, layout={"width": "9em", "flex": "0 0 auto"},
-    )  # fmt: skip
+        value=prediction.written,
+        placeholder="your number",
+        continuous_update=False,
+        disabled=prediction.locked,
+        layout={"width": "9em", "flex": "0 0 auto"},
+    )
     complaint = ipywidgets.HTML()
 
     def take(change: Any) -> None:

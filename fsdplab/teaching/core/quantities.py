@@ -15,17 +15,33 @@ import numpy as np
 
 _SCALES = {
     "bytes": {
-        "bit": 1 / 8, "kbit": 1e3 / 8, "Mbit": 1e6 / 8, "Gbit": 1e9 / 8,
-        "B": 1.0, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12,
-        "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40,
+        "bit": 1 / 8,
+        "kbit": 1e3 / 8,
+        "Mbit": 1e6 / 8,
+        "Gbit": 1e9 / 8,
+        "B": 1.0,
+        "kB": 1e3,
+        "MB": 1e6,
+        "GB": 1e9,
+        "TB": 1e12,
+        "KiB": 2.0**10,
+        "MiB": 2.0**20,
+        "GiB": 2.0**30,
+        "TiB": 2.0**40,
     },
     "seconds": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "min": 60.0},
     "bytes a second": {
-        "B/s": 1.0, "kB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9, "MiB/s": 2.0**20, "GiB/s": 2.0**30,
-        "Mbit/s": 1e6 / 8, "Gbit/s": 1e9 / 8,
+        "B/s": 1.0,
+        "kB/s": 1e3,
+        "MB/s": 1e6,
+        "GB/s": 1e9,
+        "MiB/s": 2.0**20,
+        "GiB/s": 2.0**30,
+        "Mbit/s": 1e6 / 8,
+        "Gbit/s": 1e9 / 8,
     },
     "a plain number": {"": 1.0, "x": 1.0, "%": 0.01},
-}  # fmt: skip
+}
 # a comma stands between thousands only: "3,5" may mean 3.5 to its writer, and must not become 35
 _WRITTEN = re.compile(
     r"\s*([-+]?(?:\d{1,3}(?:,\d{3})+(?:\.\d*)?|\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*([^\d\s,]*)\s*\Z"
@@ -33,9 +49,18 @@ _WRITTEN = re.compile(
 
 
 _SPELT = {
-    "bytes": "B", "byte": "B", "kilobytes": "kB", "megabytes": "MB", "gigabytes": "GB", "bits": "bit",
-    "seconds": "s", "second": "s", "milliseconds": "ms", "times": "x", "percent": "%",
-}  # fmt: skip
+    "bytes": "B",
+    "byte": "B",
+    "kilobytes": "kB",
+    "megabytes": "MB",
+    "gigabytes": "GB",
+    "bits": "bit",
+    "seconds": "s",
+    "second": "s",
+    "milliseconds": "ms",
+    "times": "x",
+    "percent": "%",
+}
 _OF_EACH = re.compile(r"\s*(/|\b(a|an|per|each)\b)\s*(parameter|rank|step|block|GPU|card)s?\s*\Z")
 _ABOUT = re.compile(r"\A\s*(about|roughly|approximately|~|≈)\s*")
 

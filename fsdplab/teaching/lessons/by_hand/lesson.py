@@ -40,14 +40,17 @@ def trained(ways: Sequence[dict[str, Any]], steps: int, world_size: int) -> list
 def _run(name: str, by_rank: Sequence[dict[str, Any]]) -> Run:
     """What rank 0 saw, and where ranks differ what all saw."""
     first = by_rank[0]
-    return Run(**{key: value for key, value in first.items() if key != "losses"} | {
-        "name": name,
-        "losses_by_rank": [result["losses"] for result in by_rank],
-        "differing": [*dict.fromkeys(each for result in by_rank for each in result["differing"])],
-        "largest": max(result["largest"] for result in by_rank),
-        "calls": [Call(*call) for call in first["calls"]],
-        "moments": tuple(result["moments"] for result in by_rank),
-    })  # fmt: skip
+    return Run(
+        **{key: value for key, value in first.items() if key != "losses"}
+        | {
+            "name": name,
+            "losses_by_rank": [result["losses"] for result in by_rank],
+            "differing": [*dict.fromkeys(each for result in by_rank for each in result["differing"])],
+            "largest": max(result["largest"] for result in by_rank),
+            "calls": [Call(*call) for call in first["calls"]],
+            "moments": tuple(result["moments"] for result in by_rank),
+        }
+    )
 
 
 @dataclass(frozen=True)

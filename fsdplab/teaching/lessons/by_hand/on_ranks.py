@@ -157,8 +157,12 @@ def _on_rows(trainer: Trainer, way: Way) -> Callable[..., Any]:
 
 
 BY_HAND: dict[str, Callable[[Trainer, Way], None]] = {
-    "alone": lambda trainer, way: None, "hook": hook, "finish": finish, "zero1": zero1, "zero2": zero2,
-}  # fmt: skip
+    "alone": lambda trainer, way: None,
+    "hook": hook,
+    "finish": finish,
+    "zero1": zero1,
+    "zero2": zero2,
+}
 LIBRARIES: dict[str, Callable[[nn.Module, Way], nn.Module]] = {
     "ddp": lambda model, way: DistributedDataParallel(model),
     "lab": lambda model, way: shard_model(model, way["strategy"]),
@@ -225,14 +229,20 @@ def _train(model: nn.Module, way: Way, text: ByteText, steps: int, twin: Twin) -
                 trainer.step()
             losses.append(loss.item())
     return {
-        "losses": losses, "twin_losses": twin.losses, "calls": [(call.kind, call.nbytes) for call in log.calls],
-        "calls_in_backward": in_backward, "moments": trainer.moment_bytes(),
-        "held": trainer.held, "ready": trainer.ready, "sent": trainer.sent,
-        "elements": sum(p.numel() for p in twin.model.parameters()), "parameters": len(twin.norms),
+        "losses": losses,
+        "twin_losses": twin.losses,
+        "calls": [(call.kind, call.nbytes) for call in log.calls],
+        "calls_in_backward": in_backward,
+        "moments": trainer.moment_bytes(),
+        "held": trainer.held,
+        "ready": trainer.ready,
+        "sent": trainer.sent,
+        "elements": sum(p.numel() for p in twin.model.parameters()),
+        "parameters": len(twin.norms),
         "ratios": {name: norm / twin.norms[name] for name, norm in first.items() if twin.norms[name] > NOISE},
         "lab": (len(lab), sum(each.wire_bytes for each in lab)),
         **_distance(trainer.whole_parameters(), twin.model),
-    }  # fmt: skip
+    }
 
 
 def _distance(parameters: dict[str, Tensor], twin: nn.Module) -> dict[str, Any]:

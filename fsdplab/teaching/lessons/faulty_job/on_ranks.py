@@ -44,11 +44,14 @@ def watch(payload: dict[str, Any]) -> dict[str, Any]:
     units, optimizer = job.build(rank, ranks)
     log = CallLog(Path(payload["folder"]) / f"calls{rank}")
     seen: dict[str, Any] = {
-        "pid": os.getpid(), "stopped": "", "losses": [], "still": [],
+        "pid": os.getpid(),
+        "stopped": "",
+        "losses": [],
+        "still": [],
         "dtype": str(units[0].shard.dtype).removeprefix("torch."),
         "began": [sum(each.sum().item() for each in unit.layer.parameters()) for unit in units],
         "units": [4 * unit.size for unit in units],
-    }  # fmt: skip
+    }
     dist.barrier()
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=PATIENCE_S))
     try:
@@ -137,9 +140,14 @@ class CallLog:
             payload = arguments[1] if kind == "reduce_scatter" else arguments[0]
             number, self._number = self._number, self._number + 1
             self._write(
-                number=number, step=self._step, kind=kind, nbytes=payload.nbytes, issued=time.time_ns(),
-                line=frame.f_lineno, finite=bool(arguments[-1].isfinite().all()),
-            )  # fmt: skip
+                number=number,
+                step=self._step,
+                kind=kind,
+                nbytes=payload.nbytes,
+                issued=time.time_ns(),
+                line=frame.f_lineno,
+                finite=bool(arguments[-1].isfinite().all()),
+            )
             work = original(*arguments, **named)
             if kind == "all_gather":
                 self._hold(arguments[0])

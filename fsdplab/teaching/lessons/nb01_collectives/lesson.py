@@ -130,12 +130,15 @@ def ring_figure(ranks: int = 3) -> go.Figure:
         for step in range(ranks - 1)
     )
     return cells_in_time(
-        cells, rows, moments, colours,
+        cells,
+        rows,
+        moments,
+        colours,
         f"A ring all-gather on {ranks} ranks: {ranks - 1} steps, one block a rank in each",
         "Drawn from the rule, nothing was run: in each step every rank passes on the block that it received last",
         f"Which blocks each of {ranks} ranks {'holds' if few else 'gets'}. At the start each has its own. {steps}."
         " In the end all ranks hold all blocks.",
-    )  # fmt: skip
+    )
 
 
 # ---- bytes that a rank sends, over the number of ranks
@@ -151,14 +154,17 @@ def sent_figure(megabytes: float, ranks: int) -> go.Figure:
     figure = go.Figure(
         [
             line(
-                name, COLLECTIVE_COLOURS[kind],
-                [str(count) for count in RANKS], [megabytes * bus_factor(kind, count) for count in RANKS],
-                mode="lines+markers", marker_size=[18 if count == ranks else 7 for count in RANKS],
+                name,
+                COLLECTIVE_COLOURS[kind],
+                [str(count) for count in RANKS],
+                [megabytes * bus_factor(kind, count) for count in RANKS],
+                mode="lines+markers",
+                marker_size=[18 if count == ranks else 7 for count in RANKS],
                 hovertemplate=name + " on %{x} ranks: %{y:.2f} MB<extra></extra>",
             )
             for kind, name in kinds.items()
         ]
-    )  # fmt: skip
+    )
     for rounds, label in ((1, "P"), (2, "2 P")):
         mark_level(figure, rounds * megabytes, label, "y", colour="#808488")
     figure.update_xaxes(title="ranks", type="category")
@@ -235,13 +241,16 @@ def bandwidth_figure(measured: Bandwidth) -> go.Figure:
     figure = go.Figure(
         [
             line(
-                kind, COLLECTIVE_COLOURS.get(kind, STRATEGY_COLOURS["no_shard"]),
-                [size(t.nbytes) for t in timings], [t.busbw / GB for t in timings],
-                mode="lines+markers", hovertemplate=f"{kind}, %{{x}}: %{{y:.2f}} GB/s<extra></extra>",
+                kind,
+                COLLECTIVE_COLOURS.get(kind, STRATEGY_COLOURS["no_shard"]),
+                [size(t.nbytes) for t in timings],
+                [t.busbw / GB for t in timings],
+                mode="lines+markers",
+                hovertemplate=f"{kind}, %{{x}}: %{{y:.2f}} GB/s<extra></extra>",
             )
             for kind, timings in by_kind.items()
         ]
-    )  # fmt: skip
+    )
     figure.update_xaxes(title="payload P", type="category")
     figure.update_yaxes(title="busbw (GB/s)", range=[0, 1.15 * max(t.busbw for t in measured.timings) / GB])
     rates = {kind: f"{three_digits(measured.at(kind, measured.largest).busbw / GB)} GB/s" for kind in by_kind}

@@ -24,9 +24,14 @@ from fsdplab.teaching.core.display import Note, Table, table
 MB, GB = 1e6, 1e9
 CARD = 320e6  # bytes of the emulated card
 JOB = {
-    "model": "gpt-20m", "world_size": 2, "batch_size": 2, "sequence_length": 64, "steps": 1, "device": "cpu",
+    "model": "gpt-20m",
+    "world_size": 2,
+    "batch_size": 2,
+    "sequence_length": 64,
+    "steps": 1,
+    "device": "cpu",
     "time_limit": 300.0,
-}  # fmt: skip
+}
 BIG, BIG_GPU, SEQUENCE = "llama-3.1-8b", "h100-80gb", 4096
 Moments = Sequence[tuple[float, float]]
 StateBytes = Callable[[str, float, int, str], float]
@@ -138,13 +143,15 @@ def gap(record: RunRecord) -> Note:
     states = ("sharded_parameters", "sharded_gradients", "optimizer_state")
     held = sum(measured[name] for name in states)
     furthest = max(CATEGORIES, key=lambda name: abs(measured[name] - predicted[name]))
-    return Note((
-        f"Seen here: the peak is {size(sum(measured.values()))}, of which {size(held)} are shards of model states."
-        " The rest passes: activations, parameters unsharded for a moment, gradients on their way to their shards.",
-        f"The plan is furthest off in {furthest.replace('_', ' ')}: {size(predicted[furthest])} predicted,"
-        f" {size(measured[furthest])} measured. A plan adds the activations of whole blocks, a run those of every"
-        " operator.",
-    ))  # fmt: skip
+    return Note(
+        (
+            f"Seen here: the peak is {size(sum(measured.values()))}, of which {size(held)} are shards of model states."
+            " The rest passes: activations, parameters unsharded for a moment, gradients on their way to their shards.",
+            f"The plan is furthest off in {furthest.replace('_', ' ')}: {size(predicted[furthest])} predicted,"
+            f" {size(measured[furthest])} measured. A plan adds the activations of whole blocks, a run those of every"
+            " operator.",
+        )
+    )
 
 
 # ---- the batch that fits

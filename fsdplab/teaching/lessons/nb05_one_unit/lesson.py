@@ -35,9 +35,13 @@ def rows_figure(rows: int, ranks: int) -> go.Figure:
     figure = go.Figure([lane(name, colour, cells, hovertemplate=hover.format(name)) for name, colour, cells in kinds])
     shown = range(0, c, max(1, c // 16))
     figure.update_xaxes(
-        title="place in the shard", range=[0, c], tickvals=[place + 0.5 for place in shown],
-        ticktext=[str(place) for place in shown], showgrid=False, zeroline=False,
-    )  # fmt: skip
+        title="place in the shard",
+        range=[0, c],
+        tickvals=[place + 0.5 for place in shown],
+        ticktext=[str(place) for place in shown],
+        showgrid=False,
+        zeroline=False,
+    )
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     figure.update_layout(barmode="overlay")
     empty = sum(rank * c >= rows for rank in range(ranks))
@@ -85,14 +89,17 @@ def life_diagram(ranks: int = 2) -> go.Figure:
     drawn = (0, ranks - 1)
     rows = [f"rank {rank}: {thing}" for rank in drawn for thing in things]
     return cells_in_time(
-        [cell for rank in drawn for cell in life_cells(rank, ranks)], rows, MOMENTS, _KINDS,
+        [cell for rank in drawn for cell in life_cells(rank, ranks)],
+        rows,
+        MOMENTS,
+        _KINDS,
         f"A layer on {ranks} ranks: whole while it computes, 1/{ranks} of it at rest",
         "Drawn from the rule, nothing was run: what is in memory after each call, on the first and on the last rank",
         f"Cells of memory on the first and the last of {ranks} ranks over eight calls. The own shard is always there."
         " After each unshard, and during forward and backward, all parts of the weight are there, all but one of them"
         " from other ranks; reshard frees them. Backward leaves an unsharded gradient, which reduce turns into this"
         " rank's part of the mean.",
-    )  # fmt: skip
+    )
 
 
 # ---- one layer's life, measured
@@ -150,8 +157,9 @@ def layer_figure(life: Life) -> go.Figure:
     totals = {moment["moment"]: held(moment) for moment in life.moments}
     parts = [
         Part(kind.replace("_", " "), CATEGORY_COLOURS[kind], [moment[kind] / 1e6 for moment in life.moments])
-        for kind in life.moments[0] if kind != "moment"
-    ]  # fmt: skip
+        for kind in life.moments[0]
+        if kind != "moment"
+    ]
     whole = 2 * life.weight_bytes
     levels = {f"unsharded: {size(whole)}": whole / 1e6}
     ends = {name: f"<b>{size(total)}</b>" for name, total in totals.items()}

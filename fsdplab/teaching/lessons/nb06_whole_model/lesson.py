@@ -77,8 +77,9 @@ class Training(HasTable):
     """One training under the learner's engine, beside the lab's and the twin's where they ran too."""
 
     provenance: ClassVar = {
-        **dict.fromkeys(("losses", "ledger", "unsharded bytes"), "measured"), "formula_bytes_per_step": "computed",
-    }  # fmt: skip
+        **dict.fromkeys(("losses", "ledger", "unsharded bytes"), "measured"),
+        "formula_bytes_per_step": "computed",
+    }
     whose: str
     records: dict[str, RunRecord]
     losses: dict[str, list[float]]
@@ -196,13 +197,17 @@ def ledger(rows: list[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
     """The rows of a learner's log as a ledger: one row a collective, with the bytes that its calls sent."""
     return [
         {
-            "rank": 0, "step": row["step"], "unit": row["unit"], "phase": row["phase"], "kind": _KINDS[row["what"]],
+            "rank": 0,
+            "step": row["step"],
+            "unit": row["unit"],
+            "phase": row["phase"],
+            "kind": _KINDS[row["what"]],
             "logical_bytes": row["bytes"] * ranks,
             "wire_bytes": round(sum(bytes_sent(Call(*call), ranks) for call in row["calls"])),
         }
         for row in rows
         if row["what"] in _KINDS
-    ]  # fmt: skip
+    ]
 
 
 def record_of(engine: str, run: dict[str, Any], losses: list[float], work: dict[str, Any], plan: Plan) -> RunRecord:

@@ -224,9 +224,12 @@ def _bars(what: str, spans: Sequence[Span], rows: dict[str, float]) -> go.Bar:
     row = lane_of.get(what, "rank")
     drawn = [
         Drawn(
-            rows[row.format(span.block)], span.start, span.end - span.start,
-            str(span.block) if name == what else "", f"{name}, block {span.block}: {span.start} to {span.end} ms",
+            rows[row.format(span.block)],
+            span.start,
+            span.end - span.start,
+            str(span.block) if name == what else "",
+            f"{name}, block {span.block}: {span.start} to {span.end} ms",
         )
         for span in spans
-    ]  # fmt: skip
+    ]
     return lane(name, colour, drawn, 0.8)

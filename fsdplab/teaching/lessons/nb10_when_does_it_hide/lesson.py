@@ -28,9 +28,18 @@ from fsdplab.teaching.core.display import Note, Table, table
 MODEL, SEQUENCE = "llama-3.1-8b", 256
 NVLINK_STEP = 3.4e-6  # seconds of latency of a ring's step (planning/links.py)
 JOB = {
-    "model": "gpt-20m", "strategy": "full_shard", "world_size": 2, "batch_size": 2, "sequence_length": 64, "steps": 1,
-    "warmup": 1, "memory": False, "profile": 1, "device": "cpu", "time_limit": 300.0,
-}  # fmt: skip
+    "model": "gpt-20m",
+    "strategy": "full_shard",
+    "world_size": 2,
+    "batch_size": 2,
+    "sequence_length": 64,
+    "steps": 1,
+    "warmup": 1,
+    "memory": False,
+    "profile": 1,
+    "device": "cpu",
+    "time_limit": 300.0,
+}
 Crossover = Callable[[float, int, float, float, float, float], float]
 
 

@@ -115,7 +115,10 @@ def gradient_diagram(replicas: int = 2, shard_group: int = 2) -> go.Figure:
     groups = [list(range(first, first + shard_group)) for first in range(0, ranks, shard_group)]
     columns = [list(range(first, ranks, shard_group)) for first in range(shard_group)]
     return cells_in_time(
-        list(gradient_cells(replicas, shard_group)), rows, MOMENTS, _KINDS,
+        list(gradient_cells(replicas, shard_group)),
+        rows,
+        MOMENTS,
+        _KINDS,
         "Hybrid sharding sums a gradient inside each row first, then across the rows",
         f"Drawn from the rule, nothing was run: {replicas} rows (shard groups) of {shard_group} ranks, a gradient in"
         f" {shard_group} parts",
@@ -123,7 +126,7 @@ def gradient_diagram(replicas: int = 2, shard_group: int = 2) -> go.Figure:
         f" A reduce-scatter in each row ({_listed(groups)}) leaves a rank one part, summed over its row. An all-reduce"
         f" in each column ({_listed(columns)}) sums that part over all ranks. Divided by {ranks} that sum is the"
         " shard of the mean gradient that the optimizer takes.",
-    )  # fmt: skip
+    )
 
 
 def _listed(groups: list[list[int]]) -> str:

@@ -27,9 +27,11 @@ from .on_ranks import TIED, bf16_run  # noqa: F401 (the notebook calls it)
 MB = 1e6
 _FORWARDS = {"none": "1", "selective": "about 1.5", "full": "2"}
 _COLOURS = {
-    "working copy": CATEGORY_COLOURS["unsharded_parameters"], "gradient": CATEGORY_COLOURS["sharded_gradients"],
-    "master": CATEGORY_COLOURS["sharded_parameters"], "moments": CATEGORY_COLOURS["optimizer_state"],
-}  # fmt: skip
+    "working copy": CATEGORY_COLOURS["unsharded_parameters"],
+    "gradient": CATEGORY_COLOURS["sharded_gradients"],
+    "master": CATEGORY_COLOURS["sharded_parameters"],
+    "moments": CATEGORY_COLOURS["optimizer_state"],
+}
 
 
 # ---- runs by their choices

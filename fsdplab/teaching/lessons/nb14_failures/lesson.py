@@ -22,9 +22,13 @@ from fsdplab.teaching.lessons.faulty_job.lesson import FAULTS, Report, Seen, inj
 
 RECORDED = shared_folder("data") / "failures-14"
 CARDS = {  # which recorded case is which card; the order says nothing
-    "A": "bf16 masters", "B": "one slow rank", "C": "wrong divisor", "D": "mismatched order", "E": "NaN on one rank",
+    "A": "bf16 masters",
+    "B": "one slow rank",
+    "C": "wrong divisor",
+    "D": "mismatched order",
+    "E": "NaN on one rank",
     "F": "no reshard",
-}  # fmt: skip
+}
 _CARD = 1_400_000  # bytes
 
 
@@ -130,16 +134,21 @@ def calls_figure(seen: Seen, step: int | None = None) -> go.Figure:
     for kind in ("all_gather", "reduce_scatter", "all_reduce"):
         chosen = [(rank, call) for rank, own in enumerate(there) for call in own if call["kind"] == kind]
         if chosen:
-            figure.add_trace(go.Bar(
-                name=kind, orientation="h", marker_color=COLLECTIVE_COLOURS[kind],
-                marker_line=dict(color="rgba(20,22,26,0.65)", width=1),
-                y=[f"rank {rank}, {kind}" for rank, _ in chosen],
-                base=[(call["issued"] - begin) / 1e6 for _, call in chosen],
-                x=[max((call.get("done", end) - call["issued"]) / 1e6, 0.05) for _, call in chosen],
-                text=[size(call["nbytes"]) for _, call in chosen], textposition="none",
-                customdata=[["" if "done" in call else ", no result"] for _, call in chosen],
-                hovertemplate="%{text}, %{x:.2f} ms%{customdata[0]}<extra></extra>",
-            ))  # fmt: skip
+            figure.add_trace(
+                go.Bar(
+                    name=kind,
+                    orientation="h",
+                    marker_color=COLLECTIVE_COLOURS[kind],
+                    marker_line=dict(color="rgba(20,22,26,0.65)", width=1),
+                    y=[f"rank {rank}, {kind}" for rank, _ in chosen],
+                    base=[(call["issued"] - begin) / 1e6 for _, call in chosen],
+                    x=[max((call.get("done", end) - call["issued"]) / 1e6, 0.05) for _, call in chosen],
+                    text=[size(call["nbytes"]) for _, call in chosen],
+                    textposition="none",
+                    customdata=[["" if "done" in call else ", no result"] for _, call in chosen],
+                    hovertemplate="%{text}, %{x:.2f} ms%{customdata[0]}<extra></extra>",
+                )
+            )
     figure.update_layout(barmode="overlay")
     figure.update_yaxes(autorange="reversed")
     figure.update_xaxes(title_text="ms since the first call of the step")

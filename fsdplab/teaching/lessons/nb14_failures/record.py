@@ -105,9 +105,15 @@ def _flight_recorder(name: str) -> str:
 def _printed(command: list[str], folder: str, environment: dict[str, str], limit_s: float) -> CompletedProcess[str]:
     """A run of Python; its outputs are one text."""
     return subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, timeout=limit_s, check=False, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        [sys.executable, *command],
+        cwd=folder,
+        env=environment,
+        timeout=limit_s,
+        check=False,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
 
 
 _SAY_SOMETHING = re.compile(

@@ -216,12 +216,17 @@ def _labels(phase: str, turns: Sequence[Turn]) -> go.Scatter:
     """The numbers of the micro-batches, and the phase's entry in the legend."""
     colour = style.PHASE_COLOURS[phase]
     return points(
-        phase, colour, [(turn.start + turn.end) / 2 for turn in turns] or [-9], [turn.stage for turn in turns] or [0],
-        mode="markers+text", marker=dict(symbol="square", size=13, line_width=0),
-        customdata=[turn.start for turn in turns], text=[str(turn.micro_batch) for turn in turns],
+        phase,
+        colour,
+        [(turn.start + turn.end) / 2 for turn in turns] or [-9],
+        [turn.stage for turn in turns] or [0],
+        mode="markers+text",
+        marker=dict(symbol="square", size=13, line_width=0),
+        customdata=[turn.start for turn in turns],
+        text=[str(turn.micro_batch) for turn in turns],
         textfont=dict(size=13, color=style.ink_on(colour)),
         hovertemplate=f"{phase} of micro-batch %{{text}}, from %{{customdata}}<extra></extra>",
-    )  # fmt: skip
+    )
 
 
 # ---- both orders, with a play button
@@ -267,7 +272,9 @@ def pipeline_diagram(stages: int = 3, micro_batches: int = 6) -> go.Figure:
     rows = [f"{order}: {lane}" for order in ORDERS for lane in lanes]
     return cells_in_time(
         [cell for order in ORDERS for cell in pipeline_cells(order, stages, micro_batches)],
-        rows, [str(moment) for moment in range(end)], _KINDS,
+        rows,
+        [str(moment) for moment in range(end)],
+        _KINDS,
         "GPipe and 1F1B: the same forwards and backwards in two orders",
         f"Computed: {stages} equal stages, {micro_batches} micro-batches; a moment is a forward, a backward takes two,"
         " messages take no time",
@@ -276,7 +283,7 @@ def pipeline_diagram(stages: int = 3, micro_batches: int = 6) -> go.Figure:
         f" idle for {3 * (stages - 1)} of the moments: the last stage at the start, the first before its backwards."
         f" Stage 0 keeps the activations of at most {most['GPipe']} micro-batches under GPipe and {most['1F1B']} under"
         " 1F1B.",
-    )  # fmt: skip
+    )
 
 
 # ---- an expert layer, drawn
@@ -391,7 +398,10 @@ def token_diagram(choices: Sequence[Sequence[int]] = CHOICES, ranks: int = 2, ex
         rows += [f"rank {rank}: {lane}" for lane in lanes]
     loads = [len(routing.sent_to(expert)) for expert in range(experts)]
     return cells_in_time(
-        list(token_cells(routing)), rows, TOKEN_MOMENTS, _TOKEN_KINDS,
+        list(token_cells(routing)),
+        rows,
+        TOKEN_MOMENTS,
+        _TOKEN_KINDS,
         f"An expert layer: {routing.travelling} copies of tokens leave their rank, {routing.travelling} answers return",
         f"Drawn from the rule, nothing was run: {len(choices)} tokens (t) and {experts} experts (e) on {ranks} ranks of"
         " an ep group",
@@ -399,4 +409,4 @@ def token_diagram(choices: Sequence[Sequence[int]] = CHOICES, ranks: int = 2, ex
         + "; ".join(f"token {token} to experts {', '.join(map(str, chosen))}" for token, chosen in enumerate(choices))
         + f". After the first all-to-all the experts hold {', '.join(map(str, loads))} tokens. They compute, and the"
         " second all-to-all brings each answer back to its token's rank, where the answers of a token are summed.",
-    )  # fmt: skip
+    )

@@ -77,9 +77,13 @@ def _places(held: dict[str, nn.Parameter]) -> list[list[str]]:
 
 
 def beside_twin(
-    model: nn.Module, twin: nn.Module, loss: Callable[..., Tensor], rank: int, ranks: int,
+    model: nn.Module,
+    twin: nn.Module,
+    loss: Callable[..., Tensor],
+    rank: int,
+    ranks: int,
     axes: tuple[str, dict[str, str]] = ("dp", {}),
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     """Three AdamW steps of both: the largest difference of a parameter, the first gradients' ratios, losses, bytes per
     axis.
     """

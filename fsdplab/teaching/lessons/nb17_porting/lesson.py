@@ -46,36 +46,112 @@ class Term(NamedTuple):
 
 PROGRAMS = ("FSDP1", "FSDP2", "the lab", "DeepSpeed", "accelerate")
 TERMS = (
-    Term("a block is a unit", "`auto_wrap_policy=`", "`fully_shard(block)`, the model last",
-         "`shard_model(model, units=[Block])`",
-         "buckets: `reduce_bucket_size`", "`fsdp_transformer_layer_cls_to_wrap`"),
-    Term("shard everything, reshard after forward", "`FULL_SHARD`", "`reshard_after_forward=True`", "`full_shard`",
-         "`stage: 3`", "`fsdp_reshard_after_forward: true`"),
-    Term("stay unsharded until the backward", "`SHARD_GRAD_OP`", "`reshard_after_forward=False`", "`shard_grad_op`",
-         "`stage: 2`, nearly", "`fsdp_reshard_after_forward: false`"),
-    Term("shard nothing", "`NO_SHARD`", "`DistributedDataParallel`", "`no_shard`",
-         "`stage: 0`", "`distributed_type: MULTI_GPU`"),
-    Term("shard inside a machine, replicate across", "`HYBRID_SHARD`", "`mesh=` of two axes", "`hybrid_shard`",
-         "`zero_hpz_partition_size`", "`dp_replicate_size`"),
-    Term("compute in bf16", "`MixedPrecision`", "`MixedPrecisionPolicy`", "`precision=`",
-         "`bf16: {enabled: true}`", "`mixed_precision: bf16`"),
-    Term("keep shards on the host", "`CPUOffload`", "`CPUOffloadPolicy()`", "`offload=`",
-         "`offload_param`, `offload_optimizer`", "`fsdp_offload_params`"),
-    Term("unshard ahead", "`forward_prefetch=True`", "`set_modules_to_forward_prefetch`", "`prefetch=`",
-         "`stage3_prefetch_bucket_size`", "`fsdp_forward_prefetch`"),
-    Term("accumulate without reducing", "`no_sync()`", "`set_requires_gradient_sync`", "`micro_batches=`",
-         "`gradient_accumulation_steps`", "`gradient_accumulation_steps`"),
-    Term("clip by the norm of all", "`model.clip_grad_norm_`", "`torch.nn.utils.clip_grad_norm_`", "`clip_grad_norm_`",
-         "`gradient_clipping`", "`clip_grad_norm_`"),
-    Term("begin on the meta device", "`param_init_fn=`", "`to_empty` after `fully_shard`",
-         "`to_empty` after `fully_shard`",
-         "`zero.Init()`", "`fsdp_cpu_ram_efficient_loading`"),
+    Term(
+        "a block is a unit",
+        "`auto_wrap_policy=`",
+        "`fully_shard(block)`, the model last",
+        "`shard_model(model, units=[Block])`",
+        "buckets: `reduce_bucket_size`",
+        "`fsdp_transformer_layer_cls_to_wrap`",
+    ),
+    Term(
+        "shard everything, reshard after forward",
+        "`FULL_SHARD`",
+        "`reshard_after_forward=True`",
+        "`full_shard`",
+        "`stage: 3`",
+        "`fsdp_reshard_after_forward: true`",
+    ),
+    Term(
+        "stay unsharded until the backward",
+        "`SHARD_GRAD_OP`",
+        "`reshard_after_forward=False`",
+        "`shard_grad_op`",
+        "`stage: 2`, nearly",
+        "`fsdp_reshard_after_forward: false`",
+    ),
+    Term(
+        "shard nothing",
+        "`NO_SHARD`",
+        "`DistributedDataParallel`",
+        "`no_shard`",
+        "`stage: 0`",
+        "`distributed_type: MULTI_GPU`",
+    ),
+    Term(
+        "shard inside a machine, replicate across",
+        "`HYBRID_SHARD`",
+        "`mesh=` of two axes",
+        "`hybrid_shard`",
+        "`zero_hpz_partition_size`",
+        "`dp_replicate_size`",
+    ),
+    Term(
+        "compute in bf16",
+        "`MixedPrecision`",
+        "`MixedPrecisionPolicy`",
+        "`precision=`",
+        "`bf16: {enabled: true}`",
+        "`mixed_precision: bf16`",
+    ),
+    Term(
+        "keep shards on the host",
+        "`CPUOffload`",
+        "`CPUOffloadPolicy()`",
+        "`offload=`",
+        "`offload_param`, `offload_optimizer`",
+        "`fsdp_offload_params`",
+    ),
+    Term(
+        "unshard ahead",
+        "`forward_prefetch=True`",
+        "`set_modules_to_forward_prefetch`",
+        "`prefetch=`",
+        "`stage3_prefetch_bucket_size`",
+        "`fsdp_forward_prefetch`",
+    ),
+    Term(
+        "accumulate without reducing",
+        "`no_sync()`",
+        "`set_requires_gradient_sync`",
+        "`micro_batches=`",
+        "`gradient_accumulation_steps`",
+        "`gradient_accumulation_steps`",
+    ),
+    Term(
+        "clip by the norm of all",
+        "`model.clip_grad_norm_`",
+        "`torch.nn.utils.clip_grad_norm_`",
+        "`clip_grad_norm_`",
+        "`gradient_clipping`",
+        "`clip_grad_norm_`",
+    ),
+    Term(
+        "begin on the meta device",
+        "`param_init_fn=`",
+        "`to_empty` after `fully_shard`",
+        "`to_empty` after `fully_shard`",
+        "`zero.Init()`",
+        "`fsdp_cpu_ram_efficient_loading`",
+    ),
     Term("what a parameter is at rest", "`FlatParameter`", "`DTensor`", "`DTensor`", "a flat partition", ""),
-    Term("the whole parameters for a while", "`summon_full_params`", "`unshard()`", "`unshard()`",
-         "`zero.GatheredParameters`", ""),
-    Term("a checkpoint in shards", "`SHARDED_STATE_DICT`", "`get_model_state_dict`", "`checkpoint.save`",
-         "its own, always", "`fsdp_state_dict_type`"),
-)  # fmt: skip
+    Term(
+        "the whole parameters for a while",
+        "`summon_full_params`",
+        "`unshard()`",
+        "`unshard()`",
+        "`zero.GatheredParameters`",
+        "",
+    ),
+    Term(
+        "a checkpoint in shards",
+        "`SHARDED_STATE_DICT`",
+        "`get_model_state_dict`",
+        "`checkpoint.save`",
+        "its own, always",
+        "`fsdp_state_dict_type`",
+    ),
+)
 
 
 def found(word: str) -> list[Term]:
@@ -104,18 +180,33 @@ def _first_loss_off(seen: Seen) -> float:
 
 # what is compared, where to look if it differs, and whether it is equal
 _CHECKS: tuple[tuple[str, str, Callable[[Seen], bool]], ...] = (
-    ("weights before the first step", "a seed, a file that was not loaded, weights that to_empty left",
-     lambda seen: len({tuple(each["began"]) for each in seen.ranks}) == 1),
+    (
+        "weights before the first step",
+        "a seed, a file that was not loaded, weights that to_empty left",
+        lambda seen: len({tuple(each["began"]) for each in seen.ranks}) == 1,
+    ),
     ("loss of the first step", "data, dropout, the loss's own mean", lambda seen: _first_loss_off(seen) < _NEAR),
-    ("direction of the first gradients", "a sum over the wrong ranks, a result read before it was there",
-     lambda seen: max(off for each in seen.ranks for _, off in each["ratios"]) < 1e-2),
-    ("length of the first gradients", "a mean over ranks, micro-batches or tokens",
-     lambda seen: max(abs(factor - 1) for each in seen.ranks for factor, _ in each["ratios"]) < 1e-2),
-    ("dtype of what the optimizer holds", "a model cast before it was sharded",
-     lambda seen: {each["dtype"] for each in seen.ranks} == {"float32"}),
-    ("losses of ten steps", "the optimizer's own settings, clipping, a schedule",
-     lambda seen: (off := drift(seen)) is not None and off < _NEAR),
-)  # fmt: skip
+    (
+        "direction of the first gradients",
+        "a sum over the wrong ranks, a result read before it was there",
+        lambda seen: max(off for each in seen.ranks for _, off in each["ratios"]) < 1e-2,
+    ),
+    (
+        "length of the first gradients",
+        "a mean over ranks, micro-batches or tokens",
+        lambda seen: max(abs(factor - 1) for each in seen.ranks for factor, _ in each["ratios"]) < 1e-2,
+    ),
+    (
+        "dtype of what the optimizer holds",
+        "a model cast before it was sharded",
+        lambda seen: {each["dtype"] for each in seen.ranks} == {"float32"},
+    ),
+    (
+        "losses of ten steps",
+        "the optimizer's own settings, clipping, a schedule",
+        lambda seen: (off := drift(seen)) is not None and off < _NEAR,
+    ),
+)
 
 
 def what_to_check() -> Table:
@@ -250,9 +341,10 @@ _LAUNCHED_US = 5.0  # before a kernel begins
 _NCCL = {
     "all_gather": ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "_allgather_base"),
     "reduce_scatter": (
-        "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "_reduce_scatter_base",
+        "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+        "_reduce_scatter_base",
     ),
-}  # fmt: skip
+}
 
 
 def write_traces(

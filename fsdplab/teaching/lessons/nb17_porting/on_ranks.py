@@ -13,9 +13,15 @@ from fsdplab.engine import fully_shard, shard_model
 from fsdplab.engine.compat import local_of
 
 SIZES: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 64, "tie_word_embeddings": False,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
 STEPS = 4
 
 
@@ -61,9 +67,16 @@ def _trainer_losses(folder: str) -> list[float]:
     sharded = DistributedConfig(fsdp_size=dist.get_world_size())
     model = LlamaForCausalLM.from_pretrained(f"{folder}/start", dtype=torch.float32, distributed_config=sharded)
     arguments = TrainingArguments(
-        folder, use_cpu=True, max_steps=STEPS, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1,
-        save_strategy="no", report_to=[], disable_tqdm=True,
-    )  # fmt: skip
+        folder,
+        use_cpu=True,
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
     rows = [{"input_ids": row, "labels": row} for seed in range(4) for row in _tokens(seed)]
     trainer = Trainer(model=model, args=arguments, train_dataset=rows)
     trainer.train()
@@ -92,9 +105,12 @@ def _lora() -> dict[str, Any]:
     frozen_moved = sum("lora" not in name for name in moved)
     state = sum(local_of(each).numel() for held in optimizer.state.values() for each in held.values() if each.dim())
     return {
-        "trained": elements[True], "frozen": elements[False], "frozen that moved": frozen_moved,
-        "state": state, "losses": losses,
-    }  # fmt: skip
+        "trained": elements[True],
+        "frozen": elements[False],
+        "frozen that moved": frozen_moved,
+        "state": state,
+        "losses": losses,
+    }
 
 
 def _versions() -> dict[str, str]:

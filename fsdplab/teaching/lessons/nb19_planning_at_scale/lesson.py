@@ -41,11 +41,13 @@ def told(found: Plan) -> Note:
         return Note((f"{what}: does not fit.", f"{shortfall(found)}."))
     speed = f"{found.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, MFU {found.mfu:.0%}" if found.mfu else "unknown speed"
     card, likely = size(spec.gpu.memory_bytes), "which fits too" if roomy(found) else "which is too much"
-    return Note((
-        f"{what}: {size(peak.total)} of {card} at the peak, in the {peak.name}.",
-        f"The allocator is likely to reserve {size(reserved(found))} for it, {likely}.",
-        speed,
-    ))  # fmt: skip
+    return Note(
+        (
+            f"{what}: {size(peak.total)} of {card} at the peak, in the {peak.name}.",
+            f"The allocator is likely to reserve {size(reserved(found))} for it, {likely}.",
+            speed,
+        )
+    )
 
 
 def fewest(gpu: str) -> int:
@@ -111,8 +113,16 @@ def bill(gpu: str, gpus: int, billions_of_tokens: int) -> go.Figure:
     spans, bills = ([pair[place] for pair in steps.values()] for place in (0, 1))
     figure = go.Figure()
     _panel(figure, "", names, spans, [f"{span:.3g}" for span in spans], f"{gpus:,}", "days", [0.0, 0.46])
-    _panel(figure, "2", names, [each / 1e3 for each in bills], [f"{each / 1e3:,.0f}" for each in bills], f"{gpus:,}",
-           "bill, in 1,000 $", [0.54, 1.0])  # fmt: skip
+    _panel(
+        figure,
+        "2",
+        names,
+        [each / 1e3 for each in bills],
+        [f"{each / 1e3:,.0f}" for each in bills],
+        f"{gpus:,}",
+        "bill, in 1,000 $",
+        [0.54, 1.0],
+    )
     if gpus in steps:
         span, cost = steps[gpus]
         title = f"{gpus} {gpu.upper()}: {span:.3g} days for ${cost:,.0f}"
@@ -125,24 +135,46 @@ def bill(gpu: str, gpus: int, billions_of_tokens: int) -> go.Figure:
 
 
 def _panel(
-    figure: go.Figure, number: str, names: list[str], values: list[float], texts: list[str], chosen: str, words: str,
+    figure: go.Figure,
+    number: str,
+    names: list[str],
+    values: list[float],
+    texts: list[str],
+    chosen: str,
+    words: str,
     span: list[float],
-) -> None:  # fmt: skip
+) -> None:
     """One panel; the bar of the chosen number in the strong colour, each with its value above."""
     colours = [_CHOSEN if name == chosen else _PLAIN for name in names]
     figure.add_bar(
-        x=names, y=values, xaxis=f"x{number}", yaxis=f"y{number}", showlegend=False, text=texts,
-        textposition="outside", cliponaxis=False, marker=dict(color=colours, line=dict(color=EDGE, width=1)),
+        x=names,
+        y=values,
+        xaxis=f"x{number}",
+        yaxis=f"y{number}",
+        showlegend=False,
+        text=texts,
+        textposition="outside",
+        cliponaxis=False,
+        marker=dict(color=colours, line=dict(color=EDGE, width=1)),
         hovertemplate="%{x} GPUs: %{y:.3g}<extra></extra>",
-    )  # fmt: skip
+    )
     figure.add_annotation(
-        x=span[0], y=1, xref="paper", yref="paper", text=f"<b>{words}</b>", showarrow=False, xanchor="left",
-        yanchor="bottom", yshift=6,
-    )  # fmt: skip
-    figure.update_layout({
-        f"xaxis{number}": dict(domain=span, anchor=f"y{number}", type="category", title="GPUs", showgrid=False),
-        f"yaxis{number}": dict(anchor=f"x{number}", range=[0, 1.15 * max(values)]),
-    })  # fmt: skip
+        x=span[0],
+        y=1,
+        xref="paper",
+        yref="paper",
+        text=f"<b>{words}</b>",
+        showarrow=False,
+        xanchor="left",
+        yanchor="bottom",
+        yshift=6,
+    )
+    figure.update_layout(
+        {
+            f"xaxis{number}": dict(domain=span, anchor=f"y{number}", type="category", title="GPUs", showgrid=False),
+            f"yaxis{number}": dict(anchor=f"x{number}", range=[0, 1.15 * max(values)]),
+        }
+    )
 
 
 def weighed(order: dict[str, Any]) -> Table:

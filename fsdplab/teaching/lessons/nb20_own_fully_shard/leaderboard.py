@@ -86,9 +86,14 @@ def _row(learner: str, path: Path, workspace: Workspace) -> Row:
         passed += 1
     collectives = figures.get("collectives")
     return Row(
-        learner, passed, figures.get("peak_mb"), None if collectives is None else int(collectives),
-        figures.get("exposed_ms"), code_lines(source), stopped,
-    )  # fmt: skip
+        learner,
+        passed,
+        figures.get("peak_mb"),
+        None if collectives is None else int(collectives),
+        figures.get("exposed_ms"),
+        code_lines(source),
+        stopped,
+    )
 
 
 def _stages(path: Path, workspace: Workspace) -> Iterator[tuple[Behaviour | None, Feedback | None]]:

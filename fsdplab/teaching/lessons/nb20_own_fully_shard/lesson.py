@@ -89,11 +89,14 @@ def _lane(kind: str, bars: Sequence[Bar]) -> go.Bar:
     own = [bar for bar in bars if _kind(bar) == kind]
     spans = [
         Span(
-            _ROWS[bar.lane], bar.start, bar.end - bar.start, bar.name.split()[-1] if bar.lane == "compute" else "",
+            _ROWS[bar.lane],
+            bar.start,
+            bar.end - bar.start,
+            bar.name.split()[-1] if bar.lane == "compute" else "",
             f"{bar.name}: {bar.start:.1f} to {bar.end:.1f} ms",
         )
         for bar in own
-    ]  # fmt: skip
+    ]
     return lane(kind.replace("_", "-"), _COLOURS[kind], spans, 0.8)
 
 

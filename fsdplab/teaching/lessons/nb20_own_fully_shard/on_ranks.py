@@ -359,10 +359,14 @@ def _wrong_gradients(net: Net, right: TwinStep, step: int) -> list[str]:
     for name, value in net.named_parameters():
         if (mean := right.gradients.get(name)) is None:
             continue
-        what = _told_of_gradient(value.grad, mean, {
-            "this rank's own": pieces_of(right.of_rank[rank][name])[rank],
-            **{f"the rows of rank {other}": piece for other, piece in enumerate(pieces_of(mean)) if other != rank},
-        })  # fmt: skip
+        what = _told_of_gradient(
+            value.grad,
+            mean,
+            {
+                "this rank's own": pieces_of(right.of_rank[rank][name])[rank],
+                **{f"the rows of rank {other}": piece for other, piece in enumerate(pieces_of(mean)) if other != rank},
+            },
+        )
         found += [f"{name}, step {step}: {what}"] if what else []
     return found
 

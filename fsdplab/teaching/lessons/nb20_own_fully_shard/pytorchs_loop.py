@@ -44,9 +44,16 @@ PEAK = "MB more at the peak than the lab's engine and 10 %"
 ADDED_UP = "gradients that two backwards leave"
 RESTING = "MB between steps beyond the lab's shards and optimizer state"
 AS_IT_SHOULD: Facts = {
-    LOSSES: [], NORMS: [], AFTER_LOADING: [], PARAMETERS: [], GATHERS: 0, REDUCTIONS: 0, ADDED_UP: "twice those of one",
-    RESTING: 0.0, PEAK: 0.0,
-}  # fmt: skip
+    LOSSES: [],
+    NORMS: [],
+    AFTER_LOADING: [],
+    PARAMETERS: [],
+    GATHERS: 0,
+    REDUCTIONS: 0,
+    ADDED_UP: "twice those of one",
+    RESTING: 0.0,
+    PEAK: 0.0,
+}
 
 
 def in_pytorchs_loop(fully_shard: FullyShard) -> Facts:
@@ -161,9 +168,12 @@ def _memory(fully_shard: FullyShard, text: ByteText) -> Facts:
     shape = (LARGE.batch_size, LARGE.sequence_length)
     trained.step(text, 0, 1, 8)  # makes the optimizer's state, and tells an engine the order of its units
     recorder = MemoryRecorder(
-        model=trained.model, optimizer=trained.optimizer, engine="my_fsdp", device=torch.device("cpu"),
+        model=trained.model,
+        optimizer=trained.optimizer,
+        engine="my_fsdp",
+        device=torch.device("cpu"),
         ignore=[text.data],
-    )  # fmt: skip
+    )
     with recorder:
         trained.step(text, 1, *shape)
     lab, held = predict(LARGE), recorder.timeline.peak

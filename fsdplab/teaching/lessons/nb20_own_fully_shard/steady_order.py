@@ -24,13 +24,20 @@ FORWARD_MS, BACKWARD_MS = 4.0, 8.0  # of a block; the root's embedding and head 
 MESSAGE_MS = 3.0  # of a block's all-gather or reduce-scatter
 _CALLS = {  # methods of a process group, of this torch and of others
     "all_gather": (
-        "all_gather_single", "_allgather_base", "allgather", "allgather_into_tensor_coalesced", "allgather_coalesced",
+        "all_gather_single",
+        "_allgather_base",
+        "allgather",
+        "allgather_into_tensor_coalesced",
+        "allgather_coalesced",
     ),
     "reduce_scatter": (
-        "reduce_scatter_single", "_reduce_scatter_base", "reduce_scatter", "reduce_scatter_tensor_coalesced",
+        "reduce_scatter_single",
+        "_reduce_scatter_base",
+        "reduce_scatter",
+        "reduce_scatter_tensor_coalesced",
     ),
     "all_reduce": ("allreduce", "allreduce_coalesced"),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

@@ -118,13 +118,16 @@ def exchange_diagram(ranks: int = 3) -> go.Figure:
     """The four moments of a step with owners, with a play button."""
     cells = list(exchange_cells(ranks))
     return cells_in_time(
-        cells, list(dict.fromkeys(cell.row for cell in cells)), MOMENTS, _KINDS,
+        cells,
+        list(dict.fromkeys(cell.row for cell in cells)),
+        MOMENTS,
+        _KINDS,
         "Each matrix is whole once, on its owner",
         f"Drawn from the rule, nothing was run: {ranks} ranks, {ranks} matrices, rank 0 owns A, rank 1 B, and so on",
         f"Which parts of {ranks} matrices each of {ranks} ranks holds. First every rank has its rows of the momentum of"
         " each matrix. After an all-to-all each rank has all parts of the matrix that it owns, and of no other. It"
         " computes that matrix's update. After an all-to-all back every rank has its rows of every update.",
-    )  # fmt: skip
+    )
 
 
 # ---- three ways, counted

@@ -170,9 +170,10 @@ def _(measured: Measured) -> Finding:
     """FSDP lets people fine-tune large models on cards of 16 to 24 GB."""
     settings = {"gpus": 4, "checkpointing": "full", "seq": 2048}
     ways: dict[str, dict[str, Any]] = {
-        "all parameters": {}, "adapters on bf16": {"lora_rank": 16},
+        "all parameters": {},
+        "adapters on bf16": {"lora_rank": 16},
         "adapters on 4 bits": {"lora_rank": 16, "base_dtype": "nf4"},
-    }  # fmt: skip
+    }
     found = {name: plan("llama-3.1-8b", "rtx-4090", **settings, **way) for name, way in ways.items()}
     listed = ", ".join(
         f"{name} {size(each.memory.peak.total)} ({'fits' if each.fits else 'does not fit'})"
