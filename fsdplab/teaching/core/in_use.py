@@ -36,13 +36,16 @@ def _made(exercise: str, source: str) -> Callable[..., Any]:
 
 
 def owner(*exercises: str) -> str:
-    """`"your"` where the checks of all passed, else `"the reference"`."""
-    return "your" if all(map(current().workspace.has_passed, exercises)) else "the reference"
+    """Return `"your"` where the checks of all passed, else `"the reference"`."""
+    if all(map(current().workspace.has_passed, exercises)):
+        return "your"
+    return "the reference"
 
 
 def whose(*exercises: str) -> str:
-    """Whose functions these are: `"with your shard, reshard and the reference unshard"`."""
-    mine = [each for each in exercises if current().workspace.has_passed(each)]
-    others = [each for each in exercises if each not in mine]
-    named = {"your": mine, "the reference": others}
-    return "with " + " and ".join(f"{who} {', '.join(map(function_name, of))}" for who, of in named.items() if of)
+    """Return whose functions these are: `"with your shard, reshard and the reference unshard"`."""
+    names: dict[str, list[str]] = {"your": [], "the reference": []}
+    for exercise in exercises:
+        names[owner(exercise)].append(function_name(exercise))
+    parts = [f"{who} {', '.join(functions)}" for who, functions in names.items() if functions]
+    return f"with {' and '.join(parts)}"

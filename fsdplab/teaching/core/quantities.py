@@ -94,11 +94,15 @@ def quantity(value: float | str, unit: str) -> float:
 
 
 def single_number(value: Any) -> Any:
-    """A numpy number, or a tensor or array that holds one number, as Python's own; anything else as it is."""
-    if isinstance(value, np.generic) or (hasattr(value, "item") and getattr(value, "size", None) == 1):
+    """Return a numpy number, or a tensor or array that holds one number, as Python's own; anything else as it is."""
+    if not hasattr(value, "item"):
+        return value
+    is_number = isinstance(value, np.generic)
+    is_array_of_one = getattr(value, "size", None) == 1
+    is_tensor_of_one = hasattr(value, "numel") and value.numel() == 1
+    if is_number or is_array_of_one or is_tensor_of_one:
         return value.item()
-    is_one = hasattr(value, "numel") and hasattr(value, "item") and value.numel() == 1
-    return value.item() if is_one else value
+    return value
 
 
 def plain(value: Any) -> Any:
@@ -119,13 +123,16 @@ def plain(value: Any) -> Any:
 
 
 def _written(text: str, unit: str) -> float:
+    """Return the number that a text gives, in `unit`."""
     match = _WRITTEN.match(_ABOUT.sub("", _OF_EACH.sub("", text)))
     if not match:
+        example = f"12 {unit}".strip()
         point = ", with a decimal point" if "," in text else ""
-        raise QuantityError(f'expected a number and a unit such as "{f"12 {unit}".strip()}"{point}, got {text!r}')
+        raise QuantityError(f'expected a number and a unit such as "{example}"{point}, got {text!r}')
     number = float(match[1].replace(",", "").replace("_", ""))
     given = _SPELT.get(match[2], match[2]) or unit
-    if not unit and given.replace("_", "").isalpha() and not any(given in scales for scales in _SCALES.values()):
+    is_known = any(given in scales for scales in _SCALES.values())
+    if not unit and given.replace("_", "").isalpha() and not is_known:
         given = ""  # "37 messages" answers how many there are
     if kind_of(given) != kind_of(unit):
         raise QuantityError(f"the question asks for {kind_of(unit)} ({unit}), {text!r} measures {kind_of(given)}")

@@ -59,11 +59,12 @@ def function_name(exercise: str) -> str:
 
 
 def load_function(path: Path, name: str) -> Callable[..., Any]:
-    """The function `name` of the file at `path`; WorkspaceError where the file defines no such function."""
-    found = getattr(loaded(path.read_text(encoding="utf-8"), f"exercise_{name}", str(path)), name, None)
-    if not callable(found):
+    """Return the function `name` of the file at `path`; WorkspaceError where the file defines no such function."""
+    module = loaded(path.read_text(encoding="utf-8"), f"exercise_{name}", str(path))
+    function = getattr(module, name, None)
+    if not callable(function):
         raise WorkspaceError(f"{path.name} defines no function {name}: write `def {name}(...)` in the exercise's cell")
-    return found
+    return function
 
 
 def loaded(source: str, name: str, file: str) -> types.ModuleType:
@@ -97,9 +98,11 @@ class Workspace:
         return self.path / f"{checked_id(exercise)}.py"
 
     def source_of(self, exercise: str) -> str | None:
-        """The learner's saved source, or None where nothing was saved yet."""
+        """Return the learner's saved source, or None where nothing was saved yet."""
         path = self.file_of(exercise)
-        return path.read_text(encoding="utf-8") if path.exists() else None
+        if not path.exists():
+            return None
+        return path.read_text(encoding="utf-8")
 
     def save(self, exercise: str, source: str) -> Path:
         """Write the learner's source and return its file."""
@@ -131,7 +134,10 @@ class Workspace:
 
     def note_pass(self, exercise: str, source: str, written: str = "") -> None:
         """Remember that this very source passed its check; of a stage, `written` is the exercise whose file it is."""
-        self._note(exercise, passed=fingerprint(source), **({"written": written} if written else {}))
+        news = {"passed": fingerprint(source)}
+        if written:
+            news["written"] = written
+        self._note(exercise, **news)
 
     def note_right_answer(self, question: str, answer: str) -> None:
         """Remember the right answer to a question, as it was given."""
@@ -153,17 +159,19 @@ class Workspace:
         self.write("progress.json", progress)
 
     def read(self, name: str) -> dict[str, Any]:
-        """One of the folder's JSON files as a dict (empty where it does not exist yet)."""
+        """Read one of the folder's JSON files as a dict (empty where it does not exist yet)."""
         path = self.path / name
+        if not path.exists():
+            return {}
         try:
-            found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+            content = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
             raise WorkspaceError(f"{path} is damaged ({error}); delete it to start that record afresh") from error
-        if not isinstance(found, dict):
+        if not isinstance(content, dict):
             raise WorkspaceError(
-                f"{path} holds a {type(found).__name__}, expected a JSON object; delete it to start afresh"
+                f"{path} holds a {type(content).__name__}, expected a JSON object; delete it to start afresh"
             )
-        return found
+        return content
 
     def write(self, name: str, content: dict[str, Any]) -> None:
         """Replace one of the folder's JSON files as a whole."""
