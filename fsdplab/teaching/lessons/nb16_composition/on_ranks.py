@@ -117,11 +117,10 @@ def beside_twin(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    drift = 0.0
+    distances = []
     for parameter, twin_parameter in zip(model.parameters(), twin.parameters(), strict=True):
-        difference = (whole(parameter) - twin_parameter).abs().max()
-        drift = max(drift, float(difference))
-    return {"drift": drift, "ratios": ratios, "losses": losses, "bytes": dict(sent)}
+        distances.append(float((whole(parameter) - twin_parameter).abs().max()))
+    return {"drift": max(distances), "ratios": ratios, "losses": losses, "bytes": dict(sent)}
 
 
 def _by_mesh(model: nn.Module) -> list[dict[str, Any]]:
@@ -254,11 +253,10 @@ def _train(mesh: DeviceMesh, reshard: bool) -> dict[str, Any]:
             optimizer.zero_grad()
     counts = Counter(collective.kind for collective in issued)
     twin_parameters = dict(twin.named_parameters())
-    drift = 0.0
+    distances = []
     for name, parameter in module.named_parameters():
-        difference = (whole(parameter) - twin_parameters[name]).abs().max()
-        drift = max(drift, float(difference))
-    return {"all_gather": counts["all_gather"], "reduce_scatter": counts["reduce_scatter"], "drift": drift}
+        distances.append(float((whole(parameter) - twin_parameters[name]).abs().max()))
+    return {"all_gather": counts["all_gather"], "reduce_scatter": counts["reduce_scatter"], "drift": max(distances)}
 
 
 def _micro_batches(step: int, rank: int) -> list[tuple[Tensor, Tensor]]:
