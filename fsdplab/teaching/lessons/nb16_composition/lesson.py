@@ -324,7 +324,8 @@ def pipeline_diagram(stages: int = 3, micro_batches: int = 6) -> go.Figure:
             f"{stages} stages and {micro_batches} micro-batches cannot be drawn; expected 2 to 4 stages, and so many"
             f" micro-batches that 3 (m + p - 1) is at most {MOST_MOMENTS}: pipeline_diagram(3, 6)"
         )
-    cells, rows, most = [], [], {}
+    cells: list[HeldCell] = []
+    rows, most = [], {}
     for order in ORDERS:
         cells += pipeline_cells(order, stages, micro_batches)
         rows += [_row(order, stage) for stage in range(stages)]

@@ -63,7 +63,10 @@ class Part(nn.Module):
         self.probe("forward", self.probed_as, self)
 
     def _told(self, x: Tensor) -> Tensor:
-        return _Told.apply(x, lambda: self.probe("backward", self.probed_as, self)) if x.requires_grad else x
+        """Return x so that the probe is called when the backward passes it."""
+        if not x.requires_grad:
+            return x
+        return _Told.apply(x, lambda: self.probe("backward", self.probed_as, self))
 
 
 def _nobody(phase: str, unit: str, module: nn.Module) -> None:
@@ -98,12 +101,14 @@ class Net(Part):
             self.blocks[number].requires_grad_(False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The logits."""
+        """Return the logits [batch, length, words] of tokens int64 [batch, length]."""
         self._in_forward()
         x = self.embed(tokens)
         for number, block in enumerate(self.blocks):
-            again = number in self.sizes.checkpointed and torch.is_grad_enabled()
-            x = checkpoint(block, x, use_reentrant=False) if again else block(x)
+            if number in self.sizes.checkpointed and torch.is_grad_enabled():
+                x = checkpoint(block, x, use_reentrant=False)
+            else:
+                x = block(x)
         return self._told(self.head(self.norm(x)))
 
     def told_to(self, probe: Probe) -> None:
@@ -147,22 +152,27 @@ class TwinStep:
 def twin_steps(
     sizes: Sizes, ranks: int, steps: int, optimizer_of: Callable[[Any], torch.optim.Optimizer]
 ) -> list[TwinStep]:
-    """The same training on one process: each rank's batch in turn, gradients averaged in rank order."""
+    """Train on one process: each rank's batch in turn, gradients averaged in rank order."""
     net, done = Net(sizes), []
     optimizer = optimizer_of(net.parameters())
     for step in range(steps):
         batches = [batch(sizes, step, rank) for rank in range(ranks)]
-        losses, of_rank = zip(*(_alone(net, each) for each in batches), strict=True)
-        replay_gradients(net, [[each] for each in batches], loss_of)
-        gradients = _gradients(net)
+        losses, gradients_of_rank = [], []
+        for rank_batch in batches:
+            loss, gradients = _alone(net, rank_batch)
+            losses.append(loss)
+            gradients_of_rank.append(gradients)
+        replay_gradients(net, [[rank_batch] for rank_batch in batches], loss_of)
+        mean_gradients = _gradients(net)
         optimizer.step()
         optimizer.zero_grad()
-        after = {name: value.detach().clone() for name, value in net.named_parameters()}
-        done.append(TwinStep(list(losses), list(of_rank), gradients, after))
+        parameters = {name: value.detach().clone() for name, value in net.named_parameters()}
+        done.append(TwinStep(losses, gradients_of_rank, mean_gradients, parameters))
     return done
 
 
 def _alone(net: Net, given: tuple[Tensor, Tensor]) -> tuple[float, dict[str, Tensor]]:
+    """Return the loss and the gradients of one rank's batch; nothing stays in the net."""
     loss = loss_of(net, *given)
     loss.backward()
     gradients = _gradients(net)
