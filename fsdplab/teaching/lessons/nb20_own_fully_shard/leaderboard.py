@@ -59,9 +59,16 @@ def code_lines(source: str) -> int:
 
 
 def handed_in(folder: Path) -> list[tuple[str, Path]]:
-    """(learner, file) of what a folder holds: `ada/my_fsdp/20.fully_shard.py`, `ada/20.fully_shard.py` or `ada.py`."""
-    found = {path.relative_to(folder).parts[0]: path for path in sorted(folder.glob(f"*/**/{_FILE}"))}
-    return sorted({**found, **{path.stem: path for path in folder.glob("*.py")}}.items())
+    """Return (learner, file) of what a folder holds.
+
+    Files are `ada/my_fsdp/20.fully_shard.py`, `ada/20.fully_shard.py` or `ada.py`.
+    """
+    files = {}
+    for path in sorted(folder.glob(f"*/**/{_FILE}")):
+        files[path.relative_to(folder).parts[0]] = path
+    for path in folder.glob("*.py"):
+        files[path.stem] = path
+    return sorted(files.items())
 
 
 def leaderboard(folder: Path, on_row: Callable[[Row], None] = lambda row: None) -> list[Row]:
@@ -75,8 +82,11 @@ def leaderboard(folder: Path, on_row: Callable[[Row], None] = lambda row: None) 
 
 
 def _row(learner: str, path: Path, workspace: Workspace) -> Row:
+    """Try one learner's file in all stages up to the first that fails."""
     source = path.read_text(encoding="utf-8")
-    saved, passed, figures, stopped = workspace.save(WHOLE, source), 0, dict[str, float](), ""
+    saved = workspace.save(WHOLE, source)
+    passed, stopped = 0, ""
+    figures: dict[str, float] = {}
     for seen, feedback in _stages(saved, workspace):
         if seen is not None:
             figures |= seen.trials[0][0].returned.get("_leaderboard", {})

@@ -64,18 +64,18 @@ def in_pytorchs_loop(fully_shard: FullyShard) -> Facts:
     _handed_over(first, second)
     results += [second.step(text, step) for step in range(SAVED_AFTER, STEPS)]
 
-    early, norms, late = [], [], []  # steps that differ from the twin's
+    wrong_losses, wrong_norms = [], []  # steps that differ from the twin's
     for step, (loss, norm) in enumerate(results):
         twin_loss, twin_norm = twin.step(text, step)
         if not _close(loss, twin_loss):
-            (early if step < SAVED_AFTER else late).append(f"step {step}")
+            wrong_losses.append(step)
         elif not _close(norm, twin_norm):
-            norms.append(f"step {step}")
+            wrong_norms.append(step)
     units = len(first.units)
     facts: Facts = {
-        LOSSES: early,
-        NORMS: norms,
-        AFTER_LOADING: late,
+        LOSSES: [f"step {step}" for step in wrong_losses if step < SAVED_AFTER],
+        NORMS: [f"step {step}" for step in wrong_norms],
+        AFTER_LOADING: [f"step {step}" for step in wrong_losses if step >= SAVED_AFTER],
         PARAMETERS: second.wrong_parameters(twin.model),
         GATHERS: gathers_beyond(first.order, units - 1),
         REDUCTIONS: first.order.count("reduce_scatter") - units,
