@@ -180,6 +180,7 @@ def exercise_named(source: str) -> str:
 
 
 def _no_number(name: str) -> None:
+    """Refuse NaN and infinity, which Python reads and JSON does not have."""
     raise ValueError(f"{name} is not JSON")
 
 
@@ -251,7 +252,7 @@ def _slide_of(cell: NotebookNode) -> str:
 
 
 def structure_complaints(name: str, notebook: NotebookNode) -> list[str]:
-    """The errors in a source's tags and exercises, one line each; empty if it can be built."""
+    """Return the errors in a source's tags and exercises, one line each; empty if it can be built."""
     complaints = [f"{name}, cell {number}: {line}" for number, line in _cell_complaints(notebook.cells)]
     starts = sum(cell.source.count(STARTS) for cell in notebook.cells if cell.cell_type == "code")
     if is_tagged(notebook) and starts != 1:
@@ -306,6 +307,7 @@ def check_sources(source_dir: Path | str) -> list[str]:
 
 
 def _weight_complaints(path: Path, notebook: NotebookNode) -> Iterator[str]:
+    """Yield a complaint about outputs, widget state or size: a source is kept without them."""
     nbytes = path.stat().st_size
     if nbytes > MOST_BYTES:
         yield f"{path.name}: {nbytes:,} bytes; a source stays under {MOST_BYTES:,}"

@@ -70,7 +70,7 @@ def run_course(
 
 
 def _editions(directory: Path, editions: Sequence[str]) -> Iterator[tuple[str, str, NotebookNode, str | None]]:
-    """(name, edition, notebook, complaint) of everything to run, all of the first edition first."""
+    """Yield (name, edition, notebook, complaint) of everything to run, all of the first edition first."""
     register_beside(directory)
     read_in = [(path.name, read(path)) for path in notebooks_in(directory)]
     for edition in editions:
@@ -105,7 +105,7 @@ def run_notebook(
 
 @contextmanager
 def _connection() -> Iterator[Config]:
-    """How this process and a kernel speak: through sockets in a folder that nobody else can open.
+    """Let this process and a kernel speak through sockets in a folder that nobody else can open.
 
     Over TCP, Jupyter's default, a kernel listens on a port, and newer ones print a warning about that.
     """

@@ -60,7 +60,7 @@ def answer(question: str, value: Any, against: Any = None, hints: int = 0) -> No
 
 
 def grade_answer(question: str, value: Any, against: Any = None, hints: int = 0) -> Verdict:
-    """The verdict of one answer; `answer` shows it."""
+    """Return the verdict of one answer; `answer` shows it."""
     item = gradable(question)
     missing = None if against is None else _missing(item, against)
     if missing:
@@ -96,7 +96,7 @@ def gradable(question: str) -> Question | Choice:
 
 
 def is_right(item: Question | Choice, value: Any, against: Any = None) -> bool:
-    """Whether an answer is right; nothing is counted as a try."""
+    """Return whether an answer is right; nothing is counted as a try."""
     if isinstance(item, Choice):
         return _letter(item, value) == item.right
     try:
@@ -118,12 +118,14 @@ def _letter(item: Choice, value: Any) -> str:
 
 
 def _how(item: Question | Choice) -> str:
+    """Return how a question is answered, as the start of a sentence."""
     if isinstance(item, Choice):
         return "click an answer"
     return f"write {_form(item)}"
 
 
 def _form(item: Question | Choice) -> str:
+    """Return the form in which an answer is written."""
     if isinstance(item, Choice):
         return "a letter: " + ", ".join(item.options)
     if item.unit:
@@ -132,6 +134,7 @@ def _form(item: Question | Choice) -> str:
 
 
 def _grade_choice(item: Choice, value: Any) -> Verdict:
+    """Return the verdict on a letter; a wrong one is explained at once, and counts as no failed try."""
     letter = _letter(item, value)
     if letter not in item.options:
         feedback = Feedback("That is not one of the letters.", _form(item), repr(value), "answer with one letter")
@@ -143,6 +146,7 @@ def _grade_choice(item: Choice, value: Any) -> Verdict:
 
 
 def _grade_number(item: Question, value: Any, against: Any, hints: int) -> Verdict:
+    """Return the verdict on a number: right within the question's tolerance, or the likely slip."""
     try:
         given = quantity(value, item.unit)
     except QuantityError as error:
@@ -164,7 +168,7 @@ def _grade_number(item: Question, value: Any, against: Any, hints: int) -> Verdi
 
 
 def close(given: float, right: float, tolerance: float) -> bool:
-    """Whether two numbers agree within a relative tolerance: `close(101, 100, 0.01)`."""
+    """Return whether two numbers agree within a relative tolerance: `close(101, 100, 0.01)`."""
     return abs(given - right) <= tolerance * abs(right)
 
 

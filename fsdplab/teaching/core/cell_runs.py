@@ -83,6 +83,7 @@ def run_exercise(line: str, cell: str, namespace: dict[str, Any]) -> None:
 
 
 def _is_written_in_stages(exercise: Exercise) -> bool:
+    """Return whether stages of the same notebook check this exercise's function."""
     for item in items_of(exercise.id[:2]):
         if isinstance(item, Exercise) and item.is_stage and item.written_as.id == exercise.id:
             return True
@@ -116,7 +117,7 @@ def _say_devices(ranks: int) -> None:
 
 
 def device_words(gpus: int, ranks: int) -> str:
-    """How `ranks` ranks of a cell use `gpus` GPUs; "" without one."""
+    """Return how `ranks` ranks of a cell use `gpus` GPUs; "" without one."""
     if not gpus:
         return ""
     if gpus < ranks:
@@ -155,6 +156,7 @@ def manage_ranks(line: str) -> None:
 
 
 def _print_status() -> None:
+    """Print what the ranks that stay hold, and why they ended where they did."""
     if not _staying:
         print("No ranks stay. `%ranks 2` starts two.")
         return
@@ -165,6 +167,7 @@ def _print_status() -> None:
 
 
 def _start(world_size: int) -> None:
+    """Start ranks that stay, in place of those that do; they import what the learner saves before each cell."""
     ended = _stop()
     if ended:
         print(ended)
@@ -216,7 +219,7 @@ def cell_line(line: str) -> CellLine:
 
 
 def ranks_wanted(line: str) -> int:
-    """The number in `%%ranks 3`; 2 where none is given."""
+    """Return the number in `%%ranks 3`; 2 where none is given."""
     text = line.strip() or "2"
     if not text.isdecimal() or not 1 <= int(text) <= MOST_RANKS:
         raise usage_error(
@@ -243,6 +246,7 @@ def _chosen(text: str) -> tuple[int, ...]:
 
 
 def _seconds(text: str | None) -> float:
+    """Return the seconds of `--limit`; a usage error for anything but a number above 0."""
     try:
         seconds = float(text or "")
     except ValueError:
@@ -255,7 +259,7 @@ def _seconds(text: str | None) -> float:
 
 
 def _check_syntax(cell: str) -> None:
-    """CellFailed with the learner's line, before any rank is asked."""
+    """Raise CellFailed with the learner's line, before any rank is asked."""
     show_source(cell, FRESH_TITLE)
     try:
         with warnings.catch_warnings():
@@ -266,6 +270,7 @@ def _check_syntax(cell: str) -> None:
 
 
 def _run_on_staying(cell: str, wanted: CellLine) -> None:
+    """Run a cell on ranks that stay; CellFailed with the report where it does not end well."""
     ranks = _staying[0]
     if not ranks.alive:
         assert ranks.failure is not None, "ranks that have ended say how"
@@ -282,7 +287,10 @@ def _run_on_staying(cell: str, wanted: CellLine) -> None:
 def run_cell_on_ranks(
     source: str, world_size: int, *, limit: float = RANKS_TIME_LIMIT, show: bool = False
 ) -> list[str]:
-    """The output of every fresh rank, by rank; CellFailed with the report when one raises, dies or does not end."""
+    """Return the output of every fresh rank, by rank.
+
+    CellFailed with the report when one raises, dies or does not end.
+    """
     payload = {"source": source, "workspace": str(current().workspace.path)}
     on_output = print_labelled if show else None
     try:
@@ -304,7 +312,7 @@ def run_cell_on_ranks(
 
 
 def usage_error(message: str) -> Exception:
-    """An error that IPython shows in one line, without a traceback; a ValueError without IPython."""
+    """Return an error that IPython shows in one line, without a traceback; a ValueError without IPython."""
     try:
         from IPython.core.error import UsageError
     except ModuleNotFoundError:

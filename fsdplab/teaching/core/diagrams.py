@@ -67,6 +67,7 @@ def cells_in_time(
 
 
 def _check(cells: Sequence[HeldCell], rows: Sequence[str], moments: Sequence[str], colours: dict[str, str]) -> None:
+    """Raise ValueError for the first cell that has no place in the figure."""
     for cell in cells:
         for what, value, known in (("row", cell.row, rows), ("kind", cell.kind, list(colours))):
             if value not in known:
@@ -89,6 +90,7 @@ def _trace(cells: Sequence[HeldCell], kind: str, colour: str, moments: int, plac
 
 
 def _buttons(milliseconds: int) -> dict[str, object]:
+    """Return plotly's menu with a button to play, `milliseconds` a moment, and one to pause."""
     frame = dict(duration=milliseconds, redraw=True)
     play = dict(frame=frame, transition=dict(duration=0), fromcurrent=False, mode="immediate")
     all_at_once = dict(frame=dict(duration=0, redraw=True), mode="immediate", transition=dict(duration=0))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def notebook_display() -> Callable[..., Any] | None:
-    """IPython's `display` in a notebook; None everywhere else, also where IPython is not installed."""
+    """Return IPython's `display` in a notebook; None everywhere else, also where IPython is not installed."""
     if running_shell() is None:
         return None
     from IPython.display import display
@@ -44,7 +44,7 @@ def present(thing: object) -> None:
 
 
 def present_live(thing: object, below: FigureBelow | None = None) -> Callable[[object], None]:
-    """Like `present`, and returns a function that replaces the output later.
+    """Show an object as `present` does, and return a function that replaces the output later.
 
     The output is an ordinary one that stays in the saved notebook, where a widget is not saved. Another figure is on
     the screen sooner when `below` draws it.
@@ -65,7 +65,7 @@ def present_live(thing: object, below: FigureBelow | None = None) -> Callable[[o
 
 
 def _in_a_widget(thing: object, display: Callable[..., Any]) -> Callable[[object], None]:
-    """The output as a widget: Voila shows a cell's output once, and changes widgets alone."""
+    """Show the output as a widget: Voila shows a cell's output once, and changes widgets alone."""
     import ipywidgets
     from IPython.core.interactiveshell import InteractiveShell
 
@@ -135,7 +135,7 @@ class HasTable:
     """Results that show as their `table()`."""
 
     def table(self) -> Table:
-        """The results in rows."""
+        """Return the results in rows."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -203,7 +203,10 @@ def show(figure: go.Figure, alt: str | None = None) -> None:
 
 
 def shown(thing: Any, alt: str | None = None) -> Any:
-    """A plotly figure in its three forms; anything else as it is. ValueError for a figure without alternative text."""
+    """Return a plotly figure in its three forms; anything else as it is.
+
+    ValueError for a figure without alternative text.
+    """
     if not hasattr(thing, "to_plotly_json"):
         return thing
     words = alt or alt_text(thing)

@@ -228,6 +228,7 @@ def _choice(id: str, parts: list[str]) -> Choice:
 
 
 def _flat(text: str) -> str:
+    """Return a text on one line, its words a blank apart."""
     return " ".join(text.split())
 
 
@@ -235,13 +236,14 @@ _Expression = Callable[[Any, float | None], Any]  # a number, or of a slip a lis
 
 
 def _expression(source: str, names: str) -> _Expression:
+    """Compile an expression of a question's file; it is evaluated with `it`, `right` and the file's names."""
     code = compile(source, source, "eval")
     return lambda it, right: eval(code, {**_names(names), "it": it, "right": right})
 
 
 @lru_cache
 def _names(source: str) -> dict[str, Any]:
-    """The names of the file's block of Python; made when a question is first judged."""
+    """Return the names of the file's block of Python; made when a question is first judged."""
     space: dict[str, Any] = {}
     exec(source, space)
     return space

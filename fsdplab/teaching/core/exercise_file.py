@@ -78,12 +78,12 @@ class Exercise:
 
     @property
     def id(self) -> str:
-        """The id, as `check` takes it."""
+        """Return the id, as `check` takes it."""
         return checked_id(f"{self.path.parent.name}.{self.path.stem}")
 
     @property
     def function(self) -> str:
-        """The name of the function to write."""
+        """Return the name of the function to write."""
         return self.written_as.path.stem
 
     @property
@@ -95,21 +95,22 @@ class Exercise:
 
     @cached_property
     def text(self) -> str:
-        """The whole file."""
+        """Return the whole file."""
         return self.path.read_text(encoding="utf-8")
 
     @cached_property
     def _paragraphs(self) -> list[str]:
+        """Return the docstring's paragraphs: the title, the statement, the hints."""
         return inspect.cleandoc(ast.get_docstring(ast.parse(self.text, str(self.path))) or "").split("\n\n")
 
     @property
     def title(self) -> str:
-        """The first line of the docstring."""
+        """Return the first line of the docstring."""
         return self._paragraphs[0]
 
     @property
     def statement(self) -> str:
-        """What is to be written."""
+        """Return what is to be written."""
         return " ".join(" ".join(self._paragraphs[1:-1]).split())
 
     @cached_property
@@ -143,32 +144,32 @@ class Exercise:
 
     @property
     def is_stage(self) -> bool:
-        """Whether this checks the function of another exercise."""
+        """Return whether this checks the function of another exercise."""
         return bool(self.settings.part_of)
 
     @property
     def world_size(self) -> int:
-        """How many ranks, or for a pure function how many ranks' arguments."""
+        """Return how many ranks, or for a pure function how many ranks' arguments."""
         return self.settings.world_size
 
     @property
     def tolerance(self) -> float:
-        """By how much a number may differ, relative to the largest expected one."""
+        """Return by how much a number may differ, relative to the largest expected one."""
         return self.settings.tolerance
 
     @property
     def time_limit(self) -> float:
-        """Seconds that one case may take, from a common start of the ranks."""
+        """Return the seconds that one case may take, from a common start of the ranks."""
         return self.settings.time_limit
 
     @property
     def pure(self) -> bool:
-        """Whether it is called in the notebook's process."""
+        """Return whether it is called in the notebook's process."""
         return self.settings.pure
 
     @property
     def _starts(self) -> int:
-        """The number of lines up to the docstring's end."""
+        """Return the number of lines up to the docstring's end."""
         return ast.parse(self.text).body[0].end_lineno or 0
 
     @cached_property
@@ -216,11 +217,11 @@ class Exercise:
 
     @cached_property
     def returns(self) -> bool:
-        """Whether the reference returns a value."""
+        """Return whether the reference returns a value."""
         return any(isinstance(node, ast.Return) and node.value for node in ast.walk(ast.parse(self.reference)))
 
     def module(self) -> types.ModuleType:
-        """The whole file as a module: its cases and its observation."""
+        """Return the whole file as a module: its cases and its observation."""
         return _module(self.path, self.text)
 
     @property
@@ -241,12 +242,12 @@ class Exercise:
 
     @property
     def hung(self) -> str:
-        """The likely cause where a check does not end."""
+        """Return the likely cause where a check does not end."""
         return str(getattr(self.module(), "SAYS", {}).get("hung", HUNG))
 
     @property
     def otherwise(self) -> str:
-        """What to say where no cause is found: the file's own sentence, or nothing."""
+        """Return what to say where no cause is found: the file's own sentence, or nothing."""
         return str(getattr(self.module(), "SAYS", {}).get("otherwise", ""))
 
     def complaints(self) -> list[str]:
@@ -277,4 +278,5 @@ class Exercise:
 
 @lru_cache
 def _module(path: Path, text: str) -> types.ModuleType:
+    """Run a file as a module, once for each text that it has had."""
     return loaded(text, f"exercise_file_{path.parent.name}_{path.stem}", str(path))

@@ -43,7 +43,7 @@ class Explorer:
         self.values[name] = value
 
     def render(self) -> Any:
-        """The function's result for the present values; a figure in the forms that a page can show."""
+        """Return the function's result for the present values; a figure in the forms that a page can show."""
         return shown(self.view(**self.values))
 
 
@@ -63,7 +63,7 @@ def explore(view: Callable[..., Any], start: Mapping[str, Any] | None = None, **
 def predicted_runs(
     strategies: Sequence[str] = ("no_shard", "full_shard"), **fixed: Any
 ) -> Callable[..., OutlookTable | Note]:
-    """A view for `explore` of what runs will take; nothing is started.
+    """Return a view for `explore` of what runs will take; nothing is started.
 
     `explore(predicted_runs(model="gpt-20m"), world_size=[2, 4, 8], prefetch=[0, 1, 2])`: axes are fields of `RunSpec`.
     """

@@ -69,4 +69,5 @@ def find(word: str) -> Term:
 
 
 def _key(word: str) -> str:
+    """Return a word without case, blanks and hyphens: `Emulated card` and `emulated-card` are one."""
     return word.lower().replace("_", "").replace("-", "").replace(" ", "")

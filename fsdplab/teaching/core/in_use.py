@@ -12,12 +12,12 @@ from fsdplab.teaching.core.workspace import function_name, load_function, loaded
 
 
 def functions(*exercises: str) -> dict[str, Callable[..., Any]]:
-    """The functions by name: `functions("05.shard")["shard"]`; on ranks too, where the course is open."""
+    """Return the functions by name: `functions("05.shard")["shard"]`; on ranks too, where the course is open."""
     return {function_name(exercise): function_of(exercise) for exercise in exercises}
 
 
 def function_of(exercise: str) -> Callable[..., Any]:
-    """One function in use."""
+    """Return one function in use."""
     workspace = current().workspace
     if workspace.has_passed(exercise):
         return load_function(workspace.file_of(exercise), function_name(exercise))
@@ -25,11 +25,12 @@ def function_of(exercise: str) -> Callable[..., Any]:
 
 
 def stub_of(exercise: str) -> Callable[..., Any]:
-    """The function as a learner gets it, where the stub is code that runs."""
+    """Return the function as a learner gets it, where the stub is code that runs."""
     return _made(exercise, find(exercise, Exercise).stub)
 
 
 def _made(exercise: str, source: str) -> Callable[..., Any]:
+    """Return the function of an exercise that a source text defines."""
     name = function_name(exercise)
     function: Callable[..., Any] = getattr(loaded(source, f"in_use_{name}", f"{exercise}.py"), name)
     return function

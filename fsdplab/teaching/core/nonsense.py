@@ -64,6 +64,7 @@ def _spoil(tensor: torch.Tensor) -> None:
 
 
 def resize_(storage: torch.UntypedStorage, nbytes: int) -> Any:
+    """Resize a storage as torch does, and fill what it gains with nonsense."""
     before = storage.nbytes()
     returned = _resize(storage, nbytes)
     if nbytes > before and storage.device.type != "meta":

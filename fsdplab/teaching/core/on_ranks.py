@@ -65,6 +65,7 @@ def call_exercises(payload: dict[str, Any]) -> list[list[dict[str, Any]]]:
 
 
 def _seen_on_this_rank(name: str, observed: Observed, given: list[Any], program: dict[str, Any]) -> dict[str, Any]:
+    """Run one case of a program on this rank, with nonsense in memory that nobody has filled."""
     with NonsenseInNewMemory():
         seen = _run_case(observed, (given,), {"time_limit": program["time_limit"], "path": program["solution"]})
     return {"case": name, "nothing": observed.nothing, **seen}
@@ -133,6 +134,7 @@ def with_plain_numbers(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run_case(call: Callable[..., Any], arguments: tuple[Any, ...], program: dict[str, Any]) -> dict[str, Any]:
+    """Call a function between two barriers; return its value, what it printed, and its messages."""
     printed = io.StringIO()
     dist.barrier()  # a common start: a slow machine's start-up is not counted
     with contextlib.redirect_stdout(printed), WireLog() as log, _given_up_after(program["time_limit"], program["path"]):

@@ -51,8 +51,9 @@ class Prediction:
         self.locked = self.measured is not None
 
     def set(self, value: float | str | None) -> None:
-        """The learner's own number, stored at once, or None; QuantityError where it is none, PredictionLocked once the
-        run has started.
+        """Store the learner's own number at once, or None.
+
+        QuantityError where it is no number, PredictionLocked once the run has started.
         """
         if self.locked:
             raise PredictionLocked(f"prediction {self.name} is locked: its run has started")
@@ -65,7 +66,7 @@ class Prediction:
             self._changed()
 
     def lock(self) -> None:
-        """The run starts: the number stays as it is."""
+        """Lock the number as the run starts: it stays as it is."""
         self.locked = True
         self._changed()
 
@@ -86,7 +87,7 @@ class Prediction:
 
     @property
     def written(self) -> str:
-        """What the field shows: the number that counts, or nothing."""
+        """Return what the field shows: the number that counts, or nothing."""
         return "" if self.value is None else f"{self.value:g}"
 
     @property
@@ -101,10 +102,12 @@ class Prediction:
         return Note((f"Prediction {self.name}: {shown(self.value, self.unit)} ({state})",))
 
     def _changed(self) -> None:
+        """Call the watchers."""
         for watcher in self.watchers:
             watcher()
 
     def _store(self) -> None:
+        """Write the prediction to the learner's folder."""
         stored = self._workspace.read(FILE)
         stored[self.name] = {
             "unit": self.unit,
@@ -142,7 +145,7 @@ class Score:
 
     @property
     def reached(self) -> str:
-        """`measured 240 MB`."""
+        """Return the right number as text: `measured 240 MB`."""
         return f"{self.origin} {shown(self.measured, self.unit)}"
 
     def __str__(self) -> str:
@@ -190,12 +193,12 @@ class Calibration:
 
     @property
     def within_two(self) -> int:
-        """How many predictions were at least half and at most twice the measurement."""
+        """Return how many predictions were at least half and at most twice the measurement."""
         return sum(0.5 <= score.ratio <= 2 for score in self.scores)
 
 
 def calibration_of(workspace: Workspace) -> Calibration:
-    """Every scored prediction that the learner made, by name."""
+    """Return every scored prediction that the learner made, by name."""
     scores = []
     for name, row in sorted(workspace.read(FILE).items()):
         if row["by_learner"] and row["measured"] is not None:
@@ -224,7 +227,7 @@ def predict(name: str, unit: str, measured: float | str | None = None) -> Predic
 
 
 def _lock_when_scored() -> None:
-    """Before a cell that uses a prediction runs, lock that prediction; without IPython its score does."""
+    """Lock a prediction before a cell that uses it runs; without IPython its score does."""
     shell = running_shell()
     if shell is not None and lock_scored not in shell.events.callbacks["pre_run_cell"]:
         shell.events.register("pre_run_cell", lock_scored)
@@ -256,7 +259,7 @@ def names_used(source: str) -> set[str]:
 
 
 def number_field(prediction: Prediction) -> ipywidgets.HBox:
-    """The field, its unit and what is wrong with it; a number goes to the prediction at once.
+    """Return the field, its unit and what is wrong with it; a number goes to the prediction at once.
 
     The number is sent when the field is left, or on Enter: of the letters of a number that is being typed, a busy
     kernel would get the first one before the cell that locks it, and the others after.
@@ -280,7 +283,7 @@ def number_field(prediction: Prediction) -> ipywidgets.HBox:
         show()
 
     def show() -> None:
-        """Once the prediction is locked the field takes no number, and shows the one that counts."""
+        """Show the number that counts, and take no other, once the prediction is locked."""
         entry.disabled = prediction.locked
         if prediction.locked:
             entry.value = prediction.written

@@ -70,7 +70,7 @@ class QuantityError(ValueError):
 
 
 def kind_of(unit: str) -> str:
-    """The kind of quantity of a unit: `kind_of("MiB") == "bytes"`; QuantityError for an unknown unit."""
+    """Return the kind of quantity of a unit: `kind_of("MiB") == "bytes"`; QuantityError for an unknown unit."""
     for kind, scales in _SCALES.items():
         if unit in scales:
             return kind
@@ -79,12 +79,15 @@ def kind_of(unit: str) -> str:
 
 
 def scale_of(unit: str) -> float:
-    """How many base units (bytes, seconds, bytes a second, 1) one `unit` is: `scale_of("MB") == 1e6`."""
+    """Return how many base units (bytes, seconds, bytes a second, 1) one `unit` is: `scale_of("MB") == 1e6`."""
     return _SCALES[kind_of(unit)][unit]
 
 
 def quantity(value: float | str, unit: str) -> float:
-    """The value in `unit`: `quantity("36 MB", "kB") == 36000`, `quantity(5, "kB") == 5`; QuantityError otherwise."""
+    """Return the value in `unit`: `quantity("36 MB", "kB") == 36000`, `quantity(5, "kB") == 5`.
+
+    QuantityError for what is no number, and for a unit of another kind.
+    """
     if isinstance(value, str):
         return _written(value, unit)
     number = single_number(value)
@@ -106,10 +109,10 @@ def single_number(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The value with numpy's numbers as Python's own and fractions as floats, also in lists, tuples, sets and dicts.
+    """Return the value with numpy's numbers as Python's own and fractions as floats.
 
-    `plain({"steps": np.int64(3)}) == {"steps": 3}`. A learner's settings may come from numpy, and a rank can only send
-    plain values back. Tensors and arrays stay as they are.
+    This holds in lists, tuples, sets and dicts too: `plain({"steps": np.int64(3)}) == {"steps": 3}`. A learner's
+    settings may come from numpy, and a rank can only send plain values back. Tensors and arrays stay as they are.
     """
     if isinstance(value, np.generic):
         return value.item()
@@ -140,5 +143,5 @@ def _written(text: str, unit: str) -> float:
 
 
 def shown(value: float, unit: str) -> str:
-    """A short text with four digits: `shown(36.0004, "MB") == "36 MB"`."""
+    """Return a short text with four digits: `shown(36.0004, "MB") == "36 MB"`."""
     return f"{value:.4g} {unit}".strip()

@@ -67,7 +67,7 @@ def _add(source: object, items: list[Item]) -> None:
 
 
 def items_in(folder: Path) -> Iterator[Item]:
-    """The exercises (`shard.py`) and questions (`questions.md`) of a notebook's folder, `05`."""
+    """Yield the exercises (`shard.py`) and questions (`questions.md`) of a notebook's folder, `05`."""
     for path in sorted(folder.glob("*.py")):
         yield Exercise(path)
     questions = folder / "questions.md"
@@ -90,7 +90,8 @@ def find(exercise: str) -> Item: ...
 @overload
 def find(exercise: str, kind: type[Kind]) -> Kind: ...
 def find(exercise: str, kind: type | None = None) -> Item:
-    """The item of an id; KeyError's message lists the near ones.
+    """Return the item of an id; LookupError's message lists the near ones.
+
     With `kind`, an item of another kind is an error too.
     """
     known = {item.id: item for item in items_of(checked_id(exercise)[:2])}

@@ -82,6 +82,7 @@ def _behaviour(by_rank: Sequence[Sequence[Mapping[str, Any]]], source: str) -> B
 
 
 def _trial(rank: int, seen: Mapping[str, Any]) -> Trial:
+    """Make a record of what a rank saw in one case."""
     calls = tuple(Call(*call) for call in seen["calls"])
     return Trial(rank, seen["returned"], seen["printed"], calls, seen["nothing"], tuple(seen.get("changed", ())))
 
@@ -99,6 +100,7 @@ def _seen_here(exercise: Exercise, path: Path) -> Behaviour:
 
 
 def _cases_here(exercise: Exercise, observed: Observed, rank: int) -> list[dict[str, Any]]:
+    """Call a pure function on every case with one rank's arguments."""
     seen = []
     for name, *given in exercise.module().cases(rank, exercise.world_size):
         printed = io.StringIO()

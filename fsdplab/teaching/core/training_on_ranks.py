@@ -24,7 +24,7 @@ from .collectives_log import collectives
 
 
 def complaint(choices: Any, job: dict[str, Any], names: Sequence[str]) -> str:
-    """Why these choices cannot be run, or nothing."""
+    """Return why these choices cannot be run, or nothing."""
     if not isinstance(choices, dict):
         return f"expected a dict, got {type(choices).__name__}"
     unsupported = [str(name) for name in choices if name not in names]
@@ -60,6 +60,7 @@ class Training:
         EmulatedNetwork(spec, context).begin(self._setup)
 
     def _step(self, batch_size: int | None = None, sequence_length: int | None = None) -> list[events.Collective]:
+        """Train one step on this rank's batch; return its collectives."""
         shape = (batch_size or self.spec.batch_size, sequence_length or self.spec.sequence_length)
         batch = self._text.batch(self._done, self.rank, self.ranks, *shape)
         with collectives() as seen:
@@ -68,7 +69,7 @@ class Training:
         return seen
 
     def measured(self) -> MemoryTimeline:
-        """The memory of the second step, as a run's record has it.
+        """Return the memory of the second step, as a run's record has it.
 
         The first makes the optimizer's state and tells the engine the order of its units; a few tokens do that in a
         third of the time.
@@ -88,7 +89,7 @@ class Training:
         return recorder.timeline
 
     def most_of_ranks(self, value: int) -> int:
-        """The largest of the ranks' values: what they decide by it, they decide alike."""
+        """Return the largest of the ranks' values: what they decide by it, they decide alike."""
         most = torch.tensor(value)
         dist.all_reduce(most, dist.ReduceOp.MAX)
         return int(most)

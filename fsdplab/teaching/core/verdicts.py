@@ -113,6 +113,7 @@ class Verdict:
 
 
 def _hanging(text: str, indent: int) -> str:
+    """Return a text whose further lines begin below its first."""
     return text.replace("\n", "\n" + " " * indent)
 
 
@@ -162,6 +163,7 @@ def first_difference(
 
 
 def _type_difference(expected: Any, got: Any, name: str) -> Difference:
+    """Return a difference of kind, in words."""
     return Difference(name, "type", _described(expected), _described(got))
 
 
@@ -186,6 +188,7 @@ def _is_tensor(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def _tensor_difference(expected: torch.Tensor, got: Any, tolerance: float, name: str) -> Difference | None:
+    """Return how a tensor differs: its shape, its dtype, or the first element that does."""
     if not _is_tensor(got):
         return _type_difference(expected, got, name)
     for problem in ("shape", "dtype"):
@@ -211,6 +214,7 @@ def _unequal(expected: torch.Tensor, got: torch.Tensor, tolerance: float) -> tor
 
 
 def _dict_difference(expected: dict[Any, Any], got: Any, tolerance: float, name: str) -> Difference | None:
+    """Return how a dict differs: in its keys, or in the first item that does."""
     if not isinstance(got, dict):
         return _type_difference(expected, got, name)
     expected_keys, got_keys = list(map(str, sorted(expected))), list(map(str, sorted(got)))
@@ -224,6 +228,7 @@ def _dict_difference(expected: dict[Any, Any], got: Any, tolerance: float, name:
 
 
 def _sequence_difference(expected: Any, got: Any, tolerance: float, name: str) -> Difference | None:
+    """Return how a list or tuple differs: in its length, or in the first item that does."""
     if not isinstance(got, (list, tuple)):
         return _type_difference(expected, got, name)
     if len(expected) != len(got):
@@ -236,6 +241,7 @@ def _sequence_difference(expected: Any, got: Any, tolerance: float, name: str) -
 
 
 def _described(value: Any) -> str:
+    """Return what a value is, in a few words: `a tensor of shape [2, 3]`."""
     if value is None:
         return "None"
     if _is_tensor(value):

@@ -84,7 +84,7 @@ class Waiting:
         self._thread: threading.Thread | None = None
 
     def begin(self, cell: Any = None) -> None:
-        """Before a cell: nothing is shown yet."""
+        """Begin to wait before a cell: nothing is shown yet."""
         self.end()
         _followed.clear()
         self._over = threading.Event()
@@ -92,13 +92,14 @@ class Waiting:
         self._thread.start()
 
     def end(self, result: Any = None) -> None:
-        """After a cell: the line, where there is one, says how long it took."""
+        """End the line after a cell: where there is one, it says how long the cell took."""
         if self._thread is not None:
             self._over.set()
             self._thread.join()
             self._thread = None
 
     def _show(self, over: threading.Event, began: float) -> None:
+        """Show the line once a cell takes long, and count its seconds until the cell is over."""
         if over.wait(self._quiet):
             return
         display = notebook_display()

@@ -44,7 +44,7 @@ class WorkspaceError(ValueError):
 
 
 def checked_id(exercise: str) -> str:
-    """The id itself if it is well formed, as `01.ring_all_gather` is; WorkspaceError otherwise."""
+    """Return the id itself if it is well formed, as `01.ring_all_gather` is; WorkspaceError otherwise."""
     if not _ID.match(exercise) or keyword.iskeyword(exercise.split(".")[-1]):
         raise WorkspaceError(
             f"{exercise!r} is not an exercise id; expected two digits, a dot and the function's name, "
@@ -54,7 +54,7 @@ def checked_id(exercise: str) -> str:
 
 
 def function_name(exercise: str) -> str:
-    """The function that an exercise defines: `function_name("01.ring_all_gather") == "ring_all_gather"`."""
+    """Return the function that an exercise defines: `function_name("01.ring_all_gather") == "ring_all_gather"`."""
     return checked_id(exercise).split(".")[1]
 
 
@@ -68,7 +68,7 @@ def load_function(path: Path, name: str) -> Callable[..., Any]:
 
 
 def loaded(source: str, name: str, file: str) -> types.ModuleType:
-    """A module made from a source text."""
+    """Return a module made from a source text."""
     made = types.ModuleType(name)
     made.__file__ = file
     sys.modules[name] = made  # dataclasses look their module up by name
@@ -77,12 +77,12 @@ def loaded(source: str, name: str, file: str) -> types.ModuleType:
 
 
 def has_code(source: str) -> bool:
-    """Whether anything stands in a source but comments and blank lines."""
+    """Return whether anything stands in a source but comments and blank lines."""
     return any(line.strip() and not line.lstrip().startswith("#") for line in source.splitlines())
 
 
 def fingerprint(source: str) -> str:
-    """A hash of a source text without trailing blanks: a pass counts for this text only."""
+    """Return a hash of a source text without trailing blanks: a pass counts for this text only."""
     lines = [line.rstrip() for line in source.strip().splitlines()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
@@ -94,7 +94,7 @@ class Workspace:
     path: Path
 
     def file_of(self, exercise: str) -> Path:
-        """The path of the learner's version of an exercise."""
+        """Return the path of the learner's version of an exercise."""
         return self.path / f"{checked_id(exercise)}.py"
 
     def source_of(self, exercise: str) -> str | None:
@@ -123,7 +123,7 @@ class Workspace:
         sys.path[:] = [parent, *(entry for entry in sys.path if entry != parent)]
 
     def failed_tries(self, exercise: str) -> int:
-        """How many checks of this exercise have failed so far: each one unlocks a hint."""
+        """Return how many checks of this exercise have failed so far: each one unlocks a hint."""
         return int(self.read("progress.json").get(exercise, {}).get("failed_tries", 0))
 
     def note_failure(self, exercise: str) -> int:
@@ -144,16 +144,17 @@ class Workspace:
         self._note(question, answer=answer)
 
     def right_answer(self, question: str) -> str:
-        """The answer that was right when it was given; empty where there was none."""
+        """Return the answer that was right when it was given; empty where there was none."""
         return str(self.read("progress.json").get(question, {}).get("answer", ""))
 
     def has_passed(self, exercise: str) -> bool:
-        """Whether the source that is saved now is one that passed."""
+        """Return whether the source that is saved now is one that passed."""
         noted = self.read("progress.json").get(exercise, {})
         source = self.source_of(noted.get("written", exercise))
         return source is not None and noted.get("passed") == fingerprint(source)
 
     def _note(self, exercise: str, **news: object) -> None:
+        """Add facts on an exercise to the learner's progress."""
         progress = self.read("progress.json")
         progress[exercise] = {**progress.get(exercise, {}), **news}
         self.write("progress.json", progress)

@@ -26,7 +26,10 @@ MODEL, FLOAT = "gpt-tiny", 4  # bytes
 
 
 def way(kind: str, name: str, optimizer: str = "adamw", steps: int | None = None, **needs: Any) -> dict[str, Any]:
-    """One way of training, as the ranks take it: a kind of `on_ranks.py`, its name in tables, and what it needs."""
+    """Return one way of training, as the ranks take it.
+
+    `kind` is one of `on_ranks.py`, `name` stands in tables, and `needs` is what the kind needs.
+    """
     return {"kind": kind, "name": name, "optimizer": optimizer, "steps": steps, **needs}
 
 
@@ -87,32 +90,32 @@ class Run:
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """The mean over ranks, step by step."""
+        """Return the mean over ranks, step by step."""
         return tuple(fmean(step) for step in zip(*self.losses_by_rank, strict=True))
 
     @property
     def payload(self) -> int:
-        """P: the bytes of all parameters."""
+        """Return P: the bytes of all parameters."""
         return FLOAT * self.elements
 
     @property
     def collectives(self) -> int:
-        """Collectives of one step on one rank."""
+        """Return the collectives of one step on one rank."""
         return self.lab[0] or len(self.calls)
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that one rank sends in one step."""
+        """Return the bytes that one rank sends in one step."""
         return self.lab[1] or round(sum(bytes_sent(call, self.ranks) for call in self.calls))
 
     @property
     def moment_bytes(self) -> int:
-        """Bytes of Adam's moments on the rank that has most."""
+        """Return the bytes of Adam's moments on the rank that has most."""
         return max(self.moments)
 
     @property
     def verdict(self) -> str:
-        """`"equal in every bit"`, or how many parameters differ and by how much."""
+        """Return `"equal in every bit"`, or how many parameters differ and by how much."""
         if not self.differing:
             return "equal in every bit"
         return f"{len(self.differing)} of {self.parameters} differ, by {self.largest:.1e} at most"
@@ -132,7 +135,7 @@ class Runs(HasTable):
 
     @property
     def moment_bytes(self) -> int:
-        """Bytes of Adam's moments on a rank of the first run, the learner's."""
+        """Return the bytes of Adam's moments on a rank of the first run, the learner's."""
         return self.runs[0].moment_bytes
 
     def table(self) -> Table:

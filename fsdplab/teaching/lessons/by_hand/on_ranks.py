@@ -35,7 +35,7 @@ Way = dict[str, Any]
 
 
 def make_optimizer(name: str, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW (fused: the same bits for a shard as for a whole) or plain SGD."""
+    """Return AdamW (fused: the same bits for a shard as for a whole) or plain SGD."""
     if name == "adamw":
         return torch.optim.AdamW(parameters, lr=RATES[name], fused=True)
     return torch.optim.SGD(parameters, lr=RATES[name])
@@ -131,7 +131,7 @@ class Trainer:
 
 
 def hook(trainer: Trainer, way: Way) -> None:
-    """The learner's hook on every parameter."""
+    """Register the learner's hook on every parameter."""
     trainer.after_each_gradient(function_of(way["exercise"]))
 
 
@@ -214,7 +214,7 @@ class Twin(NamedTuple):
 
 
 def batch(text: ByteText, step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """The batch of `rank` at `step` of every by-hand training: two sequences of 32 bytes."""
+    """Return the batch of `rank` at `step` of every by-hand training: two sequences of 32 bytes."""
     return text.batch(step, rank, dist.get_world_size(), batch_size=2, sequence_length=32)
 
 

@@ -41,7 +41,7 @@ class Fault:
     injected: str = ""
 
     def source(self) -> str:
-        """The job with the fault in it. ValueError where `line` does not stand in the job exactly once."""
+        """Return the job with the fault in it. ValueError where `line` does not stand in the job exactly once."""
         text = JOB.read_text(encoding="utf-8")
         if not self.line:
             return text
@@ -104,7 +104,7 @@ class Seen:
 
     @classmethod
     def load(cls, path: Path) -> Seen:
-        """What `save` wrote."""
+        """Read what `save` wrote."""
         return cls(**json.loads(gzip.decompress(path.read_bytes())))
 
 

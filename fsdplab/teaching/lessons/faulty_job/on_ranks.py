@@ -79,6 +79,7 @@ def _sum_of(layer: torch.nn.Module) -> float:
 
 
 def _module(path: Path) -> ModuleType:
+    """Run the job's file as a module, which is not imported: it may have a fault in it."""
     module = ModuleType(path.stem)
     exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), vars(module))
     return module
@@ -143,7 +144,7 @@ class CallLog:
         self._number = 0
 
     def of_step(self, step: int) -> AbstractContextManager[Any]:
-        """Inside, calls of the job are noted under this step."""
+        """Note calls of the job under this step, inside the returned context."""
         self._step = step
         noting: dict[str, Any] = {name: self._noting(kind, getattr(dist, name)) for name, kind in KINDS.items()}
         return patch.multiple(dist, **noting)
@@ -190,10 +191,14 @@ class CallLog:
 
     @property
     def most_held(self) -> int:
-        """Most bytes at once in the step that held least: on a busy machine gloo's threads let go of some late."""
+        """Return the most bytes at once, in the step that held least.
+
+        On a busy machine gloo's threads let go of some late, so that other steps hold more.
+        """
         return min(self._most_held.values(), default=0)
 
     def _write(self, **row: Any) -> None:
+        """Write one line of the log; the file is flushed at its end."""
         self._file.write(json.dumps(row) + "\n")
 
 

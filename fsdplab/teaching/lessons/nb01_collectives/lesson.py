@@ -116,6 +116,7 @@ def arriving_cells(ranks: int) -> list[HeldCell]:
 
 
 def _row(rank: int, block: int) -> str:
+    """Return the name of a row: a block's place on a rank."""
     return f"rank {rank}: block {block}"
 
 
@@ -208,12 +209,12 @@ class Timing:
 
     @property
     def algbw(self) -> float:
-        """P / t in bytes a second."""
+        """Return P / t in bytes a second."""
         return self.nbytes / self.seconds
 
     @property
     def busbw(self) -> float:
-        """The bytes a second of each rank's link: comparable across collectives and numbers of ranks."""
+        """Return the bytes a second of each rank's link: comparable across collectives and numbers of ranks."""
         return self.algbw * bus_factor(self.kind, self.ranks)
 
 
@@ -233,7 +234,7 @@ class Bandwidth(HasTable):
 
     @property
     def largest(self) -> int:
-        """The largest payload measured, in bytes."""
+        """Return the largest payload measured, in bytes."""
         return max(timing.nbytes for timing in self.timings)
 
     def table(self) -> Table:

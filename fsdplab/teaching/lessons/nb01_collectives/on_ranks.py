@@ -99,6 +99,7 @@ def timed(payload: dict[str, Any]) -> dict[str, dict[int, list[float]]]:
 
 
 def _repeats(call: Callable[[], object], repeats: int) -> list[float]:
+    """Return the seconds of so many calls."""
     call()  # the first call also opens connections
     took = []
     for _ in range(repeats):

@@ -123,17 +123,20 @@ def stack(ranks: int, sequences: int, checkpointing: str) -> go.Figure:
 
 
 def job(**choices: Any) -> RunSpec:
-    """The lesson's run: the lab's GPT of 21.6 million parameters in fp32, `full_shard` on two ranks."""
+    """Return the lesson's run: the lab's GPT of 21.6 million parameters in fp32, `full_shard` on two ranks."""
     return RunSpec(**{**JOB, "strategy": "full_shard", **choices})
 
 
 def peak(record: RunRecord) -> float:
-    """MB at the peak of the worst rank."""
+    """Return the MB at the peak of the worst rank."""
     return known(record.summary.peak_memory_bytes.total) / MB
 
 
 def planned(batch: int) -> PlanSpec:
-    """The plan of the lesson's run with so many sequences; the GPU is a stand-in, memory does not depend on it."""
+    """Return the plan of the lesson's run with so many sequences.
+
+    The GPU is a stand-in, memory does not depend on it.
+    """
     choices = {"gpus": JOB["world_size"], "seq": JOB["sequence_length"], "param_dtype": "fp32"}
     return plan_spec(str(JOB["model"]), BIG_GPU, micro_batch=batch, **choices)
 
@@ -212,7 +215,7 @@ def moments_table() -> Table:
 
 
 def on_the_card(batch: int) -> RunSpec:
-    """The lesson's run with so many sequences a rank, on an emulated card of 320 MB."""
+    """Return the lesson's run with so many sequences a rank, on an emulated card of 320 MB."""
     return job(batch_size=int(batch), card=int(CARD))
 
 

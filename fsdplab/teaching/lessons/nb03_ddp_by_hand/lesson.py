@@ -42,7 +42,10 @@ def faulty(exercise: str = "03.small_together", steps: int = 12, world_size: int
 
 
 def data_parallel(steps: int = 6, bucket_bytes: int = 100_000, world_size: int = 2) -> Runs:
-    """The learner's hook and buckets (or the references), torch's DDP and the lab's no_shard, each beside the twin."""
+    """Train with the learner's hook and buckets (or the references), torch's DDP and the lab's no_shard.
+
+    The twin trains beside each.
+    """
     hook, buckets = "03.average_in_hook", "03.in_buckets"
     cut = f"{owner(buckets)} buckets of {size(bucket_bytes)}"
     ways = [

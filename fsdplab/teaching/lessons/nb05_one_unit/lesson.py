@@ -146,17 +146,17 @@ class Life(HasTable):
 
     @property
     def peak_megabytes(self) -> float:
-        """Most that the layer's weight and gradient held at once, MB."""
+        """Return the most that the layer's weight and gradient held at once, in MB."""
         return max(held(moment) for moment in self.moments) / 1e6
 
     def table(self) -> Table:
-        """The largest difference from the unsharded layer, over all ranks."""
+        """Return the largest difference from the unsharded layer, over all ranks."""
         rows = [[name, f"{value:g}"] for name, value in self.differences.items()]
         return table(["", "largest difference from the whole layer"], rows, f"Measured on {self.ranks} real ranks.")
 
 
 def held(moment: dict[str, Any]) -> int:
-    """All bytes that a moment of a layer's life names."""
+    """Return all bytes that a moment of a layer's life names."""
     return sum(value for name, value in moment.items() if name != "moment")
 
 

@@ -58,7 +58,7 @@ class MiniUnit:
 
     @property
     def gathered_bytes(self) -> int:
-        """Bytes of memory behind `whole` now."""
+        """Return the bytes of memory behind `whole` now."""
         return self.whole.untyped_storage().nbytes()
 
     def take_gradient(self) -> torch.Tensor:
@@ -94,7 +94,7 @@ class MiniFSDP:
             self._attach(unit, module)
 
     def parameters(self) -> list[nn.Parameter]:
-        """The shards: all that the optimizer sees."""
+        """Return the shards: all that the optimizer sees."""
         return [unit.mine for unit in self.units]
 
     def _attach(self, unit: MiniUnit, module: nn.Module) -> None:
@@ -133,12 +133,13 @@ class MiniFSDP:
             backward_ends()
 
     def _run(self, phase: str, function: Callable[[], Any]) -> None:
+        """Call one of the learner's hooks, and note in which phase."""
         self.log.phase = phase
         with torch.no_grad():
             function()
 
     def _require(self, unit: MiniUnit, hook: str) -> None:
-        """Reading a tensor without memory would end the process, so the learner's guard stands in front of it."""
+        """Call the learner's guard: reading a tensor without memory would end the process."""
         try:
             self.parts.guarded(unit.whole, f"unit {unit.name}")
         except RuntimeError as error:
@@ -173,7 +174,7 @@ class MiniFSDP:
 
     @torch.no_grad()
     def whole_parameters(self) -> dict[str, torch.Tensor]:
-        """Every parameter of the model, whole: unsharded a unit at a time."""
+        """Return every parameter of the model, whole: unsharded a unit at a time."""
         for unit in self.units:
             self.parts.unshard(unit.mine, unit.whole)
         values = {name: parameter.detach().clone() for name, parameter in self._named}
@@ -235,7 +236,7 @@ def _kinds(things: Iterable[object]) -> str:
 
 
 def wants_gradient(x: Any) -> bool:
-    """Whether `x` is a tensor that a backward will reach."""
+    """Return whether `x` is a tensor that a backward will reach."""
     return isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled()
 
 

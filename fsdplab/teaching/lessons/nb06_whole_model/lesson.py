@@ -90,12 +90,12 @@ class Training(HasTable):
 
     @property
     def mine(self) -> RunRecord:
-        """The record of the learner's engine."""
+        """Return the record of the learner's engine."""
         return self.records["my_fsdp"]
 
     @property
     def gathered_megabytes(self) -> float:
-        """Most MB that the learner's engine had unsharded at once on a rank."""
+        """Return the most MB that the learner's engine had unsharded at once on a rank."""
         return known(self.mine.summary.gathered_bytes) / 1e6
 
     def table(self) -> Table:
@@ -188,7 +188,7 @@ class Beside(HasTable):
     provenance: ClassVar = dict.fromkeys(("losses", "peak memory"), "measured")
 
     def megabytes(self, engine: str) -> float:
-        """MB at the peak of the worst rank under `"my_fsdp"`, `"DDP"` or `"fully_shard"`."""
+        """Return the MB at the peak of the worst rank under `"my_fsdp"`, `"DDP"` or `"fully_shard"`."""
         return self.peaks[engine] / 1e6
 
     def table(self) -> Table:

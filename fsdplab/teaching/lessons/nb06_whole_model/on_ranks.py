@@ -32,7 +32,10 @@ LOSSES, ROUNDING = "loss minus the twin's, by step", 1e-6
 
 
 def parts(**given: Callable[..., Any]) -> Parts:
-    """The learner's functions where their checks passed, else the references; those in `given` as they are."""
+    """Return the learner's functions where their checks passed, else the references.
+
+    Those in `given` are taken as they are.
+    """
     ids = PARTS if "hooks" in given else (*PARTS, "06.hooks")
     return Parts(**functions(*ids), **given)
 
@@ -48,11 +51,11 @@ class Library:
     log: Any = field(default_factory=Log)
 
     def parameters(self) -> Iterable[Tensor]:
-        """All that the optimizer sees."""
+        """Return all that the optimizer sees."""
         return self.model.parameters()
 
     def finish_backward(self) -> None:
-        """A library ends its backward by itself."""
+        """Do nothing: a library ends its backward by itself."""
 
     def whole_parameters(self) -> dict[str, Tensor]:
         """Return every parameter of the model, whole."""
@@ -84,17 +87,20 @@ def under(name: str, model: nn.Module, is_unit: Wanted | None, prefetch: int) ->
 
 
 def blocks_of(model: nn.Module) -> Wanted:
-    """Every block is a unit."""
+    """Return a choice of units: every block is one."""
     return lambda name, module: isinstance(module, block_types(model))
 
 
 def batch(text: ByteText, work: Work, step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """The batch of a rank at a step."""
+    """Return the batch of a rank at a step."""
     return text.batch(step, rank, work["ranks"], work["batch_size"], work["sequence_length"], seed=work["seed"])
 
 
 def optimizer_of(work: Work, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-    """`work["optimizer"]`, AdamW unless it says SGD: Adam hides a gradient's wrong factor, which a check must not."""
+    """Return `work["optimizer"]`, AdamW unless it says SGD.
+
+    Adam hides a gradient's wrong factor, which a check must not.
+    """
     kind: type[torch.optim.Optimizer] = getattr(torch.optim, work.get("optimizer", "AdamW"))
     return kind(parameters, lr=work["learning_rate"], fused=True)
 
@@ -123,7 +129,7 @@ def trained(engine: Engine, work: Work, peak_of: str = "") -> tuple[list[float],
 
 
 def one_step(engine: Engine, optimizer: torch.optim.Optimizer, batch: tuple[Tensor, Tensor]) -> float:
-    """One step of training; this rank's loss."""
+    """Take one step of training; return this rank's loss."""
     loss = loss_of(engine.model, *batch)
     loss.backward()
     engine.finish_backward()
@@ -221,11 +227,12 @@ class Listener:
             self._row(event.unit, "reshard", event.phase)
 
     def _row(self, unit: str, what: str, phase: str) -> None:
+        """Add a row to the log, with the bytes that each unit has unsharded now."""
         self.rows.append({"step": self.step, "phase": phase, "unit": unit, "what": what, "unsharded": dict(self._held)})
 
 
 def one_backward(is_unit: Callable[..., bool], preset: str) -> MiniFSDP:
-    """One forward and backward of a model under the learner's engine, on random tokens and with no optimizer."""
+    """Run one forward and backward of a model under the learner's engine, on random tokens, with no optimizer."""
     model = build_model(preset, seed=0)
     engine = MiniFSDP(model, is_unit, parts())
     tokens = torch.randint(0, model.config.vocabulary, (1, 16), generator=torch.Generator().manual_seed(0))
@@ -235,7 +242,7 @@ def one_backward(is_unit: Callable[..., bool], preset: str) -> MiniFSDP:
 
 
 def largest_gathered(rows: list[dict[str, Any]]) -> int:
-    """Most bytes that all units together had unsharded at any moment."""
+    """Return the most bytes that all units together had unsharded at any moment."""
     return max((sum(row["unsharded"].values()) for row in rows), default=0)
 
 
@@ -301,11 +308,13 @@ def scheduled(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def _blocks(count: int, width: int) -> list[nn.Sequential]:
+    """Return equal blocks, with the same weights on every rank."""
     torch.manual_seed(0)
     return [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(count)]
 
 
 def _batch(rank: int, width: int) -> Tensor:
+    """Return the input of a rank, float32 [8, width]."""
     return torch.randn(8, width, generator=torch.Generator().manual_seed(rank))
 
 
@@ -329,6 +338,7 @@ class _Step:
         return unsharded / size + self._gradient_bytes() / size
 
     def _gradient_bytes(self) -> int:
+        """Return the bytes of unsharded gradients on this rank."""
         nbytes = 0
         for block in self.blocks:
             for parameter in block.parameters():
@@ -343,11 +353,13 @@ class _Step:
         self.parts.reshard(self.units[block].whole)
 
     def _forward(self, block: int) -> None:
+        """Compute a block, and keep its input and output for the backward."""
         self.inputs[block] = self.x.detach().requires_grad_()
         self.outputs[block] = self.blocks[block](self.inputs[block])
         self.x = self.outputs[block]
 
     def _backward(self, block: int) -> None:
+        """Compute a block's gradients; the last block begins with the loss."""
         output = self.outputs[block]
         if block == len(self.blocks) - 1:
             output.square().mean().backward()
@@ -355,6 +367,7 @@ class _Step:
             output.backward(self.inputs[block + 1].grad)
 
     def _reduce(self, block: int) -> None:
+        """Leave this rank's shard of the mean gradient in the unit."""
         self.units[block].mine.grad = self.parts.reduce(self.units[block].take_gradient())
 
 

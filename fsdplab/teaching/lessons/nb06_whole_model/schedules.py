@@ -47,12 +47,12 @@ class Played:
 
     @property
     def milliseconds(self) -> int:
-        """The end of the last action."""
+        """Return the end of the last action."""
         return max(span.end for span in self.actions)
 
     @property
     def peak(self) -> int:
-        """The most blocks and gradients that were in memory at once."""
+        """Return the most blocks and gradients that were in memory at once."""
         return len(self.held_at_peak)
 
     @property
@@ -67,7 +67,10 @@ class Played:
 
 
 def shortest(blocks: int) -> int:
-    """ms that no schedule can beat: the first unshard, all computation, the last reduction. `shortest(4) == 28`."""
+    """Return the ms that no schedule can beat: the first unshard, all computation, the last reduction.
+
+    `shortest(4) == 28`.
+    """
     return MESSAGE + blocks * (FORWARD + BACKWARD) + MESSAGE
 
 
@@ -116,6 +119,7 @@ class _Player:
     reduced: set[int] = field(default_factory=set)
 
     def _refuse(self, why: str) -> None:
+        """Raise ScheduleError with the entry that cannot be run."""
         raise ScheduleError(f"{self.at}: {why}")
 
     def _message(self, what: str, block: int) -> Span:
@@ -127,11 +131,13 @@ class _Player:
         return message
 
     def _unshard(self, block: int) -> None:
+        """Begin a block's unshard; the rank does not wait for it."""
         if block in self.unshards:
             self._refuse("it is unsharded already")
         self.unshards[block] = self._message("unshard", block)
 
     def _reshard(self, block: int) -> None:
+        """Free a block, whose unshard must have ended."""
         if block not in self.unshards:
             self._refuse("it is not unsharded")
         unshard = self.unshards.pop(block)
@@ -168,6 +174,7 @@ class _Player:
         self.gradients[block] = self._compute("backward", block, BACKWARD)
 
     def _reduce(self, block: int) -> None:
+        """Begin a gradient's reduction; the gradient is in memory until it ends."""
         if block not in self.gradients:
             self._refuse("it has no gradient to reduce: its backward comes first, and one reduction is enough")
         done = self._message("reduce", block)
@@ -175,7 +182,7 @@ class _Player:
         self.reduced.add(block)
 
     def finish(self) -> Played:
-        """The played step, if nothing was left undone."""
+        """Return the played step; ScheduleError where something was left undone."""
         missing = [block for block in range(self.blocks) if block not in self.reduced]
         self.at = "at the end"
         if len(self.computed) < 2 * self.blocks:

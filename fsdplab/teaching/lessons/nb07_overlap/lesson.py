@@ -49,7 +49,10 @@ def split(record: RunRecord) -> StepSummary:
 
 
 def on_the_link_ns(record: RunRecord) -> float:
-    """Exposed ns of the profiled step in which a message moves: the one number that the lesson calls exposed."""
+    """Return the exposed ns of the profiled step in which a message moves.
+
+    This is the one number that the lesson calls exposed.
+    """
     return known(split(record).on_link_ns)
 
 
@@ -90,6 +93,7 @@ def by_hand(exposed: Callable[[InMs, InMs], float], record: RunRecord) -> Table:
 
 
 def _intervals(rows: list[Row], rank: int, lanes: tuple[str, ...]) -> Intervals:
+    """Return the (start, end) of a rank's rows in some lanes, in ns."""
     return [(row["start_ns"], row["end_ns"]) for row in rows if row["rank"] == rank and row["lane"] in lanes]
 
 
@@ -97,7 +101,10 @@ def _intervals(rows: list[Row], rank: int, lanes: tuple[str, ...]) -> Intervals:
 
 
 def computing_ms(record: RunRecord) -> float:
-    """Milliseconds of forward and backward in the usual step, mean over the ranks; the optimizer's step is left out."""
+    """Return the milliseconds of forward and backward in the usual step, mean over the ranks.
+
+    The optimizer's step is left out.
+    """
     _, rows = timeline_of(record, None)
     spent: dict[int, int] = defaultdict(int)
     for row in rows:
@@ -143,7 +150,7 @@ def inflation(runs: Mapping[str, RunRecord]) -> Table:
 
 
 def least_exposed_ms(compute_ms: float, communication_ms: float) -> float:
-    """The exposed time that even a perfect schedule leaves: `least_exposed_ms(300, 500) == 200`."""
+    """Return the exposed time that even a perfect schedule leaves: `least_exposed_ms(300, 500) == 200`."""
     return max(0.0, communication_ms - compute_ms)
 
 
@@ -258,7 +265,10 @@ class Ruled(Schedule):
 
 
 def with_rule(rule: Rule, job: RunSpec) -> RunRecord:
-    """A step of the job on the steady card, whose all-gathers set out when `rule(order, position, depth)` says so."""
+    """Take a step of the job on the steady card, with a learner's rule for its all-gathers.
+
+    They set out when `rule(order, position, depth)` says so.
+    """
     return steady(job, schedule=type("Learners", (Ruled,), {"rule": staticmethod(rule)}))
 
 

@@ -58,7 +58,7 @@ class Card:
         self.begin()
 
     def begin(self) -> None:
-        """A step begins: nothing is computed and nothing has moved yet."""
+        """Begin a step: nothing is computed and nothing has moved yet."""
         self.free_ns = time.time_ns()
         self.computed: list[tuple[int, int]] = []
         self.moved: dict[str, list[tuple[int, int]]] = {place: [] for place in PLACES.values()}
@@ -71,7 +71,7 @@ class Card:
         time.sleep(max(0, self.free_ns - time.time_ns()) / 1e9)
 
     def on_event(self, event: events.Event) -> None:
-        """The host has waited for a message: the card goes on when the link has delivered it."""
+        """Note a message that the host has waited for: the card goes on when the link has delivered it."""
         if isinstance(event, events.Collective):
             self.moved[PLACES[event.kind, event.phase]].append((event.start_ns, event.end_ns))
             self.free_ns = max(self.free_ns, event.end_ns)
@@ -98,14 +98,14 @@ class Computing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, card: Card, takes: tuple[float, float]) -> Tensor:
-        """A sleeping rank takes no core from the other."""
+        """Sleep for the forward's time: a sleeping rank takes no core from the other."""
         ctx.card, ctx.seconds = card, takes[1]
         card.compute(takes[0])
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        """Before the gradients are there, as computing them would take time."""
+        """Sleep before the gradients are there, as computing them would take time."""
         ctx.card.compute(ctx.seconds)
         return gradient, None, None
 
@@ -181,7 +181,7 @@ def on_this_rank(payload: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def total(step: Mapping[str, Any]) -> float:
-    """All ms of a step that are exposed."""
+    """Return all ms of a step that are exposed."""
     return float(sum(step["exposed"].values()))
 
 

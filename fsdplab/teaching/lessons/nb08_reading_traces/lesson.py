@@ -30,12 +30,12 @@ Row = dict[str, Any]
 
 
 def recorded() -> RunRecord:
-    """The record of lesson 08; RecordError says what to do where it is missing."""
+    """Load the record of lesson 08; RecordError says what to do where it is missing."""
     return recorded_run("traces-08")
 
 
 def exports() -> Path:
-    """A folder for exported traces, in the learner's own."""
+    """Return a folder for exported traces, in the learner's own; it is made where it is not there."""
     folder = current().workspace.path / "exports"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -126,7 +126,7 @@ def gaps(record: RunRecord, rank: int = 0) -> list[Row]:
 
 
 def worst(record: RunRecord, rank: int = 0) -> Row:
-    """The most exposed collective."""
+    """Return the most exposed collective."""
     return gaps(record, rank)[0]
 
 
@@ -153,6 +153,7 @@ def transfers(record: RunRecord, rank: int = 0) -> Table:
 
 
 def _analysed(record: RunRecord, rank: int) -> TraceAnalysis:
+    """Read a rank's trace, with what the run's own record adds to it."""
     return analyse_trace(traces_of(record)[rank], ledger=record.table("ledger"), life=record.table("life"), rank=rank)
 
 
@@ -262,4 +263,5 @@ def clock_table(runs: Sequence[RunRecord], on_card: Sequence[RunRecord]) -> Tabl
 
 
 def _ms(nanoseconds_: float) -> str:
+    """Return nanoseconds as milliseconds, with one decimal."""
     return f"{nanoseconds_ / MS:.1f}"

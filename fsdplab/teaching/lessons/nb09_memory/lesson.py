@@ -30,23 +30,23 @@ def peak_row(record: RunRecord) -> Row:
 
 
 def total(row: Row) -> int:
-    """Bytes of a memory row in all."""
+    """Return the bytes of a memory row in all."""
     return sum(row[name] for name in CATEGORIES)
 
 
 def instant(record: RunRecord) -> int:
-    """When the worst rank's memory peaks, in ns since its memory step began."""
+    """Return when the worst rank's memory peaks, in ns since its memory step began."""
     return peak_row(record)["time_ns"]
 
 
 def by_category(record: RunRecord) -> dict[str, int]:
-    """Bytes by category at the peak of the worst rank."""
+    """Return the bytes by category at the peak of the worst rank."""
     row = peak_row(record)
     return {name: row[name] for name in CATEGORIES}
 
 
 def unsharded(record: RunRecord) -> float:
-    """MB of unsharded parameters at the peak."""
+    """Return the MB of unsharded parameters at the peak."""
     return peak_row(record)["unsharded_parameters"] / MB
 
 

@@ -44,6 +44,7 @@ Crossover = Callable[[float, int, float, float, float, float], float]
 
 
 def _spec(gpu: str, gpus: int, tokens: int = SEQUENCE) -> PlanSpec:
+    """Return the plan of the lesson's model on some GPUs, with whole sequences and at least one."""
     return plan_spec(MODEL, gpu, gpus=gpus, seq=SEQUENCE, micro_batch=max(1, tokens // SEQUENCE))
 
 
@@ -58,12 +59,12 @@ def machines() -> dict[str, PlanSpec]:
 
 
 def target() -> PlanSpec:
-    """Llama 3.1 8B on 8 H100."""
+    """Return the plan of Llama 3.1 8B on 8 H100."""
     return machines()["8 x H100"]
 
 
 def planned_crossover() -> float:
-    """Tokens of a rank's micro-batch from which on the planner hides all of a block's messages on 8 H100."""
+    """Return from how many tokens of a rank's micro-batch on the planner hides all of a block's messages on 8 H100."""
     return overlap_of(target()).crossover_tokens
 
 
@@ -137,7 +138,7 @@ def block(gigabytes_per_second: int, tokens: int) -> go.Figure:
 
 
 def tunnel(**choices: Any) -> RunSpec:
-    """The lab's GPT on two ranks, behind the link that imitates Llama 3.1 8B on 8 H100."""
+    """Return the lab's GPT on two ranks, behind the link that imitates Llama 3.1 8B on 8 H100."""
     return RunSpec(**{**JOB, "emulate": "8xH100", "as_model": MODEL, **choices})
 
 

@@ -29,7 +29,7 @@ STRATEGIES = OVER_ALL_RANKS  # that keep one copy over all ranks, the least shar
 
 
 def job(**choices: Any) -> RunSpec:
-    """The lesson's run behind its link, with what `choices` say: `job(strategy="zero2")`."""
+    """Return the lesson's run behind its link, with what `choices` say: `job(strategy="zero2")`."""
     return RunSpec(**{**JOB, **choices})
 
 
@@ -52,27 +52,27 @@ class Told(Watcher):
 
 
 def of(runs: Sequence[RunRecord], strategy: str) -> RunRecord:
-    """The first run of a strategy."""
+    """Return the first run of a strategy."""
     return next(run for run in runs if run.spec["strategy"] == strategy)
 
 
 def recorded() -> list[RunRecord]:
-    """The five runs of the lesson as they were recorded once: real ranks, bytes and peaks."""
+    """Load the five runs of the lesson as they were recorded once: real ranks, bytes and peaks."""
     return [recorded_run(f"lesson-11/{name}") for name in STRATEGIES]
 
 
 def peak(run: RunRecord) -> int:
-    """Bytes at the peak of the worst rank."""
+    """Return the bytes at the peak of the worst rank."""
     return known(run.summary.peak_memory_bytes.total)
 
 
 def exposed(run: RunRecord) -> float:
-    """Exposed seconds a step, as in the figures."""
+    """Return the exposed seconds a step, as in the figures."""
     return known(run.summary.comm.exposed_s)
 
 
 def step_s(run: RunRecord) -> float:
-    """The median step in seconds."""
+    """Return the median step in seconds."""
     return known(run.summary.step_time_s.median)
 
 
@@ -122,7 +122,7 @@ def on_steady_card(runs: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def _with_peak(timed: RunRecord, run: RunRecord) -> RunRecord:
-    """The simulated step with the measured peak of the run that it stands for."""
+    """Return the simulated step with the measured peak of the run that it stands for."""
     summary = replace(timed.summary, peak_memory_bytes=run.summary.peak_memory_bytes, card=run.summary.card)
     origin = timed.provenance | {"peak_memory_bytes": "measured"}
     return replace(timed, summary=summary, provenance=origin, status=run.status)
@@ -174,6 +174,7 @@ def _computing_ms(run: RunRecord, phase: str) -> float:
 
 
 def _lanes_ms(run: RunRecord, phase: str, is_counted: Callable[[str], bool]) -> float:
+    """Return the milliseconds of rank 0's rows in a phase, of the lanes that are counted."""
     nanoseconds = 0
     for row in run.table("timeline"):
         if row["rank"] == 0 and row["phase"] == phase and is_counted(row["lane"]):
@@ -206,7 +207,10 @@ def steps_here(here: Sequence[RunRecord]) -> Table:
 
 
 def choices_at(runs: Sequence[RunRecord]) -> Callable[[int, int], go.Figure | Note]:
-    """A figure for sliders: the Pareto figure of the same strategies behind another link, on a card of another size."""
+    """Return a figure for sliders: the Pareto figure of the same strategies behind another link.
+
+    The other slider is the size of the card.
+    """
 
     def drawn(megabytes_per_second: int, card_megabytes: int) -> go.Figure | Note:
         card = int(card_megabytes * MB)
@@ -219,7 +223,7 @@ def choices_at(runs: Sequence[RunRecord]) -> Callable[[int, int], go.Figure | No
 
 
 def _behind(run: RunRecord, link: str, card: int) -> RunRecord:
-    """The run behind `link`; without a step where its peak exceeds the card."""
+    """Return the run behind `link`; without a step where its peak exceeds the card."""
     timed = _with_peak(steady(job(strategy=run.spec["strategy"], link=link)), run)
     spec = timed.spec | {"card": card}
     if peak(run) <= card:

@@ -112,6 +112,7 @@ def gradient_cells(replicas: int, shard_group: int) -> Iterator[HeldCell]:
 
 
 def _row(rank: int, part: int) -> str:
+    """Return the name of a row: a part of the gradient on a rank."""
     return f"rank {rank}: part {part}"
 
 
@@ -276,11 +277,12 @@ def steps(runs: dict[str, RunRecord]) -> Table:
 
 
 def _step_ms(record: RunRecord) -> float:
+    """Return the median step of a run in ms."""
     return 1e3 * known(record.summary.step_time_s.median)
 
 
 def raw_words(full: RunRecord, hybrid: RunRecord) -> Note:
-    """The two raw steps beside each other, and whether one is shorter beyond chance."""
+    """Return the two raw steps beside each other, and whether one is shorter beyond chance."""
     first, second = _step_ms(full), _step_ms(hybrid)
     return Note((f"Raw: {first:.0f} ms against {second:.0f}; {fastest_words(views([full, hybrid]))}.",))
 

@@ -38,7 +38,7 @@ _COLOURS = {
 
 
 def trained(spec: RunSpec) -> RunRecord:
-    """The run of a spec; in bf16, where that would take minutes on this processor, the recorded one, with a line."""
+    """Run a spec; in bf16, where that would take minutes on this processor, return the recorded run and print so."""
     if spec.precision == "bf16" and bf16_is_slow():
         print(
             f"bf16 takes {bf16_slowdown():.0f} times as long as fp32 on this processor: this is a recorded run. Its"
@@ -104,7 +104,7 @@ def changed(before: RunRecord, after: RunRecord) -> Note:
 
 
 def cut_by(strategy: str) -> list[str]:
-    """The states that a strategy cuts: `cut_by("zero1") == ["optimizer"]`."""
+    """Return the states that a strategy cuts: `cut_by("zero1") == ["optimizer"]`."""
     return list(STRATEGY_ROWS[strategy].cuts)
 
 

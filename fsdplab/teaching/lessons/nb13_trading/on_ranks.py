@@ -34,7 +34,10 @@ STEPS = 2
 
 
 def bf16_run(checkpoint: str = "none", offload: str = "none") -> RunRecord:
-    """JOB in bf16 as it was recorded, for processors on which bf16 would take minutes; its bytes are those of a run."""
+    """Load JOB in bf16 as it was recorded, for processors on which bf16 would take minutes.
+
+    Its bytes are those of a run.
+    """
     return recorded(f"lesson-13/bf16-{checkpoint}-{offload}")
 
 
@@ -54,7 +57,7 @@ def peak_of(choices: dict[str, Any]) -> tuple[int, dict[str, int]]:
 
 
 def batch(step: int, rank: int, ranks: int) -> tuple[Tensor, Tensor]:
-    """The batch of `rank` at `step` in every small training of this lesson: two sequences of 16 bytes."""
+    """Return the batch of `rank` at `step` in every small training of this lesson: two sequences of 16 bytes."""
     return ByteText.from_standard_library().batch(step, rank, ranks, batch_size=2, sequence_length=16)
 
 
@@ -73,7 +76,7 @@ class Adapted(nn.Module):
 
 
 def adapted_model(config: ModelShape = SMALL) -> nn.Module:
-    """A GPT with adapters beside the queries and values of every block; the same weights on every rank."""
+    """Return a GPT with adapters beside the queries and values of every block; the same weights on every rank."""
     model = build_model(config)
     for number, block in enumerate(model.blocks):
         block.attention.query = Adapted(block.attention.query, seed=2 * number)
@@ -82,17 +85,17 @@ def adapted_model(config: ModelShape = SMALL) -> nn.Module:
 
 
 def adapters_of(model: nn.Module) -> list[str]:
-    """The names of the parameters that adapters add."""
+    """Return the names of the parameters that adapters add."""
     return [name for name, _ in model.named_parameters() if "adapter" in name]
 
 
 def shard(model: nn.Module) -> nn.Module:
-    """`full_shard` with blocks as units, over all ranks."""
+    """Shard a model with `full_shard`, blocks as units, over all ranks."""
     return shard_model(model, "full_shard", units=block_types(model))
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[events.Collective]:
-    """A few steps; the collectives of the last one."""
+    """Train a few steps; return the collectives of the last one."""
     for step in range(STEPS):
         with collectives() as seen:
             loss_of(model, *batch(step, dist.get_rank(), dist.get_world_size())).backward()

@@ -36,7 +36,7 @@ _CARD = 1_400_000  # bytes
 
 
 def names() -> list[str]:
-    """The faults that `inject` takes."""
+    """Return the faults that `inject` takes."""
     return [name for name in FAULTS if name != "none"]
 
 
@@ -48,7 +48,7 @@ def changed_line(name: str) -> str:
 
 
 def out_of_memory() -> RunRecord:
-    """A run of the lab that needs more than its emulated card: no_shard, where a card has room for full_shard."""
+    """Run the lab with more than its emulated card holds: no_shard, where a card has room for full_shard."""
     return run(RunSpec(model="gpt-tiny", strategy="no_shard", batch_size=1, sequence_length=32, steps=2, card=_CARD))
 
 
@@ -67,6 +67,7 @@ _SOUND = Report("nothing", "Calls, values, weights, gradients, memory and times 
 
 
 def _reports(seen: Seen | RunRecord) -> list[Report]:
+    """Return the reports on a case, the verdict first; a sound case has one too."""
     if isinstance(seen, RunRecord):
         return [job.of_record(seen) or _SOUND]
     return reports(seen) or [_SOUND]
@@ -235,11 +236,12 @@ def late_times(seen: Seen) -> list[list[float]]:
 
 
 def card(letter: str) -> Seen:
-    """A recorded case. RecordError where it is missing."""
+    """Load a recorded case. RecordError where it is missing."""
     return Seen.load(_recorded("case", f"{CARDS[letter].replace(' ', '_')}.json.gz"))
 
 
 def _recorded(what: str, name: str) -> Path:
+    """Return the path of a recorded file. RecordError where it is missing."""
     path = RECORDED / name
     if not path.exists():
         raise RecordError(f"the recorded {what} is not in {path}; install fsdplab again, from a wheel or a clone")
@@ -247,7 +249,7 @@ def _recorded(what: str, name: str) -> Path:
 
 
 def key() -> Table:
-    """The lab's report of each card."""
+    """Return the lab's report of each card."""
     return all_reports({f"card {letter}": card(letter) for letter in CARDS})
 
 
@@ -257,11 +259,12 @@ def pairs(seen: Seen) -> list[list[tuple[str, int]]]:
 
 
 def _torchrun() -> dict[str, Any]:
+    """Load what torchrun said of each fault."""
     return dict(json.loads(printed("torchrun", ".json")))
 
 
 def silent() -> int:
-    """How many of the recorded jobs ended with exit code 0."""
+    """Return how many of the recorded jobs ended with exit code 0."""
     return sum(row["exit"] == 0 for row in _torchrun()["faults"].values())
 
 
@@ -280,5 +283,5 @@ def torchrun_table() -> Table:
 
 
 def printed(name: str, ending: str = ".txt") -> str:
-    """A text that PyTorch's own tools printed for a fault, as recorded."""
+    """Return a text that PyTorch's own tools printed for a fault, as recorded."""
     return _recorded("text", f"{name}{ending}").read_text(encoding="utf-8")

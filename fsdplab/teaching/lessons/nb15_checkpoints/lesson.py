@@ -36,7 +36,7 @@ STEPS, EVERY = 12, 4
 
 @doing("a model on 4 ranks, in three forms")
 def forms(model: str = "gpt-20m", ranks: int = 4) -> list[dict[str, int]]:
-    """Bytes that each rank holds of the parameters, by the form of the state dict."""
+    """Return the bytes that each rank holds of the parameters, by the form of the state dict."""
     return _on_ranks("forms", ranks, model=model)
 
 

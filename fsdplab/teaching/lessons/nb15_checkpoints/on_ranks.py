@@ -30,6 +30,7 @@ LOSSES = "losses.jsonl"
 
 
 def _sharded(model_name: str, seed: int = 0) -> nn.Module:
+    """Build a preset, the same on every rank, and shard it by blocks."""
     torch.manual_seed(seed)
     model = build_model(preset(model_name))
     shard_model(model, "full_shard", units=block_types(model))
@@ -45,7 +46,7 @@ def _held(state: dict[str, Any]) -> int:
 
 
 def forms(payload: dict[str, Any]) -> dict[str, int]:
-    """Bytes of parameters that this rank holds in each form of a model's state dict."""
+    """Return the bytes of parameters that this rank holds in each form of a model's state dict."""
     model = _sharded(payload["model"])
     everywhere = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     return {
@@ -114,11 +115,12 @@ def train(payload: dict[str, Any]) -> list[int]:
 
 
 def _killed(*_: Any) -> Any:
+    """End this process as a crash would, in place of writing."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
-    """One step on this rank's part of the step's sequences; the mean loss of all of them."""
+    """Take one step on this rank's part of the step's sequences; return the mean loss of all of them."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     tokens, targets = ByteText.from_standard_library().batch(step, 0, 1, SEQUENCES, LENGTH)
     loss = loss_of(model, tokens[rank::ranks], targets[rank::ranks])

@@ -30,7 +30,7 @@ class Composed:
     seen: dict[str, Any]
 
     def at_rest(self) -> Table:
-        """The part of a parameter that each rank holds between two steps."""
+        """Return the part of a parameter that each rank holds between two steps."""
         header = ["parameter of block 0", "at rest", "rank 0 holds"]
         return table(header, self.seen["at rest"], f"Measured: {self.what}.")
 
@@ -49,33 +49,37 @@ class Composed:
         return table(["step", "loss", "the twin's"], rows, caption)
 
     def gradients(self) -> Table:
-        """The norm of each matrix's first gradient over the twin's."""
+        """Return the norm of each matrix's first gradient over the twin's."""
         rows = [[name, f"{ratio:.4f}"] for name, ratio in sorted(self.seen["ratios"].items())]
         return table(["gradient of", "norm over the twin's"], rows, f"Measured: {self.what}, first step.")
 
     def traffic(self) -> Table:
-        """Bytes that rank 0 sends in a step, by mesh axis."""
+        """Return the bytes that rank 0 sends in a step, by mesh axis."""
         rows = [[axis, f"{nbytes / 1000:,.1f}"] for axis, nbytes in sorted(self.seen["bytes"].items())]
         return table(["over the axis", "kB a step"], rows, f"Measured: {self.what}, last step.")
 
     def kilobytes(self, axis: str) -> float:
-        """kB that rank 0 sends in a step over one axis."""
+        """Return the kB that rank 0 sends in a step over one axis."""
         return self.seen["bytes"][axis] / 1000
 
 
 def tensor() -> Composed:
-    """GPT-tiny on a 2 x 2 mesh (dp, tp), by the learner's `compose` where its check passed, else the reference."""
+    """Train GPT-tiny on a 2 x 2 mesh (dp, tp), by the learner's `compose`.
+
+    It is the reference where that check has not passed.
+    """
     return Composed("gpt-tiny, dp = 2 x tp = 2", _call("tensor"))
 
 
 def experts(divide: float) -> Composed:
-    """MoE-tiny on a 2 x 2 mesh (efsdp, ep), expert gradients divided by `divide`."""
+    """Train MoE-tiny on a 2 x 2 mesh (efsdp, ep), expert gradients divided by `divide`."""
     what = f"moe-tiny, efsdp = 2 x ep = 2, expert gradients divided by {divide:g}"
     return Composed(what, _call("experts", divide=float(divide)))
 
 
 @doing("three steps on 4 ranks, and the twin beside them")
 def _call(function: str, **payload: Any) -> dict[str, Any]:
+    """Run a function of `on_ranks.py` on four ranks; return what rank 0 saw."""
     return dict(LessonRanks(__file__)(function, 4, **payload)[0])
 
 
@@ -155,7 +159,7 @@ class Turn:
 
     @property
     def end(self) -> int:
-        """When it is over."""
+        """Return when it is over."""
         return self.start + _TAKES[self.phase]
 
 
@@ -310,6 +314,7 @@ def kept(turns: list[Turn]) -> list[int]:
 
 
 def _row(order: str, stage: int) -> str:
+    """Return the name of a row: a stage under an order."""
     return f"{order}: stage {stage}"
 
 
@@ -403,19 +408,19 @@ class Routing:
             )
 
     def home(self, token: int) -> int:
-        """The rank that a token belongs to."""
+        """Return the rank that a token belongs to."""
         return token * self.ranks // len(self.choices)
 
     def place(self, expert: int) -> int:
-        """The rank that holds an expert."""
+        """Return the rank that holds an expert."""
         return expert * self.ranks // self.experts
 
     def tokens_of(self, rank: int) -> list[int]:
-        """The tokens of a rank's own text."""
+        """Return the tokens of a rank's own text."""
         return [token for token in range(len(self.choices)) if self.home(token) == rank]
 
     def sent_to(self, expert: int) -> list[int]:
-        """The tokens that chose an expert."""
+        """Return the tokens that chose an expert."""
         return [token for token, chosen in enumerate(self.choices) if expert in chosen]
 
     @property
@@ -448,6 +453,7 @@ def token_cells(routing: Routing) -> Iterator[HeldCell]:
 
 
 def _names(tokens: Sequence[int]) -> str:
+    """Return tokens by name: `t0 t3`."""
     return " ".join(f"t{token}" for token in tokens)
 
 

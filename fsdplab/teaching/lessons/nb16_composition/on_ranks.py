@@ -37,7 +37,7 @@ _KINDS = {"all_reduce": "all_reduce", "all_gather_into_tensor": "all_gather", "r
 
 
 def tokens_of(step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """The batch of a data-parallel rank: tokens int64 [2, 16], and targets one further on."""
+    """Return the batch of a data-parallel rank: tokens int64 [2, 16], and targets one further on."""
     tokens = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(100 * step + rank))
     return tokens[:, :-1], tokens[:, 1:]
 
@@ -164,6 +164,7 @@ def at_rest(parameter: Tensor) -> str:
 
 
 def _words(placement: Any) -> str:
+    """Return a placement in words: `rows`, or `rows of each share` where an axis cuts what another has cut."""
     if placement.is_replicate():
         return "whole"
     cut = {0: "rows", 1: "columns"}.get(placement.dim, f"dimension {placement.dim}")
@@ -212,6 +213,7 @@ class _ByGroup(TorchDispatchMode):
         return out
 
     def _add(self, group: str, nbytes: float) -> None:
+        """Add bytes to the axis of a group; groups without a name are left out."""
         if group in self.groups:
             self.sent[self.groups[group]] += round(nbytes)
 
@@ -260,10 +262,11 @@ def _train(mesh: DeviceMesh, reshard: bool) -> dict[str, Any]:
 
 
 def _micro_batches(step: int, rank: int) -> list[tuple[Tensor, Tensor]]:
-    """Four of one sequence each: tokens and targets, int64 [1, 16]."""
+    """Return four micro-batches of one sequence each: tokens and targets, int64 [1, 16]."""
     tokens = torch.randint(0, 256, (MICRO_BATCHES, 17), generator=torch.Generator().manual_seed(100 * step + rank))
     return list(zip(tokens[:, :-1].split(1), tokens[:, 1:].split(1)))
 
 
 def _entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy of logits [batch, length, words]."""
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

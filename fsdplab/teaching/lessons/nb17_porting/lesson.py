@@ -187,6 +187,7 @@ def _first_loss_off(seen: Seen) -> float:
 
 
 def _began_alike(seen: Seen) -> bool:
+    """Return whether all ranks began with the same weights."""
     return len({tuple(rank["began"]) for rank in seen.ranks}) == 1
 
 
@@ -201,10 +202,12 @@ def _one_length(seen: Seen) -> bool:
 
 
 def _in_fp32(seen: Seen) -> bool:
+    """Return whether the optimizer holds fp32 on every rank."""
     return {rank["dtype"] for rank in seen.ranks} == {"float32"}
 
 
 def _loses_alike(seen: Seen) -> bool:
+    """Return whether all losses are near the twin's."""
     distance = drift(seen)
     return distance is not None and distance < _NEAR
 
@@ -231,7 +234,7 @@ def what_to_check() -> Table:
 
 
 def causes() -> dict[str, Seen]:
-    """Three jobs with one fault each, on live ranks, and a sound one."""
+    """Run three jobs with one fault each, on live ranks, and a sound one."""
     return {name: inject(name) for name in ("none", *CAUSES)}
 
 
@@ -251,7 +254,7 @@ def tried(cases: Mapping[str, Seen]) -> Table:
 
 
 def differences(seen: Seen) -> int:
-    """How many of the comparisons a job fails."""
+    """Return how many of the comparisons a job fails."""
     return sum(not check(seen) for *_, check in _CHECKS)
 
 
@@ -262,11 +265,12 @@ LIBRARIES = ("transformers.distributed.fsdp", "accelerate", "peft")  # transform
 
 
 def missing() -> list[str]:
-    """The libraries of this lesson that are not installed here."""
+    """Return the libraries of this lesson that are not installed here."""
     return [name for name in LIBRARIES if not _installed(name)]
 
 
 def _installed(name: str) -> bool:
+    """Return whether a module can be imported."""
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # of what the dots stand in
@@ -309,6 +313,7 @@ def lora(seen: Mapping[str, Any]) -> Table:
 
 
 def _origin(seen: Mapping[str, Any]) -> str:
+    """Return the caption: measured or recorded, and with which versions."""
     by = ", ".join(f"{name} {version}" for name, version in seen["versions"].items())
     return f"{seen.get('recorded', 'Measured')} on 2 CPU ranks, {by}."
 
@@ -319,18 +324,18 @@ GPUS = 4
 
 
 def simulated() -> RunRecord:
-    """A step of full_shard on four ranks, simulated on the steady card."""
+    """Simulate a step of full_shard on four ranks on the steady card."""
     return steady(RunSpec(model="gpt-20m", world_size=GPUS, batch_size=4, sequence_length=128, link="150MB/s"))
 
 
 def multi_gpu_trace() -> TracedRecord:
-    """A trace of four GPUs, made of that step, written to files and read again as any trace is."""
+    """Write a trace of four GPUs, made of that step, and read it again as any trace is."""
     folder = current().workspace.path / "exports" / "made-4-gpus"
     return record_of_traces(write_traces(simulated().table("timeline"), folder, GPUS))
 
 
 def exposed_percent(traces: RunRecord) -> float:
-    """The exposed part of rank 0's last step."""
+    """Return the exposed part of rank 0's last step, in %."""
     row = _last(traces)
     return float(100 * row["exposed_ns"] / row["step_ns"])
 
@@ -350,6 +355,7 @@ def as_simulated(step: RunRecord, traces: RunRecord) -> Table:
 
 
 def _last(record: RunRecord) -> dict[str, Any]:
+    """Return rank 0's last step."""
     rows = [row for row in record.table("breakdown") if row["rank"] == 0]
     return max(rows, key=lambda row: row["step"])
 
@@ -374,7 +380,7 @@ _NCCL = {
 def write_traces(
     rows: Sequence[Row], folder: Path, ranks: int, late_us: Mapping[int, float] | None = None
 ) -> list[Path]:
-    """A trace a rank of the timeline of a simulated step."""
+    """Write the timeline of a simulated step as a trace for each rank."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"rank{rank}.json.gz" for rank in range(ranks)]
     events = list(_events(rows, ranks))
@@ -424,5 +430,6 @@ def _kernel(row: Row, begin: float, takes: float, correlation: int, ranks: int) 
 def _event(
     category: str, name: str, begin: float, takes: float, process: int, thread: int, **arguments: Any
 ) -> dict[str, Any]:
+    """Return one event as Kineto writes it; times are in µs."""
     where = {"cat": category, "name": name, "ts": begin, "dur": takes, "pid": process, "tid": thread}
     return {"ph": "X", **where, "args": {**arguments, "made": True}}

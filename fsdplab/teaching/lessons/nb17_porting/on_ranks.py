@@ -48,6 +48,7 @@ def hugging_face(payload: dict[str, Any]) -> dict[str, Any]:
 
 
 def _llama() -> Any:
+    """Build a tiny Llama with random weights, the same on every rank."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -55,12 +56,13 @@ def _llama() -> Any:
 
 
 def _tokens(seed: int) -> Tensor:
-    """Rows that a model can learn: each counts up from somewhere."""
+    """Return rows that a model can learn, int64 [2, 16]: each counts up from somewhere."""
     starts = torch.randint(0, 128, (2, 1), generator=torch.Generator().manual_seed(seed))
     return (starts + torch.arange(16)) % 128
 
 
 def _trainer_losses(folder: str) -> list[float]:
+    """Train with transformers' Trainer under the engine that is in use; return its losses by step."""
     from transformers import LlamaForCausalLM, Trainer, TrainingArguments
     from transformers.distributed import DistributedConfig
 
@@ -122,6 +124,7 @@ def _lora() -> dict[str, Any]:
 
 
 def _versions() -> dict[str, str]:
+    """Return the versions of the libraries."""
     import peft
     import transformers
 

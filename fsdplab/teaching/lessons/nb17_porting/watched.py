@@ -180,12 +180,14 @@ def _summed(gradients: Sequence[Sequence[Tensor]]) -> list[Any]:
 
 
 def _mean_over_ranks(value: Tensor) -> Tensor:
+    """Return the mean of a tensor over all ranks; the tensor itself stays."""
     summed = value.clone()
     dist.all_reduce(summed)
     return summed / dist.get_world_size()
 
 
 def _local(tensor: Any) -> Tensor:
+    """Return a DTensor's rows on this rank; a plain tensor as it is."""
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.detach()
 
@@ -199,10 +201,12 @@ def _shard(whole: Tensor, like: Tensor | None) -> Tensor:
 
 
 def _shards_like(wholes: Sequence[Tensor], local: Sequence[Tensor]) -> list[Tensor]:
+    """Return this rank's rows of each tensor, or all where the local one has all."""
     return [_shard(whole, like) for whole, like in zip(wholes, local, strict=True)]
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:
+    """Return the norm of several tensors together."""
     return sum(float(tensor.double().square().sum()) for tensor in tensors) ** 0.5
 
 
@@ -215,8 +219,10 @@ def _multiple(gradients: Sequence[Tensor], right: Sequence[Tensor]) -> float:
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Join tensors to one vector of float64."""
     return torch.cat([tensor.double().flatten() for tensor in tensors])
 
 
 def _close(got: float, expected: float) -> bool:
+    """Return whether a number is the expected one within 0.1 %."""
     return abs(got - expected) < 1e-3 * expected

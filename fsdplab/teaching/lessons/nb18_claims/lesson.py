@@ -28,18 +28,18 @@ _COLOURS = dict(zip(VERDICTS, ("#3d9970", "#e0a030", "#c0392b"), strict=True))
 
 @lru_cache(maxsize=1)
 def measured() -> dict[str, Any]:
-    """What the small runs came to; FileNotFoundError where the data of the course is missing."""
+    """Load what the small runs came to; FileNotFoundError where the data of the course is missing."""
     return dict(json.loads((shared_folder("data") / "claims.json").read_text(encoding="utf-8")))
 
 
 @lru_cache(maxsize=64)
 def finding(number: str) -> Finding:
-    """The verdict on a statement, with its figures: `finding("C8").verdict == "refuted"`."""
+    """Return the verdict on a statement, with its figures: `finding("C8").verdict == "refuted"`."""
     return claim_of(number).find(measured())
 
 
 def statements(*numbers: str) -> Table:
-    """Statements as they are made, without a verdict."""
+    """Return statements as they are made, without a verdict."""
     rows = [[number, claim_of(number).statement] for number in numbers]
     return table(["", "statement"], rows)
 
@@ -60,7 +60,7 @@ def count(verdict: str) -> int:
 
 
 def about() -> Note:
-    """How the measured figures were made."""
+    """Return how the measured figures were made."""
     by = measured()["made_by"]
     return Note((f"{len(CLAIMS)} statements. Measured with torch {by['torch']}, {by['ranks']}, by", by["command"]))
 

@@ -54,7 +54,7 @@ def told(found: Plan) -> Note:
 
 
 def fewest(gpu: str) -> int:
-    """The fewest GPUs of a kind on which the model trains, one sequence a rank, whatever the strategy."""
+    """Return the fewest GPUs of a kind on which the model trains, one sequence a rank, whatever the strategy."""
     found = fewest_gpus(plan_spec(MODEL, gpu, seq=SEQUENCE))
     assert found is not None and roomy(found), "some number of the lesson's cards holds the model, and its reserve"
     return found.spec.gpus
@@ -112,7 +112,7 @@ def ladder(gpu: str, tokens: float = TOKENS) -> dict[int, tuple[float, float]]:
 
 
 def bill_factor(gpu: str = "h100", few: int = 64, many: int = 512) -> float:
-    """The bill on `many` GPUs over that on `few`."""
+    """Return the bill on `many` GPUs over that on `few`."""
     steps = ladder(gpu)
     return steps[many][1] / steps[few][1]
 
@@ -245,7 +245,7 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """Predicted over published."""
+        """Return the predicted throughput over the published one."""
         return self.predicted / self.published
 
 
@@ -261,12 +261,12 @@ def published() -> tuple[Row, ...]:
 
 
 def points(found: Sequence[Row]) -> Sequence[Row]:
-    """The rows with a throughput."""
+    """Return the rows with a throughput."""
     return found
 
 
 def error(found: Sequence[Row]) -> float:
-    """The median error of throughput in %, of the sources that the fit has not seen."""
+    """Return the median error of throughput in %, of the sources that the fit has not seen."""
     return 100 * statistics.median(abs(row.ratio - 1) for row in found if row.part == HELD_OUT)
 
 
@@ -310,14 +310,15 @@ def published_rows(found: Sequence[Row], gpu: str = "H100 SXM 80GB") -> Table:
 
 
 def _unseen(found: Sequence[Row], gpu: str) -> Sequence[Row]:
+    """Return the rows of a GPU whose sources the fit has not seen."""
     return [row for row in found if row.part == HELD_OUT and row.gpu == gpu]
 
 
 def worst_ratio(found: Sequence[Row], gpu: str = "H100 SXM 80GB") -> float:
-    """The largest predicted over published among the held-out rows of a GPU."""
+    """Return the largest predicted over published among the held-out rows of a GPU."""
     return max(row.ratio for row in _unseen(found, gpu))
 
 
 def other_ratios(found: Sequence[Row], gpu: str = "H100 SXM 80GB") -> list[float]:
-    """Predicted over published of the other held-out rows of a GPU, the largest first."""
+    """Return predicted over published of the other held-out rows of a GPU, the largest first."""
     return sorted((row.ratio for row in _unseen(found, gpu)), reverse=True)[1:]

@@ -59,24 +59,24 @@ def reserved(found: Plan) -> float:
 
 
 def roomy(found: Plan) -> bool:
-    """Whether what is reserved fits the card too."""
+    """Return whether what is reserved fits the card too."""
     return reserved(found) <= found.spec.gpu.memory_bytes
 
 
 def days(found: Plan, tokens: float = TOKENS) -> float:
-    """Days that the job takes."""
+    """Return the days that the job takes."""
     hours = found.hours(tokens)
     assert hours is not None, "the cards of this lesson have known FLOP/s"
     return hours / 24
 
 
 def dollars(found: Plan, gpu: str, tokens: float = TOKENS) -> float:
-    """The bill: 24 hours x days x GPUs x price."""
+    """Return the bill in dollars: 24 hours x days x GPUs x price."""
     return 24 * days(found, tokens) * found.spec.gpus * PRICES[gpu]
 
 
 def verdict(order: Any) -> str:
-    """`GOOD`, or in one line what is wrong with an order and by how much."""
+    """Return `GOOD`, or in one line what is wrong with an order and by how much."""
     refused = _complaint(order)
     if refused:
         return refused
@@ -114,7 +114,10 @@ def _is_whole(value: Any) -> bool:
 
 
 def _judged(found: Plan, order: dict[str, Any]) -> str:
-    """The first of the job's four conditions that a plan does not meet, and what to change: `it takes ...: ...`."""
+    """Return the first of the job's four conditions that a plan does not meet, and what to change.
+
+    The sentence is like `it takes ...: ...`.
+    """
     spec, peak = found.spec, found.memory.peak
     card, (most, nbytes) = size(spec.gpu.memory_bytes), max(peak.by_category.items(), key=lambda each: each[1])
     if not found.fits:
@@ -144,6 +147,7 @@ def _judged(found: Plan, order: dict[str, Any]) -> str:
 
 
 def _fits(order: dict[str, Any]) -> bool:
+    """Return whether an order has room on its cards."""
     return roomy(ordered(**order))
 
 

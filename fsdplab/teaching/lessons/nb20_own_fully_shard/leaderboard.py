@@ -43,7 +43,10 @@ class Row:
 
     @property
     def order(self) -> tuple[float, ...]:
-        """The best row first: most stages, then least exposed, then least memory, then fewest lines."""
+        """Return a key that sorts the best row first.
+
+        Most stages come first, then least exposed, then least memory, then fewest lines.
+        """
         most = float("inf")
         return (
             -self.stages,
@@ -54,7 +57,7 @@ class Row:
 
 
 def code_lines(source: str) -> int:
-    """Lines that are neither blank nor comments."""
+    """Count the lines that are neither blank nor comments."""
     return sum(has_code(line) for line in source.splitlines())
 
 
@@ -72,7 +75,10 @@ def handed_in(folder: Path) -> list[tuple[str, Path]]:
 
 
 def leaderboard(folder: Path, on_row: Callable[[Row], None] = lambda row: None) -> list[Row]:
-    """A row for each learner whose file is in `folder`, the best first; stages are tried up to the first that fails."""
+    """Try each learner's file in `folder`, and return a row for each, the best first.
+
+    Stages are tried up to the first that fails.
+    """
     rows = []
     with tempfile.TemporaryDirectory(prefix="fsdplab-class-") as scratch:
         for learner, path in handed_in(folder):
@@ -107,6 +113,7 @@ def _row(learner: str, path: Path, workspace: Workspace) -> Row:
 
 
 def _stages(path: Path, workspace: Workspace) -> Iterator[tuple[Behaviour | None, Feedback | None]]:
+    """Yield what was seen of each stage, and the feedback on it; None where it is right."""
     for stage in STAGES:
         exercise = find(stage, Exercise)
         try:
@@ -118,7 +125,7 @@ def _stages(path: Path, workspace: Workspace) -> Iterator[tuple[Behaviour | None
 
 
 def write(rows: list[Row], out: Path) -> None:
-    """The rows as CSV, a learner a line."""
+    """Write the rows as CSV, a learner a line."""
     text = io.StringIO()
     table = csv.DictWriter(text, [each.name for each in fields(Row)], lineterminator="\n")
     table.writeheader()

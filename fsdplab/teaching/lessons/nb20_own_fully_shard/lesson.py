@@ -47,12 +47,12 @@ class StepOrder:
 
     @property
     def exposed_ms(self) -> float:
-        """What the rank waits on the steady clock."""
+        """Return what the rank waits on the steady clock."""
         return exposed_ms(replayed(self.moments))
 
     @property
     def exposed_at_once_ms(self) -> float:
-        """What it would wait if each message were waited for as soon as it is issued."""
+        """Return what it would wait if each message were waited for as soon as it is issued."""
         return exposed_ms(replayed(waited_for_at_once(self.moments)))
 
     def figure(self, at_once: bool = False) -> go.Figure:
@@ -65,7 +65,7 @@ class StepOrder:
 
 @doing("three steps under your function")
 def order(blocks: int = 4) -> StepOrder:
-    """The order of a step under the learner's function, on two ranks."""
+    """Return the order of a step under the learner's function, on two ranks."""
     seen = _on_ranks("order_of", 2, file=str(solution_file(WHOLE)), blocks=blocks)[0]
     return StepOrder(whose(WHOLE), [Moment(*each) for each in seen])
 

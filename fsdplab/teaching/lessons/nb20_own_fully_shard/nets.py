@@ -60,6 +60,7 @@ class Part(nn.Module):
         self.probed_as, self.probe = name, _nobody
 
     def _in_forward(self) -> None:
+        """Tell the probe that this part computes."""
         self.probe("forward", self.probed_as, self)
 
     def _told(self, x: Tensor) -> Tensor:
@@ -70,6 +71,7 @@ class Part(nn.Module):
 
 
 def _nobody(phase: str, unit: str, module: nn.Module) -> None:
+    """Do nothing, as the probe of a part that nobody watches."""
     return None
 
 
@@ -82,7 +84,7 @@ class Block(Part):
         self.up, self.down = nn.Linear(sizes.width, sizes.hidden), nn.Linear(sizes.hidden, sizes.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block of x."""
+        """Return the block of x, [batch, length, width]."""
         self._in_forward()
         return self._told(x + self.down(gelu(self.up(self.norm(x)))))
 
@@ -118,24 +120,24 @@ class Net(Part):
 
     @property
     def units(self) -> list[Part]:
-        """The modules that `fully_shard` is called on, in that order: the blocks, then the root."""
+        """Return the modules that `fully_shard` is called on, in that order: the blocks, then the root."""
         return [*self.blocks, self]
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block's parameters, unsharded."""
+        """Return the bytes of a block's parameters, unsharded."""
         return sum(parameter.numel() * 4 for parameter in self.blocks[0].parameters())
 
 
 def batch(sizes: Sizes, step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """(tokens, targets) of a rank at a step."""
+    """Return (tokens, targets) of a rank at a step, int64 [1, 4] each."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     drawn = torch.randint(0, sizes.words, (BATCH, LENGTH + 1), generator=generator)
     return drawn[:, :-1], drawn[:, 1:]
 
 
 def loss_of(net: nn.Module, tokens: Tensor, targets: Tensor) -> Tensor:
-    """The mean cross-entropy."""
+    """Return the mean cross-entropy."""
     return cross_entropy(net(tokens).flatten(0, 1), targets.flatten())
 
 
@@ -181,4 +183,5 @@ def _alone(net: Net, given: tuple[Tensor, Tensor]) -> tuple[float, dict[str, Ten
 
 
 def _gradients(net: Net) -> dict[str, Tensor]:
+    """Return copies of all gradients by name."""
     return {name: value.grad.clone() for name, value in net.named_parameters() if value.grad is not None}

@@ -148,6 +148,7 @@ def _kept(net: Net, before: int) -> int:
 
 
 def _dtensors(net: nn.Module) -> list[DTensor]:
+    """Return the parameters that are sharded."""
     return [value for value in net.parameters() if isinstance(value, DTensor)]
 
 
@@ -193,6 +194,7 @@ def _hooks_of(net: nn.Module) -> int:
 
 
 def _no_dtensors(net: nn.Module) -> list[str]:
+    """Return the names of the parameters that are not sharded."""
     return [name for name, value in net.named_parameters() if not isinstance(value, DTensor)]
 
 
@@ -284,7 +286,7 @@ def _is_whole(unit: nn.Module) -> bool:
 
 
 def alive() -> int:
-    """Bytes of all tensors that this process can reach."""
+    """Return the bytes of all tensors that this process can reach."""
     return sum(storage.nbytes() for storage in living_storages(CPU).values())
 
 
@@ -296,6 +298,7 @@ ZEROS, IN_PART, ROUNDED = "zeros", "zeros in part", "nearly right, as if rounded
 
 
 def _near(got: Any, right: Tensor) -> bool:
+    """Return whether a tensor is right but for rounding; a DTensor is not."""
     if not isinstance(got, Tensor) or isinstance(got, DTensor) or got.shape != right.shape:
         return False
     right = right.detach()
@@ -451,6 +454,7 @@ def _wrong_gradients(net: Net, right: TwinStep, step: int) -> list[str]:
 
 
 def _told_of_gradient(gradient: Any, mean: Tensor, others: dict[str, Tensor]) -> str:
+    """Return what is wrong with a gradient; "" where it is this rank's rows of the mean."""
     if gradient is None:
         return "none"
     if not isinstance(gradient, DTensor):
@@ -484,6 +488,7 @@ def ordered(fully_shard: FullyShard, sizes: Sizes) -> Facts:
 
 
 def _third_step(fully_shard: FullyShard, sizes: Sizes) -> tuple[Net, Order]:
+    """Train three steps; return the net, and the order of the last step."""
     net = Net(sizes)
     sharded(net, fully_shard)
     optimizer = sgd(net.parameters())

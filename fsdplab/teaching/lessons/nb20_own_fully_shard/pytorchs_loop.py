@@ -162,10 +162,12 @@ def _whole(value: Tensor) -> Tensor:
 
 
 def _number(value: Tensor) -> float:
+    """Return a tensor of one element as a number, whole where it is sharded."""
     return float(_whole(value))
 
 
 def _close(got: float, expected: float) -> bool:
+    """Return whether a number is the twin's but for rounding."""
     return abs(got - expected) <= 5 * NEAR * abs(expected)
 
 

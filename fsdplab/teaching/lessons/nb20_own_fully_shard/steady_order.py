@@ -82,11 +82,11 @@ class Order(TorchDispatchMode):
         self._until_end.close()
 
     def computed(self, phase: str, unit: str, module: nn.Module) -> None:
-        """A unit begins to compute."""
+        """Note that a unit begins to compute."""
         self.moments.append(Moment(phase, unit))
 
     def count(self, kind: str) -> int:
-        """How often a collective was called: `order.count("all_gather")`."""
+        """Return how often a collective was called: `order.count("all_gather")`."""
         return sum(moment.what == "issue" and moment.name == kind for moment in self.moments)
 
     def unwaited(self) -> list[str]:
@@ -95,6 +95,8 @@ class Order(TorchDispatchMode):
         return [moment.name for moment in self.moments if moment.what == "issue" and moment.number not in waited]
 
     def _noted(self, call: Callable[..., Any], kind: str) -> Callable[..., Any]:
+        """Return a method of a process group, with its calls and waits noted."""
+
         @functools.wraps(call)
         def issued(group: dist.ProcessGroup, *arguments: Any, **named: Any) -> Any:
             number = self._issue(kind, arguments[:2])
@@ -111,6 +113,7 @@ class Order(TorchDispatchMode):
         return number
 
     def _wait(self, kind: str, number: int) -> None:
+        """Note that a message was waited for."""
         self.moments.append(Moment("wait", kind, number))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -137,16 +140,17 @@ class Waited:
         self._work, self._told = work, told
 
     def wait(self, *arguments: Any) -> Any:
-        """As the Work's own."""
+        """Wait as the Work itself does, and note it."""
         self._tell()
         return self._work.wait(*arguments)
 
     def get_future(self) -> Any:
-        """As the Work's own: whoever asks for it waits."""
+        """Return the Work's own future, and note a wait: whoever asks for it waits."""
         self._tell()
         return self._work.get_future()
 
     def _tell(self) -> None:
+        """Call the function once, at the first wait."""
         told, self._told = self._told, lambda: None
         told()
 

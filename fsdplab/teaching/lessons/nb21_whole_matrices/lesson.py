@@ -43,22 +43,28 @@ BF16_FLOPS = 2 * GIGAFLOPS * 1e9  # of the steady card
 
 
 def gradient(name: str = "down") -> torch.Tensor:
-    """The gradient of a matrix of gpt-tiny's first block, measured: down [64, 256], up [256, 64], query [64, 64]."""
+    """Return the gradient of a matrix of gpt-tiny's first block, measured.
+
+    Sizes are down [64, 256], up [256, 64], query [64, 64].
+    """
     return gradients()[name]
 
 
 def pieces(matrix: torch.Tensor, ranks: int) -> torch.Tensor:
-    """What `ranks` ranks make of a matrix if each orthogonalises its rows alone, joined again: [rows, columns]."""
+    """Return what `ranks` ranks make of a matrix if each orthogonalises its rows alone.
+
+    The parts are joined again: [rows, columns].
+    """
     return torch.cat([orthogonalised(rows).float() for rows in matrix.chunk(ranks)])
 
 
 def values(matrix: torch.Tensor) -> list[float]:
-    """The singular values of a matrix, the largest first."""
+    """Return the singular values of a matrix, the largest first."""
     return torch.linalg.svdvals(matrix.float()).tolist()
 
 
 def largest(ranks: int, matrix: str = "down") -> float:
-    """The largest singular value where `ranks` ranks orthogonalise their rows alone."""
+    """Return the largest singular value where `ranks` ranks orthogonalise their rows alone."""
     return values(pieces(gradient(matrix), ranks))[0]
 
 
@@ -226,7 +232,10 @@ def ways_figure(model: str, ranks: int, link: str) -> go.Figure:
 
 @doing("one step of torch.optim.Muon on the shards of two ranks")
 def counted() -> dict[str, dict[str, int]]:
-    """Collectives by kind that rank 0 of two issues in a step of Muon on gpt-tiny's 12 matrices, sharded by PyTorch."""
+    """Count the collectives by kind that rank 0 of two issues in a step of Muon on gpt-tiny's 12 matrices.
+
+    The matrices are sharded by PyTorch.
+    """
     return dict(LessonRanks(__file__)("collectives_of_a_step", 2)[0])
 
 
@@ -294,12 +303,12 @@ def steps_figure(runs: Sequence[RunRecord]) -> go.Figure:
 
 
 def optimizer_s(record: RunRecord) -> float:
-    """Seconds of the optimizer in a simulated step, its exchange included."""
+    """Return the seconds of the optimizer in a simulated step, its exchange included."""
     return _optimizer(record)[0]
 
 
 def _optimizer(record: RunRecord) -> tuple[float, float]:
-    """Seconds of the optimizer in a simulated step, and of these its exposed exchange."""
+    """Return the seconds of the optimizer in a simulated step, and of these its exposed exchange."""
     profile = record.summary.profile
     assert profile is not None, "a simulated step has a profile"
     return known(profile.optimizer_s), known(profile.exchange_s)

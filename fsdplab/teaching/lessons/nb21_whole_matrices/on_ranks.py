@@ -25,7 +25,7 @@ _KINDS = {
 
 
 def orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
-    """`matrix` [rows, columns] as torch's own Newton-Schulz leaves it, in bfloat16: singular values near 1."""
+    """Return `matrix` [rows, columns] as torch's own Newton-Schulz leaves it, in bfloat16: singular values near 1."""
     return _muon._zeropower_via_newtonschulz(matrix, COEFFICIENTS, STEPS, EPSILON)
 
 

@@ -21,6 +21,7 @@ SMALL, LARGE = ("gpt2", "llama-3.2-1b"), "llama-3.1-8b"
 
 
 def _step(planned: Plan) -> float:
+    """Return the predicted step in seconds."""
     assert planned.time is not None, "the claims are about cards of known FLOP/s"
     return planned.time.step_s
 
@@ -33,6 +34,7 @@ def _slower(model: str, gpus: int = 8, **settings: int) -> float:
 
 
 def _span(values: Sequence[float]) -> str:
+    """Return the smallest and the largest of some factors: `0.94 to 1.02`."""
     return f"{min(values):.2f} to {max(values):.2f}"
 
 
@@ -43,6 +45,7 @@ def _behind(link: str, **settings: int) -> Plan:
 
 
 def _rate(planned: Plan) -> float:
+    """Return the predicted tokens a second and GPU."""
     assert planned.tokens_per_s_per_gpu is not None, "the claims are about cards of known FLOP/s"
     return planned.tokens_per_s_per_gpu
 
@@ -145,6 +148,7 @@ def _(measured: Measured) -> Finding:
 
 @lru_cache(maxsize=1)
 def _published() -> tuple[Case, ...]:
+    """Load the published measurements."""
     return tuple(read_published(shared_folder("data") / "published.csv")[0])
 
 
