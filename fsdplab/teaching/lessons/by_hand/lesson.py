@@ -217,41 +217,50 @@ ORDER = "gradients ready so far, from the head to the embeddings"
 
 
 def bucket_figure(runs: Sequence[Run]) -> go.Figure:
-    """Draw the bytes of gradients ready, and the bytes sent by each run, after every gradient of one backward."""
-    one, senders = runs[0], [run for run in runs if run.sent]
+    """Draw the bytes of gradients ready, and the bytes sent by each run, after every gradient of one backward.
+
+    The ready bytes are those of the first run. A run that counts nothing, as torch's DDP, has no line.
+    """
+    one = runs[0]
+    gradients, most = len(one.ready), one.ready[-1] / KB
+    # one place more than gradients: what is sent after backward
     ready = _steps("ready", (*one.ready, one.ready[-1]), READY)
     ready.update(stackgroup="ready", fillcolor=READY, line=dict(width=0))  # filled, to stand behind the others
     figure = go.Figure([ready])
+    senders = [run for run in runs if run.sent]
     for run, colour in zip(senders, SENT):
         figure.add_trace(_steps(f"sent: {run.name}", (*run.sent, run.payload), colour))
     figure.add_annotation(
-        x=len(one.ready) + 1, y=0, text="after backward", showarrow=False, xanchor="right", yanchor="bottom", xshift=-4
+        x=gradients + 1, y=0, text="after backward", showarrow=False, xanchor="right", yanchor="bottom", xshift=-4
     )
-    figure.update_xaxes(title=ORDER, range=[0, len(one.ready) + 2])
-    figure.update_yaxes(title="kB", range=[0, 1.12 * one.ready[-1] / KB])
+    figure.update_xaxes(title=ORDER, range=[0, gradients + 2])
+    figure.update_yaxes(title="kB", range=[0, 1.12 * most])
+
     first, last = senders[0], senders[-1]
     unsent = last.payload - last.sent[-1]
     rest = size(unsent) if unsent else "nothing"
     title = f"{last.collectives} messages instead of {first.collectives}; {rest} left after backward"
     subtitle = f"Measured on {one.ranks} CPU ranks, one backward; {size(one.payload)} of gradients"
-    messages = "; ".join(f"{run.name} {plural(run.collectives, 'message')}" for run in senders)
-    alt = f"Staircases of bytes over the gradients of one backward. {messages}. {title}."
+    messages = [f"{run.name} {plural(run.collectives, 'message')}" for run in senders]
+    alt = f"Staircases of bytes over the gradients of one backward. {'; '.join(messages)}. {title}."
     return titled(figure, title, subtitle, alt, height=310)
 
 
 def gradient_figure(runs: Sequence[Run]) -> go.Figure:
     """Draw the bytes of gradients that one rank holds, before and after the hooks of every gradient in one backward."""
-    figure, peaks = go.Figure(), []
+    figure = go.Figure()
     for run, colour in zip(runs, HELD[1:]):
         figure.add_trace(_steps(run.name, run.held, colour, 0.5))
-    for run in runs:
-        peaks.append(f"{run.name} {size(max(run.held))}")
-    whole = runs[0].payload
+    first = runs[0]
+    whole = first.payload
     mark_level(figure, whole / KB, f"all gradients whole: {size(whole)}", "y", colour=HELD[0])
-    figure.update_xaxes(title=ORDER, range=[0, len(runs[0].held) / 2 + 0.5])
+    gradients = len(first.held) / 2  # two levels each
+    figure.update_xaxes(title=ORDER, range=[0, gradients + 0.5])
     figure.update_yaxes(title="gradients held by one rank (kB)", range=[0, 1.18 * whole / KB])
+
+    peaks = [f"{run.name} {size(max(run.held))}" for run in runs]
     title = f"Most gradients held: {', '.join(peaks)}"
-    subtitle = f"Measured on {runs[0].ranks} CPU ranks, one backward; each tooth is a gradient before it is cut"
+    subtitle = f"Measured on {first.ranks} CPU ranks, one backward; each tooth is a gradient before it is cut"
     return titled(figure, title, subtitle, f"Gradient bytes held through one backward. {title}.", height=310)
 
 

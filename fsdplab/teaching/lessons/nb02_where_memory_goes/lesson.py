@@ -66,7 +66,10 @@ def beside_zero(model_state_bytes: StateBytes) -> Table:
 
 
 def stacked(bars: Mapping[str, Mapping[str, float]], card: float | None, title: str, subtitle: str) -> go.Figure:
-    """Draw stacked bars of bytes by category; what exceeds the card is named in the alarm colour."""
+    """Draw stacked bars of bytes by category; what exceeds the card is named in the alarm colour.
+
+    `bars` has bytes by category for each name; without a `card` (bytes) there is no line and no alarm.
+    """
     totals = {name: sum(split.values()) for name, split in bars.items()}
     widest = max(*totals.values(), card or 0)
     scale, unit = (1e9, "GB") if widest >= 1e9 else (1e6, "MB")
@@ -75,15 +78,20 @@ def stacked(bars: Mapping[str, Mapping[str, float]], card: float | None, title: 
     for category in CATEGORY_ROWS.values():
         values = [split[category.name] for split in bars.values()]
         if max(values) > widest / 1000:  # a thinner part would not be seen
-            parts.append(Part(category.title, category.colour, [value / scale for value in values]))
-    ends, over, levels = {}, [], {}
+            scaled = [value / scale for value in values]
+            parts.append(Part(category.title, category.colour, scaled))
+
+    ends: dict[str, str] = {}
+    over = []
     for name, total in totals.items():
         ends[name] = f"<b>{size(total)}</b>"
         if card and total > card:
             over.append(name)
-            ends[name] += " · over the card"
-    described = "; ".join(f"{name} {size(total)}" for name, total in totals.items())
-    alt = f"Bars of memory by category: {described}."
+            ends[name] = f"{ends[name]} · over the card"
+
+    described = [f"{name} {size(total)}" for name, total in totals.items()]
+    alt = f"Bars of memory by category: {'; '.join(described)}."
+    levels: dict[str, float] = {}
     if card:
         levels[f"card {size(card)}"] = card / scale
         alt = f"{alt} The card holds {size(card)}."

@@ -55,12 +55,17 @@ def two_steps(attach: Callable[[nn.Module], Any]) -> list[Step]:
 
 
 def compared(model: nn.Module) -> dict[str, Tensor | None]:
-    """Return copies of all gradients by name, as they are compared.
+    """Return copies of all gradients by name, as they are compared; None where there is none.
 
     A key's bias has only rounding noise (softmax ignores it) and is left out.
     """
-    named = ((name, parameter.grad) for name, parameter in model.named_parameters() if not name.endswith("key.bias"))
-    return {name: None if grad is None else grad.clone() for name, grad in named}
+    gradients: dict[str, Tensor | None] = {}
+    for name, parameter in model.named_parameters():
+        if name.endswith("key.bias"):
+            continue
+        gradient = parameter.grad
+        gradients[name] = None if gradient is None else gradient.clone()
+    return gradients
 
 
 def gradients_by_step(steps: Sequence[Step]) -> dict[str, Any]:

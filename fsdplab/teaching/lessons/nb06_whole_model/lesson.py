@@ -263,23 +263,27 @@ def record_of(engine: str, run: dict[str, Any], losses: list[float], work: dict[
 
 def gathered_figure(training: Training, engine: str = "my_fsdp") -> go.Figure:
     """Draw the unsharded bytes after every unshard and reshard of the last step, stacked by unit, in time order."""
-    rows = training.rows[engine]
-    last_step = rows[-1]["step"]
-    rows = [row for row in rows if row["step"] == last_step and row["what"] != "reduce"]
+    all_rows = training.rows[engine]
+    last_step = all_rows[-1]["step"]
+    rows = [row for row in all_rows if row["step"] == last_step and row["what"] != "reduce"]
+
     ends, described, totals = {}, [], []
     for number, row in enumerate(rows, 1):
-        name, total = f"{number}  {row['what']} {row['unit']}", sum(row["unsharded"].values())
+        name = f"{number}  {row['what']} {row['unit']}"
+        total = sum(row["unsharded"].values())
         totals.append(total)
         ends[name] = f"<b>{size(total)}</b>"
         described.append(f"{name} {size(total)}")
 
-    # the root, which is last, has the first colour
-    parts, whole = [], 0
-    for (unit, nbytes), colour in zip(reversed(training.plan.units), chain(COLOURS[:1], cycle(COLOURS[1:]))):
-        whole += nbytes
-        parts.append(Part(unit, colour, [row["unsharded"].get(unit, 0) / 1e6 for row in rows]))
+    parts = []
+    colours = chain(COLOURS[:1], cycle(COLOURS[1:]))  # the root, which is last, has the first one
+    for (unit, _), colour in zip(reversed(training.plan.units), colours):
+        megabytes = [row["unsharded"].get(unit, 0) / 1e6 for row in rows]
+        parts.append(Part(unit, colour, megabytes))
+    whole = sum(nbytes for _, nbytes in training.plan.units)
     levels = {f"whole model: {size(whole)}": whole / 1e6}
     figure = stacked_bars(ends, parts, "unsharded parameters on one rank (MB)", "%{x:.3f} MB", levels=levels)
+
     spec = training.records[engine].spec
     how = "storages after each call" if engine == "my_fsdp" else "as its events announce"
     subtitle = f"Measured on rank 0 of {spec['world_size']} CPU ranks, {spec['model']}, last step: {how}"

@@ -227,15 +227,19 @@ def schedule_figure(steps: Any, blocks: int = 4) -> go.Figure:
     except ScheduleError as error:
         empty = go.Figure().update_xaxes(visible=False).update_yaxes(visible=False)
         return titled(empty, "This schedule cannot run", str(error), f"No schedule to draw: {error}.", height=20)
-    waited = waits(played)
-    by_what: dict[str, list[Span]] = {what: [] for what in _LOOKS}
-    for span in [*played.actions, *waited, *played.memory]:
-        by_what[span.what].append(span)
+
     names = ["rank", "link"]  # from the top
     for block in range(blocks):
         names += [f"block {block}", f"gradient {block}"]
     rows = {name: float(len(names) - 1 - index) for index, name in enumerate(names)}
-    figure = go.Figure([_bars(what, spans, rows) for what, spans in by_what.items() if spans])
+    waited = waits(played)
+    by_what: dict[str, list[Span]] = {what: [] for what in _LOOKS}  # in the order of the legend
+    for span in [*played.actions, *waited, *played.memory]:
+        by_what[span.what].append(span)
+    figure = go.Figure()
+    for what, spans in by_what.items():
+        if spans:
+            figure.add_trace(_bars(what, spans, rows))
     longest = max(played.milliseconds, shortest(blocks))
     figure.update_xaxes(title="ms, by the puzzle's clock", range=[0, 1.02 * longest])
     figure.update_yaxes(range=[-0.5, len(rows) - 0.5], tickvals=list(rows.values()), ticktext=list(rows), **CLOCK)
@@ -245,9 +249,10 @@ def schedule_figure(steps: Any, blocks: int = 4) -> go.Figure:
     title = f"{time}, {played.peak} blocks in memory at most (target {MEMORY_TARGET})"
     lost = sum(span.end - span.start for span in waited)
     where = f"Computed from the schedule; the rank waits {lost} ms for unshards"
-    in_time = sorted(played.actions, key=lambda span: span.start)
-    order = ", ".join(f"{span.what} {span.block} from {span.start} to {span.end}" for span in in_time)
-    alt = f"Bars of a rank and its link over time, in ms: {order}. {title}."
+    actions = []
+    for span in sorted(played.actions, key=lambda span: span.start):
+        actions.append(f"{span.what} {span.block} from {span.start} to {span.end}")
+    alt = f"Bars of a rank and its link over time, in ms: {', '.join(actions)}. {title}."
     return titled(figure, title, where, alt, height=140 + 34 * len(rows))
 
 

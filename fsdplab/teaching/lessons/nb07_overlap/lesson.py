@@ -172,25 +172,41 @@ def exposed_curves(curves: Curves, link: int, tokens: int) -> go.Figure:
         at = [places[speed] for speed, _, _ in points]
         shares = [100 * exposed / moved for _, exposed, moved in points]
         hover = f"{name}, %{{customdata[0]}} MB/s<br>%{{customdata[1]:.1f}} of %{{customdata[2]:.1f}} ms<extra></extra>"
-        drawn = line(name, colour, at, shares, width, dash, customdata=list(map(list, points)), hovertemplate=hover)
-        figure.add_trace(drawn)
-    ticks = dict(tickmode="array", tickvals=list(places.values()), ticktext=[f"{speed:,}" for speed in links])
-    figure.update_xaxes(title_text="link (MB/s)", range=[-0.3, places[links[-1]] + 0.3], **ticks)
-    figure.update_yaxes(title_text="exposed, % of communication", range=[-3, 105])
-    marked = dict(x0=places[link], x1=places[link], y0=0, y1=1, yref="paper", line=dict(color=GRID, width=4))
-    figure.add_shape(type="line", **marked)
+        rows = [list(point) for point in points]
+        figure.add_trace(line(name, colour, at, shares, width, dash, customdata=rows, hovertemplate=hover))
 
-    words = []  # the exposed ms of each line at the chosen link
-    for name, points in curves.items():
-        _, exposed, moved = next(point for point in points if point[0] == link)
-        words.append((seconds(exposed / 1e3) if exposed else "0 ms", name, moved))
-    messages = seconds(words[0][2] / 1e3)
-    (on_demand, demand_name, _), (ahead, ahead_name, _), (least_possible, _, _) = words
+    figure.update_xaxes(
+        title_text="link (MB/s)",
+        range=[-0.3, places[links[-1]] + 0.3],
+        tickmode="array",
+        tickvals=list(places.values()),
+        ticktext=[f"{speed:,}" for speed in links],
+    )
+    figure.update_yaxes(title_text="exposed, % of communication", range=[-3, 105])
+    mark = dict(color=GRID, width=4)
+    figure.add_shape(type="line", x0=places[link], x1=places[link], y0=0, y1=1, yref="paper", line=mark)
+
+    (on_demand, demand_name), (ahead, ahead_name), (least_possible, _) = _exposed_at(link, curves)
+    _, _, moved = _point_at(link, next(iter(curves.values())))
     parts = f"{on_demand} ({demand_name}), {ahead} ({ahead_name})"
-    title = f"{link:,} MB/s, {tokens} tokens: messages take {messages}; exposed are {parts}"
+    title = f"{link:,} MB/s, {tokens} tokens: messages take {seconds(moved / 1e3)}; exposed are {parts}"
     least = f"at least {least_possible} under any schedule"
     where = f"{least}; a step on the steady card, simulated with the engine's own schedule"
     return titled(figure, title, where, f"Lines of exposed time over the link. {title}; {least}.", 324)
+
+
+def _point_at(link: int, points: list[tuple[int, float, float]]) -> tuple[int, float, float]:
+    """Return the point of a curve at a link, (MB/s, exposed ms, ms of all communication)."""
+    return next(point for point in points if point[0] == link)
+
+
+def _exposed_at(link: int, curves: Curves) -> list[tuple[str, str]]:
+    """Return (exposed time, name) of each curve at a link: `("120 ms", "one unit ahead")`."""
+    words = []
+    for name, points in curves.items():
+        _, exposed, _ = _point_at(link, points)
+        words.append((seconds(exposed / 1e3) if exposed else "0 ms", name))
+    return words
 
 
 LINKS = (25, 50, 100, 200, 400, 800, 1600, 3200, 6400)  # MB/s

@@ -211,24 +211,32 @@ def link_figure(runs: Sequence[RunRecord]) -> go.Figure:
     parts = []
     for kind, colour in COLLECTIVE_COLOURS.items():
         if any(kind in totals for totals in by_run.values()):
+            # a run without collectives of the kind has a part of 0 ms
             milliseconds = [1e3 * totals.get(kind, (0, 0.0))[1] for totals in by_run.values()]
             parts.append(Part(kind.replace("_", "-"), colour, milliseconds))
 
     ends, in_all, descriptions = {}, {}, []
     for record, (name, totals) in zip(runs, by_run.items()):
         in_all[name] = seconds(sum(spent for _, spent in totals.values()))
-        nbytes = sent(record)
-        ends[name] = f"<b>{in_all[name]}</b> · {size(slow(record))} at the network's pace"
-        if nbytes["across"]:
-            ends[name] += f", {size(nbytes['within'])} at the fast one's"
-        kinds = ", ".join(f"{kind} {size(moved)} in {seconds(spent)}" for kind, (moved, spent) in totals.items())
-        descriptions.append(f"{name}: {kinds}")
+        ends[name] = f"<b>{in_all[name]}</b> · {_by_pace(record)}"
+        kinds = [f"{kind} {size(nbytes)} in {seconds(spent)}" for kind, (nbytes, spent) in totals.items()]
+        descriptions.append(f"{name}: {', '.join(kinds)}")
     axis = "time on the links in one step (ms)"
     figure = stacked_bars(ends, parts, axis, "%{x:.1f} ms", lambda ms: seconds(ms / 1e3))
+
     first, last = runs[0].spec["strategy"], runs[-1].spec["strategy"]
     title = f"{first} keeps the links busy for {in_all[first]} a step, {last} for {in_all[last]}"
     subtitle = f"Counted on 4 CPU ranks; links are emulated ({WITHIN} within a node, {ACROSS} a rank between nodes)"
     return titled(figure, title, subtitle, f"Stacked bars: {'; '.join(descriptions)}.", height=190)
+
+
+def _by_pace(record: RunRecord) -> str:
+    """Return the bytes that a rank sends in a step, by the link whose pace they travel at."""
+    words = f"{size(slow(record))} at the network's pace"
+    nbytes = sent(record)
+    if nbytes["across"]:
+        words = f"{words}, {size(nbytes['within'])} at the fast one's"
+    return words
 
 
 def beside_the_formula(traffic: Callable[[float, int, int], dict[str, float]], runs: Sequence[RunRecord]) -> Table:
@@ -252,15 +260,16 @@ def waits(full: RunRecord, hybrid: RunRecord) -> Table:
     rows, totals = [], []
     for record in (full, hybrid):
         strategy = record.spec["strategy"]
-        on_links: dict[tuple[str, str], int] = defaultdict(int)
-        exposed: dict[tuple[str, str], int] = defaultdict(int)
+        on_links_ns: dict[str, int] = defaultdict(int)
+        exposed_ns: dict[str, int] = defaultdict(int)
         for row in record.table("exposed"):
             if row["rank"] == 0:
-                on_links[row["kind"], row["phase"]] += row["communication_ns"]
-                exposed[row["kind"], row["phase"]] += row["exposed_ns"]
-        for (kind, phase), nanoseconds in on_links.items():
-            exposed_ms = exposed[kind, phase] / 1e6
-            rows.append([strategy, f"{kind} in {phase}", f"{nanoseconds / 1e6:.0f}", f"{exposed_ms:.0f}"])
+                name = f"{row['kind']} in {row['phase']}"
+                on_links_ns[name] += row["communication_ns"]
+                exposed_ns[name] += row["exposed_ns"]
+        for name, nanoseconds in on_links_ns.items():
+            on_links, exposed = nanoseconds / 1e6, exposed_ns[name] / 1e6
+            rows.append([strategy, name, f"{on_links:.0f}", f"{exposed:.0f}"])
         totals.append(f"{strategy} {seconds(record.summary.comm.exposed_s)}")
     caption = f"One step on the steady card, simulated. Exposed in all: {' and '.join(totals)}."
     return table(["run", "collective", "on the links, ms", "exposed, ms"], rows, caption)

@@ -71,20 +71,26 @@ def _row(name: str) -> dict[str, str | int]:
     TORCH_DISTRIBUTED_DEBUG=DETAIL is set.
     """
     code, text = _torchrun(name, _DETAIL)
-    errors = [line for line in text.splitlines() if "Error: " in line or "last loss" in line]
-    return {"exit": code, "says": re.sub(r"^\[rank\d\]: ", "", errors[0])[:160] if errors else ""}
+    for line in text.splitlines():
+        if "Error: " in line or "last loss" in line:
+            says = re.sub(r"^\[rank\d\]: ", "", line)
+            return {"exit": code, "says": says[:160]}
+    return {"exit": code, "says": ""}
 
 
 def _torchrun(name: str, settings: dict[str, str]) -> tuple[int, str]:
     """Return (exit code, what was printed) of the job under torchrun, with the fault in it."""
+    command = ["torchrun", "--standalone", "--nproc-per-node=2", "job.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **settings}
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job.py"
         job.write_text(FAULTS[name].source() + _MAIN, encoding="utf-8")
-        command = ["torchrun", "--standalone", "--nproc-per-node=2", "job.py"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **settings}
         done = _printed(["-m", "torch.distributed.run", *command[1:]], folder, environment, 120)
-        shown = " ".join([*(f"{key}={value}" for key, value in settings.items() if key.startswith("TORCH")), *command])
-        return done.returncode, f"# torch {torch.__version__}, 2 ranks over gloo\n$ {shown}\n{_cleaned(done.stdout)}"
+    # the first lines say what was run
+    shown_settings = [f"{key}={value}" for key, value in settings.items() if key.startswith("TORCH")]
+    shown = " ".join([*shown_settings, *command])
+    header = f"# torch {torch.__version__}, 2 ranks over gloo\n$ {shown}\n"
+    return done.returncode, header + _cleaned(done.stdout)
 
 
 def _flight_recorder(name: str) -> str:

@@ -172,6 +172,17 @@ def _words(placement: Any) -> str:
     return f"{cut} of each share" if is_strided else cut
 
 
+def _all_to_all_bytes(source: Tensor, group: dist.ProcessGroup, splits: list[int]) -> float:
+    """Return the bytes of an all-to-all that leave this rank.
+
+    `source` [rows, ...] is cut into `splits` rows for each rank, or evenly where there are none.
+    """
+    rows = splits or [len(source) // group.size()] * group.size()
+    sent_rows = sum(rows) - rows[group.rank()]  # what a rank sends to itself does not travel
+    row_bytes = source.nbytes / max(1, len(source))
+    return sent_rows * row_bytes
+
+
 # ---- bytes per axis
 
 
@@ -202,14 +213,12 @@ class _ByGroup(TorchDispatchMode):
         name = func.__name__.split(".")[0]
         if func.namespace == "_c10d_functional" and name in _KINDS:
             group_name = args[-1]
-            ranks = dist.distributed_c10d._resolve_process_group(group_name).size()
-            self._add(group_name, bytes_sent(Call(_KINDS[name], out.nbytes), ranks))
+            group = dist.distributed_c10d._resolve_process_group(group_name)
+            call = Call(_KINDS[name], out.nbytes)
+            self._add(group_name, bytes_sent(call, group.size()))
         elif func.namespace == "c10d" and name == "alltoall_base_":
-            source, group, splits = args[1], dist.ProcessGroup.unbox(args[2]), args[4]
-            rows = splits or [len(source) // group.size()] * group.size()
-            sent_rows = sum(rows) - rows[group.rank()]  # what a rank sends to itself does not travel
-            row_bytes = source.nbytes / max(1, len(source))
-            self._add(group.group_name, sent_rows * row_bytes)
+            group = dist.ProcessGroup.unbox(args[2])
+            self._add(group.group_name, _all_to_all_bytes(args[1], group, args[4]))
         return out
 
     def _add(self, group: str, nbytes: float) -> None:
@@ -231,16 +240,21 @@ def stages(payload: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _train(mesh: DeviceMesh, reshard: bool) -> dict[str, Any]:
-    """Train this rank's stage for two steps beside its twin; count the collectives of the last step."""
+    """Train this rank's stage for two steps beside its twin, the whole model.
+
+    Returns how many collectives the last step had, and the largest difference of a parameter.
+    """
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B  # slow to import
 
     number, rank = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
-    module, twin = build_stage(FOUR_BLOCKS, number, 2), build_model(FOUR_BLOCKS)
+    module = build_stage(FOUR_BLOCKS, number, 2)
+    twin = build_model(FOUR_BLOCKS)
     for unit in [*module.blocks.values(), module]:
         fully_shard(unit, mesh=mesh["dp"], reshard_after_forward=reshard)
     stage = PipelineStage(module, number, 2, torch.device("cpu"), group=mesh["pp"].get_group())
     schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=_entropy)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True) for model in (module, twin)]
+
     for step in range(2):
         micro_batches = _micro_batches(step, rank)
         tokens = torch.cat([tokens for tokens, _ in micro_batches])  # int64 [4, 16]
@@ -249,15 +263,18 @@ def _train(mesh: DeviceMesh, reshard: bool) -> dict[str, Any]:
         inputs = [tokens] if module.begins else []
         with collectives() as issued:
             schedule.step(*inputs, target=targets if module.ends else None)
-        replay_gradients(twin, [_micro_batches(step, other_rank) for other_rank in range(2)], loss_of)
+        batches_of_ranks = [_micro_batches(step, other_rank) for other_rank in range(2)]
+        replay_gradients(twin, batches_of_ranks, loss_of)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
     counts = Counter(collective.kind for collective in issued)
     twin_parameters = dict(twin.named_parameters())
     distances = []
     for name, parameter in module.named_parameters():
-        distances.append(float((whole(parameter) - twin_parameters[name]).abs().max()))
+        difference = whole(parameter) - twin_parameters[name]
+        distances.append(float(difference.abs().max()))
     return {"all_gather": counts["all_gather"], "reduce_scatter": counts["reduce_scatter"], "drift": max(distances)}
 
 

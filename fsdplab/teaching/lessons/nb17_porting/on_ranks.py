@@ -82,7 +82,7 @@ def _trainer_losses(folder: str) -> list[float]:
     rows = [{"input_ids": row, "labels": row} for seed in range(4) for row in _tokens(seed)]
     trainer = Trainer(model=model, args=arguments, train_dataset=rows)
     trainer.train()
-    return [each["loss"] for each in trainer.state.log_history if "loss" in each]
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def _lora() -> dict[str, Any]:

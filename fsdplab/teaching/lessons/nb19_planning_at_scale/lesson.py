@@ -55,9 +55,9 @@ def told(found: Plan) -> Note:
 
 def fewest(gpu: str) -> int:
     """Return the fewest GPUs of a kind on which the model trains, one sequence a rank, whatever the strategy."""
-    found = fewest_gpus(plan_spec(MODEL, gpu, seq=SEQUENCE))
-    assert found is not None and roomy(found), "some number of the lesson's cards holds the model, and its reserve"
-    return found.spec.gpus
+    plan = fewest_gpus(plan_spec(MODEL, gpu, seq=SEQUENCE))
+    assert plan is not None and roomy(plan), "some number of the lesson's cards holds the model, and its reserve"
+    return plan.spec.gpus
 
 
 def strategies(gpus: int, gpu: str = "h100") -> Table:
@@ -205,12 +205,21 @@ def weighed(order: dict[str, Any]) -> Table:
 def searched(gpu: str, gpus: int) -> Table:
     """Return what `fsdplab plan fit` answers on so many GPUs at the job's largest step, and why."""
     spec = plan_spec(MODEL, gpu, gpus=gpus, seq=SEQUENCE)
-    answers = fit(spec, STEP_TOKENS // (SEQUENCE * gpus) * gpus, keep=("world-size",))
+    sequences = STEP_TOKENS // (SEQUENCE * gpus) * gpus  # as many for each rank
+    answers = fit(spec, sequences, keep=("world-size",))
     rows = []
     for name, why in WHY.items():
         answer = getattr(answers, name)
-        in_use, time, cost = f"{answer.peak / 1e9:.1f}", f"{days(answer.plan):.1f}", f"{dollars(answer.plan, gpu):,.0f}"
-        rows.append([name, in_short(answer.spec), in_use, time, cost, why(answers, answer)])
+        rows.append(
+            [
+                name,
+                in_short(answer.spec),
+                f"{answer.peak / 1e9:.1f}",
+                f"{days(answer.plan):.1f}",
+                f"{dollars(answer.plan, gpu):,.0f}",
+                why(answers, answer),
+            ]
+        )
     header = ["", "plan", "in use, GB", "days", "bill, $", "why"]
     caption = f"Predicted: {answers.planned:,} plans on {gpus} {gpu.upper()}, of which {answers.fitting:,} fit."
     return table(header, rows, caption)

@@ -81,10 +81,10 @@ def verdict(order: Any) -> str:
     if refused:
         return refused
     try:
-        found = ordered(**order)
+        planned = ordered(**order)
     except (PlanError, HardwareError) as error:
         return str(error)
-    return _judged(found, order)
+    return _judged(planned, order)
 
 
 def _complaint(order: Any) -> str:

@@ -54,9 +54,11 @@ _OF_SHARDS = {
 
 def _wrong_shards(got: Facts, right: Facts) -> str:
     """Return the likely cause of shards that are not this rank's rows."""
-    told = some(got[seen.WRONG_SHARDS])
-    cause = next((cause for sign, cause in _OF_SHARDS.items() if sign in told), "copy the rows, and change nothing")
-    return f"{told}: {cause}"
+    names = some(got[seen.WRONG_SHARDS])
+    for sign, cause in _OF_SHARDS.items():
+        if sign in names:
+            return f"{names}: {cause}"
+    return f"{names}: copy the rows, and change nothing"
 
 
 OF_SHARDS: dict[str, Any] = {
@@ -156,9 +158,11 @@ OF_FORWARD: dict[str, Any] = {
 
 def _wrong_gradients(got: Facts, right: Facts) -> str:
     """Return the likely cause of gradients that are not the twin's."""
-    step = got[seen.GRADIENTS][0].rpartition("step ")[2].partition(":")[0]
-    wrong = [each for each in got[seen.GRADIENTS] if f"step {step}:" in each]
-    kinds = {each.rpartition(": ")[2] for each in wrong}
+    # "blocks.0.up.weight, step 1: 4 times": those of the first step that has any
+    sentences = got[seen.GRADIENTS]
+    step = sentences[0].rpartition("step ")[2].partition(":")[0]
+    wrong = [sentence for sentence in sentences if f"step {step}:" in sentence]
+    kinds = {sentence.rpartition(": ")[2] for sentence in wrong}
     return f"{some(wrong)}: {_cause_of_gradients(wrong, kinds, got['_ranks'])}"
 
 
@@ -200,11 +204,11 @@ def _cause_of_gradients(wrong: list[str], kinds: set[str], ranks: int) -> str:
 
 def _wrong_parameters(got: Facts, right: Facts) -> str:
     """Return the likely cause of parameters that are not the twin's after the optimizer's step."""
-    told = some(got[seen.PARAMETERS])
-    if seen.OTHER_SHAPE in told:
-        return f"{told}: `DTensor.from_local` takes n times the rows for the whole unless it is given shape and stride"
+    names = some(got[seen.PARAMETERS])
+    if seen.OTHER_SHAPE in names:
+        return f"{names}: `DTensor.from_local` takes n times the rows for the whole unless it is given shape and stride"
     return (
-        f"{told}: gradients are right, so the optimizer updates something else: it holds what"
+        f"{names}: gradients are right, so the optimizer updates something else: it holds what"
         " `module.parameters()` gave after `fully_shard`; these objects stay the same"
     )
 

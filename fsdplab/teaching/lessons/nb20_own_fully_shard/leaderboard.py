@@ -127,7 +127,7 @@ def _stages(path: Path, workspace: Workspace) -> Iterator[tuple[Behaviour | None
 def write(rows: list[Row], out: Path) -> None:
     """Write the rows as CSV, a learner a line."""
     text = io.StringIO()
-    table = csv.DictWriter(text, [each.name for each in fields(Row)], lineterminator="\n")
+    table = csv.DictWriter(text, [field.name for field in fields(Row)], lineterminator="\n")
     table.writeheader()
     table.writerows(asdict(row) for row in rows)
     write_whole(out, text.getvalue())

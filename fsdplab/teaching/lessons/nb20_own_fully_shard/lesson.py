@@ -67,7 +67,7 @@ class StepOrder:
 def order(blocks: int = 4) -> StepOrder:
     """Return the order of a step under the learner's function, on two ranks."""
     seen = _on_ranks("order_of", 2, file=str(solution_file(WHOLE)), blocks=blocks)[0]
-    return StepOrder(whose(WHOLE), [Moment(*each) for each in seen])
+    return StepOrder(whose(WHOLE), [Moment(*values) for values in seen])
 
 
 def _figure(bars: Sequence[Bar], whose: str, at_once: bool) -> go.Figure:

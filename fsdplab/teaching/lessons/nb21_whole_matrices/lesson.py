@@ -209,11 +209,14 @@ def ways_figure(model: str, ranks: int, link: str) -> go.Figure:
     computing, on_link, totals, ends, bars = [], [], {}, {}, []
     for way in ways(model, ranks):
         computing_s, link_s = way.seconds(link)
+        total_s = computing_s + link_s
+        totals[way.name] = total_s
         computing.append(1e3 * computing_s)
         on_link.append(1e3 * link_s)
-        totals[way.name] = computing_s + link_s
-        work = f"{way.flops / 1e9:,.0f} GFLOP, {size(int(way.sent + way.padding))}"
-        ends[way.name] = f"<b>{seconds(totals[way.name])}</b> · {work}"
+
+        nbytes = size(int(way.sent + way.padding))
+        work = f"{way.flops / 1e9:,.0f} GFLOP, {nbytes}"
+        ends[way.name] = f"<b>{seconds(total_s)}</b> · {work}"
         bars.append(f"{way.name} {seconds(computing_s)} of computing and {seconds(link_s)} on the link")
     parts = [
         Part("Newton-Schulz", STEP_COLOURS["compute only"], computing),
@@ -280,25 +283,28 @@ def steps_figure(runs: Sequence[RunRecord]) -> go.Figure:
     """Draw steps of simulated runs as bars: forward and backward, exposed communication, and the optimizer."""
     computing, exposed, optimizer, ends, bars = [], [], [], {}, []
     for record in runs:
-        step = known(record.summary.step_time_s.median)
+        spec = record.spec
+        step_time = known(record.summary.step_time_s.median)
         optimizer_time, exchange = _optimizer(record)
         exposed_time = known(record.summary.comm.exposed_s) - exchange  # the exchange is the optimizer's
-        computing.append(1e3 * (step - optimizer_time - exposed_time))
+        computing.append(1e3 * (step_time - optimizer_time - exposed_time))
         exposed.append(1e3 * exposed_time)
         optimizer.append(1e3 * optimizer_time)
-        tokens = record.spec["batch_size"] * record.spec["sequence_length"]
-        name = f"{record.spec['optimizer']}, {tokens:,} tokens a rank"
-        ends[name] = f"<b>{seconds(step)}</b>, optimizer {optimizer_time / step:.1%}"
-        bars.append(f"{name} {seconds(step)}, of which {seconds(optimizer_time)} the optimizer")
-        title = f"{name}: the optimizer takes {optimizer_time / step:.0%} of the step"  # of the last run
+
+        tokens = spec["batch_size"] * spec["sequence_length"]
+        name = f"{spec['optimizer']}, {tokens:,} tokens a rank"
+        share = optimizer_time / step_time
+        ends[name] = f"<b>{seconds(step_time)}</b>, optimizer {share:.1%}"
+        bars.append(f"{name} {seconds(step_time)}, of which {seconds(optimizer_time)} the optimizer")
+        title = f"{name}: the optimizer takes {share:.0%} of the step"  # of the last run
     parts = [
         Part("forward and backward", STEP_COLOURS["compute only"], computing),
         Part("exposed communication", STEP_COLOURS["exposed"], exposed),
         Part("optimizer", LANE_COLOURS["optimizer"], optimizer),
     ]
     figure = stacked_bars(ends, parts, "one step (ms)", "%{x:.0f} ms", lambda ms: seconds(ms / 1e3))
-    spec = runs[0].spec
-    subtitle = f"Simulated on the steady card for {spec['world_size']} ranks; the link is emulated ({spec['link']})"
+    job = runs[0].spec
+    subtitle = f"Simulated on the steady card for {job['world_size']} ranks; the link is emulated ({job['link']})"
     return titled(figure, title, subtitle, f"Stacked bars of steps: {'; '.join(bars)}.", height=110 + 40 * len(ends))
 
 
