@@ -174,15 +174,16 @@ def groups_of(record: RunRecord) -> tuple[int, int]:
 
 def by_collective(record: RunRecord, rank: int = 0) -> dict[str, tuple[int, float]]:
     """Return (bytes sent, seconds on the link) by kind of collective, of one rank's last timed step."""
-    last = max(row["step"] for row in record.table("steps") if row["step_time_s"] is not None)
-    totals: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+    timed_steps = [row["step"] for row in record.table("steps") if row["step_time_s"] is not None]
+    last = max(timed_steps)
+    nbytes: dict[str, int] = defaultdict(int)
+    spent: dict[str, float] = defaultdict(float)
     for row in record.table("ledger"):
-        if (row["rank"], row["step"]) != (rank, last):
-            continue
-        nbytes, spent = totals[row["kind"]]
-        row_seconds = (row["end_ns"] - row["start_ns"]) / 1e9
-        totals[row["kind"]] = nbytes + row["wire_bytes"], spent + row_seconds
-    return dict(totals)
+        if row["rank"] == rank and row["step"] == last:
+            kind = row["kind"]
+            nbytes[kind] += row["wire_bytes"]
+            spent[kind] += (row["end_ns"] - row["start_ns"]) / 1e9
+    return {kind: (nbytes[kind], spent[kind]) for kind in nbytes}
 
 
 def sent(record: RunRecord) -> dict[str, int]:

@@ -122,14 +122,18 @@ def bill(gpu: str, gpus: int, billions_of_tokens: int) -> go.Figure:
     for other_gpu in PRICES:  # the other GPU's plans as well: its first move then answers as fast as the rest
         ladder(other_gpu)
     steps = ladder(gpu, billions_of_tokens * 1e9)
-    names = [f"{count:,}" for count in steps]
-    spans = [span for span, _ in steps.values()]
-    thousands = [cost / 1e3 for _, cost in steps.values()]
+    names, spans, thousands, bars = [], [], [], []
+    for count, (span, cost) in steps.items():
+        names.append(f"{count:,}")
+        spans.append(span)
+        thousands.append(cost / 1e3)
+        bars.append(f"{count} GPUs {span:.3g} days, ${cost:,.0f}")
     figure = go.Figure()
     chosen = f"{gpus:,}"
-    _panel(figure, "", names, spans, [f"{span:.3g}" for span in spans], chosen, "days", [0.0, 0.46])
-    texts = [f"{cost:,.0f}" for cost in thousands]
-    _panel(figure, "2", names, thousands, texts, chosen, "bill, in 1,000 $", [0.54, 1.0])
+    span_texts = [f"{span:.3g}" for span in spans]
+    _panel(figure, "", names, spans, span_texts, chosen, "days", [0.0, 0.46])
+    cost_texts = [f"{cost:,.0f}" for cost in thousands]
+    _panel(figure, "2", names, thousands, cost_texts, chosen, "bill, in 1,000 $", [0.54, 1.0])
 
     title = f"{gpus} {gpu.upper()} cannot hold the model; {names[0]} can"
     if gpus in steps:
@@ -141,8 +145,7 @@ def bill(gpu: str, gpus: int, billions_of_tokens: int) -> go.Figure:
         here = f"{plan.spec.strategy}, checkpointing {plan.spec.checkpointing}"
     job = f"Llama 3.1 70B, {billions_of_tokens} billion tokens"
     subtitle = f"Predicted: {job}, the cheapest plan at each number; here: {here}"
-    bars = "; ".join(f"{count} GPUs {span:.3g} days, ${cost:,.0f}" for count, (span, cost) in steps.items())
-    return titled(figure, title, subtitle, f"Bars over the number of GPUs: {bars}.", 310)
+    return titled(figure, title, subtitle, f"Bars over the number of GPUs: {'; '.join(bars)}.", 310)
 
 
 def _panel(

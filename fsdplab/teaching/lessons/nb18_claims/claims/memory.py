@@ -20,11 +20,10 @@ MODEL = "llama-3.1-70b"  # 70.6 billion
 LARGE = {"model": MODEL, "gpu": "h100", "checkpointing": "full", "masters": "separate"}
 
 
-def states(found: Plan) -> float:
+def states(planned: Plan) -> float:
     """Return the bytes of parameters, gradients and optimizer state on a rank while the optimizer steps."""
-    by_category = found.memory.moments[-1].by_category
     total = 0.0
-    for name, nbytes in by_category.items():
+    for name, nbytes in planned.memory.moments[-1].by_category.items():
         if name not in ("activations", "other", "communication_buffers"):
             total += nbytes
     return total
