@@ -86,11 +86,11 @@ def life_cells(rank: int, ranks: int = 2) -> Iterator[HeldCell]:
     for moment, name in enumerate(MOMENTS):
         yield HeldCell(f"rank {rank}: shard", moment, "its own shard", part)
         if moment in _UNSHARDED:
-            own, rest = "", ""  # labelled when they arrive
+            label, rest_label = "", ""  # labelled when they arrive
             if name == "unshard":
-                own, rest = "own", f"from {plural(ranks - 1, 'rank')}"
-            yield HeldCell(f"rank {rank}: weight, own part", moment, "unsharded weight", own)
-            yield HeldCell(f"rank {rank}: weight, the rest", moment, "unsharded weight", rest)
+                label, rest_label = "own", f"from {plural(ranks - 1, 'rank')}"
+            yield HeldCell(f"rank {rank}: weight, own part", moment, "unsharded weight", label)
+            yield HeldCell(f"rank {rank}: weight, the rest", moment, "unsharded weight", rest_label)
         if moment in _GRADIENT:
             yield HeldCell(f"rank {rank}: gradient", moment, "unsharded gradient", "whole")
     yield HeldCell(f"rank {rank}: gradient", len(MOMENTS) - 1, "shard of the mean gradient", part)

@@ -174,9 +174,12 @@ def at(record: RunRecord, percent_of_step: int) -> Table:
     starts = []
     for events in timelines.values():
         starts += [event["start_ns"] for event in events if event["lane"] == "step"]
-    since_begin = round(percent_of_step / 100 * breakdown(record)["step_ns"])
+    step_ns = breakdown(record)["step_ns"]
+    since_begin = round(percent_of_step / 100 * step_ns)
     instant = min(starts) + since_begin
-    rows = [[str(rank), *_doing(events, instant)] for rank, events in timelines.items()]
+    rows = []
+    for rank, events in timelines.items():
+        rows.append([str(rank), *_doing(events, instant)])
     header = ["rank", "computing", "communicating", "so this instant is"]
     return table(header, rows, f"{_ms(since_begin)} ms into the step.")
 
@@ -266,11 +269,12 @@ def clock_table(runs: Sequence[RunRecord], on_card: Sequence[RunRecord]) -> Tabl
     """Return what each run sent, and its exposed time: of the same job on the steady card, and of the run here."""
     rows = []
     for run, card in zip(runs, on_card, strict=True):
-        nbytes = known(run.summary.comm.bytes_per_step)
         exposed = []
         for comm in (card.summary.comm, run.summary.comm):
-            exposed.append(f"{1e3 * known(comm.exposed_s):.1f} ({known(comm.overlap):.0%} hidden)")
-        rows.append([str(run.spec["prefetch"]), f"{nbytes / 1e3:.0f}", *exposed])
+            milliseconds, hidden = 1e3 * known(comm.exposed_s), known(comm.overlap)
+            exposed.append(f"{milliseconds:.1f} ({hidden:.0%} hidden)")
+        kilobytes = known(run.summary.comm.bytes_per_step) / 1e3
+        rows.append([str(run.spec["prefetch"]), f"{kilobytes:.0f}", *exposed])
     caption = (
         f"Bytes measured. The card computes {GIGAFLOPS:g} GFLOP/s in fp32 and is simulated; measured here: the profiled"
         " step of the rank exposed longest."

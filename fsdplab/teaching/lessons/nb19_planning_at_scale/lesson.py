@@ -33,21 +33,21 @@ _SEEN, _UNSEEN = "#b3bac4", "#b84a0a"
 LADDER = (32, 64, 128, 256, 512, 768)  # GPUs
 
 
-def told(found: Plan) -> Note:
+def told(planned: Plan) -> Note:
     """Return a note of two or three lines on what a plan predicts: memory, and speed where it fits."""
-    spec, peak = found.spec, found.memory.peak
+    spec, peak = planned.spec, planned.memory.peak
     what = f"{spec.model.name} on {spec.gpus} {spec.gpu.name}, {spec.strategy}, checkpointing {spec.checkpointing}"
-    if not found.fits:
-        return Note((f"{what}: does not fit.", f"{shortfall(found)}."))
+    if not planned.fits:
+        return Note((f"{what}: does not fit.", f"{shortfall(planned)}."))
     speed = "unknown speed"
-    if found.mfu:
-        speed = f"{found.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, MFU {found.mfu:.0%}"
+    if planned.mfu:
+        speed = f"{planned.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, MFU {planned.mfu:.0%}"
     card = size(spec.gpu.memory_bytes)
-    likely = "which fits too" if roomy(found) else "which is too much"
+    likely = "which fits too" if roomy(planned) else "which is too much"
     return Note(
         (
             f"{what}: {size(peak.total)} of {card} at the peak, in the {peak.name}.",
-            f"The allocator is likely to reserve {size(reserved(found))} for it, {likely}.",
+            f"The allocator is likely to reserve {size(reserved(planned))} for it, {likely}.",
             speed,
         )
     )
@@ -272,19 +272,19 @@ def published() -> tuple[Row, ...]:
     return tuple(runs)
 
 
-def points(found: Sequence[Row]) -> Sequence[Row]:
+def points(runs: Sequence[Row]) -> Sequence[Row]:
     """Return the rows with a throughput."""
-    return found
+    return runs
 
 
-def error(found: Sequence[Row]) -> float:
+def error(runs: Sequence[Row]) -> float:
     """Return the median error of throughput in %, of the sources that the fit has not seen."""
-    return 100 * statistics.median(abs(row.ratio - 1) for row in found if row.part == HELD_OUT)
+    return 100 * statistics.median(abs(row.ratio - 1) for row in runs if row.part == HELD_OUT)
 
 
-def ratios(found: Sequence[Row]) -> go.Figure:
+def ratios(runs: Sequence[Row]) -> go.Figure:
     """Draw a point a published row: predicted over published throughput, on a line for each GPU; 1 is right."""
-    rows = points(found)
+    rows = points(runs)
     gpus = list(dict.fromkeys(row.gpu for row in rows))
     figure = go.Figure()
     # the two kinds stand a little below and above the GPU's line
@@ -301,7 +301,7 @@ def ratios(found: Sequence[Row]) -> go.Figure:
     ticks = dict(tickvals=list(range(len(gpus))), ticktext=gpus)
     figure.update_yaxes(range=[len(gpus) - 0.5, -0.5], gridcolor=GRID, **ticks)
 
-    title = f"Throughput of published runs: median error {error(found):.1f} % on held-out sources"
+    title = f"Throughput of published runs: median error {error(runs):.1f} % on held-out sources"
     subtitle = f"{len(rows)} runs of data/published.csv; rates are fitted to two of its sources"
     values = [row.ratio for row in rows]
     spread = f"from {min(values):.2f} to {max(values):.2f}"
@@ -309,10 +309,10 @@ def ratios(found: Sequence[Row]) -> go.Figure:
     return titled(figure, title, subtitle, alt, 300)
 
 
-def published_rows(found: Sequence[Row], gpu: str = "H100 SXM 80GB") -> Table:
+def published_rows(runs: Sequence[Row], gpu: str = "H100 SXM 80GB") -> Table:
     """Return the held-out rows of one GPU, the most optimistic prediction first."""
     cells = []
-    for row in sorted(_unseen(found, gpu), key=lambda row: -row.ratio):
+    for row in sorted(_unseen(runs, gpu), key=lambda row: -row.ratio):
         cells.append([row.id, f"{row.predicted:,.0f}", f"{row.published:,.0f}", f"{row.ratio:.2f}"])
     caption = (
         "Tokens/s a GPU of runs of sources that the fit has not seen. fms and ptblog: IBM's and PyTorch's, with (c) and"
@@ -321,16 +321,16 @@ def published_rows(found: Sequence[Row], gpu: str = "H100 SXM 80GB") -> Table:
     return table([f"row, on {gpu}", "predicted", "published", "predicted / published"], cells, caption)
 
 
-def _unseen(found: Sequence[Row], gpu: str) -> Sequence[Row]:
+def _unseen(runs: Sequence[Row], gpu: str) -> Sequence[Row]:
     """Return the rows of a GPU whose sources the fit has not seen."""
-    return [row for row in found if row.part == HELD_OUT and row.gpu == gpu]
+    return [row for row in runs if row.part == HELD_OUT and row.gpu == gpu]
 
 
-def worst_ratio(found: Sequence[Row], gpu: str = "H100 SXM 80GB") -> float:
+def worst_ratio(runs: Sequence[Row], gpu: str = "H100 SXM 80GB") -> float:
     """Return the largest predicted over published among the held-out rows of a GPU."""
-    return max(row.ratio for row in _unseen(found, gpu))
+    return max(row.ratio for row in _unseen(runs, gpu))
 
 
-def other_ratios(found: Sequence[Row], gpu: str = "H100 SXM 80GB") -> list[float]:
+def other_ratios(runs: Sequence[Row], gpu: str = "H100 SXM 80GB") -> list[float]:
     """Return predicted over published of the other held-out rows of a GPU, the largest first."""
-    return sorted((row.ratio for row in _unseen(found, gpu)), reverse=True)[1:]
+    return sorted((row.ratio for row in _unseen(runs, gpu)), reverse=True)[1:]

@@ -104,7 +104,7 @@ def _returned(returned: Any, net: Net) -> str:
 
 
 def _told_of_shard(value: Any, right: Tensor) -> str:
-    """Return what is wrong with a shard; "" where it is this rank's rows."""
+    """Return what is wrong with a shard; "" where it is this rank's rows of `right`, the whole parameter."""
     if tuple(value.placements) != (Shard(0),):
         return f"placed as {', '.join(map(repr, value.placements))}"
     if value.requires_grad != right.requires_grad:
@@ -113,11 +113,14 @@ def _told_of_shard(value: Any, right: Tensor) -> str:
         return f"dtype {value.dtype}"
     if value.shape != right.shape:
         return f"the whole's shape is {list(value.shape)} and not {list(right.shape)}"
-    pieces, local = pieces_of(right.detach()), value.to_local().detach()
+
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    if local.shape != pieces[rank].shape:
-        return f"shape {list(local.shape)}, expected {list(pieces[rank].shape)}"
-    if torch.equal(local, pieces[rank]):
+    local = value.to_local().detach()
+    pieces = pieces_of(right.detach())
+    rows = pieces[rank]
+    if local.shape != rows.shape:
+        return f"shape {list(local.shape)}, expected {list(rows.shape)}"
+    if torch.equal(local, rows):
         return ""
     if torch.equal(local, right[rank::ranks]):
         return f"every {ranks}th row"
