@@ -19,10 +19,12 @@ from fsdplab.common.sizes import size
 from fsdplab.figures import lines
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.style import EDGE, GRID, mark_level, titled
+from fsdplab.planning.as_flags import in_short
 from fsdplab.planning.plan_spec import CHECKPOINTINGS, under_each_strategy
-from fsdplab.planning.planner import Plan, fewest_gpus, largest_that_fits, plan_of, plan_spec, shortfall
+from fsdplab.planning.planner import Plan, fewest_gpus, largest_that_fits, plan_of, plan_spec
 from fsdplab.planning.published import FIT, HELD_OUT, SPEED
-from fsdplab.planning.search import WHY, fit, in_short
+from fsdplab.planning.remedies import shortfall
+from fsdplab.planning.search import WHY, fit
 from fsdplab.teaching.core.display import Note, Table, table
 
 from .order import BUDGET, DAYS, MODEL, PRICES, SEQUENCE, STEP_TOKENS, TOKENS, days, dollars, ordered, reserved, roomy
