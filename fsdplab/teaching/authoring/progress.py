@@ -79,24 +79,33 @@ def learner(name: str, workspace: Workspace, asked: dict[str, list[str]]) -> Lea
 
 
 def table_of(learners: Sequence[Learner], asked: dict[str, list[str]]) -> list[str]:
-    """Return the lines of a table: a learner each, passed of all by notebook that somebody began, then the class."""
-    begun = [name for name in asked if any(_has_begun(learner, name) for learner in learners)]
-    width = max([len("learner"), *(len(learner.name) for learner in learners)])
-    header = "".join(f"{name:>6}" for name in begun)
-    lines = [f"{'learner':<{width}}{header}  predictions  stuck at (failed tries)"]
-    done_by = dict.fromkeys(begun, 0)
+    """Return the lines of a table: a learner each, passed of all by notebook, then the class.
+
+    `asked` has the ids of each notebook's exercises. Notebooks that nobody has begun have no column.
+    """
+    begun = [notebook for notebook in asked if any(_has_begun(learner, notebook) for learner in learners)]
+    names = ["learner", *(learner.name for learner in learners)]
+    width = max(map(len, names))
+    columns = "".join(f"{notebook:>6}" for notebook in begun)
+    lines = [f"{'learner':<{width}}{columns}  predictions  stuck at (failed tries)"]
+
+    done_by = dict.fromkeys(begun, 0)  # learners who have passed all of a notebook
     for learner in learners:
         cells = ""
-        for name in begun:
-            passed, of = learner.passed[name], len(asked[name])
-            done_by[name] += passed == of
+        for notebook in begun:
+            passed, of = learner.passed[notebook], len(asked[notebook])
             cells += f"{passed}/{of}".rjust(6)
+            if passed == of:
+                done_by[notebook] += 1
         guesses = "none"
         if learner.predictions:
             guesses = f"{learner.within_two} of {learner.predictions} near"
-        lines.append(f"{learner.name:<{width}}{cells}  {guesses:<11}  {', '.join(learner.stuck)}".rstrip())
+        line = f"{learner.name:<{width}}{cells}  {guesses:<11}  {', '.join(learner.stuck)}"
+        lines.append(line.rstrip())
+
     done = "".join(f"{count:>6}" for count in done_by.values())
-    return [*lines, f"{'all done':<{width}}{done}  of {len(learners)}"]
+    lines.append(f"{'all done':<{width}}{done}  of {len(learners)}")
+    return lines
 
 
 def _has_begun(learner: Learner, notebook: str) -> bool:

@@ -85,11 +85,11 @@ def write_times(path: Path, runs: Sequence[NotebookRun], directory: Path) -> Non
             rows.writerow([run.notebook, run.edition, f"{run.seconds:.0f}", nbytes, outcome])
 
 
-def table_of(found: Mapping[str, Cost]) -> list[str]:
+def table_of(by_number: Mapping[str, Cost]) -> list[str]:
     """Return the lines of a table: a notebook each, then what all of them take, then each track."""
     lines = [f"{'notebook':<46}{'minutes':>8}{'machine, s':>12}{'kB':>6}"]
     measured = []
-    for cost in found.values():
+    for cost in by_number.values():
         seconds = ""
         if cost.seconds is not None:
             measured.append(cost.seconds)
@@ -100,30 +100,30 @@ def table_of(found: Mapping[str, Cost]) -> list[str]:
         lines.append(f"machine time: median {median(measured):.0f} s, {longest}, {total}")
     lines.append("")
     for track in TRACKS:
-        lines.append(line_of(track, found))
+        lines.append(line_of(track, by_number))
     return lines
 
 
-def minutes_of(track: Track, found: Mapping[str, Cost]) -> float:
+def minutes_of(track: Track, by_number: Mapping[str, Cost]) -> float:
     """Return the minutes of a track with its machine time, of those of its lessons that there are."""
     minutes = 0.0
     for name in track.lessons:
-        if name in found:
-            cost = found[name]
+        if name in by_number:
+            cost = by_number[name]
             minutes += cost.minutes + (cost.seconds or 0.0) / 60
     for name, shown_minutes in track.shown.items():
-        if name in found:
+        if name in by_number:
             minutes += shown_minutes
     return minutes
 
 
-def line_of(track: Track, found: Mapping[str, Cost]) -> str:
+def line_of(track: Track, by_number: Mapping[str, Cost]) -> str:
     """Return a track's line: `half a day: 00, 01, 02, 05; shown: 11 (20 min): 3:04 of at most 3:15`."""
-    lessons = ", ".join(name for name in track.lessons if name in found)
-    shown = ", ".join(f"{name} ({minutes} min)" for name, minutes in track.shown.items() if name in found)
+    lessons = ", ".join(name for name in track.lessons if name in by_number)
+    shown = ", ".join(f"{name} ({minutes} min)" for name, minutes in track.shown.items() if name in by_number)
     if shown:
         lessons = f"{lessons}; shown: {shown}"
-    taken = minutes_of(track, found)
+    taken = minutes_of(track, by_number)
     line = f"{track.name}: {lessons}: {clock(taken)} of at most {clock(track.at_most)}"
     if taken > track.at_most:
         line = f"{line} TOO LONG"

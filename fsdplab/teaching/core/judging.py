@@ -81,7 +81,7 @@ class Comparison:
         return None
 
     def difference_of(self, fact: str, right: Facts, learner: Facts) -> Difference | None:
-        """Return how one fact differs."""
+        """Return how one fact differs, or None; a fact that the learner's function did not lead to differs too."""
         if fact not in learner:
             names = ", ".join(_compared_names(learner)) or "nothing"
             return Difference(fact, "keys", f"a value named {fact!r}", names)
@@ -90,9 +90,12 @@ class Comparison:
     @cached_property
     def wrong_places(self) -> list[tuple[int, int]]:
         """Return every place with a difference."""
-        cases, ranks = len(self.learner.trials), len(self.learner.trials[0])
-        places = [(case, rank) for case in range(cases) for rank in range(ranks)]
-        return [place for place in places if self.first_difference_at(*place)]
+        wrong = []
+        for case in range(len(self.learner.trials)):
+            for rank in range(self.ranks):
+                if self.first_difference_at(case, rank) is not None:
+                    wrong.append((case, rank))
+        return wrong
 
     @cached_property
     def first(self) -> tuple[str, Difference]:
@@ -116,8 +119,9 @@ class Comparison:
 def facts_of(trial: Trial) -> Facts:
     """Return what an exercise observed by name; a plain value becomes the only fact."""
     value = trial.returned
-    is_named = isinstance(value, dict) and value and all(isinstance(name, str) for name in value)
-    return value if is_named else {VALUE: value}
+    if isinstance(value, dict) and value and all(isinstance(name, str) for name in value):
+        return value
+    return {VALUE: value}
 
 
 def _compared_names(facts: Facts) -> list[str]:

@@ -311,14 +311,13 @@ def calibration() -> None:
     present(calibration_table(calibration_of(current().workspace)))
 
 
-def calibration_table(found: Calibration) -> Table | Note:
+def calibration_table(scored: Calibration) -> Table | Note:
     """Return the calibration as a table whose caption is the summary; a note where there is nothing to show yet."""
-    if not found.scores:
+    if not scored.scores:
         return Note(("No prediction of your own yet: write a number into a field, then run the next cell.",))
     rows = []
-    for score in found.scores:
+    for score in scored.scores:
         rows.append([score.name, shown(score.predicted or 0.0, score.unit), score.reached, f"{score.ratio:.2f}"])
-    caption = (
-        f"{found.within_two} of {len(rows)} within a factor of two; on average {found.bias:.2f} times the right number."
-    )
+    within = f"{scored.within_two} of {len(rows)} within a factor of two"
+    caption = f"{within}; on average {scored.bias:.2f} times the right number."
     return table(["prediction", "predicted", "right number", "ratio"], rows, caption)

@@ -126,16 +126,19 @@ def plain(value: Any) -> Any:
 
 
 def _written(text: str, unit: str) -> float:
-    """Return the number that a text gives, in `unit`."""
-    match = _WRITTEN.match(_ABOUT.sub("", _OF_EACH.sub("", text)))
+    """Return the number that a text gives, in `unit`; QuantityError for a text that gives none of that kind."""
+    number_and_unit = _ABOUT.sub("", _OF_EACH.sub("", text))  # "about 5 MB per rank" is 5 MB
+    match = _WRITTEN.match(number_and_unit)
     if not match:
         example = f"12 {unit}".strip()
         point = ", with a decimal point" if "," in text else ""
         raise QuantityError(f'expected a number and a unit such as "{example}"{point}, got {text!r}')
-    number = float(match[1].replace(",", "").replace("_", ""))
-    given = _SPELT.get(match[2], match[2]) or unit
+    digits, word = match[1], match[2]
+    number = float(digits.replace(",", "").replace("_", ""))
+    given = _SPELT.get(word, word) or unit
     is_known = any(given in scales for scales in _SCALES.values())
-    if not unit and given.replace("_", "").isalpha() and not is_known:
+    is_word = given.replace("_", "").isalpha()
+    if not unit and is_word and not is_known:
         given = ""  # "37 messages" answers how many there are
     if kind_of(given) != kind_of(unit):
         raise QuantityError(f"the question asks for {kind_of(unit)} ({unit}), {text!r} measures {kind_of(given)}")

@@ -161,13 +161,18 @@ def _unlike_calls(seen: Seen) -> Report | None:
     for rank, call in enumerate(at_place):
         listed.append(f"rank {rank} calls {call['kind']} of {size(call['nbytes'])} (line {call['line']})")
     says = f"Call {place + 1} of the job, in step {at_place[0]['step']}: {'; '.join(listed)}."
-    lines_of_rank = [{call["line"] for call in calls} for calls in seen.calls]
+
+    lines_of_rank = []
+    for calls in seen.calls:
+        lines_of_rank.append({call["line"] for call in calls})
     for rank, call in enumerate(at_place):
+        line = call["line"]
         others = lines_of_rank[:rank] + lines_of_rank[rank + 1 :]
-        if not any(call["line"] in lines for lines in others):
-            says = f"{says} Line {call['line']} was reached by rank {rank} alone."
+        if not any(line in lines for lines in others):
+            says = f"{says} Line {line} was reached by rank {rank} alone."
             return Report("diverging branch", says, "the order of calls")
-    return Report("mismatched order", f"{says} Both come from the same lines, in another order.", "the order of calls")
+    says = f"{says} Both come from the same lines, in another order."
+    return Report("mismatched order", says, "the order of calls")
 
 
 def _not_finite(seen: Seen) -> Report | None:
@@ -290,15 +295,19 @@ def drift(seen: Seen) -> float | None:
 
 
 def arrivals(seen: Seen) -> dict[tuple[int, str, str, str, int], dict[int, int]]:
-    """Return when each rank issued each call, as `late_rank` takes it."""
+    """Return when each rank issued each call, as `late_rank` takes it.
+
+    A call is (step, its place in the step, "step", kind, 0); times are ns by rank.
+    """
     issued: dict[tuple[int, str, str, str, int], dict[int, int]] = defaultdict(dict)
     for rank, calls in enumerate(seen.calls):
-        of_step: dict[int, list[Row]] = defaultdict(list)
+        by_step: dict[int, list[Row]] = defaultdict(list)
         for call in calls:
-            of_step[call["step"]].append(call)
-        for step in sorted(of_step):
-            for place, call in enumerate(of_step[step]):
-                issued[step, str(place), "step", call["kind"], 0][rank] = call["issued"]
+            by_step[call["step"]].append(call)
+        for step in sorted(by_step):
+            for place, call in enumerate(by_step[step]):
+                key = (step, str(place), "step", call["kind"], 0)
+                issued[key][rank] = call["issued"]
     return issued
 
 

@@ -40,20 +40,25 @@ def state_bytes(strategy: Strategy, parameters: int, ranks: int) -> tuple[float,
 
 
 def state_figure(million_parameters: float, ranks: int) -> go.Figure:
-    """Draw a stack of the three states for every strategy, computed."""
+    """Draw a stack of the three states for every strategy, computed for fp32 with Adam."""
     count = int(million_parameters * 1e6)
-    # the shards of others are of a group, not of all ranks: notebook 12
-    states = {name: state_bytes(STRATEGIES[name], count, ranks) for name in OVER_ALL_RANKS}
-    totals = {name: size(sum(nbytes)) for name, nbytes in states.items()}
-    largest = max(sum(nbytes) for nbytes in states.values())
-    scale, unit = (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
+    states, totals = {}, {}
+    for name in OVER_ALL_RANKS:  # the shards of others are of a group, not of all ranks: notebook 12
+        states[name] = state_bytes(STRATEGIES[name], count, ranks)
+        totals[name] = sum(states[name])
+    scale, unit = (1e9, "GB") if max(totals.values()) >= 1e9 else (1e6, "MB")
+
     parts = []
     for index, (name, colour) in enumerate(_STATES.items()):
-        parts.append(Part(name, colour, [nbytes[index] / scale for nbytes in states.values()]))
-    ends = {name: f"<b>{total}</b>" for name, total in totals.items()}
+        values = [nbytes[index] / scale for nbytes in states.values()]
+        parts.append(Part(name, colour, values))
+    ends, bars = {}, []
+    for name, total in totals.items():
+        ends[name] = f"<b>{size(total)}</b>"
+        bars.append(f"{name} {size(total)}")
     figure = stacked_bars(ends, parts, f"model states on one rank ({unit})", f"%{{x:,.4g}} {unit}")
-    bars = [f"{name} {total}" for name, total in totals.items()]
+
     job = f"{million_parameters:,g} million parameters on {plural(ranks, 'rank')}"
-    title = f"{job}: {bars[0]}, full_shard {totals['full_shard']} on each"
+    title = f"{job}: {bars[0]}, full_shard {size(totals['full_shard'])} on each"
     subtitle = "Computed: fp32 with Adam, nothing but parameters, gradients and the optimizer's state"
     return titled(figure, title, subtitle, f"Stacked bars of model states on one rank: {'; '.join(bars)}.")

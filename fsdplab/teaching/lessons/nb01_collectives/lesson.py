@@ -256,12 +256,11 @@ class Bandwidth(HasTable):
 
 
 def bandwidth_figure(measured: Bandwidth) -> go.Figure:
-    """Draw lines of busbw over the payload's size, one a collective."""
+    """Draw lines of busbw (GB/s) over the payload's size, one a collective."""
     by_kind: dict[str, list[Timing]] = {}
     for timing in measured.timings:
         by_kind.setdefault(timing.kind, []).append(timing)
     figure = go.Figure()
-    at_largest = {}
     for kind, timings in by_kind.items():
         drawn = line(
             kind,
@@ -272,18 +271,24 @@ def bandwidth_figure(measured: Bandwidth) -> go.Figure:
             hovertemplate=f"{kind}, %{{x}}: %{{y:.2f}} GB/s<extra></extra>",
         )
         figure.add_trace(drawn)
-        at_largest[kind] = measured.at(kind, measured.largest).busbw
     highest = max(timing.busbw for timing in measured.timings)
     figure.update_xaxes(title="payload P", type="category")
     figure.update_yaxes(title="busbw (GB/s)", range=[0, 1.15 * highest / GB])
 
-    largest = size(measured.largest)
-    rates = {kind: f"{three_digits(busbw / GB)} GB/s" for kind, busbw in at_largest.items()}
+    at_largest, ends = {}, []
+    for kind in by_kind:
+        at_largest[kind] = measured.at(kind, measured.largest).busbw
+        ends.append(f"{kind} {_rate(at_largest[kind])}")
     best = max(at_largest, key=lambda kind: at_largest[kind])
     smallest = min(by_kind[best], key=lambda timing: timing.nbytes)
-    least = f"{three_digits(smallest.busbw / GB)} GB/s at {size(smallest.nbytes)}"
-    title = f"{best}: {rates[best]} at {largest}, {least}"
+    least = f"{_rate(smallest.busbw)} at {size(smallest.nbytes)}"
+    largest = size(measured.largest)
+    title = f"{best}: {_rate(at_largest[best])} at {largest}, {least}"
     where = f"Measured on {measured.timings[0].ranks} CPU ranks, gloo over this machine's loopback"
-    ends = "; ".join(f"{kind} {rate}" for kind, rate in rates.items())
-    alt = f"Lines of bus bandwidth over payload size. At {largest}: {ends}."
+    alt = f"Lines of bus bandwidth over payload size. At {largest}: {'; '.join(ends)}."
     return titled(figure, title, f"{where}: no network is involved", alt, 280)
+
+
+def _rate(bytes_per_s: float) -> str:
+    """Return a bandwidth in words: `1.23 GB/s`."""
+    return f"{three_digits(bytes_per_s / GB)} GB/s"

@@ -126,19 +126,20 @@ def bucket_costs(model: str, bucket_MB: float, start_us: float, GB_per_s: float,
     choices = costs(model, bucket_MB, start_us, GB_per_s, ranks)
     parts = []
     for part, (name, colour) in _PARTS.items():
-        parts.append(Part(name, colour, [getattr(cost, part) * 1e3 for cost in choices]))
+        milliseconds = [getattr(cost, part) * 1e3 for cost in choices]
+        parts.append(Part(name, colour, milliseconds))
     ends, bars = {}, []
     for cost in choices:
-        messages, last = plural(cost.messages, "message"), seconds(cost.last)
+        messages = plural(cost.messages, "message")
+        starts, transfer, last = seconds(cost.starts), seconds(cost.transfer), seconds(cost.last)
         ends[cost.name] = f"<b>{messages}</b>, last {last}"
-        starts, transfer = seconds(cost.starts), seconds(cost.transfer)
         bars.append(f"{cost.name}: {messages}, starts {starts}, bytes {transfer}, the last message {last}")
     figure = stacked_bars(ends, parts, "ms on the network in one step", "%{x:.3g} ms")
+
     in_buckets = choices[1]
     messages = plural(in_buckets.messages, "message")
     title = f"{in_buckets.name}: {messages}, {seconds(in_buckets.last)} after backward"
-    subtitle = (
-        f"Computed for {model}, {size(sum(gradient_sizes(model)))} of gradients on {ranks} ranks; nothing was run"
-    )
+    gradients = size(sum(gradient_sizes(model)))
+    subtitle = f"Computed for {model}, {gradients} of gradients on {ranks} ranks; nothing was run"
     alt = f"Bars of the time that one step's messages take. {'; '.join(bars)}."
     return titled(figure, title, subtitle, alt, 240)

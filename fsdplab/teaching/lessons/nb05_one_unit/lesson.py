@@ -86,11 +86,11 @@ def life_cells(rank: int, ranks: int = 2) -> Iterator[HeldCell]:
     for moment, name in enumerate(MOMENTS):
         yield HeldCell(f"rank {rank}: shard", moment, "its own shard", part)
         if moment in _UNSHARDED:
-            own, rest = "", ""  # labelled when they arrive
+            label, rest_label = "", ""  # labelled when they arrive
             if name == "unshard":
-                own, rest = "own", f"from {plural(ranks - 1, 'rank')}"
-            yield HeldCell(f"rank {rank}: weight, own part", moment, "unsharded weight", own)
-            yield HeldCell(f"rank {rank}: weight, the rest", moment, "unsharded weight", rest)
+                label, rest_label = "own", f"from {plural(ranks - 1, 'rank')}"
+            yield HeldCell(f"rank {rank}: weight, own part", moment, "unsharded weight", label)
+            yield HeldCell(f"rank {rank}: weight, the rest", moment, "unsharded weight", rest_label)
         if moment in _GRADIENT:
             yield HeldCell(f"rank {rank}: gradient", moment, "unsharded gradient", "whole")
     yield HeldCell(f"rank {rank}: gradient", len(MOMENTS) - 1, "shard of the mean gradient", part)
@@ -175,7 +175,12 @@ def layer_figure(life: Life) -> go.Figure:
 
     Time runs from the top to the bottom.
     """
-    totals = {moment["moment"]: held(moment) for moment in life.moments}
+    totals, ends, bars = [], {}, []
+    for moment in life.moments:
+        name, total = moment["moment"], held(moment)
+        totals.append(total)
+        ends[name] = f"<b>{size(total)}</b>"
+        bars.append(f"{name} {size(total)}")
     parts = []
     for kind in life.moments[0]:
         if kind != "moment":
@@ -183,12 +188,11 @@ def layer_figure(life: Life) -> go.Figure:
             parts.append(Part(kind.replace("_", " "), CATEGORY_COLOURS[kind], megabytes))
     whole = 2 * life.weight_bytes  # with its gradient
     levels = {f"unsharded: {size(whole)}": whole / 1e6}
-    ends = {name: f"<b>{size(total)}</b>" for name, total in totals.items()}
     figure = stacked_bars(ends, parts, "bytes held by one rank (MB)", "%{x:.3f} MB", levels=levels)
-    at_rest, peak = list(totals.values())[-1], max(totals.values())
-    title = f"A weight of {size(life.weight_bytes)} and its gradient: {size(at_rest)} at rest, {size(peak)} at the peak"
+
+    at_rest, peak = size(totals[-1]), size(max(totals))
+    title = f"A weight of {size(life.weight_bytes)} and its gradient: {at_rest} at rest, {peak} at the peak"
     where = f"Measured on rank 0 of {life.ranks} CPU ranks: storages after each call"
     subtitle = f"{where}; the messages' own buffers are left out"
-    bars = "; ".join(f"{name} {size(total)}" for name, total in totals.items())
-    alt = f"Bars from top to bottom in time order: {bars}. Unsharded {size(whole)}."
+    alt = f"Bars from top to bottom in time order: {'; '.join(bars)}. Unsharded {size(whole)}."
     return titled(figure, title, subtitle, alt, height=140 + 34 * len(totals))

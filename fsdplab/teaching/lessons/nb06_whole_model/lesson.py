@@ -7,7 +7,6 @@ The functions are the learner's wherever their checks passed, else the reference
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle
@@ -241,19 +240,21 @@ def ledger(rows: list[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
 def record_of(engine: str, run: dict[str, Any], losses: list[float], work: dict[str, Any], plan: Plan) -> RunRecord:
     """Return the record of one engine's run on rank 0.
 
-    `run` holds `rows`, and `ledger` where the engine keeps its own.
+    `run` has `losses` and `rows` (of the engine's log), and `ledger` where the engine keeps its own; `losses` are the
+    mean over the ranks. The formula's bytes are those of `plan`.
     """
     ranks, last = work["ranks"], work["steps"] - 1
     rows = [{"rank": 0, **row} for row in run["ledger"] or ()]
     if not rows:
         rows = ledger(run["rows"], ranks)
     last_step = [row for row in rows if row["step"] == last]
-    comm = Comm(bytes_per_step=sum(row["wire_bytes"] for row in last_step), collectives_per_step=len(last_step))
+    sent = sum(row["wire_bytes"] for row in last_step)
+    unsharded = [sum(row["unsharded"].values()) for row in run["rows"]]
     summary = Summary(
         losses=tuple(losses),
-        comm=comm,
+        comm=Comm(bytes_per_step=sent, collectives_per_step=len(last_step)),
         formula_bytes_per_step=plan.traffic(ranks),
-        gathered_bytes=max(sum(row["unsharded"].values()) for row in run["rows"]),
+        gathered_bytes=max(unsharded),
     )
     spec = {"strategy": "full_shard", "engine": engine, "world_size": ranks, "model": work["model"]}
     steps = [{"rank": 0, "step": index, "loss": loss} for index, loss in enumerate(run["losses"])]
@@ -352,9 +353,12 @@ def plan(model_name: str, is_unit: Wanted) -> Plan:
     """Compute one choice, without a tensor: `plan("gpt-tiny", lambda name, module: False).collectives == 2`."""
     units, nbytes = [], {}
     for name, _, parameters in chosen(build_model(model_name, device="meta"), is_unit):
-        shapes = [(str(index), tuple(parameter.shape)) for index, parameter in enumerate(parameters)]
+        shapes, elements = [], 0
+        for index, parameter in enumerate(parameters):
+            shapes.append((str(index), tuple(parameter.shape)))
+            elements += parameter.numel()
         units.append(UnitShapes(name, tuple(shapes)))
-        nbytes[name] = FLOAT * sum(math.prod(shape) for _, shape in shapes)
+        nbytes[name] = FLOAT * elements
     below_root = [name for name in nbytes if name != "root"]
     chain = 0
     for name in below_root:

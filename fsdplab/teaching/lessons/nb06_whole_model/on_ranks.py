@@ -188,9 +188,9 @@ def train_all(payload: dict[str, Any]) -> dict[str, Any]:
     return results
 
 
-def difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, Any]:
+def difference(parameters: dict[str, Tensor], twins: dict[str, Tensor]) -> dict[str, Any]:
     """Return the largest difference over all parameters, and how many floats differ at all."""
-    distances = [(ours[name] - theirs[name]).abs() for name in theirs]
+    distances = [(parameters[name] - twins[name]).abs() for name in twins]
     return {
         "largest": max(float(distance.max()) for distance in distances),
         "floats": sum(int((distance > 0).sum()) for distance in distances),
@@ -258,29 +258,31 @@ def beside_the_twin(hooks: Callable[..., Any], work: Work) -> dict[str, Any]:
     model = build_model(work["model"], seed=work["seed"])
     engine = MiniFSDP(model, blocks_of(model), parts(hooks=hooks))
     losses, _ = trained(engine, work)
-    last = [row for row in engine.log.rows if row["step"] == work["steps"] - 1]
+    last_step = work["steps"] - 1
+    rows = [row for row in engine.log.rows if row["step"] == last_step]
     # before the parameters are made whole, which unshards
     unsharded_after = sum(unit.gathered_bytes for unit in engine.units)
     parameters = engine.whole_parameters()
-    twin_losses, twin_parameters = twin_trained(work)
+    losses_by_rank, twin_parameters = twin_trained(work)
 
     distances = []
-    for loss, expected in zip(losses, twin_losses[dist.get_rank()], strict=True):
-        is_rounding = abs(loss - expected) <= ROUNDING
-        distances.append(0.0 if is_rounding else loss - expected)
+    for loss, expected in zip(losses, losses_by_rank[dist.get_rank()], strict=True):
+        distance = loss - expected
+        distances.append(0.0 if abs(distance) <= ROUNDING else distance)
     differing = []
     for name, value in twin_parameters.items():
         # a key's bias moves all scores of a query alike, so its gradient is mere rounding
         if name.endswith("key.bias"):
             continue
-        if not (parameters[name] - value).abs().max() <= ROUNDING:  # `not <=`: NaN differs too
+        largest = (parameters[name] - value).abs().max()
+        if not largest <= ROUNDING:  # `not <=`: NaN differs too
             differing.append(name)
     return {
         LOSSES: distances,
-        "unshards in a step": sum(row["what"] == "unshard" for row in last),
-        "reductions in a step": sum(row["what"] == "reduce" for row in last),
+        "unshards in a step": sum(row["what"] == "unshard" for row in rows),
+        "reductions in a step": sum(row["what"] == "reduce" for row in rows),
         "bytes unsharded after a step": unsharded_after,
-        "bytes unsharded at the peak": largest_gathered(last),
+        "bytes unsharded at the peak": largest_gathered(rows),
         "parameters that differ from the twin's": differing,
     }
 

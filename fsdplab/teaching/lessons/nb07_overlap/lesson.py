@@ -238,14 +238,18 @@ def curves_of(job: RunSpec, tokens: int, links: tuple[int, ...]) -> Curves:
     curves: Curves = {name: [] for name in (*MOST_AHEAD, "no schedule can hide")}
     for link in links:
         behind = replace(job, link=f"{link}MB/s", sequence_length=tokens // job.batch_size)
-        records = {name: steady(replace(behind, prefetch=depth)) for name, depth in MOST_AHEAD.items()}
-        rows = next(iter(records.values())).table("timeline")
+        records = {}
+        for name, depth in MOST_AHEAD.items():
+            records[name] = steady(replace(behind, prefetch=depth))
+
+        rows = next(iter(records.values())).table("timeline")  # of the first schedule
         moved = length(_intervals(rows, 0, COLLECTIVES)) / MS
         # the optimizer's step is left out, as no message may travel under it
         before_optimizer = [row for row in rows if row["phase"] != "optimizer"]
         computed = length(_intervals(before_optimizer, 0, ("compute",))) / MS
         for name, record in records.items():
-            curves[name].append((link, 1e3 * known(record.summary.comm.exposed_s), moved))
+            exposed_ms = 1e3 * known(record.summary.comm.exposed_s)
+            curves[name].append((link, exposed_ms, moved))
         curves["no schedule can hide"].append((link, least_exposed_ms(computed, moved), moved))
     return curves
 

@@ -141,15 +141,25 @@ def transfers(record: RunRecord, rank: int = 0) -> Table:
     messages = _messages(record, rank)
     rows = []
     for row in messages:
-        times = [_ms(row[name] - begin) for name in ("issue_ns", "start_ns", "end_ns")]
-        computed_before = length(clip(computing, begin, row["issue_ns"]))
-        rows.append([*_message(row), *times, _ms(row["exposed_ns"]), _ms(computed_before)])
+        issued = row["issue_ns"]
+        computed_before = length(clip(computing, begin, issued))
+        rows.append(
+            [
+                *_message(row),
+                _ms(issued - begin),
+                _ms(row["start_ns"] - begin),
+                _ms(row["end_ns"] - begin),
+                _ms(row["exposed_ns"]),
+                _ms(computed_before),
+            ]
+        )
     header = ["unit", "phase", "collective", "issued", "link takes it", "delivered", "exposed, ms"]
+    header.append("computing before, ms")
     caption = f"Rank {rank}, ms since the step began. Issued and computing: measured; the link's times: emulated."
     clocks_apart = max(row["issue_ns"] - row["start_ns"] for row in messages)  # > 0: taken up before it was issued
     if clocks_apart > 0:
         caption = f"{caption} The profiler's clock and the link's differ by up to {clocks_apart / MS:.2f} ms."
-    return table([*header, "computing before, ms"], rows, caption)
+    return table(header, rows, caption)
 
 
 def _analysed(record: RunRecord, rank: int) -> TraceAnalysis:
@@ -164,9 +174,12 @@ def at(record: RunRecord, percent_of_step: int) -> Table:
     starts = []
     for events in timelines.values():
         starts += [event["start_ns"] for event in events if event["lane"] == "step"]
-    since_begin = round(percent_of_step / 100 * breakdown(record)["step_ns"])
+    step_ns = breakdown(record)["step_ns"]
+    since_begin = round(percent_of_step / 100 * step_ns)
     instant = min(starts) + since_begin
-    rows = [[str(rank), *_doing(events, instant)] for rank, events in timelines.items()]
+    rows = []
+    for rank, events in timelines.items():
+        rows.append([str(rank), *_doing(events, instant)])
     header = ["rank", "computing", "communicating", "so this instant is"]
     return table(header, rows, f"{_ms(since_begin)} ms into the step.")
 
@@ -213,21 +226,28 @@ def diagnosis(record: RunRecord) -> Note:
 
 
 def waits_table(record: RunRecord, waited: Callable[..., Mapping[str, float]], rank: int = 0) -> Table:
-    """Return the learner's split of every exposed message of a rank, beside the record's time and cause."""
-    issued_by_peer = {_message(row): row["issue_ns"] for row in _messages(record, 1 - rank)}
+    """Return the learner's split of every exposed message of a rank, beside the record's time and cause.
+
+    `waited` takes five times of a message, in ns: issued here, issued by the peer, taken by the link, delivered, and
+    needed. It returns ns by `WAITS`.
+    """
+    issued_by_peer = {}
+    for row in _messages(record, 1 - rank):
+        issued_by_peer[_message(row)] = row["issue_ns"]
     causes = {}
     for cell in exposed_cells(gaps(record, rank), 1):
-        causes[cell.unit or "root", cell.phase, cell.kind] = cell.shown_cause.replace("_", " ")
+        message = (cell.unit or "root", cell.phase, cell.kind)
+        causes[message] = cell.shown_cause.replace("_", " ")
     rows = []
     for row in _messages(record, rank):
-        if not row["exposed_ns"]:
+        exposed = row["exposed_ns"]
+        if not exposed:
             continue
         message = _message(row)
-        # the exposed time of a message ends when it is delivered, or copied
-        needed = row["end_ns"] - row["exposed_ns"]
+        needed = row["end_ns"] - exposed  # the exposed time of a message ends when it is delivered, or copied
         split = waited(row["issue_ns"], issued_by_peer[message], row["start_ns"], row["end_ns"], needed)
         parts = [_ms(split[name]) for name in WAITS]
-        rows.append([*message, *parts, _ms(row["exposed_ns"]), causes[message]])
+        rows.append([*message, *parts, _ms(exposed), causes[message]])
     header = ["unit", "phase", "collective", *WAITS, "exposed, ms", "the lab's cause"]
     return table(header, rows, f"Rank {rank}, ms. Issued: measured; taken and delivered: the emulated link's clock.")
 
@@ -249,11 +269,12 @@ def clock_table(runs: Sequence[RunRecord], on_card: Sequence[RunRecord]) -> Tabl
     """Return what each run sent, and its exposed time: of the same job on the steady card, and of the run here."""
     rows = []
     for run, card in zip(runs, on_card, strict=True):
-        nbytes = known(run.summary.comm.bytes_per_step)
         exposed = []
         for comm in (card.summary.comm, run.summary.comm):
-            exposed.append(f"{1e3 * known(comm.exposed_s):.1f} ({known(comm.overlap):.0%} hidden)")
-        rows.append([str(run.spec["prefetch"]), f"{nbytes / 1e3:.0f}", *exposed])
+            milliseconds, hidden = 1e3 * known(comm.exposed_s), known(comm.overlap)
+            exposed.append(f"{milliseconds:.1f} ({hidden:.0%} hidden)")
+        kilobytes = known(run.summary.comm.bytes_per_step) / 1e3
+        rows.append([str(run.spec["prefetch"]), f"{kilobytes:.0f}", *exposed])
     caption = (
         f"Bytes measured. The card computes {GIGAFLOPS:g} GFLOP/s in fp32 and is simulated; measured here: the profiled"
         " step of the rank exposed longest."

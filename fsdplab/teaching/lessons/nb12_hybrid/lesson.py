@@ -71,15 +71,18 @@ def _ranks_of(rows: list[list[int]], nodes: int, per_node: int) -> go.Figure:
     columns = [str(index + 1) for index in range(s)]
     if s <= 8:
         form = "rank {}"
-        columns = [f"shard {index + 1} of {s}" for index in range(s)]
+        columns = [f"shard {column} of {s}" for column in columns]
     if s <= 4:
         form = "rank {} · node {}"
-    owners, texts = [], []
-    for row in rows:
-        owners.append([rank // per_node for rank in row])
-        texts.append([form.format(rank, rank // per_node) for rank in row])
+
+    owners, texts, replicas = [], [], []
+    for index, row in enumerate(rows):
+        replicas.append(f"replica {index}")
+        row_nodes = [rank // per_node for rank in row]
+        owners.append(row_nodes)
+        texts.append([form.format(rank, node) for rank, node in zip(row, row_nodes)])
     colours = [_NODES[index % len(_NODES)] for index in range(nodes)]
-    return mesh(columns, [f"replica {index}" for index in range(len(rows))], owners, texts, colours)
+    return mesh(columns, replicas, owners, texts, colours)
 
 
 # ---- a unit's gradient: summed inside each shard group first, then across the replicas
@@ -174,15 +177,16 @@ def groups_of(record: RunRecord) -> tuple[int, int]:
 
 def by_collective(record: RunRecord, rank: int = 0) -> dict[str, tuple[int, float]]:
     """Return (bytes sent, seconds on the link) by kind of collective, of one rank's last timed step."""
-    last = max(row["step"] for row in record.table("steps") if row["step_time_s"] is not None)
-    totals: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
+    timed_steps = [row["step"] for row in record.table("steps") if row["step_time_s"] is not None]
+    last = max(timed_steps)
+    nbytes: dict[str, int] = defaultdict(int)
+    spent: dict[str, float] = defaultdict(float)
     for row in record.table("ledger"):
-        if (row["rank"], row["step"]) != (rank, last):
-            continue
-        nbytes, spent = totals[row["kind"]]
-        row_seconds = (row["end_ns"] - row["start_ns"]) / 1e9
-        totals[row["kind"]] = nbytes + row["wire_bytes"], spent + row_seconds
-    return dict(totals)
+        if row["rank"] == rank and row["step"] == last:
+            kind = row["kind"]
+            nbytes[kind] += row["wire_bytes"]
+            spent[kind] += (row["end_ns"] - row["start_ns"]) / 1e9
+    return {kind: (nbytes[kind], spent[kind]) for kind in nbytes}
 
 
 def sent(record: RunRecord) -> dict[str, int]:
@@ -244,7 +248,8 @@ def beside_the_formula(traffic: Callable[[float, int, int], dict[str, float]], r
     rows = []
     for record in runs:
         s, r = groups_of(record)
-        formula, ledger = traffic(parameter_bytes(record), s, r), sent(record)
+        formula = traffic(parameter_bytes(record), s, r)
+        ledger = sent(record)
         cells = []
         for axis in ("within", "across"):
             cells.append(f"{formula[axis] / MB:.1f}")

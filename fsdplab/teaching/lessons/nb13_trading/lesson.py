@@ -85,8 +85,9 @@ def memory_figure(runs: Sequence[RunRecord]) -> go.Figure:
 
 
 def changed(before: RunRecord, after: RunRecord) -> Note:
-    """Return the categories of the peak that became smaller or larger from one run to another."""
-    peak_before, peak_after = before.summary.peak_memory_bytes, after.summary.peak_memory_bytes
+    """Return the categories of the peak that became smaller or larger from one run to another, in MB."""
+    peak_before = before.summary.peak_memory_bytes
+    peak_after = after.summary.peak_memory_bytes
     smaller, larger = [], []
     for name, nbytes in peak_before.split.items():
         change = (peak_after.split[name] - nbytes) / MB
@@ -95,8 +96,10 @@ def changed(before: RunRecord, after: RunRecord) -> Note:
             smaller.append(words)
         elif change >= 1:
             larger.append(words)
-    first, last = known(peak_before.total) / MB, known(peak_after.total) / MB
-    less, more = ", ".join(smaller) or "nothing", ", ".join(larger) or "nothing"
+    first = known(peak_before.total) / MB
+    last = known(peak_after.total) / MB
+    less = ", ".join(smaller) or "nothing"
+    more = ", ".join(larger) or "nothing"
     return Note((f"From {first:.0f} to {last:.0f} MB. Smaller: {less}. Larger: {more}.",))
 
 
@@ -109,23 +112,28 @@ def cut_by(strategy: str) -> list[str]:
 
 
 def kept_figure(bytes_each: Callable[[Sequence[str], int], dict[str, float]], ranks: int = 8) -> go.Figure:
-    """Draw `bytes_each(cut, n)` of every strategy, stacked: bytes a parameter on one rank."""
-    one_for_each_cut = {
-        STRATEGY_ROWS[name].cuts: name for name in OVER_ALL_RANKS
-    }  # of those that cut the same the last
+    """Draw `bytes_each(cut, n)` of every strategy, stacked: bytes a parameter on one rank.
+
+    Of strategies that cut the same states one is drawn.
+    """
+    one_for_each_cut = {STRATEGY_ROWS[name].cuts: name for name in OVER_ALL_RANKS}  # the last of them
     by_name = {name: bytes_each(cut_by(name), ranks) for name in one_for_each_cut.values()}
     parts = []
     for state, colour in _COLOURS.items():
         dtype = "bf16" if state == "working copy" else "fp32"
-        parts.append(Part(f"{state} ({dtype})", colour, [by_state[state] for by_state in by_name.values()]))
-    totals = {name: sum(by_state.values()) for name, by_state in by_name.items()}
-    ends = {name: f"<b>{total:g}</b>" for name, total in totals.items()}
+        values = [by_state[state] for by_state in by_name.values()]
+        parts.append(Part(f"{state} ({dtype})", colour, values))
+
+    totals, ends, bars = [], {}, []
+    for name, by_state in by_name.items():
+        total = sum(by_state.values())
+        totals.append(total)
+        ends[name] = f"<b>{total:g}</b>"
+        bars.append(f"{name} {total:g} bytes")
     figure = stacked_bars(ends, parts, "bytes a parameter, on one rank", "%{x:g} bytes")
-    first, *_, last = totals.values()
-    title = f"Mixed precision keeps {first:g} bytes a parameter; full_shard on {ranks} ranks {last:g}"
-    bars = "; ".join(f"{name} {total:g} bytes" for name, total in totals.items())
+    title = f"Mixed precision keeps {totals[0]:g} bytes a parameter; full_shard on {ranks} ranks {totals[-1]:g}"
     subtitle = f"Computed for n = {ranks} ranks; activations and unsharded units come on top"
-    return titled(figure, title, subtitle, f"Stacked bars: {bars}.", height=280)
+    return titled(figure, title, subtitle, f"Stacked bars: {'; '.join(bars)}.", height=280)
 
 
 # ---- prices

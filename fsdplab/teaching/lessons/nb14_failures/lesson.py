@@ -117,17 +117,20 @@ def _ended_rank(seen: Seen) -> dict[str, Any]:
 
 
 def losses_figure(seen: Seen) -> go.Figure:
-    """Draw the loss of each rank, and the twin's, step by step."""
-    twin: list[float] = _ended_rank(seen).get("twin_losses", [])
+    """Draw the mean loss of the ranks, and the twin's, step by step."""
+    losses_of_ranks = [rank.get("losses", ()) for rank in seen.ranks]
     means: list[Any] = []
-    for losses in zip(*(rank.get("losses", ()) for rank in seen.ranks)):
+    for losses in zip(*losses_of_ranks):
         mean = sum(losses) / len(losses)
         means.append(mean if mean == mean else None)  # NaN: a gap in the line
+    twin: list[float] = _ended_rank(seen).get("twin_losses", [])
     figure = go.Figure()
-    figure.add_trace(line("the ranks' mean", "#0064c8", list(range(len(means))), means, mode="lines+markers"))
-    figure.add_trace(line("the twin", "#d9b84a", list(range(len(twin))), twin, dash="dash"))
+    mean_steps, twin_steps = list(range(len(means))), list(range(len(twin)))
+    figure.add_trace(line("the ranks' mean", "#0064c8", mean_steps, means, mode="lines+markers"))
+    figure.add_trace(line("the twin", "#d9b84a", twin_steps, twin, dash="dash"))
     figure.update_xaxes(title_text="step")
     figure.update_yaxes(title_text="loss")
+
     with_a_loss = len(means) - means.count(None)
     title = f"{with_a_loss} of {len(twin) or job.STEPS} steps have a loss"
     drift = job.drift(seen)

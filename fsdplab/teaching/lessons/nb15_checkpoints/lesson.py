@@ -41,18 +41,21 @@ def forms(model: str = "gpt-20m", ranks: int = 4) -> list[dict[str, int]]:
 
 
 def forms_figure(held: Sequence[dict[str, int]]) -> go.Figure:
-    """Draw a bar for each form and rank: what it holds."""
+    """Draw a bar for each form and rank: what it holds. `held` has the bytes by form, for each rank."""
     values, ends, bars = [], {}, []
     for form in held[0]:
         for rank, nbytes in enumerate(held):
-            name, megabytes = f"{form}: rank {rank}", nbytes[form] / 1e6
+            name = f"{form}: rank {rank}"
+            megabytes = nbytes[form] / 1e6
             values.append(megabytes)
             ends[name] = f"<b>{megabytes:.0f}</b>"
             bars.append(f"{name} {megabytes:.0f} MB")
     parts = [Part("parameters", CATEGORY_COLOURS["sharded_parameters"], values)]
     figure = stacked_bars(ends, parts, "MB of parameters", "%{x:.1f} MB")
-    whole, shard = held[0]["full, on rank 0"], held[0]["sharded"]
-    title = f"A full state dict puts {size(whole)} on rank 0, a sharded one {size(shard)}"
+
+    of_rank_0 = held[0]
+    whole, shard = size(of_rank_0["full, on rank 0"]), size(of_rank_0["sharded"])
+    title = f"A full state dict puts {whole} on rank 0, a sharded one {shard}"
     subtitle = f"Measured on {len(held)} ranks; parameters alone, Adam's state is twice as much again"
     return titled(figure, title, subtitle, f"Bars: {'; '.join(bars)}.", height=60 + 28 * len(ends))
 
@@ -132,13 +135,18 @@ def apart(job: Job, other: Job) -> float:
 
 def losses_figure(job: Job, uninterrupted: Job) -> go.Figure:
     """Draw the losses of a job that was killed, in the colour of its number of ranks, over one that was not."""
-    figure = go.Figure([lines.line("never killed", "#b3bac4", *_curve(uninterrupted.losses()))])
+    figure = go.Figure()
+    steps, losses = _curve(uninterrupted.losses())
+    figure.add_trace(lines.line("never killed", "#b3bac4", steps, losses))
     for number, rows in enumerate(_parts(job), 1):
         ranks = rows[0]["ranks"]
-        figure.add_trace(lines.points(f"start {number}: {ranks} ranks", _COLOURS[ranks], *_curve(rows)))
-    figure.update_xaxes(title_text="step").update_yaxes(title_text="loss")
-    computed = Counter(row["step"] for row in job.losses())
-    twice = sorted(step for step, times in computed.items() if times > 1)
+        steps, losses = _curve(rows)
+        figure.add_trace(lines.points(f"start {number}: {ranks} ranks", _COLOURS[ranks], steps, losses))
+    figure.update_xaxes(title_text="step")
+    figure.update_yaxes(title_text="loss")
+
+    times_computed = Counter(row["step"] for row in job.losses())
+    twice = sorted(step for step, times in times_computed.items() if times > 1)
     again = "no step was computed twice"
     if twice:
         again = f"steps {twice[0]} to {twice[-1]} were computed twice"

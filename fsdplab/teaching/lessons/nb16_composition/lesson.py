@@ -118,17 +118,23 @@ def expert_map() -> go.Figure:
 def _mesh_figure(axes: dict[str, int], holds: Callable[[int, int], str], title: str) -> go.Figure:
     """Draw the ranks of a mesh of two axes: the first downwards, the second from left to right.
 
-    `holds(row, column)` is written below the rank.
+    `axes` has the number of ranks by the axis's name; `holds(row, column)` is written below the rank.
     """
     (down, rows), (right, columns) = axes.items()
     names, owners = [], []
     for row in range(rows):
-        names.append([f"rank {row * columns + column}: {holds(row, column)}" for column in range(columns)])
-        owners.append([row] * columns)
+        row_names = []
+        for column in range(columns):
+            rank = row * columns + column
+            row_names.append(f"rank {rank}: {holds(row, column)}")
+        names.append(row_names)
+        owners.append([row] * columns)  # a row has one colour
     across_headings = [f"{right} {column}" for column in range(columns)]
     down_headings = [f"{down} {row}" for row in range(rows)]
     figure = mesh(across_headings, down_headings, owners, names, _ROWS[:rows])
-    figure.update_xaxes(title_text=f"{right}: ranks of a row (neighbours)").update_yaxes(title_text=down)
+    figure.update_xaxes(title_text=f"{right}: ranks of a row (neighbours)")
+    figure.update_yaxes(title_text=down)
+
     where = f"Computed: {rows} x {columns} ranks; a collective over {right} joins a row, one over {down} a column"
     listed = "; ".join(name for row_names in names for name in row_names)
     return style.titled(figure, title, where, f"Ranks on a mesh. {title}. {listed}.", height=76 + 70 * rows)
@@ -441,15 +447,19 @@ def token_cells(routing: Routing) -> Iterator[HeldCell]:
         for token in tokens:
             experts = " ".join(f"e{expert}" for expert in routing.choices[token])
             choices.append(f"t{token}: {experts}")
-        yield HeldCell(row, 0, _OWN, ", ".join(choices))
-        yield HeldCell(f"rank {rank}: answers", 3, _BACK, ", ".join(choices))
+        chosen = ", ".join(choices)
+        yield HeldCell(row, 0, _OWN, chosen)
+        yield HeldCell(f"rank {rank}: answers", 3, _BACK, chosen)
         yield HeldCell(row, 4, _SUMMED, _names(tokens))
+
     for expert in range(routing.experts):
         tokens = routing.sent_to(expert)
-        if tokens:
-            row = f"rank {routing.place(expert)}: expert e{expert}"
-            yield HeldCell(row, 1, _SENT, _by_home(routing, tokens, routing.place(expert)))
-            yield HeldCell(row, 2, _COMPUTED, f"e{expert} of {_names(tokens)}")
+        if not tokens:
+            continue
+        rank = routing.place(expert)
+        row = f"rank {rank}: expert e{expert}"
+        yield HeldCell(row, 1, _SENT, _by_home(routing, tokens, rank))
+        yield HeldCell(row, 2, _COMPUTED, f"e{expert} of {_names(tokens)}")
 
 
 def _names(tokens: Sequence[int]) -> str:

@@ -100,8 +100,8 @@ def beside_twin(
     `ratios` of norms, the `losses` [model, twin] of each step, and the `bytes` of the last step by axis.
     """
     optimizers = []
-    for each_model in (model, twin):
-        optimizers.append(torch.optim.AdamW(_by_mesh(each_model), lr=1e-3, fused=True))
+    for trained in (model, twin):
+        optimizers.append(torch.optim.AdamW(_by_mesh(trained), lr=1e-3, fused=True))
     losses: list[list[float]] = []
     ratios: dict[str, float] = {}
     for step in range(3):
@@ -117,9 +117,11 @@ def beside_twin(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
     distances = []
     for parameter, twin_parameter in zip(model.parameters(), twin.parameters(), strict=True):
-        distances.append(float((whole(parameter) - twin_parameter).abs().max()))
+        difference = whole(parameter) - twin_parameter
+        distances.append(float(difference.abs().max()))
     return {"drift": max(distances), "ratios": ratios, "losses": losses, "bytes": dict(sent)}
 
 

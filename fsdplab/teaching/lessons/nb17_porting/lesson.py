@@ -399,8 +399,12 @@ def write_traces(
 
 
 def _events(rows: Sequence[Row], ranks: int) -> Iterator[dict[str, Any]]:
-    """Yield the events of two equal steps: a reader takes the first for a warm-up where there is no other."""
-    length = next(row["end_ns"] for row in rows if row["lane"] == "step") / 1e3  # µs, as all times of a trace
+    """Yield the events of two equal steps: a reader takes the first for a warm-up where there is no other.
+
+    Times of rows are in ns, those of a trace in µs.
+    """
+    step_row = next(row for row in rows if row["lane"] == "step")
+    length = step_row["end_ns"] / 1e3
     on_gpu = [row for row in rows if row["lane"] in ("compute", *_NCCL)]
     for step in (1, 2):
         offset = 1000.0 + (step - 1) * (length + 100.0)
@@ -408,7 +412,8 @@ def _events(rows: Sequence[Row], ranks: int) -> Iterator[dict[str, Any]]:
         for number, row in enumerate(on_gpu):
             begin = offset + row["start_ns"] / 1e3 + _LAUNCHED_US
             takes = (row["end_ns"] - row["start_ns"]) / 1e3
-            yield from _kernel(row, begin, takes, 1000 * step + number, ranks)
+            correlation = 1000 * step + number
+            yield from _kernel(row, begin, takes, correlation, ranks)
 
 
 def _kernel(row: Row, begin: float, takes: float, correlation: int, ranks: int) -> Iterator[dict[str, Any]]:

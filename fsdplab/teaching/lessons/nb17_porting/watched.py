@@ -35,13 +35,21 @@ class Watched:
     def __init__(self, model: nn.Module, twin: nn.Module, micro_batches: Sequence[Any], steps: int) -> None:
         self._model, self._asked, self._count = model, steps, len(micro_batches)
         self._forwards, self.steps = 0, list[Step]()
-        # what the twin computes: the loss of each micro-batch, and [micro-batch][parameter] gradients
-        self._parts, own = zip(*(_backward(twin, micro_batch) for micro_batch in micro_batches), strict=True)
+
+        # what the twin computes on this rank: the loss of each micro-batch, and [micro-batch][parameter] gradients
+        self._parts: list[float] = []
+        gradients: list[list[Tensor]] = []
+        for micro_batch in micro_batches:
+            loss, of_micro_batch = _backward(twin, micro_batch)
+            self._parts.append(loss)
+            gradients.append(of_micro_batch)
+
+        # what a right loop has when its optimizer steps, and what a wrong one may have instead
         averaged = []
-        for gradients in own:
-            averaged.append([_mean_over_ranks(gradient) for gradient in gradients])
+        for of_micro_batch in gradients:
+            averaged.append([_mean_over_ranks(gradient) for gradient in of_micro_batch])
         self._right = [total / self._count for total in _summed(averaged)]
-        self._others = {"first": averaged[0], "last": averaged[-1], "own": _summed(own)}
+        self._others = {"first": averaged[0], "last": averaged[-1], "own": _summed(gradients)}
         self._norm = _norm(self._right)
         self._loss_of_all = _mean_over_ranks(torch.tensor(self._mean)).item()
 
@@ -62,7 +70,8 @@ class Watched:
         square = torch.tensor(_norm(gradients) ** 2)
         self._norm_left = 0.0  # of all ranks' gradients at the end
         if not error[0]:
-            self._norm_left = float(_mean_over_ranks(square) * dist.get_world_size()) ** 0.5
+            sum_of_squares = _mean_over_ranks(square) * dist.get_world_size()
+            self._norm_left = float(sum_of_squares) ** 0.5
 
     def _forward(self, *_: object) -> None:
         self._forwards += 1
@@ -70,12 +79,17 @@ class Watched:
     def _stepped(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Note a step of any optimizer of torch, before it is taken."""
         parameters = list(self._model.parameters())
-        known, group = set(map(id, parameters)), optimizer.param_groups[0]
-        strangers = any(id(parameter) not in known for parameter in group["params"])
-        names = ["lr", *(name for name in ("momentum", "weight_decay", "maximize") if group.get(name))]
-        settings = ", ".join(f"{name}={group[name]}" for name in names)
+        known = {id(parameter) for parameter in parameters}
+        group = optimizer.param_groups[0]
+        has_strangers = any(id(parameter) not in known for parameter in group["params"])
+
+        settings = [f"lr={group['lr']}"]
+        for name in ("momentum", "weight_decay", "maximize"):
+            if group.get(name):
+                settings.append(f"{name}={group[name]}")
+        description = f"{type(optimizer).__name__}({', '.join(settings)})"
         gradients = self._compared([parameter.grad for parameter in parameters])
-        self.steps.append(Step(self._forwards, strangers, f"{type(optimizer).__name__}({settings})", gradients))
+        self.steps.append(Step(self._forwards, has_strangers, description, gradients))
 
     def _compared(self, gradients: Sequence[Tensor | None]) -> tuple[str, float]:
         """Return which gradients these are, and how many times as large: `("right", 1.0)`."""

@@ -72,11 +72,14 @@ def verdicts_figure() -> go.Figure:
         by_verdict = Counter(finding(claim.id).verdict for claim in module.CLAIMS)
         counts.append(by_verdict)
         ends[name] = f"<b>{by_verdict.total()}</b>"
-        described.append(f"{name}: {', '.join(f'{by_verdict[verdict]} {verdict}' for verdict in VERDICTS)}")
+        numbers = [f"{by_verdict[verdict]} {verdict}" for verdict in VERDICTS]
+        described.append(f"{name}: {', '.join(numbers)}")
     parts = []
     for verdict in VERDICTS:
-        parts.append(Part(verdict, _COLOURS[verdict], [by_verdict[verdict] for by_verdict in counts]))
+        values = [by_verdict[verdict] for by_verdict in counts]
+        parts.append(Part(verdict, _COLOURS[verdict], values))
     figure = stacked_bars(ends, parts, "statements", "%{x:.0f}")
+
     confirmed, conditional, refuted = map(count, VERDICTS)
     title = f"Of {len(CLAIMS)} statements about FSDP {confirmed} hold as they are said"
     subtitle = f"{conditional} hold under conditions, {refuted} do not; computed and measured"

@@ -35,21 +35,21 @@ _SEEN, _UNSEEN = "#b3bac4", "#b84a0a"
 LADDER = (32, 64, 128, 256, 512, 768)  # GPUs
 
 
-def told(found: Plan) -> Note:
+def told(planned: Plan) -> Note:
     """Return a note of two or three lines on what a plan predicts: memory, and speed where it fits."""
-    spec, peak = found.spec, found.memory.peak
+    spec, peak = planned.spec, planned.memory.peak
     what = f"{spec.model.name} on {spec.gpus} {spec.gpu.name}, {spec.strategy}, checkpointing {spec.checkpointing}"
-    if not found.fits:
-        return Note((f"{what}: does not fit.", f"{shortfall(found)}."))
+    if not planned.fits:
+        return Note((f"{what}: does not fit.", f"{shortfall(planned)}."))
     speed = "unknown speed"
-    if found.mfu:
-        speed = f"{found.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, MFU {found.mfu:.0%}"
+    if planned.mfu:
+        speed = f"{planned.tokens_per_s_per_gpu:,.0f} tokens/s a GPU, MFU {planned.mfu:.0%}"
     card = size(spec.gpu.memory_bytes)
-    likely = "which fits too" if roomy(found) else "which is too much"
+    likely = "which fits too" if roomy(planned) else "which is too much"
     return Note(
         (
             f"{what}: {size(peak.total)} of {card} at the peak, in the {peak.name}.",
-            f"The allocator is likely to reserve {size(reserved(found))} for it, {likely}.",
+            f"The allocator is likely to reserve {size(reserved(planned))} for it, {likely}.",
             speed,
         )
     )
@@ -124,14 +124,18 @@ def bill(gpu: str, gpus: int, billions_of_tokens: int) -> go.Figure:
     for other_gpu in PRICES:  # the other GPU's plans as well: its first move then answers as fast as the rest
         ladder(other_gpu)
     steps = ladder(gpu, billions_of_tokens * 1e9)
-    names = [f"{count:,}" for count in steps]
-    spans = [span for span, _ in steps.values()]
-    thousands = [cost / 1e3 for _, cost in steps.values()]
+    names, spans, thousands, bars = [], [], [], []
+    for count, (span, cost) in steps.items():
+        names.append(f"{count:,}")
+        spans.append(span)
+        thousands.append(cost / 1e3)
+        bars.append(f"{count} GPUs {span:.3g} days, ${cost:,.0f}")
     figure = go.Figure()
     chosen = f"{gpus:,}"
-    _panel(figure, "", names, spans, [f"{span:.3g}" for span in spans], chosen, "days", [0.0, 0.46])
-    texts = [f"{cost:,.0f}" for cost in thousands]
-    _panel(figure, "2", names, thousands, texts, chosen, "bill, in 1,000 $", [0.54, 1.0])
+    span_texts = [f"{span:.3g}" for span in spans]
+    _panel(figure, "", names, spans, span_texts, chosen, "days", [0.0, 0.46])
+    cost_texts = [f"{cost:,.0f}" for cost in thousands]
+    _panel(figure, "2", names, thousands, cost_texts, chosen, "bill, in 1,000 $", [0.54, 1.0])
 
     title = f"{gpus} {gpu.upper()} cannot hold the model; {names[0]} can"
     if gpus in steps:
@@ -143,8 +147,7 @@ def bill(gpu: str, gpus: int, billions_of_tokens: int) -> go.Figure:
         here = f"{plan.spec.strategy}, checkpointing {plan.spec.checkpointing}"
     job = f"Llama 3.1 70B, {billions_of_tokens} billion tokens"
     subtitle = f"Predicted: {job}, the cheapest plan at each number; here: {here}"
-    bars = "; ".join(f"{count} GPUs {span:.3g} days, ${cost:,.0f}" for count, (span, cost) in steps.items())
-    return titled(figure, title, subtitle, f"Bars over the number of GPUs: {bars}.", 310)
+    return titled(figure, title, subtitle, f"Bars over the number of GPUs: {'; '.join(bars)}.", 310)
 
 
 def _panel(
@@ -271,19 +274,19 @@ def published() -> tuple[Row, ...]:
     return tuple(runs)
 
 
-def points(found: Sequence[Row]) -> Sequence[Row]:
+def points(runs: Sequence[Row]) -> Sequence[Row]:
     """Return the rows with a throughput."""
-    return found
+    return runs
 
 
-def error(found: Sequence[Row]) -> float:
+def error(runs: Sequence[Row]) -> float:
     """Return the median error of throughput in %, of the sources that the fit has not seen."""
-    return 100 * statistics.median(abs(row.ratio - 1) for row in found if row.part == HELD_OUT)
+    return 100 * statistics.median(abs(row.ratio - 1) for row in runs if row.part == HELD_OUT)
 
 
-def ratios(found: Sequence[Row]) -> go.Figure:
+def ratios(runs: Sequence[Row]) -> go.Figure:
     """Draw a point a published row: predicted over published throughput, on a line for each GPU; 1 is right."""
-    rows = points(found)
+    rows = points(runs)
     gpus = list(dict.fromkeys(row.gpu for row in rows))
     figure = go.Figure()
     # the two kinds stand a little below and above the GPU's line
@@ -300,7 +303,7 @@ def ratios(found: Sequence[Row]) -> go.Figure:
     ticks = dict(tickvals=list(range(len(gpus))), ticktext=gpus)
     figure.update_yaxes(range=[len(gpus) - 0.5, -0.5], gridcolor=GRID, **ticks)
 
-    title = f"Throughput of published runs: median error {error(found):.1f} % on held-out sources"
+    title = f"Throughput of published runs: median error {error(runs):.1f} % on held-out sources"
     subtitle = f"{len(rows)} runs of data/published.csv; rates are fitted to two of its sources"
     values = [row.ratio for row in rows]
     spread = f"from {min(values):.2f} to {max(values):.2f}"
@@ -308,10 +311,10 @@ def ratios(found: Sequence[Row]) -> go.Figure:
     return titled(figure, title, subtitle, alt, 300)
 
 
-def published_rows(found: Sequence[Row], gpu: str = "H100 SXM 80GB") -> Table:
+def published_rows(runs: Sequence[Row], gpu: str = "H100 SXM 80GB") -> Table:
     """Return the held-out rows of one GPU, the most optimistic prediction first."""
     cells = []
-    for row in sorted(_unseen(found, gpu), key=lambda row: -row.ratio):
+    for row in sorted(_unseen(runs, gpu), key=lambda row: -row.ratio):
         cells.append([row.id, f"{row.predicted:,.0f}", f"{row.published:,.0f}", f"{row.ratio:.2f}"])
     caption = (
         "Tokens/s a GPU of runs of sources that the fit has not seen. fms and ptblog: IBM's and PyTorch's, with (c) and"
@@ -320,16 +323,16 @@ def published_rows(found: Sequence[Row], gpu: str = "H100 SXM 80GB") -> Table:
     return table([f"row, on {gpu}", "predicted", "published", "predicted / published"], cells, caption)
 
 
-def _unseen(found: Sequence[Row], gpu: str) -> Sequence[Row]:
+def _unseen(runs: Sequence[Row], gpu: str) -> Sequence[Row]:
     """Return the rows of a GPU whose sources the fit has not seen."""
-    return [row for row in found if row.part == HELD_OUT and row.gpu == gpu]
+    return [row for row in runs if row.part == HELD_OUT and row.gpu == gpu]
 
 
-def worst_ratio(found: Sequence[Row], gpu: str = "H100 SXM 80GB") -> float:
+def worst_ratio(runs: Sequence[Row], gpu: str = "H100 SXM 80GB") -> float:
     """Return the largest predicted over published among the held-out rows of a GPU."""
-    return max(row.ratio for row in _unseen(found, gpu))
+    return max(row.ratio for row in _unseen(runs, gpu))
 
 
-def other_ratios(found: Sequence[Row], gpu: str = "H100 SXM 80GB") -> list[float]:
+def other_ratios(runs: Sequence[Row], gpu: str = "H100 SXM 80GB") -> list[float]:
     """Return predicted over published of the other held-out rows of a GPU, the largest first."""
-    return sorted((row.ratio for row in _unseen(found, gpu)), reverse=True)[1:]
+    return sorted((row.ratio for row in _unseen(runs, gpu)), reverse=True)[1:]

@@ -50,29 +50,29 @@ def ordered(gpu: str, **choices: Any) -> Plan:
     return plan(MODEL, gpu, seq=SEQUENCE, **settings)
 
 
-def reserved(found: Plan) -> float:
+def reserved(planned: Plan) -> float:
     """Return the bytes that a rank is likely to take from its card.
 
     PyTorch's allocator keeps freed blocks, and reserves about a fifth more than is in use.
     """
-    return found.memory.reserved_bytes + FRAMEWORK_BYTES
+    return planned.memory.reserved_bytes + FRAMEWORK_BYTES
 
 
-def roomy(found: Plan) -> bool:
+def roomy(planned: Plan) -> bool:
     """Return whether what is reserved fits the card too."""
-    return reserved(found) <= found.spec.gpu.memory_bytes
+    return reserved(planned) <= planned.spec.gpu.memory_bytes
 
 
-def days(found: Plan, tokens: float = TOKENS) -> float:
+def days(planned: Plan, tokens: float = TOKENS) -> float:
     """Return the days that the job takes."""
-    hours = found.hours(tokens)
+    hours = planned.hours(tokens)
     assert hours is not None, "the cards of this lesson have known FLOP/s"
     return hours / 24
 
 
-def dollars(found: Plan, gpu: str, tokens: float = TOKENS) -> float:
+def dollars(planned: Plan, gpu: str, tokens: float = TOKENS) -> float:
     """Return the bill in dollars: 24 hours x days x GPUs x price."""
-    return 24 * days(found, tokens) * found.spec.gpus * PRICES[gpu]
+    return 24 * days(planned, tokens) * planned.spec.gpus * PRICES[gpu]
 
 
 def verdict(order: Any) -> str:
@@ -113,35 +113,41 @@ def _is_whole(value: Any) -> bool:
     return number == number // 1 > 0
 
 
-def _judged(found: Plan, order: dict[str, Any]) -> str:
+def _judged(planned: Plan, order: dict[str, Any]) -> str:
     """Return the first of the job's four conditions that a plan does not meet, and what to change.
 
-    The sentence is like `it takes ...: ...`.
+    The conditions are, in this order, the memory of a card, the tokens of a step, the days, and the budget. `GOOD`
+    where all are met.
     """
-    spec, peak = found.spec, found.memory.peak
-    card, (most, nbytes) = size(spec.gpu.memory_bytes), max(peak.by_category.items(), key=lambda each: each[1])
-    if not found.fits:
-        part = f"and the largest part of it is {most.replace('_', ' ')}, {size(nbytes)}"
+    spec, peak = planned.spec, planned.memory.peak
+    card = size(spec.gpu.memory_bytes)
+    if not planned.fits:
+        largest = max(peak.by_category, key=lambda category: peak.by_category[category])
+        part = f"and the largest part of it is {largest.replace('_', ' ')}, {size(peak.by_category[largest])}"
         others = _remedy(order, _ROOM, _fits)
         return f"it does not fit: {size(peak.total)} on a card of {card}, {part}. It does with {others}"
-    if not roomy(found):
+    if not roomy(planned):
+        others = _remedy(order, _ROOM, _fits)
         return (
-            f"{size(peak.total)} in use would fit, but the allocator is likely to reserve {size(reserved(found))} of"
-            f" {card}: it fits with {_remedy(order, _ROOM, _fits)}"
+            f"{size(peak.total)} in use would fit, but the allocator is likely to reserve {size(reserved(planned))} of"
+            f" {card}: it fits with {others}"
         )
     if spec.step_tokens > STEP_TOKENS:
         return (
             f"a step reads {spec.gpus} x {spec.micro_batch} x {SEQUENCE:,} = {spec.step_tokens:,} tokens, the job"
             f" allows {STEP_TOKENS:,}: fewer GPUs, or a smaller micro-batch"
         )
-    if days(found) > DAYS:
-        others = _remedy(order, {"more GPUs": {"gpus": 192}} | _LESS_WORK, _good)
-        return f"it takes {days(found):.1f} days, and {DAYS} are left: it is in time, and in the budget, with {others}"
-    bill = dollars(found, order["gpu"])
+    takes = days(planned)
+    if takes > DAYS:
+        changes: Changes = {"more GPUs": {"gpus": 192}, **_LESS_WORK}
+        others = _remedy(order, changes, _good)
+        return f"it takes {takes:.1f} days, and {DAYS} are left: it is in time, and in the budget, with {others}"
+    bill = dollars(planned, order["gpu"])
     if bill > BUDGET:
-        others = _remedy(order, _LESS_WORK | {"fewer GPUs": {"gpus": 160}}, _good)
+        changes = {**_LESS_WORK, "fewer GPUs": {"gpus": 160}}
+        others = _remedy(order, changes, _good)
         return (
-            f"it costs ${bill:,.0f}, and the budget is ${BUDGET:,}: {_dear(found)}. It is in the budget with {others}"
+            f"it costs ${bill:,.0f}, and the budget is ${BUDGET:,}: {_dear(planned)}. It is in the budget with {others}"
         )
     return GOOD
 
@@ -174,13 +180,13 @@ def _remedy(order: dict[str, Any], changes: Changes, helps: Callable[[dict[str, 
     return "other choices"
 
 
-def _dear(found: Plan) -> str:
+def _dear(planned: Plan) -> str:
     """Return what to look at in a plan that costs too much."""
-    if found.spec.checkpointing == "full":
+    if planned.spec.checkpointing == "full":
         return "full checkpointing computes every forward twice, and all of it is paid for"
     share = 0.0
-    if found.time:
-        share = found.time.exposed_s / found.time.step_s
+    if planned.time:
+        share = planned.time.exposed_s / planned.time.step_s
     return (
         f"fewer GPUs cost less. {share:.0%} of each step is exposed communication, and what is hidden takes processors"
         " and memory from the compute beside it"

@@ -167,8 +167,9 @@ def _wrong_gradients(got: Facts, right: Facts) -> str:
 
 
 def _cause_of_gradients(wrong: list[str], kinds: set[str], ranks: int) -> str:
+    """Return the likely cause of wrong gradients, by what their values are like: `kinds` are ends of the sentences."""
     if kinds == {"none"}:
-        if not any("blocks." in each for each in wrong):
+        if not any("blocks." in sentence for sentence in wrong):
             return (
                 "the root's input has no gradient, so no hook on it is called: reduce what is left over in a callback"
                 " at the end of the backward"
@@ -243,12 +244,15 @@ def _exposed_in_forward(got: Facts, right: Facts) -> str:
 
 def _exposed_in_backward(got: Facts, right: Facts) -> str:
     """Return the likely cause of messages that the backward does not hide."""
-    waited = {lane_name for lane, lane_name, *_ in got["_bars"] if lane == "exposed" and lane_name.endswith("backward")}
-    told = f"{got[seen.EXPOSED['backward']]:g} ms too many, waiting for {' and '.join(sorted(waited))}"
+    waited = set()  # "all_gather in backward"
+    for lane, name, *_ in got["_bars"]:
+        if lane == "exposed" and name.endswith("backward"):
+            waited.add(name)
+    beyond = f"{got[seen.EXPOSED['backward']]:g} ms too many, waiting for {' and '.join(sorted(waited))}"
     if not any(name.startswith("all_gather") for name in waited):
-        return f"{told}: begin a reduction and wait for it when the next one begins, or at the end of the backward"
+        return f"{beyond}: begin a reduction and wait for it when the next one begins, or at the end of the backward"
     return (
-        f"{told}: in backward the unit before this one in forward order comes next; begin its all-gather before this"
+        f"{beyond}: in backward the unit before this one in forward order comes next; begin its all-gather before this"
         " one computes"
     )
 

@@ -71,14 +71,21 @@ def order(blocks: int = 4) -> StepOrder:
 
 
 def _figure(bars: Sequence[Bar], whose: str, at_once: bool) -> go.Figure:
-    """Draw a lane each for computing, the link and waiting; the legend has a step's kinds."""
+    """Draw a lane each for computing, the link and waiting; the legend has a step's kinds.
+
+    `whose` are the functions, in words; `at_once` says that every message is waited for at once.
+    """
     kinds = {_kind(bar) for bar in bars}
-    figure = go.Figure([_lane(kind, bars) for kind in _COLOURS if kind in kinds])
+    figure = go.Figure()
+    for kind in _COLOURS:
+        if kind in kinds:
+            figure.add_trace(_lane(kind, bars))
     end, waited = max(bar.end for bar in bars), exposed_ms(bars)
     figure.update_xaxes(title="ms on the steady clock", range=[0, 1.02 * end])
     rows = {_ROWS[lane_name]: name for lane_name, name in _NAMES.items()}
     figure.update_yaxes(**named_axis(rows, -0.5, 2.5))
     figure.update_layout(barmode="overlay")
+
     how = "every message waited for at once" if at_once else "in the order of the calls"
     title = f"{end:.1f} ms, of which the rank waits {waited:.1f}: {how}"
     subtitle = f"Simulated: the calls of one real step, {whose}, with fixed durations"

@@ -42,13 +42,13 @@ class _Told(torch.autograd.Function):
     """The identity, which tells the probe that a backward passes."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, told: Callable[[], None]) -> Tensor:
-        ctx.told = told
+    def forward(ctx: Any, x: Tensor, passed: Callable[[], None]) -> Tensor:
+        ctx.passed = passed
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.told()
+        ctx.passed()
         return gradient, None
 
 

@@ -104,7 +104,7 @@ def _returned(returned: Any, net: Net) -> str:
 
 
 def _told_of_shard(value: Any, right: Tensor) -> str:
-    """Return what is wrong with a shard; "" where it is this rank's rows."""
+    """Return what is wrong with a shard; "" where it is this rank's rows of `right`, the whole parameter."""
     if tuple(value.placements) != (Shard(0),):
         return f"placed as {', '.join(map(repr, value.placements))}"
     if value.requires_grad != right.requires_grad:
@@ -113,11 +113,14 @@ def _told_of_shard(value: Any, right: Tensor) -> str:
         return f"dtype {value.dtype}"
     if value.shape != right.shape:
         return f"the whole's shape is {list(value.shape)} and not {list(right.shape)}"
-    pieces, local = pieces_of(right.detach()), value.to_local().detach()
+
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    if local.shape != pieces[rank].shape:
-        return f"shape {list(local.shape)}, expected {list(pieces[rank].shape)}"
-    if torch.equal(local, pieces[rank]):
+    local = value.to_local().detach()
+    pieces = pieces_of(right.detach())
+    rows = pieces[rank]
+    if local.shape != rows.shape:
+        return f"shape {list(local.shape)}, expected {list(rows.shape)}"
+    if torch.equal(local, rows):
         return ""
     if torch.equal(local, right[rank::ranks]):
         return f"every {ranks}th row"
@@ -362,32 +365,46 @@ def trained(fully_shard: FullyShard, sizes: Sizes, steps: int = 3) -> Facts:
         with Order(net.block_bytes) as order:
             loss = loss_of(net, *batch(sizes, step, rank))
             loss.backward()
-        expected = right.losses[rank]
-        if not abs(loss.item() - expected) <= NEAR * abs(expected):  # `not <=`: NaN is wrong too
+        if not _is_loss(loss.item(), right.losses[rank]):
             facts[LOSSES].append(f"step {step}")
         if not facts[SHARDED_AGAIN]:
             facts[SHARDED_AGAIN] = _no_dtensors(net)
         facts[GRADIENTS] += _wrong_gradients(net, right, step)
-        for name, value in net.named_parameters():
-            if not value.requires_grad and value.grad is not None:
-                facts[FROZEN].append(f"{name}, step {step}")
+        facts[FROZEN] += [f"{name}, step {step}" for name in _frozen_with_gradient(net)]
         optimizer.step()
         optimizer.zero_grad()
         facts[PARAMETERS] += _wrong_parameters(net, right, step)
+        # what a step leaves in memory, and what the next one must begin with
         kept_bytes, before = watch.kept(), right.parameters
+
     until_first_wrong = _until_first_wrong(steps, [*facts[GRADIENTS], *facts[PARAMETERS]])
     for name in (LOSSES, GRADIENTS, PARAMETERS):
         facts[name] = until_first_wrong(facts[name])
+    trained_units = sizes.blocks + 1 - len(sizes.frozen)
     return facts | {
         AT_USE: until_first_wrong(watch.wrong),
         STAYING: watch.staying,
         GATHERS: gathers_beyond(order, sizes.blocks),
-        REDUCTIONS: order.count("reduce_scatter") - (sizes.blocks + 1 - len(sizes.frozen)),
+        REDUCTIONS: order.count("reduce_scatter") - trained_units,
         KEPT: kept_bytes,
         HELD: watch.too_many(),
         "_ranks": ranks,
         "_checkpointed": len(sizes.checkpointed),
     }
+
+
+def _is_loss(loss: float, expected: float) -> bool:
+    """Return whether a loss is the twin's but for rounding; NaN is not."""
+    return abs(loss - expected) <= NEAR * abs(expected)
+
+
+def _frozen_with_gradient(net: Net) -> list[str]:
+    """Return the names of the frozen parameters that have a gradient."""
+    names = []
+    for name, value in net.named_parameters():
+        if not value.requires_grad and value.grad is not None:
+            names.append(name)
+    return names
 
 
 def _wrong_parameters(net: Net, right: TwinStep, step: int) -> list[str]:

@@ -136,8 +136,8 @@ class Order(TorchDispatchMode):
 class Waited:
     """A Work that tells when it is first waited for; all else is the Work's own."""
 
-    def __init__(self, work: Any, told: Callable[[], None]) -> None:
-        self._work, self._told = work, told
+    def __init__(self, work: Any, on_wait: Callable[[], None]) -> None:
+        self._work, self._on_wait = work, on_wait
 
     def wait(self, *arguments: Any) -> Any:
         """Wait as the Work itself does, and note it."""
@@ -151,8 +151,8 @@ class Waited:
 
     def _tell(self) -> None:
         """Call the function once, at the first wait."""
-        told, self._told = self._told, lambda: None
-        told()
+        on_wait, self._on_wait = self._on_wait, lambda: None
+        on_wait()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)

@@ -242,10 +242,10 @@ def counted() -> dict[str, dict[str, int]]:
     return dict(LessonRanks(__file__)("collectives_of_a_step", 2)[0])
 
 
-def collectives(found: dict[str, dict[str, int]]) -> Table:
+def collectives(by_optimizer: dict[str, dict[str, int]]) -> Table:
     """Return what a step sends, PyTorch's own optimizer beside owners."""
     rows = []
-    for name, kinds in found.items():
+    for name, kinds in by_optimizer.items():
         listed = ", ".join(f"{count} {kind}s" for kind, count in kinds.items())
         rows.append([name, sum(kinds.values()), listed])
     caption = "Counted on 2 ranks: one step of Muon on the 12 matrices of gpt-tiny, sharded by PyTorch's fully_shard."

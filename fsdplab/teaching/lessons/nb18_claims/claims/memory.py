@@ -20,11 +20,10 @@ MODEL = "llama-3.1-70b"  # 70.6 billion
 LARGE = {"model": MODEL, "gpu": "h100", "checkpointing": "full", "masters": "separate"}
 
 
-def states(found: Plan) -> float:
+def states(planned: Plan) -> float:
     """Return the bytes of parameters, gradients and optimizer state on a rank while the optimizer steps."""
-    by_category = found.memory.moments[-1].by_category
     total = 0.0
-    for name, nbytes in by_category.items():
+    for name, nbytes in planned.memory.moments[-1].by_category.items():
         if name not in ("activations", "other", "communication_buffers"):
             total += nbytes
     return total
@@ -83,13 +82,17 @@ def _(measured: Measured) -> Finding:
         peak = run["peak"]
         state_bytes[int(ranks)] = sum(peak[name] for name in _STATES)
         others[int(ranks)] = peak["activations"] + peak["unsharded_parameters"]
-    listed = ", ".join(f"{in_mb(nbytes)} on {ranks}" for ranks, nbytes in state_bytes.items())
-    divided = all(abs(nbytes * ranks / state_bytes[1] - 1) < 0.15 for ranks, nbytes in state_bytes.items())
+    listed, is_divided = [], True
+    for ranks, nbytes in state_bytes.items():
+        listed.append(f"{in_mb(nbytes)} on {ranks}")
+        of_all_ranks = nbytes * ranks
+        is_divided = is_divided and abs(of_all_ranks / state_bytes[1] - 1) < 0.15
+    on_two, on_four = others[2], others[4]
     text = (
-        f"states of gpt-tiny at the peak: {listed} rank(s). Not divided: activations and gathered units,"
-        f" {in_mb(others[2])} on 2 and {in_mb(others[4])} on 4"
+        f"states of gpt-tiny at the peak: {', '.join(listed)} rank(s). Not divided: activations and gathered units,"
+        f" {in_mb(on_two)} on 2 and {in_mb(on_four)} on 4"
     )
-    return conditional_if(divided and others[4] > 0.9 * others[2], text)
+    return conditional_if(is_divided and on_four > 0.9 * on_two, text)
 
 
 @CLAIMS.claim("C12", "measured", "11_strategy_shoot_out")
@@ -105,7 +108,8 @@ def _(measured: Measured) -> Finding:
             holds = holds and is_sharded == said_to_be
     listed = []
     for name, peak in peaks.items():
-        listed.append(f"{name} {in_mb(sum(peak[kind] for kind in _STATES))}")
+        state_bytes = sum(peak[kind] for kind in _STATES)
+        listed.append(f"{name} {in_mb(state_bytes)}")
     return confirmed_if(holds, f"states at the peak: {', '.join(listed)}")
 
 
@@ -152,24 +156,29 @@ def _(measured: Measured) -> Finding:
         f"twice the tokens hold {longer:.1f} times the activations, twice the ranks {wider:.1f} times; tensor"
         f" parallelism over 8 GPUs leaves {cut / usual:.0%} of {size(usual)} (Llama 3.1 8B, computed)"
     )
-    return confirmed_if(longer > 1.8 and abs(wider - 1) < 0.05 and cut < 0.5 * usual, text)
+    grows_with_tokens, stays_with_ranks = longer > 1.8, abs(wider - 1) < 0.05
+    return confirmed_if(grows_with_tokens and stays_with_ranks and cut < 0.5 * usual, text)
 
 
 @CLAIMS.claim("C18", "measured and computed", "13_precision_checkpointing_offload")
 def _(measured: Measured) -> Finding:
     """CPU offload trades step time for memory."""
-    peaks = {where: sum(run["peak"].values()) for where, run in measured["offload"].items()}
+    offload = measured["offload"]
+    peak = sum(offload["none"]["peak"].values())
+    peak_offloaded = sum(offload["cpu"]["peak"].values())
+
     usual = plan("llama-3.1-8b", "h100", gpus=8, micro_batch=1, offload=False)
     moved = plan("llama-3.1-8b", "h100", gpus=8, micro_batch=1, offload=True)
     assert usual.time is not None, "FLOP/s of an H100 are known"
+    planned_peak, planned_offloaded = usual.memory.peak.total, moved.memory.peak.total
     crossing, bus = host_crossing(moved.spec), parse_link("pcie5")
     bus_s, step_s = crossing / bus.bytes_per_s, usual.time.step_s
     text = (
-        f"gpt-tiny's peak beside the host's memory: {in_mb(peaks['cpu'])} instead of {in_mb(peaks['none'])} (measured);"
-        f" Llama 3.1 8B on 8 H100: {size(moved.memory.peak.total)} instead of {size(usual.memory.peak.total)}, and"
+        f"gpt-tiny's peak beside the host's memory: {in_mb(peak_offloaded)} instead of {in_mb(peak)} (measured);"
+        f" Llama 3.1 8B on 8 H100: {size(planned_offloaded)} instead of {size(planned_peak)}, and"
         f" {size(crossing)} a step over {bus.name}, at least {seconds(bus_s)} beside a step of {seconds(step_s)}"
     )
-    return confirmed_if(peaks["cpu"] < peaks["none"] and bus_s > 0.1 * step_s, text)
+    return confirmed_if(peak_offloaded < peak and bus_s > 0.1 * step_s, text)
 
 
 @CLAIMS.claim("C22", "computed", "19_planning_at_scale")
@@ -178,10 +187,11 @@ def _(measured: Measured) -> Finding:
     settings = {"gpus": 4, "checkpointing": "full", "seq": 1024}
     whole = plan(MODEL, "rtx-4090", **settings)
     adapted = plan(MODEL, "rtx-4090", **settings, lora_rank=16, base_dtype="nf4")
-    card = whole.spec.gpu.memory_bytes
+    spec = whole.spec
+    card, shard = size(spec.gpu.memory_bytes), size(2 * spec.model.parameters / 4)
     text = (
-        f"a rank's part of the bf16 parameters alone is {size(2 * whole.spec.model.parameters / 4)}, and with fp32"
-        f" masters, gradients and moments {size(whole.memory.peak.total)}, on a {size(card)} card. What fits is a"
+        f"a rank's part of the bf16 parameters alone is {shard}, and with fp32"
+        f" masters, gradients and moments {size(whole.memory.peak.total)}, on a {card} card. What fits is a"
         f" frozen base in 4 bits with adapters: {size(adapted.memory.peak.total)}"
     )
     return confirmed_if(whole.fits, text)
