@@ -74,6 +74,12 @@ class Gpu:
             " sizes here are in GB of 10^9 bytes"
         )
 
+    @property
+    def peaks(self) -> dict[str, float]:
+        """Dense operations a second by number format, as far as its data sheet says: {"bf16": 989e12, ...}."""
+        known = {format_: tflops * 1e12 for format_, tflops in _OTHER_FORMATS.get(self.name, {}).items()}
+        return known if self.bf16_flops is None else {"bf16": self.bf16_flops, **known}
+
 
 # seven links of 64 GB/s: one peer alone sees one; latency assumed NVLink's
 _LINKS = PRESETS | {"xgmi": LinkSpec("xgmi", 448e9, PRESETS["nvlink4"].latency_s)}
@@ -129,6 +135,22 @@ GPUS: dict[str, Gpu] = {
              "pcie5"),
     )
 }  # fmt: skip
+# TFLOP/s of other number formats, dense, from the same data sheets and whitepapers; TF32 and fp8 of tensor cores, with
+# accumulation in fp32.
+_HOPPER = {"fp64": 67, "fp32": 67, "tf32": 494.7, "fp16": 989, "fp8": 1979}
+_AMPERE = {"fp64": 19.5, "fp32": 19.5, "tf32": 156, "fp16": 312}
+_OTHER_FORMATS: dict[str, dict[str, float]] = {
+    "H100 SXM 80GB": _HOPPER,
+    "H200 SXM 141GB": _HOPPER,
+    "A100 SXM 40GB": _AMPERE,
+    "A100 SXM 80GB": _AMPERE,
+    "B200 SXM": {"fp16": 2250, "fp8": 4500},
+    "RTX 4090": {"fp32": 82.6, "tf32": 82.6, "fp16": 165.2, "fp8": 330.3},
+    "RTX 3090": {"fp32": 35.6, "tf32": 35.6, "fp16": 71},
+    "L40S": {"fp32": 91.6, "tf32": 183, "fp16": 362, "fp8": 733},
+    "T4": {"fp32": 8.1, "fp16": 65},
+    "MI300X": {"fp32": 163.4, "tf32": 653.7, "fp16": 1307.4, "fp8": 2614.9},
+}
 # Usual short names, squeezed, and their rows.
 _SHORT = {
     "h100": "H100 SXM 80GB", "h100sxm": "H100 SXM 80GB", "h10080gb": "H100 SXM 80GB", "h10096gb": "H100 SXM 96GB",
