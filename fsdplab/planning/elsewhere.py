@@ -76,7 +76,7 @@ def checkpoint_bytes(spec: PlanSpec) -> float:
     >>> round(checkpoint_bytes(plan_spec("llama-3.1-70b", "h100", gpus=16)) / 70_553_706_496)
     12
     """
-    (sharded,) = strategies_that(lambda row: row.saves_most)
+    sharded = strategies_that(lambda row: row.saves_most)[0]
     alone = changed(
         spec, gpus=1, strategy=sharded, shard_size=None, tensor_parallel=1, context_parallel=1, pipeline_parallel=1,
         expert_parallel=1, schedule="1f1b", virtual_stages=1, nics=None, network=None,

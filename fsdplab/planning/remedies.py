@@ -111,7 +111,7 @@ def host_memory(spec: PlanSpec) -> list[Changes]:
         return []
     if spec.row.can_offload:
         return [{"offload": True}]
-    (sharded,) = strategies_that(lambda row: row.saves_most)
+    sharded = strategies_that(lambda row: row.saves_most)[0]
     return [{"offload": True, "strategy": sharded, "shard_size": None}]
 
 
