@@ -530,7 +530,7 @@ def test_operators_by_shape_with_what_limits_them(tmp_path):
     assert sum(row["share"] for row in rows(table)) == pytest.approx(1)
     assert table.sentence == (
         "aten::relu of 1000x1000 in fp32 takes 71 % of the time of computing (100 µs a step), and is given 40.0 GB/s,"
-        " 40 % of the memory's rate."
+        " 40 % of the memory's peak."
     )
     assert cells(table)[1][6] == "52.4 GFLOP/s"
     without = tables.roofline(work_of(read_events(tmp_path / "t.json")))
