@@ -17,6 +17,7 @@ from fsdplab.figures import alt_text, comparison_page
 from fsdplab.figures.plots.allocator import allocator_peak
 from fsdplab.figures.plots.step_causes import step_causes
 from fsdplab.profiling.diagnosis import diagnosis
+from fsdplab.profiling.findings import findings
 from fsdplab.profiling.memory.snapshot_file import read_snapshot
 from fsdplab.profiling.memory.snapshot_memory import memory_of
 from fsdplab.profiling.traces.import_traces import record_of_traces
@@ -159,6 +160,17 @@ def test_the_parts_of_the_figure_are_the_step(tmp_path):
 def test_a_run_that_was_not_profiled_has_no_such_figure():
     with pytest.raises(ValueError, match="--profile 2"):
         step_causes(RunRecord.load(DATA / "lesson-11" / "full_shard"))
+
+
+def test_a_rank_that_lacked_a_core_for_as_long_as_it_is_late_is_not_accused(tmp_path):
+    record = record_of_traces(sorted(late_rank(tmp_path).glob("*.json")))  # 400 us late in each step
+    record.environment["observed"] = {"core_wait_s": {"0": 0.0, "1": 0.0001}}
+    assert findings(record)[0].kind == "slow_rank"
+    record.environment["observed"] = {"core_wait_s": {"0": 0.0, "1": 0.0005}}
+    kinds = {finding.kind: finding for finding in findings(record)}
+    assert "slow_rank" not in kinds and "late_rank" not in kinds
+    assert "waited for a core for 500 µs of each step: the machine's delay" in kinds["skew"].text
+    assert "fewer ranks than cores" in kinds["skew"].remedy
 
 
 # ---- memory snapshots

@@ -496,6 +496,22 @@ def test_a_rate_is_set_beside_the_peak_of_its_number_format(tmp_path, dtype, ker
 
 
 @pytest.mark.quick
+@pytest.mark.parametrize(
+    ("name", "peaks"),
+    [
+        ("NVIDIA H200", {"bf16": 989, "fp16": 989, "fp8": 1979, "tf32": 494.5, "fp32": 67, "fp64": 67}),
+        ("Tesla T4", {"fp32": 8.1, "fp16": 65}),  # no bf16
+        ("NVIDIA A10G", {}),
+        ("AMD Instinct MI300X", {"bf16": 1307.4, "fp16": 1307.4, "fp8": 2614.9, "tf32": 653.7, "fp32": 163.4}),
+        ("Some accelerator", {}),
+    ],
+)
+def test_the_peaks_of_a_device_are_its_data_sheets(tmp_path, name, peaks):
+    record = RunRecord(tmp_path, {"world_size": 1}, environment={"device": "cuda", "device_name": name})
+    assert peak_of(record).flops_per_s == {format_: pytest.approx(tflops * 1e12) for format_, tflops in peaks.items()}
+
+
+@pytest.mark.quick
 def test_operators_by_shape_with_what_limits_them(tmp_path):
     rank = product(GpuRank(world_size=1).step(1, 0, 400), 10, 50, 60, "float", "sgemm")
     product(product(rank, 20, 60, 70, "float", "sgemm"), 30, 70, 90, "c10::BFloat16", "nvjet_tst")
@@ -514,7 +530,7 @@ def test_operators_by_shape_with_what_limits_them(tmp_path):
     assert sum(row["share"] for row in rows(table)) == pytest.approx(1)
     assert table.sentence == (
         "aten::relu of 1000x1000 in fp32 takes 71 % of the time of computing (100 µs a step), and is given 40.0 GB/s,"
-        " 40 % of the memory's rate."
+        " 40 % of the memory's peak."
     )
     assert cells(table)[1][6] == "52.4 GFLOP/s"
     without = tables.roofline(work_of(read_events(tmp_path / "t.json")))

@@ -137,7 +137,7 @@ GPUS: dict[str, Gpu] = {
 }  # fmt: skip
 # TFLOP/s of other number formats, dense, from the same data sheets and whitepapers; TF32 and fp8 of tensor cores, with
 # accumulation in fp32.
-_HOPPER = {"fp64": 67, "fp32": 67, "tf32": 494.7, "fp16": 989, "fp8": 1979}
+_HOPPER = {"fp64": 67, "fp32": 67, "tf32": 494.5, "fp16": 989, "fp8": 1979}
 _AMPERE = {"fp64": 19.5, "fp32": 19.5, "tf32": 156, "fp16": 312}
 _OTHER_FORMATS: dict[str, dict[str, float]] = {
     "H100 SXM 80GB": _HOPPER,
@@ -219,7 +219,8 @@ def gpu_of(device_name: str) -> Gpu | None:
     >>> gpu_of("NVIDIA H200").name, gpu_of("NVIDIA H100 PCIe")
     ('H200 SXM 141GB', None)
     """
-    words = device_name.replace("NVIDIA", "").replace("GeForce", "").replace("-", " ").split()
+    makers = {"NVIDIA", "GeForce", "Tesla", "AMD", "Instinct"}
+    words = [word for word in device_name.replace("-", " ").split() if word not in makers]
     if not words or {"PCIe", "NVL", "PCIE"} & set(words):  # other cards, other peaks
         return None
     for name in (" ".join(words), " ".join(words[:2]), words[0]):

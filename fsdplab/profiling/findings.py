@@ -185,7 +185,7 @@ def _long_step(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
 def _slow_rank(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     """A rank that is late, and computes longer than the others in every profiled step."""
     late = facts.late
-    if late is None:
+    if late is None or _lacked_a_core(facts):
         return None
     own, others = beside(facts.compute_s, late.rank)
     longer = all(ahead(facts.compute_s, late.rank, step) > 0 for step in facts.steps)
@@ -194,7 +194,7 @@ def _slow_rank(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
 
 def _late_rank(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     late = facts.late
-    if late is None:
+    if late is None or _lacked_a_core(facts):
         return None
     own, others = beside(facts.compute_s, late.rank)
     values = {
@@ -203,6 +203,14 @@ def _late_rank(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     }  # fmt: skip
     cost = left.claim("waiting_ns", at_most=late.of_waiting(left.waiting * 1e9) / 1e9).seconds
     return Fact(kind, cost, rank=late.rank, phase=late.phase, values=values)
+
+
+def _lacked_a_core(facts: StepFacts) -> bool:
+    """Whether the late rank waited for a core for as long as it delays a step: then the delay is the machine's."""
+    waited = facts.observed.get("core_wait_s")
+    if facts.late is None or not isinstance(waited, dict) or str(facts.late.rank) not in waited:
+        return False
+    return facts.late.a_step_ns / 1e9 <= waited[str(facts.late.rank)]
 
 
 def _how_late(late: LateRank) -> str:
@@ -217,7 +225,18 @@ def _waiting(kind: str, facts: StepFacts, left: Unclaimed) -> Fact | None:
     why = "No rank is late beyond chance: at each collective the ranks wait for whoever comes last."
     if few := too_few_steps(facts.record):
         why = f"At each collective the ranks wait for whoever comes last; whether it is always the same rank, {few}."
+    if facts.late is not None and _lacked_a_core(facts):
+        waited = seconds(facts.observed["core_wait_s"][str(facts.late.rank)])
+        why = (
+            f"Rank {facts.late.rank} comes last, and waited for a core for {waited} of each step: the machine's delay."
+        )
     return _of_claim(kind, left.claim("waiting_ns"), why=why)
+
+
+def _balanced(facts: StepFacts) -> str:
+    if _lacked_a_core(facts):
+        return _FEWER_RANKS
+    return "Balance the lengths of sequences over the ranks, and give each rank cores of its own."
 
 
 # ---- on the link, and copies
@@ -554,8 +573,7 @@ _LATE_RANKS = (
 # waiting for nobody in particular, the link, copies, the loader, idle time; a cause before its consequences
 _RULES = (
     Rule("skew", _waiting, "Ranks wait for each other for {seconds} of each step ({share}), most at {at}", "{why}",
-         "Balance the lengths of sequences over the ranks, and give each rank cores of its own.",
-         unless=("slow_rank", "late_rank")),
+         _balanced, unless=("slow_rank", "late_rank")),
     Rule("more_waiting", _waiting, "Ranks wait for each other for another {seconds} of each step, most at {at}",
          "It is more than the rank that is named above accounts for.",
          "Look at the straggler map: at which collectives, and for whom.", unless=("skew",)),

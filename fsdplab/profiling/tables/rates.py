@@ -150,17 +150,24 @@ def _rates(sums: Sequence[float], peak: DevicePeak) -> dict[str, Any]:
     """The rates of one group, from its time, calls, operations, bytes and seconds at the peak; None for the unknown."""
     time_ns, calls, flops, nbytes, at_peak_s = sums
     taken = time_ns / 1e9
-    knows_peak = flops > 0 and taken > 0 and at_peak_s == at_peak_s  # not NaN
-    moved_per_s = nbytes / taken if nbytes and taken else None
+    moved_per_s = _ratio(nbytes, taken)
+    of_flops = None if np.isnan(at_peak_s) else _ratio(at_peak_s, taken)
     return {
         "time_ns": time_ns,
         "count": calls,
         "flops": flops or None,
-        "flops_per_s": flops / taken if flops and taken else None,
-        "of_flops": at_peak_s / taken if knows_peak else None,
+        "flops_per_s": _ratio(flops, taken),
+        "of_flops": of_flops,
         "bytes_per_s": moved_per_s,
-        "of_bytes": moved_per_s / peak.bytes_per_s if moved_per_s and peak.bytes_per_s else None,
+        "of_bytes": _ratio(moved_per_s, peak.bytes_per_s),
     }
+
+
+def _ratio(value: float | None, by: float | None) -> float | None:
+    """The quotient; None where one of the two is 0 or not known."""
+    if not value or not by:
+        return None
+    return value / by
 
 
 def _notes(peak: DevicePeak) -> tuple[str, ...]:
@@ -215,8 +222,8 @@ def roofline(work: Work, peak: DevicePeak = DevicePeak()) -> Table:
     rows, whole = _sums(counts, groups, len(numbers), work.steps, peak), float(counts.time_ns.sum()) / work.steps
     for row, (name, shapes, format_) in zip(rows, numbers):
         row |= {"name": name, "shapes": dimensions(shapes), "format": format_}
-        row["share"] = row["time_ns"] / whole if whole else 0.0
-        row["intensity"] = _intensity(row)
+        row["share"] = _ratio(row["time_ns"], whole) or 0.0
+        row["intensity"] = _ratio(row["flops_per_s"], row["bytes_per_s"])
         row["bound"] = _bound(row, peak)
     rows.sort(key=lambda row: -row["time_ns"])
     return Table("roofline", "Operators by shape", _of_shapes(rows), _OF_SHAPES, tuple(rows), _notes(peak))
@@ -227,12 +234,6 @@ def _key_of_shape(work: Work, counts: Counted, place: int) -> tuple[str, str, st
     kernel = _name_of(work, int(work.rows[element]))
     shapes = work.shapes[element]
     return _operator_name(work, element) or short(kernel), shapes, counts.formats[place] or number_format(shapes)
-
-
-def _intensity(row: Row) -> float | None:
-    if not row["flops_per_s"] or not row["bytes_per_s"]:
-        return None
-    return float(row["flops_per_s"] / row["bytes_per_s"])
 
 
 def _bound(row: Row, peak: DevicePeak) -> str:
@@ -252,24 +253,31 @@ def _of_shapes(rows: Sequence[Row]) -> str:
     if not any(row["shapes"] for row in rows):
         return _NO_SHAPES
     most = rows[0]
-    given = f" of {most['shapes']}" if most["shapes"] else ""
-    format_ = f" in {most['format']}" if most["format"] else ""
-    rate = _rate_in_words(most)
+    words = [most["name"]]
+    if most["shapes"]:
+        words.append(f"of {most['shapes']}")
+    if most["format"]:
+        words.append(f"in {most['format']}")
     return (
-        f"{most['name']}{given}{format_} takes {percent(most['share'])} of the time of computing"
-        f" ({seconds(most['time_ns'] / 1e9)} a step){rate}."
+        f"{' '.join(words)} takes {percent(most['share'])} of the time of computing"
+        f" ({seconds(most['time_ns'] / 1e9)} a step){_rate_in_words(most)}."
     )
 
 
 def _rate_in_words(row: Row) -> str:
     """`, at 412 TFLOP/s, 42 % of the peak`; of an operator whose operations are not counted, the bytes."""
     if row["flops_per_s"]:
-        share = f", {percent(row['of_flops'])} of the device's peak" if row["of_flops"] is not None else ""
-        return f", at {flops_per_s(row['flops_per_s'])}{share}"
+        return f", at {flops_per_s(row['flops_per_s'])}{_share_in_words(row['of_flops'], 'the device')}"
     if row["bytes_per_s"]:
-        share = f", {percent(row['of_bytes'])} of the memory's rate" if row["of_bytes"] is not None else ""
-        return f", and is given {size(row['bytes_per_s'])}/s{share}"
+        return f", and is given {size(row['bytes_per_s'])}/s{_share_in_words(row['of_bytes'], 'the memory')}"
     return ""
+
+
+def _share_in_words(share: float | None, whose: str) -> str:
+    """`, 42 % of the device's peak`; "" where the peak is not known."""
+    if share is None:
+        return ""
+    return f", {percent(share)} of {whose}'s peak"
 
 
 # ---- copies
