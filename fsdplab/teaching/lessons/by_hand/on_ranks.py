@@ -214,7 +214,10 @@ class Twin(NamedTuple):
 
 
 def batch(text: ByteText, step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Return the batch of `rank` at `step` of every by-hand training: two sequences of 32 bytes."""
+    """Return the batch of `rank` at `step` of every by-hand training: two sequences of 32 bytes.
+
+    Tokens and targets are int64 [2, 32].
+    """
     return text.batch(step, rank, dist.get_world_size(), batch_size=2, sequence_length=32)
 
 
@@ -289,7 +292,10 @@ def _distance(parameters: dict[str, Tensor], twin: nn.Module) -> dict[str, Any]:
 
 
 def _spread(value: Tensor) -> float:
-    """Return the largest difference between this tensor's values on any two ranks."""
+    """Return the largest difference between this tensor's values on any two ranks.
+
+    All ranks call this: the largest and the smallest value of each element are reduced over them.
+    """
     high, low = value.clone(), value.clone()
     dist.all_reduce(high, dist.ReduceOp.MAX)
     dist.all_reduce(low, dist.ReduceOp.MIN)

@@ -353,7 +353,10 @@ def inject(name: str = "none", ranks: int = 2, steps: int = STEPS) -> Seen:
 
 
 def _calls(path: Path) -> list[Row]:
-    """Return a rank's calls by number: a line when one is issued, and another when its result is there."""
+    """Return a rank's calls by number, from the file to which the watch wrote them.
+
+    A call has a line when it is issued, and another when its result is there, which adds `done`.
+    """
     if not path.exists():
         return []
     by_number: dict[int, Row] = {}

@@ -217,7 +217,10 @@ _PROVENANCE = {"losses": "measured", "ledger": "measured", "formula_bytes_per_st
 
 
 def ledger(rows: list[dict[str, Any]], ranks: int) -> list[dict[str, Any]]:
-    """Return the rows of a learner's log as a ledger: one row a collective, with the bytes that its calls sent."""
+    """Return the rows of a learner's log as a ledger: one row a collective, with the bytes that its calls sent.
+
+    `logical_bytes` are those of the whole unit, `wire_bytes` what this rank sends by the textbook.
+    """
     entries = []
     for row in rows:
         if row["what"] not in _KINDS:

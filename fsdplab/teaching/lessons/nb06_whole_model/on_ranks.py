@@ -92,7 +92,7 @@ def blocks_of(model: nn.Module) -> Wanted:
 
 
 def batch(text: ByteText, work: Work, step: int, rank: int) -> tuple[Tensor, Tensor]:
-    """Return the batch of a rank at a step."""
+    """Return the batch of a rank at a step: tokens and targets, int64 [batch_size, sequence_length] of `work`."""
     return text.batch(step, rank, work["ranks"], work["batch_size"], work["sequence_length"], seed=work["seed"])
 
 

@@ -201,7 +201,10 @@ def _point_at(link: int, points: list[tuple[int, float, float]]) -> tuple[int, f
 
 
 def _exposed_at(link: int, curves: Curves) -> list[tuple[str, str]]:
-    """Return (exposed time, name) of each curve at a link: `("120 ms", "one unit ahead")`."""
+    """Return (exposed time, name) of each curve at a link, in the order of the curves.
+
+    `("120 ms", "one unit ahead")`; no exposed time is "0 ms".
+    """
     words = []
     for name, points in curves.items():
         _, exposed, _ = _point_at(link, points)

@@ -92,13 +92,19 @@ def sets(record: RunRecord, rank: int = 0) -> tuple[int, list[tuple[int, int]], 
 
 
 def timeline(record: RunRecord, rank: int) -> list[Row]:
-    """Return the timeline of a rank's profiled step: the last one, since the memory step has a timeline as well."""
+    """Return the timeline of a rank's profiled step: the last one, since the memory step has a timeline as well.
+
+    A row has `lane` ("step", "compute" or a kind of collective), `unit`, `phase`, `start_ns` and `end_ns`.
+    """
     step = max(row["step"] for row in record.table("breakdown"))
     return [row for row in record.table("timeline") if (row["rank"], row["step"]) == (rank, step)]
 
 
 def breakdown(record: RunRecord, rank: int = 0) -> Row:
-    """Return the four parts of a rank's profiled step, as the lab accounts for them."""
+    """Return the four parts of a rank's profiled step, as the lab accounts for them.
+
+    The row has ns: `step_ns` is the sum of the parts, which are named in `PARTS`, as `exposed_ns`.
+    """
     steps = [row for row in record.table("breakdown") if row["rank"] == rank]
     return max(steps, key=lambda row: row["step"])
 
@@ -119,7 +125,10 @@ def parts_table(record: RunRecord, rank: int = 0) -> Table:
 
 
 def gaps(record: RunRecord, rank: int = 0) -> list[Row]:
-    """Return the exposed rows of a rank's profiled step, the most exposed first."""
+    """Return the exposed rows of a rank's profiled step, the most exposed first.
+
+    A row has a message's `unit`, `phase`, `kind` and `cause`, and of its `communication_ns` the `exposed_ns`.
+    """
     step = breakdown(record, rank)["step"]
     rows = [row for row in record.table("exposed") if (row["rank"], row["step"]) == (rank, step)]
     return sorted(rows, key=lambda row: -row["exposed_ns"])
@@ -253,7 +262,11 @@ def waits_table(record: RunRecord, waited: Callable[..., Mapping[str, float]], r
 
 
 def _messages(record: RunRecord, rank: int) -> list[Row]:
-    """Return the collectives of a rank's trace, in the order of issue."""
+    """Return the collectives of a rank's trace, in the order of issue.
+
+    A row has when a message was issued (`issue_ns`), when the link took it up and delivered it (`start_ns`, `end_ns`),
+    and how long the rank was exposed to it (`exposed_ns`).
+    """
     return sorted(_analysed(record, rank).rows("collectives"), key=lambda row: row["issue_ns"])
 
 

@@ -169,7 +169,10 @@ def parameter_bytes(record: RunRecord) -> int:
 
 
 def groups_of(record: RunRecord) -> tuple[int, int]:
-    """Return (s, r) of a run: under full_shard all ranks are one group."""
+    """Return (s, r) of a run, the ranks of a shard group and the number of groups.
+
+    Under full_shard all ranks are one group: (4, 1) on four ranks.
+    """
     ranks = record.spec["world_size"]
     s = record.spec["shard_size"] or ranks
     return s, ranks // s

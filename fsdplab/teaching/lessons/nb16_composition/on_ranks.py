@@ -138,7 +138,10 @@ def _by_mesh(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _ratios(model: nn.Module, twin: nn.Module) -> dict[str, float]:
-    """Return the norm of a gradient over the twin's, for a matrix of each kind of the first block."""
+    """Return the norm of a gradient over the twin's, for each matrix of the first block.
+
+    `{"attention.query.weight": 1.0, ...}` where the gradient has the length of the twin's.
+    """
     twin_parameters = dict(twin.named_parameters())
     ratios = {}
     for name, parameter in model.named_parameters():

@@ -183,7 +183,10 @@ _OTHER = {
 
 
 def _backward(model: nn.Module, micro_batch: Any) -> tuple[float, list[Tensor]]:
-    """Return the loss of a micro-batch, and its gradients in the order of the parameters."""
+    """Return the loss of a micro-batch, and its gradients in the order of the parameters.
+
+    The gradients are returned and not left in the model, so that micro-batches can be compared.
+    """
     loss = loss_of(model, *micro_batch)
     return loss.item(), list(torch.autograd.grad(loss, list(model.parameters())))
 
@@ -225,7 +228,10 @@ def _norm(tensors: Sequence[Tensor]) -> float:
 
 
 def _multiple(gradients: Sequence[Tensor], right: Sequence[Tensor]) -> float:
-    """Return by what factor all gradients are the right ones; 0 where one factor is not enough."""
+    """Return by what factor all gradients are the right ones; 0 where one factor is not enough.
+
+    The factor is the best one in the sense of least squares; what is left over must be below 0.1 % of the gradients.
+    """
     flat, right_flat = _flat(gradients), _flat(right)
     factor = float(flat @ right_flat / (right_flat @ right_flat))
     distance = (flat - factor * right_flat).norm()
