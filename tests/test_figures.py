@@ -489,7 +489,10 @@ def test_page_opens_offline_in_a_browser(runs, tmp_path):
         page.goto(target.as_uri())
         page.wait_for_selector(".js-plotly-plot .main-svg")
         assert page.evaluate("document.documentElement.classList.contains('dark')")
+        alarm = page.locator(".plot text[style*='fill: rgb(229, 56, 59)']").first
+        assert alarm.evaluate("text => getComputedStyle(text).fill") == "rgb(255, 106, 106)", "lighter in the dark"
         page.click("#switch")
+        assert alarm.evaluate("text => getComputedStyle(text).fill") == "rgb(192, 31, 37)"
         assert page.evaluate("document.documentElement.classList.contains('dark')") is False
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than 1280 px"
         assert page.locator(".js-plotly-plot").count() == 2

@@ -155,7 +155,7 @@ def test_sliders_draw_a_figure(capsys):
     explorer = exploring.Explorer(tour.state_figure, {"million_parameters": [1000], "ranks": [1, 4]})
     before, _ = explorer.render(), explorer.set("ranks", 4)
     assert "full_shard 16.0 GB" in before.alt and "full_shard 4.00 GB" in explorer.render().alt
-    assert {"application/vnd.plotly.v1+json", "text/html"} <= set(before._repr_mimebundle_())
+    assert {"application/vnd.plotly.v1+json", "text/plain"} <= set(before._repr_mimebundle_())
     teaching.explore(tour.state_figure, million_parameters=[1000], ranks=[2])
     assert "[figure] Stacked bars" in capsys.readouterr().out
 

@@ -13,7 +13,8 @@ import pytest
 from plotly.graph_objects import Figure
 
 from fsdplab.common.sizes import parse_card
-from fsdplab.figures.report.parts import PIECES, PLOTLY
+from fsdplab.figures.plotly_go import PLOTLY
+from fsdplab.figures.report.parts import PIECES
 from fsdplab.figures.view import view
 from fsdplab.records import RunRecord, Summary
 from fsdplab.sessions import RunSpec

@@ -9,7 +9,6 @@ static pages, which have plotly, draw the figures too.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any, TypeAlias
@@ -19,7 +18,9 @@ from plotly.graph_objects import Figure
 from fsdplab import figures
 from fsdplab.figures import alt_text
 from fsdplab.figures.fastest import core_words
-from fsdplab.figures.report.parts import PIECES, PLOTLY, comparison_table
+from fsdplab.figures.notebook_figure import plotly_json
+from fsdplab.figures.plotly_go import PLOTLY
+from fsdplab.figures.report.parts import PIECES, comparison_table
 from fsdplab.figures.report.parts import table as html_table
 from fsdplab.figures.table import COLUMNS, NUMBERS, SHORT, WRAPPED, brief, legend, mood, told
 from fsdplab.figures.view import RunView, provenance
@@ -128,14 +129,14 @@ def outputs(pieces: Iterable[Piece]) -> tuple[dict[str, Any], ...]:
     """Pieces as outputs of a notebook: a figure with its alternative text, which is there for screen readers too; HTML
     unchanged.
     """
-    found = []
+    found: list[dict[str, Any]] = []
     for piece in pieces:
         if isinstance(piece, str):
             found.append({"text/html": piece})
             continue
         alt, config = alt_text(piece), {"config": {"displaylogo": False, "responsive": False}}
         words = {"text/html": f"<p>{escape(alt)}</p>", "text/plain": f"[figure] {alt}"}
-        found.append({PLOTLY: json.loads(piece.to_json()) | config, **words})
+        found.append({PLOTLY: plotly_json(piece) | config, **words})
         found.append({"text/html": f"<div style='{_UNSEEN}'>{escape(alt)}</div>"})
     return tuple({"output_type": "display_data", "data": data, "metadata": {}} for data in found)
 

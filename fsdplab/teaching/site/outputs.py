@@ -16,7 +16,8 @@ from typing import Any
 from markupsafe import Markup, escape
 from nbconvert.filters.ansi import strip_ansi
 
-from fsdplab.figures.report.parts import PIECES, PLOTLY, in_script
+from fsdplab.figures.plotly_go import PLOTLY
+from fsdplab.figures.report.parts import PIECES, in_script
 from fsdplab.teaching.site.foreign_html import without_scripts
 
 WIDGET = "application/vnd.jupyter.widget-view+json"
