@@ -306,6 +306,17 @@ def test_a_long_cell_has_a_line_and_a_short_one_has_none(monkeypatch):
     assert line.shown[0].startswith("running: ") and line.shown[-1].startswith("done in ")
 
 
+def test_the_line_of_an_interrupted_cell_never_says_done(monkeypatch):
+    line = Line()
+    monkeypatch.setattr(waiting, "notebook_display", lambda: line)
+    long = waiting.Waiting(quiet=0.0, every=0.01)
+    long.begin()
+    while not line.shown:
+        pass
+    long.end(SimpleNamespace(error_in_exec=KeyboardInterrupt()))
+    assert line.shown[-1] == "" and not any("done" in words for words in line.shown)
+
+
 def test_voila_gets_a_live_output_as_a_widget(monkeypatch):
     """Voila shows the output of a cell once: only a widget's outputs change on its page."""
     InteractiveShell.instance()

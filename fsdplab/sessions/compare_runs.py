@@ -31,6 +31,7 @@ from fsdplab.sessions.spec import RunSpec, SpecError, WorkloadPart
 from fsdplab.sessions.spec.pairs import least_bytes
 from fsdplab.sessions.spec.rules import check_ranks_run_here, check_same
 from fsdplab.sessions.spec.run_spec import specs_for
+from fsdplab.sessions.stopped import stops_in_one_line
 
 SAME = (*(each.name for each in fields(WorkloadPart)), "world_size")
 
@@ -55,6 +56,7 @@ class Callbacks:
     on_look: Callable[[], None] | None = None
 
 
+@stops_in_one_line
 def compare(
     specs: Sequence[RunSpec] | Any,
     *,

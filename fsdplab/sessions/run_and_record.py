@@ -23,6 +23,7 @@ from fsdplab.sessions.launch.mailbox import Mailbox, Tail, read_heartbeats, read
 from fsdplab.sessions.launch.turns import STEP, TO_THE_END
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.spec.run_spec import spec_for
+from fsdplab.sessions.stopped import stops_in_one_line
 from fsdplab.sessions.summary import summarise
 from fsdplab.sessions.trace_tables import tables_of
 from fsdplab.workloads.own.sources import FILE, kind_of, name_of, source_of
@@ -43,6 +44,7 @@ class RunCalls:
     on_look: Callable[[], None] | None = None
 
 
+@stops_in_one_line
 def run(
     spec: RunSpec | Any,
     *,

@@ -76,6 +76,7 @@ class Waiting:
     def __init__(self, quiet: float = QUIET, every: float = EVERY) -> None:
         self._quiet, self._every = quiet, every
         self._over = threading.Event()
+        self._interrupted = False
         self._thread: threading.Thread | None = None
 
     def begin(self, cell: Any = None) -> None:
@@ -87,8 +88,9 @@ class Waiting:
         self._thread.start()
 
     def end(self, result: Any = None) -> None:
-        """After a cell: the line, where there is one, says how long it took."""
+        """After a cell: the line, where there is one, says how long it took; an interrupt says that itself."""
         if self._thread is not None:
+            self._interrupted = isinstance(getattr(result, "error_in_exec", None), KeyboardInterrupt)
             self._over.set()
             self._thread.join()
             self._thread = None
@@ -101,7 +103,7 @@ class Waiting:
         while line is not None and not over.wait(self._every):
             line.update(state(time.monotonic() - began))
         if line is not None:
-            line.update(state(time.monotonic() - began, over=True))
+            line.update(Text("", "") if self._interrupted else state(time.monotonic() - began, over=True))
 
 
 def watch_cells(shell: InteractiveShell) -> None:
