@@ -34,8 +34,6 @@ from fsdplab.figures.table import cells
 from fsdplab.figures.view import RunView
 from fsdplab.records import RunRecord
 
-# the form of a cell's output that holds the strategy lab's saved batch: bundles of outputs, one below the other
-PIECES = "application/vnd.fsdplab.pieces+json"
 What = ParamSpec("What")
 Texts: TypeAlias = Sequence[str]
 # the attributes of a cell's tag by its column's place and its text (None: the column's heading): classes where there is

@@ -11,7 +11,7 @@ from fsdplab.figures.style import FONT
 from fsdplab.teaching.authoring.course import notebooks_in, read
 from fsdplab.teaching.core import registry
 from fsdplab.teaching.core.exercise_file import Exercise
-from fsdplab.teaching.site.lesson import text_html
+from fsdplab.teaching.site.pages import text_html
 from fsdplab.teaching.slides import picture_of
 
 _STYLE = f"""body{{font:15px/1.45 {FONT};max-width:48em;margin:2em auto;color:#14171c}}
