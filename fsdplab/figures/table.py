@@ -37,7 +37,7 @@ _MEANINGS = {
         " other ranks included, a dash where nothing was sent or profiled; of a step that the profiler made longer by a"
         " tenth or more also its length"
     ),
-    "hidden": "the part of communication under computing in profiled steps",
+    "hidden, measured": "the part of communication under computing in profiled steps",
     "loss": "of the last step",
     "losses": "whether they agree with the unsharded twin's, one process that replays every rank's batches",
     "optimizer": "its step in profiled steps, and the part of it that exchanges matrices",
@@ -157,7 +157,7 @@ _CELLS: dict[str, Callable[[RunView], str]] = {
     "sent": lambda run: size(run.summary.comm.bytes_per_step),
     "formula": formula_of,
     "exposed": exposed_of,
-    "hidden": lambda run: percent(run.summary.comm.overlap),
+    "hidden, measured": lambda run: percent(run.summary.comm.overlap),
     "loss": _last_loss,
     "losses": badge,
     "optimizer": lambda run: optimizer_of(run.summary.profile),
@@ -170,7 +170,7 @@ def brief(runs: Sequence[RunView]) -> tuple[str, ...]:
     """The seven columns that matter most: with the steady card's clock where a run has it."""
     if any(run.steady.step_time_s for run in runs):
         return ("strategy", "peak", "sent", *STEADY, "step, measured", "losses")
-    return ("strategy", "peak", "sent", "step, measured", "exposed", "hidden", "losses")
+    return ("strategy", "peak", "sent", "step, measured", "exposed", "hidden, measured", "losses")
 
 
 def told(runs: Sequence[RunView], columns: Sequence[str] = COLUMNS) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from fsdplab.common.names import category_titles
 from fsdplab.common.sizes import size
 from fsdplab.figures.bars import Part, stacked_bars
-from fsdplab.figures.conclusion import verdict
+from fsdplab.figures.conclusion import most_sharded, verdict
 from fsdplab.figures.fastest import listed
 from fsdplab.figures.lines import line, peak
 from fsdplab.figures.plotly_go import go
@@ -82,6 +82,9 @@ def _finding(shown: list[RunView]) -> str:
     if len(over) == len(shown):
         return "No run fits the card"
     low, high = (pick(shown, key=lambda run: known(run.peak)) for pick in (min, max))
+    sharded = most_sharded(shown)  # what the page is about, also where another row needs a little less
+    if sharded is not None and sharded is not high:
+        low = sharded
     peaks = f"{low.label} peaks at {size(low.peak)}"
     if over:
         names = listed(over) if len(over) <= 3 else f"{len(over)} runs"

@@ -23,6 +23,7 @@ class Learner:
     stuck: tuple[str, ...]
     predictions: int
     within_two: int
+    begun: bool  # whether anything was checked or predicted
 
 
 def exercises(notebooks: Sequence[str]) -> dict[str, list[str]]:
@@ -32,19 +33,28 @@ def exercises(notebooks: Sequence[str]) -> dict[str, list[str]]:
 
 
 def workspaces_in(folders: Sequence[Path]) -> Iterator[tuple[str, Workspace]]:
-    """(name, workspace) of every learner's folder at or below `folders`; CourseError where there is none."""
+    """(name, workspace) of every learner's folder at or below `folders`, also of one who has not begun.
+
+    CourseError for a folder that does not exist, and where no folder holds a `my_fsdp`.
+    """
+    begun = False
     for folder in folders:
-        found = sorted(path.parent for path in folder.rglob("progress.json") if path.parent.name == "my_fsdp")
+        if not folder.is_dir():
+            raise CourseError(f"{folder} is no folder; give the folders in which learners work")
+        found = sorted(path for path in folder.rglob("my_fsdp") if path.is_dir())
+        begun = begun or bool(found)
         if not found:
-            raise CourseError(
-                f"{folder} holds no my_fsdp with a progress.json; give the folders in which learners work"
-            )
+            yield folder.resolve().name, Workspace(folder / "my_fsdp")
         for path in found:
             beside = path.parent.relative_to(folder) if path.parent != folder else Path(folder.resolve().name)
             yield (
                 str(beside.parent if beside.name == "course-learner" and beside.parent.name else beside),
                 Workspace(path),
             )
+    if not begun:
+        raise CourseError(
+            f"no my_fsdp lies below {', '.join(map(str, folders))}; give the folders in which learners work"
+        )
 
 
 def learner(name: str, workspace: Workspace, asked: dict[str, list[str]]) -> Learner:
@@ -53,7 +63,8 @@ def learner(name: str, workspace: Workspace, asked: dict[str, list[str]]) -> Lea
     tried = {each: workspace.failed_tries(each) for ids in asked.values() for each in ids}
     stuck = [f"{each} ({tries})" for each, tries in tried.items() if tries >= 3 and not workspace.has_passed(each)]
     scores = calibration_of(workspace)
-    return Learner(name, done, tuple(stuck), len(scores.scores), scores.within_two)
+    begun = bool(workspace.read("progress.json") or workspace.read("predictions.json"))
+    return Learner(name, done, tuple(stuck), len(scores.scores), scores.within_two, begun)
 
 
 def table_of(learners: Sequence[Learner], asked: dict[str, list[str]]) -> list[str]:
@@ -66,6 +77,8 @@ def table_of(learners: Sequence[Learner], asked: dict[str, list[str]]) -> list[s
     for each in learners:
         cells = "".join(f"{each.passed[name]}/{len(asked[name])}".rjust(6) for name in begun)
         guessed = f"{each.within_two} of {each.predictions} near" if each.predictions else "none"
+        if not each.begun:
+            guessed = "not begun"
         lines.append(f"{each.name:<{wide}}{cells}  {guessed:<11}  {', '.join(each.stuck)}".rstrip())
     done = "".join(f"{sum(each.passed[name] == len(asked[name]) for each in learners)}".rjust(6) for name in begun)
     return [*lines, f"{'all done':<{wide}}{done}  of {len(learners)}"]
