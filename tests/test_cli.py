@@ -437,7 +437,6 @@ def test_progress_in_a_terminal_shows_a_run_that_waits_and_completes_its_row(com
         """The last state that a terminal shows after some events."""
         console = Console(force_terminal=True, width=170, file=io.StringIO())
         with ProgressTable(console, planned) as progress:
-            assert progress.live
             for name, *arguments in events:
                 getattr(progress, name)(*arguments)
         return console.file.getvalue()
@@ -445,14 +444,14 @@ def test_progress_in_a_terminal_shows_a_run_that_waits_and_completes_its_row(com
     ready = [("ready", waits), ("ready", twin)]
     assert "Their timed steps take turns." in drawn(*ready, ("note", "Their timed steps take turns."))
     assert " waits " in drawn() and "ms" in drawn(), "the steady card's step is known before anything runs"
-    waiting = drawn(*ready, ("step", RunSpec(**record.spec), 3, 6, 5.25))
+    waiting = drawn(*ready, ("progressed", RunSpec(**record.spec), 3, 6, 5.25))
     assert (
         "full_shard: timed step 1 of 2" in waiting
         and " measuring " in waiting
         and "0 of 2 runs done, 1 being measured" in waiting
         and "twin" not in waiting
     )
-    whole = drawn(*ready, ("finished", record), ("step", RunSpec(**twin.spec), 2, 6, 5.25))
+    whole = drawn(*ready, ("ended", record), ("progressed", RunSpec(**twin.spec), 2, 6, 5.25))
     assert " measuring " not in whole and "1 of 2 runs done)" in whole
     assert "the twin, for reference: warm-up step 2 of 2" in whole
 
@@ -461,9 +460,8 @@ def test_progress_that_is_piped_prints_a_row_when_it_is_complete(comparison):
     record = RunRecord.load(sorted((comparison[1] / "records").iterdir())[1])
     console = Console(width=170, file=io.StringIO())
     with ProgressTable(console, two_runs(record)) as progress:
-        assert not progress.live
         progress.note("Their timed steps take turns.")
-        progress.finished(record)
+        progress.ended(record)
     note, row = console.file.getvalue().splitlines()
     assert (
         note == "Their timed steps take turns."
@@ -474,7 +472,7 @@ def test_progress_that_is_piped_prints_a_row_when_it_is_complete(comparison):
     quiet = Console(width=170, file=io.StringIO())
     with ProgressTable(quiet, two_runs(record), Outputs(quiet=True)) as progress:
         progress.note("Their timed steps take turns.")
-        progress.finished(record)
+        progress.ended(record)
     assert quiet.file.getvalue() == ""
 
 
@@ -483,7 +481,7 @@ def test_a_step_of_one_of_two_runs_of_a_strategy_says_which_one(comparison):
     ahead, none = (replace(RunSpec(**record.spec), prefetch=depth) for depth in (1, 0))
     console = Console(width=100, file=io.StringIO())
     with ProgressTable(console, {record.path: ahead, record.path / "none": none}, Outputs(verbose=True)) as progress:
-        progress.step(none, 1, 6, 5.25)
+        progress.progressed(none, 1, 6, 5.25)
     assert console.file.getvalue() == "full_shard, prefetch 0: warm-up step 1 of 2, loss 5.2500\n"
 
 
@@ -518,8 +516,8 @@ def test_progress_in_a_terminal_shows_finished_rows_and_the_step_of_the_next(com
     record = RunRecord.load(sorted((comparison[1] / "records").iterdir())[1])
     console = Console(force_terminal=True, width=150, file=io.StringIO())
     with ProgressTable(console, two_runs(record)) as progress:
-        progress.finished(record)
-        progress.step(RunSpec(model="gpt-tiny", engine="torch-ddp", strategy="no_shard", steps=4), 8, 10, 5.25)
+        progress.ended(record)
+        progress.progressed(RunSpec(model="gpt-tiny", engine="torch-ddp", strategy="no_shard", steps=4), 8, 10, 5.25)
     drawn = console.file.getvalue()
     assert (
         "full_shard" in drawn

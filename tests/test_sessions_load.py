@@ -11,9 +11,10 @@ import torch
 
 from fsdplab.sessions import RunSpec, run
 from fsdplab.sessions.launch.mailbox import HeartbeatWriter, Mailbox, read_lines
-from fsdplab.sessions.run_and_record import RunCalls, _Follower
+from fsdplab.sessions.run_and_record import _Follower
 from fsdplab.sessions.worker.rank_process import RankContext
 from fsdplab.sessions.worker.training import Ledger
+from tests.watching import watching
 
 STEPS = 1000
 
@@ -27,8 +28,10 @@ def test_a_look_reads_only_the_steps_that_are_new(tmp_path: Path) -> None:
     told: list[int] = []
     rows: list[Any] = []
     spec = RunSpec(model="gpt-tiny", steps=STEPS, warmup=0, memory=False)
-    calls = RunCalls(lambda step, total, loss: told.append(step), rows.append)
-    follower = _Follower(Mailbox(tmp_path), spec, calls)
+    watcher = watching(
+        progressed=lambda spec, step, total, loss: told.append(step), stepped=lambda spec, row: rows.append(row)
+    )
+    follower = _Follower(Mailbox(tmp_path), spec, watcher)
     path = Mailbox(tmp_path).of(0, "steps")
     follower.look()
     for step in range(STEPS):

@@ -25,6 +25,7 @@ from fsdplab.sessions.launch.launcher import RankActivity, RunningRanks
 from fsdplab.sessions.launch.mailbox import HeartbeatWriter, Mailbox, read_heartbeats
 from tests.leftovers import processes_of
 from tests.test_sessions import CLOSED, SLEEPING, WAITING, heartbeat
+from tests.watching import watching
 
 FAULTY = str(Path(__file__).with_name("faulty_worker.py"))
 TINY = {"model": "gpt-tiny", "steps": 2000, "sequence_length": 32, "device": "cpu", "memory": False}
@@ -241,14 +242,14 @@ def test_a_launcher_killed_at_both_tries_is_not_reported_as_the_exit_of_a_rank(
 ) -> None:
     folder = tmp_path / "run"
 
-    def kill_the_launcher(step: int, *_: object) -> None:
+    def kill_the_launcher(spec: RunSpec, step: int, *_: object) -> None:
         if step == 3:
             rank = read_heartbeats(Mailbox(folder / "ranks"), 2)[1].pid
             os.kill(state(rank)[1], which)
 
     spec = RunSpec(engine="torch-ddp", strategy="no_shard", start="torchrun", time_limit=120.0, **TINY)
     with pytest.raises(RanksFailed) as failed:
-        run(spec, directory=folder, on_progress=kill_the_launcher)
+        run(spec, directory=folder, watcher=watching(progressed=kill_the_launcher))
     report = failed.value.report
     assert (report.kind, report.rank) == ("died", None), report
     assert report.message.startswith(f"The launcher of the ranks was killed by {which.name}, and all ranks ended")
@@ -275,7 +276,7 @@ def test_a_rank_that_was_stopped_before_its_first_heartbeat_is_ended(tmp_path: P
             raise KeyboardInterrupt
 
     with pytest.raises((KeyboardInterrupt, RanksFailed)) as ended:
-        run(spec, directory=tmp_path / "run", on_look=leave, program=(str(tmp_path / "stops.py"),))
+        run(spec, directory=tmp_path / "run", watcher=watching(look=leave), program=(str(tmp_path / "stops.py"),))
     assert ended.type is KeyboardInterrupt, ended.value
     assert [gone(int(path.read_text())) for path in stopped] == [True, True]
 

@@ -24,6 +24,7 @@ from fsdplab.sessions.launch.mailbox import Mailbox, read_heartbeats
 from fsdplab.sessions.run_and_record import WORKER, run
 from tests.leftovers import left_of, processes_of, until
 from tests.tiers import values_of
+from tests.watching import watching
 
 FAULTY = str(Path(__file__).with_name("faulty_worker.py"))
 TINY = {"model": "gpt-tiny", "steps": 4, "sequence_length": 32, "device": "cpu"}
@@ -56,7 +57,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunRecord]:
     def follow(spec: RunSpec, step: int, total: int, loss: float) -> None:
         progress.append((spec.engine, step, total))
 
-    records = compare(specs, directory=folder, on_record=seen.append, on_progress=follow)
+    records = compare(specs, directory=folder, watcher=watching(ended=seen.append, progressed=follow))
     assert seen[0] is records[2], "the run that fails does not wait for the others"
     assert seen[1:] == [*records[:2], *records[3:]] and [record.spec["engine"] for record in records] == [
         spec.engine for spec in specs
@@ -154,7 +155,7 @@ def failed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             ended: Any = run(
                 replace(spec, start=start, time_limit=limit),
                 directory=folder,
-                on_progress=lambda step, total, loss: on_step(folder, step),
+                watcher=watching(progressed=lambda spec, step, total, loss: on_step(folder, step)),
                 program=program,
             )
         except (RanksFailed, KeyboardInterrupt) as error:

@@ -14,11 +14,17 @@ from fsdplab.sessions.stopped import RanksStopped, stops_in_one_line
 
 LINE = r"stopped after \d+ s; the ranks have ended"
 RUN = """\
-import os, signal, threading
+import os, signal
 from fsdplab import RunSpec, run, teaching
+from fsdplab.sessions.watcher import Watcher
 teaching.start()
-spec = RunSpec(model="gpt-tiny", strategy="full_shard", steps=100_000)
-run(spec, on_progress=lambda step, total, loss: step == 2 and os.kill(os.getpid(), signal.SIGINT))
+
+class Stops(Watcher):
+    def progressed(self, spec, step, total, loss):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+run(RunSpec(model="gpt-tiny", strategy="full_shard", steps=100_000), watcher=Stops())
 """
 
 

@@ -15,7 +15,7 @@ from fsdplab.figures import style
 from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.records import RunRecord
 from fsdplab.records.summary import Summary
-from fsdplab.sessions import RunSpec
+from fsdplab.sessions import RunSpec, Watcher
 from fsdplab.widgets import running
 from fsdplab.widgets.choices import Choices, check
 from fsdplab.widgets.lab_state import Batch, LabState
@@ -168,10 +168,10 @@ def test_a_cancelled_batch_without_a_record_leaves_no_folder(tmp_path: Path, mon
 
     runner = Runner(LabState(FIXED, **TINY), tmp_path)
 
-    def cancelled(specs: Any, *, directory: Path, on_look: Any, **_: Any) -> None:
+    def cancelled(specs: Any, *, directory: Path, watcher: Watcher) -> None:
         (directory / "0-full_shard-lab").mkdir()
         runner.state.cancel()
-        on_look()
+        watcher.look()
 
     monkeypatch.setattr(running, "compare", cancelled)
     assert runner.start() and runner.wait(60) and runner.state.status == "cancelled"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdplab.common.names import STATES, STRATEGIES, STRATEGY_ROWS
+from fsdplab.common.names import STATES, STRATEGIES, STRATEGY_ROWS, StrategyRow
 from fsdplab.planning.traffic import UnitShapes, step_traffic
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -135,6 +135,23 @@ def test_the_rows_are_those_of_the_papers():
         for unit, (gathers, reductions) in {"block": block, "root": root}.items():
             assert counts.get((unit, "all_gather"), 0) == gathers
             assert counts.get((unit, "reduce_scatter"), counts.get((unit, "all_reduce"))) == reductions
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({"cuts": ("gradients",)}, "the optimizer state is sharded first"),
+        ({"cuts": ("parameters", "optimizer")}, "the optimizer state is sharded first"),
+        ({"cuts": ("optimizer", "gradients")}, "the optimizer state is sharded first"),
+        ({"cuts": ("weights",)}, "expected one of"),
+        ({"cuts": STATES[1:], "reshards_after_forward": True}, "reshards parameters that it does not shard"),
+        ({"cuts": (), "in_groups": True}, "shards nothing inside its groups"),
+    ],
+)
+def test_a_row_that_the_engine_cannot_express_is_refused(row, why):
+    with pytest.raises(ValueError, match=why):
+        StrategyRow("made_up", colour="#123456", **row)
 
 
 # ---- one more row

@@ -30,6 +30,7 @@ from fsdplab.sessions.launch.mailbox import HeartbeatWriter, Mailbox, read_heart
 from fsdplab.sessions.launch.turns import STEP, TO_THE_END, WAITING, OwnTurns, Turns, fifos_in
 from fsdplab.sessions.spec.pairs import least_bytes
 from tests.leftovers import left_of, processes_of, until
+from tests.watching import watching
 
 WORKER = str(Path(__file__).with_name("turns_worker.py"))
 TINY: dict[str, Any] = {"model": "gpt-tiny", "steps": 4, "sequence_length": 32, "device": "cpu"}
@@ -89,10 +90,12 @@ def compared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     records = compare(
         specs,
         directory=folder / "runs",
-        on_record=seen["ended"].append,
-        on_ready=on_ready,
-        on_note=seen["notes"].append,
-        on_progress=lambda spec, step, total, loss: seen["progress"].append((spec.engine, spec.strategy, step)),
+        watcher=watching(
+            ended=seen["ended"].append,
+            ready=on_ready,
+            note=seen["notes"].append,
+            progressed=lambda spec, step, total, loss: seen["progress"].append((spec.engine, spec.strategy, step)),
+        ),
         program=noting(folder),
     )
     return {**seen, "specs": specs, "records": records, "steps": steps_of(folder), "folder": folder}
@@ -178,7 +181,9 @@ def with_failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunReco
     ]
     ended: list[RunRecord] = []
     began = time.monotonic()
-    records = compare(specs, directory=folder / "runs", on_record=ended.append, program=noting(folder, **faults))
+    records = compare(
+        specs, directory=folder / "runs", watcher=watching(ended=ended.append), program=noting(folder, **faults)
+    )
     assert time.monotonic() - began > 12.0, "the others have waited for longer than their time limit"
     assert Counter(record.path for record in ended) == Counter(record.path for record in records)
     if Path("/proc").exists():
@@ -231,7 +236,7 @@ def test_a_run_killed_while_it_waits_leaves_the_others_going_on(tmp_path: Path, 
             killed.append((heartbeat.phase, heartbeat.step))
             os.kill(heartbeat.pid, signal.SIGKILL)
 
-    records = compare(specs, directory=folder, on_progress=kill_one_that_waits)
+    records = compare(specs, directory=folder, watcher=watching(progressed=kill_one_that_waits))
     assert killed == [(WAITING, 2)]
     assert "zero1 failed: Rank 1 died in step 2" in capsys.readouterr().err
     assert [record.status for record in records] == ["failed", "finished", "finished"]
@@ -243,12 +248,16 @@ def test_a_run_killed_while_it_waits_leaves_the_others_going_on(tmp_path: Path, 
 
 @pytest.mark.parametrize("start", STARTS)
 def test_an_interrupt_in_the_middle_of_a_turn_ends_all_runs(tmp_path: Path, start: str) -> None:
-    def interrupt(row: Any) -> None:
+    def interrupt(spec: RunSpec, row: Any) -> None:
         if row["step_time_s"] is not None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        compare([lab(strategy, start=start) for strategy in ("zero1", "zero2")], directory=tmp_path, on_step=interrupt)
+        compare(
+            [lab(strategy, start=start) for strategy in ("zero1", "zero2")],
+            directory=tmp_path,
+            watcher=watching(stepped=interrupt),
+        )
     assert processes_of(tmp_path) == [] and fifos_below(tmp_path) == []
     assert list(tmp_path.rglob("run.json")) == []
 
@@ -257,14 +266,14 @@ def test_an_interrupt_in_the_middle_of_a_turn_ends_all_runs(tmp_path: Path, star
 def test_starters_killed_at_every_try_end_every_run_with_a_report_of_its_own(tmp_path: Path) -> None:
     killed: list[int] = []
 
-    def kill_the_starter(row: Any) -> None:
+    def kill_the_starter(spec: RunSpec, row: Any) -> None:
         starter = warm.starter_pid()
         if row["step_time_s"] is not None and starter is not None and starter not in killed:
             killed.append(starter)
             os.kill(starter, signal.SIGKILL)
 
     specs = [lab(strategy, start="warm", steps=300) for strategy in ("zero1", "zero2", "full_shard")]
-    records = compare(specs, directory=tmp_path, on_step=kill_the_starter)
+    records = compare(specs, directory=tmp_path, watcher=watching(stepped=kill_the_starter))
     assert [record.status for record in records] == ["failed"] * 3
     for record in records:
         assert (record.failure or {})["message"].startswith("The warm starter, the process that forks the ranks, was")
@@ -297,8 +306,7 @@ def test_without_memory_the_first_is_run_again_last_and_its_drift_is_said(
     records = compare(
         [lab("zero2", profile=1), lab("full_shard"), RunSpec(engine="twin", **TINY)],
         directory=tmp_path / "runs",
-        on_note=notes.append,
-        on_ready=lambda record: pytest.fail("no run waits"),
+        watcher=watching(note=notes.append, ready=lambda record: pytest.fail("no run waits")),
         program=noting(tmp_path, zero2="slower"),
     )
     assert notes == [
@@ -322,7 +330,7 @@ def test_a_run_without_room_lets_those_that_wait_go_on_alone(tmp_path: Path, mon
     free = iter([10**12, 0])
     monkeypatch.setattr(compare_runs, "free_memory", lambda: next(free))
     ready: list[RunRecord] = []
-    records = compare([lab("zero2"), lab("full_shard")], on_ready=ready.append, program=noting(tmp_path))
+    records = compare([lab("zero2"), lab("full_shard")], watcher=watching(ready=ready.append), program=noting(tmp_path))
     assert len(ready) == 1 and [record.status for record in records] == ["finished", "finished"]
     assert [record.summary.in_turns for record in records] == [False, False]
     steps = [(step["run"], step["step"]) for step in steps_of(tmp_path)]
@@ -333,14 +341,16 @@ def test_a_run_without_room_lets_those_that_wait_go_on_alone(tmp_path: Path, mon
 def test_a_run_beside_the_twin_alone_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compare_runs, "free_memory", lambda: 0)
     notes: list[str] = []
-    records = compare([RunSpec(engine="twin", **TINY), lab("zero2")], on_note=notes.append, program=noting(tmp_path))
+    records = compare(
+        [RunSpec(engine="twin", **TINY), lab("zero2")], watcher=watching(note=notes.append), program=noting(tmp_path)
+    )
     assert len(steps_of(tmp_path)) == 12 and notes[0].startswith("The runs go one after the other: 0 B of memory")
     assert not any(record.summary.again_s for record in records)
 
 
 def test_one_run_alone_takes_no_turns_and_is_not_run_again(tmp_path: Path) -> None:
     notes: list[str] = []
-    (record,) = compare([lab("zero2")], on_note=notes.append, program=noting(tmp_path))
+    (record,) = compare([lab("zero2")], watcher=watching(note=notes.append), program=noting(tmp_path))
     assert notes == [] and record.summary.in_turns is False and record.summary.again_s is None
     assert len(steps_of(tmp_path)) == 6
 

@@ -27,6 +27,7 @@ from fsdplab.sessions.launch import launcher, warm
 from fsdplab.sessions.launch.mailbox import Mailbox, read_heartbeats
 from fsdplab.sessions.launch.served import tell
 from tests.leftovers import until
+from tests.watching import watching
 
 PROGRAMS = Path(__file__).with_name("warm_programs.py")
 LIBRARY = (os.path.dirname(os.__file__), os.path.join(os.path.dirname(os.__file__), "lib-dynload"))
@@ -431,7 +432,7 @@ def test_a_starter_lost_while_runs_take_turns_costs_one_try(starter: int, how: s
             os.kill(lost[0], signal.Signals[how])
 
     specs = [RunSpec(start="warm", strategy=each, **{**TINY, "steps": 3}) for each in ("no_shard", "full_shard")]
-    records = compare(specs, directory=tmp_path, on_step=lose_it, on_note=notes.append)
+    records = compare(specs, directory=tmp_path, watcher=watching(stepped=lose_it, note=notes.append))
     assert [record.status for record in records] == ["finished"] * 2 and not alive(lost[0])
     assert [len(record.table("steps")) for record in records] == [10, 10]
     assert any("is run again" in note for note in notes)

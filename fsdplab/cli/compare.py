@@ -19,7 +19,6 @@ from fsdplab.cli.options import RUN, card_of, link_of
 from fsdplab.cli.outputs import Outputs
 from fsdplab.cli.progress import ProgressTable, headline
 from fsdplab.cli.runs import answer_of_runs, end_if_failed, recorded_in
-from fsdplab.cli.terminal import look_for_signals
 from fsdplab.common.names import IN_GROUPS
 from fsdplab.common.temporary import folder_of_this_process
 from fsdplab.common.words import harmless
@@ -58,16 +57,7 @@ def compare_runs(
         calibrate_if_needed(specs, outputs)
         planned = dict(zip(folders_of([*specs, twin], folder), [*specs, twin]))
         with ProgressTable(outputs.console(), planned, outputs) as progress:
-            records = compare(
-                [*specs, twin],
-                directory=folder,
-                on_record=progress.finished,
-                on_ready=progress.ready if progress.live else None,
-                on_note=progress.note,
-                on_start=progress.begins,
-                on_progress=progress.step,
-                on_look=look_for_signals,
-            )
+            records = compare([*specs, twin], directory=folder, watcher=progress)
         reference = records[-1] if records[-1].status == "finished" else None
         next_steps = [] if outputs.quiet else [*_next_steps(records[:-1], outputs)]
         outputs.give(answer_of_runs(records[:-1], reference, outputs, next_steps))
@@ -167,10 +157,8 @@ def record_run(named: str | None, card: str, out: Path | None, settings: dict[st
     if not outputs.quiet:
         outputs.show([headline(spec, spec.card)])
     with ProgressTable(outputs.console(), {folder: spec}, outputs) as progress:
-        progress.begins(spec)
-        record = run(
-            spec, directory=folder, on_progress=lambda *where: progress.step(spec, *where), on_look=look_for_signals
-        )
+        progress.started(spec)
+        record = run(spec, directory=folder, watcher=progress)
     outputs.give(answer_of_runs([record], None, outputs))
     outputs.show([recorded_in(folder)])
 

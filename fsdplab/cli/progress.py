@@ -14,6 +14,7 @@ from fsdplab.cli.answer import Line
 from fsdplab.cli.outputs import Outputs
 from fsdplab.cli.render import drawn
 from fsdplab.cli.runs import board
+from fsdplab.cli.terminal import look_for_signals
 from fsdplab.common.sizes import size
 from fsdplab.common.words import plural
 from fsdplab.figures.table import peak_of, step_of
@@ -21,12 +22,13 @@ from fsdplab.figures.view import RunView, view, views
 from fsdplab.records import RunRecord, Summary
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.steady_card import steady_step
+from fsdplab.sessions.watcher import Watcher
 from fsdplab.workloads.own.sources import name_of
 
 WAITING, MEASURING = "waits", "measuring"  # in the place of the step time: of a run to come, and of one in its turns
 
 
-class ProgressTable:
+class ProgressTable(Watcher):
     """A row for each planned run, by the folder of its record, and the progress of the current run.
 
     A row has its simulated step at once, and its measured values when they are known. The twin has no row: it is the
@@ -51,10 +53,9 @@ class ProgressTable:
         if self._live:
             self._live.stop()
 
-    @property
-    def live(self) -> bool:
-        """Whether rows may change after they have appeared."""
-        return self._live is not None
+    def look(self) -> None:
+        """End the command if a signal has asked for that."""
+        look_for_signals()
 
     @property
     def _shown(self) -> list[RunView]:
@@ -71,24 +72,28 @@ class ProgressTable:
             self._print(sentence)
 
     def ready(self, record: RunRecord) -> None:
-        """A run has warmed up: its row appears, without the times that are still measured."""
-        self._put(record, replace(view(record), status=MEASURING))
+        """Show the row of a run that has warmed up, without the times that are still measured.
 
-    def finished(self, record: RunRecord) -> None:
-        """A run ended: its row appears, or is completed."""
+        Where rows cannot change after they have appeared, nothing is shown.
+        """
+        if self._live:
+            self._put(record, replace(view(record), status=MEASURING))
+
+    def ended(self, record: RunRecord) -> None:
+        """Show or complete the row of a run that has ended."""
         self._put(record, view(record))
         if not self._live and not self._outputs.quiet and record.path in self._rows:
             row = self._shown[[*self._rows].index(record.path)]
             told = f"{row.label}: step {step_of(row)}, peak {peak_of(row)}"
             self._print(f"{told} ({self._done} of {len(self._rows)} runs)")
 
-    def begins(self, spec: RunSpec) -> None:
-        """The ranks of a run start: until their first step they build their model, which may take long."""
+    def started(self, spec: RunSpec) -> None:
+        """Show that the ranks of a run build a model of one's own, which may take long."""
         self._draw_again(f"{self._name(spec)}: building the model" if spec.own_model else self._now)
 
-    def step(self, spec: RunSpec, step: int, steps: int, loss: float) -> None:
-        """Rank 0 of the current run finished a step."""
-        told = f"{self._name(spec)}: {_which(spec, step, steps)}, loss {loss:.4f}"
+    def progressed(self, spec: RunSpec, step: int, total: int, loss: float) -> None:
+        """Show the step that rank 0 of the current run has ended."""
+        told = f"{self._name(spec)}: {_which(spec, step, total)}, loss {loss:.4f}"
         measuring = sum(row.status == MEASURING for row in self._rows.values())
         others = f", {measuring} being measured" if measuring else ""
         self._draw_again(f"{told}  ({self._done} of {plural(len(self._rows), 'run')} done{others})")

@@ -67,7 +67,7 @@ of_this_command = Signals()
 
 
 def look_for_signals() -> None:
-    """For a command's `on_look`: end it, if a signal has asked for that."""
+    """End the command, if a signal has asked for that."""
     of_this_command.look()
 
 

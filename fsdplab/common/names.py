@@ -21,6 +21,7 @@ class StrategyRow:
     `reshards_after_forward`: whether every unit but the root is resharded between its forward and its backward.
     `in_groups`: whether states are sharded inside groups of ranks and replicated over the groups, on a mesh of two
     dimensions. `other_names` are those of published jobs, `torch_fsdp1` is a member of PyTorch's `ShardingStrategy`.
+    Raises ValueError for a row that the engine cannot express.
     """
 
     name: str
@@ -32,6 +33,22 @@ class StrategyRow:
     other_names: tuple[str, ...] = ()
     torch_fsdp1: str = ""
     deepspeed_stage: int | None = None
+
+    def __post_init__(self) -> None:
+        # A gradient of a sharded parameter, and the optimizer state of a sharded gradient, can only be sharded too.
+        stages = [STATES[len(STATES) - stage :] for stage in range(len(STATES) + 1)]
+        if self.cuts not in stages:
+            raise ValueError(
+                f"strategy {self.name!r} shards {self.cuts!r}; expected one of {', '.join(map(repr, stages))}: the"
+                " optimizer state is sharded first, then gradients, then parameters"
+            )
+        if self.reshards_after_forward and not self.can_offload:
+            raise ValueError(
+                f"strategy {self.name!r} reshards parameters that it does not shard; shard {STATES[0]!r} too, or set"
+                " reshards_after_forward=False"
+            )
+        if self.in_groups and not self.cuts:
+            raise ValueError(f"strategy {self.name!r} shards nothing inside its groups; set in_groups=False")
 
     @property
     def gathers_once(self) -> bool:

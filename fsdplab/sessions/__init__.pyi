@@ -10,3 +10,4 @@ from fsdplab.sessions.run_and_record import run as run
 from fsdplab.sessions.spec import ENGINES as ENGINES
 from fsdplab.sessions.spec import RunSpec as RunSpec
 from fsdplab.sessions.spec import SpecError as SpecError
+from fsdplab.sessions.watcher import Watcher as Watcher

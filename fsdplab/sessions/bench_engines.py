@@ -116,7 +116,7 @@ def bench(
     on_look: Callable[[], None] = lambda: None,
 ) -> Bench:
     """Time `specs` (same model, data and ranks) in turn for `rounds` rounds; raises SpecError, or RanksFailed as `run`
-    does. `on_look` is `run`'s.
+    does. `on_look()` is called about twenty times a second.
     """
     _check(specs, rounds)
     check_code(specs[0])

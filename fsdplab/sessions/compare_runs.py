@@ -11,10 +11,9 @@ A failed run is a result too: it is recorded, and the others go on.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,34 +25,20 @@ from fsdplab.sessions.first_run import predict_from_the_first
 from fsdplab.sessions.launch.failure_report import Failure, RanksFailed, StarterLost
 from fsdplab.sessions.launch.stacks import PACKAGE
 from fsdplab.sessions.launch.turns import fifos_in
-from fsdplab.sessions.run_and_record import WORKER, OnStep, RunCalls, StartedRun, end_runs, run
+from fsdplab.sessions.run_and_record import WORKER, StartedRun, end_runs, run
 from fsdplab.sessions.spec import RunSpec, SpecError, WorkloadPart
 from fsdplab.sessions.spec.pairs import least_bytes
 from fsdplab.sessions.spec.rules import check_ranks_run_here, check_same
 from fsdplab.sessions.spec.run_spec import specs_for
 from fsdplab.sessions.stopped import stops_in_one_line
+from fsdplab.sessions.watcher import Watcher
 
 SAME = (*(each.name for each in fields(WorkloadPart)), "world_size")
 
-OnRecord = Callable[[RunRecord], None]
-OnProgress = Callable[[RunSpec, int, int, float], None]
 _IN_TURNS = (
     "Each run warms up alone and then waits; their timed steps take turns, and a run's row is complete at the end."
 )
 _FREE_WHERE_UNKNOWN = 4_000_000_000  # bytes: three or four small runs
-
-
-@dataclass(frozen=True)
-class Callbacks:
-    """What `compare` calls while its runs go on; each may be None."""
-
-    on_record: OnRecord | None = None
-    on_ready: OnRecord | None = None
-    on_note: Callable[[str], None] | None = None
-    on_start: Callable[[RunSpec], None] | None = None
-    on_progress: OnProgress | None = None
-    on_step: OnStep | None = None
-    on_look: Callable[[], None] | None = None
 
 
 @stops_in_one_line
@@ -61,13 +46,7 @@ def compare(
     specs: Sequence[RunSpec] | Any,
     *,
     directory: str | Path | None = None,
-    on_record: OnRecord | None = None,
-    on_ready: OnRecord | None = None,
-    on_note: Callable[[str], None] | None = None,
-    on_start: Callable[[RunSpec], None] | None = None,
-    on_progress: OnProgress | None = None,
-    on_step: OnStep | None = None,
-    on_look: Callable[[], None] | None = None,
+    watcher: Watcher | None = None,
     program: Sequence[str] = WORKER,
     **settings: Any,
 ) -> list[RunRecord]:
@@ -77,24 +56,18 @@ def compare(
     trained under five strategies (or `strategies`), and by the unsharded twin, whose record comes last.
 
     Records are written below `directory`, one folder each: `0-no_shard-lab`, `1-full_shard-lab`, ...
-    `on_record(record)` is called as each run ends, failed ones included; without it, the reason of a failure is
-    printed. `on_ready(record)` is called when a run has warmed up and waits for its turns, with a record that is not
-    saved and has memory and bytes but no step time.
-    `on_start(spec)` is called as its ranks start and build their model; `on_progress(spec, step, total, loss)` and
-    `on_step(row)` follow rank 0 of the run that works. `on_note(sentence)`
-    says whether the runs take turns, and if not, why. `on_look()` is called about twenty times a second; an exception
-    in it ends the comparison. `program` is what each rank executes. Specs of different work raise SpecError before
-    anything runs; where the first two runs of a model of one's own fail alike before they have trained a step, that is
-    raised as `run` does.
+    `watcher` is told of runs that start, wait, step and end; without it, the reason of a failure is printed. `program`
+    is what each rank executes. Specs of different work raise SpecError before anything runs; where the first two runs
+    of a model of one's own fail alike before they have trained a step, that is raised as `run` does.
     """
     specs = specs_for(specs, settings)
     if not specs:
         raise SpecError("there is nothing to compare; give at least one RunSpec")
     check_ranks_run_here()
     check_same("runs to compare", specs, SAME)
-    specs = _on_one_network(specs, on_look)
-    callbacks = Callbacks(on_record, on_ready, on_note, on_start, on_progress, on_step, on_look)
-    comparison = _Comparison(specs, Path(directory) if directory is not None else None, callbacks, program)
+    watcher = watcher or Watcher()
+    specs = _on_one_network(specs, watcher)
+    comparison = _Comparison(specs, Path(directory) if directory is not None else None, watcher, program)
     try:
         return comparison.run_all()
     finally:
@@ -110,9 +83,9 @@ class _Comparison:
     """The runs of one comparison, by their numbers: started, and recorded when they have ended."""
 
     def __init__(
-        self, specs: Sequence[RunSpec], directory: Path | None, callbacks: Callbacks, program: Sequence[str]
+        self, specs: Sequence[RunSpec], directory: Path | None, watcher: Watcher, program: Sequence[str]
     ) -> None:
-        self._specs, self._directory, self._callbacks, self._program = specs, directory, callbacks, program
+        self._specs, self._directory, self._watcher, self._program = specs, directory, watcher, program
         self._records: dict[int, RunRecord] = {}
         self._errors: dict[int, str | None] = {}  # of runs that failed in or before their first step
         self._lost: set[int] = set()  # runs whose starter was lost, which are run again, once
@@ -148,8 +121,7 @@ class _Comparison:
                     self._note(_IN_TURNS)
                 waiting[number] = run
                 memory.take(run)
-                if self._callbacks.on_ready is not None:
-                    self._callbacks.on_ready(run.so_far())
+                self._watcher.ready(run.so_far())
         return waiting, why_not
 
     def _take_turns(self, waiting: dict[int, StartedRun]) -> None:
@@ -197,19 +169,14 @@ class _Comparison:
     def _keep(self, number: int, record: RunRecord | None) -> None:
         assert record is not None  # RanksFailed of a started run has one
         self._records[number] = record
-        if self._callbacks.on_record is not None:
-            self._callbacks.on_record(record)
-        elif record.failure:  # nobody else says that a record of the list is empty, and why
-            print(f"{record.spec['strategy']} failed: {record.failure['message']}", file=sys.stderr)
+        self._watcher.ended(record)
 
     def _start(self, number: int, in_turns: bool = False) -> StartedRun:
-        spec, tell = self._specs[number], self._callbacks.on_progress
-        folder = None if self._directory is None else folders_of(self._specs, self._directory)[number]
-        if self._callbacks.on_start is not None:
-            self._callbacks.on_start(spec)
-        told = None if tell is None else lambda step, total, loss: tell(spec, step, total, loss)
-        calls = RunCalls(told, self._callbacks.on_step, self._callbacks.on_look)
-        started = StartedRun(spec, folder, calls, self._program, in_turns)
+        spec, folder = self._specs[number], None
+        if self._directory is not None:
+            folder = folders_of(self._specs, self._directory)[number]
+        self._watcher.started(spec)
+        started = StartedRun(spec, folder, self._watcher, self._program, in_turns)
         self.started.append(started)
         return started
 
@@ -220,7 +187,7 @@ class _Comparison:
             return
         first = next(number for number in finished if self._specs[number].engine != "twin")
         spec = replace(self._specs[first], memory=False, card=None, profile=0)
-        again = StartedRun(spec, None, RunCalls(on_look=self._callbacks.on_look), self._program)
+        again = StartedRun(spec, None, _OnlyLooks(self._watcher), self._program)
         self.started.append(again)
         try:
             seconds = again.finish().summary.step_time_s.median
@@ -231,8 +198,15 @@ class _Comparison:
         record.save()
 
     def _note(self, sentence: str) -> None:
-        if self._callbacks.on_note is not None and len(self._specs) > 1:
-            self._callbacks.on_note(sentence)
+        if len(self._specs) > 1:
+            self._watcher.note(sentence)
+
+
+class _OnlyLooks(Watcher):
+    """Lets another watcher look while a run goes on whose steps are not reported."""
+
+    def __init__(self, watcher: Watcher) -> None:
+        self.look = watcher.look  # type: ignore[method-assign]
 
 
 def _is_the_models(report: Failure) -> bool:
@@ -306,7 +280,7 @@ def why_no_turns(specs: Sequence[RunSpec], directory: Path | None) -> str:
     return ""
 
 
-def _on_one_network(specs: Sequence[RunSpec], on_look: Callable[[], None] | None) -> list[RunSpec]:
+def _on_one_network(specs: Sequence[RunSpec], watcher: Watcher) -> list[RunSpec]:
     """The wind tunnel's link is chosen once, by a short run of full sharding, so that all runs meet the same one."""
     open_ended = [spec for spec in specs if spec.emulate and not spec.link and spec.world_size > 1]
     if not open_ended:
@@ -315,7 +289,7 @@ def _on_one_network(specs: Sequence[RunSpec], on_look: Callable[[], None] | None
         open_ended[0], steps=1, profile=0, memory=False,
         engine="lab", strategy="full_shard", card=None, shard_size=None, link_across=None, prefetch=1,
     )  # fmt: skip
-    link = link_text(run(trial, on_look=on_look).summary.link)
+    link = link_text(run(trial, watcher=_OnlyLooks(watcher)).summary.link)
     return [replace(spec, link=link) if spec in open_ended else spec for spec in specs]
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +26,12 @@ from fsdplab.sessions.spec.run_spec import spec_for
 from fsdplab.sessions.stopped import stops_in_one_line
 from fsdplab.sessions.summary import summarise
 from fsdplab.sessions.trace_tables import tables_of
+from fsdplab.sessions.watcher import Watcher
 from fsdplab.workloads.own.sources import FILE, kind_of, name_of, source_of
 
-OnProgress = Callable[[int, int, float], None]
-OnStep = Callable[[Mapping[str, Any]], None]
 WORKER = ("-m", "fsdplab.sessions.worker.training")
 # told of every run of this process, whoever starts it: `follower(spec, step, total, loss)`, step 0 when its ranks start
 followers: list[Callable[[RunSpec, int, int, float], None]] = []
-
-
-@dataclass(frozen=True)
-class RunCalls:
-    """What is called while a run goes on, as `run` has it; each may be None."""
-
-    on_progress: OnProgress | None = None
-    on_step: OnStep | None = None
-    on_look: Callable[[], None] | None = None
 
 
 @stops_in_one_line
@@ -49,9 +39,7 @@ def run(
     spec: RunSpec | Any,
     *,
     directory: str | Path | None = None,
-    on_progress: OnProgress | None = None,
-    on_step: OnStep | None = None,
-    on_look: Callable[[], None] | None = None,
+    watcher: Watcher | None = None,
     program: Sequence[str] = WORKER,
     **settings: Any,
 ) -> RunRecord:
@@ -60,16 +48,15 @@ def run(
     In place of a spec a model may be given (a `Workload`, a file, a preset's name) with `settings` of a RunSpec.
 
     Without a directory the record is in a temporary folder that is deleted when Python ends. One that holds an earlier
-    record gets this one instead; one with other files and no record raises RecordError. `on_progress(step, total,
-    loss)` is called from here after each of rank 0's steps: `on_progress(1, 10, 5.71)` first; before it `on_step(row)`
-    with the step's row of the table `steps`; `on_look()` about twenty times a second. Their exceptions end the ranks. A
-    rank that dies, raises, hangs or diverges, or a run longer than `spec.time_limit`, raises RanksFailed; its `.record`
-    is the record of the failed run. `program` is what each rank executes, for workers other than the lab's own.
+    record gets this one instead; one with other files and no record raises RecordError. `watcher` is told of each of
+    rank 0's steps, and its `look` is called about twenty times a second. A rank that dies, raises, hangs or diverges,
+    or a run longer than `spec.time_limit`, raises RanksFailed; its `.record` is the record of the failed run. `program`
+    is what each rank executes, for workers other than the lab's own.
     """
     spec = spec_for(spec, settings)
 
     def attempt() -> RunRecord:
-        started = StartedRun(spec, directory, RunCalls(on_progress, on_step, on_look), program)
+        started = StartedRun(spec, directory, watcher or Watcher(), program)
         try:
             return started.finish()
         finally:
@@ -87,8 +74,12 @@ class StartedRun:
 
     def __init__(
         self,
-        spec: RunSpec, directory: str | Path | None, calls: RunCalls, program: Sequence[str], in_turns: bool = False,
-    ) -> None:  # fmt: skip
+        spec: RunSpec,
+        directory: str | Path | None,
+        watcher: Watcher,
+        program: Sequence[str],
+        in_turns: bool = False,
+    ) -> None:
         self.spec = spec
         check_code(spec)
         self._source = source_of(spec.model).text if spec.own_model else None  # as it was when the run began
@@ -96,7 +87,7 @@ class StartedRun:
         self.mailbox = Mailbox(self.folder.absolute() / "ranks")  # ranks start in another folder
         self.mailbox.folder.mkdir(exist_ok=True)
         write_whole(self.mailbox.folder / "spec.json", json.dumps(reachable(spec)))
-        look = _Follower(self.mailbox, spec, calls).look
+        look = _Follower(self.mailbox, spec, watcher).look
         self._took_turns = False
         try:
             self._ranks = RunningRanks.start(
@@ -169,29 +160,27 @@ def end_runs(runs: Sequence[StartedRun]) -> None:
 
 
 class _Follower:
-    """Reports rank 0's steps as they appear in its file, of which each look reads only what is new; calls `on_look`."""
+    """Reports rank 0's steps as they appear in its file, of which each look reads only what is new."""
 
-    def __init__(self, mailbox: Mailbox, spec: RunSpec, calls: RunCalls) -> None:
-        self._steps, self._spec, self._told, self._calls = Tail(mailbox.of(0, "steps")), spec, 0, calls
-        self._tell(math.nan)
+    def __init__(self, mailbox: Mailbox, spec: RunSpec, watcher: Watcher) -> None:
+        self._steps = Tail(mailbox.of(0, "steps"))
+        self._spec, self._watcher = spec, watcher
+        self._reported = 0  # steps
+        self._tell_followers(math.nan)
 
     def look(self) -> None:
-        if self._calls.on_look is not None:
-            self._calls.on_look()
-        if self._calls.on_progress is None and self._calls.on_step is None and not followers:
-            return
+        """Let the watcher look, then report the steps that have ended since the last look."""
+        self._watcher.look()
         for line in self._steps.lines():
-            self._told += 1
+            self._reported += 1
             row = json.loads(line)
-            if self._calls.on_step is not None:
-                self._calls.on_step(row)
-            self._tell(row["loss"])
-            if self._calls.on_progress is not None:
-                self._calls.on_progress(self._told, self._spec.total_steps, row["loss"])
+            self._watcher.stepped(self._spec, row)
+            self._tell_followers(row["loss"])
+            self._watcher.progressed(self._spec, self._reported, self._spec.total_steps, row["loss"])
 
-    def _tell(self, loss: float) -> None:
+    def _tell_followers(self, loss: float) -> None:
         for follower in followers:
-            follower(self._spec, self._told, self._spec.total_steps, loss)
+            follower(self._spec, self._reported, self._spec.total_steps, loss)
 
 
 def reachable(spec: RunSpec) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Runs a batch on a separate thread, so that the page and Cancel keep working.
 
-A batch that is cancelled raises an exception in `on_look`, which the session calls about twenty times a second, also
+A batch that is cancelled raises an exception in `look`, which the session calls about twenty times a second, also
 while ranks start: `run_ranks` ends all ranks before it lets an exception pass, so no process is left after a batch.
 
 Records are kept in a folder a batch, so that they come back after a restart of the kernel:
@@ -29,7 +29,7 @@ from typing import Any
 
 from fsdplab.common.words import plural
 from fsdplab.records import RecordError, RunRecord
-from fsdplab.sessions import RunSpec, compare
+from fsdplab.sessions import RunSpec, Watcher, compare
 
 from .lab_state import Batch, LabState
 
@@ -120,32 +120,42 @@ class Runner:
                 shutil.rmtree(batch.folder, ignore_errors=True)
 
     def _run_all(self, specs: tuple[RunSpec, ...], folder: Path) -> None:
-        warm: set[tuple[str, str]] = set()  # the runs that wait for their turns or have ended
-
-        def on_ready(record: RunRecord) -> None:
-            self._heed()
-            before = len(warm)
-            warm.add((record.spec["strategy"], record.spec["engine"]))
-            if before < len(warm) < len(specs):
-                self.state.stepped(specs[len(warm)])
-
-        def on_record(record: RunRecord) -> None:
-            self.state.recorded(record)
-            on_ready(record)
-
-        def on_progress(spec: RunSpec, step: int, steps: int, loss: float) -> None:
-            self._heed()
-            self.state.stepped(spec, step, steps, loss)
-
         self.state.stepped(specs[0])
-        # without on_look Cancel works at the next step only, not while ranks start
-        compare(
-            specs, directory=folder, on_record=on_record, on_ready=on_ready, on_progress=on_progress, on_look=self._heed
-        )
+        compare(specs, directory=folder, watcher=_BatchWatcher(specs, self.state, self._heed))
 
     def _heed(self) -> None:
         if self.state.status == "cancelling":
             raise Cancelled
+
+
+class _BatchWatcher(Watcher):
+    """Shows the progress of a batch's runs in the lab, and ends them where the batch is cancelled."""
+
+    def __init__(self, specs: tuple[RunSpec, ...], state: LabState, heed: Callable[[], None]) -> None:
+        self._specs, self._state, self._heed = specs, state, heed
+        self._warm: set[tuple[str, str]] = set()  # the runs that wait for their turns or have ended
+
+    def look(self) -> None:
+        """End the batch if it is cancelled; without this Cancel works at the next step only, not while ranks start."""
+        self._heed()
+
+    def progressed(self, spec: RunSpec, step: int, total: int, loss: float) -> None:
+        """Show the step of the run that works."""
+        self._heed()
+        self._state.stepped(spec, step, total, loss)
+
+    def ready(self, record: RunRecord) -> None:
+        """Show that the next run warms up."""
+        self._heed()
+        before = len(self._warm)
+        self._warm.add((record.spec["strategy"], record.spec["engine"]))
+        if before < len(self._warm) < len(self._specs):
+            self._state.stepped(self._specs[len(self._warm)])
+
+    def ended(self, record: RunRecord) -> None:
+        """Show the run's record."""
+        self._state.recorded(record)
+        self.ready(record)
 
 
 class RunningCells:

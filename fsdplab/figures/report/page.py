@@ -33,7 +33,7 @@ from fsdplab.figures.plots.pareto import pareto
 from fsdplab.figures.plots.steps import steady_steps, step_time
 from fsdplab.figures.report.parts import comparison_table, drawn, folded, note, number_table, part, rendered, table
 from fsdplab.figures.style import on_page
-from fsdplab.figures.table import SHORT, WRAPPED, beside, legend, mood, predicted_step, step_of, told
+from fsdplab.figures.table import beside, column, legend, mood, predicted_step, step_of, told
 from fsdplab.figures.trace_tables import cells, left_out
 from fsdplab.figures.view import STEADY_CARD, Runs, RunView, provenance, ranks_and_device, view, views, with_verdicts
 from fsdplab.profiling.diagnosis import diagnosis
@@ -192,10 +192,17 @@ def _steps(shown: Sequence[RunView]) -> Markup:
     return part("wide", body=number_table(head, rows))
 
 
-def _look(column: str, text: str | None) -> dict[str, str]:
-    """The class of a cell of the comparison: coloured where it is a verdict, and it may break where it is long."""
-    names = [] if text is None else [mood(text), "long" * (column in WRAPPED), "short" * (column in SHORT)]
-    return {"class": " ".join(filter(None, names))} if any(names) else {}
+def _look(name: str, text: str | None) -> dict[str, str]:
+    """Return the classes of a cell of the comparison: coloured where it is a verdict, it may break where it is long."""
+    if text is None:
+        return {}
+    row, classes = column(name), [mood(text)]
+    if row.wraps:
+        classes.append("long")
+    if row.breaks:
+        classes.append("short")
+    named = " ".join(filter(None, classes))
+    return {"class": named} if named else {}
 
 
 def _prediction(shown: list[RunView], source: Runs) -> Markup:

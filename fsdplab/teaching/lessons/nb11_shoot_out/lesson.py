@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from itertools import count
 from typing import Any
 
 from fsdplab.common.names import OVER_ALL_RANKS
@@ -17,7 +16,7 @@ from fsdplab.figures.fastest import fastest_words
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.view import view, views
 from fsdplab.records import RunRecord, Spread, known
-from fsdplab.sessions import RunSpec
+from fsdplab.sessions import RunSpec, Watcher
 from fsdplab.sessions.steady_card import steady
 from fsdplab.teaching.core.beside import busiest, why_it_differs
 from fsdplab.teaching.core.display import Note, Table, table
@@ -34,18 +33,18 @@ def job(**choices: Any) -> RunSpec:
     return RunSpec(**{**JOB, **choices})
 
 
-def told(runs: int) -> Callable[[RunRecord], None]:
-    """A line for each run that has ended, for `compare(..., on_record=told(5))`: what was run, and how many are
-    left.
-    """
-    numbers = count(1)
+class Told(Watcher):
+    """Prints a line for each run that has ended: what was run, and how many of `runs` are left."""
 
-    def tell(record: RunRecord) -> None:
+    def __init__(self, runs: int) -> None:
+        self._runs, self._ended = runs, 0
+
+    def ended(self, record: RunRecord) -> None:
+        """Print the line of a run."""
+        self._ended += 1
         over = ", over the card" if view(record).over_card else ""
         why = f": {record.failure['message']}" if record.failure else ""
-        print(f"{record.spec['strategy']}: {record.status}{over} ({next(numbers)} of {runs}){why}")
-
-    return tell
+        print(f"{record.spec['strategy']}: {record.status}{over} ({self._ended} of {self._runs}){why}")
 
 
 def of(runs: Sequence[RunRecord], strategy: str) -> RunRecord:

@@ -1,0 +1,49 @@
+"""What `run` and `compare` report while they go on: one object, whose methods are overridden as needed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from fsdplab.records import RunRecord
+from fsdplab.sessions.spec import RunSpec
+
+
+class Watcher:
+    """Receives what a run or a comparison reports while it goes on; override the methods you need.
+
+    An exception in any of them ends the ranks and leaves `run` or `compare`.
+
+    >>> class Losses(Watcher):
+    ...     def progressed(self, spec, step, total, loss):
+    ...         print(f"{spec.strategy}: step {step} of {total}, loss {loss:.2f}")
+    >>> Losses().progressed(RunSpec(strategy="zero2"), 1, 10, 5.714)
+    zero2: step 1 of 10, loss 5.71
+    """
+
+    def note(self, sentence: str) -> None:
+        """Receive a sentence on how a comparison is run: whether its runs take turns, and if not, why."""
+
+    def started(self, spec: RunSpec) -> None:
+        """Receive a run of a comparison whose ranks are about to start."""
+
+    def stepped(self, spec: RunSpec, row: Mapping[str, Any]) -> None:
+        """Receive rank 0's row of the table `steps` after each of its steps, before `progressed`."""
+
+    def progressed(self, spec: RunSpec, step: int, total: int, loss: float) -> None:
+        """Receive the number of the step that rank 0 has ended, from 1, of how many, and its loss."""
+
+    def ready(self, record: RunRecord) -> None:
+        """Receive a run of a comparison that has warmed up and waits for its turns.
+
+        Its record is not saved; it has memory and bytes, and no step time yet.
+        """
+
+    def ended(self, record: RunRecord) -> None:
+        """Receive the record of a run of a comparison that has ended, or print why that run failed."""
+        if record.failure:
+            print(f"{record.spec['strategy']} failed: {record.failure['message']}", file=sys.stderr)
+
+    def look(self) -> None:
+        """Be called about twenty times a second while ranks run; raise to end them."""
