@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fsdplab.cli import answer as shown
 from fsdplab.cli.answer import Line, Part
@@ -47,9 +49,10 @@ def report_records(
     reference = next((twin for twin in twins if twin.status == "finished"), None)
     if tables:  # they take long to make, and the page shows them too
         made = {id(record): tables_of_record(record, peak_of(record)) for record in runs}
-        answer = answer_of_runs(
-            runs, reference, outputs, [*_of_traces(runs, [*made.values()])], lambda record: made[id(record)]
-        )
+        by_label = dict(_of_traces(runs, [*made.values()]))
+        more = [part for name, found in by_label.items() for part in _shown(name, found)]
+        answer = answer_of_runs(runs, reference, outputs, more, lambda record: made[id(record)])
+        answer = replace(answer, data={**answer.data, "tables": _plain(by_label)})
     else:
         answer = answer_of_runs(runs, reference, outputs)
     outputs.give(answer)
@@ -67,13 +70,12 @@ def _report_snapshots(snapshots: Sequence[Path], given: Sequence[Path], outputs:
     outputs.give(answer_of_snapshots(snapshots))
 
 
-def _of_traces(records: Sequence[RunRecord], made: Sequence[Sequence[Table]]) -> Iterator[Part]:
-    """The tables of each record's traces, then those of each other record beside the first."""
+def _of_traces(records: Sequence[RunRecord], made: Sequence[Sequence[Table]]) -> Iterator[tuple[str, Sequence[Table]]]:
+    """The tables of each record's traces by its label, then those of each other record beside the first."""
     labels = [each.label for each in views(records)]
-    for label, tables in zip(labels, made):
-        yield from _shown(label, tables)
+    yield from zip(labels, made)
     for label, record in zip(labels[1:], records[1:]):
-        yield from _shown(f"{label} beside {labels[0]}", tables_of_pair(records[0], record))
+        yield f"{label} beside {labels[0]}", tables_of_pair(records[0], record)
 
 
 def _shown(name: str, tables: Sequence[Table]) -> Iterator[Part]:
@@ -86,6 +88,17 @@ def _shown(name: str, tables: Sequence[Table]) -> Iterator[Part]:
             yield shown.Table(headings, cells(table), words, folds=headings)
         for note in filter(None, (left_out(table), *table.notes)):
             yield Line(note, mood="dim")
+
+
+def _plain(tables_of: Mapping[str, Sequence[Table]]) -> dict[str, Any]:
+    """All rows of the tables as JSON: `{"run": {"operators": {"sentence": ..., "rows": [...], "notes": [...]}}}`."""
+    return {name: {table.name: _plain_table(table) for table in found} for name, found in tables_of.items()}
+
+
+def _plain_table(table: Table) -> dict[str, Any]:
+    keys = [column.key for column in table.columns]
+    rows = [{key: row[key] for key in keys} for row in table.rows]
+    return {"sentence": table.sentence, "rows": rows, "notes": table.notes}
 
 
 def _print_progress(done: int, of: int, path: Path) -> None:

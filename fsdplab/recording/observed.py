@@ -6,6 +6,7 @@ None of it is seen in a trace. It is read once, around the step whose memory is 
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ class Observed:
         self._buffers: list[torch.Tensor] = []
         self._kept: int | None = None
         self._unused = 0
+        self._asleep: dict[str, int] = {}
+        self._has_anomaly_mode = False
 
     def begin(self) -> None:
         """The step begins: keep the values of buffers that DDP sends in each forward."""
@@ -36,6 +39,8 @@ class Observed:
     def before_backward(self) -> None:
         """The first backward of the step begins: gradients that are there already are those of the step before."""
         if self._kept is None:
+            self._has_anomaly_mode = torch.is_anomaly_enabled()
+            self._asleep = {} if self._model.training else _asleep(self._model)
             self._kept = _bytes(each.grad for each in parameters_of(self._optimizers) if each.grad is not None)
 
     def end(self) -> None:
@@ -46,19 +51,33 @@ class Observed:
     def as_report(self, autocast: str) -> dict[str, Any]:
         """Everything, for the rank's report."""
         return {
-            "autocast": autocast, "threads": torch.get_num_threads(), "cores": _cores(),
-            "ranks_of_a_node": self._place.of_a_node, "kept_gradient_bytes": self._kept or 0,
-            "unused_parameters": self._unused, **self._optimizer(), **self._ddp(), **self._fsdp2(),
-        }  # fmt: skip
+            "autocast": autocast,
+            "threads": torch.get_num_threads(),
+            "cores": _cores(),
+            "ranks_of_a_node": self._place.of_a_node,
+            "kept_gradient_bytes": self._kept or 0,
+            "unused_parameters": self._unused,
+            "asleep": self._asleep,
+            "anomaly_mode": self._has_anomaly_mode,
+            **self._optimizer(),
+            **self._ddp(),
+            **self._fsdp2(),
+        }
 
     def _optimizer(self) -> dict[str, Any]:
         """Its class, and whether it steps one tensor after the other."""
         inner = [held for each in self._optimizers for held in holding_state(each)]
         groups = [group for each in inner for group in getattr(each, "param_groups", ())]
         loops = any(self._loops(group) for group in groups)
+        is_told_to = loops and any(group.get("foreach") is False for group in groups)
         names = sorted({type(each).__name__ for each in inner})
         number = sum(len(group["params"]) for group in groups)
-        return {"optimizer": ", ".join(names), "optimizer_loops": loops, "parameters": number}
+        return {
+            "optimizer": ", ".join(names),
+            "optimizer_loops": loops,
+            "told_to_loop": is_told_to,
+            "parameters": number,
+        }
 
     def _loops(self, group: dict[str, Any]) -> bool:
         """Whether a group steps its tensors one by one although its optimizer could do otherwise."""
@@ -85,6 +104,16 @@ class Observed:
         units = fsdp2_units(self._model)
         ahead = [getattr(unit._get_fsdp_state(), "_states_to_forward_prefetch", ()) for unit in units]
         return {"prefetches_forward": any(ahead)} if units else {}
+
+
+def _asleep(model: nn.Module) -> dict[str, int]:
+    """The layers, by their class, that do something else while a model is trained, and are set to evaluate."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+    from torch.nn.modules.dropout import _DropoutNd
+
+    layers = [each for each in model.modules() if isinstance(each, (_BatchNorm, _DropoutNd)) and not each.training]
+    used = [each for each in layers if getattr(each, "p", 1) > 0]
+    return dict(Counter(type(each).__name__ for each in used))
 
 
 def _bytes(tensors: Sequence[torch.Tensor] | Iterator[torch.Tensor]) -> int:

@@ -104,6 +104,11 @@ def _precision(parameters: Iterable[torch.Tensor]) -> str:
     return _dtype_word(max(sizes, key=sizes.__getitem__, default=torch.float32))
 
 
+def _sent_in(mixed: torch.dtype | None, module: nn.Module) -> str:
+    """The type of mixed precision, else that of most parameters."""
+    return _precision(module.parameters()) if mixed is None else _dtype_word(mixed)
+
+
 def _dtype_word(dtype: torch.dtype | None) -> str:
     words = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64", None: "fp32"}
     return words.get(dtype, str(dtype).removeprefix("torch."))
@@ -129,7 +134,7 @@ def _of_lab(module: nn.Module, optimizers: Sequence[Any]) -> Subject | None:
         return None
     config = units[-1].memory.config  # not the root's, which may keep its parameters where the others drop theirs
     count = len({id(unit) for unit in units})  # modules that were sharded together are one
-    settings: dict[str, Any] = {"precision": _dtype_word(config.policy.param_dtype), "unit_count": count}
+    settings: dict[str, Any] = {"precision": _sent_in(config.policy.param_dtype, module), "unit_count": count}
     if in_groups := config.shard is not None and config.replicate is not None:
         settings["shard_size"] = config.ranks
     return Subject(module, LAB, "hybrid_shard" if in_groups else config.strategy.name, settings)
@@ -147,7 +152,7 @@ def _of_fsdp2(module: nn.Module, optimizers: Sequence[Any]) -> Subject | None:
     mesh, mixed = groups[0].mesh_info.mesh, getattr(groups[0], "mp_policy", None)
     in_groups = mesh.ndim > 1
     settings: dict[str, Any] = {
-        "precision": _dtype_word(getattr(mixed, "param_dtype", None)),
+        "precision": _sent_in(getattr(mixed, "param_dtype", None), module),
         "unit_count": len(groups),
     }
     if in_groups:
@@ -172,7 +177,7 @@ def _of_fsdp1(module: nn.Module, optimizers: Sequence[Any]) -> Subject | None:
     named = {row.torch_fsdp1: row.name for row in STRATEGY_ROWS.values() if row.torch_fsdp1}
     strategy = named.get(first.sharding_strategy.name, "hybrid_shard")
     mixed = first.mixed_precision.param_dtype if first.mixed_precision else None
-    return Subject(module, "torch-fsdp1", strategy, {"precision": _dtype_word(mixed)})
+    return Subject(module, "torch-fsdp1", strategy, {"precision": _sent_in(mixed, module)})
 
 
 def _of_ddp(module: nn.Module, optimizers: Sequence[Any]) -> Subject | None:

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from fsdplab.cli.answer import Answer, Line, Part, Table
-from fsdplab.cli.errors import refuse
-from fsdplab.cli.plan.step import check_tokens, provenance
+from fsdplab.cli.plan.step import check_price, check_tokens, provenance, remedy_parts
 from fsdplab.common.sizes import percent, seconds, size, three_digits
 from fsdplab.common.words import MISSING
+from fsdplab.planning.as_flags import changes_in_words, flags, in_short
+from fsdplab.planning.elsewhere import HOST, elsewhere, sentences
 from fsdplab.planning.plan_spec import PlanSpec
-from fsdplab.planning.planner import fewest_gpus, plan_spec, shortfall
-from fsdplab.planning.search import WHY, Candidate, Fit, changes_in_words, fit, flags, in_short
+from fsdplab.planning.planner import fewest_gpus, plan_spec
+from fsdplab.planning.remedies import Remedy, lacking, remedies
+from fsdplab.planning.search import WHY, Candidate, Fit, fit
 
 _BILLION = 1e9
 
@@ -38,20 +40,32 @@ def fit_answer(
 ) -> Answer:
     """Search around the settings: three answers and the best single change."""
     check_tokens(tokens)
-    if price is not None and not 0 < price < 1e6:
-        refuse(f"--price is {price!r}; expected dollars of a GPU-hour above 0, such as 2.5")
+    check_price(price)
     names = [part.strip().lstrip("-") for part in keep.split(",")]
     spec, asked = plan_spec(**settings), Asked(tokens, price)
     found = fit(spec, global_batch, [name for name in names if name])
-    begin = f"fsdplab plan --model {settings['model']} --gpu {settings['gpu']} --sequence-length {spec.seq}"
+    model = f"fsdplab plan --model {settings['model']} --gpu {settings['gpu']}"
+    begin = f"{model} --sequence-length {spec.seq}"
+    ways = () if found.own.fits else remedy_parts(found.own.spec, model, frozenset(found.kept))
     parts: list[Part] = [
         _table(found, asked),
         *_reasons(found, begin),
-        _single(found),
+        *ways,
+        *_single(found),
+        Line(_fewest_gpus(found.own.spec), "fewest GPUs"),
+        *_host(found),
         *_tried(found),
+        Line(spec.gpu.memory_words, "card", "dim"),
         provenance([found.own.plan]),
     ]
     return Answer(parts, _as_dict(found, asked))
+
+
+def _host(found: Fit) -> Iterator[Line]:
+    """What offloaded states take of a node's host memory, and the question for it where it is not known."""
+    for name, words in sentences(elsewhere(found.own.spec)):
+        if name == HOST:
+            yield Line(words, name)
 
 
 def _tried(found: Fit) -> Iterator[Line]:
@@ -71,7 +85,10 @@ def _picks(found: Fit) -> dict[str, Candidate]:
 def _table(found: Fit, asked: Asked) -> Table:
     what = f"{asked.tokens:,.0f} tokens" if asked.tokens else "a billion tokens"
     cost = f"{'$' if asked.price else 'GPU-hours'} of {what}"
-    columns = ("", "GPUs", "plan", "peak", "fits", "step", "tokens/s a GPU", cost)
+    columns = ["", "GPUs", "plan", "peak", "fits", "step", "tokens/s a GPU"]
+    if asked.tokens:
+        columns.append("hours")
+    columns.append(cost)
     named = {"as given": found.own, **_picks(found)}
     rows = [_row(name, candidate, asked) for name, candidate in named.items()]
     return Table(columns, rows, words=("", "plan", "fits"), folds=("plan",))
@@ -84,10 +101,11 @@ def _row(name: str, candidate: Candidate, asked: Asked) -> tuple[str, ...]:
         step = plan.time.step_s
     if plan.tokens_per_s_per_gpu:
         speed = three_digits(plan.tokens_per_s_per_gpu)
-    hours = asked.gpu_hours(candidate)
+    hours, long = asked.gpu_hours(candidate), MISSING
     if hours and plan.fits:
-        cost = f"{hours * (asked.price or 1):,.0f}"
-    return (name, str(spec.gpus), in_short(spec), size(candidate.peak), plan.fitness, seconds(step), speed, cost)
+        cost, long = f"{hours * (asked.price or 1):,.0f}", f"{hours / spec.gpus:,.1f}"
+    last = (long, cost) if asked.tokens else (cost,)
+    return (name, str(spec.gpus), in_short(spec), size(candidate.peak), plan.fitness, seconds(step), speed, *last)
 
 
 def _reasons(found: Fit, begin: str) -> Iterator[Line]:
@@ -101,12 +119,11 @@ def _reasons(found: Fit, begin: str) -> Iterator[Line]:
 
 
 def _nothing_fits(own: Candidate) -> Iterator[Line]:
-    """What the plan that was given lacks, and the fewest GPUs that hold it."""
+    """What the plan that was given lacks."""
     yield Line(f"nothing fits on {own.spec.gpus} GPUs or fewer, whatever was tried", mood="bad")
-    lacking = shortfall(own.plan)
-    if lacking:
-        yield Line(lacking, "as given")
-    yield Line(_fewest_gpus(own.spec), "fewest GPUs")
+    missing = lacking(own.plan)
+    if missing:
+        yield Line(missing, "as given")
 
 
 def _fewest_gpus(spec: PlanSpec) -> str:
@@ -117,17 +134,18 @@ def _fewest_gpus(spec: PlanSpec) -> str:
     return f"no number of these GPUs holds it{'' if spec.fabric else unknown}"
 
 
-def _single(found: Fit) -> Line:
+def _single(found: Fit) -> Iterator[Line]:
+    """The best single change of a plan that fits; what makes another one fit is told apart."""
     own, single = found.own, found.single
     label = "best single change"
+    if not own.fits:
+        return
     if single is None:
-        return Line("none is faster" if own.fits else "none makes it fit", label)
-    effect = "makes it fit"
-    if own.fits:
-        gain = own.expected_s / single.candidate.expected_s - 1
-        effect = f"{percent(gain)} faster"
+        yield Line("none is faster", label)
+        return
+    gain = own.expected_s / single.candidate.expected_s - 1
     peak = f"{size(single.candidate.peak)} at the peak"
-    return Line(f"{changes_in_words(single.changes)}: {effect}, {peak}", label)
+    yield Line(f"{changes_in_words(single.changes)}: {percent(gain)} faster, {peak}", label)
 
 
 def _as_dict(found: Fit, asked: Asked) -> dict[str, Any]:
@@ -139,10 +157,15 @@ def _as_dict(found: Fit, asked: Asked) -> dict[str, Any]:
         "as_given": _candidate(found.own, asked),
         "answers": answers,
         "best_single_change": single and {"changes": single.changes, **_candidate(single.candidate, asked)},
+        "remedies": [remedy.as_dict() for remedy in _remedies(found)],
         "global_batch": found.sequences,
         "kept": list(found.kept),
         "tried": {"plans": found.planned, "fit": found.fitting},
     }
+
+
+def _remedies(found: Fit) -> tuple[Remedy, ...]:
+    return () if found.own.fits else remedies(found.own.spec, frozenset(found.kept))
 
 
 def _candidate(candidate: Candidate, asked: Asked) -> dict[str, Any]:

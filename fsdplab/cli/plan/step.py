@@ -12,14 +12,17 @@ from fsdplab.cli.errors import refuse
 from fsdplab.common.names import CATEGORY_ROWS
 from fsdplab.common.sizes import seconds, size, three_digits
 from fsdplab.common.words import MISSING, plural
-from fsdplab.figures.plots.plans import page_of, sweep_figure
 from fsdplab.planning.advice import hiding_sentence, hybrid_sentence, plan_json
 from fsdplab.planning.bands import ADAPTERS_OFFLOADED, memory_band, speed_band
+from fsdplab.planning.elsewhere import elsewhere, sentences
 from fsdplab.planning.host import OPTIMIZER_SOURCE, host_crossing, host_link
+from fsdplab.planning.memory import memory_of
+from fsdplab.planning.peers import peerless_band
 from fsdplab.planning.plan_spec import PlanSpec
 from fsdplab.planning.plan_traffic import latency_s, part_of_network
-from fsdplab.planning.planner import Plan, parse_sweep, plan_of, plan_spec, shortfall, sweep
+from fsdplab.planning.planner import Plan, Value, largest_micro_batch, parse_sweep, plan_of, plan_spec, sweep
 from fsdplab.planning.recorded_plan import PROVENANCE, RecordedPlan
+from fsdplab.planning.remedies import Remedy, in_cards, lacking, remedies
 from fsdplab.planning.stages import bubble
 from fsdplab.planning.step_time import StepTime, peak_flops
 
@@ -48,14 +51,27 @@ def check_tokens(tokens: float | None) -> None:
         refuse(f"--tokens is {tokens!r}; expected a number from 1 to 1e18, such as 15e12")
 
 
-def step_answer(settings: dict[str, Any], tokens: float | None) -> Answer:
+def check_price(price: float | None) -> None:
+    """Refuse a price that no GPU-hour has."""
+    if price is not None and not 0 < price < 1e6:
+        refuse(f"--price is {price!r}; expected dollars of a GPU-hour above 0, such as 2.5")
+
+
+def step_answer(settings: dict[str, Any], tokens: float | None, price: float | None) -> Answer:
     """The plan of one step."""
     check_tokens(tokens)
+    check_price(price)
+    if price is not None and tokens is None:
+        refuse("--price is of the GPU-hours of a training; give its --tokens too, such as 15e12")
     if settings["model"].endswith(".py"):
         return _recorded_answer(settings, tokens)
     found = plan_of(plan_spec(**settings))
-    times = Table(("name", "value"), [*_times(found, tokens)], ("name", "value"), folds=("value",), header=False)
-    parts = (Line(_headline(found), mood="bold"), _memory_table(found), _card(found), times)
+    values = [*_times(found, tokens, price)]
+    times = Table(("name", "value"), values, ("name", "value"), folds=("value",), header=False)
+    begin = f"fsdplab plan --model {settings['model']} --gpu {settings['gpu']}"
+    ways = () if found.fits else remedy_parts(found.spec, begin)
+    card = Line(found.spec.gpu.memory_words, "card", "dim")
+    parts = (Line(_headline(found), mood="bold"), card, _memory_table(found), _card(found), *ways, times)
     return Answer(parts, plan_json(found, tokens))
 
 
@@ -106,10 +122,12 @@ def _headline(found: Plan) -> str:
     spec = found.spec
     groups = f" in {spec.replicas} groups of {spec.shards}" if spec.row.in_groups else ""
     active = f" ({spec.model.active_parameters / 1e9:.3g} B active)" if spec.model.mixture else ""
+    sequences = plural(spec.micro_batch, "sequence")
+    passes = plural(spec.grad_accum, "micro-batch", "micro-batches")
     return (
         f"{spec.model.name}, {spec.model.parameters / 1e9:.3f} B parameters{active}, {spec.strategy}{groups} on"
-        f" {spec.gpus} x {spec.gpu.name}{_mesh(spec)}: {spec.micro_batch} x {spec.seq} tokens a micro-batch,"
-        f" {spec.grad_accum} a step; gathers in {spec.param_dtype}, reductions in {spec.reduce_dtype}; {spec.loss} loss"
+        f" {spec.gpus} x {spec.gpu.name}{_mesh(spec)}: {sequences} of {spec.seq:,} tokens a micro-batch, {passes} a"
+        f" step; gathers in {spec.param_dtype}, reductions in {spec.reduce_dtype}; {spec.loss} loss"
     )
 
 
@@ -138,7 +156,8 @@ def _memory_table(found: Plan) -> Table:
 
 def _card(found: Plan) -> Line:
     memory, card = found.memory, found.spec.gpu.memory_bytes
-    if missing := shortfall(found):
+    missing = lacking(found)
+    if missing is not None:
         return Line(missing, "does not fit", "bad")
     peak, band = memory.peak, memory_band(found.spec)
     low, high = band.around(peak.total)
@@ -149,7 +168,29 @@ def _card(found: Plan) -> Line:
     return Line(words, f"fits: {found.fitness}", "good" if found.fitness == "yes" else "")
 
 
-def _times(found: Plan, tokens: float | None) -> Iterator[tuple[str, str]]:
+def remedy_parts(spec: PlanSpec, begin: str, kept: frozenset[str] = frozenset()) -> Iterator[Part]:
+    """What makes a plan fit that does not: a table, and the command of each row behind `begin`."""
+    ways = remedies(spec, kept)
+    if ways:
+        columns = ("what makes it fit", "peak", "fits", "tokens/s a GPU", "beside that")
+        rows = [_remedy_row(remedy) for remedy in ways]
+        yield Table(columns, rows, words=("what makes it fit", "fits", "beside that"), folds=("beside that",))
+    else:
+        yield Line("no change tried makes it fit; take a smaller model or larger cards", "remedies", "bad")
+    for remedy in ways:
+        yield Line(f"{begin} {remedy.as_dict()['flags']}", "  command", "dim")
+    cards = in_cards(spec)
+    if cards:
+        yield Line(cards, "in cards alone")
+
+
+def _remedy_row(remedy: Remedy) -> Sequence[str]:
+    speed = remedy.tokens_per_s
+    shown = three_digits(speed) if speed else MISSING
+    return remedy.words, size(remedy.peak), remedy.fitness, shown, "; ".join(remedy.notes)
+
+
+def _times(found: Plan, tokens: float | None, price: float | None) -> Iterator[tuple[str, str]]:
     yield "sent by a rank a step", _sent(found.as_dict())
     reached, fabric = part_of_network(found.spec), found.spec.fabric
     if reached and fabric:
@@ -162,6 +203,9 @@ def _times(found: Plan, tokens: float | None) -> Iterator[tuple[str, str]]:
         return
     yield "step", f"{seconds(time.step_s)}: compute {seconds(time.compute_s)}, exposed {_exposed(time)}"
     yield "communication alone", _communication(found, time)
+    peers = peerless_band(found.spec)
+    if peers:
+        yield "its rate", peers.words
     yield from _advice(found.spec).items()
     if found.spec.pipeline_parallel > 1:
         yield "bubble of the pipeline", f"{bubble(found.spec):.1%} of a stage's compute, counted as exposed"
@@ -172,13 +216,26 @@ def _times(found: Plan, tokens: float | None) -> Iterator[tuple[str, str]]:
     yield "tokens/s a GPU", f"{three_digits(speed)} (MFU {mfu:.1%})"
     band = speed_band(found.spec)
     low, high = map(three_digits, band.around(speed))
-    unlike = ", none of which offloads" if found.spec.offload and band.kind != ADAPTERS_OFFLOADED else ""
+    unlike = "; none of them offloads" if found.spec.offload and band.kind != ADAPTERS_OFFLOADED else ""
     yield "", f"{low} to {high} {band.words}{unlike}"
+    if found.fits:
+        yield "largest micro-batch", _largest(found.spec)
+    yield from sentences(elsewhere(found.spec))
     hours = found.hours(tokens) if tokens else None
     if hours:
-        yield f"{tokens:,.0f} tokens", f"{hours:,.1f} hours, {hours * found.spec.gpus:,.0f} GPU-hours"
+        dollars = f", ${hours * found.spec.gpus * price:,.0f}" if price else ""
+        yield f"{tokens:,.0f} tokens", f"{hours:,.1f} hours, {hours * found.spec.gpus:,.0f} GPU-hours{dollars}"
     yield "matrix products reach", reached_words(found)
     yield "provenance", PREDICTED
+
+
+def _largest(spec: PlanSpec) -> str:
+    """How far the micro-batch can grow."""
+    most = largest_micro_batch(spec)
+    assert most is not None, "a plan that fits has a micro-batch that does"
+    count = most.micro_batch
+    more = f"--batch-size {count} is the largest that fits" if count > spec.micro_batch else "this one is the largest"
+    return f"{more}: {size(memory_of(most).peak.total)} at the peak"
 
 
 def _advice(spec: PlanSpec) -> dict[str, str]:
@@ -213,28 +270,39 @@ def _copies(spec: PlanSpec, time: StepTime) -> str:
 def sweep_answer(settings: dict[str, Any], values: str) -> Answer:
     """Plan for each value of one choice; the figure shows memory and throughput."""
     name, tried = parse_sweep(values)
-    if name == "gpus":
-        settings = settings | {"gpus": tried[0]}
-    plans = sweep(plan_spec(**settings), name, tried)
-    labelled = [(f"{name} {value:,}", each) for value, each in zip(tried, plans)]
-    lacking = [(label, shortfall(each)) for label, each in labelled]
-    missing = [Line(words, f"{label}: does not fit", "bad") for label, words in lacking if words]
+    plans = sweep(plan_spec(**settings | {name: tried[0]}), name, tried)
+    labelled = [(f"{name} {_readable(value)}", each) for value, each in zip(tried, plans)]
+    short = [(label, lacking(plan)) for label, plan in labelled]
+    missing = [Line(words, f"{label}: does not fit", "bad") for label, words in short if words]
+    if missing:
+        missing.append(Line("fsdplab plan with the flags of a row says what makes it fit", "remedies"))
     rows = [{name: value} | each.as_dict() for value, each in zip(tried, plans)]
     parts: list[Part] = [_table(labelled), *missing, provenance(plans)]
-    return Answer(parts, {"sweep": name, "rows": rows}, lambda: page_of(sweep_figure(name, tried, plans)))
+
+    def page() -> str:
+        from fsdplab.figures.plots.plans import page_of, sweep_figure  # which other plans need not load
+
+        return page_of(sweep_figure(name, tried, plans))
+
+    return Answer(parts, {"sweep": name, "rows": rows}, page)
+
+
+def _readable(value: Value) -> str:
+    return f"{value:,}" if isinstance(value, int) else value
 
 
 def _table(labelled: Sequence[tuple[str, Plan]]) -> Table:
-    columns = ("plan", "peak", "of the card", "sent", "step", "exposed", "tokens/s a GPU", "MFU")
-    return Table(columns, [_row(label, each) for label, each in labelled], words=("plan",))
+    columns = ("plan", "peak", "of the card", "fits", "sent", "step", "exposed", "tokens/s", "tokens/s a GPU", "MFU")
+    return Table(columns, [_row(label, each) for label, each in labelled], words=("plan", "fits"))
 
 
 def _row(label: str, found: Plan) -> Sequence[str]:
     time, speed, mfu = found.time, found.tokens_per_s_per_gpu, found.mfu
     peak, card = found.memory.peak.total, found.spec.gpu.memory_bytes
     return (
-        label, size(peak), f"{peak / card:.0%}",
+        label, size(peak), f"{peak / card:.0%}", found.fitness,
         size(sum(found.as_dict()["comm_bytes_per_step"].values())), seconds(time.step_s if time else None),
-        f"{time.exposed_s / time.step_s:.0%}" if time else MISSING, three_digits(speed) if speed else MISSING,
+        f"{time.exposed_s / time.step_s:.0%}" if time else MISSING,
+        f"{speed * found.spec.gpus:,.0f}" if speed else MISSING, three_digits(speed) if speed else MISSING,
         f"{mfu:.1%}" if mfu else MISSING,
     )  # fmt: skip

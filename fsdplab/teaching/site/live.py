@@ -25,7 +25,6 @@ from fsdplab.common.files import read_file
 from fsdplab.common.pythons import run_of
 from fsdplab.figures.live.answer import answer
 from fsdplab.figures.live.controls import controls
-from fsdplab.figures.live.drawings import SLOWED_COLOUR
 from fsdplab.figures.style import DARK_TEXT, FONT, LANE_COLOURS, TEXT
 from fsdplab.teaching.authoring.course import CourseError
 
@@ -84,7 +83,7 @@ def live_files(source: Pyodide) -> dict[str, str | bytes]:
             "planner.html", title="Plan a job", controls=controls(), shown=answer({}, _STILL), setup=json.dumps(setup)
         ),
         "planner.js": page("planner.js"),
-        "planner.css": page("planner.css", slowed=SLOWED_COLOUR),
+        "planner.css": page("planner.css"),
         "site.css": page("site.css"),
         "site.js": page("site.js"),
         SOURCES: archive,
