@@ -95,7 +95,22 @@ def test_progress_of_a_class(tmp_path, monkeypatch, capsys):
 
 def test_a_folder_without_learners_is_refused(tmp_path, capsys):
     assert main(["progress", str(tmp_path)]) == 2
-    assert "holds no my_fsdp with a progress.json" in capsys.readouterr().err
+    assert "no my_fsdp lies below" in capsys.readouterr().err
+    assert main(["progress", str(tmp_path / "missing")]) == 2
+    assert "missing is no folder" in capsys.readouterr().err
+
+
+def test_a_learner_without_progress_is_listed_as_not_begun(tmp_path, capsys):
+    ada = Workspace(tmp_path / "ada" / "my_fsdp")
+    ada.write("predictions.json", {"00.peak": prediction(300, 345)})
+    (tmp_path / "bob").mkdir()
+    Workspace(tmp_path / "dora" / "my_fsdp").note_failure("05.shard")
+    Workspace(tmp_path / "cleo" / "my_fsdp").path.mkdir(parents=True)
+    assert main(["progress", *(str(tmp_path / name) for name in ("ada", "bob", "cleo", "dora"))]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.match(r"ada\s+1 of 1 near", lines[1]), "predictions count"
+    assert [line.split() for line in lines[2:4]] == [["bob", "not", "begun"], ["cleo", "not", "begun"]]
+    assert "not begun" not in lines[4] and lines[-1].endswith("of 4"), "one failed check is a beginning"
 
 
 def prediction(predicted, measured):
@@ -110,7 +125,10 @@ def test_handouts_hold_questions_pictures_and_tasks_and_no_solution(tmp_path, ca
     out = tmp_path / "handouts.html"
     assert main(["handouts", str(out)]) == 0
     page = out.read_text(encoding="utf-8")
-    assert page.count("<section>") == len(list(SOURCES.glob("*.ipynb"))) and page.count("<svg") >= 17
+    assert (
+        page.count("<section>") == len(list(SOURCES.glob("*.ipynb")))
+        and page.count("<img src='data:image/svg+xml") >= 17
+    )
     assert "05.unshard" in page and "Write unshard(" in page
     assert "<script" not in page
     for exercise in ("05.unshard", "03.average_in_hook", "10.crossover"):

@@ -5,7 +5,6 @@ One small source stands for the course: text, a figure, a widget, an exercise wi
 
 from __future__ import annotations
 
-import html
 import json
 import re
 import subprocess
@@ -13,17 +12,22 @@ import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output, new_raw_cell
 
+from fsdplab import figures
+from fsdplab.figures.plotly_go import PLOTLY
+from fsdplab.teaching import recorded
 from fsdplab.teaching.__main__ import main
 from fsdplab.teaching.authoring.course import CourseError
-from fsdplab.teaching.site import build
-from fsdplab.teaching.site.build import MANIFEST, build_site
-from fsdplab.teaching.site.lesson import lesson_of
-from fsdplab.teaching.site.outputs import WITHOUT_A_KERNEL, plain, shown
+from fsdplab.teaching.core.glossary import terms
+from fsdplab.teaching.site import build, stills
+from fsdplab.teaching.site.build import MANIFEST, build_decks, build_site
+from fsdplab.teaching.site.pages import WIDGET, WITHOUT_A_KERNEL, deck_of, lesson_of, page_of
+from fsdplab.teaching.site.stills import add_stills
 from tests.browser import CHROMIUM, needs_chromium, patient
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -95,7 +99,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     nbformat.write(new_notebook(cells=[new_markdown_cell("# 02 What follows\n\nNothing.")]), sources / "02_next.ipynb")
     done = command(folder / "pages", "--source", sources, "--keep", folder / "executed")
     assert done.returncode == 0 and done.stderr == "", done.stdout + done.stderr
-    assert re.search(r"01_small.ipynb \(teacher\): ran to its end.*index.html: 5 pages, \d\.\d MB", done.stdout, re.S)
+    assert re.search(r"01_small.ipynb \(teacher\): ran to its end.*index.html: 4 pages, \d\.\d MB", done.stdout, re.S)
     return folder / "pages", folder / "executed"
 
 
@@ -122,124 +126,169 @@ def test_every_address_of_every_page_is_a_file_of_the_site(made):
 def test_readers_see_the_learners_side(made):
     page = (made[0] / "01_small.html").read_text(encoding="utf-8")
     assert "A remark for teachers only" not in page
-    assert page.index("stub") < page.index('<details class="solution">')
-    assert re.search(
-        r'<details class="solution">.*?<span class="mi">14</span>.*?02.cards: passed.*?</details>', page, re.DOTALL
-    )
-    assert "edition=</span>" not in page and "learner" in page
+    assert page.index("...") < page.index('<details class="solution">')
+    assert re.search(r'<details class="solution">.*?02.cards: passed.*?</details>', page, re.DOTALL)
+    assert "teacher" not in page and "learner" in page and WITHOUT_A_KERNEL in page
     assert "my_fsdp" not in page, "the folder of the run that made the page says nothing to its readers"
 
 
 def test_links_between_notebooks_lead_to_pages(made):
     page = (made[0] / "01_small.html").read_text(encoding="utf-8")
     assert '<a href="glossary.html#root" title="what?">root</a>' in page and '<a href="02_next.html">02</a>' in page
-    assert '<dt id="root">root</dt>' in (made[0] / "glossary.html").read_text(encoding="utf-8")
+    glossary = (made[0] / "glossary.html").read_text(encoding="utf-8")
+    assert all(f' id="{term.anchor}"' in glossary for term in terms())
 
 
-def test_a_figure_is_drawn_once_by_the_shared_script(made):
-    pages, _ = made
-    page = (pages / "01_small.html").read_text(encoding="utf-8")
-    assert page.count('src="plotly.js"></script>') == 1 and len(page) < 100_000
-    drawn = re.search(r'<div class="plot".*?<script type="application/json">(.*?)</script>', page, re.DOTALL)
-    figure = json.loads(drawn.group(1))
-    assert figure["layout"]["title"]["text"] == "a < b </script> c" and len(figure["frames"]) == 1
-    assert 'aria-label="a line that rises"' in page and "<noscript>a line that rises</noscript>" in page
-    assert "plotly.js" not in (pages / "02_next.html").read_text(encoding="utf-8")
-
-
-def test_what_was_real_is_collected(made):
-    page = plain((made[0] / "real.html").read_text(encoding="utf-8"))
-    assert "01 Small things origin what measured losses" in page and "emulated card" in page
+def test_the_first_page_lists_the_lessons_and_where_they_ran(made):
+    page = (made[0] / "index.html").read_text(encoding="utf-8")
+    assert '<a href="01_small.html">01 Small things</a>' in page and "Why is a page enough?" in page
     assert re.search(r"ran on \d+ CPU cores.*PyTorch 2\.", page)
+
+
+@needs_chromium
+def test_a_figure_is_a_picture_of_the_page_and_of_the_kept_notebook(made):
+    pages, executed = made
+    page = (pages / "01_small.html").read_text(encoding="utf-8")
+    assert page.count('alt="a line that rises"') == 1 and "<script" not in page
+    kept = nbformat.read(executed / "01_small.ipynb", as_version=4)
+    (bundle,) = [
+        output.data for cell in kept.cells for output in cell.get("outputs", ()) if PLOTLY in output.get("data", ())
+    ]
+    assert bundle["image/svg+xml"].startswith("<svg") and len(bundle[PLOTLY]["frames"]) == 1
 
 
 def test_executed_notebooks_give_the_same_pages_without_a_kernel(made, tmp_path):
     pages, executed = made
     build_site(executed, tmp_path)
-    for name in ("01_small.html", "index.html", "search.js"):
+    for name in ("01_small.html", "glossary.html", "pages.css"):
         assert (tmp_path / name).read_bytes() == (pages / name).read_bytes()
 
 
 @needs_chromium
-def test_a_browser_shows_the_site_without_a_network(made):
+def test_a_browser_shows_pages_and_slides_without_a_network_in_light_and_dark(made, tmp_path):
     from playwright.sync_api import sync_playwright
 
+    build_decks(made[1], tmp_path)
     wrong, asked = [], []
     with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
-        page = patient(browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="light"))
-        page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto((made[0] / "index.html").as_uri())
-        page.get_by_role("link", name="01 Small things").click()
-        page.locator(".js-plotly-plot .main-svg").first.wait_for()
-        assert page.evaluate("document.querySelector('.plot')._transitionData._frames.length") == 1
-        assert not page.get_by_text("02.cards: passed.").is_visible()
-        page.locator("summary").click()
-        assert page.locator("details.solution").inner_text().count("14")
-        page.get_by_role("button", name="dark page").click()
-        page.keyboard.press("/")
-        page.keyboard.type("marsupial only")
-        assert page.locator("#hits a").inner_text().startswith("01 Small things: A rising line")
-        page.keyboard.press("Enter")
-        page.wait_for_url("**/01_small.html#*")
-        page.get_by_role("link", name="02 What follows →").first.click()
-        page.wait_for_url("**/02_next.html")
-        page.wait_for_function("document.documentElement.classList.contains('dark')")  # the choice of paper is kept
-        page.get_by_label("Search the course").fill("<b>nothing")
-        assert page.locator("#hits").inner_text() == "Nothing holds all of these words."
-        assert page.evaluate("document.documentElement.scrollWidth") <= 1280
+        for scheme, ground in (("light", "rgb(255, 255, 255)"), ("dark", "rgb(17, 17, 17)")):
+            page = patient(browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme=scheme))
+            page.on("pageerror", lambda error: wrong.append(str(error)))
+            page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
+            page.on("request", lambda request: asked.append(request.url))
+            page.goto((made[0] / "index.html").as_uri())
+            page.get_by_role("link", name="01 Small things").click()
+            assert page.get_by_alt_text("a line that rises").evaluate("image => image.naturalWidth") > 800
+            assert page.evaluate("getComputedStyle(document.body).backgroundColor") == ground
+            assert not page.get_by_text("02.cards: passed.").is_visible()
+            page.locator("summary").click()
+            assert page.get_by_text("02.cards: passed.").is_visible()
+            page.get_by_role("link", name="02 What follows →").first.click()
+            page.wait_for_url("**/02_next.html")
+            assert page.evaluate("document.documentElement.scrollWidth") <= 1280
+            page.goto((tmp_path / "01_small.slides.html").as_uri())
+            assert page.get_by_alt_text("a line that rises").evaluate("image => image.naturalWidth") > 800
+            assert page.locator("section.slide").count() == 2
         browser.close()
     assert not wrong
-    assert all(address.startswith(("file:", "data:", "blob:")) for address in asked)
+    assert all(address.startswith(("file:", "data:")) for address in asked)
 
 
 # ---- outputs
 
 
 def _shown(kind: str, **content: object) -> str:
-    return str(shown([new_output(kind, **content)]))
+    cells = [new_markdown_cell("# A title"), new_code_cell("train()", outputs=[new_output(kind, **content)])]
+    return page_of(new_notebook(cells=cells), "A title").partition("train")[2]
 
 
 def test_a_stream_is_what_a_terminal_shows_in_the_end():
     pieces = [
         new_output("stream", name="stdout", text=text) for text in ("10 %\r50", " %\r100 %\nd\x1b[31mone\x1b[0m\n")
     ]
-    notebook = new_notebook(cells=[new_markdown_cell("# A title"), new_code_cell("train()", outputs=pieces)])
-    assert '<pre class="stream">100 %\ndone</pre>' in lesson_of("a_title", notebook).body
+    page = page_of(new_notebook(cells=[new_code_cell("train()", outputs=pieces)]), "A title")
+    assert "100 %\nd" in page and "50 %" not in page and "\x1b" not in page
     assert "&lt;b&gt;" in _shown("stream", name="stderr", text="<b>")
 
 
 @pytest.mark.parametrize(
     "data,expected",
     [
-        ({"text/html": "<b>x</b><script>evil()</script>", "text/plain": "x"}, '<div class="rich"><b>x</b></div>'),
-        ({"image/png": "aGk=\n", "text/plain": "a <plot>"}, 'src="data:image/png;base64,aGk=" alt="a &lt;plot&gt;"'),
-        ({"image/svg+xml": "<svg/>"}, 'src="data:image/svg+xml;base64,PHN2Zy8+"'),
-        ({"application/vnd.jupyter.widget-view+json": {}, "text/plain": "VBox()"}, WITHOUT_A_KERNEL),
-        ({"text/plain": "  "}, ""),
-        ({"application/x-unknown": "?"}, ""),
+        ({"text/html": "<b>x</b><script>evil()</script>", "text/plain": "x"}, "<b>x</b>"),
+        ({"image/png": "aGk=", "text/plain": "a <plot>"}, 'alt="a &lt;plot&gt;" src="data:image/png;base64,aGk="'),
+        (
+            {PLOTLY: {}, "image/svg+xml": "<svg/>", "text/plain": "[figure] a line"},
+            'alt="a line" src="data:image/svg+xml;base64,PHN2Zy8+"',
+        ),
+        ({PLOTLY: {}, "text/plain": "[figure] a line"}, "[figure] a line"),
+        ({WIDGET: {}, "text/plain": "VBox()"}, WITHOUT_A_KERNEL),
     ],
 )
-def test_a_bundle_is_shown_in_its_richest_form(data, expected):
+def test_a_bundle_is_shown_in_its_richest_form_without_scripts(data, expected):
     made = _shown("display_data", data=data)
-    assert expected in made if expected else made == ""
+    assert expected in made and "evil" not in made
 
 
-def test_an_error_is_its_traceback_without_colours():
-    assert _shown("error", ename="E", evalue="v", traceback=["\x1b[31mE\x1b[0m: <v>"]) == (
-        '<pre class="error">E: &lt;v&gt;</pre>'
-    )
+def test_a_deck_has_a_slide_for_each_heading_and_no_exercise():
+    figure = new_output("display_data", {"image/svg+xml": "<svg/>", "text/plain": "[figure] a line"})
+    notebook = source("01", new_markdown_cell("## Another\n\nText."), new_code_cell("draw()", outputs=[figure]))
+    deck = deck_of(notebook, "Small things")
+    assert deck.count('<section class="slide">') == deck.count("</section>") == 3 and deck.count("<img") == 1
+    assert "02.cards" not in deck and "teaching.start" not in deck and not re.search("(src|href)=.http", deck)
 
 
-def test_sections_are_what_stands_below_each_heading():
-    texts = ("# Only a title\n\nAbove.", "## A & B\n\nBelow.", "## A & B\n\nAgain.")
-    lesson = lesson_of("x", new_notebook(cells=[new_markdown_cell(text) for text in texts]))
-    assert (lesson.number, lesson.title, lesson.minutes) == ("", "Only a title", "")
-    found = [(part.heading, part.words.split()[-1], part.anchor) for part in lesson.sections]
-    assert found == [("Only a title", "Above.", ""), ("A & B", "Below.", "a-b"), ("A & B", "Again.", "a-b-2")]
-    assert '<h2 id="a-b-2">' in lesson.body and html.escape("A & B") in lesson.body
+# ---- pictures of figures
+
+
+def a_figure(**more: object) -> nbformat.NotebookNode:
+    data = {PLOTLY: figures.step_time([recorded("lesson-07/early")])._repr_mimebundle_()[PLOTLY]} | more
+    return new_notebook(cells=[new_code_cell("draw()", outputs=[new_output("display_data", data)])])
+
+
+@needs_chromium
+def test_a_figure_gets_an_svg_with_its_words_and_the_colours_of_light_and_dark_pages():
+    notebook = a_figure(**{"text/plain": "[figure] bars of <step>"})
+    assert add_stills(notebook) == 0
+    svg = notebook.cells[0].outputs[0].data["image/svg+xml"]
+    root = ElementTree.fromstring(svg)
+    assert root.get("aria-label") == "bars of <step>" and "prefers-color-scheme: dark" in svg
+    assert "416 ms a step" in "".join(root.itertext())
+    before = str(notebook)
+    assert add_stills(notebook) == 0 and str(notebook) == before, "it is drawn once"
+
+
+def test_a_figure_that_has_a_picture_keeps_it():
+    notebook = a_figure(**{"image/png": "aGk="})
+    assert add_stills(notebook) == 0 and "image/svg+xml" not in notebook.cells[0].outputs[0].data
+
+
+def test_without_a_browser_or_with_one_that_fails_figures_are_counted(monkeypatch, tmp_path):
+    monkeypatch.setattr(stills, "browser", lambda: None)
+    assert add_stills(a_figure()) == 1
+    for script in ("exit 1", "echo nothing", "echo '<pre id=\"made\">[]</pre>'"):
+        fails = tmp_path / "fails"
+        fails.write_text(f"#!/bin/sh\n{script}\n")
+        fails.chmod(0o755)
+        monkeypatch.setattr(stills, "browser", lambda: str(fails))
+        assert add_stills(a_figure()) == 1, script
+
+
+def test_the_command_says_that_pictures_are_missing(tmp_path, monkeypatch, capsys):
+    notebook = a_figure()
+    notebook.cells.insert(0, new_markdown_cell("# 01 A title"))
+    executed = write(tmp_path / "executed", **{"01_a": notebook})
+    monkeypatch.setattr(stills, "browser", lambda: None)
+    for command_name in ("site", "slides"):
+        assert main([command_name, str(tmp_path / command_name), "--source", str(executed), "--executed"]) == 0
+        assert "1 figures have no picture: no Chromium or Chrome was found" in capsys.readouterr().err
+
+
+def test_title_minutes_and_question_are_read_from_the_first_text():
+    lesson = lesson_of("x", new_notebook(cells=[new_markdown_cell("# Only a title\n\nAbove.")]))
+    assert (lesson.title, lesson.minutes, lesson.question) == ("Only a title", "", "")
+    with pytest.raises(CourseError, match="x.ipynb holds no text"):
+        lesson_of("x", new_notebook(cells=[new_code_cell("1")]))
 
 
 # ---- what is refused
@@ -296,7 +345,7 @@ def test_a_list_of_files_that_names_others_folders_deletes_nothing(executed, tmp
 
 def test_a_site_that_is_too_large_says_which_page_is_the_heaviest(executed, tmp_path, monkeypatch):
     monkeypatch.setattr(build, "MOST_BYTES", 1000)
-    with pytest.raises(CourseError, match="more than 0 MB; the heaviest page is 01_small"):
+    with pytest.raises(CourseError, match="more than 0 MB; the heaviest page is pages.css"):
         build_site(executed, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -317,7 +366,7 @@ def test_a_full_disk_leaves_one_line_and_a_folder_that_can_be_built_again(execut
     out, written = tmp_path / "out", build.write_whole
 
     def full(path: Path, content: str) -> None:
-        if path.name == "search.js":
+        if path.name == "pages.css":
             raise OSError(28, "No space left on device")
         written(path, content)
 
@@ -326,7 +375,7 @@ def test_a_full_disk_leaves_one_line_and_a_folder_that_can_be_built_again(execut
         build_site(executed, out)
     monkeypatch.undo()
     build_site(executed, out)
-    assert (out / "search.js").exists()
+    assert (out / "pages.css").exists()
 
 
 def test_the_files_that_are_looked_for_are_those_that_are_written(executed, tmp_path):

@@ -24,6 +24,7 @@ from fsdplab.figures.bars import Part, stacked_bars
 from fsdplab.figures.conclusion import conclusion
 from fsdplab.figures.fastest import fastest_words, step_words
 from fsdplab.figures.plotly_go import go
+from fsdplab.figures.plots.steps import steady_steps
 from fsdplab.figures.table import SPLIT, brief, cells, told
 from fsdplab.figures.view import RunView, view, views
 from fsdplab.profiling.findings import findings
@@ -472,6 +473,22 @@ def test_page_says_why_a_figure_is_missing(runs):
     assert "no run has a timed step to draw" in page
 
 
+def test_titles_name_the_fully_sharded_run_and_not_the_odd_row():
+    rows = (("no_shard", 400, 0.3), ("zero1", 300, 0.35), ("full_shard", 210, 0.45), ("zero2", 200, 0.3))
+    shown = []
+    for strategy, megabytes, step in rows:
+        peak = Peak(megabytes * 10**6)
+        summary = Summary(Spread(step), peak_memory_bytes=peak, steady=Steady(step, 0.1, 0.5))
+        shown.append(RunView(strategy, "lab", 2, summary))
+    memory, steps = figures.memory_by_category(shown), steady_steps(shown)
+    assert memory.layout.title.text == "<b>full_shard peaks at 210 MB, no_shard at 400 MB</b>"
+    assert steps.layout.title.text.replace("<br>", " ") == (
+        "<b>full_shard takes 450 ms a step, 1.50 times as long as no_shard and zero2</b>"
+    )
+    assert "<b>450 ms</b>, 50 % hidden" in str(steps)
+    assert figures.memory_by_category(shown[:2]).layout.title.text == "<b>zero1 peaks at 300 MB, no_shard at 400 MB</b>"
+
+
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs a chromium on the path")
 def test_page_opens_offline_in_a_browser(runs, tmp_path):
     from playwright.sync_api import sync_playwright
@@ -489,10 +506,17 @@ def test_page_opens_offline_in_a_browser(runs, tmp_path):
         page.goto(target.as_uri())
         page.wait_for_selector(".js-plotly-plot .main-svg")
         assert page.evaluate("document.documentElement.classList.contains('dark')")
+        alarm = page.locator(".plot text[style*='fill: rgb(229, 56, 59)']").first
+        assert alarm.evaluate("text => getComputedStyle(text).fill") == "rgb(255, 106, 106)", "lighter in the dark"
         page.click("#switch")
+        assert alarm.evaluate("text => getComputedStyle(text).fill") == "rgb(192, 31, 37)"
         assert page.evaluate("document.documentElement.classList.contains('dark')") is False
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than 1280 px"
         assert page.locator(".js-plotly-plot").count() == 2
+        assert not page.locator("p.cut").first.is_visible()
+        page.set_viewport_size({"width": 480, "height": 800})
+        page.locator("p.cut").first.wait_for()
+        assert page.locator("p.cut").first.inner_text() == "More columns stand to the right: scroll the table."
         browser.close()
     assert (asked, problems) == ([target.as_uri()], [])
 

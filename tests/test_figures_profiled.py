@@ -494,7 +494,7 @@ def test_a_run_that_failed_is_named_by_every_figure_that_leaves_it_out(ahead, be
     clock = Summary(steady=Steady(0.855, 0.2, 0.6))
     steps = figures.steady_steps([RunView("a", "lab", 2, clock, "failed"), RunView("b", "lab", 2, clock)])
     assert words(steps).count("its run failed") == 1
-    assert "<b>855 ms</b> simulated, 60 % hidden" in str(steps.to_dict())
+    assert "<b>855 ms</b>, 60 % hidden" in str(steps.to_dict())
 
 
 def test_cells_that_are_exposed_alike_are_one_finding_and_a_simulation_has_no_profiled_steps():
@@ -635,7 +635,7 @@ def test_slices_fill_what_each_rank_holds(ahead):
         next(since for since, state in at.items() if state == name) for name in ("unsharding", "unsharded")
     )
     before, during, after = (figures.slice_map(ahead, instant) for instant in (coming - 1, coming, whole))
-    own = [next(trace for trace in figure.data if trace.name == "own slice") for figure in (before, during, after)]
+    own = [next(trace for trace in figure.data if trace.name == "own shard") for figure in (before, during, after)]
     assert {round(width, 3) for trace in own for width in trace.x} == {0.45} and all(
         len(trace.x) == 10 for trace in own
     )
@@ -643,7 +643,7 @@ def test_slices_fill_what_each_rank_holds(ahead):
     for figure, state in ((before, "sharded"), (during, "unsharding"), (after, "unsharded")):
         assert figure.data[0].hovertext[there] == hover_text(0, "blocks.3", state)
         assert figure.data[0].marker.color[there] == STATE_COLOURS[state]
-    assert [trace.name for trace in after.data[1:]] == ["on its way", "unsharded from the other ranks", "own slice"]
+    assert [trace.name for trace in after.data[1:]] == ["unsharding", "unsharded", "own shard"]
     for wrong in (-1, 10**18):
         with pytest.raises(ValueError, match=r"expected 0 to \d+, ns since step 1 began"):
             figures.slice_map(ahead, wrong)
@@ -748,6 +748,9 @@ def test_page_has_tabs_for_records_and_none_for_a_comparison(ahead, behind, plai
     body = page.replace(get_plotlyjs(), "")
     tabs = re.findall(r'data-panel="panel-(\w+)"', body)
     assert tabs == ["Compare", "Timeline", "Memory", "Traffic", "Diagnosis"]
+    alone = figures.comparison_page(comparison_json([behind]), [behind]).replace(get_plotlyjs(), "")
+    assert re.findall(r'data-panel="panel-(\w+)"', alone)[:2] == ["Timeline", "Compare"]
+    assert "<title>Where a step of full_shard goes</title>" in alone
     told = [words for found in findings(behind) for words in (found.title, found.text, found.remedy)]
     assert told and all(str(escape(words)) in body for words in told)
     assert not re.search(r"""(src|href)=["']""", body)

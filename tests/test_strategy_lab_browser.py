@@ -5,6 +5,7 @@ it lies on one screen of 1280 x 720.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -131,6 +132,8 @@ def test_every_control_of_the_instrument_is_answered_on_one_screen(
         lab = Lab(page)
         assert page.evaluate(OUTSIDE) == [] and page.evaluate(MET) == []
         page.screenshot(path=str(tmp_path / "1-begun.png"))
+        of_many = page.locator(".fl-many").get_attribute("aria-label"), page.locator(".fl-many button").count()
+        assert of_many == ("Strategies", 6), "choices of many have a box each"
         assert "full_shard: memory 199 MB, step 369 ms, 83 % hidden" in lab.alt
         assert "simulated on the steady card" in lab.alt
 
@@ -157,6 +160,8 @@ def test_every_control_of_the_instrument_is_answered_on_one_screen(
         page.mouse.move(box["x"] - 42, box["y"] + 40, steps=6)
         page.mouse.up()
         lab.says("of 5 are over the card of 2")
+        saved = page.get_by_text(re.compile("for the saved notebook: Memory: . of 5 are over the card of 2"))
+        saved.first.wait_for(timeout=SHORT_MS)
         assert page.locator(".fl-over").count() >= 3 and "MB over" in lab.alt
         card.focus()
         lab.answered(lambda: page.keyboard.press("ArrowLeft"))

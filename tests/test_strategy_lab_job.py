@@ -12,7 +12,7 @@ from fsdplab.records import RecordError, RunRecord, Spread, Summary
 from fsdplab.records.summary import Peak
 from fsdplab.widgets.answers import job_words
 from fsdplab.widgets.strategy_lab import StrategyLab
-from fsdplab.widgets.tabs import still
+from fsdplab.widgets.tabs import kept, still
 
 pytestmark = pytest.mark.quick
 STEPS = [0.209, 0.209, 0.212, 0.215, 0.215]  # the middle half is 3 ms from the median
@@ -64,7 +64,7 @@ def test_the_lab_opens_it_as_a_batch(tmp_path: Path) -> None:
     lab = StrategyLab({"device": "cpu"}, job=tmp_path / "out", directory=tmp_path / "runs")
     assert lab.records[0].spec["job"] == "train.py" and "your job" in lab.details.batch.title
     assert lab.instrument.answer["job"].startswith("Your job (train.py")
-    assert "Your job (train.py" in still(None, lab.instrument.answer)["text/plain"], "in the saved notebook too"
+    assert "Your job (train.py" in still(kept(None), lab.instrument.answer)["text/plain"], "in the saved notebook too"
     with pytest.raises(RecordError):
         StrategyLab(job=tmp_path / "gone", directory=tmp_path / "runs")
 

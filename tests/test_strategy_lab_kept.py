@@ -21,7 +21,7 @@ from fsdplab.widgets.choices import Choices, check
 from fsdplab.widgets.lab_state import Batch, LabState
 from fsdplab.widgets.running import ANOTHER_RUNS, WAITING, Runner
 from fsdplab.widgets.strategy_lab import StrategyLab
-from fsdplab.widgets.tabs import FAULT, TABS, still
+from fsdplab.widgets.tabs import FAULT, TABS, kept, still
 
 pytestmark = pytest.mark.quick
 FIXED = {"device": "cpu", "sequence_length": 32}
@@ -196,7 +196,7 @@ def test_thirty_kept_batches_are_not_all_read(tmp_path: Path) -> None:
     write_batch(tmp_path, "batch-31-<script>", "zero2")
     lab = StrategyLab(FIXED, directory=tmp_path, export_to=tmp_path, **TINY)
     assert "19 older ones stay in" in lab.state.message and lab.details.name.value == "<script>"
-    saved = still(lab.state.batch, {})["text/html"]
+    saved = still(kept(lab.state.batch), {})["text/html"]
     assert "<script>" not in saved and "&lt;script&gt;" in saved
     assert lab.details.export() is not None
 

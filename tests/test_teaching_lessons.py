@@ -155,7 +155,7 @@ def test_sliders_draw_a_figure(capsys):
     explorer = exploring.Explorer(tour.state_figure, {"million_parameters": [1000], "ranks": [1, 4]})
     before, _ = explorer.render(), explorer.set("ranks", 4)
     assert "full_shard 16.0 GB" in before.alt and "full_shard 4.00 GB" in explorer.render().alt
-    assert {"application/vnd.plotly.v1+json", "text/html"} <= set(before._repr_mimebundle_())
+    assert {"application/vnd.plotly.v1+json", "text/plain"} <= set(before._repr_mimebundle_())
     teaching.explore(tour.state_figure, million_parameters=[1000], ranks=[2])
     assert "[figure] Stacked bars" in capsys.readouterr().out
 
@@ -304,6 +304,17 @@ def test_a_long_cell_has_a_line_and_a_short_one_has_none(monkeypatch):
     assert line.updated.wait(60)
     long.end()
     assert line.shown[0].startswith("running: ") and line.shown[-1].startswith("done in ")
+
+
+def test_the_line_of_an_interrupted_cell_never_says_done(monkeypatch):
+    line = Line()
+    monkeypatch.setattr(waiting, "notebook_display", lambda: line)
+    long = waiting.Waiting(quiet=0.0, every=0.01)
+    long.begin()
+    while not line.shown:
+        pass
+    long.end(SimpleNamespace(error_in_exec=KeyboardInterrupt()))
+    assert line.shown[-1] == "" and not any("done" in words for words in line.shown)
 
 
 def test_voila_gets_a_live_output_as_a_widget(monkeypatch):

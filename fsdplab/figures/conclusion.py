@@ -35,7 +35,7 @@ def conclusion(runs: Sequence[RunView]) -> str:
     steady card, it hides 65 % of that, and its step is 8 % longer; measured here, its step is 12 % longer.` Without a
     steady card one sentence, with the measured time. Empty where there is nothing to say.
     """
-    base, sharded = _baseline(runs), _most_sharded(runs)
+    base, sharded = _baseline(runs), most_sharded(runs)
     if base is None or sharded is None:
         return ""
     alone, name = base is sharded, _name(sharded)
@@ -90,7 +90,7 @@ def change_words(runs: Sequence[RunView]) -> str:
     `Most valuable change to full_shard: compute and send in bf16, with fp32 masters: 50 % more tokens/s (simulated),
     192 MB instead of 232 MB (predicted).`
     """
-    run = _most_sharded(runs)
+    run = most_sharded(runs)
     change = None if run is None else run.summary.change
     if run is None or change is None or not change.words:
         return ""
@@ -131,8 +131,8 @@ def _baseline(runs: Sequence[RunView]) -> RunView | None:
     return min(plain or [run for run in runs if run.engine != "twin"][:1], key=_own_engine, default=None)
 
 
-def _most_sharded(runs: Sequence[RunView]) -> RunView | None:
-    """The first run of full sharding, of the lab's own engine if there is one; else the one of least memory."""
+def most_sharded(runs: Sequence[RunView]) -> RunView | None:
+    """Return the first run of full sharding, of the lab's own engine if there is one; else the one of least memory."""
     full = [run for run in runs if run.strategy in _RESHARDING and run.engine != "twin"]
     if full:
         return min(full, key=_own_engine)

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 from fsdplab.common.places import how_to_install
 
-__all__ = ["go"]
+__all__ = ["PLOTLY", "go"]
+
+PLOTLY = "application/vnd.plotly.v1+json"  # the form of a cell's output that plotly's renderers draw
 
 
 class _WhenUsed:
@@ -19,6 +21,8 @@ class _WhenUsed:
 
     def __getattr__(self, name: str) -> object:
         try:
+            if name == "Figure":  # one that notebooks show in the ink of their page
+                return import_module("fsdplab.figures.notebook_figure").Figure
             return getattr(import_module("plotly.graph_objects"), name)
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(f"figures need plotly: {how_to_install('lab')}", name="plotly") from error

@@ -47,6 +47,7 @@ PHASE_COLOURS = {"forward": "#4aa3e0", "backward": "#8a4a9e", "optimizer": "#d9b
 HEAT = ((0.0, "#fdeee6"), (0.5, "#f6a582"), (1.0, "#e5484b"))
 DARK_INK = "#14171c"  # text on light fills
 ALARM = "#e5383b"  # the card line, what exceeds it, exposed time
+DARK_ALARM = "#c01f25"  # alarming text on a light ground of its own
 GRID = "rgba(128,132,136,0.28)"
 EDGE = "rgba(20,22,26,0.65)"  # thin edge of a bar segment
 FONT = "Inter, 'Segoe UI', 'DejaVu Sans', Arial, sans-serif"
@@ -223,9 +224,21 @@ def strategy_colour(strategy: str, engine: str) -> str:
 
 
 def ink_on(colour: str) -> str:
-    """The text colour that reads on a fill: `ink_on("#b84a0a") == "#ffffff"`, `ink_on("#6cc4f0") == DARK_INK`."""
-    red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
-    return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 140 else DARK_INK
+    """Return the text colour with more contrast: `ink_on("#b84a0a") == "#ffffff"`, `ink_on("#6cc4f0") == DARK_INK`."""
+    return max("#ffffff", DARK_INK, key=lambda ink: contrast(ink, colour))
+
+
+def contrast(one: str, other: str) -> float:
+    """Return the contrast of two colours by WCAG, 1 to 21: `round(contrast("#ffffff", "#000000")) == 21`."""
+    darker, lighter = sorted((_luminance(one), _luminance(other)))
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    """The relative luminance of `#rrggbb` by WCAG 2."""
+    parts = [int(colour[start : start + 2], 16) / 255 for start in (1, 3, 5)]
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
 def mark_level(

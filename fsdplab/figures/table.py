@@ -194,7 +194,7 @@ COLUMN_ROWS = (
         in_brief="measured",
     ),
     Column(
-        "hidden",
+        "hidden, measured",
         lambda run: percent(run.summary.comm.overlap),
         "the part of communication under computing in profiled steps",
         in_brief="measured",

@@ -33,6 +33,7 @@ from fsdplab.sessions.launch.stacks import of_exception, of_own_code
 from fsdplab.sessions.run_and_record import check_code, reachable
 from fsdplab.sessions.spec import EngineChoice, RunSpec, SpecError
 from fsdplab.sessions.spec.rules import check_same
+from fsdplab.sessions.stopped import stops_in_one_line
 from fsdplab.sessions.worker.emulated_network import EmulatedNetwork
 from fsdplab.sessions.worker.engines import (
     TrainingSetup,
@@ -106,6 +107,7 @@ class Bench:
         return timing.median / others[0] if others else None
 
 
+@stops_in_one_line
 def bench(
     specs: Sequence[RunSpec],
     *,

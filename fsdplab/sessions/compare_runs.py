@@ -30,6 +30,7 @@ from fsdplab.sessions.spec import RunSpec, SpecError, WorkloadPart
 from fsdplab.sessions.spec.pairs import least_bytes
 from fsdplab.sessions.spec.rules import check_ranks_run_here, check_same
 from fsdplab.sessions.spec.run_spec import specs_for
+from fsdplab.sessions.stopped import stops_in_one_line
 from fsdplab.sessions.watcher import Watcher
 
 SAME = (*(each.name for each in fields(WorkloadPart)), "world_size")
@@ -40,6 +41,7 @@ _IN_TURNS = (
 _FREE_WHERE_UNKNOWN = 4_000_000_000  # bytes: three or four small runs
 
 
+@stops_in_one_line
 def compare(
     specs: Sequence[RunSpec] | Any,
     *,

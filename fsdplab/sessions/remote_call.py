@@ -23,6 +23,7 @@ import torch
 from fsdplab.common.temporary import folder_of_this_process
 from fsdplab.sessions.launch.launcher import once_more, run_ranks
 from fsdplab.sessions.launch.mailbox import LiveOutput, Mailbox, OnOutput
+from fsdplab.sessions.stopped import stops_in_one_line
 from fsdplab.sessions.worker.rank_process import backend_of_cells, rank_process
 
 VALUES = "None, bool, int, float, str, plain tensors, and lists, tuples and dicts of them"
@@ -45,6 +46,7 @@ class RankValues(list[Any]):
         self.collectives = collectives
 
 
+@stops_in_one_line
 def call_on_ranks(
     source_path: str | Path,
     function_name: str,

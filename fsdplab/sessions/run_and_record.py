@@ -23,6 +23,7 @@ from fsdplab.sessions.launch.mailbox import Mailbox, Tail, read_heartbeats, read
 from fsdplab.sessions.launch.turns import STEP, TO_THE_END
 from fsdplab.sessions.spec import RunSpec
 from fsdplab.sessions.spec.run_spec import spec_for
+from fsdplab.sessions.stopped import stops_in_one_line
 from fsdplab.sessions.summary import summarise
 from fsdplab.sessions.trace_tables import tables_of
 from fsdplab.sessions.watcher import Watcher
@@ -33,6 +34,7 @@ WORKER = ("-m", "fsdplab.sessions.worker.training")
 followers: list[Callable[[RunSpec, int, int, float], None]] = []
 
 
+@stops_in_one_line
 def run(
     spec: RunSpec | Any,
     *,

@@ -30,6 +30,7 @@ _EXAMPLES = """Examples:
   fsdplab course site pages
   fsdplab course site pages --source my-executed --executed
   fsdplab course site pages --live
+  fsdplab course slides decks --source executed --executed
   fsdplab course tracks
   fsdplab course handouts handouts.html
   fsdplab course progress room-1/*
@@ -53,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     description = "Build and test the course's editions; pages, timings, handouts and progress for a class."
     flags = OneLineParser(prog="fsdplab course", description=description, epilog=_EXAMPLES)
     commands = flags.add_subparsers(
-        required=True, metavar="build | test | site | tracks | handouts | progress | leaderboard", dest="name"
+        required=True, metavar="build | test | site | slides | tracks | handouts | progress | leaderboard", dest="name"
     )
 
     def command(name: str, run: Callable[[argparse.Namespace], int], does: str) -> argparse.ArgumentParser:
@@ -81,6 +82,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="FOLDER|URL",
         help="of --live: a folder of Pyodide's files to copy beside the page, or their address; default: Pyodide's CDN",
     )
+    decks = command("slides", _slides, "run the notebooks and write them as slides, a file each")
+    decks.add_argument("out", type=Path, help="folder to write to")
+    decks.add_argument("--source", **_SOURCES)
+    decks.add_argument("--executed", action="store_true", help="the sources were run already: take their outputs")
     time = command("tracks", _tracks, "minutes and machine time of notebooks and tracks")
     time.add_argument("--source", **_SOURCES)
     time.add_argument("--times", type=Path, help="a CSV file of `course test --times`; default: data/course_times.csv")
@@ -138,6 +143,7 @@ def _site(asked: argparse.Namespace) -> int:
     # only pages need what converts notebooks
     from .site.build import build_site, check_out
     from .site.live import pyodide
+    from .site.stills import add_stills_to_files
 
     if asked.pyodide is not None and not asked.live:
         raise CourseError("--pyodide is for the page that --live makes; give both, or neither")
@@ -149,9 +155,37 @@ def _site(asked: argparse.Namespace) -> int:
         with executed_in(asked.source, asked.keep, lambda run: print(harmless(str(run)), flush=True)) as executed:
             if executed.failed:
                 return 1
+            add_stills_to_files(executed.folder)  # what --keep keeps has them too
             site = build_site(executed.folder, asked.out, executed.where, live)
     print(f"{site.folder / 'index.html'}: {len(site.pages)} pages, {site.nbytes / 1e6:.1f} MB")
+    _say_what_lacks(site.without_picture)
     return 0
+
+
+def _slides(asked: argparse.Namespace) -> int:
+    from .site.build import build_decks, check_out
+
+    if asked.executed:
+        decks = build_decks(asked.source, asked.out)
+    else:
+        check_out(asked.out, asked.source)
+        with executed_in(asked.source, None, lambda run: print(harmless(str(run)), flush=True)) as executed:
+            if executed.failed:
+                return 1
+            decks = build_decks(executed.folder, asked.out)
+    print(f"{decks.folder}: {len(decks.pages)} decks, {decks.nbytes / 1e6:.1f} MB")
+    _say_what_lacks(decks.without_picture)
+    return 0
+
+
+def _say_what_lacks(without_picture: int) -> None:
+    """Say on stderr why figures have no picture, where some have none."""
+    from .site.stills import WITHOUT_BROWSER, browser
+
+    if not without_picture:
+        return
+    why = WITHOUT_BROWSER if browser() is None else "the browser could not draw them: pages show their words instead"
+    print(f"{without_picture} figures have no picture: {why}", file=sys.stderr)
 
 
 def _leaderboard(asked: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """Shows the picture of a lesson: an SVG file in `pictures/` that can stand on a slide.
 
-The file's `<title>` is the sentence of the slide, its `<desc>` the alternative text. A picture is edited as any SVG is.
+The file's `<title>` is the sentence of the slide, its `<desc>` the alternative text. A picture is edited as any SVG is:
+the style in it makes the paper dark, and the words on the paper (`class='ground'`) light, on a dark page.
 """
 
 from __future__ import annotations
@@ -31,10 +32,14 @@ class Picture:
 
     __repr__ = __str__
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+    @property
+    def image(self) -> str:
+        """The picture as an image of HTML: the SVG in it takes light or dark paper from the page's colour scheme."""
         encoded = base64.b64encode(self.svg.encode()).decode()
-        image = f"<img src='data:image/svg+xml;base64,{encoded}' alt='{html.escape(self.alt)}' width='{WIDTH}'>"
-        return {"text/html": image, "image/svg+xml": self.svg, "text/plain": str(self)}
+        return f"<img src='data:image/svg+xml;base64,{encoded}' alt='{html.escape(self.alt)}' width='{WIDTH}'>"
+
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+        return {"text/html": self.image, "image/svg+xml": self.svg, "text/plain": str(self)}
 
 
 def picture(notebook: str) -> None:

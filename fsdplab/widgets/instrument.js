@@ -34,8 +34,9 @@ function element(tag, attributes = {}, ...inside) {
 
 // ---- the controls: each has `show(asked, answer)`, which writes the state onto it
 
-function buttons(label, values, named, isOn, choose) {
-  const row = element("div", { class: "fl-group", role: "group", "aria-label": label });
+// `many`: several may be on at a time, and each has a box of its own to show it.
+function buttons(label, values, named, isOn, choose, many = false) {
+  const row = element("div", { class: many ? "fl-group fl-many" : "fl-group", role: "group", "aria-label": label });
   const fill = (list, asked) => {
     row.replaceChildren(...list.map((value) => element("button", {
       type: "button", "data-key": `${label}:${value}`, "aria-pressed": String(isOn(asked, value)),
@@ -260,11 +261,11 @@ function render({ model, el }) {
     menu("Model", "model", () => presetOf().models, ask), menu("Ranks", "ranks", () => presetOf().ranks, ask),
     menu("Precision", "precision", () => offers.values.precision, ask),
     buttons("Guess", () => ["Guess first"], (name) => name, (state) => state.guess.on, () => guess({ on: !asked.guess.on, given: false, faster: "", memory: "" })),
+    buttons("Pin", () => ["Pin A"], (name) => name, (state) => state.pin, () => ask({}, { pin: !asked.pin })),
   ];
   const second = [
-    buttons("Strategies", () => offers.values.strategies, (name) => name, (state, value) => state.choices.strategies.includes(value), toggled),
+    buttons("Strategies", () => offers.values.strategies, (name) => name, (state, value) => state.choices.strategies.includes(value), toggled, true),
     buttons("Prefetch", (preset, state) => [...new Set([0, 1, 2, state.choices.prefetch])], (value) => `prefetch ${value}`, (state, value) => state.choices.prefetch === value, (value) => ask({ prefetch: value })),
-    buttons("Pin", () => ["Pin A"], (name) => name, (state) => state.pin, () => ask({}, { pin: !asked.pin })),
   ];
   const link = slider("link", { label: (preset) => preset.link_words, ends: (preset) => preset.links, at: (state, given) => (given.asked.choices.link === state.choices.link ? given.link : null), text: asRate, asked: asRate, stops: ([low, high]) => Math.round(40 * Math.log10(high / low)) }, ask);
   const tokens = slider("tokens", { label: () => "Tokens a rank and step", ends: (preset) => preset.tokens, at: (state) => state.choices.tokens, text: (value) => String(Math.round(value)), asked: Math.round, stops: ([low, high]) => Math.round(Math.log2(high / low)) }, ask);

@@ -10,6 +10,7 @@ not move a control back that the reader has moved on.
 from __future__ import annotations
 
 import importlib.util
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from fsdplab.planning.links import LinkError, parse_link
 from fsdplab.recording.assemble import open_record
 from fsdplab.records import RunRecord
 from fsdplab.sessions.spec import STRATEGIES
+from fsdplab.sessions.stopped import RanksStopped, stopped_after
 from fsdplab.workloads.own.sources import reads_text
 
 from .answers import Guess, Look, job_words, view_of
@@ -34,9 +36,10 @@ from .choices import CONTROLS, NO_LINK, PRESETS, RANKS, TARGETS, TUNNEL, Choices
 from .details import PRESENTED, Details
 from .lab_state import Batch, LabState
 from .running import WAITING, Runner
-from .tabs import still
+from .tabs import kept, still
 
 _HERE = Path(__file__).parent
+ENDING_S = 10.0  # that cancelled runs may take to end
 
 
 class Instrument(anywidget.AnyWidget):
@@ -201,9 +204,11 @@ class StrategyLab:
             self.state.job = recorded
             self.state.offer([Batch(self.state.next_number, (), [recorded], "your job")])
         self._stills: list[DisplayHandle] = []
+        self._kept = kept(None)
         self._presented = False
         self.instrument = Instrument(self.state, self.runner.start)
-        self.details = Details(self.state, export_to, self._show_still)
+        self.details = Details(self.state, export_to, self._keep)
+        self.instrument.observe(lambda _: self._show_stills(), names="answer")
         self.state.subscribe(self.details.refresh)
         self.instrument.observe(lambda _: self._resize(), names="width")
         self.widget = ipywidgets.VBox([self.instrument, self.details.widget])
@@ -219,11 +224,14 @@ class StrategyLab:
         """Press Measure, wait, and return the records, for unattended notebooks; where runs were started before, wait for
         them. RuntimeError says why there are no records; an interrupt of the cell cancels the runs.
         """
+        began = time.monotonic()
         try:
             ended = (self.state.busy or self.runner.start()) and self.runner.wait(timeout)
         except KeyboardInterrupt:
             self.state.cancel()
-            raise
+            self.runner.wait(ENDING_S)
+            ranks = "the ranks are being ended" if self.state.busy else "the ranks have ended"
+            raise RanksStopped(stopped_after(began, ranks)) from None
         if not ended or self.state.status == "failed":
             raise RuntimeError(self.state.message)
         return self.records
@@ -237,15 +245,23 @@ class StrategyLab:
 
     def _ipython_display_(self) -> None:
         display({**self.widget._repr_mimebundle_(), "text/plain": ""}, raw=True)
-        saved = still(self.details.batch, self.instrument.answer)
+        self._kept = kept(self.details.batch)
+        saved = still(self._kept, self.instrument.answer)
         self._stills.append(display(saved, raw=True, display_id=True))
 
     def _resize(self) -> None:
         self.details.sized(self._presented, self.instrument.width)
 
-    def _show_still(self, batch: Batch | None) -> None:
-        for each in self._stills:
-            each.update(still(batch, self.instrument.answer), raw=True)
+    def _keep(self, batch: Batch | None) -> None:
+        """Draw what a saved notebook keeps of a batch, once for each batch, where the lab is shown."""
+        if self._stills:
+            self._kept = kept(batch)
+            self._show_stills()
+
+    def _show_stills(self) -> None:
+        """Show the folded table below the lab as the lab stands now."""
+        for place in self._stills:
+            place.update(still(self._kept, self.instrument.answer), raw=True)
 
 
 def choices_beside(job: RunRecord, given: Mapping[str, Any]) -> dict[str, Any]:

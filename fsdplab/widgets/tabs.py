@@ -3,14 +3,13 @@
 A piece is a plotly figure or HTML. A figure without data is replaced by one line that says so.
 
 Live figures are shown by plotly; the whole batch is repeated below the lab, folded, as an ordinary output, because the
-widgets' state is not saved in the notebook. There it is the table and the figures' alternative texts; the course's
-static pages, which have plotly, draw the figures too.
+widgets' state is not saved in the notebook. There it is the table and the figures' alternative texts.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 from typing import Any, TypeAlias
 
@@ -19,7 +18,9 @@ from plotly.graph_objects import Figure
 from fsdplab import figures
 from fsdplab.figures import alt_text
 from fsdplab.figures.fastest import core_words
-from fsdplab.figures.report.parts import PIECES, PLOTLY, comparison_table
+from fsdplab.figures.notebook_figure import plotly_json
+from fsdplab.figures.plotly_go import PLOTLY
+from fsdplab.figures.report.parts import comparison_table
 from fsdplab.figures.report.parts import table as html_table
 from fsdplab.figures.table import COLUMNS, brief, column, legend, mood, told
 from fsdplab.figures.view import RunView, provenance
@@ -129,14 +130,14 @@ def outputs(pieces: Iterable[Piece]) -> tuple[dict[str, Any], ...]:
     """Pieces as outputs of a notebook: a figure with its alternative text, which is there for screen readers too; HTML
     unchanged.
     """
-    found = []
+    found: list[dict[str, Any]] = []
     for piece in pieces:
         if isinstance(piece, str):
             found.append({"text/html": piece})
             continue
         alt, config = alt_text(piece), {"config": {"displaylogo": False, "responsive": False}}
         words = {"text/html": f"<p>{escape(alt)}</p>", "text/plain": f"[figure] {alt}"}
-        found.append({PLOTLY: json.loads(piece.to_json()) | config, **words})
+        found.append({PLOTLY: plotly_json(piece) | config, **words})
         found.append({"text/html": f"<div style='{_UNSEEN}'>{escape(alt)}</div>"})
     return tuple({"output_type": "display_data", "data": data, "metadata": {}} for data in found)
 
@@ -144,21 +145,33 @@ def outputs(pieces: Iterable[Piece]) -> tuple[dict[str, Any], ...]:
 _UNSEEN = "position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%)"
 
 
-def still(batch: Batch | None, answer: Mapping[str, Any]) -> dict[str, Any]:
-    """The lab in the saved notebook, folded: what the instrument answered as a table, and of a batch the table with
-    its figure, and memory. A bundle of HTML, text, and the pieces for a page that draws figures itself.
-    """
-    measured, title = f"; batch {batch.title}" if batch else "", answer.get("memory_title", "no answer yet")
+@dataclass(frozen=True)
+class Kept:
+    """What a saved notebook keeps of a batch: its title, its table and figures as HTML, and the figures' words."""
+
+    title: str = ""
+    html: str = ""
+    words: tuple[str, ...] = ()
+
+
+def kept(batch: Batch | None) -> Kept:
+    """What is kept of a batch: the table with its figure, and memory; nothing without a batch."""
+    if batch is None:
+        return Kept()
+    shown = [*pieces("Table", batch), *pieces("Memory", batch)[:1]]
+    html = "".join(each if isinstance(each, str) else f"<p>{escape(alt_text(each))}</p>" for each in shown)
+    return Kept(batch.title, html, tuple(alt_text(each) for each in shown if isinstance(each, Figure)))
+
+
+def still(batch: Kept, answer: Mapping[str, Any]) -> dict[str, Any]:
+    """The lab in the saved notebook, folded: what the instrument answers now as a table, and a batch."""
+    measured, title = f"; batch {batch.title}" if batch.title else "", answer.get("memory_title", "no answer yet")
     headline = f"The lab's numbers as a table, for the saved notebook: {title}{measured}"
     said = f"{answer.get('difference', '')} All {answer.get('clock', 'is to come')}. {answer.get('job', '')}".strip()
     heads = {"name": "strategy", "peak_words": "memory of a rank", "step_words": "step"}
     style = {"style": "text-align:left;padding:2px 14px 2px 0"}
     rows = [[row[name] for name in heads] for row in answer.get("rows", ())]
     table = f"{html_table([*heads.values()], rows, lambda *_: style)}<p>{escape(said)}</p>"
-    shown = [*pieces("Table", batch), *pieces("Memory", batch)[:1]] if batch else []
-    inside = "".join(each if isinstance(each, str) else f"<p>{escape(alt_text(each))}</p>" for each in shown)
     summary = f"<summary style='opacity:.75;cursor:pointer'>{escape(headline)}</summary>"
-    words = "\n".join([headline, said, *(alt_text(each) for each in shown if isinstance(each, Figure))])
-    whole = {"text/html": f"<details>{summary}{table}{inside}</details>", "text/plain": words}
-    drawn = [each["data"] for piece in shown for each in outputs([piece])[:1]]
-    return whole | ({PIECES: [{"text/html": table}, *drawn]} if drawn else {})
+    words = "\n".join([headline, said, *batch.words])
+    return {"text/html": f"<details>{summary}{table}{batch.html}</details>", "text/plain": words}

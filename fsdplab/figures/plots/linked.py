@@ -185,7 +185,7 @@ def _finding(record: RunRecord, life: UnitStates, top: Row) -> tuple[str, str]:
 STATE_COLOURS = {
     "sharded": "rgba(0,0,0,0)", "unsharding": "#ccd2d9", "unsharded": CATEGORY_COLOURS["unsharded_parameters"]
 }  # fmt: skip
-_FILLINGS = {"on its way": "unsharding", "unsharded from the other ranks": "unsharded"}
+_FILLINGS = ("unsharding", "unsharded")  # the states that are named in the legend
 _ENTERED_BY = {"sharded": "reshard", "unsharding": "start_unshard", "unsharded": "finish_unshard"}  # methods of Unit
 _ROOM_FOR_NAMES = 20  # units above which their names no longer fit under the cells
 _MOST_CELLS = 1_500  # above it only the first ranks are drawn
@@ -271,7 +271,7 @@ def _lines_of_unit() -> dict[str, int]:
 
 
 def slice_map(record: RunRecord, at_ns: float) -> go.Figure:
-    """Ranks x units at one instant: each cell is a unit, filled with the rank's own slice and what it has unsharded.
+    """Ranks x units at one instant: each cell is a unit, filled with the rank's own shard and what it has unsharded.
 
     `at_ns`: ns since the memory step began, 0 to its length (ValueError names it). Needs a `life` table: the lab's
     engine, with a profile.
@@ -297,7 +297,7 @@ def map_height(life: UnitStates, row: int = 56) -> int:
 
 
 def cells(life: UnitStates, at_ns: float, **place: str) -> list[go.Bar]:
-    """Every unit's cell on every rank, filled by its state, with the rank's own slice over it. A unit is 0.9 wide."""
+    """Every unit's cell on every rank, filled by its state, with the rank's own shard over it. A unit is 0.9 wide."""
     state, share = life.at(at_ns), 0.9 / len(life.ranks)
     keys = [key for key in life.keys if key[0] in life.shown]
     left = {unit: place - 0.45 for place, unit in enumerate(life.units)}
@@ -307,8 +307,8 @@ def cells(life: UnitStates, at_ns: float, **place: str) -> list[go.Bar]:
     owns = [Span(row[rank], left[unit] + share * row[rank], share, hover=words[rank, unit]) for rank, unit in keys]
     look: dict[str, Any] = dict(height=0.72, marker_line_color="#808488", **place)
     whole = lane("unit", "#ffffff", wholes, showlegend=False, **look)
-    legend = [lane(name, STATE_COLOURS[of], [Span(-9, 0, 0)], **look) for name, of in _FILLINGS.items()]
-    own = lane("own slice", CATEGORY_COLOURS["sharded_parameters"], owns, **look)
+    legend = [lane(name, STATE_COLOURS[name], [Span(-9, 0, 0)], **look) for name in _FILLINGS]
+    own = lane("own shard", CATEGORY_COLOURS["sharded_parameters"], owns, **look)
     return [whole.update(marker_color=[STATE_COLOURS[state[key]] for key in keys]), *legend, own]
 
 

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from fsdplab.common.names import category_titles
 from fsdplab.common.sizes import size
 from fsdplab.figures.bars import Part, stacked_bars
-from fsdplab.figures.conclusion import verdict
+from fsdplab.figures.conclusion import most_sharded, verdict
 from fsdplab.figures.fastest import listed
 from fsdplab.figures.lines import line, peak
 from fsdplab.figures.plotly_go import go
 from fsdplab.figures.profile_data import MS, Row
-from fsdplab.figures.style import ALARM, CATEGORY_COLOURS, card_words, mark_level, titled
+from fsdplab.figures.style import ALARM, CATEGORY_COLOURS, DARK_ALARM, card_words, mark_level, titled
 from fsdplab.figures.table import OVER
 from fsdplab.figures.view import CATEGORY_NAMES, UNSPLIT, Runs, RunView, how_and_where, missing, view, views
 from fsdplab.records import CATEGORIES, RunRecord, known
@@ -82,6 +82,9 @@ def _finding(shown: list[RunView]) -> str:
     if len(over) == len(shown):
         return "No run fits the card"
     low, high = (pick(shown, key=lambda run: known(run.peak)) for pick in (min, max))
+    sharded = most_sharded(shown)  # what the page is about, also where another row needs a little less
+    if sharded is not None and sharded is not high:
+        low = sharded
     peaks = f"{low.label} peaks at {size(low.peak)}"
     if over:
         names = listed(over) if len(over) <= 3 else f"{len(over)} runs"
@@ -139,7 +142,14 @@ def memory_timeline(record: RunRecord, rank: int = 0) -> go.Figure:
     figure.add_annotation(x=times[top], y=totals[top] / MB, **words)
     if run.card:
         behind = "rgba(255, 255, 255, 0.85)"  # the name lies on the bands, whose colours it could not be read on
-        mark_level(figure, run.card / MB, card_words(run.card, run.card_emulated), "y", bgcolor=behind)
+        mark_level(
+            figure,
+            run.card / MB,
+            card_words(run.card, run.card_emulated),
+            "y",
+            bgcolor=behind,
+            font=dict(color=DARK_ALARM, size=14),
+        )
     figure.update_layout(xaxis_title="time since the step began (ms)", yaxis_title="live memory (MB)")
     figure.update_xaxes(range=[times[0], times[-1]], showgrid=False)
     figure.update_yaxes(range=[0, 1.18 * max(totals[top], run.card or 0) / MB])

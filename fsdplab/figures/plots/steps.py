@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fsdplab.common.sizes import percent, seconds, three_digits
 from fsdplab.figures.bars import Part, stacked_bars, whiskers
+from fsdplab.figures.conclusion import most_sharded
 from fsdplab.figures.fastest import listed, step_words
 from fsdplab.figures.lines import points
 from fsdplab.figures.plotly_go import go
@@ -109,7 +110,7 @@ def _words(run: RunView) -> str:
     if not run.steady.step_time_s:
         return f"measured {seconds(run.step_median)}" if run.step_median else run.status.replace("_", " ")
     below = OVER if run.over_card else "its run failed" if run.status == "failed" else ""
-    told = f"<b>{seconds(run.steady.step_time_s)}</b> simulated, {_hidden(run)}"
+    told = f"<b>{seconds(run.steady.step_time_s)}</b>, {_hidden(run)}"
     return f"{told}<br>{below}" if below else told
 
 
@@ -127,13 +128,17 @@ def _steady_conditions(simulated: list[RunView], timed: list[RunView], short: bo
 
 
 def _steady_words(simulated: list[RunView]) -> str:
-    """The title: who takes least time on the steady card, and how many times longer the slowest takes."""
+    """The title: the fully sharded run's step on the steady card, and whose is least; else least and longest."""
     steps = [known(run.steady.step_time_s) for run in simulated]
     best = [run for run, step in zip(simulated, steps) if step <= 1.001 * min(steps)]  # less is rounding
     told = f"{listed(best)} {'takes' if len(best) == 1 else 'take'} least, {seconds(min(steps))} a step"
     slow = max(simulated, key=lambda run: known(run.steady.step_time_s))
     if len(best) == len(steps):
         return f"{listed(best)}: {seconds(min(steps))} a step"
+    sharded = most_sharded(simulated)
+    if sharded is not None and sharded not in best:
+        step = known(sharded.steady.step_time_s)
+        return f"{sharded.label} takes {seconds(step)} a step, {step / min(steps):.2f} times as long as {listed(best)}"
     return f"{told}; {slow.label} takes {max(steps) / min(steps):.2f} times that"
 
 

@@ -102,7 +102,7 @@ def _title(runs: Sequence[RunView]) -> str:
         return "What each sharding strategy would cost, simulated"
     if runs and all(run.traced for run in runs):
         return f"What the traces of {' and '.join(run.strategy for run in runs)} show"
-    if runs and all(run.recorded for run in runs):
+    if len(runs) == 1 or runs and all(run.recorded for run in runs):
         return f"Where a step of {' and '.join(run.label for run in runs)} goes"
     return "What each sharding strategy costs"
 
@@ -289,7 +289,9 @@ def tabbed(compared: str, records: Sequence[RunRecord], tables_of: TablesOf | No
         "Traffic": _traffic(records),
         "Diagnosis": _diagnosis(records, made),
     }
-    return rendered("tabs.html", panels=panels)
+    # a single run has nothing to compare: it opens with its timeline
+    first = "Timeline" if len(records) == 1 else "Compare"
+    return rendered("tabs.html", panels={first: panels.pop(first), **panels})
 
 
 def _each(records: Sequence[RunRecord], fill: Callable[[RunRecord], Markup]) -> Markup:

@@ -29,13 +29,11 @@ from fsdplab.figures.plots.linked import (
     unit_states,
 )
 from fsdplab.figures.profile_data import MS
-from fsdplab.figures.style import ALARM, CAMERA, DARK_TEXT, FONT, TEXT, alt_text, bare, legend_of, template
+from fsdplab.figures.style import ALARM, DARK_TEXT, FONT, TEXT, alt_text, bare, legend_of, template
 from fsdplab.figures.table import cells
 from fsdplab.figures.view import RunView
 from fsdplab.records import RunRecord
 
-# forms of a cell's output: a figure, and the strategy lab's saved batch (bundles of outputs, one below the other)
-PLOTLY, PIECES = "application/vnd.plotly.v1+json", "application/vnd.fsdplab.pieces+json"
 What = ParamSpec("What")
 Texts: TypeAlias = Sequence[str]
 # the attributes of a cell's tag by its column's place and its text (None: the column's heading): classes where there is
@@ -120,21 +118,6 @@ def plot(figure: go.Figure) -> Markup:
 def note(text: str) -> Markup:
     """One line in a figure's place."""
     return part("note", text=text)
-
-
-def picture(figure: go.Figure, alt: str | None = None) -> str:
-    """The figure for a saved notebook that is read without a kernel: drawn by plotly from its site where scripts may
-    run, and its alternative text (its own by default), which needs neither a script nor a network.
-    """
-    drawn = _plotly_from_its_site() + figure.to_html(full_html=False, include_plotlyjs=False, config=CAMERA)
-    return str(part("picture", drawn=Markup(drawn), alt=alt or alt_text(figure)))
-
-
-@lru_cache
-def _plotly_from_its_site() -> str:
-    """The tags that load plotly; plotly takes 25 ms to write them, as it hashes its 5 MB of code."""
-    page = go.Figure().to_html(full_html=False, include_plotlyjs="cdn")
-    return page[page.index("<script") : page.index("<div id")].strip()
 
 
 # ---- the linked view: a slider moves the cursor and fills the map of slices, with no server behind it

@@ -12,22 +12,25 @@ from typing import Any
 from fsdplab.common.rows import grouped
 from fsdplab.sessions.launch.failure_report import NO_ANSWER, Failure, named
 from fsdplab.sessions.launch.mailbox import Heartbeat
+from fsdplab.sessions.stopped import RanksStopped
 
 CellResults = Mapping[int, Mapping[str, Any]]
 _LOST = "All ranks were ended, and what they held is lost."
 _STAY = "All ranks stay, with what they hold."
 
 
-class CellInterrupted(KeyboardInterrupt):
-    """The caller was interrupted while a cell ran, and the cell with it; `.report` says whether the ranks stay."""
+class CellInterrupted(RanksStopped):
+    """The caller was interrupted while a cell ran, and the cell with it; `.report` says where each rank was.
 
-    def __init__(self, report: Failure) -> None:
+    `line` is what a notebook shows.
+    """
+
+    def __init__(self, report: Failure, line: str) -> None:
         super().__init__(str(report))
-        self.report = report
+        self.report, self.line = report, line
 
     def _render_traceback_(self) -> list[str]:
-        """The lines that IPython shows instead of a traceback through the library."""
-        return [str(self)]
+        return [self.line]
 
 
 def raised(results: CellResults) -> Failure | None:

@@ -35,6 +35,7 @@ from fsdplab.sessions.launch.turns import Turns
 from fsdplab.sessions.spec import SpecError, check_ranks_run_here, check_whole
 from fsdplab.sessions.staying.cell_loop import IDLE, show_source, source_of, title
 from fsdplab.sessions.staying.cell_reports import CellInterrupted, interrupted, raised, waiting_for_ever
+from fsdplab.sessions.stopped import stopped_after, stops_in_one_line
 
 CELL_LIMIT_S = 90.0
 _START_LIMIT_S = 90.0
@@ -92,6 +93,7 @@ class StayingRanks:
         self._end_all = weakref.finalize(self, _end, os.getpid(), living)
 
     @classmethod
+    @stops_in_one_line
     def start(
         cls, world_size: int, start: str = "auto", *, before: str = "", time_limit: float = _START_LIMIT_S
     ) -> StayingRanks:
@@ -154,7 +156,7 @@ class StayingRanks:
         self._end(_STOPPED)
 
     def _run(self, cell: CellWatch, source: str, time_limit: float) -> None:
-        left = False
+        left, began = False, time.monotonic()
         try:
             try:
                 cell.send(source)
@@ -169,7 +171,8 @@ class StayingRanks:
             raise
         if left:
             just_ended = Failure("hung", "Interrupted when the cell had just ended. All ranks stay.")
-            raise CellInterrupted(outcome.failure or just_ended)
+            ranks = "the ranks have ended" if outcome.lost else "the ranks stay, with what they hold"
+            raise CellInterrupted(outcome.failure or just_ended, stopped_after(began, ranks))
         if outcome.failure is not None:
             raise RanksFailed(outcome.failure)
 

@@ -23,6 +23,7 @@ class Learner:
     stuck: tuple[str, ...]
     predictions: int
     within_two: int
+    begun: bool  # whether anything was checked or predicted
 
 
 def exercises(notebooks: Sequence[str]) -> dict[str, list[str]]:
@@ -36,16 +37,24 @@ def exercises(notebooks: Sequence[str]) -> dict[str, list[str]]:
 
 
 def workspaces_in(folders: Sequence[Path]) -> Iterator[tuple[str, Workspace]]:
-    """Yield (name, workspace) of every learner's folder at or below `folders`; CourseError where there is none."""
+    """Yield (name, workspace) of every learner's folder at or below `folders`, also of one who has not begun.
+
+    CourseError for a folder that does not exist, and where no folder holds a `my_fsdp`.
+    """
+    found_any = False
     for folder in folders:
-        files = folder.rglob("progress.json")
-        workspaces = sorted(file.parent for file in files if file.parent.name == "my_fsdp")
+        if not folder.is_dir():
+            raise CourseError(f"{folder} is no folder; give the folders in which learners work")
+        workspaces = sorted(path for path in folder.rglob("my_fsdp") if path.is_dir())
+        found_any = found_any or bool(workspaces)
         if not workspaces:
-            raise CourseError(
-                f"{folder} holds no my_fsdp with a progress.json; give the folders in which learners work"
-            )
+            yield folder.resolve().name, Workspace(folder / "my_fsdp")
         for path in workspaces:
             yield _learner_name(path, folder), Workspace(path)
+    if not found_any:
+        raise CourseError(
+            f"no my_fsdp lies below {', '.join(map(str, folders))}; give the folders in which learners work"
+        )
 
 
 def _learner_name(workspace: Path, folder: Path) -> str:
@@ -75,7 +84,8 @@ def learner(name: str, workspace: Workspace, asked: dict[str, list[str]]) -> Lea
             elif tries >= 3:
                 stuck.append(f"{id} ({tries})")
     calibration = calibration_of(workspace)
-    return Learner(name, passed, tuple(stuck), len(calibration.scores), calibration.within_two)
+    begun = bool(workspace.read("progress.json") or workspace.read("predictions.json"))
+    return Learner(name, passed, tuple(stuck), len(calibration.scores), calibration.within_two, begun)
 
 
 def table_of(learners: Sequence[Learner], asked: dict[str, list[str]]) -> list[str]:
@@ -97,7 +107,7 @@ def table_of(learners: Sequence[Learner], asked: dict[str, list[str]]) -> list[s
             cells += f"{passed}/{of}".rjust(6)
             if passed == of:
                 done_by[notebook] += 1
-        guesses = "none"
+        guesses = "none" if learner.begun else "not begun"
         if learner.predictions:
             guesses = f"{learner.within_two} of {learner.predictions} near"
         line = f"{learner.name:<{width}}{cells}  {guesses:<11}  {', '.join(learner.stuck)}"

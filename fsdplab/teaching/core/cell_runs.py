@@ -18,10 +18,9 @@ from typing import Any
 import torch
 
 from fsdplab.common.words import plural
-from fsdplab.sessions import Failure, RanksFailed, call_on_ranks
+from fsdplab.sessions import RanksFailed, call_on_ranks
 from fsdplab.sessions.spec import SpecError
 from fsdplab.sessions.staying.cell_loop import FRESH_TITLE, show_source
-from fsdplab.sessions.staying.cell_reports import CellInterrupted
 from fsdplab.sessions.staying.ranks import StayingRanks, print_labelled
 
 from .course_state import current
@@ -178,10 +177,6 @@ def _start(world_size: int) -> None:
         _staying[:] = [StayingRanks.start(world_size, before=before)]
     except RanksFailed as failure:
         raise CellFailed(str(failure)) from None
-    except KeyboardInterrupt:
-        raise CellInterrupted(
-            Failure("hung", f"Interrupted while {world_size} ranks started; they were ended.")
-        ) from None
     stay = f"{world_size} {'rank stays' if world_size == 1 else 'ranks stay'}"
     print(f"{stay}: what a `%%ranks` cell defines is there for the next. `%ranks stop` ends them.")
 
@@ -305,10 +300,6 @@ def run_cell_on_ranks(
         ).output
     except RanksFailed as failure:
         raise CellFailed(_OWN_FRAMES.sub("", str(failure))) from None
-    except KeyboardInterrupt:
-        raise CellInterrupted(
-            Failure("hung", f"The cell was interrupted, and its {world_size} fresh ranks were ended.")
-        ) from None
 
 
 def usage_error(message: str) -> Exception:

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from fsdplab.figures.bars import CLOCK, Span, lane
 from fsdplab.figures.lines import heat_map
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.style import titled
+from fsdplab.figures.style import DARK_INK, titled
 
 MILLISECONDS = 900  # a moment of the animation, at most
+_BUTTON = "#e8ebf0"  # dark text reads on it, whatever the page's theme
 LONGEST = 12_000  # a whole animation, in ms
 _WIDE = 0.94  # of a moment's width: a gap shows that the next is another moment
 
@@ -102,6 +103,8 @@ def _buttons(milliseconds: int) -> dict[str, object]:
         y=1.02,
         yanchor="bottom",
         showactive=False,
+        bgcolor=_BUTTON,
+        font=dict(color=DARK_INK),
         buttons=[
             dict(label="▶ Play", method="animate", args=[None, play]),
             dict(label="Pause", method="animate", args=[[None], all_at_once]),

@@ -1,14 +1,12 @@
 """Output of cells: tables, figures that also show without scripts, and widgets.
 
-A figure is shown in three forms at once: plotly's own (interactive in JupyterLab, drawn by the course's static pages),
-HTML with the alternative text (exported notebooks), and the alternative text itself (terminals, screen readers). The
-reader's page picks.
+A figure is shown in two forms at once: plotly's own (interactive in JupyterLab and VS Code) and its alternative text
+(terminals, screen readers). The reader's page picks.
 """
 
 from __future__ import annotations
 
 import html
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 from fsdplab.common.rows import aligned
 from fsdplab.figures import alt_text
 from fsdplab.figures.plotly_go import go
-from fsdplab.figures.report.parts import PLOTLY, picture
 from fsdplab.figures.report.parts import table as html_table
 
 from .course_state import running_shell
@@ -179,7 +176,7 @@ class Note:
 
 @dataclass(frozen=True, repr=False)
 class Shown:
-    """A figure on its way to the page, in the three forms."""
+    """A figure on its way to the page, in the two forms."""
 
     figure: go.Figure
     alt: str
@@ -190,11 +187,9 @@ class Shown:
     __repr__ = __str__
 
     def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
-        return {
-            PLOTLY: json.loads(self.figure.to_json()),
-            "text/html": picture(self.figure, self.alt),
-            "text/plain": str(self),
-        }
+        from fsdplab.figures.notebook_figure import bundle
+
+        return bundle(self.figure, self.alt)
 
 
 def show(figure: go.Figure, alt: str | None = None) -> None:
@@ -203,7 +198,7 @@ def show(figure: go.Figure, alt: str | None = None) -> None:
 
 
 def shown(thing: Any, alt: str | None = None) -> Any:
-    """Return a plotly figure in its three forms; anything else as it is.
+    """Return a plotly figure in its two forms; anything else as it is.
 
     ValueError for a figure without alternative text.
     """

@@ -6,6 +6,7 @@ The figure stays an ordinary output, which a saved notebook keeps; only its pixe
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,9 @@ class FigureBelow(anywidget.AnyWidget):
         gets no messages: anywidget gives up on it.
         """
         if self.answers:
-            self.send(figure.to_json())
+            from fsdplab.figures.notebook_figure import plotly_json
+
+            self.send(json.dumps(plotly_json(figure)))
         return bool(self.answers)
 
     def _was_measured(self, change: Mapping[str, Any]) -> None:

@@ -81,6 +81,7 @@ class Waiting:
     def __init__(self, quiet: float = QUIET, every: float = EVERY) -> None:
         self._quiet, self._every = quiet, every
         self._over = threading.Event()
+        self._interrupted = False
         self._thread: threading.Thread | None = None
 
     def begin(self, cell: Any = None) -> None:
@@ -94,6 +95,7 @@ class Waiting:
     def end(self, result: Any = None) -> None:
         """End the line after a cell: where there is one, it says how long the cell took."""
         if self._thread is not None:
+            self._interrupted = isinstance(getattr(result, "error_in_exec", None), KeyboardInterrupt)
             self._over.set()
             self._thread.join()
             self._thread = None
@@ -110,7 +112,7 @@ class Waiting:
             return
         while not over.wait(self._every):
             line.update(state(time.monotonic() - began))
-        line.update(state(time.monotonic() - began, over=True))
+        line.update(Text("", "") if self._interrupted else state(time.monotonic() - began, over=True))
 
 
 def watch_cells(shell: InteractiveShell) -> None:

@@ -1,4 +1,4 @@
-"""`build_site`: executed notebooks -> a folder of pages that needs no network and no server.
+"""`build_site` and `build_decks`: executed notebooks -> a folder of pages or slides without a network or a server.
 
 Every page is made before the first file is written. The folder keeps a list of the site's own files: building again
 replaces these, and nothing that somebody else put beside them.
@@ -8,38 +8,51 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any
 
-from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from nbformat import NotebookNode
 
 from fsdplab.common.files import write_whole
-from fsdplab.figures.report.parts import in_script
-from fsdplab.figures.style import DARK_TEXT, FONT, LANE_COLOURS, TEXT
+from fsdplab.common.places import shared_folder
 from fsdplab.teaching.authoring.course import CourseError, notebooks_in, read
-from fsdplab.teaching.core.glossary import terms
-from fsdplab.teaching.site.foreign_html import mark_of
-from fsdplab.teaching.site.lesson import Lesson, Section, code_colours, lesson_of
 from fsdplab.teaching.site.live import NAMES, Pyodide, live_files
+from fsdplab.teaching.site.pages import Lesson, deck_of, lesson_of, page_of, styles, text_page
+from fsdplab.teaching.site.stills import add_stills
 
-MOST_BYTES = 15_000_000
+MOST_BYTES = 40_000_000
 MANIFEST = "site.json"
-_BESIDE_LESSONS = (
-    "index.html", "glossary.html", "real.html", "site.css", "site.js", "search.js", "plotly.js", MANIFEST,
-)  # fmt: skip
+_BESIDE_LESSONS = ("index.html", "glossary.html", "pages.css", MANIFEST)
+_FIRST_PAGE = """# Fully sharded training, from one collective to a plan for thousands of GPUs
+
+A course of {count} notebooks that run on any laptop with two CPU cores. Each one asks a question, lets you predict the
+answer, and measures it on real processes. These pages are the notebooks after a run: text, code and figures.
+{where}
+
+{live}| lesson | question | minutes |
+|---|---|---|
+{rows}
+
+## Run it yourself
+
+In a clone of the project: the first command installs the lab, the second opens the notebooks with exercises to solve.
+
+```
+pip install -e ".[lab]"
+fsdplab lab
+```
+"""
 
 
 @dataclass(frozen=True)
 class Site:
-    """A site that was written: its folder, its pages in order, and its size in bytes."""
+    """A site that was written: its folder, its pages in order, its size in bytes, and its figures without a picture."""
 
     folder: Path
     pages: tuple[Path, ...]
     nbytes: int
+    without_picture: int
 
 
 def build_site(executed: Path | str, out: Path | str, where: str = "", live: Pyodide | None = None) -> Site:
@@ -47,18 +60,35 @@ def build_site(executed: Path | str, out: Path | str, where: str = "", live: Pyo
     `live` from where the planner's page gets Python: without, there is no such page.
 
     Raises CourseError for notebooks that cannot be read, were not executed or have odd names, for a folder that holds
-    files of somebody else's under the names of the site's, and for a site of more than 15 MB.
+    files of somebody else's under the names of the site's, and for a site of more than 40 MB.
     """
-    lessons = [_lesson(path) for path in notebooks_in(executed)]
-    files = _files(lessons, where, live)
-    nbytes = sum(len(content.encode() if isinstance(content, str) else content) for content in files.values())
-    if nbytes - sum(map(len, live.files.values() if live else ())) > MOST_BYTES:
-        heaviest = max(lessons, key=lambda lesson: len(lesson.body))
+    read_in = [_executed(path) for path in notebooks_in(executed)]
+    without_picture = sum(add_stills(notebook) for _, notebook in read_in)
+    files = _files(read_in, where, live)
+    sizes = {name: len(content.encode() if isinstance(content, str) else content) for name, content in files.items()}
+    copied = sum(map(len, live.files.values())) if live else 0
+    if sum(sizes.values()) - copied > MOST_BYTES:
+        heaviest = max(sizes, key=sizes.__getitem__)
         raise CourseError(
-            f"the site would take {nbytes / 1e6:.1f} MB, more than {MOST_BYTES / 1e6:.0f} MB; the heaviest page is"
-            f" {heaviest.name} with {len(heaviest.body) / 1e6:.1f} MB: show fewer or smaller figures there"
+            f"the site would take {sum(sizes.values()) / 1e6:.1f} MB, more than {MOST_BYTES / 1e6:.0f} MB; the heaviest"
+            f" page is {heaviest} with {sizes[heaviest] / 1e6:.1f} MB: show fewer or smaller figures there"
         )
-    folder = Path(out)
+    return _write(Path(out), files, without_picture)
+
+
+def build_decks(executed: Path | str, out: Path | str) -> Site:
+    """Write slides of every executed notebook in a folder to `out`, a file each that needs no other.
+
+    Raises CourseError as `build_site` does.
+    """
+    read_in = [_executed(path) for path in notebooks_in(executed)]
+    without_picture = sum(add_stills(notebook) for _, notebook in read_in)
+    files = {f"{lesson.name}.slides.html": deck_of(notebook, lesson.title) for lesson, notebook in read_in}
+    return _write(Path(out), _listed(files), without_picture)
+
+
+def _write(folder: Path, files: Mapping[str, str | bytes], without_picture: int) -> Site:
+    """Write the files, and delete those of an earlier build that are no longer among them."""
     earlier = _earlier(folder, files)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +99,12 @@ def build_site(executed: Path | str, out: Path | str, where: str = "", live: Pyo
     except OSError as error:
         raise CourseError(f"the site cannot be written to {folder} ({error.strerror or error})") from error
     pages = tuple(folder / name for name in files if name.endswith(".html"))
-    return Site(folder, pages, nbytes)
+    return Site(folder, pages, sum((folder / name).stat().st_size for name in files), without_picture)
+
+
+def _listed(files: Mapping[str, str | bytes]) -> dict[str, str | bytes]:
+    """The files with their list, which is written first: what a full disk leaves half written is known by it."""
+    return {MANIFEST: json.dumps({"files": sorted([*files, MANIFEST])}, indent=1) + "\n", **files}
 
 
 def check_out(out: Path | str, sources: Path | str, live: bool = False) -> None:
@@ -87,7 +122,8 @@ def check_out(out: Path | str, sources: Path | str, live: bool = False) -> None:
         raise CourseError(f"the site cannot be written to {folder} ({error.strerror or error})") from error
 
 
-def _lesson(path: Path) -> Lesson:
+def _executed(path: Path) -> tuple[Lesson, NotebookNode]:
+    """Read a notebook that was run; CourseError for any other."""
     if not path.name.isprintable() or f"{path.stem}.html" in (*_BESIDE_LESSONS, *NAMES):
         raise CourseError(f"a notebook is named {path.name!r}, and no page can have that name; rename it")
     notebook = read(path)
@@ -97,7 +133,7 @@ def _lesson(path: Path) -> Lesson:
             f"{path.name} was not executed: its cells have no outputs; `fsdplab course site OUT` executes sources, and"
             " --executed takes a folder of notebooks that were run"
         )
-    return lesson_of(path.stem, notebook)
+    return lesson_of(path.stem, notebook), notebook
 
 
 def _earlier(folder: Path, files: Iterable[str]) -> set[str]:
@@ -123,62 +159,33 @@ def _earlier(folder: Path, files: Iterable[str]) -> set[str]:
     return own
 
 
-def _files(lessons: Sequence[Lesson], where: str, live: Pyodide | None) -> dict[str, str | bytes]:
+def _files(read_in: Sequence[tuple[Lesson, NotebookNode]], where: str, live: Pyodide | None) -> dict[str, str | bytes]:
     """File name -> content."""
-    from plotly.offline import get_plotlyjs
-
-    mark = mark_of(f"{lesson.body}{lesson.origins}" for lesson in lessons)
-    page = partial(_rendered, mark=mark, live=live is not None)
-    files: dict[str, str | bytes] = {
-        f"{lesson.name}.html": page(
-            "lesson.html",
-            lesson=lesson,
-            lessons=lessons,
-            before=lessons[place - 1] if place else None,
-            after=lessons[place + 1] if place + 1 < len(lessons) else None,
-            title=lesson.label,
-        )
-        for place, lesson in enumerate(lessons)
-    }
-    files["index.html"] = page("index.html", lessons=lessons, title="The course")
-    files["glossary.html"] = page("glossary.html", terms=terms(), title="Glossary")
-    files["real.html"] = page("real.html", lessons=lessons, where=where, title="What was real")
-    files["site.css"] = str(_rendered("site.css", code_colours=Markup(code_colours())))
-    files["site.js"] = _verbatim("plots.js") + _verbatim("site.js")
-    files["search.js"] = f"const PAGES = {in_script(json.dumps(_index(lessons), separators=(',', ':')))};\n"
-    files["plotly.js"] = get_plotlyjs()
-    files |= live_files(live, page) if live else {}
-    # the list comes first: what a full disk leaves half written is known as the site's own
-    return {MANIFEST: json.dumps({"files": sorted([*files, MANIFEST])}, indent=1) + "\n", **files}
+    lessons, files = [lesson for lesson, _ in read_in], dict[str, str | bytes]()
+    for place, (lesson, notebook) in enumerate(read_in):
+        before = lessons[place - 1] if place else None
+        after = lessons[place + 1] if place + 1 < len(lessons) else None
+        beside = {"before": before, "after": after, "live": live is not None}
+        files[f"{lesson.name}.html"] = page_of(notebook, lesson.title, **beside)
+    first = _first_page(lessons, where, live is not None)
+    files["index.html"] = text_page(first, "The course", live=live is not None)
+    glossary = (shared_folder("notebooks") / "GLOSSARY.md").read_text(encoding="utf-8")
+    files["glossary.html"] = text_page(glossary, "Glossary", live=live is not None)
+    files["pages.css"] = styles()
+    files |= live_files(live) if live else {}
+    return _listed(files)
 
 
-def _index(lessons: Sequence[Lesson]) -> list[dict[str, Any]]:
-    """What the search looks through: every section of every page, and every term."""
-    pages = [(lesson.page, lesson.label, lesson.sections) for lesson in lessons]
-    pages += [("glossary.html", "Glossary", tuple(Section(term.anchor, term.word, term.meaning) for term in terms()))]
-    return [
-        {"page": page, "title": title, "sections": [vars(part) for part in sections]} for page, title, sections in pages
-    ]
+def _first_page(lessons: Sequence[Lesson], where: str, live: bool) -> str:
+    """The Markdown of the first page: what the course is, and its lessons."""
+    rows = []
+    for lesson in lessons:
+        link = f"[{_cell(lesson.title)}]({lesson.address})"
+        rows.append(f"| {link} | {_cell(lesson.question)} | {lesson.minutes} |")
+    planner = "[Plan a job](planner.html) in this browser: does a model fit, and how long does a step take?\n\n"
+    return _FIRST_PAGE.format(count=len(lessons), where=where, live=planner if live else "", rows="\n".join(rows))
 
 
-def _templates() -> Environment:
-    """The site's own templates, and the report's, whose tables and figures it shares."""
-    made = Environment(
-        loader=ChoiceLoader([PackageLoader("fsdplab.teaching.site"), PackageLoader("fsdplab.figures.report")]),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    made.globals.update(verbatim=_verbatim, ink=TEXT, ink_on_dark=DARK_TEXT, font=Markup(FONT), lanes=LANE_COLOURS)
-    return made
-
-
-def _rendered(template: str, **values: Any) -> str:
-    return _templates().get_template(template).render(values) + "\n"
-
-
-def _verbatim(file: str) -> Markup:
-    made = _templates()
-    assert made.loader is not None
-    return Markup(made.loader.get_source(made, file)[0])
+def _cell(text: str) -> str:
+    """A text in a cell of a Markdown table, without signs that would end the cell or the link."""
+    return "".join(f"\\{sign}" if sign in "|[]" else sign for sign in text)

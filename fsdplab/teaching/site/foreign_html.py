@@ -2,16 +2,14 @@
 
 A notebook may be somebody else's, and its outputs and Markdown may hold scripts, handlers of events (`onerror`), links
 to `javascript:` and frames. `without_scripts` keeps a list of tags, attributes and styles, and drops all others; bleach
-does it, which Jupyter's own converter uses. The pages also have a policy for the browser: scripts run only where they
-carry the site's own mark (`nonce`).
+does it, which nbconvert uses, with a list of its own that lacks headings, lists and pictures. The pages also have a
+policy for the browser: no script runs.
 """
 
 from __future__ import annotations
 
-import hashlib
 import html
 import re
-from collections.abc import Iterable
 
 from bleach.css_sanitizer import ALLOWED_CSS_PROPERTIES, CSSSanitizer
 from bleach.sanitizer import Cleaner
@@ -27,7 +25,7 @@ _EVERYWHERE = ("class", "style", "title")
 _ATTRIBUTES = {
     "a": ("href", "id", "name"), "img": ("alt", "height", "src", "width"), "ol": ("start",), "details": ("open",),
     "col": ("span",), "colgroup": ("span",), "td": ("align", "colspan", "rowspan"),
-    "th": ("align", "colspan", "rowspan", "scope"),
+    "th": ("align", "colspan", "rowspan", "scope"), **{f"h{level}": ("id",) for level in range(1, 7)},
 }  # fmt: skip
 _STYLES = ALLOWED_CSS_PROPERTIES | frozenset({
     "align-items", "background", "border", "border-bottom", "border-left", "border-radius", "border-right",
@@ -47,13 +45,6 @@ def without_scripts(foreign: str) -> Markup:
     Markup('<b>x</b>')
     """
     return Markup(_cleaner.clean(_WITH_ITS_CONTENT.sub("", foreign)))
-
-
-def mark_of(bodies: Iterable[str]) -> str:
-    """The mark that a site's own scripts carry: made of everything that notebooks have put into its pages, so that no
-    notebook can hold it.
-    """
-    return hashlib.sha256("\0".join(bodies).encode()).hexdigest()[:32]
 
 
 def _is_kept(tag: str, name: str, value: str) -> bool:

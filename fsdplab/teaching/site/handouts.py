@@ -11,11 +11,11 @@ from fsdplab.figures.style import FONT
 from fsdplab.teaching.authoring.course import notebooks_in, read
 from fsdplab.teaching.core import registry
 from fsdplab.teaching.core.exercise_file import Exercise
-from fsdplab.teaching.site.lesson import text_html
+from fsdplab.teaching.site.pages import text_html
 from fsdplab.teaching.slides import picture_of
 
 _STYLE = f"""body{{font:15px/1.45 {FONT};max-width:48em;margin:2em auto;color:#14171c}}
-section{{break-after:page}} svg{{width:100%;border:1px solid #cfd3d9}} blockquote{{font-weight:bold;margin:0.5em 0}}
+section{{break-after:page}} img{{width:100%;border:1px solid #cfd3d9}} blockquote{{font-weight:bold;margin:0.5em 0}}
 pre{{white-space:pre-wrap}} h1{{font-size:1.4em;margin-bottom:0}} h2{{font-size:1.1em}}"""
 _RECAP = re.compile(r"^## Recap\s*$(.*?)(?=^## |\Z)", re.MULTILINE | re.DOTALL)
 _FOLDED = re.compile(r"<details>.*?</details>", re.DOTALL)
@@ -37,7 +37,7 @@ def _pieces(path: Path) -> Iterator[str]:
     yield text_html(texts[0])
     picture = picture_of(number)
     if picture is not None:
-        yield picture.svg
+        yield picture.image
     recap = _RECAP.search("\n\n".join(_FOLDED.sub("", text) for text in texts))
     if recap:
         yield text_html(f"## Recap\n{recap.group(1)}")

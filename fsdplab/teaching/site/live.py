@@ -12,22 +12,27 @@ import io
 import json
 import subprocess
 import zipfile
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
+
+from jinja2 import ChoiceLoader, Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 import fsdplab
 from fsdplab.common.files import read_file
 from fsdplab.common.pythons import run_of
 from fsdplab.figures.live.answer import answer
 from fsdplab.figures.live.controls import controls
+from fsdplab.figures.style import DARK_TEXT, FONT, LANE_COLOURS, TEXT
 from fsdplab.teaching.authoring.course import CourseError
 
 VERSION = "314.0.7"
 CDN = f"https://cdn.jsdelivr.net/pyodide/v{VERSION}/full/"
 PAGE, SOURCES, CACHE = "planner.html", "planner-sources.zip", "planner-cache.js"
 _PYODIDE = ("pyodide.mjs", "pyodide.asm.mjs", "pyodide.asm.wasm", "python_stdlib.zip", "pyodide-lock.json")
-NAMES = (PAGE, "planner.js", "planner.css", SOURCES, CACHE, *_PYODIDE)
+NAMES = (PAGE, "planner.js", "planner.css", "site.css", "site.js", SOURCES, CACHE, *_PYODIDE)
 _LOADED_BYTES = 13_400_000  # of the pinned version's wasm and standard library, as the page counts them
 _LARGEST_FILE = 10**8
 _STILL = 760  # pixels of the drawings that are shown until Python has started
@@ -68,8 +73,9 @@ def pyodide(where: str | None = None) -> Pyodide:
         raise CourseError(f"--pyodide {error.filename}: {error.strerror or error}") from error
 
 
-def live_files(source: Pyodide, page: Callable[..., str]) -> dict[str, str | bytes]:
-    """File name -> content of all that the page needs; `page` renders a template of the site."""
+def live_files(source: Pyodide) -> dict[str, str | bytes]:
+    """File name -> content of all that the page needs."""
+    page = partial(_rendered, mark=hashlib.sha256(_verbatim("planner.js").encode()).hexdigest()[:32])
     archive = _archive()
     setup = {"pyodide": source.address, "sources": SOURCES, "bytes": source.counted_bytes + len(archive)}
     files: dict[str, str | bytes] = {
@@ -78,10 +84,12 @@ def live_files(source: Pyodide, page: Callable[..., str]) -> dict[str, str | byt
         ),
         "planner.js": page("planner.js"),
         "planner.css": page("planner.css"),
+        "site.css": page("site.css"),
+        "site.js": page("site.js"),
         SOURCES: archive,
         **source.files,
     }
-    kept = [*files, "site.css", "site.js", "search.js", "./"]
+    kept = [*files, "./"]
     kept += [] if source.files else [f"{source.address}{name}" for name in _PYODIDE]
     digest = hashlib.sha256(b"".join(each.encode() if isinstance(each, str) else each for each in files.values()))
     return files | {CACHE: page(CACHE, version=digest.hexdigest()[:16], kept=json.dumps(kept))}
@@ -96,3 +104,26 @@ def _archive() -> bytes:
             entry = zipfile.ZipInfo(path.relative_to(root).as_posix(), _DAY)
             archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
     return content.getvalue()
+
+
+def _templates() -> Environment:
+    """The page's own templates, and the report's, whose style it shares."""
+    made = Environment(
+        loader=ChoiceLoader([PackageLoader("fsdplab.teaching.site"), PackageLoader("fsdplab.figures.report")]),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.globals.update(verbatim=_verbatim, ink=TEXT, ink_on_dark=DARK_TEXT, font=Markup(FONT), lanes=LANE_COLOURS)
+    return made
+
+
+def _rendered(template: str, **values: Any) -> str:
+    return _templates().get_template(template).render(values) + "\n"
+
+
+def _verbatim(file: str) -> Markup:
+    made = _templates()
+    assert made.loader is not None
+    return Markup(made.loader.get_source(made, file)[0])
