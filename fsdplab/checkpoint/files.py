@@ -288,11 +288,16 @@ class _Unpickler(pickle.Unpickler):
 
 
 _ALLOWED = {
-    ("torch", "Size"), ("torch.serialization", "_get_layout"),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"), ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "PurePosixPath"),
     ("pathlib._local", "PosixPath"),  # Python 3.13
-    ("collections", "OrderedDict"), ("builtins", "set"), ("builtins", "frozenset"),
-}  # fmt: skip
+    ("collections", "OrderedDict"),
+    ("builtins", "set"),
+    ("builtins", "frozenset"),
+}
 
 
 class CheckedReader(dcp.FileSystemReader):

@@ -33,9 +33,14 @@ BESIDE = ("alone", "torch-ddp", "torch-fsdp2")  # ratios are to the medians of t
 
 
 def bench_engines(
-    strategies: list[str], engines: list[str], rounds: int, peer_transport: str, prefetch: list[int],
-    settings: dict[str, Any], outputs: Outputs,
-) -> Answer:  # fmt: skip
+    strategies: list[str],
+    engines: list[str],
+    rounds: int,
+    peer_transport: str,
+    prefetch: list[int],
+    settings: dict[str, Any],
+    outputs: Outputs,
+) -> Answer:
     """Run the lab's strategies and the other engines in turn; their ratios."""
     from fsdplab.sessions import RunSpec, bench
 

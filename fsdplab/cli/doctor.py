@@ -143,7 +143,7 @@ def write_own_card(file: Path, seconds: float, outputs: Outputs) -> Answer:
         (found.name, "rate", "spread", "repetitions"),
         [(name, rate, f"{each.spread:.0%}", str(each.repetitions)) for name, rate, each in rows],
         words=(found.name,),
-    )  # fmt: skip
+    )
     doubts = [Line(each, "note") for each in found.doubts]
     use = Line(f"written to {file}: fsdplab plan --gpu {file}; for several nodes give --network too")
     return Answer((table, *doubts, use), {"format": FORMAT, **asdict(found), "file": found.as_file()})

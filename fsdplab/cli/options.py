@@ -63,14 +63,16 @@ def _fields(spec: type, names: Mapping[str, tuple[str, ...]] = {}) -> dict[str, 
     types = get_type_hints(spec)
     return {
         each.name: Flag(
-            types[each.name], each.default, each.metadata["help"],
+            types[each.name],
+            each.default,
+            each.metadata["help"],
             names.get(each.name, each.metadata.get("flags", ())),
             each.metadata.get("one_of", each.metadata.get("known", ())),
             more={"metavar": each.metadata.get("metavar")},
         )
         for each in fields(spec)
         if "help" in each.metadata
-    }  # fmt: skip
+    }
 
 
 def _other_than(none: str, name: str) -> Callable[[str], bool]:
@@ -88,33 +90,57 @@ _PLAN = _fields(
     PlanSpec,
     {
         **{own: RUN[name].names or (flag_of(own),) for own, name in AS_IN_A_RUN.items()},
-        "flash": ("--flash/--no-flash",), "tensor_parallel": ("--tp",), "context_parallel": ("--cp",),
-        "pipeline_parallel": ("--pp",), "expert_parallel": ("--ep",),
+        "flash": ("--flash/--no-flash",),
+        "tensor_parallel": ("--tp",),
+        "context_parallel": ("--cp",),
+        "pipeline_parallel": ("--pp",),
+        "expert_parallel": ("--ep",),
     },
-)  # fmt: skip
+)
 PLAN = {
     "model": Flag(str, "llama-3.1-8b", "A model such as llama-3.1-70b, or the config.json of a Hugging Face model."),
-    "gpu": Flag(
-        str, "h100-80gb", "The kind of GPU, such as h100-80gb, a100-40gb or 4090; or a JSON file of another."
-    ),
+    "gpu": Flag(str, "h100-80gb", "The kind of GPU, such as h100-80gb, a100-40gb or 4090; or a JSON file of another."),
     **_PLAN,
     "seq": replace(_PLAN["seq"], type=int | None, default=None),
     "compile": replace(RUN["compile"], read=_other_than("none", "compile")),
     "offload": Flag(
-        str, "none", "Where shards, gradients and optimizer state are kept: none (the GPU) or cpu.",
-        one_of=RUN["offload"].one_of, read=_other_than("none", "offload"),
+        str,
+        "none",
+        "Where shards, gradients and optimizer state are kept: none (the GPU) or cpu.",
+        one_of=RUN["offload"].one_of,
+        read=_other_than("none", "offload"),
     ),
     "strategy": replace(_PLAN["strategy"], one_of=STRATEGIES),
-}  # fmt: skip
+}
 
 OUTPUTS = _fields(Outputs)
 
 # Flags of all commands that run; the order is that of `--help`.
 OF_A_RUN = (
-    "world_size", "model", "steps", "batch_size", "sequence_length", "micro_batches", "precision", "optimizer",
-    "compile", "prefetch", "units", "shard_size", "profile", "link", "link_across", "link_queues", "emulate",
-    "as_model", "text", "seed", "device", "start", "time_limit",
-)  # fmt: skip
+    "world_size",
+    "model",
+    "steps",
+    "batch_size",
+    "sequence_length",
+    "micro_batches",
+    "precision",
+    "optimizer",
+    "compile",
+    "prefetch",
+    "units",
+    "shard_size",
+    "profile",
+    "link",
+    "link_across",
+    "link_queues",
+    "emulate",
+    "as_model",
+    "text",
+    "seed",
+    "device",
+    "start",
+    "time_limit",
+)
 
 
 def in_flags(error: SpecError) -> str:
@@ -141,9 +167,8 @@ def taken(of: Mapping[str, Flag], *names: str, **defaults: Any) -> dict[str, Fla
 
 
 def add_command(
-    app: typer.Typer, name: str, does: str, told: str, *flags: Mapping[str, Flag], shown: Sequence[str],
-    **context: Any,
-) -> None:  # fmt: skip
+    app: typer.Typer, name: str, does: str, told: str, *flags: Mapping[str, Flag], shown: Sequence[str], **context: Any
+) -> None:
     """Add a command: `told` is its help, `shown` are examples below. `does` names its function in this package, such as
     `"report:report_records"`, which is imported when the command runs, after what it writes is known to be writable.
 

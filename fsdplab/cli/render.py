@@ -52,9 +52,12 @@ def show(console: Console, parts: Iterable[Part]) -> None:
 def drawn(table: Table) -> Grid:
     """A table as rich draws it, also in a live display."""
     grid = Grid(
-        box=SIMPLE_HEAD if table.ruled else None, pad_edge=not table.ruled, header_style="bold",
-        padding=(0, 1, 0, 0) if table.ruled else (0, 1), show_header=table.header,
-    )  # fmt: skip
+        box=SIMPLE_HEAD if table.ruled else None,
+        pad_edge=not table.ruled,
+        header_style="bold",
+        padding=(0, 1, 0, 0) if table.ruled else (0, 1),
+        show_header=table.header,
+    )
     for name in table.columns:
         heading = name.replace(", ", "\n") if table.ruled else name
         side: JustifyMethod = "left" if name in table.words else "right"

@@ -98,12 +98,15 @@ def _print_progress(done: int, of: int, path: Path) -> None:
 
 # a target of an export, what writes it for one record, and how it is opened
 _EXPORTS = (
-    ("tensorboard", exports.export_tensorboard,
-     "TensorBoard: tensorboard --logdir {}   (pip install torch-tb-profiler)"),
+    (
+        "tensorboard",
+        exports.export_tensorboard,
+        "TensorBoard: tensorboard --logdir {}   (pip install torch-tb-profiler)",
+    ),
     ("perfetto", exports.export_perfetto, "Perfetto: open {} in https://ui.perfetto.dev or chrome://tracing"),
     ("csv", exports.export_csv, "tables: {}"),
     ("snapshot", exports.export_snapshots, "memory snapshots: {}, to open in https://pytorch.org/memory_viz"),
-)  # fmt: skip
+)
 _ODD = re.compile(r"[^\w.]+")  # in the name of a folder; a record may have any text for its strategy
 _LONGEST_NAME = 80
 

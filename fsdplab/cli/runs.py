@@ -23,9 +23,12 @@ _MOST_WHOLE = 7  # a table of so few columns fits 80 characters, and breaks name
 
 
 def answer_of_runs(
-    records: Sequence[RunRecord], reference: RunRecord | None, outputs: Outputs, more: Sequence[Part] = (),
+    records: Sequence[RunRecord],
+    reference: RunRecord | None,
+    outputs: Outputs,
+    more: Sequence[Part] = (),
     tables_of: TablesOf | None = None,
-) -> Answer:  # fmt: skip
+) -> Answer:
     """Of one run what is wrong with it; the runs beside their reference (the finished record of the twin), then `more`;
     findings unless quiet.
 

@@ -37,10 +37,23 @@ if TYPE_CHECKING:
 
 # collectives that a loop may call itself; those without bytes that a rank would know are counted only
 OWN = (
-    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast", "broadcast_object_list",
-    "reduce", "reduce_scatter", "reduce_scatter_tensor", "gather", "gather_object", "scatter", "all_to_all",
-    "all_to_all_single", "barrier", "monitored_barrier",
-)  # fmt: skip
+    "all_reduce",
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_object",
+    "broadcast",
+    "broadcast_object_list",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "gather",
+    "gather_object",
+    "scatter",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "monitored_barrier",
+)
 _ENGINES = ("torch.", "fsdplab.", "deepspeed.")  # modules whose collectives are an engine's
 
 

@@ -143,9 +143,13 @@ def _observed(results: Mapping[int, Row]) -> Row:
 
 
 def _summary(
-    settings: Settings, spec: Row, results: Mapping[int, Row], steps: list[Row], memory: Mapping[int, Row],
+    settings: Settings,
+    spec: Row,
+    results: Mapping[int, Row],
+    steps: list[Row],
+    memory: Mapping[int, Row],
     tables: dict[str, list[Row]],
-) -> Summary:  # fmt: skip
+) -> Summary:
     """Times are those of the steps in which nothing else was measured, from end to end: with their loading."""
     first = min((peak["rows"][0]["step"] for peak in memory.values()), default=settings.first)
     timed = measured([_with_loading(row) for row in steps if not first <= row["step"] < settings.end], memory)
@@ -213,9 +217,13 @@ def _of_ranks(mailbox: Mailbox, abouts: Mapping[int, Row]) -> Iterator[str]:
 
 
 def _unseen(
-    settings: Settings, summary: Summary, spec: Row, steps: Sequence[Row], tables: Mapping[str, Sequence[Row]],
+    settings: Settings,
+    summary: Summary,
+    spec: Row,
+    steps: Sequence[Row],
+    tables: Mapping[str, Sequence[Row]],
     exit_code: int | None,
-) -> Iterator[str]:  # fmt: skip
+) -> Iterator[str]:
     """What this record lacks, and why."""
     taken = 1 + max((row["step"] for row in steps), default=-1)
     if taken < settings.end:

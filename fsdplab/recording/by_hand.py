@@ -34,9 +34,15 @@ class Recorder:
     """
 
     def __init__(
-        self, folder: str | Path, model: torch.nn.Module | None, optimizer: Any, *, steps: str = "8:16",
-        ranks: tuple[int, ...] | None = None, job: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        folder: str | Path,
+        model: torch.nn.Module | None,
+        optimizer: Any,
+        *,
+        steps: str = "8:16",
+        ranks: tuple[int, ...] | None = None,
+        job: str | None = None,
+    ) -> None:
         place = Path(folder).absolute()
         settings = Settings(str(place), *steps_of(steps), ranks=ranks, job=job or Path(sys.argv[0]).name)
         self._optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]

@@ -42,9 +42,10 @@ def run_job(command: Sequence[str], settings: Settings) -> int:
     this = os.getpid()
     try:
         job = subprocess.Popen(
-            command, env=environment(settings, os.environ.items()),
+            command,
+            env=environment(settings, os.environ.items()),
             preexec_fn=lambda: end_with_parent(this, signal.SIGTERM),  # also where this process is killed
-        )  # fmt: skip
+        )
     except OSError as error:
         raise RecordingError(f"{command[0]} cannot be started: {error.strerror}") from None
     with asked_to_end(lambda number, _: _pass_on(job, number)):

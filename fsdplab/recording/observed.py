@@ -46,10 +46,16 @@ class Observed:
     def as_report(self, autocast: str) -> dict[str, Any]:
         """Everything, for the rank's report."""
         return {
-            "autocast": autocast, "threads": torch.get_num_threads(), "cores": _cores(),
-            "ranks_of_a_node": self._place.of_a_node, "kept_gradient_bytes": self._kept or 0,
-            "unused_parameters": self._unused, **self._optimizer(), **self._ddp(), **self._fsdp2(),
-        }  # fmt: skip
+            "autocast": autocast,
+            "threads": torch.get_num_threads(),
+            "cores": _cores(),
+            "ranks_of_a_node": self._place.of_a_node,
+            "kept_gradient_bytes": self._kept or 0,
+            "unused_parameters": self._unused,
+            **self._optimizer(),
+            **self._ddp(),
+            **self._fsdp2(),
+        }
 
     def _optimizer(self) -> dict[str, Any]:
         """Its class, and whether it steps one tensor after the other."""

@@ -17,10 +17,13 @@ from torch.optim.optimizer import Optimizer
 from fsdplab.common.names import STRATEGY_ROWS
 
 _TRAINERS = (
-    ("transformers.trainer", "Trainer"), ("pytorch_lightning.trainer.trainer", "Lightning"),
-    ("lightning.pytorch.trainer.trainer", "Lightning"), ("torchtitan.trainer", "torchtitan"),
-    ("torchtitan.train", "torchtitan"), ("accelerate.accelerator", "accelerate"),
-)  # fmt: skip
+    ("transformers.trainer", "Trainer"),
+    ("pytorch_lightning.trainer.trainer", "Lightning"),
+    ("lightning.pytorch.trainer.trainer", "Lightning"),
+    ("torchtitan.trainer", "torchtitan"),
+    ("torchtitan.train", "torchtitan"),
+    ("accelerate.accelerator", "accelerate"),
+)
 LAB = "lab"  # this project's own engine
 PLAIN = "plain"  # no engine that is known: one process, or a job that averages gradients itself
 
@@ -90,8 +93,11 @@ def _root_of(optimizers: Sequence[Any]) -> nn.Module | None:
 def _wrapped(module: nn.Module) -> nn.Module | None:
     """What a wrapper holds: DDP and FSDP1 and DeepSpeed as `module`, torch.compile as `_orig_mod`."""
     wraps = type(module).__name__ in (
-        "DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine", "OptimizedModule"
-    )  # fmt: skip
+        "DistributedDataParallel",
+        "FullyShardedDataParallel",
+        "DeepSpeedEngine",
+        "OptimizedModule",
+    )
     inner = getattr(module, "_orig_mod", None) or getattr(module, "module", None) if wraps else None
     return inner if isinstance(inner, nn.Module) else None
 

@@ -51,9 +51,14 @@ class Window:
     """Measures the steps of `settings` on this rank; `between` is called after every step and before the next."""
 
     def __init__(
-        self, settings: Settings, place: Place, rows: StepRows, optimizers: Sequence[Any],
-        model: torch.nn.Module | None, tags: TagLog | None,
-    ) -> None:  # fmt: skip
+        self,
+        settings: Settings,
+        place: Place,
+        rows: StepRows,
+        optimizers: Sequence[Any],
+        model: torch.nn.Module | None,
+        tags: TagLog | None,
+    ) -> None:
         self._settings, self._place, self._rows = settings, place, rows
         self._optimizers, self._model, self._tags = optimizers, model, tags
         self._warmup = 1 if place.device.type == "cuda" else 0
@@ -144,9 +149,14 @@ class Window:
         self._open.callback(events.subscribe(self._units.on_event))
         self._units.step = self._memory_step
         self._memory = MemoryRecorder(
-            model=found.model, optimizer=together(self._optimizers), engine=found.engine, device=self._place.device,
-            tags=self._tags, save_trace=mailbox.of(rank, MEMORY_TRACE), unfinished=mailbox.folder,
-        )  # fmt: skip
+            model=found.model,
+            optimizer=together(self._optimizers),
+            engine=found.engine,
+            device=self._place.device,
+            tags=self._tags,
+            save_trace=mailbox.of(rank, MEMORY_TRACE),
+            unfinished=mailbox.folder,
+        )
         self._open.enter_context(self._memory)
         self._open.enter_context(ended_with_the_profile())
         self._open.enter_context(record_function(f"{profiler.RANGE}{self._memory_step}"))

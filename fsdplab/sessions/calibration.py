@@ -108,9 +108,13 @@ def calibrate(
             on_progress(line)
 
     values = call_on_ranks(
-        Path(str(calibrating.__file__)), "measure", world_size=ranks, payload=patience_s, time_limit=TIME_LIMIT,
+        Path(str(calibrating.__file__)),
+        "measure",
+        world_size=ranks,
+        payload=patience_s,
+        time_limit=TIME_LIMIT,
         on_output=on_output,
-    )  # fmt: skip
+    )
     return Calibration(ranks, Rates.mean_of([Rates.of(each) for each in values]), this_machine(), str(date.today()))
 
 

@@ -20,9 +20,13 @@ from fsdplab.sessions.steady_card import steady_step
 
 LEAST_GAIN = 0.03  # of the tokens a second: less is no advice
 _VALUES: Mapping[str, tuple[Any, ...]] = {
-    "prefetch": (0, 1, 2, 3, 4), "precision": ("fp32", "bf16"), "checkpoint": ("none", "selective", "full"),
-    "units": ("auto", "linear", "model"), "optimizer": ("adamw", "muon"), "link_queues": (1, 2),
-}  # fmt: skip
+    "prefetch": (0, 1, 2, 3, 4),
+    "precision": ("fp32", "bf16"),
+    "checkpoint": ("none", "selective", "full"),
+    "units": ("auto", "linear", "model"),
+    "optimizer": ("adamw", "muon"),
+    "link_queues": (1, 2),
+}
 # What may be advised to gain speed. The other values cost speed for memory, or train something else.
 _ADVICE: Mapping[tuple[str, Any], str] = {
     ("prefetch", 1): "gather the next unit ahead (prefetch 1)",

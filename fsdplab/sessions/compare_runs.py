@@ -284,9 +284,17 @@ def _on_one_network(specs: Sequence[RunSpec], watcher: Watcher) -> list[RunSpec]
     if not open_ended:
         return list(specs)
     trial = replace(
-        open_ended[0], steps=1, profile=0, memory=False,
-        engine="lab", strategy="full_shard", card=None, shard_size=None, link_across=None, prefetch=1,
-    )  # fmt: skip
+        open_ended[0],
+        steps=1,
+        profile=0,
+        memory=False,
+        engine="lab",
+        strategy="full_shard",
+        card=None,
+        shard_size=None,
+        link_across=None,
+        prefetch=1,
+    )
     link = link_text(run(trial, watcher=_OnlyLooks(watcher)).summary.link)
     return [replace(spec, link=link) if spec in open_ended else spec for spec in specs]
 

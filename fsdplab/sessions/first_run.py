@@ -22,9 +22,18 @@ if TYPE_CHECKING:
 
 # What two runs must have in common for their operators to take equally long.
 _SAME = (
-    "world_size", "batch_size", "sequence_length", "micro_batches", "precision", "checkpoint", "compile", "offload",
-    "optimizer", "transport", "emulate",
-)  # fmt: skip
+    "world_size",
+    "batch_size",
+    "sequence_length",
+    "micro_batches",
+    "precision",
+    "checkpoint",
+    "compile",
+    "offload",
+    "optimizer",
+    "transport",
+    "emulate",
+)
 _PLAYED = ("strategy", "shard_size", "prefetch", "units", "link", "link_across", "link_queues")
 _NO_LINK = "1000000GB/s"  # whose messages take no time: the copies of the ranks are the host's time
 _HALVINGS = 40

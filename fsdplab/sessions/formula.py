@@ -24,12 +24,18 @@ def formula_bytes(spec: RunSpec) -> int | None:
 def traffic_of(spec: RunSpec, strategy: str) -> list[Traffic]:
     """The collectives of one step of this run under `strategy`, by the formula."""
     run = lab_run(spec)
-    units = [UnitShapes(name, tuple((each.name, each.shape) for each in own))
-             for name, own in unit_parameters(run).items()]  # fmt: skip
+    units = [
+        UnitShapes(name, tuple((each.name, each.shape) for each in own)) for name, own in unit_parameters(run).items()
+    ]
     rows = step_traffic(
-        units, strategy, spec.world_size, param_itemsize=run.itemsize, reduce_itemsize=4,
-        micro_batches=spec.micro_batches, replicas=spec.replicas if strategy in IN_GROUPS else 1,
-    )  # fmt: skip
+        units,
+        strategy,
+        spec.world_size,
+        param_itemsize=run.itemsize,
+        reduce_itemsize=4,
+        micro_batches=spec.micro_batches,
+        replicas=spec.replicas if strategy in IN_GROUPS else 1,
+    )
     return rows + owners_step(spec, strategy).traffic() if spec.optimizer == "muon" else rows
 
 
@@ -42,19 +48,28 @@ def owners_step(spec: RunSpec, strategy: str) -> OwnersStep:
 def lab_run(spec: RunSpec) -> LabRun:
     """The run as the planner's models of the lab's engine take it."""
     return LabRun(
-        shape=preset(spec.model), batch=spec.batch_size, sequence=spec.sequence_length, checkpoint=spec.checkpoint,
-        units="block" if spec.units == "auto" else spec.units, **vars(step_choices(spec)) | _of_muon(spec),
-    )  # fmt: skip
+        shape=preset(spec.model),
+        batch=spec.batch_size,
+        sequence=spec.sequence_length,
+        checkpoint=spec.checkpoint,
+        units="block" if spec.units == "auto" else spec.units,
+        **vars(step_choices(spec)) | _of_muon(spec),
+    )
 
 
 def step_choices(spec: RunSpec) -> StepChoices:
     """What of a run counts for its memory whatever it trains, under AdamW."""
     shards = spec.world_size // spec.replicas if spec.row.cuts else 1
     return StepChoices(
-        strategy=spec.strategy, shards=shards, replicas=spec.world_size // shards,
-        itemsize=2 if spec.precision == "bf16" else 4, micro_batches=spec.micro_batches, prefetch=spec.prefetch,
-        offloads=spec.offload != "none", foreach=spec.optimizer == "adamw-foreach",
-    )  # fmt: skip
+        strategy=spec.strategy,
+        shards=shards,
+        replicas=spec.world_size // shards,
+        itemsize=2 if spec.precision == "bf16" else 4,
+        micro_batches=spec.micro_batches,
+        prefetch=spec.prefetch,
+        offloads=spec.offload != "none",
+        foreach=spec.optimizer == "adamw-foreach",
+    )
 
 
 def _of_muon(spec: RunSpec) -> dict[str, Any]:

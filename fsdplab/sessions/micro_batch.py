@@ -121,9 +121,14 @@ def _record(workload: Trainable, model: nn.Module, batch: Any, choices: RecordCh
             loss.backward()
         del loss
     return MicroBatch(
-        {name: stored[name] for name in runtime.units}, log.events(), _bytes_of(tensors), _bytes_of(model.buffers()),
-        log.flops, log.moved, real,
-    )  # fmt: skip
+        {name: stored[name] for name in runtime.units},
+        log.events(),
+        _bytes_of(tensors),
+        _bytes_of(model.buffers()),
+        log.flops,
+        log.moved,
+        real,
+    )
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:

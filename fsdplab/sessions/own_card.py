@@ -58,10 +58,13 @@ class OwnCard:
         tflops = self.products.per_s / 1e12
         link = f"{self.link.per_s / LINK_EFFICIENCY / 1e9:.4g}GB/s" if self.link else "pcie4"
         return {
-            "name": self.name[:40], "memory_gib": round(self.memory / 2**30, 2), "link": link,
+            "name": self.name[:40],
+            "memory_gib": round(self.memory / 2**30, 2),
+            "link": link,
             "hbm_tb_per_s": float(f"{self.traffic.per_s / HBM_EFFICIENCY / 1e12:.4g}"),
-            "bf16_tflops": float(f"{tflops:.4g}"), "measured_bf16_tflops": float(f"{tflops:.4g}"),
-        }  # fmt: skip
+            "bf16_tflops": float(f"{tflops:.4g}"),
+            "measured_bf16_tflops": float(f"{tflops:.4g}"),
+        }
 
 
 def measure_card(seconds: float, on_progress: Callable[[str], None] = lambda what: None) -> OwnCard:

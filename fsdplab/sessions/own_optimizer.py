@@ -60,9 +60,11 @@ def _stepped(task: Workload, model: nn.Module) -> OwnStep:
     for _ in range(2):
         events = _step(optimizer, parameters)
     state = [
-        (parameter, each) for parameter, held in optimizer.state.items() for each in held.values()
+        (parameter, each)
+        for parameter, held in optimizer.state.items()
+        for each in held.values()
         if isinstance(each, Tensor) and each.numel() > 1
-    ]  # fmt: skip
+    ]
     if odd := next((each.shape for parameter, each in state if each.numel() != parameter.numel()), None):
         return OwnStep(
             why_not=f"its optimizer keeps state of shape {list(odd)}, not a value an element, so a shard's is not known"

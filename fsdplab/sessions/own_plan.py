@@ -43,6 +43,13 @@ class OwnPlan(PlanSpec):
 def own_plan(of: RunSpec, gpu: Gpu, **mesh: Any) -> OwnPlan:
     """The plan of a step of `of` on GPUs; `mesh` are their number, the strategy and other fields of a PlanSpec."""
     return OwnPlan(
-        model=named_shape(name_of(of.model)), gpu=gpu, seq=1, param_dtype=of.precision, checkpointing=of.checkpoint,
-        optimizer=of.optimizer, prefetch=of.prefetch, of=of, **mesh,
-    )  # fmt: skip
+        model=named_shape(name_of(of.model)),
+        gpu=gpu,
+        seq=1,
+        param_dtype=of.precision,
+        checkpointing=of.checkpoint,
+        optimizer=of.optimizer,
+        prefetch=of.prefetch,
+        of=of,
+        **mesh,
+    )

@@ -89,9 +89,14 @@ class StartedRun:
         self._took_turns = False
         try:
             self._ranks = RunningRanks.start(
-                [*program, str(self.mailbox.folder)], self.mailbox, spec.processes, spec.time_limit, spec.start, look,
+                [*program, str(self.mailbox.folder)],
+                self.mailbox,
+                spec.processes,
+                spec.time_limit,
+                spec.start,
+                look,
                 in_turns=in_turns,
-            )  # fmt: skip
+            )
         except BaseException:
             release_folder(self.folder)
             raise

@@ -25,9 +25,7 @@ from fsdplab.profiling.profiler import activities_on
 
 aten = torch.ops.aten
 MOST = 2**28  # bytes: an operator on more than these is not tried
-_TRIED = {
-    aten.convolution, aten.convolution_backward, aten.mkldnn_rnn_layer, aten.mkldnn_rnn_layer_backward,
-}  # fmt: skip
+_TRIED = {aten.convolution, aten.convolution_backward, aten.mkldnn_rnn_layer, aten.mkldnn_rnn_layer_backward}
 
 
 @dataclass(frozen=True)

@@ -108,9 +108,18 @@ def plan_of(spec: RunSpec, gigaflops: float = GIGAFLOPS) -> PlanSpec:
     else:
         shape, sequence, batch = model_named(spec.model), spec.sequence_length, spec.batch_size
     return PlanSpec(
-        model=shape, gpu=card, gpus=spec.world_size,
+        model=shape,
+        gpu=card,
+        gpus=spec.world_size,
         gpus_per_node=spec.shard_size if across and spec.shard_size else spec.world_size,
-        strategy=spec.strategy, shard_size=spec.shard_size, seq=sequence, micro_batch=batch,
-        grad_accum=spec.micro_batches, checkpointing=spec.checkpoint, param_dtype=spec.precision,
-        prefetch=spec.prefetch, optimizer=spec.optimizer, fused_norms=False,
-    )  # fmt: skip
+        strategy=spec.strategy,
+        shard_size=spec.shard_size,
+        seq=sequence,
+        micro_batch=batch,
+        grad_accum=spec.micro_batches,
+        checkpointing=spec.checkpoint,
+        param_dtype=spec.precision,
+        prefetch=spec.prefetch,
+        optimizer=spec.optimizer,
+        fused_norms=False,
+    )

@@ -29,9 +29,14 @@ Tables = Mapping[str, Sequence[dict[str, Any]]]
 
 
 def summarise(
-    spec: RunSpec, steps: Sequence[Row], ledger: Sequence[Row], memory: Mapping[int, Mapping[str, Any]],
-    samples: int | None, results: Sequence[Row], tables: Tables,
-) -> Summary:  # fmt: skip
+    spec: RunSpec,
+    steps: Sequence[Row],
+    ledger: Sequence[Row],
+    memory: Mapping[int, Mapping[str, Any]],
+    samples: int | None,
+    results: Sequence[Row],
+    tables: Tables,
+) -> Summary:
     """The summary of a record. `memory[rank]` holds bytes: `total`, `by_category`, `resident_growth`, `workspaces`,
     `samples` those of one step of all ranks, where a model of one's own reads no tokens. `results` are those of the
     ranks that have ended, `tables` those of their traces.

@@ -84,9 +84,13 @@ def _analysis_of(
 
 
 def tables_of(
-    ranks: Sequence[int], mailbox: Mailbox, ledger: Sequence[Row], folder: Path, first: int,
+    ranks: Sequence[int],
+    mailbox: Mailbox,
+    ledger: Sequence[Row],
+    folder: Path,
+    first: int,
     spec: Mapping[str, Any] | None = None,
-) -> dict[str, list[Row]]:  # fmt: skip
+) -> dict[str, list[Row]]:
     """The rows of these tables of all profiled steps, of which `first` is the first, and the timeline of the step whose
     memory was measured. `spec`: of a run of the lab, whose groups follow from its strategy.
     """

@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
     parallelize_module,
-)  # fmt: skip
+)
 
 from .errors import ModelError
 from .models import initialise

@@ -378,14 +378,31 @@ def _mixture(shape: ModelShape) -> tuple[Parameter, ...]:
 
 
 def llama(
-    name: str, layers: int, width: int, heads: int, kv_heads: int, ffn: int, vocabulary: int, context: int,
-    *, head_width: int | None = None, **more: Any,
-) -> ModelShape:  # fmt: skip
+    name: str,
+    layers: int,
+    width: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
+    vocabulary: int,
+    context: int,
+    *,
+    head_width: int | None = None,
+    **more: Any,
+) -> ModelShape:
     """A Llama: RMSNorm, rotary positions, SwiGLU, no biases; `more` are other fields of the shape."""
     return ModelShape(
-        name=name, layers=layers, width=width, heads=heads, kv_heads=kv_heads, ffn=ffn, vocabulary=vocabulary,
-        head_width=head_width or width // heads, context=context, **{"rotary_base": 10_000.0, **more},
-    )  # fmt: skip
+        name=name,
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=ffn,
+        vocabulary=vocabulary,
+        head_width=head_width or width // heads,
+        context=context,
+        **{"rotary_base": 10_000.0, **more},
+    )
 
 
 def gpt(
@@ -397,9 +414,17 @@ def gpt(
     16
     """
     usual: dict[str, Any] = dict(
-        kv_heads=heads, head_width=width // heads, ffn=4 * width, gated=False, norm_bias=True, qkv_bias=True,
-        output_bias=True, ffn_bias=True, positions=context, source=_LAB,
-    )  # fmt: skip
+        kv_heads=heads,
+        head_width=width // heads,
+        ffn=4 * width,
+        gated=False,
+        norm_bias=True,
+        qkv_bias=True,
+        output_bias=True,
+        ffn_bias=True,
+        positions=context,
+        source=_LAB,
+    )
     return ModelShape(
         name=name, layers=layers, width=width, heads=heads, vocabulary=vocabulary, context=context, **{**usual, **more}
     )
@@ -420,9 +445,12 @@ _LLAMA2: dict[str, Any] = dict(vocabulary=32_000, context=4096, source="meta-lla
 # For one GPU: 0.3 to 3 billion parameters, heads 128 wide. No published models, but with their proportions.
 _ONE_GPU = {**_LLAMA2, "source": f"{_LAB}, in the proportions of Llama 2"}
 _LLAMA3: dict[str, Any] = dict(
-    vocabulary=128_256, context=131_072, rotary_base=500_000.0, rotary_scaling=RotaryScaling(),
+    vocabulary=128_256,
+    context=131_072,
+    rotary_base=500_000.0,
+    rotary_scaling=RotaryScaling(),
     source="meta-llama: config.json",
-)  # fmt: skip
+)
 _LLAMA3_SMALL = {**_LLAMA3, "rotary_scaling": RotaryScaling(32.0), "tied": True}
 _QWEN: dict[str, Any] = dict(norm_epsilon=1e-6, rotary_base=1e6, source="Qwen: config.json")
 
@@ -450,11 +478,28 @@ SHAPES: dict[str, ModelShape] = {
         llama("llama-3.2-1b", 16, 2048, 32, 8, 8192, **_LLAMA3_SMALL),
         llama("llama-3.2-3b", 28, 3072, 24, 8, 8192, **_LLAMA3_SMALL),
         llama(
-            "mistral-7b", 32, 4096, 32, 8, 14_336, 32_000, 32_768, rotary_base=1e6,
+            "mistral-7b",
+            layers=32,
+            width=4096,
+            heads=32,
+            kv_heads=8,
+            ffn=14_336,
+            vocabulary=32_000,
+            context=32_768,
+            rotary_base=1e6,
             source="mistralai/Mistral-7B-Instruct-v0.2: config.json",
         ),
         llama(
-            "mixtral-8x7b", 32, 4096, 32, 8, 14_336, 32_000, 32_768, rotary_base=1e6, mixture=Experts(8, 2, 14_336),
+            "mixtral-8x7b",
+            layers=32,
+            width=4096,
+            heads=32,
+            kv_heads=8,
+            ffn=14_336,
+            vocabulary=32_000,
+            context=32_768,
+            rotary_base=1e6,
+            mixture=Experts(8, 2, 14_336),
             source="mistralai/Mixtral-8x7B-v0.1: config.json",
         ),
         llama("qwen2.5-0.5b", 24, 896, 14, 2, 4864, 151_936, 32_768, qkv_bias=True, tied=True, **_QWEN),
@@ -463,11 +508,29 @@ SHAPES: dict[str, ModelShape] = {
         llama("qwen2.5-72b", 80, 8192, 64, 8, 29_568, 152_064, 131_072, qkv_bias=True, **_QWEN),
         llama("qwen3-8b", 36, 4096, 32, 8, 12_288, 151_936, 40_960, head_width=128, query_key_norm=True, **_QWEN),
         llama(
-            "qwen3-30b-a3b", 48, 2048, 32, 4, 6144, 151_936, 40_960, head_width=128, query_key_norm=True,
-            mixture=Experts(128, 8, 768), **_QWEN,
+            "qwen3-30b-a3b",
+            layers=48,
+            width=2048,
+            heads=32,
+            kv_heads=4,
+            ffn=6144,
+            vocabulary=151_936,
+            context=40_960,
+            head_width=128,
+            query_key_norm=True,
+            mixture=Experts(128, 8, 768),
+            **_QWEN,
         ),
         gpt(
-            "gpt-neox-20b", 44, 6144, 64, 2048, 50_432, positions=0, fused=True, parallel=True,
+            "gpt-neox-20b",
+            layers=44,
+            width=6144,
+            heads=64,
+            context=2048,
+            vocabulary=50_432,
+            positions=0,
+            fused=True,
+            parallel=True,
             source="EleutherAI/gpt-neox-20b: config.json",
         ),
         _mpt("mpt-125m", 12, 768, 12),
@@ -480,7 +543,7 @@ SHAPES: dict[str, ModelShape] = {
         _mpt("mpt-30b", 48, 7168, 56),
         _mpt("mpt-70b", 80, 8192, 64),
     )
-}  # fmt: skip
+}
 # The shapes that can be built and trained here, as they are built: query, key and value are a product each.
 PRESETS = {name: replace(shape, fused=False) for name, shape in SHAPES.items() if not shape.why_not_built()}
 

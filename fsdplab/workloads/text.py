@@ -100,9 +100,16 @@ class ByteText:
             )
 
     def batch(
-        self, step: int, rank: int, world_size: int, batch_size: int, sequence_length: int,
-        micro_batch: int = 0, seed: int = 0, split: str = "train",
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        self,
+        step: int,
+        rank: int,
+        world_size: int,
+        batch_size: int,
+        sequence_length: int,
+        micro_batch: int = 0,
+        seed: int = 0,
+        split: str = "train",
+    ) -> tuple[Tensor, Tensor]:
         """The batch of `rank` at `step`: (tokens, targets), int64 [batch_size, sequence_length], targets one byte
         further on.
 

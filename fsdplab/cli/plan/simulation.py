@@ -56,9 +56,10 @@ def simulation_answer(settings: dict[str, Any], record: Path | None) -> Answer:
     )
     data = {
         "simulated": {name: part for name, part in simulated.summary.as_dict().items() if name in _FIELDS},
-        "closed_form": found.as_dict(), "provenance": simulated.provenance,
+        "closed_form": found.as_dict(),
+        "provenance": simulated.provenance,
         "measured": [each.as_dict() for each in (*published, *recorded)],
-    }  # fmt: skip
+    }
     return Answer(parts, data, lambda: figures.comparison_page(comparison_json([simulated]), [simulated]))
 
 

@@ -233,8 +233,12 @@ def _row(label: str, found: Plan) -> Sequence[str]:
     time, speed, mfu = found.time, found.tokens_per_s_per_gpu, found.mfu
     peak, card = found.memory.peak.total, found.spec.gpu.memory_bytes
     return (
-        label, size(peak), f"{peak / card:.0%}",
-        size(sum(found.as_dict()["comm_bytes_per_step"].values())), seconds(time.step_s if time else None),
-        f"{time.exposed_s / time.step_s:.0%}" if time else MISSING, three_digits(speed) if speed else MISSING,
+        label,
+        size(peak),
+        f"{peak / card:.0%}",
+        size(sum(found.as_dict()["comm_bytes_per_step"].values())),
+        seconds(time.step_s if time else None),
+        f"{time.exposed_s / time.step_s:.0%}" if time else MISSING,
+        three_digits(speed) if speed else MISSING,
         f"{mfu:.1%}" if mfu else MISSING,
-    )  # fmt: skip
+    )

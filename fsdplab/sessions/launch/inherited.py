@@ -29,9 +29,28 @@ from fsdplab.common.temporary import TEMPORARY, folder_of_this_process
 
 # Variables that a process reads once, at its start or when it loads a library.
 _READ_AT_START = (
-    "LD_", "PYTHON", "LC_", "LANG", "LOCPATH", "TORCH", "PYTORCH_", "TRITON_", "KINETO_", "MALLOC_", "GLIBC_", "OMP_",
-    "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NPY_", "NUMPY_", "ATEN_", "DNNL_", "ONEDNN_",
-)  # fmt: skip
+    "LD_",
+    "PYTHON",
+    "LC_",
+    "LANG",
+    "LOCPATH",
+    "TORCH",
+    "PYTORCH_",
+    "TRITON_",
+    "KINETO_",
+    "MALLOC_",
+    "GLIBC_",
+    "OMP_",
+    "GOMP_",
+    "KMP_",
+    "MKL_",
+    "OPENBLAS_",
+    "NPY_",
+    "NUMPY_",
+    "ATEN_",
+    "DNNL_",
+    "ONEDNN_",
+)
 _RIGHTS = ("Uid:", "Gid:", "Groups:", "Cap", "NoNewPrivs:", "Seccomp:")
 _OF_THE_LAB = tuple(
     getattr(signal, name)

@@ -128,9 +128,16 @@ class RunningRanks:
 
     @classmethod
     def start(
-        cls, program: Sequence[str], mailbox: Mailbox, world_size: int, time_limit: float, start: str = "auto",
-        on_look: Callable[[], None] = lambda: None, *, in_turns: bool = False,
-    ) -> RunningRanks:  # fmt: skip
+        cls,
+        program: Sequence[str],
+        mailbox: Mailbox,
+        world_size: int,
+        time_limit: float,
+        start: str = "auto",
+        on_look: Callable[[], None] = lambda: None,
+        *,
+        in_turns: bool = False,
+    ) -> RunningRanks:
         """Start ranks and return at once; the caller watches them, and ends them."""
         mailbox.folder.mkdir(parents=True, exist_ok=True)
         turns = Turns(mailbox, world_size) if in_turns else None
@@ -306,9 +313,12 @@ def _start_ranks(
 def start_torchrun(program: Sequence[str], mailbox: Mailbox, world_size: int, not_forked: str = "") -> ExecutedRanks:
     """Start the ranks with torch.distributed.run; `not_forked` says why they are not forked, for their record."""
     arguments = [
-        "--nnodes=1", "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", f"--rdzv-id={uuid.uuid4()}",
+        "--nnodes=1",
+        "--rdzv-backend=c10d",
+        "--rdzv-endpoint=127.0.0.1:0",
+        f"--rdzv-id={uuid.uuid4()}",
         *as_ranks_of_torchrun(program, world_size, "127.0.0.1"),
-    ]  # fmt: skip
+    ]
     environment = {**rank_environment(), NOT_FORKED: not_forked}
     return execute("fsdplab.sessions.launch.agent", arguments, mailbox, environment)
 

@@ -26,10 +26,15 @@ def run_within(words: Sequence[str], limit_s: float, log: Path, folder: Path | N
     try:
         with log.open("wb") as output:
             code = subprocess.run(
-                run_of(*tied, *words), env=with_this_checkout(os.environ) | {"PYTHONUNBUFFERED": "1"},
-                cwd=folder or log.parent, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True, timeout=limit_s,
-            ).returncode  # fmt: skip
+                run_of(*tied, *words),
+                env=with_this_checkout(os.environ) | {"PYTHONUNBUFFERED": "1"},
+                cwd=folder or log.parent,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                timeout=limit_s,
+            ).returncode
     except subprocess.TimeoutExpired:
         return TOO_LONG, f"ended at its limit of {limit_s:.0f} s"
     finally:

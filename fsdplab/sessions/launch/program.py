@@ -25,9 +25,16 @@ def as_ranks_of_torchrun(program: Sequence[str], per_node: object, address: str)
     """The last arguments of torchrun, by which each of a node's ranks runs `program` with this module, once."""
     python, *words = run_of("fsdplab.sessions.launch.program", *program)
     return [
-        f"--nproc-per-node={per_node}", "--max-restarts=0", "--monitor-interval=0.1", f"--log-dir={os.devnull}",
-        f"--local-addr={address}", "--no-python", python, "-u", *words,
-    ]  # fmt: skip
+        f"--nproc-per-node={per_node}",
+        "--max-restarts=0",
+        "--monitor-interval=0.1",
+        f"--log-dir={os.devnull}",
+        f"--local-addr={address}",
+        "--no-python",
+        python,
+        "-u",
+        *words,
+    ]
 
 
 def run_and_end(program: Sequence[str]) -> NoReturn:

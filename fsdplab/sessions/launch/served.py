@@ -137,10 +137,14 @@ def execute(module: str, words: Sequence[object], mailbox: Mailbox, environment:
     arguments = map(str, (theirs.fileno(), os.getpid(), *words))
     with theirs, mailbox.agent_log.open("wb") as log:
         process = subprocess.Popen(
-            run_of(module, *arguments), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, env=environment,
+            run_of(module, *arguments),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=environment,
             pass_fds=(theirs.fileno(),),
             start_new_session=True,  # Ctrl-C in a terminal reaches only the caller, which ends the ranks
-        )  # fmt: skip
+        )
     return ExecutedRanks(own, process)
 
 

@@ -42,14 +42,25 @@ from fsdplab.sessions.launch.stacks import headline
 
 # What ranks use, also lazily: anything missing here is imported again by every rank of every run.
 RANK_SIDE = (
-    "numpy.ma", "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor",
-    "torch.distributed.checkpoint", "torch.profiler", "fsdplab.engine.shard", "fsdplab.engine.features.clipping",
-    "fsdplab.engine.features.offloaded_optimizer", "fsdplab.engine.transport.shared_memory.process_group",
-    "fsdplab.sessions.worker.training", "fsdplab.sessions.remote_call",
+    "numpy.ma",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.checkpoint",
+    "torch.profiler",
+    "fsdplab.engine.shard",
+    "fsdplab.engine.features.clipping",
+    "fsdplab.engine.features.offloaded_optimizer",
+    "fsdplab.engine.transport.shared_memory.process_group",
+    "fsdplab.sessions.worker.training",
+    "fsdplab.sessions.remote_call",
     "fsdplab.sessions.worker.trial",
     "fsdplab.sessions.staying.cell_loop",
-    "fsdplab.sessions.bench_engines", "fsdplab.workloads.moe", "fsdplab.workloads.parallel",
-)  # fmt: skip
+    "fsdplab.sessions.bench_engines",
+    "fsdplab.workloads.moe",
+    "fsdplab.workloads.parallel",
+)
 _OTHERS_FOLLOW_S = 0.2  # after one rank ended badly, the others may still write their failures
 _TERM_S = 2.0  # then they are asked to end, and this much later killed
 

@@ -101,11 +101,14 @@ class _Starter:
         with theirs:
             self.process = subprocess.Popen(
                 [sys.executable, "-u", "-c", _BOOT, *words],
-                stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                pass_fds=(theirs.fileno(),),
                 # numpy would start threads, which no fork may have
                 env={**rank_environment(), "OPENBLAS_NUM_THREADS": "1"},
                 start_new_session=True,  # Ctrl-C in a terminal reaches the caller only
-            )  # fmt: skip
+            )
             self._trial = self.fork(_TRIAL, self._mailbox, 1, "/")  # the caller's folder may be one that none may enter
 
     def fits(self) -> bool:
@@ -156,9 +159,12 @@ class _Starter:
         # the ranks meet in a file, which they lock: the folder of a record may lie on a file system without locks
         store = folder_of_this_process() / f"store-{uuid.uuid4().hex}"
         request = {
-            "program": list(program), "world_size": world_size, "log": str(mailbox.agent_log),
-            "environment": {**rank_environment(), RANKS_STORE: str(store)}, "inherited": inherited(),
-        }  # fmt: skip
+            "program": list(program),
+            "world_size": world_size,
+            "log": str(mailbox.agent_log),
+            "environment": {**rank_environment(), RANKS_STORE: str(store)},
+            "inherited": inherited(),
+        }
         own, theirs = socket.socketpair()
         folder = os.open(where, os.O_PATH)  # it may have been deleted, or have a path that is too long
         try:

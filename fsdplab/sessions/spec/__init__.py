@@ -20,7 +20,26 @@ from fsdplab.sessions.spec.rules import SpecError, check_ranks_run_here, check_w
 from fsdplab.sessions.spec.run_spec import RunSpec
 
 __all__ = [
-    "CHECKPOINTS", "COMPILES", "ENGINES", "ENGINES_IN_WORDS", "MEMORY_STEP", "OPTIMIZERS", "PEERS", "PRECISIONS",
-    "STARTS", "STRATEGIES", "UNITS", "EngineChoice", "Measuring", "Network", "Placement", "RunSpec", "Sharding",
-    "SpecError", "WorkloadPart", "check_ranks_run_here", "check_whole", "near_matches",
-]  # fmt: skip
+    "CHECKPOINTS",
+    "COMPILES",
+    "ENGINES",
+    "ENGINES_IN_WORDS",
+    "MEMORY_STEP",
+    "OPTIMIZERS",
+    "PEERS",
+    "PRECISIONS",
+    "STARTS",
+    "STRATEGIES",
+    "UNITS",
+    "EngineChoice",
+    "Measuring",
+    "Network",
+    "Placement",
+    "RunSpec",
+    "Sharding",
+    "SpecError",
+    "WorkloadPart",
+    "check_ranks_run_here",
+    "check_whole",
+    "near_matches",
+]

@@ -88,9 +88,18 @@ class Checked:
 
 
 def check_value(
-    name: str, got: object, default: object, *, one_of: Sequence[object] = (), least: int | None = None,
-    most: int | None = None, above: float | None = None, remark: str = "", help: str = "", known: Sequence[str] = (),
-) -> None:  # fmt: skip
+    name: str,
+    got: object,
+    default: object,
+    *,
+    one_of: Sequence[object] = (),
+    least: int | None = None,
+    most: int | None = None,
+    above: float | None = None,
+    remark: str = "",
+    help: str = "",
+    known: Sequence[str] = (),
+) -> None:
     """SpecError unless the value of a field is what its `option` expects; a default is always allowed.
 
     `known` are values of a field that may have others.

@@ -154,8 +154,10 @@ def _collectives(clock: Clock) -> dict[str, tuple[float, float]]:
     group = dist.group.WORLD
     assert group is not None, "no process group"
     works: dict[str, Callable[[dist.ProcessGroup, int], Callable[[], float]]] = {
-        "all_gather": _gather, "reduce_scatter": _reduce, "all_reduce": partial(_reduce, all_reduces=True)
-    }  # fmt: skip
+        "all_gather": _gather,
+        "reduce_scatter": _reduce,
+        "all_reduce": partial(_reduce, all_reduces=True),
+    }
     if group.size() == 1:
         return dict.fromkeys(works, (0.0, 0.0))
     found = {}

@@ -50,9 +50,12 @@ class EmulatedNetwork:
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         rows = traffic_of(self.spec, "full_shard")  # what the target's ratio is about
         self.chosen = link_for(
-            target, compute_s=slowest.item(), wire_bytes=sum(row.step_bytes for row in rows),
-            collectives=sum(row.count for row in rows), ranks=self.context.world_size,
-        )  # fmt: skip
+            target,
+            compute_s=slowest.item(),
+            wire_bytes=sum(row.step_bytes for row in rows),
+            collectives=sum(row.count for row in rows),
+            ranks=self.context.world_size,
+        )
         self._place(setup)
 
     def note_step(self, step: int, seconds: float, ledger: Sequence[dict[str, Any]]) -> None:

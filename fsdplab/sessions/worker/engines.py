@@ -190,10 +190,16 @@ def _lab(spec: RunSpec, device: torch.device, model: nn.Module, workload: Task) 
 
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if spec.offload == "cpu" else OffloadPolicy()
     sharded = shard_model(
-        model, spec.strategy, units=as_argument(units_of(spec, model, workload).modules), mesh=_mesh(spec, device),
-        mp_policy=MixedPrecisionPolicy(**_dtypes(spec)), offload_policy=offload,
-        checkpoint=spec.checkpoint, prefetch=spec.prefetch, transport=spec.transport,
-    )  # fmt: skip
+        model,
+        spec.strategy,
+        units=as_argument(units_of(spec, model, workload).modules),
+        mesh=_mesh(spec, device),
+        mp_policy=MixedPrecisionPolicy(**_dtypes(spec)),
+        offload_policy=offload,
+        checkpoint=spec.checkpoint,
+        prefetch=spec.prefetch,
+        transport=spec.transport,
+    )
 
     def announce(last: bool) -> AbstractContextManager[Any]:
         sharded.set_is_last_backward(last)
@@ -247,10 +253,13 @@ def _fsdp1(spec: RunSpec, device: torch.device, model: nn.Module, workload: Task
 
     units = {id(module) for module in units_of(spec, model, workload).modules}
     sharded = FullyShardedDataParallel(
-        model, sharding_strategy=ShardingStrategy[spec.row.torch_fsdp1],
-        auto_wrap_policy=CustomPolicy(lambda module: id(module) in units), device_id=device, use_orig_params=True,
+        model,
+        sharding_strategy=ShardingStrategy[spec.row.torch_fsdp1],
+        auto_wrap_policy=CustomPolicy(lambda module: id(module) in units),
+        device_id=device,
+        use_orig_params=True,
         mixed_precision=MixedPrecision(**_dtypes(spec)) if spec.precision == "bf16" else None,
-    )  # fmt: skip
+    )
     return Held(sharded)
 
 
@@ -258,9 +267,11 @@ def _fsdp2(spec: RunSpec, device: torch.device, model: nn.Module, workload: Task
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     shard = partial(
-        fully_shard, mesh=_mesh(spec, device), mp_policy=MixedPrecisionPolicy(**_dtypes(spec)),
+        fully_shard,
+        mesh=_mesh(spec, device),
+        mp_policy=MixedPrecisionPolicy(**_dtypes(spec)),
         reshard_after_forward=None if spec.row.reshards_after_forward else False,
-    )  # fmt: skip
+    )
     for module in units_of(spec, model, workload).modules:
         shard(module)
     return Held(shard(model))
@@ -327,8 +338,11 @@ def in_bf16(*values: Any) -> Any:
 
 
 _HOLDERS: dict[str, Callable[[RunSpec, torch.device, nn.Module, Task], Held]] = {
-    "lab": _lab, "torch-ddp": _ddp, "torch-fsdp1": _fsdp1, "torch-fsdp2": _fsdp2,
-}  # fmt: skip
+    "lab": _lab,
+    "torch-ddp": _ddp,
+    "torch-fsdp1": _fsdp1,
+    "torch-fsdp2": _fsdp2,
+}
 
 
 # ---- what ranks look at before an engine takes a model of one's own: equal weights, unused parameters, its facts

@@ -19,9 +19,13 @@ from fsdplab.common.machine import cpu_model, memory_bytes, output_of
 from fsdplab.sessions.spec import RunSpec, gpus
 
 _VARIABLES = (
-    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_VISIBLE_DEVICES",
-    "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF",
-)  # fmt: skip
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_VISIBLE_DEVICES",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF",
+)
 _PREFIXES = ("NCCL_", "TORCH_NCCL_", "GLOO_")
 
 

@@ -70,9 +70,12 @@ class RankContext:
 
 @contextmanager
 def rank_process(
-    folder: str, backend: str = "gloo", device: str | None = None, keep_issued: bool = False,
+    folder: str,
+    backend: str = "gloo",
+    device: str | None = None,
+    keep_issued: bool = False,
     traceback_of: Callable[[BaseException], str] = of_exception,
-) -> Iterator[RankContext]:  # fmt: skip
+) -> Iterator[RankContext]:
     """Run the body as one rank of a process group (gloo or shm on the CPU, nccl on CUDA).
 
     The process ends after the body. `device` is "cuda" where the ranks of a gloo group compute on GPUs, "cuda:0" where
@@ -189,9 +192,11 @@ def _answer_when_asked(mailbox: Mailbox, rank: int) -> None:
 def _leave_note_and_end(context: RankContext, error: BaseException, text: str) -> None:
     note = {
         "kind": "diverged" if isinstance(error, Diverged) else "raised",
-        "error": headline(error) + _why_no_kernel(error), "traceback": text, "time": time.time(),
+        "error": headline(error) + _why_no_kernel(error),
+        "traceback": text,
+        "time": time.time(),
         "at": asdict(context.heartbeat.last()),
-    }  # fmt: skip
+    }
     with suppress(OSError):  # on a full disk nobody can be told; the caller, which writes there too, says why
         context.write("failure", note)
         sys.stderr.write(text or f"{headline(error)}\n")

@@ -217,10 +217,15 @@ class Training:
 
     def _measured_step(self, step: int) -> MemoryTimeline:
         recorder = MemoryRecorder(
-            model=self.setup.model, optimizer=self.setup.optimizer, engine=self.spec.engine, device=self.context.device,
-            tags=self.tags, ignore=self.workload.data(), offloaded=self.spec.offload != "none",
+            model=self.setup.model,
+            optimizer=self.setup.optimizer,
+            engine=self.spec.engine,
+            device=self.context.device,
+            tags=self.tags,
+            ignore=self.workload.data(),
+            offloaded=self.spec.offload != "none",
             save_trace=self.context.mailbox.of(self.context.rank, MEMORY_TRACE) if self.spec.profile else None,
-        )  # fmt: skip
+        )
         around = ExitStack()
         snapshot = self.context.mailbox.of(self.context.rank, "snapshot.pickle.gz") if self.spec.profile else None
         around.enter_context(memory_snapshot(snapshot, self.context.device))
