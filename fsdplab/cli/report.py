@@ -40,16 +40,18 @@ def report_records(
         return
     parts = [path for path in records if has_parts(path)]  # a recorded job whose command is gone
     whole = [path for path in records if path not in parts]
-    loaded = load_all(whole, TraceOptions(ranks, comm_pattern or []), None if outputs.quiet else _print_progress)
+    options = TraceOptions(ranks, comm_pattern or [])
+    on_file = None if outputs.quiet else _print_progress
+    loaded = load_all(whole, options, on_file)
     loaded += [open_record(path) for path in parts]
     twins = [record for record in loaded if record.spec.get("engine") == "twin"]
     runs = [record for record in loaded if record not in twins] or loaded
     reference = next((twin for twin in twins if twin.status == "finished"), None)
-    if tables:  # they take long to make, and the page shows them too
+    if tables:
+        # they take long to make, and the page shows them too
         made = {id(record): tables_of_record(record, peak_of(record)) for record in runs}
-        answer = answer_of_runs(
-            runs, reference, outputs, [*_of_traces(runs, [*made.values()])], lambda record: made[id(record)]
-        )
+        more = [*_of_traces(runs, [*made.values()])]
+        answer = answer_of_runs(runs, reference, outputs, more, tables_of=lambda record: made[id(record)])
     else:
         answer = answer_of_runs(runs, reference, outputs)
     outputs.give(answer)
@@ -68,8 +70,8 @@ def _report_snapshots(snapshots: Sequence[Path], given: Sequence[Path], outputs:
 
 
 def _of_traces(records: Sequence[RunRecord], made: Sequence[Sequence[Table]]) -> Iterator[Part]:
-    """The tables of each record's traces, then those of each other record beside the first."""
-    labels = [each.label for each in views(records)]
+    """Yield the tables of each record's traces, then those of each other record beside the first."""
+    labels = [run.label for run in views(records)]
     for label, tables in zip(labels, made):
         yield from _shown(label, tables)
     for label, record in zip(labels[1:], records[1:]):
@@ -125,6 +127,9 @@ def exported(outputs: Outputs, records: Sequence[RunRecord]) -> Iterator[Line]:
         if name != "perfetto":
             target.mkdir(parents=True, exist_ok=True)
         for number, record in enumerate(records):
-            run = f"{number}-{_ODD.sub('-', view(record).label)[:_LONGEST_NAME]}"
-            export(record, target if len(records) == 1 else target / run)
+            folder = target
+            if len(records) > 1:
+                run = _ODD.sub("-", view(record).label)[:_LONGEST_NAME]
+                folder = target / f"{number}-{run}"
+            export(record, folder)
         yield Line(opened.format(target))
