@@ -1,4 +1,4 @@
-"""What a run must send in one step, by the formula of its strategy: the number that the ledger is held to."""
+"""Computes what a run must send in one step by the formula of its strategy, which the ledger is compared with."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from fsdplab.workloads.shapes import preset
 
 
 def formula_bytes(spec: RunSpec) -> int | None:
-    """Bytes that one rank should send in one step, by the textbook's formula for the strategy; None for the twin, which
-    sends nothing, and for a model whose shapes are not known.
+    """Return the bytes that one rank should send in one step, by the textbook's formula for the strategy; None for the
+    twin, which sends nothing, and for a model whose shapes are not known.
     """
     if spec.engine == "twin" or spec.own_model:
         return None
@@ -22,11 +22,12 @@ def formula_bytes(spec: RunSpec) -> int | None:
 
 
 def traffic_of(spec: RunSpec, strategy: str) -> list[Traffic]:
-    """The collectives of one step of this run under `strategy`, by the formula."""
+    """Return the collectives of one step of this run under `strategy`, by the formula."""
     run = lab_run(spec)
-    units = [
-        UnitShapes(name, tuple((each.name, each.shape) for each in own)) for name, own in unit_parameters(run).items()
-    ]
+    units = []
+    for unit, parameters in unit_parameters(run).items():
+        shapes = tuple((parameter.name, parameter.shape) for parameter in parameters)
+        units.append(UnitShapes(unit, shapes))
     rows = step_traffic(
         units,
         strategy,
@@ -36,17 +37,22 @@ def traffic_of(spec: RunSpec, strategy: str) -> list[Traffic]:
         micro_batches=spec.micro_batches,
         replicas=spec.replicas if strategy in IN_GROUPS else 1,
     )
-    return rows + owners_step(spec, strategy).traffic() if spec.optimizer == "muon" else rows
+    if spec.optimizer == "muon":
+        rows += owners_step(spec, strategy).traffic()
+    return rows
 
 
 def owners_step(spec: RunSpec, strategy: str) -> OwnersStep:
-    """Muon's step of a run: over the ranks of a shard group, or over all that hold whole matrices."""
-    cut, ranks = bool(STRATEGY_ROWS[strategy].cuts), spec.world_size
-    return OwnersStep.of(preset(spec.model), ranks // (spec.replicas if strategy in IN_GROUPS else 1), not cut)
+    """Return Muon's step of a run: over the ranks of a shard group, or over all that hold whole matrices."""
+    ranks = spec.world_size
+    if strategy in IN_GROUPS:
+        ranks //= spec.replicas
+    whole = not STRATEGY_ROWS[strategy].cuts
+    return OwnersStep.of(preset(spec.model), ranks, whole)
 
 
 def lab_run(spec: RunSpec) -> LabRun:
-    """The run as the planner's models of the lab's engine take it."""
+    """Return the run as the planner's models of the lab's engine take it."""
     return LabRun(
         shape=preset(spec.model),
         batch=spec.batch_size,
@@ -58,7 +64,7 @@ def lab_run(spec: RunSpec) -> LabRun:
 
 
 def step_choices(spec: RunSpec) -> StepChoices:
-    """What of a run counts for its memory whatever it trains, under AdamW."""
+    """Return what of a run counts for its memory whatever it trains, under AdamW."""
     shards = spec.world_size // spec.replicas if spec.row.cuts else 1
     return StepChoices(
         strategy=spec.strategy,
