@@ -1,4 +1,4 @@
-"""How a recorded job is set up, as far as it may cost time or memory: its optimizer, threads, DDP's options, dtypes.
+"""Reads how a recorded job is set up, as far as it may cost time or memory: optimizer, threads, DDP's options, dtypes.
 
 None of it is seen in a trace. It is read once, around the step whose memory is measured.
 """
@@ -13,44 +13,47 @@ import torch
 from torch import nn
 
 from fsdplab.recording.rows import Place
-from fsdplab.recording.subject import fsdp2_units, holding_state, parameters_of
+from fsdplab.recording.subject import all_holding_state, fsdp2_units, parameters_of
 
 _MOST_BUFFER_BYTES = 100_000_000  # buffers that are larger are not compared
 
 
 class Observed:
-    """What is read of a model and its optimizers: `begin` before a step, `before_backward` in it, `end` after it."""
+    """Reads a model and its optimizers: `begin` before a step, `before_backward` in it, `end` after it."""
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Any], place: Place) -> None:
-        self._model, self._optimizers, self._place = model, optimizers, place
-        self._buffers: list[torch.Tensor] = []
-        self._kept: int | None = None
-        self._unused = 0
+        self._model = model
+        self._optimizers = optimizers
+        self._place = place
+        self._buffers: list[torch.Tensor] = []  # copies of their values before the step
+        self._kept_gradient_bytes: int | None = None
+        self._unused = 0  # parameters without a gradient
 
     def begin(self) -> None:
-        """The step begins: keep the values of buffers that DDP sends in each forward."""
+        """Copy the values of buffers that DDP sends in each forward, before the step."""
         buffers = list(self._model.buffers())
         if getattr(self._model, "broadcast_buffers", False) and _bytes(buffers) <= _MOST_BUFFER_BYTES:
-            self._buffers = [each.detach().clone() for each in buffers]
+            self._buffers = [buffer.detach().clone() for buffer in buffers]
 
     def before_backward(self) -> None:
-        """The first backward of the step begins: gradients that are there already are those of the step before."""
-        if self._kept is None:
-            self._kept = _bytes(each.grad for each in parameters_of(self._optimizers) if each.grad is not None)
+        """Count, at the first backward of the step, the gradients that are still there from the step before."""
+        if self._kept_gradient_bytes is None:
+            gradients = [parameter.grad for parameter in parameters_of(self._optimizers)]
+            self._kept_gradient_bytes = _bytes(gradient for gradient in gradients if gradient is not None)
 
     def end(self) -> None:
-        """The step has ended, and its gradients may still be there."""
-        parameters = [each for each in parameters_of(self._optimizers) if each.requires_grad]
-        self._unused = sum(each.grad is None for each in parameters)
+        """Count the parameters without a gradient, after the step."""
+        parameters = [parameter for parameter in parameters_of(self._optimizers) if parameter.requires_grad]
+        self._unused = sum(parameter.grad is None for parameter in parameters)
 
     def as_report(self, autocast: str) -> dict[str, Any]:
-        """Everything, for the rank's report."""
+        """Return everything, for the rank's report."""
         return {
             "autocast": autocast,
             "threads": torch.get_num_threads(),
             "cores": _cores(),
             "ranks_of_a_node": self._place.of_a_node,
-            "kept_gradient_bytes": self._kept or 0,
+            "kept_gradient_bytes": self._kept_gradient_bytes or 0,
             "unused_parameters": self._unused,
             **self._optimizer(),
             **self._ddp(),
@@ -58,19 +61,22 @@ class Observed:
         }
 
     def _optimizer(self) -> dict[str, Any]:
-        """Its class, and whether it steps one tensor after the other."""
-        inner = [held for each in self._optimizers for held in holding_state(each)]
-        groups = [group for each in inner for group in getattr(each, "param_groups", ())]
-        loops = any(self._loops(group) for group in groups)
-        names = sorted({type(each).__name__ for each in inner})
-        number = sum(len(group["params"]) for group in groups)
-        return {"optimizer": ", ".join(names), "optimizer_loops": loops, "parameters": number}
+        """Return its class, and whether it steps one tensor after the other."""
+        names, loops, number = set(), False, 0
+        for optimizer in all_holding_state(self._optimizers):
+            names.add(type(optimizer).__name__)
+            for group in getattr(optimizer, "param_groups", ()):
+                loops = loops or self._loops(group)
+                number += len(group["params"])
+        return {"optimizer": ", ".join(sorted(names)), "optimizer_loops": loops, "parameters": number}
 
     def _loops(self, group: dict[str, Any]) -> bool:
-        """Whether a group steps its tensors one by one although its optimizer could do otherwise."""
+        """Return whether a group steps its tensors one by one although its optimizer could do otherwise."""
         if "foreach" not in group or group.get("fused"):
             return False
-        return group["foreach"] is False or (group["foreach"] is None and self._place.device.type == "cpu")
+        if group["foreach"] is None:  # torch's choice
+            return self._place.device.type == "cpu"
+        return group["foreach"] is False
 
     def _ddp(self) -> dict[str, Any]:
         if not isinstance(self._model, nn.parallel.DistributedDataParallel):
@@ -89,18 +95,24 @@ class Observed:
 
     def _fsdp2(self) -> dict[str, Any]:
         units = fsdp2_units(self._model)
-        ahead = [getattr(unit._get_fsdp_state(), "_states_to_forward_prefetch", ()) for unit in units]
-        return {"prefetches_forward": any(ahead)} if units else {}
+        if not units:
+            return {}
+        prefetched = [getattr(unit._get_fsdp_state(), "_states_to_forward_prefetch", ()) for unit in units]
+        return {"prefetches_forward": any(prefetched)}
 
 
 def _bytes(tensors: Sequence[torch.Tensor] | Iterator[torch.Tensor]) -> int:
-    """Bytes of what this rank holds of some tensors."""
-    local = [each.to_local() if hasattr(each, "to_local") else each for each in tensors]
-    return sum(each.numel() * each.element_size() for each in local)
+    """Sum the bytes of what this rank holds of some tensors."""
+    nbytes = 0
+    for tensor in tensors:
+        if hasattr(tensor, "to_local"):
+            tensor = tensor.to_local()
+        nbytes += tensor.numel() * tensor.element_size()
+    return nbytes
 
 
 def _cores() -> int:
-    """The cores that this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
