@@ -69,16 +69,20 @@ class AnotherJob(ValueError):
 
 
 def published(folder: str | Path) -> dict[int, Path]:
-    """The complete checkpoints in a folder: step -> path, the oldest first."""
+    """Return the complete checkpoints in a folder: step -> path, the oldest first."""
+    place = Path(folder)
+    if not place.is_dir():
+        return {}
     steps = {}
-    for path in Path(folder).iterdir() if Path(folder).is_dir() else ():
-        if name := _NAME.fullmatch(path.name):
+    for path in place.iterdir():
+        name = _NAME.fullmatch(path.name)
+        if name:
             steps[int(name[1])] = path
     return dict(sorted(steps.items()))
 
 
 class CheckpointFolder:
-    """The checkpoints of one job. All ranks make it, and call each method, in the same order.
+    """Keeps the checkpoints of one job. All ranks make it, and call each method, in the same order.
 
     `keep` is how many good checkpoints stay (at least 1); the disk needs room for one more. `job` holds settings that
     change what is trained, as JSON: `load` refuses a checkpoint that was saved with others. `allow_nan` lets a job go
@@ -181,22 +185,22 @@ class CheckpointFolder:
         self._check_job(path, about.get("job"), force)
         for name in sorted(extras.names_in(saved.metadata) - {*extra, _RANDOM, _ABOUT}):
             self._warn(f"{path} has the extra state {name!r}, which nobody asked for: it is not restored")
-        has_random = saved.value_of(_RANDOM) is not None
-        saved.load(model, optimizer, {**extra, _RANDOM: extras.random_states()} if has_random else extra)
+        if saved.value_of(_RANDOM) is not None:
+            extra = {**extra, _RANDOM: extras.random_states()}
+        saved.load(model, optimizer, extra)
         self._is_finite = about.get("finite", True)
 
     def _check_job(self, path: Path, saved: dict[str, Any] | None, force: bool) -> None:
         if saved is None or self.job is None:
             return
         differing = sorted(name for name in {*saved, *self.job} if saved.get(name) != self.job.get(name))
+        settings = [f"{name} is {saved.get(name)!r} in it and {self.job.get(name)!r} here" for name in differing[:5]]
+        said = f"{path} is of another job: {', '.join(settings)}"
 
         def check() -> None:
             if differing and not force:
                 raise AnotherJob(f"{said}; continue it as it was, give another folder, or load it with force")
 
-        said = f"{path} is of another job: " + ", ".join(
-            f"{name} is {saved.get(name)!r} in it and {self.job.get(name)!r} here" for name in differing[:5]
-        )
         on_each_rank(check, self._group)  # the data may differ on one machine alone
         if differing:
             self._warn(f"{said}; it is continued all the same")
