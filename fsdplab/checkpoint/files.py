@@ -1,4 +1,4 @@
-"""The files of a checkpoint, believed only as far as they have been checked.
+"""Reads checkpoint files and verifies their checksums before any value is used.
 
 A checkpoint comes from another machine, another day, perhaps another person. Reading one runs no code that it holds:
 PyTorch's own reader unpickles the metadata and all that is no tensor without limits. A manifest with the size and the

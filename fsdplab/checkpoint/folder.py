@@ -1,4 +1,4 @@
-"""A folder of checkpoints for a job that may be killed at any moment: saved while training goes on, and found again.
+"""Keeps a folder of checkpoints for a job that may be killed at any moment: saves while training goes on, finds again.
 
     checkpoints = CheckpointFolder("checkpoints", keep=2, job={"batch_size": 16, "seed": 0})
     step = checkpoints.load(model, optimizer, extra={"scheduler": scheduler})  # 0 where there is none

@@ -1,4 +1,4 @@
-"""Let one job at a time use a folder: a lock file that outlives neither the process that holds it nor its machine.
+"""Lets one job at a time use a folder: a lock file that outlives neither the process that holds it nor its machine.
 
 The file names its holder: host, process and the time when the process started, since process ids come again. On the
 holder's own machine that is enough to see whether it lives. From another machine (a folder on NFS) or another

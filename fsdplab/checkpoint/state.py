@@ -1,4 +1,4 @@
-"""Saves, loads and gathers a training state, as `torch.distributed.checkpoint` (DCP) does it, without its traps.
+"""Saves, loads and gathers a training state as `torch.distributed.checkpoint` (DCP) does, without its traps.
 
 The files are plain DCP with the keys of PyTorch's own recipe (`model`, `optim`): any number of ranks, any strategy,
 PyTorch's FSDP2 and an unsharded model read each other's. The traps: asking an optimizer that has not stepped for its

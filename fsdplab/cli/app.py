@@ -1,4 +1,4 @@
-"""The command line: `fsdplab <command>`, a row for each command; `does` names the function that answers.
+"""Defines the command line: `fsdplab <command>`, a row for each command; `does` names the function that answers.
 
 An invalid request prints one line on stderr and exits with 2; a failed run prints its report and exits with 1. The
 function is imported when its command runs, so that `fsdplab --help` is quick.

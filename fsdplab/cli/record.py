@@ -1,4 +1,4 @@
-"""`fsdplab record`: runs a training job that was not written for the lab, records it, and shows what it found."""
+"""Runs a training job that was not written for the lab (`fsdplab record`), records it, and shows the record."""
 
 from __future__ import annotations
 

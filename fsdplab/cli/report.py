@@ -1,4 +1,4 @@
-"""`fsdplab report`: loads recorded runs and traces of PyTorch's profiler, shows them, and exports them to other tools:
+"""Loads recorded runs and traces of PyTorch's profiler (`fsdplab report`), shows them, and exports them to other tools:
 TensorBoard, Perfetto, CSV files and PyTorch's memory viewer.
 """
 

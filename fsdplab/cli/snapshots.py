@@ -1,4 +1,4 @@
-"""The answer of `report` where it is given memory snapshots of PyTorch's CUDA allocator."""
+"""Answers `report` where it is given memory snapshots of PyTorch's CUDA allocator."""
 
 from __future__ import annotations
 

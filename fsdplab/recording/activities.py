@@ -1,4 +1,4 @@
-"""What a job does in a step besides forward, backward and update: counted and timed where it is called.
+"""Counts and times what a job does in a step besides forward, backward and update, where it is called.
 
 A trace shows operators and collectives, and not why they ran: a state dict is copies, an evaluation is a forward, and
 the garbage collector is nothing at all. So functions of torch are wrapped that a loop calls for such things. Of calls

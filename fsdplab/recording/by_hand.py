@@ -1,4 +1,4 @@
-"""The recorder by hand: two lines of a training loop, where the job's start is not yours or its step is unusual; and as
+"""Records by hand: two lines of a training loop, where the job's start is not yours or its step is unusual; and as
 a callback, for loops that are somebody else's: transformers' Trainer, and Lightning.
 """
 

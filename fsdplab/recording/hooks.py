@@ -1,4 +1,4 @@
-"""Where a recorded job's steps end: the functions of torch and DeepSpeed that take one, wrapped when they are imported.
+"""Wraps the functions of torch and DeepSpeed that end a recorded job's step, when they are imported.
 
 A step ends when the outermost of them returns: `Optimizer.step`, `GradScaler.step` (which may skip the optimizer's), a
 DeepSpeed engine's `step`, or the `backward` in which optimizers stepped. Wrapped is `Optimizer.profile_hook_step`,

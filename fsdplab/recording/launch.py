@@ -1,4 +1,4 @@
-"""`fsdplab record`: runs a command as it would run, with the environment in which its ranks record themselves."""
+"""Runs a command as it would run, with the environment in which its ranks record themselves (`fsdplab record`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank of a recorded job: it notes each step, and in the middle of the job measures a few.
+"""Records one rank of a job: notes each step, and measures a few in the middle of the job.
 
 A process becomes a rank when an optimizer steps in it, so agents, data loader workers and subprocesses are none. Its
 steps have the job's own numbers, from 0; a step lasts from the end of the one before to its own end, less what data

@@ -1,4 +1,4 @@
-"""The row of each step of one rank, written as soon as its times are known.
+"""Writes the row of each step of one rank as soon as its times are known.
 
 On a GPU the host runs ahead, so a step's time is that between two events on the device, and its loss is copied to the
 host beside the step's other work. Both are read once the second event has passed, which is asked and never waited for.

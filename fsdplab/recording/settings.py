@@ -1,4 +1,4 @@
-"""What is recorded of a job, and where: the launcher's words to every process of the job, in its environment."""
+"""Describes what is recorded of a job, and where: the launcher passes it to every process of the job by environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast this processor multiplies matrices in bfloat16.
+"""Measures how fast this processor multiplies matrices in bfloat16.
 
 A CPU with AVX2 alone has no instructions for it, and a product takes 43 to 100 times as long as in float32. So what
 trains in bf16 on the CPU takes its size from a measurement, of a few hundredths of a second.

@@ -1,4 +1,4 @@
-"""How fast this machine computes, moves memory and sends: measured once, kept, read by predictions of step times.
+"""Measures once how fast this machine computes, moves memory and sends, and saves it for predictions of step times.
 
 `fsdplab doctor --calibrate` measures on as many ranks at once as a run has, because ranks share cores and memory. The
 figures are kept in the user's cache folder with the machine they are of; those of another processor or another torch

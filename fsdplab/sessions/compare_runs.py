@@ -1,4 +1,4 @@
-"""`compare`: several specs, each on fresh ranks, so that no run inherits memory or caches of another.
+"""Compares several specs, each on fresh ranks, so that no run inherits memory or caches of another.
 
 The runs warm up one after the other, each with the machine to itself, and then wait side by side. Their timed steps
 take turns, one step of one run at a time, so that a machine that becomes slower slows all runs alike. Profiled steps

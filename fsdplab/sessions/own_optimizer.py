@@ -1,4 +1,4 @@
-"""What the step of an optimizer of one's own holds: one is taken on tensors without values.
+"""Finds the memory that a step of a user's own optimizer holds: one is taken on tensors without values.
 
 On the meta device every operator of a looped optimizer runs, and its counts of steps are real; a fused one has kernels
 for devices alone, so it steps fake tensors of the CPU.

@@ -1,4 +1,4 @@
-"""A step of a model of one's own on GPUs that are not here, as the strategy lab compares it: from its recording."""
+"""Plans a step of a user's own model on GPUs that are not here, from its recording, for the strategy lab."""
 
 from __future__ import annotations
 

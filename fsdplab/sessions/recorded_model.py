@@ -1,4 +1,4 @@
-"""A model of one's own, recorded for a prediction: of a run on this machine, or of a plan on GPUs that are not here.
+"""Records a user's own model for a prediction: of a run on this machine, or of a plan on GPUs that are not here.
 
 The recording is kept for a model and its units; other choices of a run or a plan only play it.
 """

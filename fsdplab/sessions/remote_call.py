@@ -1,4 +1,4 @@
-"""Call a function from a saved file on real ranks: what an exercise's check does with a learner's solution.
+"""Calls a function from a saved file on real ranks: what an exercise's check does with a learner's solution.
 
 The function is read from its file in fresh processes, so it may block, crash or call os._exit without harm to the
 caller. Values are sent in files written by torch.save and read with `weights_only=True`: numbers, text, tensors, and

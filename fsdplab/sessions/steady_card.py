@@ -1,4 +1,4 @@
-"""The steady card: a run's step on an emulated card and link, with the same times on every machine and under any load.
+"""Simulates a run's step on the steady card and its link, with the same times on every machine and under any load.
 
 How long this machine computes depends on its cores and on who else uses them, so what is first said of a strategy's
 time, and all that a lesson judges, does not rest on it. The steady card computes at a fixed rate behind the run's own

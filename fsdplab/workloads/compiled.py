@@ -1,4 +1,4 @@
-"""Compiled blocks: each transformer block's forward becomes one graph, whatever engine shards it afterwards.
+"""Compiles blocks: each transformer block's forward becomes one graph, whatever engine shards it afterwards.
 
 The class of a block is replaced by a subclass whose `forward` is compiled. Engines hang their hooks on the module, so
 gathering, dropping and recomputing stay outside of the graph, and parameters keep their names (`torch.compile(block)`

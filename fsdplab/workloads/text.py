@@ -1,4 +1,4 @@
-"""Real text without a download: the sources of Python's standard library, one token a byte.
+"""Reads real text without a download: the sources of Python's standard library, one token a byte.
 
 A batch is a pure function of (seed, split, step, rank, micro-batch), so the batches of any rank can be repeated: by the
 unsharded twin, or by a run resumed at another step.

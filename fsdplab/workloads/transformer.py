@@ -1,4 +1,4 @@
-"""The models: a GPT as GPT-2 has it, and a Llama.
+"""Defines the models: a GPT as GPT-2 has it, and a Llama.
 
 A GPT has LayerNorm, learned positions, GELU, and biases everywhere but in the head. A Llama has RMSNorm, rotary
 positions, SwiGLU, grouped-query attention, and no biases.

@@ -1,4 +1,4 @@
-"""What a run trains, as one value: a model, each rank's batches, the loss, and the modules that are its units.
+"""Describes what a run trains as one value: a model, each rank's batches, the loss, and the modules that are units.
 
 Engines, the bench and the unsharded twin take a `Task` and know nothing else of what they train. A preset on a text
 (`OnText`) is one kind of it, a model of one's own (`fsdplab.Workload`) another.

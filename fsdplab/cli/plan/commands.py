@@ -1,4 +1,4 @@
-"""The commands of `fsdplab plan`: each is one question about a job; without a command it is `plan step`."""
+"""Defines the commands of `fsdplab plan`: each is one question about a job; without a command it is `plan step`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process inherits from the one that starts it: a forked rank, a child of the starter, gets it from its caller.
+"""Gives a forked rank, a child of the starter, what a process inherits: the caller's environment, folder and limits.
 
 Three kinds, and this file decides which is which:
 

@@ -1,4 +1,4 @@
-"""A module in a process of its own, within a limit: its output is in a log, and nothing that it has started is left."""
+"""Runs a module in a separate process within a time limit: its output is in a log, and its processes end with it."""
 
 from __future__ import annotations
 

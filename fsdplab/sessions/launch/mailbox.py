@@ -1,4 +1,4 @@
-"""The folder through which ranks report to their caller: plain files, so that what a dead rank reported is still there.
+"""Reads and writes the folder through which ranks report to their caller: plain files, which outlive a dead rank.
 
 rank0.heartbeat    a checksum and one line of JSON, rewritten in place: where the rank is now
 rank0.steps        one line of JSON a finished step

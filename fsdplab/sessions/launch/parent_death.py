@@ -1,4 +1,4 @@
-"""No process outlives its parent, even after `kill -9` of the notebook's kernel.
+"""Ends a process with its parent, even after `kill -9` of the notebook's kernel.
 
 The kernel of Linux can send a signal to a child at the moment the thread that has started it ends. Where it cannot
 (macOS), or where the parent goes on without that thread, a thread looks at the parent's id, which changes when the

@@ -1,4 +1,4 @@
-"""What a rank's process does, forked or new: run a program as `python *program` would, and end.
+"""Runs a program in a rank's process, forked or new, as `python *program` would, and ends the process.
 
     python -m fsdplab.sessions.launch.program -m fsdplab.sessions.worker.training FOLDER      started by torchrun
 

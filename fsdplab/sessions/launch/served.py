@@ -1,4 +1,4 @@
-"""The ranks of one run as their caller holds them. Whoever starts ranks speaks one protocol.
+"""Holds the ranks of one run for their caller. All starters of ranks use one protocol.
 
 A starter forks ranks (starter.py: one process a caller, for run after run) or executes them (agent.py with torchrun:
 one process a run). Each run has a pair of sockets of its own, on which a message is a line

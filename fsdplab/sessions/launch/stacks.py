@@ -1,4 +1,4 @@
-"""Readable stacks: of an exception, and of a running rank.
+"""Makes readable stacks: of an exception, and of a running rank.
 
 The lab's own frames are removed from both. The second comes from faulthandler, which runs inside a signal handler and
 writes file names and line numbers only; it is cut to the main thread, and the source lines are added:

@@ -1,4 +1,4 @@
-"""The warm starter: a process that has imported what ranks need, and forks the ranks of one run after another.
+"""Runs the warm starter: a process that has imported what ranks need, and forks the ranks of one run after another.
 
     caller  ->  starter (one a caller)  ->  ranks (forked: 0.1 s for a formed group instead of 4 to 6 s for a cold
     start)

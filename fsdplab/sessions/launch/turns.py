@@ -1,4 +1,4 @@
-"""How ranks that wait are told what to do next: a step of their run, where runs take turns, or a cell of a notebook.
+"""Tells ranks that wait what to do next: a step of their run, where runs take turns, or a cell of a notebook.
 
 Runs whose ranks are alive side by side train one step at a time, so that a slow machine slows all alike.
 

@@ -1,4 +1,4 @@
-"""The caller's side of the warm starter: one process a caller, started early, and replaced when it is out of date.
+"""Starts and asks the warm starter: one process a caller, started early, and replaced when it is out of date.
 
     begin()                      in the background: importing torch takes it two seconds
     start(program, ...)          forks the ranks of one run; waits for the starter where it is still importing

@@ -1,4 +1,4 @@
-"""What to run: `RunSpec`, made of parts, with the help of each of its fields and every check.
+"""Describes what to run: `RunSpec`, made of parts, with the help of each of its fields and every check.
 
 `choices` has what can be chosen, `parts` the fields, `pairs` the rules between parts, `rules` how they are checked.
 """

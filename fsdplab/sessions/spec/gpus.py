@@ -1,4 +1,4 @@
-"""The GPUs of this machine: how many ranks can use, and in one sentence why they cannot use one.
+"""Finds how many GPUs of this machine ranks can use, and says in one sentence why they cannot use one.
 
 The driver is asked through libcuda, which makes no CUDA context: one in a process that only starts ranks would keep the
 ranks of an EXCLUSIVE_PROCESS cluster out.

@@ -1,4 +1,4 @@
-"""The rules between the parts of a run: what an engine, a device or a machine cannot do.
+"""Lists the rules between the parts of a run: what an engine, a device or a machine cannot do.
 
 The order counts: the first rule that is broken is the error, so what is asked of every run stands before what only
 one device or machine lacks.

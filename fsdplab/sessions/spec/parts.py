@@ -1,4 +1,4 @@
-"""The parts of a run: a frozen dataclass each, with its fields, their help texts, and the rules inside the part.
+"""Defines the parts of a run: a frozen dataclass each, with its fields, their help texts, and the rules inside it.
 
 The fields are also flags of the command line, with these help texts; so this file imports torch only when needed.
 """

@@ -1,4 +1,4 @@
-"""What to run: the parts of parts.py in one spec, checked once.
+"""Joins the parts of parts.py into one spec, checked once.
 
 Ranks take seconds to start, so an invalid request fails here, before any process exists, in one line: what happened,
 what was got, what was expected, what to do. An existing `RunSpec` can be run.

@@ -1,4 +1,4 @@
-"""The rank's side of ranks that stay (staying/ranks.py): wait for a cell, run it with the names of the last one, report
+"""Runs cells on a rank that stays (staying/ranks.py): wait for a cell, run it with the names of the last one, report
 how it ended, wait again.
 
     main(FOLDER)    called by launch/program.py

@@ -1,4 +1,4 @@
-"""CPU time of a rank, and how long it waited for a core: whether a step's time is the strategy's or the machine's.
+"""Reads a rank's CPU time, and how long it waited for a core: is a step's time the strategy's or the machine's?
 
 A rank lacks a core while one of its threads waits for one and none of its threads has one. Linux counts for each
 thread how long it ran and how long it waited on the run queue (/proc/self/task/*/schedstat), not when. So a wait is

@@ -1,4 +1,4 @@
-"""The environment of a run, so that two records can be compared and a result repeated.
+"""Captures the environment of a run, so that two records can be compared and a result repeated.
 
 Recorded: versions, processor, accelerators, and the variables that change speed or communication. Never recorded: names
 of users and hosts, and paths; a record is made to be shared.

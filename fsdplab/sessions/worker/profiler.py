@@ -1,4 +1,4 @@
-"""Rank side of a profile: PyTorch's profiler around the steps after the timed ones, one gzipped trace a rank.
+"""Profiles the steps after the timed ones on each rank with PyTorch's profiler, into one gzipped trace a rank.
 
 Timed steps are never profiled, so a profile costs nothing but its own steps; how much slower those were is stated in
 the record. On CUDA the profiler has one step to warm up. The engine's ranges carry FSDP2's names, so whatever reads

@@ -1,4 +1,4 @@
-"""The rank that the warm starter forks before it says that it is ready: it does what every rank must be able to do."""
+"""Tries what every rank must be able to do: the warm starter forks this rank before it reports that it is ready."""
 
 from __future__ import annotations
 
