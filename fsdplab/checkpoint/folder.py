@@ -362,7 +362,7 @@ class CheckpointFolder:
     # ---- what one rank does for all
 
     def _on_first(self, action: Any) -> Any:
-        """What `action` returns on rank 0, on all ranks."""
+        """Return what `action` returns on rank 0, on all ranks."""
         return on_each_rank(lambda: action() if self._first else None, self._group)[0]
 
     def _warn(self, text: str) -> None:
@@ -444,7 +444,7 @@ def _with_names_checked(extra: extras.Extra | None) -> dict[str, Any]:
 
 
 def _not_finite_in(state: dict[str, Any]) -> list[str]:
-    """The optimizer's weights and states of which this rank holds a number that is not finite."""
+    """Return the optimizer's weights and states of which this rank holds a number that is not finite."""
     trained = {name for group in state["optim"]["param_groups"] for name in group["params"]}
     tensors = {name: value for name, value in state["model"].items() if name in trained}
     for name, values in state["optim"]["state"].items():

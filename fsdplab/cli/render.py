@@ -27,7 +27,7 @@ class SafeConsole(Console):
     """A rich console whose texts are `harmless`."""
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """The pieces of a text, table or figure; what rich itself sends to steer the terminal is no text."""
+        """Yield the pieces of a text, table or figure; what rich itself sends to steer the terminal is no text."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=harmless(segment.text))
 

@@ -96,7 +96,7 @@ def _wrap(owner: Any, attribute: str, name: str, recorder: RankRecorder) -> None
 
 
 def _wrap_all(owners: list[Any], attribute: str, name: str, recorder: RankRecorder) -> None:
-    """The same function under several names."""
+    """Wrap the same function under several names."""
     wrapper = counted(getattr(owners[0], attribute), name, recorder)
     for owner in owners:
         setattr(owner, attribute, wrapper)
@@ -160,7 +160,7 @@ def _of_the_loop(function: Callable[..., Any], name: str, recorder: RankRecorder
 
 
 def _bytes_of(args: tuple[Any, ...]) -> int:
-    """Bytes of the largest tensor that a collective was given."""
+    """Return bytes of the largest tensor that a collective was given."""
     tensors = [each for each in args if isinstance(each, torch.Tensor)]
     return max((each.numel() * each.element_size() for each in tensors), default=0)
 

@@ -60,8 +60,8 @@ class Recorder:
             self._claimed = place
 
     def step(self, *, loss: torch.Tensor | float | None = None, tokens: int | None = None) -> None:
-        """The end of a step: call it last in the loop, on every rank. `loss` is the step's, `tokens` those that this
-        rank read in it.
+        """End a step: call it last in the loop, on every rank. `loss` is the step's, `tokens` those that this rank read
+        in it.
         """
         recorder = self._recorder
         if recorder.done:
@@ -86,7 +86,7 @@ class Recorder:
 
 
 def trainer_callback(folder: str | Path, *, steps: str = "8:16") -> Any:
-    """A callback of transformers' Trainer that records some of its steps into `folder`, as `Recorder` does.
+    """Return a callback of transformers' Trainer that records some of its steps into `folder`, as `Recorder` does.
 
     `Trainer(..., callbacks=[fsdplab.trainer_callback("out")])`. A step's loss is what its backward was called of.
     """
@@ -114,7 +114,7 @@ def trainer_callback(folder: str | Path, *, steps: str = "8:16") -> Any:
 
 
 def lightning_callback(folder: str | Path, *, steps: str = "8:16") -> Any:
-    """A callback of Lightning's Trainer that records some of its steps into `folder`, as `Recorder` does.
+    """Return a callback of Lightning's Trainer that records some of its steps into `folder`, as `Recorder` does.
 
     `Trainer(..., callbacks=[fsdplab.lightning_callback("out")])`. A step's loss is what its backward was called of.
     """

@@ -46,18 +46,18 @@ class Found:
 
 
 def this_machine() -> dict[str, Any]:
-    """What a calibration is of: processor, cores that may be used, torch. No name of a host or a user."""
+    """Return what a calibration is of: processor, cores that may be used, torch. No name of a host or a user."""
     return {"cpu": cpu_model(), "cores": cores(), "system": platform.system(), "torch": version("torch")}
 
 
 def calibration_file() -> Path:
-    """Where calibrations are kept: `calibration.json` in `$XDG_CACHE_HOME/fsdplab`, or in `~/.cache/fsdplab`."""
+    """Return where calibrations are kept: `calibration.json` in `$XDG_CACHE_HOME/fsdplab`, or in `~/.cache/fsdplab`."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(cache) / "fsdplab" / "calibration.json"
 
 
 def find_calibration(ranks: int, path: Path | None = None) -> Found:
-    """The kept calibration of this machine for so many ranks."""
+    """Return the kept calibration of this machine for so many ranks."""
     path, again = path or calibration_file(), f"run: {HOW} --world-size {ranks}"
     if not path.is_file():
         return Found(None, f"no step time is predicted before this machine is measured (10 s, once); {again}")

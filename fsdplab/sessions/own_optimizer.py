@@ -37,7 +37,7 @@ class OwnStep:
 
 @lru_cache(maxsize=16)
 def own_step(task: Workload, seed: int) -> OwnStep:
-    """The step of the workload's own optimizer on its whole model."""
+    """Return the step of the workload's own optimizer on its whole model."""
     try:
         return _stepped(task, task.build("meta", seed))
     except Exception:  # of the optimizer's own code, which may refuse this device
@@ -75,7 +75,7 @@ def _stepped(task: Workload, model: nn.Module) -> OwnStep:
 
 
 def _step(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) -> list[Event]:
-    """The storages that a step begins and ends."""
+    """Return the storages that a step begins and ends."""
     log = StorageLog(with_scratch=False)
     held = [each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
     for parameter in parameters:
@@ -89,7 +89,7 @@ def _step(optimizer: torch.optim.Optimizer, parameters: Sequence[nn.Parameter]) 
 
 
 def _most(events: Sequence[Event]) -> int:
-    """Bytes at the fullest moment."""
+    """Return bytes at the fullest moment."""
     alive: dict[int, int] = {}
     most = 0
     for event in events:

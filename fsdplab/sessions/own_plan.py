@@ -41,7 +41,7 @@ class OwnPlan(PlanSpec):
 
 
 def own_plan(of: RunSpec, gpu: Gpu, **mesh: Any) -> OwnPlan:
-    """The plan of a step of `of` on GPUs; `mesh` are their number, the strategy and other fields of a PlanSpec."""
+    """Plan a step of `of` on GPUs; `mesh` are their number, the strategy and other fields of a PlanSpec."""
     return OwnPlan(
         model=named_shape(name_of(of.model)),
         gpu=gpu,

@@ -130,7 +130,7 @@ def _module(source: Path) -> ModuleType:
 
 
 def unsupported_type(value: object) -> str | None:
-    """The name of the first type in a value that cannot be sent: `"DTensor"`; None when all can.
+    """Return the name of the first type in a value that cannot be sent: `"DTensor"`; None when all can.
 
     Subclasses are unsupported: a DTensor cannot be read without its process group, a numpy number not without numpy.
     """

@@ -45,7 +45,7 @@ class _Like:
     dtype: torch.dtype
 
     def make(self) -> Tensor:
-        """One of zeros, of which no index is out of range."""
+        """Make one of zeros, of which no index is out of range."""
         return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device="cpu").zero_()
 
 

@@ -311,7 +311,7 @@ class ModelShape:
         return tuple(parameters)
 
     def stage(self, layers: int, first: bool, last: bool) -> ModelShape:
-        """A stage of a pipeline with so many of its blocks."""
+        """Return a stage of a pipeline with so many of its blocks."""
         return replace(self, layers=layers, ends=(first, last))
 
     @property
@@ -423,7 +423,7 @@ def llama(
     head_width: int | None = None,
     **more: Any,
 ) -> ModelShape:
-    """A Llama: RMSNorm, rotary positions, SwiGLU, no biases; `more` are other fields of the shape."""
+    """Describe a Llama: RMSNorm, rotary positions, SwiGLU, no biases; `more` are other fields of the shape."""
     return ModelShape(
         name=name,
         layers=layers,
@@ -582,8 +582,8 @@ PRESETS = {name: replace(shape, fused=False) for name, shape in SHAPES.items() i
 
 
 def preset(name: str) -> ModelShape:
-    """The shape called `name` as it is built here; raises `ModelError` for an unknown name, with the nearest known
-    ones, and for a shape that is only planned.
+    """Return the shape called `name` as it is built here; raises `ModelError` for an unknown name, with the nearest
+    known ones, and for a shape that is only planned.
 
     >>> preset("gpt-20m").width
     384
@@ -602,7 +602,7 @@ def preset(name: str) -> ModelShape:
 
 
 def model(name: str) -> ModelShape:
-    """The named shape; an unknown name raises ModelError with the nearest known ones.
+    """Return the named shape; an unknown name raises ModelError with the nearest known ones.
 
     >>> model("gpt2").parameters
     124439808

@@ -181,7 +181,7 @@ class Decoder(nn.Module):
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
 
     def make_blocks(self) -> nn.ModuleList:
-        """The blocks, first to last."""
+        """Return the blocks, first to last."""
         return nn.ModuleList(self.block_type(self.config) for _ in range(self.config.layers))
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -52,14 +52,14 @@ def why_it_ended(code: int, printed: str) -> str:
 
 
 def without_paths(text: str) -> str:
-    """The text without the folders of this machine: a result is made to be handed on."""
+    """Return the text without the folders of this machine: a result is made to be handed on."""
     for place, word in ((str(Path(__file__).resolve().parents[3]), "(checkout)"), (sys.prefix, "(python)")):
         text = text.replace(place, word)
     return text
 
 
 def answer_in(file: Path) -> Any:
-    """The last JSON in a file whose first line begins with `{` or `[{`: that of a log, or all of a file of JSON.
+    """Return the last JSON in a file whose first line begins with `{` or `[{`: that of a log, or all of a file of JSON.
 
     ValueError where there is none.
     """

@@ -22,7 +22,7 @@ from fsdplab.common.pythons import imports_that_stay, run_of
 
 
 def as_ranks_of_torchrun(program: Sequence[str], per_node: object, address: str) -> list[str]:
-    """The last arguments of torchrun, by which each of a node's ranks runs `program` with this module, once."""
+    """Return the last arguments of torchrun, by which each of a node's ranks runs `program` with this module, once."""
     python, *words = run_of("fsdplab.sessions.launch.program", *program)
     return [
         f"--nproc-per-node={per_node}",
@@ -96,7 +96,7 @@ def _behind_the_library() -> list[str]:
 
 
 def _working_folder() -> list[str]:
-    """The working folder; none where it was deleted."""
+    """Return the working folder; none where it was deleted."""
     with suppress(FileNotFoundError):
         return [os.getcwd()]
     return []

@@ -50,13 +50,13 @@ class Ranks:
         self.lost: str | None = None
 
     def started(self) -> list[int]:
-        """The process ids of the ranks, also of those without a heartbeat, and of what they have started, as far as it
-        can be known.
+        """Return the process ids of the ranks, also of those without a heartbeat, and of what they have started, as far
+        as it can be known.
         """
         return self.pids
 
     def running(self, within_s: float = 0.0) -> bool:
-        """Whether a rank still runs after `within_s` seconds; returns as soon as all have ended."""
+        """Return whether a rank still runs after `within_s` seconds; returns as soon as all have ended."""
         deadline = time.monotonic() + within_s
         while not self._ended and readable([self._connection], deadline - time.monotonic()):
             try:
@@ -83,11 +83,11 @@ class Ranks:
         self._finish(None)
 
     def failed(self) -> dict[int, int]:
-        """The exit codes of the ranks that ended badly."""
+        """Return the exit codes of the ranks that ended badly."""
         return {rank: code for rank, code in (self.exits or {}).items() if code}
 
     def _how_lost(self) -> str | None:
-        """How the starter ended, a sentence, once the stream has; None where it has done its work."""
+        """Return how the starter ended, a sentence, once the stream has; None where it has done its work."""
         raise NotImplementedError
 
     def _hear(self, message: Mapping[str, Any]) -> None:

@@ -110,7 +110,7 @@ def main(descriptor: str, caller: str) -> None:
 
 
 def _why_not() -> str | None:
-    """Why this process cannot serve runs, as far as it shows before the first; None if it can."""
+    """Return why this process cannot serve runs, as far as it shows before the first; None if it can."""
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         return (
@@ -201,7 +201,7 @@ class _Starter:
             os._exit(1)
 
     def _read_run_socket(self, run: _Run) -> None:
-        """The caller asks for the end, or has closed its side: either way the run ends."""
+        """End the run: the caller asks for that, or has closed its side."""
         try:
             asked = run.socket.recv(64)
         except ConnectionError:

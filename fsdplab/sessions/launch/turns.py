@@ -28,7 +28,9 @@ _WAITS = b"w"
 
 
 def fifos_in(folder: Path) -> bool:
-    """Whether the file system of a folder has FIFOs; some that copy to a cloud have none. Makes a missing folder."""
+    """Return whether the file system of a folder has FIFOs; some that copy to a cloud have none. Makes a missing
+    folder.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     trial = folder / f".fifo-{os.getpid()}"
     with suppress(OSError):

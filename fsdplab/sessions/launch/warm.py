@@ -112,7 +112,7 @@ class _Starter:
             self._trial = self.fork(_TRIAL, self._mailbox, 1, "/")  # the caller's folder may be one that none may enter
 
     def fits(self) -> bool:
-        """Whether a rank forked by it equals one started now, or the trial has shown that it cannot fork."""
+        """Return whether a rank forked by it equals one started now, or the trial has shown that it cannot fork."""
         lives = not self.gone or self.owner == os.getpid() and bool(self._refused)
         return lives and self.key == _key()
 
@@ -129,7 +129,7 @@ class _Starter:
             raise StarterFailed(self._refused)
 
     def _tries(self) -> bool:
-        """Whether the trial goes on, after a moment."""
+        """Return whether the trial goes on, after a moment."""
         with self._hearing:
             if self._refused is None:
                 if self._trial.running(_LOOK_EVERY_S):
@@ -138,7 +138,9 @@ class _Starter:
         return False
 
     def _outcome(self) -> str:
-        """Why no ranks can be forked, by the trial, which has ended; "" if they can. StarterFailed if it was lost."""
+        """Return why no ranks can be forked, by the trial, which has ended; "" if they can. StarterFailed if it was
+        lost.
+        """
         trial = self._trial
         if trial.cannot is None and trial.exits is None:
             raise StarterFailed(f"the warm starter {self.how_it_ended()}{self._output()}")
@@ -237,7 +239,7 @@ _starters: list[_Starter] = []  # the last one gets requests; earlier ones only 
 
 
 def why_not() -> str | None:
-    """Why this system cannot fork ranks, in one line; None where it can."""
+    """Return why this system cannot fork ranks, in one line; None where it can."""
     if sys.platform != "linux":
         return f"ranks are forked on Linux only, and this is {sys.platform}"
     if not hasattr(os, "pidfd_open"):
@@ -246,7 +248,7 @@ def why_not() -> str | None:
 
 
 def tried() -> str | None:
-    """Why no rank can be forked here, in one line, as a starter finds; None where one can."""
+    """Return why no rank can be forked here, in one line, as a starter finds; None where one can."""
     if (refused := why_not()) is not None:
         return refused
     try:
@@ -274,7 +276,7 @@ def start(program: Sequence[str], mailbox: Mailbox, world_size: int, on_look: Ca
 
 
 def starter_pid() -> int | None:
-    """The process id of this caller's starter; None where there is none."""
+    """Return the process id of this caller's starter; None where there is none."""
     return _starters[-1].process.pid if _starters and not _starters[-1].gone else None
 
 
@@ -304,7 +306,9 @@ def _fitting() -> _Starter:
 
 
 def _key() -> tuple[object, ...]:
-    """The conditions to reuse a starter: equal interpreter, source files of fsdplab, and what no fork can change."""
+    """Return the conditions to reuse a starter: equal interpreter, source files of fsdplab, and what no fork can
+    change.
+    """
     return sys.executable, _sources(str(_PACKAGE)), fixed(rank_environment())
 
 

@@ -25,7 +25,7 @@ _BYTES_OF_A_PROCESS = 250_000_000  # Python and torch before any model, measured
 
 
 def _behind_a_link(spec: Any) -> bool:
-    """Whether an engine has to meet a link: the twin has none, its fields describe the runs it is compared with."""
+    """Return whether an engine is behind a link: the twin is not, its fields describe the runs it is compared with."""
     return bool(spec.linked and spec.engine != "twin")
 
 
@@ -51,8 +51,8 @@ def _of_the_lab(name: str) -> Rule:
 
 
 def least_bytes(spec: Any) -> int:
-    """The least bytes that the ranks of one machine hold: processes, parameters, gradients, two moments, and the logits
-    of a micro-batch, in fp32.
+    """Return the least bytes that the ranks of one machine hold: processes, parameters, gradients, two moments, and the
+    logits of a micro-batch, in fp32.
 
     Every rank builds the whole model before it shards it, and what a strategy shards is held once by all ranks
     together.

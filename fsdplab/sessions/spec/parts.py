@@ -34,7 +34,7 @@ _MANY = 10**9  # beyond such numbers a run is a mistake, or would overflow a see
 
 
 def _named(model: Any) -> Any:
-    """A path, or a `Workload`, which is written to a file for the ranks, as a text."""
+    """Return a path, or a `Workload`, which is written to a file for the ranks, as a text."""
     if isinstance(model, os.PathLike):
         return os.fspath(model)
     if "torch" not in sys.modules:
@@ -205,7 +205,7 @@ class Network(Checked):
         )
 
     def scaled_card(self, workload: WorkloadPart, ranks: int) -> int:
-        """Bytes of the card of a wind tunnel: as full of this workload's states as the target's card is of the
+        """Return bytes of the card of a wind tunnel: as full of this workload's states as the target's card is of the
         target's.
         """
         assert self.target is not None and self.as_model is not None, "the network has no wind tunnel"

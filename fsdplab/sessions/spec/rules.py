@@ -140,7 +140,7 @@ def check_same(what: str, specs: Sequence[object], names: Sequence[str]) -> None
 
 
 def near_matches(got: object, expected: Sequence[str]) -> str:
-    """What was probably meant, in brackets; empty where nothing is near. Who writes zero3 means full_shard."""
+    """Return what was probably meant, in brackets; empty where nothing is near. Who writes zero3 means full_shard."""
     for row in STRATEGY_ROWS.values():
         if row.name in expected and row.known_as and squeezed(str(got)) == squeezed(row.known_as):
             return f" ({row.known_as} is {row.name} here)"

@@ -22,7 +22,7 @@ LossOf = Callable[[nn.Module, Any], torch.Tensor]
 def deepspeed_setup(
     stage: int, spec: RunSpec, context: RankContext, model: nn.Module, optimizer: torch.optim.Optimizer, loss_of: LossOf
 ) -> tuple[nn.Module, Any, Callable[..., float]]:
-    """The (engine, optimizer, train_step) of ZeRO stage `stage`."""
+    """Return the (engine, optimizer, train_step) of ZeRO stage `stage`."""
     os.environ.setdefault("DS_ACCELERATOR", context.device.type)
     import deepspeed
 

@@ -33,8 +33,8 @@ def main() -> None:
 
 
 def _cuda_is_spoilt() -> bool:
-    """Whether this process was forked from one that has used CUDA; neither torch nor the driver says so before the
-    fork.
+    """Return whether this process was forked from one that has used CUDA; neither torch nor the driver says so before
+    the fork.
 
     It does not start the driver: one that nobody has loaded is as good as new.
     """
